@@ -126,7 +126,7 @@ def open_model(config: RunConfig, *, here: bool = True, group: Group | None = No
     device = choose_device(config.device if here else "cpu")
     if config.cache.dtype == "fp8":
         spec = spec.with_fp8_kv()
-        check_fp8_kv(config.cache.scales, spec, model, device)
+        check_fp8_kv("calibrate" if dummy else config.cache.scales, spec, model, device)
     if here and config.draft.adaptive and device.type == "cpu":
         raise ConfigError("draft.adaptive=true goes by times measured on a GPU, and this job runs on the CPU; remove the key")
     dtype = resolve_dtype(config.model.dtype, spec, device)
@@ -289,7 +289,7 @@ def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
             lead.send(Scales(target.all_kv_scales.tolist()))
         progress.phase(f"K and V in e4m3, scales {source}")
     check_weights(config.draft, job.drafter.trainable(weights))
-    batch = plan_batch(job, demand, device_rates(job.device, job.dtype), loaded=True)
+    batch = plan_batch(job, demand, device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises), loaded=True)
     drafter = job.drafter.build(weights, target, slots=batch.num_slots)
     progress.phase(
         f"{counted(batch.num_slots, 'slot')}, {batch.num_pages} pages of {batch.page_size} tokens, "

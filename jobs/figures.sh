@@ -13,7 +13,8 @@
 # gsm8k              the test questions, with and without a head    drafters  acceptance of every drafter
 # rows               K = 3..8 at 1, 2, 4, 8 rows                    draws     by temperature, with and without coupled drafts
 # trees              sums against products of probabilities         adapt     a half-trained head that learns during the job
-# quantised          SmolLM2 made a MoE, FP8 and MXFP4: KL divergence, acceptance of the head, rows that differ without drafts
+# quantised          SmolLM2 made a MoE, FP8 and MXFP4: KL divergence, acceptance of the head
+# lossless           in these formats and with FP8 K/V: rows that differ between K = auto and no drafts, with gaps (ROWS=48)
 set -euo pipefail
 out=${1:?OUT SECTION..., such as out/figures long; the sections are listed at the top of this file}
 shift
@@ -75,19 +76,35 @@ figure_fp8() {
 figure_one_row() {
     rates=.6,.5,.4,.3,.25,.2,.15,.1 dummy gpt-oss-120b --batch 1 --prompt 4096 --rounds 200 --draft none parallel eagle3 --k 3 4 5 6 7 8
 }
-figure_quantised() { # in a checkout: tests.upcycle makes the models
-    local data=$DATA/gsm8k_test.parquet head=(--draft-path "$HEADS/eagle3") name other
+upcycled() { # in a checkout: tests.upcycle makes the models
     [ -e "$out/made" ] || "$python" -m tests.upcycle make "$model" "$out/made"
+}
+figure_quantised() {
+    local data=$DATA/gsm8k_test.parquet head=(--draft-path "$HEADS/eagle3") name other
+    upcycled
     real dense gsm8k_test --batch 256 --draft none eagle3 --k 3 "${head[@]}" --runs 3
     for name in fp8_block fp8_channel moe moe_fp8_block moe_fp8_channel gpt_oss_mxfp4; do
         other=$model
         [ "$name" != gpt_oss_mxfp4 ] || other=$out/made/gpt_oss
         echo "$name: $("$python" -m tests.upcycle compare "$other" "$out/made/$name" "$data" --rows 256 --tokens 128 --chat | tail -1)"
         model=$out/made/$name real "$name" gsm8k_test --batch 256 --draft none eagle3 --k 3 "${head[@]}" --runs 3
-        run "job-$name" model.path="$out/made/$name" input.path="$data" input.chat=true input.limit=640 draft=eagle3 \
-            draft.path="$HEADS/eagle3" decode=greedy decode.max_new_tokens=256 output.token_ids=true output.prompt_ids=true
-        "$python" -m batchspec.cli verify "$out/job-$name" --rows 128
     done
+}
+figure_lossless() {
+    local name
+    upcycled
+    for name in dense fp8_block fp8_channel moe moe_fp8_block moe_fp8_channel gpt_oss_mxfp4; do same_tokens "$name" auto; done
+    for name in dense moe_fp8_block gpt_oss_mxfp4; do same_tokens "$name" fp8; done
+}
+same_tokens() { # NAME KV: a job with the package's head and, on a GPU, K = auto; its rows decoded again without drafts
+    local folder=lossless-$1-$2 path=$out/made/$1 line
+    [ "$1" != dense ] || path=$model
+    run "$folder" model.path="$path" input.path="$DATA/gsm8k_test.parquet" input.chat=true input.limit="${ROWS:-48}" \
+        draft=smollm2_eagle3 draft.num_speculative_tokens=3 cache.dtype="$2" decode=greedy decode.max_new_tokens=128 \
+        packing.max_num_seqs=64 output=training
+    # Where rows differ, verify exits with 1.
+    line=$("$python" -m batchspec.cli verify "$out/$folder" --rows 0 | grep "decoded again") || [ -n "$line" ]
+    echo "$1, K/V $2: $line" | tee -a "$out/lossless.txt"
 }
 figure_lengths() {
     dummy llama8b --batch 64 --prompt 8448 --rounds 30 --draft none eagle3 parallel --k 0 1 2 3 4 5 6 7 8

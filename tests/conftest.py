@@ -43,6 +43,7 @@ LONG = (
     "test_adapt_job.py",
     "test_store_job.py",
     "test_bench.py",
+    "test_lossless_formats.py",
     "test_lossless.py",
     "test_remote_input.py",
     "test_tree.py",

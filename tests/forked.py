@@ -49,7 +49,7 @@ def _child(words: list[str], environ: dict[str, str], cwd: str, out: Path, err: 
         os.dup2(handle, number)
         os.close(handle)
     make_jobs_quick(pytest.MonkeyPatch())
-    put(cost, "calibrate", lambda *_: cost.H200)
+    put(cost, "calibrate", lambda *_, **__: cost.H200)
     code = _program(words)
     with suppress(OSError):
         sys.stdout.flush()

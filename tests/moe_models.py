@@ -1,24 +1,17 @@
-"""Tiny float64 models with experts, and what holds for each: drafts change no token."""
+"""Tiny float64 models with experts."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from batchspec.draft.base import Drafter
-from batchspec.draft.chain import ChainDrafter
-from batchspec.draft.lookup import LookupDrafter
-from batchspec.draft.none import NoDrafter
-from batchspec.draft.weights import dummy_head, dummy_spec
-from batchspec.engine.engine import Engine
 from batchspec.model.spec import ModelSpec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import DummyWeights
-from batchspec.records import Completion, SamplingParams
-from tests.engines import DEVICE, packed, request
+from batchspec.records import Completion
+from tests.engines import DEVICE
 
 _SHAPE: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 10, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -26,6 +19,7 @@ _SHAPE: dict[str, Any] = {
     "num_experts_per_tok": 2, "rope_theta": 100.0,
 }  # fmt: skip
 _CHANGES: dict[str, dict[str, Any]] = {
+    "llama": {"num_local_experts": None, "num_experts_per_tok": None},
     "qwen3_moe": {"norm_topk_prob": True, "moe_intermediate_size": 10},
     "mixtral": {"sliding_window": 9},
     "minimax_m2": {"rotary_dim": 2},
@@ -45,8 +39,9 @@ def tiny_spec(family: str, **changes: Any) -> ModelSpec:
 
 
 def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
-    """The config.json of `tiny_moe`."""
-    return {**_SHAPE, "model_type": family, **_CHANGES[family], **changes}
+    """The config.json of `tiny_moe`; of llama, which has no experts, that of a dense model."""
+    config = {**_SHAPE, "model_type": family, **_CHANGES[family], **changes}
+    return {key: value for key, value in config.items() if value is not None}
 
 
 class Noise(DummyWeights):
@@ -57,20 +52,16 @@ class Noise(DummyWeights):
         return found.mul_(50) if name.endswith(("bias", "sinks")) else found
 
 
-def assert_drafts_change_no_token(target: Target, temperature: float) -> None:
-    """No drafter, a lookup and a head of noise give the same tokens."""
-    head_spec = replace(dummy_spec(target.spec, draft_vocab_size=19), aux_layer_ids=(0, 1, 2))
-    head = dummy_head(head_spec, dtype=torch.float64, device=DEVICE)
-    drafters: list[Drafter] = [
-        NoDrafter(), LookupDrafter(4, min_ngram=1, max_ngram=2), ChainDrafter(head, target, 3, slots=3),
-    ]  # fmt: skip
-    found = []
-    for drafter in drafters:
-        engine = Engine(target, drafter, packed(3, draft_len=4), device=DEVICE)
-        asked = [request(i, [i, 2, 3, i, 2], cap=24, sampling=SamplingParams(temperature=temperature)) for i in range(5)]
-        found.append({done.request_id: ids_of(done) for done in engine.run(iter(asked))})
-    assert found[0] == found[1] == found[2]
-    assert all(len(tokens) == 24 for tokens in found[0].values())
+class Strong(DummyWeights):
+    """Layers, biases and sinks that count beside the embedding; routers that send tokens to all experts; scales that differ."""
+
+    def tensor(self, name: str) -> Tensor:
+        found = super().tensor(name)
+        if not found.dtype.is_floating_point or found.dtype is torch.float8_e4m3fn or name.endswith("input_scale"):
+            return found
+        if "_scale" in name:
+            return found * torch.linspace(4.0, 12.0, found.numel(), dtype=found.dtype, device=found.device).view_as(found)
+        return found * (50.0 if name.endswith("sinks") else 1.0 if name.endswith("norm.weight") else 8.0)
 
 
 def ids_of(done: Completion) -> list[int]:

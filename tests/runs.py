@@ -148,7 +148,7 @@ def _child(arguments: list[str], log: Path, patch: Patch, environ: dict[str, str
     os.dup2(handle, 2)
     poison_rows.COOLDOWN_S = 0.1  # ten seconds in earnest
     make_jobs_quick(pytest.MonkeyPatch())
-    put(cost, "calibrate", lambda *_: cost.H200)
+    put(cost, "calibrate", lambda *_, **__: cost.H200)
     patch()
     code = run.main(arguments)
     sys.stderr.flush()

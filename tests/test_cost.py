@@ -66,6 +66,17 @@ def test_a_prompt_costs_its_share_of_full_passes() -> None:
     assert long - 8 * one == pytest.approx(flop * (1 - 1 / 8) / H200.flop_s(8192), rel=0.01)
 
 
+def test_prefill_computes_logits_once_a_prompt() -> None:
+    """The output matrix is multiplied with the last token of each prompt, in passes of eight prompts or of an eighth of one."""
+    head = LLAMA_8B.vocab_size * LLAMA_8B.hidden_size
+    layers_s = 2 * (num_multiplied(LLAMA_8B) - head) / H200.flop_s(8192)
+    for prompt_tokens, passes in ((1024, 1 / 8), (65536, 8)):
+        found = prefill_seconds(LLAMA_8B, H200, dtype=BF16, prompt_tokens=prompt_tokens, pass_tokens=8192)
+        attention_s = 4 * 32 * 128 * 32 * prompt_tokens * prompt_tokens / 2 / H200.flop_s(8192)
+        head_s = min(1, passes) * 2 * head / 3.125e12
+        assert found - attention_s == pytest.approx(prompt_tokens * layers_s + head_s + passes * H200.overhead_s, rel=1e-3)
+
+
 def test_an_unknown_device_is_measured() -> None:
     rates = device_rates(torch.device("cpu"), torch.float32)
     assert 1e8 < rates.bytes_s < 1e13

@@ -16,7 +16,8 @@ from batchspec.cache.pages import KVCache
 from batchspec.commands.bench_engines import DRAFTS
 from batchspec.commands.plan import plan
 from batchspec.config.checks import READ_BY, check
-from batchspec.config.schema import DraftConfig, ModelConfig, RunConfig
+from batchspec.config.draft_schema import DraftConfig
+from batchspec.config.schema import ModelConfig, RunConfig
 from batchspec.config.values import CHOICES
 from batchspec.draft.base import NoFeatures
 from batchspec.draft.registry import DRAFTERS, Entry

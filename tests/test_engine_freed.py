@@ -64,3 +64,23 @@ def test_garbage_collections_skip_older_objects_during_a_run_and_no_longer(how: 
     else:
         running.close()
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("how", ["run", "left half-way"])
+def test_objects_that_a_host_program_froze_stay_frozen(how: str) -> None:
+    """A run within another one is such a case too: the first one's freeze lasts until that one ends."""
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        use(Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE), how)
+        assert gc.get_freeze_count() == pytest.approx(frozen, rel=0.01)  # some died meanwhile, as they do
+    finally:
+        gc.unfreeze()
+    first, second = (Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE).run(iter(requests())) for _ in range(2))
+    next(first)
+    use(Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE), how)
+    assert gc.get_freeze_count() > 0
+    next(second)
+    first.close()
+    second.close()
+    assert gc.get_freeze_count() == 0

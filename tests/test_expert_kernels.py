@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -144,6 +144,40 @@ def test_bits_of_a_token_depend_neither_on_the_others_nor_on_padding(name: str) 
         padded = stream_after(x)
         assert torch.equal(padded[:25], every[:25])
         assert padded[25:].isnan().all()
+
+
+@pytest.mark.parametrize("name", [None, "bf16, gpt_oss", "fp8 blocks, qwen3_moe", "mxfp4, gpt_oss"])
+def test_dead_tokens_read_no_expert_and_change_no_bit(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of each format, and plain torch. What memory held before does not reach a token, a dead one neither."""
+    family, changes = CASES[name or "bf16, gpt_oss"]
+    dtype = torch.bfloat16
+    empty = torch.Tensor.new_empty
+    with kernels(dtype) if name else nullcontext():
+        spec = tiny_spec(family, **changes).on(CPU, dtype)
+        mlp = spec.layers[0].mlp
+        assert isinstance(mlp, MoeSpec)
+        moe = mlp.build(LayerWeights(Noise(spec, dtype=dtype, device=CPU), spec.formats, layer_prefix(0)))
+
+        def stream_after(x: Tensor, live: Tensor | None) -> tuple[Tensor, int]:
+            stream = ResidualStream(x.clone(), live)
+            moe(stream, None, add_in_product=False)
+            stream.normed(torch.ones(x.shape[1], dtype=dtype), 1e-5)
+            return stream.residual, int(moe.num_experts_read)
+
+        def of_nan(self: Tensor, *size: Any, **options: Any) -> Tensor:
+            found = empty(self, *size, **options)
+            return found.fill_(torch.nan) if found.is_floating_point() and found.itemsize > 1 else found
+
+        x, live = torch.randn(13, spec.hidden_size).to(dtype), torch.zeros(13, dtype=torch.bool)
+        live[[1, 7]] = True  # six pairs of seven experts
+        every, _ = stream_after(x, None)
+        alone, num_alone = stream_after(x[live], None)
+        monkeypatch.setattr(torch.Tensor, "new_empty", of_nan)
+        found, num_read = stream_after(x, live)
+    assert num_read == num_alone < mlp.experts.num_experts
+    for expected in (every[live], alone):
+        torch.testing.assert_close(found[live], expected, rtol=0 if name else 2e-2, atol=0)
+    assert torch.equal(found[~live], x[~live])
 
 
 @pytest.mark.parametrize(("name", "smaller"), [("fp8 blocks, qwen3_moe", 0.6), ("mxfp4, gpt_oss", 0.45)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -11,12 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.draft.chain import ChainDrafter
+from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
-from batchspec.engine import round_planner
+from batchspec.draft.weights import dummy_head, dummy_spec
+from batchspec.engine import expert_reads
 from batchspec.engine.draft_lengths import DraftLengths
 from batchspec.engine.engine import Engine
-from batchspec.engine.expert_reads import HALF_LIFE, ExpertReads
+from batchspec.engine.expert_reads import HALF_LIFE, ExpertReads, counted
+from batchspec.engine.graphs import Shape
 from batchspec.kernels.moe.route import num_read, route, route_reference
+from batchspec.model.target import Target
 from batchspec.packing.cost import H200, read_bytes, round_seconds
 from tests.engines import DEVICE, packed, request, tiny_target
 from tests.moe_models import tiny_moe, tiny_spec
@@ -64,15 +71,15 @@ def test_rounds_that_read_nearly_all_experts_say_nothing() -> None:
     assert reads.correlation == pytest.approx(1.0)
 
 
-def test_what_live_rows_read_beyond_the_timed_round_is_added() -> None:
+def test_what_live_rows_read_beyond_the_timed_round_is_added_and_what_they_do_not_read_is_taken_off() -> None:
     reads = ExpertReads(128, 4)
     reads.set_cost(seconds=60e-6, num_experts=30.0)
     reads.set_base(16, 0, counts(32 / 128, 128))
     reads.set_base(16, 3, counts(1.0, 128))
-    added = reads.added_s(16, np.array([0, 3]))
+    added = reads.added_s(16, np.array([0, 3]), np.array([16, 20]))
     assert added[0] == pytest.approx(2e-6 * (128 * (1 - (1 - 4 / 128) ** 16) - 32))
-    assert added[1] == 0.0  # it read more than live rows will
-    assert reads.added_s(8, np.array([0])) == 0.0  # never timed
+    assert added[1] == pytest.approx(-2e-6 * 128 * (1 - 4 / 128) ** 20)  # five live rows
+    assert reads.added_s(8, np.array([0]), np.array([8])) == 0.0  # never timed
     reads.set_cost(seconds=-1e-6, num_experts=30.0)
     assert reads.expert_s == 0.0
     reads.set_cost(seconds=1e-4, num_experts=0.01)  # noise
@@ -103,7 +110,7 @@ def test_an_experts_time_is_not_charged_to_the_context() -> None:
     reads = ExpertReads(128, 4)
     reads.set_base(4, 0, counts(4 / 128, 128))
     reads.set_cost(seconds=1e-3, num_experts=1.0)
-    experts_s = float(reads.added_s(4, np.array([0]))[0])
+    experts_s = float(reads.added_s(4, np.array([0]), np.array([4]))[0])
     lengths = DraftLengths(1, choices=(0, 1), experts=reads)
     for k, prepares in ((0, False), (0, True), (1, True)):
         lengths.set_base(4, k, 1.0, prepare_next=prepares)
@@ -113,7 +120,7 @@ def test_an_experts_time_is_not_charged_to_the_context() -> None:
 
 def test_an_engine_counts_the_experts_of_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that all say the same are one token to the router; the factor falls below that of different rows."""
-    monkeypatch.setattr(round_planner, "COUNT_EVERY", 1)
+    monkeypatch.setattr(expert_reads, "COUNT_EVERY", 1)
 
     def correlation(prompts: list[list[int]]) -> float:
         engine = Engine(tiny_moe("qwen3_moe"), NoDrafter(), packed(4), device=DEVICE)
@@ -124,6 +131,64 @@ def test_an_engine_counts_the_experts_of_its_rounds(monkeypatch: pytest.MonkeyPa
     alike, different = correlation([[1, 2, 3]] * 4), correlation([[i, 7 * i + 1, 5] for i in range(4)])
     assert alike == pytest.approx(0.25)
     assert alike < different <= 1.0
+
+
+def chain(target: Target, slots: int) -> ChainDrafter:
+    head_spec = replace(dummy_spec(target.spec, draft_vocab_size=19), aux_layer_ids=(0, 1, 2))
+    return ChainDrafter(dummy_head(head_spec, dtype=torch.float64, device=DEVICE), target, 3, slots=slots)
+
+
+@pytest.mark.parametrize("drafter", ["chain", "lookup"])
+def test_tokens_of_dead_rows_read_no_expert(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds over one live row count the same experts and tokens whether they have four slots or one; so do rounds whose other
+    rows have ended."""
+    target = tiny_moe("qwen3_moe", num_local_experts=40)
+    monkeypatch.setattr(expert_reads, "COUNT_EVERY", 1)
+
+    def observed(slots: int, *others: int) -> list[tuple[list[int], int]]:
+        found: list[tuple[list[int], int]] = []
+        monkeypatch.setattr(ExpertReads, "observe", lambda _, counts, tokens: found.append((counts.tolist(), tokens)))
+        own = chain(target, slots) if drafter == "chain" else LookupDrafter(3, min_ngram=1, max_ngram=2)
+        batch = packed(slots, row_buckets=(slots,))
+        engine = Engine(target, own, batch, device=DEVICE)
+        asked = [request(0, [1, 2, 3], cap=30), *(request(1 + i, [4, i], cap=cap) for i, cap in enumerate(others))]
+        list(engine.run(iter(asked)))
+        return found
+
+    alone = observed(1)
+    assert alone == observed(4)
+    assert observed(4, 3, 2, 3)[-5:] == alone[-5:]
+    assert any(max(read) < min(40, 2 * tokens) for read, tokens in alone)
+    if drafter == "chain":
+        assert {tokens for _, tokens in alone} == {4}
+    else:
+        assert {tokens for _, tokens in alone} > {1}
+
+
+def test_rounds_over_dead_rows_read_experts_only_while_they_are_timed() -> None:
+    engine = Engine(target := tiny_moe("qwen3_moe"), chain(target, 2), packed(2), device=DEVICE)
+    shape = Shape(2, 3, SamplingMode())
+    for routed in (False, True, False):
+        with engine.executor.dead_tokens_routed() if routed else nullcontext():
+            engine.executor.graphs.run(shape)
+            assert (engine.executor.experts_read() > 0).all() == routed
+
+
+def test_a_tree_counts_its_nodes() -> None:
+    """A round with drafts verifies 60 of a row whatever its depth."""
+    reads = ExpertReads(128, 4)
+    reads.set_cost(seconds=1.0, num_experts=1.0)
+    for num_nodes, tokens in ((None, 7), (60, 61)):
+        lengths = DraftLengths(6, choices=(0, 6), experts=reads, num_nodes=num_nodes)
+        for k in (0, 6):
+            reads.set_base(1, k, counts(0.0, 128))
+            lengths.set_base(1, k, 1e-9)
+        seconds = (1 + np.array([0, sum(0.7**k for k in range(1, 7))])) / lengths.scores(1, 0)
+        assert seconds == pytest.approx(reads.expected([1, tokens]))
+
+
+def test_the_first_rounds_are_counted_soon() -> None:
+    assert [n for n in range(1, 100) if counted(n)] == [1, 2, 4, 8, 16, 32, 64, 96]
 
 
 def test_a_model_without_experts_counts_none() -> None:

@@ -13,11 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from batchspec.config.compose import compose
-from batchspec.draft.lookup import LookupDrafter
-from batchspec.draft.none import NoDrafter
-from batchspec.engine.engine import Engine
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.kernels.moe.quantise import Fp8Rows
+from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens
 from batchspec.model.blocks.base import ProductSpec, Projection
 from batchspec.model.decoder import LayerWeights
 from batchspec.model.files import LocalFiles
@@ -25,13 +22,11 @@ from batchspec.model.quant import fp8_products
 from batchspec.model.quant.formats import Formats
 from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.quant.fp8_products import Activations, Fp8Linear, Fp8Weight, pieces, quantised
-from batchspec.model.spec import load_spec, read_spec
+from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model
 from batchspec.prepare import Job, job_fingerprint, open_job
-from tests.engines import DEVICE, packed, request
 from tests.models import make_checkpoint, make_tokenizer
-from tests.moe_models import ids_of
 from tests.runs import make_prompts
 from tests.test_target import Runner, prompts
 
@@ -225,28 +220,16 @@ def test_activations_are_quantised_once_for_all_parts_with_one_scale(
     if scales[0] is not None:
         parts = [replace(part, scale=torch.rand(40)) for part in parts]
     product = Fp8Linear(parts, None, "group" if scales[0] is None else "static")
-    calls: list[float | None] = []
+    calls: list[Fp8Form] = []
+    quantise = fp8_products._quantise_plainly
 
-    def counted(x: Tensor, activations: Activations, scale: float | None = None) -> Fp8Rows:
-        calls.append(scale)
-        return quantised(x, activations, scale)
+    def counted(x: Tensor, form: Fp8Form) -> Fp8Tokens:
+        calls.append(form)
+        return quantise(x, form)
 
-    monkeypatch.setattr(fp8_products, "quantised", counted)
+    monkeypatch.setattr(fp8_products, "_quantise_plainly", counted)
     assert product(torch.randn(3, 200)).shape == (3, 80)
     assert len(calls) == times
-
-
-def test_rows_do_not_depend_on_those_beside_them_and_drafts_change_no_token(tmp_path: Path) -> None:
-    shape = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "vocab_size": 31, "num_hidden_layers": 2}
-    config = {"model_type": "llama", **shape, "max_position_embeddings": 256, "quantization_config": LAYOUTS["row, token"][0]}
-    spec = read_spec(config, "config.json").with_fp8_activations()
-    target = Target.load(tmp_path, spec, dtype=torch.float64, device=DEVICE, dummy=True)
-    found = []
-    for drafter in (NoDrafter(), LookupDrafter(4, min_ngram=1, max_ngram=2)):
-        engine = Engine(target, drafter, packed(3, draft_len=4), device=DEVICE)
-        asked = (request(i, [i, 2, 3, i, 2], cap=16) for i in range(4))
-        found.append({done.request_id: ids_of(done) for done in engine.run(asked)})
-    assert found[0] == found[1]
 
 
 def test_an_input_that_was_not_calibrated_is_refused(tmp_path: Path) -> None:

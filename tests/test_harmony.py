@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from batchspec import run
 from batchspec.commands import export, plan, verify
+from batchspec.engine.request_state import RequestState
+from batchspec.engine.stop_strings import StopFinder
 from batchspec.engine.thinking import ThinkingBudget, split_thoughts
 from batchspec.engine.tool_calls import tool_calls
 from batchspec.model.thinking import ThinkTokens, find_think_tokens
@@ -216,6 +218,29 @@ def test_a_split_of_a_beginning_is_the_beginning_of_the_split(
     for count in range(len(tokens)):
         first = split_thoughts(tokens[:count], how).thoughts
         assert [ids[: len(one)] for ids, one in zip(whole, first, strict=False)] == first
+
+
+@pytest.mark.parametrize(
+    ("text", "stops_before"),
+    [
+        (f"{FINAL}It is 7 or 8", " or 8"),
+        ("<|channel|>commentary<|message|>First 7, then<|end|>", ", then<|end|>"),  # to the user
+        ("It is 7 or 8", " or 8"),  # outside of any channel
+        ("<|channel|>analysis<|message|>7<|end|>", None),
+        ('<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 7}<|call|>', None),  # half of it is no JSON
+        ("<|channel|>analysis to=python code<|message|>7 + 7<|call|>", None),
+        ("<|channel|>commentary to=functions.add7<|message|>{}", None),
+    ],
+)
+def test_stop_strings_end_the_answer_and_neither_thoughts_nor_tool_calls(
+    think: ThinkTokens, tokenizer: Tokenizer, text: str, stops_before: str | None
+) -> None:
+    asked = replace(request(0, [1], cap=200), thinking=after(think, tokenizer, ASKED))
+    state = RequestState(request=asked, draft_len=0, finder=StopFinder(tokenizer.decode, ["7"]))
+    tokens = tokenizer.encode_part(text)
+    state.add_prefill(tokens)
+    assert state.stop_string == (None if stops_before is None else "7")
+    assert state.tokens == tokens[: len(tokens) - len(tokenizer.encode_part(stops_before or ""))]
 
 
 def test_a_thought_that_used_its_budget_is_led_to_the_final_channel(think: ThinkTokens, tokenizer: Tokenizer) -> None:

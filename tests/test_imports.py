@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 EVERYONE = {
     "records",
     "errors",
+    "config.draft_schema",
     "config.schema",
     "config.renamed",
     "config.values",
@@ -114,6 +115,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "packing": {
         "dataset",
+        "model.quant.fp8_products",
         "model.spec",
         "model.text_bytes",
         "model.thinking",

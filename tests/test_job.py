@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 import batchspec
 from batchspec import prepare, run
 from batchspec.commands import verify
+from batchspec.commands.decode_again import Difference, summary
 from batchspec.engine.engine import Engine
 from batchspec.engine.round import Round, RoundResult
 from batchspec.errors import ConfigError
@@ -320,6 +321,18 @@ def test_generate_takes_plain_columns_and_writes_nothing(model: Path, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_summary_of_verify_has_the_share_of_rows_and_quantiles_of_the_gaps() -> None:
+    places = [
+        Difference(request_id=f"r{i}", sample_index=0, token_index=10 * i, written=1, plain=2, gap=None if i == 0 else -i / 10)
+        for i in range(11)
+    ]
+    assert summary(places, 44) == (
+        "11 differ (25.0%); first difference at token 50 (median), score gap there 0.6 (median), 1 (90 %), 1 (largest)"
+    )
+    assert summary(places[:1], 8) == "1 differ (12.5%); first difference at token 0 (median)"  # one of both had ended
+    assert summary([], 0) == "0 differ (0.0%)"
+
+
 def test_verify_finds_no_difference_in_an_honest_output_and_names_a_false_one(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -339,7 +352,9 @@ def test_verify_finds_no_difference_in_an_honest_output_and_names_a_false_one(
     place = table.schema.get_field_index("token_ids")
     pq.write_table(table.set_column(place, table.schema.field(place), [pa.array(ids, pa.list_(pa.int32()))]), part)
     assert verify.main([str(out), "--rows", "0"]) == 1
-    assert "q0 sample 0 token 2" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "q0 sample 0 token 2" in shown
+    assert "21 completions decoded again one at a time and without speculation: 1 differ (4.8%)" in shown
 
 
 @pytest.mark.parametrize("penalty", ["repetition_penalty=1.5", "presence_penalty=2"])

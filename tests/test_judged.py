@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from batchspec import cli
-from batchspec.config.schema import DraftConfig, InputConfig, ModelConfig, RunConfig
+from batchspec.config.draft_schema import DraftConfig
+from batchspec.config.schema import InputConfig, ModelConfig, RunConfig
 from batchspec.draft.weights import read_head_spec
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.files import LocalFiles

@@ -168,6 +168,24 @@ def tokens(out: Path) -> list[list[int]]:
     return pl.read_parquet(out / "data").sort("row_index")["token_ids"].to_list()
 
 
+@pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
+def test_a_checkpoint_whose_k_and_v_alone_are_quantised_runs_with_its_scales(
+    file: str, model: Path, data: Path, tmp_path: Path
+) -> None:
+    scaled = with_scales(model, tmp_path / "scaled", names(model, "k_scale", "v_scale"))
+    kv_only = with_scales(model, tmp_path / "kv_only", names(model, "k_scale", "v_scale"))
+    if file == "config.json":
+        scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+        quantisation = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "kv_cache_scheme": scheme}
+        content = json.loads((model / file).read_text()) | {"quantization_config": quantisation}
+    else:
+        content = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (kv_only / file).write_text(json.dumps(content))
+    for folder in (scaled, kv_only):
+        assert job(folder, data, tmp_path / f"out of {folder.name}", "cache.dtype=fp8", "cache.scales=checkpoint") == 0
+    assert tokens(tmp_path / "out of kv_only") == tokens(tmp_path / "out of scaled")
+
+
 def test_speculation_and_scarce_pages_change_no_token_of_a_job(model: Path, data: Path, tmp_path: Path) -> None:
     assert job(model, data, tmp_path / "plain", "draft=none", "cache.dtype=fp8", "packing.max_num_seqs=1") == 0
     assert job(model, data, tmp_path / "drafts", "draft=lookup", "cache.dtype=fp8", "packing.pages=9") == 0
@@ -280,6 +298,38 @@ def test_verify_kv_compares_both_caches_on_the_jobs_own_tokens(
     assert "over 144 output positions: mean" in text
     report = compare_kv(out, 4)
     assert 0 < report.mean_kl < report.largest_kl < 1
+
+
+@pytest.mark.parametrize("wrong", [{"model.layers.0.self_attn.k_scale": None}, {"model.layers.0.self_attn.k_scale": 0.0}])
+def test_verify_kv_calibrates_where_the_scales_of_the_checkpoint_cannot_be_used(
+    wrong: dict[str, Any], model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job without FP8 K/V has no key to ask for it, and a job with them is told the key."""
+    scales = {name: value for name, value in (names(model, "k_scale", "v_scale") | wrong).items() if value is not None}
+    odd, out = with_scales(model, tmp_path / "odd", scales), tmp_path / "out"
+    assert job(odd, data, out, "draft=none") == 0
+    plain = compare_kv(out, 4)
+    assert job(model, data, tmp_path / "plain", "draft=none") == 0
+    assert plain.mean_kl == compare_kv(tmp_path / "plain", 4).mean_kl
+    capsys.readouterr()
+    assert verify.main([str(out), "--rows", "4", "--kv"]) == 0
+    line = "the fp8 scales are calibrated: those of the checkpoint cannot be used, so a job in fp8 needs cache.scales=calibrate"
+    assert line in capsys.readouterr().out
+    assert verify.main([str(tmp_path / "plain"), "--rows", "4", "--kv"]) == 0
+    assert line not in capsys.readouterr().out
+    assert job(odd, data, tmp_path / "fp8", "cache.dtype=fp8") == CheckpointError.exit_code
+    assert "set cache.scales=calibrate" in capsys.readouterr().err
+    assert job(odd, data, tmp_path / "fp8", "cache.dtype=fp8", "cache.scales=calibrate") == 0
+
+
+def test_scales_that_are_missing_are_named_before_a_weight_is_read(model: Path, data: Path, tmp_path: Path) -> None:
+    first, *others = names(model, "k_scale", "v_scale").items()
+    odd = with_scales(model, tmp_path / "odd", dict(others))
+    words = [f"model.path={odd}", f"input.path={data}", "device=cpu", "cache.dtype=fp8", "decode.max_new_tokens=8"]
+    with pytest.raises(CheckpointError, match=rf"1 of \d+ K/V scales are missing, {first[0]}.*set cache\.scales=calibrate"):
+        open_job(compose(words))
+    open_job(compose([*words, "cache.scales=calibrate"]))
+    open_job(compose([*words, "model.load_format=dummy"]))
 
 
 def test_the_divergence_is_that_of_the_two_distributions() -> None:

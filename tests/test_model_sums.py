@@ -36,7 +36,7 @@ FIGURES: dict[str, dict[str, Any]] = {
         "multiplied": 7504658432,
         "bytes": 16059990016,
         "round": [0.005070753556480001, 0.009555497501767441, 0.03565270327482011],
-        "prefill": 0.026264037540163234,
+        "prefill": 0.024540841050266334,
         "reserve": 5285303296,
         "learn": 929783328,
         "head": 849379328,
@@ -45,7 +45,7 @@ FIGURES: dict[str, dict[str, Any]] = {
         "multiplied": 1235746816,
         "bytes": 2471493632,
         "round": [0.00093282100224, 0.0018234565834418606, 0.0067346094303613845],
-        "prefill": 0.004383571505798969,
+        "prefill": 0.0035219732608505155,
         "reserve": 4178531328,
         "learn": 863723040,
         "head": 290471936,
@@ -54,7 +54,7 @@ FIGURES: dict[str, dict[str, Any]] = {
         "multiplied": 134479872,
         "bytes": 268959744,
         "round": [0.0006921184000000001, 0.0010129209302325581, 0.002277441860465116],
-        "prefill": 0.000545925650128866,
+        "prefill": 0.00045305877342783523,
         "reserve": 2964280320,
         "learn": 319905312,
         "head": 47043072,
@@ -129,8 +129,10 @@ def test_sums_over_blocks_give_the_figures_of_the_closed_formulas(name: str) -> 
         round_seconds(spec, H200, dtype=BF16, rows=rows, context_tokens=1000, tokens_per_row=tokens)
         for rows, tokens in ((1, 1), (64, 4), (300, 3))
     ]
-    assert rounds == expected["round"]
-    assert prefill_seconds(spec, H200, dtype=BF16, prompt_tokens=1000, pass_tokens=4096) == expected["prefill"]
+    assert rounds == pytest.approx(expected["round"], rel=1e-12)
+    assert prefill_seconds(spec, H200, dtype=BF16, prompt_tokens=1000, pass_tokens=4096) == pytest.approx(
+        expected["prefill"], rel=1e-12
+    )
     reserve = reserve_bytes(spec, dtype=BF16, slots=64, num_buckets=8, draft_len=3, prefill_tokens=8192, max_len=4096)
     assert reserve == expected["reserve"]
     learning = learning_bytes(spec, dtype=BF16, parameters=1000, draft_vocab=50, feature_width=96, steps=3, tokens=512)

@@ -20,7 +20,8 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.pages import KVCache
 from batchspec.commands.shapes import COMMON
 from batchspec.commands.workloads import make_job
-from batchspec.config.schema import DraftConfig, RunConfig
+from batchspec.config.draft_schema import DraftConfig
+from batchspec.config.schema import RunConfig
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.spec import open_drafter

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from batchspec import run as job_run
-from batchspec.config.schema import DraftConfig, ModelConfig, RunConfig
+from batchspec.config.draft_schema import DraftConfig
+from batchspec.config.schema import ModelConfig, RunConfig
 from batchspec.draft.pard import PardDrafter, PardModel, load_pard, read_pard
 from batchspec.draft.spec import open_drafter
 from batchspec.engine import allocator

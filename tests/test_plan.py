@@ -12,11 +12,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
+from batchspec import prepare
 from batchspec.commands import plan as command
 from batchspec.commands.plan import histogram, plan
+from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.config.schema import RunConfig
 from batchspec.errors import CapacityError, ConfigError, InputError
+from batchspec.packing.cost import H200
+from batchspec.packing.memory import reserve_bytes
+from batchspec.tuning import policy
 from tests.models import write_weights
 from tests.stand_ins import ByteTokenizer
 
@@ -68,6 +74,71 @@ def test_the_shape_is_what_the_rows_need(job: RunConfig) -> None:
     assert made.batch.num_pages == made.batch.num_slots * 4 + 1
     assert made.forecast is not None
     assert made.forecast.rounds >= 20
+
+
+def test_the_memory_is_stated_before_anything_is_loaded(job: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(job, prompt=["x" * 10, "y" * 24])
+    monkeypatch.setattr(command, "free_memory", lambda device: 10**9)
+    made = planned(job)
+    assert made.batch is not None
+    layer = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 64
+    weights, pages = 4 * (2 * layer + 300 * 32), made.batch.num_pages * 16 * 2 * 2 * 16 * 4
+    total = weights + pages
+    text = f"{weights / 1e3:.3g} kB weights + {pages / 1e3:.3g} kB K/V = {total / 1e3:.3g} kB of 1.00 GB that are free"
+    assert f"memory       {text}" in made.text()
+    assert f"; each reads {weights / 1e3:.3g} kB of weights and " in made.text()
+
+
+GB = 1e9
+SCALED = 1 + 4 / 128**2
+"""FP8 in blocks: bytes a number."""
+LLAMA_BYTES = 32 * (2 * 4096**2 + 2 * 1024 * 4096 + 3 * 14336 * 4096) * SCALED + 2 * 2 * 128256 * 4096
+QWEN_BYTES = 48 * (2 * 2048 * 4096 + 2 * 512 * 2048 + 128 * 3 * 768 * 2048) * SCALED + 2 * (2 * 151936 + 48 * 128) * 2048
+OSS_BYTES = 36 * 128 * 3 * 2880 * 2944 * 17 / 32 + 2 * (36 * (2 * 4096 + 2 * 512 + 128) + 2 * 201088) * 2880
+"""MXFP4 columns are padded to a multiple of 128."""
+
+
+@pytest.mark.parametrize(
+    ("shape", "cache", "kept", "weights", "token_bytes"),
+    [
+        ("llama8b-fp8", "auto", "FP8 weights and activations", LLAMA_BYTES, 32 * 2 * 8 * 128 * 2),
+        ("llama8b-fp8", "fp8", "FP8 weights and activations", LLAMA_BYTES, 32 * 2 * 8 * 128),
+        ("qwen3-30b-a3b-fp8", "auto", "FP8 weights and activations", QWEN_BYTES, 48 * 2 * 4 * 128 * 2),
+        ("gpt-oss-120b", "auto", "MXFP4 experts", OSS_BYTES, 18 * 2 * 8 * 64 * 2),
+    ],
+)
+def test_the_memory_of_quantised_models_on_a_gpu(
+    shape: str, cache: str, kept: str, weights: float, token_bytes: int, job: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand, from the published sizes."""
+    free = 140 * 10**9
+    for module in (command, prepare):
+        monkeypatch.setattr(module, "free_memory", lambda device, weights=0: free - weights)
+    monkeypatch.setattr(prepare, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(prepare, "check_fp8_kv", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    monkeypatch.setattr(policy, "is_hopper", lambda device: True)
+    monkeypatch.setattr(command, "device_rates", lambda *_, **__: H200)
+    (Path(str(job.model.path)) / "config.json").write_text(json.dumps(COMMON | SHAPES[shape]))
+    job.model.load_format, job.cache.dtype, job.packing.max_num_seqs = "dummy", cache, 64
+    job.decode.max_new_tokens, job.draft.name = 512, "none"
+    write(job, prompt_ids=[[1] * 1024] * 64)
+    made = planned(job)
+    assert made.batch is not None
+    assert made.batch.num_pages == 64 * 96 + 1
+    text, pages = made.text(), token_bytes * 16 * sum(made.batch.group_pages(1 + len(made.batch.more_pages)))
+    assert f"{weights / GB:.2f} GB ({kept}, the rest bfloat16) on cuda" in text
+    assert ("K and V in e4m3" in text) == (cache == "fp8")
+    held = reserve_bytes(
+        made.job.spec, dtype=torch.bfloat16, slots=64, num_buckets=len(made.batch.row_buckets), draft_len=0,
+        prefill_tokens=made.batch.prefill_tokens, max_len=1536,
+    )  # fmt: skip
+    assert 2 * GB < held < 10 * GB
+    line = next(line for line in text.splitlines() if line.startswith("memory"))
+    assert line == (
+        f"memory       {weights / GB:.2f} GB weights + {pages / GB:.2f} GB K/V + {held / GB:.2f} GB passes, rounds and graphs = "
+        f"{(weights + pages + held) / GB:.2f} GB of 140.00 GB that are free"
+    )
 
 
 def test_token_ids_need_no_tokenizer(job: RunConfig) -> None:
@@ -138,6 +209,7 @@ def test_the_command_prints_the_plan(job: RunConfig, capsys: pytest.CaptureFixtu
 PEAK = """
 import resource, sys
 from batchspec.commands.plan import plan
+from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.config.schema import RunConfig
 class Words:
     eos_ids, special_ids, added_ids, fingerprint = (2,), {}, {}, "words"

@@ -7,9 +7,38 @@ from typing import Any
 import pytest
 
 from batchspec.errors import CheckpointError
+from batchspec.model.quant.formats import ALL_PLAIN
 from batchspec.model.spec import read_spec
 from tests.test_config_values import ODD_VALUES, ours
 from tests.test_fp8 import MODELOPT, ODD, TOKEN, WEIGHTS, compressed
+
+
+def kv_only(**changes: Any) -> dict[str, Any]:
+    """compressed-tensors of a checkpoint whose weights are not quantised, but its K/V cache has scales."""
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    return {
+        "quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "kv_cache_scheme": scheme, "ignore": [],
+        **changes,
+    }  # fmt: skip
+
+
+NO_WEIGHTS: dict[str, Any] = {"targets": [], "weights": None, "input_activations": None, "output_activations": None}
+
+
+@pytest.mark.parametrize(
+    "quantisation",
+    [
+        kv_only(),
+        kv_only(config_groups={"group_0": NO_WEIGHTS}, format=None),
+        kv_only(config_groups={"group_0": NO_WEIGHTS}, format="float-quantized"),
+        {"quant_method": "modelopt", "quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}},
+        {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+        {"quant_method": "modelopt", "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}, "ignore": []},
+    ],
+)
+def test_a_checkpoint_that_has_scales_for_k_and_v_alone_has_plain_weights(quantisation: dict[str, Any]) -> None:
+    config = {"model_type": "llama", **ODD, "num_attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 64}
+    assert read_spec({**config, "quantization_config": quantisation}, "config.json").formats == ALL_PLAIN
 
 
 def refusal(quantisation: Any) -> str:
@@ -41,7 +70,13 @@ def refusal(quantisation: Any) -> str:
         (compressed("block", TOKEN), "strategy block and activations of num_bits=8"),
         (compressed("channel", TOKEN, sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config="),
         (compressed("channel", TOKEN, ignore=["re:("]), "'(' is not a regular expression"),
-        (compressed("channel", TOKEN, config_groups={}), "with 0 config_groups"),
+        (compressed("channel", TOKEN, config_groups={}, kv_cache_scheme=None), "with 0 config_groups"),
+        (kv_only(format="sparse-24-bitmask", sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config="),
+        (kv_only(config_groups={"g": {"targets": ["Qwen3Attention"], "input_activations": TOKEN}}), "Qwen3Attention"),
+        (kv_only(config_groups={"g": 5}), "with 0 config_groups"),
+        ({"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "NVFP4"}, 'kv_cache_quant_algo="NVFP4"'),
+        ({"quant_method": "modelopt", "kv_cache_scheme": "NVFP4"}, "quant_algo=null"),
+        ({"quant_method": "modelopt"}, "quant_algo=null"),
     ],
 )
 def test_other_formats_are_refused_by_name_and_what_there_is_is_said(quantisation: Any, named: str) -> None:

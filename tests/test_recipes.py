@@ -72,7 +72,10 @@ def test_a_model_alone_makes_a_head_and_the_same_command_goes_on(tmp_path: Path,
 def recorded(tmp_path: Path, *sections: str, **env: object) -> list[list[str]]:
     """The command lines that figures.sh gives to Python."""
     stub, log = tmp_path / "python", tmp_path / "log"
-    stub.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]), file=open({str(log)!r}, 'a'))\n")
+    stub.write_text(
+        f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]), file=open({str(log)!r}, 'a'))\n"
+        "print('2 completions decoded again')\n"
+    )
     stub.chmod(0o755)
     done = script("figures.sh", tmp_path / "out", *sections, **{"PYTHON": stub, "HEADS": "heads", "DATA": "data", **env})
     assert done.returncode == 0, done.stderr
@@ -117,9 +120,24 @@ def test_the_figure_of_quantised_models_compares_each_with_the_model_that_it_was
     }
     benches = [bench._parse(line[3:]) for line in lines if line[1:3] == ["batchspec.cli", "bench"]]
     assert [args.model for args in benches] == ["dense", *compared]
+
+
+def test_the_figure_of_lossless_formats_decodes_the_rows_of_each_job_again(tmp_path: Path) -> None:
+    lines = recorded(tmp_path, "lossless", MODEL="dense", ROWS=5)
+    made = tmp_path / "out" / "made"
+    assert lines[0][1:] == ["tests.upcycle", "make", "dense", str(made)]
     jobs = [compose(line[2:]) for line in lines if line[1] == "batchspec.run"]
-    assert [job.model.path for job in jobs] == [*compared]
-    assert all(job.output.token_ids and job.decode.temperature == 0 for job in jobs)
+    assert {job.model.path for job in jobs if job.cache.dtype == "fp8"} == {
+        "dense", str(made / "moe_fp8_block"), str(made / "gpt_oss_mxfp4")
+    }  # fmt: skip
+    assert {job.model.path for job in jobs if job.cache.dtype == "auto"} == {"dense"} | {
+        str(made / name) for name in ("fp8_block", "fp8_channel", "moe", "moe_fp8_block", "moe_fp8_channel", "gpt_oss_mxfp4")
+    }
+    for job in jobs:
+        assert (job.draft.name, job.draft.adaptive, job.input.limit) == ("eagle3", None, 5)
+        assert job.output.token_ids
+        assert job.decode.temperature == 0
+    assert (tmp_path / "out" / "lossless.txt").read_text().splitlines()[0] == "dense, K/V auto: 2 completions decoded again"
     verified = [line[3] for line in lines if line[1:3] == ["batchspec.cli", "verify"]]
     assert verified == [job.output.dir for job in jobs]
 

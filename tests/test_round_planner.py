@@ -43,12 +43,12 @@ def planner(
 
     kv_windows  of the layers of target and drafter
     """
-    drafter = SimpleNamespace(max_len=max_len, kv_windows=kv_windows[1])
+    drafter = SimpleNamespace(max_len=max_len, kv_windows=kv_windows[1], state=())
     executor: Any = SimpleNamespace(
         target=SimpleNamespace(spec=SimpleNamespace(windows=kv_windows[0], experts=None)),
         drafter=drafter,
-        round=SimpleNamespace(drafter=drafter, draft_lens=draft_lens),
-        rows=SimpleNamespace(live=torch.ones(batch.num_slots, dtype=torch.int32)),
+        round=SimpleNamespace(drafter=drafter, draft_lens=draft_lens, nodes=None),
+        rows=SimpleNamespace(live=torch.ones(batch.num_slots, dtype=torch.int32), move=lambda *_: None),
         batch=batch,
     )
     executor.rehearse = MethodType(Executor.rehearse, executor)
@@ -156,7 +156,7 @@ def test_a_result_speaks_of_the_round_that_it_came_from_however_many_were_launch
     assert one._lengths is not None
     lens = [0, 1, 0, 1, 0]
     following = iter(lens)
-    monkeypatch.setattr(one._lengths, "choose", lambda *_: (next(following), True))
+    monkeypatch.setattr(one._lengths, "choose", lambda *_, **__: (next(following), True))
     launched = [chosen(one, 2, np.array([0, 1, -1, -1]), np.full(4, 500)) for _ in lens]
     now = 0.0
     for k, launch in zip(lens, launched, strict=True):
@@ -195,7 +195,7 @@ def test_free_slots_wait_by_what_rounds_of_the_present_draft_length_take(draft_l
     assert one.round_s == 1.0
     one.prepare(MODE)
     assert one.round_s == BASE[1, True]
-    monkeypatch.setattr(one._lengths, "choose", lambda *_: (draft_len, False))
+    monkeypatch.setattr(one._lengths, "choose", lambda *_, **__: (draft_len, False))
     chosen(one, 4, np.arange(4), np.full(4, 300))
     assert one.round_s == BASE[draft_len, True]
 
@@ -220,27 +220,33 @@ def test_the_engine_refills_by_what_rounds_take(round_s: float, rounds: int, mon
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "longest", "ends", "short"), [(100, 40, [40, 40, 20], 17), (400, 40, [40] * 4, 17), (10, 40, [10], 10)]
+    ("max_tokens", "longest", "ends", "short", "between"),
+    [
+        (100, 40, [40, 40, 20], 17, [[40, 24]]),
+        (400, 40, [40] * 4, 17, [[40, 24]]),
+        (10, 40, [10], 10, []),
+        (600, 300, [300, 300], 17, [[64], [256]]),
+    ],
 )
 def test_a_rehearsal_is_the_largest_pass_that_there_can_be_and_a_short_one(
-    max_tokens: int, longest: int, ends: list[int], short: int, monkeypatch: pytest.MonkeyPatch
+    max_tokens: int, longest: int, ends: list[int], short: int, between: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More than once each: the first time compiles."""
+    """More than once each: the first time compiles. Sizes between only compile."""
     passes: list[list[int]] = []
     monkeypatch.setattr(prefill, "prefill_chunk", lambda _, __, segments, ___: passes.append([s.end for s in segments]))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     rows: Any = SimpleNamespace(page_tables=(torch.ones(4, 8),), live=torch.zeros(4))
     none: Any = None
     rehearse(none, rows, max_tokens=max_tokens, longest=longest, mode=MODE)
-    assert passes == [ends] * 3 + [[short]] * 6
+    assert passes == between + [ends] * 3 + [[short]] * 6
     assert not rows.page_tables[0].any()
 
 
 @pytest.mark.parametrize("stalled", [1, 3, 5, 8])
 def test_a_stall_of_the_host_does_not_make_a_pass_dear(stalled: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full pass of 100 tokens takes 0.25 s and a short one 0.0625 s; one of them, or the one that compiles, takes 8 s more."""
-    clock, taken = [0.0], iter([0.25] * 3 + [0.0625] * 6)
-    stalls = iter([place in (0, stalled) for place in range(9)])
+    clock, taken = [0.0], iter([9.0] + [0.25] * 3 + [0.0625] * 6)  # the first of 64 tokens
+    stalls = iter([place in (0, 1, 1 + stalled) for place in range(10)])
 
     def timed_pass(*_: Any) -> None:
         clock[0] += next(taken) + 8.0 * next(stalls)

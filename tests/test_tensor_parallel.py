@@ -22,6 +22,7 @@ from batchspec.cache.pages import KVCache
 from batchspec.distributed.collectives import Collectives
 from batchspec.kernels.sampling.argmax import NO_TOKEN, argmax
 from batchspec.model.decoder import ResidualStream
+from batchspec.model.fused import rms_norm
 from batchspec.model.quant.plain import Linear
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
@@ -169,7 +170,7 @@ def test_bits_of_a_token_do_not_depend_on_the_tokens_beside_it() -> None:
 
 
 def test_products_leave_their_outputs_to_be_exchanged() -> None:
-    stream = ResidualStream(torch.zeros(2, 4), ThreadCollectives(0, Table(1)))
+    stream = ResidualStream(torch.zeros(2, 4), ranks=ThreadCollectives(0, Table(1)))
 
     class Fusing(Linear):
         def norms_input(self, x: Tensor, *, gated: bool) -> bool:
@@ -178,6 +179,43 @@ def test_products_leave_their_outputs_to_be_exchanged() -> None:
     product = Fusing(torch.randn(4, 4))
     assert not stream.norms_in_product(product, gated=False)
     assert ResidualStream(torch.zeros(2, 4)).norms_in_product(product, gated=False)
+
+
+@pytest.mark.parametrize("way", ["add_output", "add_product", "add_pairs"])
+def test_whatever_reads_the_stream_reads_the_sum_of_all_ranks(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm, a norm that quantises, or a product without one; after each way to leave outputs that are parts of a sum."""
+    monkeypatch.setattr("batchspec.model.decoder.norm_quantised", lambda values, residual, *_: residual + values)
+
+    class Quantising(Linear):
+        fp8_form: Any = "any"
+
+        def of_fp8(self, x: Any) -> Tensor:
+            return x.clone()  # type: ignore[no-any-return]
+
+    parts, weights, eye = torch.randn(2, 3, 8, dtype=torch.float64), torch.ones(3, 1, dtype=torch.float64), torch.eye(8).double()
+    ones = torch.ones(8, dtype=torch.float64)
+
+    def read(ranks: Collectives, how: str) -> Tensor:
+        stream, own = ResidualStream(torch.zeros(3, 8, dtype=torch.float64), ranks=ranks), parts[ranks.rank]
+        if way == "add_output":
+            stream.add_output(own)
+        elif way == "add_product":
+            stream.add_product(Linear(eye), own, None, in_product=True)
+        else:
+            stream.add_pairs(own, weights)
+        if how == "quantised":
+            found: Tensor = stream.project(ones, 1e-6, Quantising(eye), None)
+        elif how == "plain":
+            found = stream.project(None, 1e-6, Linear(eye), None)
+        else:
+            found = stream.normed(ones, 1e-6)
+        return found
+
+    whole = parts.sum(0)
+    expected = {"normed": rms_norm(whole, ones, 1e-6), "plain": whole, "quantised": whole}
+    for how, value in expected.items():
+        for found in on_ranks(2, lambda ranks, how=how: read(ranks, how)):  # type: ignore[misc]
+            torch.testing.assert_close(found, value)
 
 
 SPECIAL = st.sampled_from([float("nan"), float("inf"), -float("inf"), 0.0, 1.0])

@@ -23,7 +23,8 @@ from batchspec.cache.pages import SCRATCH_PAGE, KVCache
 from batchspec.commands import plan
 from batchspec.commands.shapes import COMMON
 from batchspec.commands.workloads import make_job
-from batchspec.config.schema import DraftConfig, RunConfig, TreeConfig
+from batchspec.config.draft_schema import DraftConfig, TreeConfig
+from batchspec.config.schema import RunConfig
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.none import NoDrafter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from batchspec.config.schema import DraftConfig
+from batchspec.config.draft_schema import DraftConfig
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.weights import Head, head_bytes
 from batchspec.errors import ConfigError

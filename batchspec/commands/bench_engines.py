@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from batchspec.commands.workloads import Workload
-from batchspec.config.schema import AblationConfig, DraftConfig, ModelConfig, RunConfig, TreeConfig
+from batchspec.config.draft_schema import DraftConfig, TreeConfig
+from batchspec.config.schema import AblationConfig, ModelConfig, RunConfig
 from batchspec.draft.base import Drafter
 from batchspec.draft.registry import DRAFTERS
 from batchspec.draft.shapes import LOGPROB, PROB

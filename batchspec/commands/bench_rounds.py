@@ -69,7 +69,8 @@ def _time(bench: Bench, way: Way, record: Record) -> dict[str, Any]:
     draft_len, rows = engine.drafter.max_len if way.draft_len else 0, engine.executor.rows
     shape = Shape(args.batch, draft_len, SamplingMode(), prepare_next=draft_len > 0)
     engine.executor.graphs.prepare([shape])
-    dead_s = engine.executor.graphs.seconds(shape)
+    with engine.executor.dead_tokens_routed():
+        dead_s = engine.executor.graphs.seconds(shape)
     _begin(engine, args.prompt)
     for _ in range(WARM_ROUNDS):
         engine.executor.graphs.run(shape)

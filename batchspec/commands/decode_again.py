@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
@@ -12,13 +12,15 @@ from torch import Tensor
 
 from batchspec.batch.logits import LogitRows, apply_penalties, forbid_stop_ids
 from batchspec.cache.page_tables import RowPages
-from batchspec.config.schema import CacheConfig, DraftConfig
+from batchspec.config.draft_schema import DraftConfig
+from batchspec.config.schema import CacheConfig
 from batchspec.config.typed import from_dict
 from batchspec.engine.engine import Engine
 from batchspec.engine.prefill import flat_batch
 from batchspec.engine.step import Segment
-from batchspec.errors import OutputError
+from batchspec.errors import CheckpointError, OutputError
 from batchspec.kernels.sampling.sample import gumbel_reference
+from batchspec.model.kv_scales import checkpoint_scales
 from batchspec.packing.planner import PAGE_SIZE
 from batchspec.prepare import Job, job_fingerprint, make_engine, open_job, survey_first
 from batchspec.records import Request
@@ -42,6 +44,16 @@ class Difference:
     """Token id of plain decoding; None if that ended before."""
     gap: float | None
     """Score of the plain token minus that of the written one, in logits; None if one of them is missing."""
+
+
+def summary(differences: Sequence[Difference], num_rows: int) -> str:
+    """For people: how many of `num_rows` rows differ, at which token, and quantiles of the gaps there."""
+    at = sorted(difference.token_index for difference in differences)
+    gaps = sorted(abs(difference.gap) for difference in differences if difference.gap is not None)
+    first = f"; first difference at token {at[len(at) // 2]} (median)" if at else ""
+    half, most = len(gaps) // 2, len(gaps) * 9 // 10
+    gap = f", score gap there {gaps[half]:.3g} (median), {gaps[most]:.3g} (90 %), {gaps[-1]:.3g} (largest)" if gaps else ""
+    return f"{len(differences)} differ ({len(differences) / max(1, num_rows):.1%}){first}{gap}"
 
 
 def decode_again(
@@ -73,8 +85,20 @@ def job_of(out: str | Path, dtype: str | None, device: str | None, *, other_kv: 
     config.packing.max_num_seqs, config.packing.run_ahead = 1, None
     config.packing.pages = config.packing.memory_gb = None
     if other_kv:
-        config.cache = CacheConfig(dtype="auto") if config.cache.dtype == "fp8" else replace(config.cache, dtype="fp8")
+        config.cache = other_cache(as_run)
     return with_saved_scales(open_job(config), output)
+
+
+def other_cache(job: Job) -> CacheConfig:
+    """The model's data type for a job in fp8. fp8 for any other, calibrated where the checkpoint's scales cannot be used."""
+    if job.spec.fp8_kv:
+        return CacheConfig(dtype="auto")
+    try:
+        if job.config.model.load_format != "dummy":
+            checkpoint_scales(job.folder, job.spec)
+    except CheckpointError:
+        return CacheConfig(dtype="fp8", scales="calibrate")
+    return CacheConfig(dtype="fp8")
 
 
 def plain_engine(job: Job) -> Engine:

@@ -17,11 +17,11 @@ from batchspec.model.shard import slices_of
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.cost import Rates, device_rates, num_multiplied
 from batchspec.packing.kv_memory import kv_bytes
-from batchspec.packing.planner import Forecast, forecast
+from batchspec.packing.planner import Forecast, forecast, free_memory, held_back_bytes
 from batchspec.packing.predict import SHORT_TOKENS
 from batchspec.packing.replicas import Way, best, ways
 from batchspec.packing.survey import Survey
-from batchspec.prepare import Job, check_memory, open_job, plan_batch
+from batchspec.prepare import Job, check_memory, learning_bytes, open_job, plan_batch
 from batchspec.records import Ids, PackedBatch
 from batchspec.text import MESSAGE_CHARS, counted, one_line
 
@@ -100,20 +100,35 @@ class Plan:
         dtype, accepted = str(job.dtype).removeprefix("torch."), job.drafter.assumed_accepted
         output = float(self.survey.lengths("predicted_tokens").mean()) * self.num_completions
         total_s = ahead.prefill_s + ahead.decode_s
+        kept = f"({spec.formats.kept}, the rest {dtype})" if spec.formats.kept else f"in {dtype}"
         return [
             f"model        {spec.family}, {spec.num_layers} layers, {num_multiplied(spec) / 1e6:,.0f} M weights a token, "
-            f"{_bytes(spec.weight_bytes(job.dtype))} in {dtype} on {job.device.type}",
+            f"{_bytes(spec.weight_bytes(job.dtype))} {kept} on {job.device.type}",
             f"shape        {counted(batch.num_slots, 'slot')}, rows up to {batch.max_len:,} tokens, "
             f"drafter {job.config.draft.name} ({job.drafter.shape}), prefill passes of {batch.prefill_tokens:,} tokens",
             f"pages        {pages} of {batch.page_size} tokens, {_bytes(pages_bytes)}{', K and V in e4m3' * spec.fp8_kv}",
+            self._memory(batch, pages_bytes),
             f"rounds       {ahead.rounds:,} of {ahead.round_s * 1e3:.1f} ms, {_duration(ahead.decode_s)}; "
-            f"each reads {_bytes(ahead.kv_read_bytes)} of K/V",
+            f"each reads {_bytes(ahead.weights_read_bytes)} of weights and {_bytes(ahead.kv_read_bytes)} of K/V",
             f"prefill      {_duration(ahead.prefill_s)}",
             f"together     {_duration(total_s)}, {output:,.0f} output tokens, {output / total_s:,.0f} tok/s",
             f"assumed      outputs half as long as max_new_tokens (all of it up to {SHORT_TOKENS}, "
             f"and where nothing else ends a row), "
             f"{accepted:g} draft tokens kept a round, no common prefixes; device: {self.rates.name}",
         ]
+
+    def _memory(self, batch: PackedBatch, pages_bytes: int) -> str:
+        """What the run will allocate, and what is free now. On a CPU passes and rounds take memory that is not planned."""
+        job = self.job
+        parts = {
+            "weights": job.spec.weight_bytes(job.dtype),
+            "drafter": job.drafter.weight_bytes(dtype=job.dtype, device=job.device),
+            "state of the drafter": learning_bytes(job, batch.max_len),
+            "K/V": pages_bytes,
+            "passes, rounds and graphs": held_back_bytes(batch, job.spec, job.dtype) if job.device.type == "cuda" else 0,
+        }
+        text = " + ".join(f"{_bytes(size)} {name}" for name, size in parts.items() if size)
+        return f"memory       {text} = {_bytes(sum(parts.values()))} of {_bytes(free_memory(job.device))} that are free"
 
     def _ways(self) -> list[str]:
         """Copies of the model or one cut over several GPUs, and which the cost model takes."""
@@ -158,7 +173,7 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
     job = open_job(config, tokenizer=tokenizer, fetch=False)
     seen = survey_rows(job, full=full)
     demand = seen.demand(job.source.num_rows, job.admission.max_len)
-    rates = device_rates(job.device, job.dtype)
+    rates = device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises)
     batch, ahead = None, None
     num_gpus = len(visible_gpus()) if job.device.type == "cuda" else 1
     found = ways_of(job, seen, rates, num_gpus) if num_gpus > 1 and demand.num_completions else []

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from batchspec.config.schema import DecodeConfig, DraftConfig, InputConfig, ModelConfig, RunConfig
+from batchspec.config.draft_schema import DraftConfig
+from batchspec.config.schema import DecodeConfig, InputConfig, ModelConfig, RunConfig
 from batchspec.config.typed import shipped_prompts
 from batchspec.draft.base import Drafter
 from batchspec.draft.eagle3 import build_chain

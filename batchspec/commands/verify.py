@@ -1,7 +1,8 @@
 """`batchspec verify OUT`: decode rows of a job again, without speculation and one at a time, and compare the tokens.
 
 batchspec promises equal tokens, up to rounding. For each row that differs, the first difference is printed with its gap: how far
-apart the scores (logit + temperature * noise) of the two tokens are. A gap near the rounding error of the dtype is a tie resolved
+apart the scores (logit + temperature * noise) of the two tokens are. The last line has the share of rows that differ and the
+quantiles of the gaps. A gap near the rounding error of the dtype is a tie resolved
 the other way; a large gap is an error. --dtype and --device decode the rows in another precision or on another device: the share
 of rows that differ then measures the effect of the precision. --kv decodes them with the other K/V cache (the
 model's data type for a job with cache.dtype=fp8, fp8 for any other) and adds the mean KL divergence of the next token between the
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
-from batchspec.commands.decode_again import Difference, decode_again, job_of, plain_engine, written_tokens
+from batchspec.commands.decode_again import Difference, decode_again, job_of, plain_engine, summary, written_tokens
 from batchspec.commands.verify_kv import compare_kv
 from batchspec.errors import StorageError
 from batchspec.runstate.output_folder import OutputFolder
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> int:
     checked, differences = verify(args.out, args.rows, dtype=args.dtype, device=args.device)
     for difference in differences:
         terminal.show(line_of(difference))
-    terminal.show(f"{checked} completions decoded again one at a time and without speculation: {len(differences)} differ")
+    terminal.show(f"{checked} completions decoded again one at a time and without speculation: {summary(differences, checked)}")
     if differences:
         rounding = "about 1e-4 in float32, 0.1 in bfloat16"
         terminal.show(f"a gap up to the rounding error of the logits ({rounding}) is a tie resolved the other way")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from batchspec.commands.decode_again import Difference, decode_again, job_of, plain_engine, written_tokens
+from batchspec.commands.decode_again import Difference, decode_again, job_of, plain_engine, summary, written_tokens
 from batchspec.errors import OutputError
 from batchspec.model.kv_calibration import give_scales
 from batchspec.model.single_row import forward_row
@@ -31,6 +31,8 @@ class KVComparison:
 
     written_with: str
     decoded_with: str
+    replaced_scales: bool
+    """The fp8 cache has calibrated scales because those of the checkpoint cannot be used."""
     num_rows: int
     differences: tuple[Difference, ...]
     num_positions: int
@@ -40,14 +42,13 @@ class KVComparison:
 
     def lines(self) -> list[str]:
         """For people."""
-        count = len(self.differences)
-        at = sorted(difference.token_index for difference in self.differences)
-        gaps = sorted(abs(difference.gap) for difference in self.differences if difference.gap is not None)
-        first = f"; first difference at token {at[len(at) // 2]} (median)" if at else ""
-        gap = f", score gap there {gaps[len(gaps) // 2]:.3g} (median), {gaps[-1]:.3g} (largest)" if gaps else ""
+        replaced = (
+            "the fp8 scales are calibrated: those of the checkpoint cannot be used, so a job in fp8 needs cache.scales=calibrate"
+        )
         return [
+            *([replaced] if self.replaced_scales else []),
             f"{self.num_rows} completions, written with K and V in {self.written_with}, decoded again with {self.decoded_with}: "
-            f"{count} differ ({count / max(1, self.num_rows):.1%}){first}{gap}",
+            f"{summary(self.differences, self.num_rows)}",
             f"KL divergence of the next token, fp8 from the model's data type, over {self.num_positions:,} output positions: "
             f"mean {self.mean_kl:.3g} nats, largest {self.largest_kl:.3g}",
         ]
@@ -70,9 +71,11 @@ def compare_kv(out: str | Path, num_rows: int, *, dtype: str | None = None, devi
     if not divergences:
         raise OutputError(f"{out}: the rows have no output tokens to compare; choose others with --rows")
     names = (model_dtype, "fp8") if job.spec.fp8_kv else ("fp8", model_dtype)
+    replaced = job.spec.fp8_kv and job.config.cache.scales == "calibrate"  # see `other_cache`
     return KVComparison(
-        written_with=names[0], decoded_with=names[1], num_rows=len(written), differences=tuple(differences),
-        num_positions=len(divergences), mean_kl=sum(divergences) / len(divergences), largest_kl=max(divergences),
+        written_with=names[0], decoded_with=names[1], replaced_scales=replaced, num_rows=len(written),
+        differences=tuple(differences), num_positions=len(divergences), mean_kl=sum(divergences) / len(divergences),
+        largest_kl=max(divergences),
     )  # fmt: skip
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
-from batchspec.config.schema import DraftConfig, RunConfig
+from batchspec.config.draft_schema import DraftConfig
+from batchspec.config.schema import RunConfig
 from batchspec.config.values import (
     CHOICES,
     MAX_TREE_NODES,

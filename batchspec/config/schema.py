@@ -1,4 +1,4 @@
-"""The configuration of a job: every key as a field of a dataclass.
+"""The configuration of a job: every key as a field of a dataclass, those of `draft` in `draft_schema.py`.
 
 The docstring below a field is the key's documentation: its first sentence is the line that `--help` shows, all of it is in
 conf/README.md (`config/reference.py` reads it). Lengths are in tokens unless the name ends in another unit (`_s`, `_h`, `_gb`).
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+
+from batchspec.config.draft_schema import DraftConfig
 
 TEMPLATE_DATE = "2025-01-01"
 
@@ -39,79 +41,6 @@ class ModelConfig:
     """The tokens that begin and end a reasoning block. auto is `<think>` and `</think>` or the like, or the channels of harmony
     (gpt-oss), if the tokenizer has them; none turns reasoning off; [begin,end] names two tokens, by text or id; [end] is for a
     model that begins every answer with a reasoning block and emits no begin token."""
-
-
-@dataclass(slots=True, kw_only=True)
-class TreeConfig:
-    topk: int = 1
-    """Branches of each node of a draft tree. At each level the topk best nodes branch; 1 drafts a chain."""
-    depth: int | None = None
-    """Levels of a draft tree. null is draft.num_speculative_tokens."""
-    nodes: int | None = None
-    """Maximum number of tree nodes that a round verifies per request, the newest token not counted. null is 60, or all nodes
-    that are grown if they are fewer."""
-    rank: str = "logprob"
-    """How paths of a draft tree are ranked. logprob adds log-probabilities; prob multiplies probabilities, which underflows
-    (for comparison)."""
-
-
-@dataclass(slots=True, kw_only=True)
-class AdaptConfig:
-    every_shards: int = 0
-    """Number of committed shards after which the draft head reads their completions and learns from them. 0 turns learning
-    off."""
-    time_share: float = 0.1
-    """Maximum share of the run's time that learning may take. 1 is no limit."""
-    lr: float = 2e-3
-    """Learning rate at the start. It is halved whenever the new weights draft worse than the old ones."""
-
-
-@dataclass(slots=True, kw_only=True)
-class DraftConfig:
-    """The drafter. The output of a job does not depend on it."""
-
-    name: str = "lookup"
-    """The kind of drafter. `draft=NAME` sets it together with the usual values of its other keys."""
-    num_speculative_tokens: int = 8
-    """K: maximum number of draft tokens per request and round. With draft.adaptive it is the largest K that is tried."""
-    prompt_lookup_min: int = 2
-    """Shortest n-gram that must repeat for a draft, in tokens."""
-    prompt_lookup_max: int = 6
-    """Longest n-gram that is searched for, in tokens. The longest match wins."""
-    head_len: int | None = None
-    """Maximum number of draft tokens of the head per request and round. null is draft.num_speculative_tokens, the limit of the
-    lookup's drafts."""
-    growth: int = 2
-    """Maximum number of draft tokens per token of the matched n-gram."""
-    corpus_tokens: int = 0
-    """Size of the corpus of finished requests that drafts are copied from, in tokens. It holds the newest tokens of prompts and
-    outputs; 0 looks in the request's own tokens only. 1,000,000 tokens take 72 MB."""
-    table_entries: int | None = None
-    """Entries of the hash table that indexes the corpus, rounded up to a power of two. null is four for each of
-    draft.corpus_tokens."""
-    coupled: Any = "auto"
-    """Whether drafts of sampled requests use the noise that the target samples with, so that more of them are accepted. auto
-    and true do; false drafts the most likely tokens (for comparison). No output token depends on it."""
-    synthetic: list[float] | None = None
-    """Benchmarks only: accept draft position j with this probability, whatever the tokens. The probabilities are unconditional
-    and must not increase."""
-    path: str | None = None
-    """Folder or hub id of the draft head (eagle3, hybrid) or of the small draft model (pard). For a head null is allowed only
-    with model.load_format=dummy, which makes a random one."""
-    aux_layers: str = "auto"
-    """What the layer ids in the head's config mean. input is the hidden state that enters the layer, output the one that leaves
-    it; auto is input, and output for a head in the flat layout whose first id is 1."""
-    adaptive: bool | None = None
-    """Whether K of each round, 0 included, is chosen from measured times and acceptance. null is true on a GPU and false on a
-    CPU."""
-    parallel: Any = "auto"
-    """Whether all K draft tokens come from one forward pass. auto is true if the head or draft model was trained for it."""
-    tree: TreeConfig = field(default_factory=TreeConfig)
-    window: int | None = None
-    """Number of newest keys that the drafter's attention reads. null is all of them; draft=window needs a number."""
-    sink_tokens: int | None = None
-    """Number of first keys that the drafter's attention reads besides the window."""
-    adapt: AdaptConfig = field(default_factory=AdaptConfig)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -159,7 +88,8 @@ class DecodeConfig:
     n: int = 1
     """Number of completions per input row."""
     stop: list[str] = field(default_factory=list)
-    """Strings that end a completion. They are not part of its text."""
+    """Strings that end a completion, and are not part of its text. They are searched for in the answer: not in reasoning, and not
+    in tool calls that gpt-oss makes in its commentary channel, whose arguments would be cut in two."""
     stop_ids: list[int] = field(default_factory=list)
     """Token ids that end a completion, in addition to the model's EOS ids."""
     thinking_token_budget: int | None = None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.pages import KVCache
-from batchspec.config.schema import DraftConfig
+from batchspec.config.draft_schema import DraftConfig
 from batchspec.draft.base import NO_UPDATE, DrafterUpdate, NoFeatures
 from batchspec.draft.corpus import Corpus, corpus_bytes, usual_lengths
 from batchspec.draft.spec import Weightless

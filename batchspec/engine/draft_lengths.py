@@ -2,10 +2,11 @@
 
     score(K) = (1 + sum_{k<=K} p_1 ... p_k) / (base_s[R, K] + experts_s[R, K] + context_tokens * token_s[R, K])
 
-base_s is a round over dead rows, timed once for each graph; experts_s is what the experts take that live rows read besides
-(`expert_reads.py`), 0 without experts. token_s is the time that one more context token adds (attention) with
-R rows: the least of the newest measurements; where K has none, that of the nearest K; where R has none, those of the nearest R.
-p_k is the share of rows that accept draft token k after they accepted those before it, with a prior and a half-life.
+base_s is a round over dead rows, timed once for each graph; experts_s is what the experts take that live rows read besides, or
+negative if they read fewer (`expert_reads.py`), 0 without experts. token_s is the time that one more context token adds
+(attention) with R rows: the least of the newest measurements; where K has none, that of the nearest K; where R has none, those of
+the nearest R. p_k is the share of rows that accept draft token k after they accepted those before it, with a prior and a
+half-life.
 
 Acceptance beyond the current K and the times of other K are not observed, so some rounds are probes: one round in PROBE_EVERY
 takes the next larger K, the next smaller one or none, in turn; while these are new, one in PROBE_EVERY_AT_FIRST does. A K
@@ -34,6 +35,8 @@ HALF_LIFE_ROWS = 4096.0
 NUM_TIMES = 5
 """Measurements of a K that are kept. The least counts: a K penalised by one host stall would otherwise rarely
 be sampled again."""
+LEAST_SHARE = 0.05
+"""A round over few live rows takes at least this share of base_s, however many experts they leave out."""
 MARGIN = 1.005
 """Another K must score higher by this factor: a tie does not switch back and forth."""
 
@@ -45,11 +48,17 @@ def candidates(max_len: int) -> tuple[int, ...]:
 
 
 class DraftLengths:
-    def __init__(self, max_len: int, choices: tuple[int, ...] | None = None, experts: ExpertReads | None = None) -> None:
-        """choices: draft lengths that may be chosen, rising from 0 to max_len, instead of `candidates`."""
+    def __init__(
+        self, max_len: int, choices: tuple[int, ...] | None = None, experts: ExpertReads | None = None,
+        num_nodes: int | None = None,
+    ) -> None:  # fmt: skip
+        """
+        choices    draft lengths that may be chosen, rising from 0 to max_len, instead of `candidates`
+        num_nodes  nodes that a round with drafts verifies besides a row's newest token, of a tree; None: the drafts of a chain
+        """
         self.max_len, self.choices = max_len, choices or candidates(max_len)
         self._lengths = np.array(self.choices)
-        self._experts = experts
+        self._experts, self._num_nodes = experts, num_nodes
         self._base: dict[tuple[int, int, bool], float] = {}
         self._token_s: dict[int, dict[int, deque[float]]] = {}
         self._rounds, self._lost_rounds = 0, 0.0
@@ -72,13 +81,17 @@ class DraftLengths:
         """Time of a round over `num_rows` dead rows. prepare_next: it prepares a draft, as every round that drafts does."""
         self._base[num_rows, draft_len, prepare_next or draft_len > 0] = seconds
 
-    def choose(self, num_rows: int, context_tokens: int) -> tuple[int, bool]:
+    def choose(self, num_rows: int, context_tokens: int, *, live_rows: int | None = None) -> tuple[int, bool]:
         """K of the round to launch now, and whether the round after it will draft.
 
         Decided one round ahead: a round without drafts prepares the first draft token only if the next round drafts.
+
+        num_rows   row bucket
+        live_rows  how many of them hold live rows; None: all
         """
-        now = self._pick(num_rows, context_tokens) if self._next is None else self._next
-        self._next = self._pick(num_rows, context_tokens)
+        live_rows = num_rows if live_rows is None else live_rows
+        now = self._pick(num_rows, context_tokens, live_rows) if self._next is None else self._next
+        self._next = self._pick(num_rows, context_tokens, live_rows)
         return now, self._next > 0
 
     def observe(self, draft_len: int, accepted: NDArray[np.int32]) -> None:
@@ -92,17 +105,22 @@ class DraftLengths:
             prior = PRIOR_RATE * PRIOR_ROWS
             self._kept[k] = prior + decay * (self._kept[k] - prior) + (tried & (accepted > k)).sum()
 
-    def timed(self, num_rows: int, draft_len: int, context_tokens: int, seconds: float, *, prepare_next: bool = False) -> None:
-        """A round over live rows took `seconds`; prepare_next as for `set_base`."""
+    def timed(
+        self, num_rows: int, draft_len: int, context_tokens: int, seconds: float, *, prepare_next: bool = False,
+        live_rows: int | None = None,
+    ) -> None:  # fmt: skip
+        """A round over live rows took `seconds`; prepare_next as for `set_base`, live_rows as for `choose`."""
         if context_tokens:
-            base = self._base[num_rows, draft_len, prepare_next or draft_len > 0]
-            base += float(self._experts_s(num_rows, np.array([draft_len]))[0])
+            live_rows = num_rows if live_rows is None else live_rows
+            timed_s = self._base[num_rows, draft_len, prepare_next or draft_len > 0]
+            base = float(self._with_experts(num_rows, np.array([draft_len]), np.array([timed_s]), live_rows)[0])
             newest = self._token_s.setdefault(num_rows, {}).setdefault(draft_len, deque(maxlen=NUM_TIMES))
             newest.append(max(0.0, seconds - base) / context_tokens)
 
-    def scores(self, num_rows: int, context_tokens: int) -> NDArray[np.float64]:
-        """Expected tokens a row and second for each of `choices`."""
-        scores: NDArray[np.float64] = self._tokens() / self._seconds(num_rows, context_tokens)
+    def scores(self, num_rows: int, context_tokens: int, *, live_rows: int | None = None) -> NDArray[np.float64]:
+        """Expected tokens a row and second for each of `choices`; live_rows as for `choose`."""
+        seconds = self._seconds(num_rows, context_tokens, num_rows if live_rows is None else live_rows)
+        scores: NDArray[np.float64] = self._tokens() / seconds
         return scores
 
     def _tokens(self) -> NDArray[np.float64]:
@@ -111,9 +129,10 @@ class DraftLengths:
         tokens: NDArray[np.float64] = 1 + accepted[self._lengths]
         return tokens
 
-    def _seconds(self, num_rows: int, context_tokens: int) -> NDArray[np.float64]:
+    def _seconds(self, num_rows: int, context_tokens: int, live_rows: int) -> NDArray[np.float64]:
         """Of a round for each of `choices`."""
-        base = np.array([self._base[num_rows, k, k > 0] for k in self.choices]) + self._experts_s(num_rows, self._lengths)
+        timed_s = np.array([self._base[num_rows, k, k > 0] for k in self.choices])
+        base = self._with_experts(num_rows, self._lengths, timed_s, live_rows)
         if not context_tokens or not self._token_s:
             return base
         timed = self._token_s.get(num_rows) or self._token_s[min(self._token_s, key=lambda at: abs(math.log(at / num_rows)))]
@@ -122,11 +141,19 @@ class DraftLengths:
         seconds: NDArray[np.float64] = base + context_tokens * np.array(added)
         return seconds
 
-    def _experts_s(self, num_rows: int, draft_lens: NDArray[np.int64]) -> NDArray[np.float64]:
-        return np.zeros(len(draft_lens)) if self._experts is None else self._experts.added_s(num_rows, draft_lens)
+    def _with_experts(
+        self, num_rows: int, draft_lens: NDArray[np.int64], base_s: NDArray[np.float64], live_rows: int
+    ) -> NDArray[np.float64]:
+        """base_s + experts_s, without attention."""
+        if self._experts is None:
+            return base_s
+        places = draft_lens + 1 if self._num_nodes is None else np.where(draft_lens > 0, self._num_nodes + 1, 1)
+        added = self._experts.added_s(num_rows, draft_lens, live_rows * places)
+        seconds: NDArray[np.float64] = np.maximum(base_s + added, LEAST_SHARE * base_s)
+        return seconds
 
-    def _pick(self, num_rows: int, context_tokens: int) -> int:
-        tokens, seconds = self._tokens(), self._seconds(num_rows, context_tokens)
+    def _pick(self, num_rows: int, context_tokens: int, live_rows: int) -> int:
+        tokens, seconds = self._tokens(), self._seconds(num_rows, context_tokens, live_rows)
         scores = tokens / seconds
         place, best = self.choices.index(self._current), int(scores.argmax())
         if scores[best] > MARGIN * scores[place]:
@@ -135,7 +162,7 @@ class DraftLengths:
         self._rounds += 1
         if self._rounds % PROBE_EVERY_AT_FIRST:
             return self._current
-        hopeful = 1 + self._lengths > scores[place] * self._seconds(num_rows, 0)
+        hopeful = 1 + self._lengths > scores[place] * self._seconds(num_rows, 0, live_rows)
         probed = self._probe(place, hopeful)
         if probed is None:
             return self._current

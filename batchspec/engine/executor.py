@@ -126,8 +126,14 @@ class Executor:
         if not self.graphs.captures:
             return None
         batch = self.batch
+        if batch.num_slots > 1:  # compiles the move of a row
+            self.rows.move([(1, 0)], self.drafter.state)
         longest = min(batch.longest_prompt or batch.max_len, batch.max_len - 1)
         return rehearse(self.round, self.rows, max_tokens=batch.prefill_tokens, longest=longest, mode=mode)
+
+    def dead_tokens_routed(self) -> AbstractContextManager[object]:
+        """Within this block tokens of dead rows go through experts like those of live rows."""
+        return self.target.dead_tokens_routed()
 
     @contextmanager
     def different_tokens(self) -> Iterator[None]:

@@ -5,11 +5,12 @@ read fewer experts: as many as c T independent tokens, with 0 < c <= 1 the corre
 rounds the device reports how many experts of each layer had tokens, and c is fitted to these counts. Rounds that read nearly all
 experts are left out, because they would give nearly the same count for every c.
 
-A round of R rows with K draft tokens per row was timed before the first row of the job, over dead rows, and read n[R, K] experts
-per layer. A round over live rows reads more experts, and takes this many seconds more:
+A round of R rows with K draft tokens per row was timed before the first row of the job, over dead rows whose tokens went through
+experts like those of live rows, and read n[R, K] experts per layer. A round with T live tokens takes this many seconds more:
 
-    added_s[R, K] = s (E (1 - (1 - k/E)^(c R (K + 1))) - n[R, K])
+    added_s[R, K] = s (E (1 - (1 - k/E)^(c T)) - n[R, K])
 
+It takes less if it reads fewer experts: tokens of dead rows and padding go through none, and tokens of one text choose alike.
 s is the time to read one more expert in every layer, from two timed rounds that differ only in the number of experts.
 """
 
@@ -22,11 +23,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 COUNT_EVERY = 32
-"""Rounds from one count to the next."""
+"""Rounds from one count to the next; a power of two."""
 SATURATED = 0.97
 """A count of this share of the experts, or more, is left out."""
 HALF_LIFE = 64
 """A count weighs half as much once this many newer ones have been made."""
+
+
+def counted(num_round: int) -> bool:
+    """Whether the experts of this round, from 1, are counted: of every 32nd, and of the first ones at doubling distances."""
+    return num_round % COUNT_EVERY == 0 or (num_round < COUNT_EVERY and num_round & (num_round - 1) == 0)
 
 
 class ExpertReads:
@@ -51,9 +57,9 @@ class ExpertReads:
         return self._num_experts * chosen
 
     def observe(self, counts: NDArray[np.int32], tokens: int) -> None:
-        """Fit c to a round of `tokens` tokens. counts: int32 [layers], the number of experts of each layer that had tokens."""
+        """Fit c to a round of `tokens` live tokens. counts: int32 [layers], experts of each layer that had tokens."""
         share = float(counts.mean()) / self._num_experts
-        if not 0 < share < SATURATED:
+        if not 0 < share < SATURATED or not tokens:
             return
         decay = 0.5 ** (1 / HALF_LIFE)
         self._weight = decay * self._weight + 1
@@ -70,8 +76,13 @@ class ExpertReads:
         """
         self.expert_s = max(0.0, seconds / num_experts) if num_experts >= 1 else 0.0
 
-    def added_s(self, num_rows: int, draft_lens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """added_s of the module's docstring for each draft length, float64 [len(draft_lens)]; 0 where no round was timed."""
-        read = np.array([self._read.get((num_rows, int(k)), math.inf) for k in draft_lens])
-        added: NDArray[np.float64] = self.expert_s * np.maximum(0.0, self.expected(num_rows * (draft_lens + 1)) - read)
+    def added_s(self, num_rows: int, draft_lens: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        """added_s of the module's docstring for each draft length, float64 [len(draft_lens)]; 0 where no round was timed.
+
+        num_rows  row bucket
+        tokens    number of live tokens of a round with each draft length
+        """
+        expected = self.expected(tokens)
+        read = [self._read.get((num_rows, int(k)), own) for k, own in zip(draft_lens, expected, strict=True)]
+        added: NDArray[np.float64] = self.expert_s * (expected - np.array(read))
         return added

@@ -68,7 +68,10 @@ class Graphs:
                 self._capture(shape)
 
     def seconds(self, shape: Shape, repeats: int = 5) -> float:
-        """Time of the round over dead rows: everything but attention. Synchronises; only while no row is live."""
+        """Time of the round over dead rows: everything but attention, and experts unless dead tokens go through them.
+
+        Synchronises; only while no row is live.
+        """
         if not self.captures:
             return 0.0
         self.run(shape)

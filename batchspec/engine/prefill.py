@@ -20,6 +20,9 @@ from batchspec.engine.round import Drafts, Round, RoundResult
 from batchspec.engine.step import Segment
 from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
 
+REHEARSED_TOKENS = (64, 256, 1024, 4096)
+"""Of passes that compile kernels only; besides a short pass and the largest."""
+
 
 def chunks(spans: Iterable[tuple[int, int, int]], max_tokens: int) -> Iterator[list[Segment]]:
     """Cut (slot, begin, end) spans into passes of at most `max_tokens` tokens, in order.
@@ -100,20 +103,27 @@ def rehearse(round_: Round, rows: DeviceBatch, *, max_tokens: int, longest: int,
 
     longest  tokens of a row of the pass: long rows take another attention kernel, which compiles for a minute the first time
     The shortest of several times counts: a short pass takes little but launches, and one stall of the host, as by a garbage
-    collection, may take longer. Kernels are compiled and the largest pass has its memory before the first request comes. Only
-    while no row is live, on a GPU.
+    collection, may take longer. Kernels are compiled and the largest pass has its memory before the first request comes; the
+    sizes between compile the tiles of products that depend on the number of tokens. Only while no row is live, on a GPU.
     """
     for table in rows.page_tables:
         table.zero_()
     longest = min(max_tokens, longest)
     slots = range(min(rows.live.shape[0], -(-max_tokens // longest)))
-    largest = next(chunks([(slot, 0, longest) for slot in slots], max_tokens))
-    short = [Segment(0, 0, min(17, longest), True)]
-    full_s, short_s = (
-        min(_timed(partial(prefill_chunk, round_, rows, segments, mode)) for _ in range(repeats))
-        for segments, repeats in ((largest, 3), (short, 6))  # the first compiles
-    )
-    return PrefillCost(least=short_s, token=full_s / sum(s.end - s.begin for s in largest))
+
+    def launch(num_tokens: int) -> None:
+        prefill_chunk(round_, rows, next(chunks([(slot, 0, longest) for slot in slots], num_tokens)), mode)
+
+    def short() -> None:
+        prefill_chunk(round_, rows, [Segment(0, 0, min(17, longest), True)], mode)
+
+    largest = min(max_tokens, len(slots) * longest)
+    for num_tokens in REHEARSED_TOKENS:
+        if num_tokens < largest:
+            launch(num_tokens)
+    full_s = min(_timed(partial(launch, largest)) for _ in range(3))  # the first compiles
+    short_s = min(_timed(short) for _ in range(6))
+    return PrefillCost(least=short_s, token=full_s / largest)
 
 
 def _timed(launch: Callable[[], object]) -> float:

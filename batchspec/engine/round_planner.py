@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +14,7 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.groups import most_keys
 from batchspec.engine.draft_lengths import DraftLengths
 from batchspec.engine.executor import Executor
-from batchspec.engine.expert_reads import COUNT_EVERY, ExpertReads
+from batchspec.engine.expert_reads import ExpertReads, counted
 from batchspec.engine.graphs import Shape
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.results import Ints, PendingResult
@@ -30,6 +30,8 @@ class Launch:
     is_prefill: bool = False
     num_rows: int = 0
     """Row bucket of a round."""
+    live_rows: int = 0
+    """Rows of a round that the host believes alive."""
     draft_len: int = 0
     prepare_next: bool = True
     context_tokens: int = 0
@@ -75,7 +77,7 @@ class RoundPlanner:
         self._num_rounds = 0
         self._lengths = None
         if adaptive and executor.graphs.captures:
-            self._lengths = DraftLengths(self._max_len, executor.round.draft_lens, self.experts)
+            self._lengths = DraftLengths(self._max_len, executor.round.draft_lens, self.experts, executor.round.nodes)
         self._clock = RoundClock()
         self._round_s: dict[int, float] = {}
         self._draft_len = 0
@@ -101,19 +103,27 @@ class RoundPlanner:
         graphs.prepare([*shapes, *(replace(shape, shared=True) for shape in shapes if shared)])
         if cost is None:
             return None
-        if self.experts is not None and lengths is not None:
-            self._time_experts(self.experts, Shape(batch.num_slots, 0, mode, prepare_next=False))
-        with nullcontext() if self.experts is None else self._executor.different_tokens():
-            for shape in shapes:
-                whole = shape.num_rows == batch.num_slots and shape.prepare_next
-                seconds = graphs.seconds(shape) if whole or lengths is not None else 0.0
-                if whole:
-                    self._draft_len, self._round_s[shape.draft_len] = shape.draft_len, seconds
+        if self.experts is None:
+            self._time(shapes)
+        else:
+            with self._executor.dead_tokens_routed():
                 if lengths is not None:
-                    lengths.set_base(shape.num_rows, shape.draft_len, seconds, prepare_next=shape.prepare_next)
-                    if self.experts is not None:
-                        self.experts.set_base(shape.num_rows, shape.draft_len, self._executor.experts_read())
+                    self._time_experts(self.experts, Shape(batch.num_slots, 0, mode, prepare_next=False))
+                with self._executor.different_tokens():
+                    self._time(shapes)
         return cost
+
+    def _time(self, shapes: Sequence[Shape]) -> None:
+        """Time rounds over dead rows, and count the experts that they read."""
+        for shape in shapes:
+            whole = shape.num_rows == self._batch.num_slots and shape.prepare_next
+            seconds = self._executor.graphs.seconds(shape) if whole or self._lengths is not None else 0.0
+            if whole:
+                self._draft_len, self._round_s[shape.draft_len] = shape.draft_len, seconds
+            if self._lengths is not None:
+                self._lengths.set_base(shape.num_rows, shape.draft_len, seconds, prepare_next=shape.prepare_next)
+                if self.experts is not None:
+                    self.experts.set_base(shape.num_rows, shape.draft_len, self._executor.experts_read())
 
     def _time_experts(self, experts: ExpertReads, shape: Shape) -> None:
         """The same round over rows with one token, which choose the same experts, and over rows with different ones."""
@@ -135,24 +145,22 @@ class RoundPlanner:
         overlaps            other work runs concurrently, or the round waits for some
         """
         draft_len, prepare_next, context_tokens = self._max_len, True, 0
+        live_rows = int((owners[:num_rows] >= 0).sum())
         if self._lengths is not None:
             context_tokens = self._context_tokens(num_tokens[owners >= 0])
-            draft_len, next_drafts = self._lengths.choose(num_rows, context_tokens)
+            draft_len, next_drafts = self._lengths.choose(num_rows, context_tokens, live_rows=live_rows)
             prepare_next = draft_len > 0 or next_drafts
         self._draft_len = draft_len
         self._num_rounds += 1
         return Launch(
             owners=owners.copy(),
             num_rows=num_rows,
+            live_rows=live_rows,
             draft_len=draft_len,
             prepare_next=prepare_next,
             context_tokens=context_tokens,
             overlaps=overlaps,
-            counts_experts=self.experts is not None
-            and self._num_rounds % COUNT_EVERY == 0
-            and not overlaps
-            and self._executor.round.is_uniform
-            and bool((owners[:num_rows] >= 0).all()),
+            counts_experts=self.experts is not None and counted(self._num_rounds) and not overlaps,
         )
 
     def _context_tokens(self, num_tokens: NDArray[np.int64]) -> int:
@@ -166,7 +174,7 @@ class RoundPlanner:
     def learn(self, launch: Launch, result: PendingResult, accepted_len: Ints) -> None:
         """A result has arrived, of a round or a prefill; accepted_len int32 [rows] of the round."""
         if launch.counts_experts and self.experts is not None and result.result.experts_read is not None:
-            self.experts.observe(result.result.experts_read.numpy(), launch.num_rows * (launch.draft_len + 1))
+            self.experts.observe(result.result.experts_read.numpy(), self._live_tokens(launch, result))
         if self._lengths is None:
             return
         seconds = self._clock.seconds_of(launch, result)
@@ -174,8 +182,17 @@ class RoundPlanner:
             self._lengths.observe(launch.draft_len, accepted_len)
         if seconds is not None:
             self._lengths.timed(
-                launch.num_rows, launch.draft_len, launch.context_tokens, seconds, prepare_next=launch.prepare_next
-            )
+                launch.num_rows, launch.draft_len, launch.context_tokens, seconds, prepare_next=launch.prepare_next,
+                live_rows=launch.live_rows,
+            )  # fmt: skip
+
+    def _live_tokens(self, launch: Launch, result: PendingResult) -> int:
+        """Tokens of live rows that the round verified."""
+        log, round_ = result.result.log.numpy(), self._executor.round
+        drafted = log[log[:, 0] >= 0, 1]
+        if round_.is_uniform:  # drafts past a row's limit are verified too
+            drafted = np.full_like(drafted, launch.draft_len if round_.nodes is None or not launch.draft_len else round_.nodes)
+        return int((drafted + 1).sum())
 
     def forget(self) -> None:
         """The drafter's weights have changed: what was learnt of its acceptance no longer holds."""

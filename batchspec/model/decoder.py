@@ -16,7 +16,7 @@ from batchspec.kernels.moe.combine import combine
 from batchspec.model.blocks.base import GroupedSpec, ProductSpec
 from batchspec.model.blocks.forward import GroupedProduct, Product
 from batchspec.model.files import listed
-from batchspec.model.fused import add_norm, combine_norm, norm_rows_of_ranks, rms_norm, rope_write
+from batchspec.model.fused import add_norm, combine_norm, norm_quantised, norm_rows_of_ranks, rms_norm, rope_write, silu_and_mul
 from batchspec.model.quant.base import WeightFormat, Weights
 from batchspec.model.quant.formats import Formats
 from batchspec.model.rope import Rope
@@ -45,20 +45,21 @@ class ResidualStream:
     the next norm reads the stream: two exchanges per layer.
     """
 
-    __slots__ = ("_pending", "_ranks", "residual")
+    __slots__ = ("_pending", "_ranks", "live", "residual")
 
-    def __init__(self, residual: Tensor, ranks: Collectives | None = None) -> None:
-        """residual [T, H]; its rows may be slices of wider ones, which products do not add to.
+    def __init__(self, residual: Tensor, live: Tensor | None = None, ranks: Collectives | None = None) -> None:
+        """residual [T, H]; its rows may be slices of wider ones, which products do not add to. live: as of `Stream`.
 
         ranks  of a model that is computed by several
         """
-        self.residual, self._ranks = residual, ranks
+        self.residual, self.live, self._ranks = residual, live, ranks
         self._pending: Tensor | Pairs | Partial | None = None
 
     def select(self, places: Tensor) -> ResidualStream:
         """The stream of some tokens, int64 [R], right after a norm."""
         assert self._pending is None
-        return ResidualStream(self.residual.index_select(0, places), self._ranks)
+        live = None if self.live is None else self.live.index_select(0, places)
+        return ResidualStream(self.residual.index_select(0, places), live, self._ranks)
 
     def norms_in_product(self, product: Product, *, gated: bool) -> bool:
         if self._ranks is not None:  # products must leave their outputs to be exchanged
@@ -69,6 +70,13 @@ class ResidualStream:
         self, norm: Tensor | None, eps: float, product: Product, row_ids: Tensor | None, *, gated: bool = False,
         out_aux: Tensor | None = None,
     ) -> Any:  # fmt: skip
+        form = product.fp8_form
+        if form is not None and norm is not None and not isinstance(self._pending, Pairs):
+            pending, self._pending = self._pending, None
+            if isinstance(pending, Partial):
+                pending = self.reduced(pending.values)
+            out = product.of_fp8(norm_quantised(pending, self.residual, norm, eps, form, out_aux))
+            return silu_and_mul(out) if gated else out
         if self._pending is not None or norm is None:
             x = self._summed(out_aux) if norm is None else self.normed(norm, eps, out_aux=out_aux)
             return product.swiglu(x, row_ids) if gated else product(x, row_ids)
@@ -115,6 +123,10 @@ class ResidualStream:
     def add(self, values: Tensor) -> None:
         assert self._pending is None
         self._pending = values
+
+    def add_output(self, values: Tensor) -> None:
+        assert self._pending is None
+        self._pending = values if self._ranks is None else Partial(values)
 
     def add_pairs(self, values: Tensor, weights: Tensor) -> None:
         assert self._pending is None

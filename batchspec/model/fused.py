@@ -9,8 +9,10 @@ from torch import Tensor
 from batchspec.cache.layout import LayerKV
 from batchspec.distributed.collectives import Collectives
 from batchspec.kernels.gemm import activation
+from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens, quantise_activation
 from batchspec.kernels.moe import combine
 from batchspec.kernels.norm_rope import norm
+from batchspec.kernels.norm_rope.norm_fp8 import norm_fp8
 from batchspec.model.rope import Rope
 from batchspec.tuning.policy import has_fast_experts
 
@@ -48,6 +50,26 @@ def add_norm(
         out_aux.copy_(residual)
     normed = rms_norm(residual, weight, eps)
     return normed if out is None else out.copy_(normed)
+
+
+def norm_quantised(
+    hidden: Tensor | None, residual: Tensor, weight: Tensor, eps: float, form: Fp8Form, out_aux: Tensor | None = None
+) -> Fp8Tokens:
+    """`add_norm` of hidden, or with None the `rms_norm` of residual, quantised as a product wants it; in bf16 or fp32.
+
+    out_aux [T, H] gets the sum, or None.
+    """
+    interpret = not residual.is_cuda
+    if hidden is not None:
+        return norm_fp8(hidden, residual, weight, eps, form, out_aux=out_aux, interpret=interpret)
+    if out_aux is not None:
+        out_aux.copy_(residual)
+    return norm_fp8(residual, None, weight, eps, form, interpret=interpret)
+
+
+def activation_quantised(gate_up: Tensor, form: Fp8Form, *, gelu: bool) -> Fp8Tokens:
+    """`silu_and_mul` or `gelu_tanh_and_mul`, quantised as a product wants it; in bf16 or fp32."""
+    return quantise_activation(gate_up, form, gelu=gelu, interpret=not gate_up.is_cuda)
 
 
 def combine_norm(

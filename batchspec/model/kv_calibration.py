@@ -64,9 +64,14 @@ def check_e4m3(device: torch.device) -> None:
 
 
 def check_fp8_kv(how: str, spec: ModelSpec, files: ModelFiles, device: torch.device) -> None:
-    """Raises as `check_e4m3`, and CheckpointError if cache.scales=checkpoint and the checkpoint has none."""
+    """Raises as `check_e4m3`, and CheckpointError for scales that cache.scales asks for and the checkpoint lacks.
+
+    how  the value of cache.scales; calibrate for dummy weights
+    """
     check_e4m3(device)
-    if how == "checkpoint" and names_of_scales(spec, stored_tensors(files), files.where) is None:
+    if how == "calibrate":
+        return
+    if names_of_scales(spec, stored_tensors(files), files.where) is None and how == "checkpoint":
         raise CheckpointError(
             f"{files.where} has no K/V scales (k_scale, v_scale), which cache.scales=checkpoint asks for; use cache.scales=auto"
         )

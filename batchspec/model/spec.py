@@ -172,6 +172,10 @@ class ModelSpec:
         nbytes = weight_format.expert_nbytes if gemm.grouped else weight_format.nbytes
         return nbytes(gemm.product.rows, gemm.product.k, dtype)
 
+    def multiplies_fp8(self, prefix: str, gemm: Gemm) -> bool:
+        """Whether this product multiplies FP8 weights with quantised activations; others multiply in the model's dtype."""
+        return self.formats.quantises_input_of(prefix + gemm.product.parts[0].name)
+
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all weights in memory; norms and biases are too few to count."""
         rows = self.vocab_size + (0 if self.tie else self.num_logits)  # embedding and output matrix

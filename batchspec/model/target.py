@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict
@@ -68,6 +70,8 @@ class Target:
         before an engine is made: caches hold views of it."""
         self.all_kv_scales: Tensor | None = None
         """The same of all heads of the model, on the CPU."""
+        self._has_experts = spec.experts is not None
+        self._first_live_slot = torch.ones(1, dtype=torch.int64, device=device)  # on the device: captured rounds read it
         scale = spec.embedding_scale
         self._embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=self.dtype))
 
@@ -130,7 +134,8 @@ class Target:
         if len(set(aux_layer_ids)) < len(aux_layer_ids) or not all(0 <= i <= self.spec.num_layers for i in aux_layer_ids):
             raise ValueError(f"aux_layer_ids {aux_layer_ids} must be different boundaries in 0 .. {self.spec.num_layers}")
         embedded = self._embedding.index_select(0, batch.token_ids)
-        stream = ResidualStream(embedded if self._embedding_scale is None else embedded.mul_(self._embedding_scale), self.ranks)
+        embedded = embedded if self._embedding_scale is None else embedded.mul_(self._embedding_scale)
+        stream = ResidualStream(embedded, self._live(batch), self.ranks)
         ropes = [rope_of(batch.positions, freqs, rope, self.dtype) for freqs, rope in zip(self._freqs, self._ropes, strict=True)]
         windows, group_of = self.spec.windows, cache.groups.target_layers
         batches = [batch.of_group(group) for group in range(cache.groups.num_groups)]
@@ -167,6 +172,19 @@ class Target:
         if places is not None and last + 1 in aux_layer_ids:
             out = out.index_select(0, places)
         return out, None if aux is None else aux.flatten(1)
+
+    def _live(self, batch: FlatBatch) -> Tensor | None:
+        """bool [T] False for the tokens of dead rows and for padding, whose K/V go to slot 0; None where all are read."""
+        return batch.slot_mapping >= self._first_live_slot if self._has_experts and batch.host is None else None
+
+    @contextmanager
+    def dead_tokens_routed(self) -> Iterator[None]:
+        """Within this block tokens of dead rows go through experts like those of live ones, to time rounds over dead rows."""
+        self._first_live_slot.zero_()
+        try:
+            yield
+        finally:
+            self._first_live_slot.fill_(1)
 
     def _aux_buffer(self, residual: Tensor, aux_layer_ids: tuple[int, ...]) -> Tensor | None:
         """[T, len(aux_layer_ids), H] for the residual stream at these boundaries, or None without any."""

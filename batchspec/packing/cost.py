@@ -1,15 +1,17 @@
 """The cost model: seconds of a round and of a prefill, bytes of weights that are read and of K/V.
 
 A forward pass over T flat tokens reads every weight once (of experts, those that its tokens choose) and multiplies it with T
-tokens. Attention reads each row's K/V once, whatever the number of query tokens. Each part is bound by memory or by arithmetic,
-whichever is slower:
+tokens. Attention reads each row's K/V once, whatever the number of query tokens. Each product, and attention, is bound by memory
+or by arithmetic, whichever is slower:
 
-    round_s = max(W(T) / bytes_s, 2 P T / flop_s(T), L layer_s) + max(R kv sum_l C_l / bytes_s, 4 A T sum_l C_l / flop_s(T))
-              + overhead
+    round_s = max(sum_g max(W_g(T) / weight_bytes_s, 2 P_g T / flop_s_g(T)), L layer_s)
+              + max(R kv sum_l C_l / bytes_s, 4 A T sum_l C_l / flop_s(T)) + overhead
 
-W(T) bytes of the weights that are read (without the embedding, of which rows are gathered), P weights that a token is multiplied
-with, R rows, C_l keys of a row that layer l reads, T = R * tokens_per_row, kv bytes of K/V a token and layer, A query heads *
-head_dim, L layers. C_l is the row's context; in a layer with a window it is min(context, window + tokens_per_row - 1).
+g products of all layers and the output matrix, W_g(T) bytes of the weights of g that are read, in their format, P_g weights of g
+that a token is multiplied with, flop_s_g the rate of the format: FP8 weights with quantised activations (W8A8) have one of their
+own; MXFP4 weights are unpacked and multiplied like plain ones. R rows, C_l keys of a row that layer l reads, T = R *
+tokens_per_row, kv bytes of K/V a token and layer, A query heads * head_dim, L layers. C_l is the row's context; in a layer with a
+window it is min(context, window + tokens_per_row - 1).
 """
 
 from __future__ import annotations
@@ -21,12 +23,16 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from batchspec.cache.groups import most_keys
+from batchspec.model.quant.fp8_products import product_of_ones
 from batchspec.model.spec import ModelSpec
 from batchspec.packing.exchange import exchange_seconds
 
 CALIBRATED_TOKENS = (8, 32, 128, 256)
+FP8_TOKENS = {"cpu": 64, "cuda": 2048}
+"""Of the W8A8 product that is measured: so many that arithmetic bounds it."""
 SMALL_OPERATIONS = {"cpu": 3000, "cuda": 200}
 """Overhead of a forward pass of 30 layers besides its products, as a number of small additions: from Python on a CPU, in a CUDA
 graph on a GPU."""
@@ -40,24 +46,40 @@ class Rates:
     bytes_s: float
     """Memory read, bytes/s."""
     gemm: tuple[tuple[int, float], ...]
-    """(tokens, flop/s) of matrix products with this number of tokens, ascending."""
+    """(tokens, flop/s) of matrix products with plain weights and this number of tokens, ascending."""
     overhead_s: float
     """Seconds of a forward pass besides memory and arithmetic."""
     layer_s: float = 0.0
     """Minimum seconds of a layer's products and norms, however small they are."""
     tile: int = 1
     """Tokens of a product's tile: above two tiles, the number of tokens is rounded up to a multiple."""
+    fp8_speedup: float = 1.0
+    """flop/s of W8A8 products of many tokens divided by those of plain products."""
+
+    def weight_bytes_s(self, dtype: torch.dtype) -> float:
+        """Bytes/s at which products of few tokens read their weights: as with the first measured number of tokens, at which
+        `dtype` weights were read. Products of weights in fewer bytes take less time."""
+        tokens, rate = self.gemm[0]
+        return min(self.bytes_s, dtype.itemsize * rate / (2 * tokens))
+
+    def product_flop_s(self, tokens: float, *, fp8: bool) -> float:
+        """flop/s of products with this number of tokens, reading left aside; fp8: of W8A8 products.
+
+        Plain products of few tokens are bound by reading, which says nothing of W8A8 products: their rate is one number.
+        """
+        return self.fp8_speedup * self.gemm[-1][1] if fp8 else self.flop_s(max(tokens, self.gemm[0][0]))
 
     def flop_s(self, tokens: float) -> float:
-        """flop/s of products with this number of tokens, interpolated between measured points; fewer tokens than the first point
-        take as long as the first."""
+        """flop/s of plain products with this number of tokens, interpolated between measured points; fewer tokens than the first
+        point take as long as the first."""
         first, rate = self.gemm[0]
         if tokens <= first:
             return rate * tokens / first
         return float(np.interp(tokens, [point for point, _ in self.gemm], [value for _, value in self.gemm]))
 
 
-# One H200, Llama-3.1-8B shape in bf16, cuBLAS, measured 2026-11: 64 rows x 1, 2, 3, 4, 6, 8 tokens.
+# One H200, Llama-3.1-8B shape in bf16, cuBLAS, measured 2026-11: 64 rows x 1, 2, 3, 4, 6, 8 tokens. fp8_speedup is not measured
+# yet but the least that prefill is to gain by FP8; `calibrate(device, torch.bfloat16, fp8=True)` measures it.
 H200 = Rates(
     name="NVIDIA H200",
     bytes_s=4.3e12,
@@ -65,19 +87,24 @@ H200 = Rates(
     overhead_s=1e-4,
     layer_s=1.9e-5,
     tile=128,
+    fp8_speedup=1.3,
 )
 
 
-def device_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Stored rates for a known GPU in bf16; otherwise measured, in well under a second."""
+def device_rates(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> Rates:
+    """Stored rates for a known GPU in bf16; otherwise measured, in well under a second. fp8: as of `calibrate`."""
     if device.type == "cuda" and dtype is torch.bfloat16 and "H200" in torch.cuda.get_device_name(device):
         return H200
-    return calibrate(device, dtype)
+    return calibrate(device, dtype, fp8=fp8)
 
 
-def calibrate(device: torch.device, dtype: torch.dtype) -> Rates:
+def calibrate(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> Rates:
     """Measure matrix products with 8 to 256 tokens, and a read of more memory than the caches hold. Other load on the machine
-    lowers the result."""
+    lowers the result.
+
+    fp8  measure W8A8 products too, as the model computes them: on Hopper and newer that compiles their kernel, for some seconds
+         the first time; elsewhere plain torch emulates it
+    """
     size = 2048 if device.type == "cpu" else 8192
     weight = torch.ones(size, size, dtype=dtype, device=device)
     large = torch.ones(64 << 20 if device.type == "cpu" else 1 << 30, dtype=torch.uint8, device=device).view(dtype)
@@ -91,7 +118,17 @@ def calibrate(device: torch.device, dtype: torch.dtype) -> Rates:
     points = tuple(zip(CALIBRATED_TOKENS, accumulate(rates, max), strict=True))
     read_s = _seconds(large.sum, device)
     overhead_s = SMALL_OPERATIONS[device.type] * _seconds(lambda: weight[0, :64] + 1, device)
-    return Rates(name=f"{device.type}, measured", bytes_s=large.nbytes / read_s, gemm=points, overhead_s=overhead_s)
+    return Rates(
+        name=f"{device.type}, measured", bytes_s=large.nbytes / read_s, gemm=points, overhead_s=overhead_s,
+        fp8_speedup=_fp8_speedup(weight) if fp8 else 1.0,
+    )  # fmt: skip
+
+
+def _fp8_speedup(weight: Tensor) -> float:
+    """Seconds of the plain product with weight [N, N] divided by those of the W8A8 product, quantisation of x included."""
+    device, size = weight.device, len(weight)
+    x, product = torch.ones(FP8_TOKENS[device.type], size, dtype=weight.dtype, device=device), product_of_ones(size, device)
+    return _seconds(lambda: x @ weight.T, device) / _seconds(lambda: product(x), device)
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
@@ -152,22 +189,40 @@ def round_seconds(
 def prefill_seconds(spec: ModelSpec, rates: Rates, *, dtype: torch.dtype, prompt_tokens: float, pass_tokens: int) -> float:
     """Seconds to prefill one prompt, as its share of passes of `pass_tokens` tokens.
 
-    A token attends to half of the prompt on average; in a layer with a window, to the keys within it.
+    Logits are computed after the prompt's last token alone. A token attends to half of the prompt on average; in a layer with a
+    window, to the keys within it.
     """
     share = prompt_tokens / pass_tokens
     reach = [prompt_tokens if window is None else min(window, prompt_tokens) for window in spec.windows]
     keys = [most * (1 - most / (2 * prompt_tokens)) for most in reach]
     attention_s = _attention_flop(spec, prompt_tokens, keys) / rates.flop_s(pass_tokens)
-    pass_s = _products_s(spec, rates, dtype, pass_tokens) + rates.overhead_s + exchange_seconds(spec, dtype, pass_tokens)
-    return share * pass_s + attention_s
+    pass_s = _products_s(spec, rates, dtype, pass_tokens, outputs=1 / share) + rates.overhead_s
+    return share * (pass_s + exchange_seconds(spec, dtype, pass_tokens)) + attention_s
 
 
-def _products_s(spec: ModelSpec, rates: Rates, dtype: torch.dtype, tokens: float, correlation: float = 1.0) -> float:
-    read_s = read_bytes(spec, dtype, tokens, correlation=correlation) / rates.bytes_s
-    if tokens > 2 * rates.tile:
-        tokens = -(-tokens // rates.tile) * rates.tile
-    arithmetic_s = 2.0 * num_multiplied(spec) * tokens / rates.flop_s(tokens)
-    return max(read_s, arithmetic_s, spec.num_layers * rates.layer_s)
+def _products_s(
+    spec: ModelSpec, rates: Rates, dtype: torch.dtype, tokens: float, correlation: float = 1.0, *, outputs: float | None = None
+) -> float:
+    """Of a pass over `tokens` tokens.
+
+    outputs  number of its tokens whose logits are computed, on average; None: all
+    """
+    bytes_s, rounded = rates.weight_bytes_s(dtype), _whole_tiles(rates, tokens)
+    plain, fp8 = (rates.product_flop_s(rounded, fp8=own) for own in (False, True))
+    total_s = 0.0
+    for prefix, gemm in spec.gemms(correlation * tokens):
+        read_s = gemm.read * spec.gemm_bytes(prefix, gemm, dtype) / bytes_s
+        total_s += max(read_s, 2.0 * gemm.active * gemm.size * rounded / (fp8 if spec.multiplies_fp8(prefix, gemm) else plain))
+    outputs = tokens if outputs is None else outputs
+    size, rounded = spec.num_logits * spec.hidden_size, _whole_tiles(rates, outputs)
+    flop_s = rates.product_flop_s(rounded, fp8=False)
+    total_s += max(min(1.0, outputs) * size * dtype.itemsize / bytes_s, 2.0 * size * rounded / flop_s)
+    return max(total_s, spec.num_layers * rates.layer_s)
+
+
+def _whole_tiles(rates: Rates, tokens: float) -> float:
+    """Tokens that products compute for so many."""
+    return tokens if tokens <= 2 * rates.tile else -(-tokens // rates.tile) * rates.tile
 
 
 def _round_keys(spec: ModelSpec, context_tokens: float, tokens_per_row: float) -> list[float]:

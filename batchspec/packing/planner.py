@@ -13,7 +13,7 @@ import torch
 from batchspec.config.schema import PackingConfig
 from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
-from batchspec.packing.cost import Rates, kv_read_bytes, prefill_seconds, round_seconds
+from batchspec.packing.cost import Rates, kv_read_bytes, prefill_seconds, read_bytes, round_seconds
 from batchspec.packing.kv_memory import DraftLayers, KVMemory
 from batchspec.packing.memory import reserve_bytes
 from batchspec.records import PackedBatch, Request
@@ -55,8 +55,10 @@ class Forecast:
     rounds: int
     round_s: float
     """Seconds of one full round at mean context."""
+    weights_read_bytes: float
+    """Weights that the target reads in such a round; of experts, those that are expected to be chosen."""
     kv_read_bytes: float
-    """K/V that the target reads in such a round."""
+    """K/V that it reads."""
     prefill_s: float
     decode_s: float
 
@@ -138,11 +140,20 @@ def forecast(
     round_s = round_seconds(
         spec, rates, dtype=dtype, rows=rows, context_tokens=context, tokens_per_row=places, correlation=correlation
     )
+    weights = read_bytes(spec, dtype, rows * places, correlation=correlation)
     kv_bytes = kv_read_bytes(spec, dtype=dtype, rows=rows, context_tokens=context, tokens_per_row=places)
     prefill_s = prefill_seconds(spec, rates, dtype=dtype, prompt_tokens=demand.prompt_tokens, pass_tokens=batch.prefill_tokens)
     return Forecast(
-        rounds=round(rounds), round_s=round_s, kv_read_bytes=kv_bytes, prefill_s=demand.num_completions * prefill_s,
-        decode_s=rounds * round_s,
+        rounds=round(rounds), round_s=round_s, weights_read_bytes=weights, kv_read_bytes=kv_bytes,
+        prefill_s=demand.num_completions * prefill_s, decode_s=rounds * round_s,
+    )  # fmt: skip
+
+
+def held_back_bytes(batch: PackedBatch, spec: ModelSpec, dtype: torch.dtype) -> int:
+    """GPU memory that passes, rounds and graphs of this batch take."""
+    return reserve_bytes(
+        spec, dtype=dtype, slots=batch.num_slots, num_buckets=len(batch.row_buckets), draft_len=batch.draft_len,
+        prefill_tokens=min(batch.prefill_tokens, batch.num_slots * batch.max_len), max_len=batch.max_len,
     )  # fmt: skip
 
 

@@ -90,7 +90,9 @@ class EngineWithFallback:
             gc.collect()
             job = self._job
             demand = self._seen.demand(job.source.num_rows, job.admission.max_len)
-            self._fall_back(plan_batch(job, demand, device_rates(job.device, job.dtype)), guard.message)
+            self._fall_back(
+                plan_batch(job, demand, device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises)), guard.message
+            )
             self._make()
         elif self._stopping:
             self.engine.stop()

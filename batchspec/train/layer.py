@@ -124,6 +124,9 @@ class SeparateProduct(Product):
 class GradientStream:
     """The residual stream, never changed in place."""
 
+    live = None
+    """As of `Stream`."""
+
     def __init__(self, state: Tensor) -> None:
         self.state = state
 
@@ -145,6 +148,9 @@ class GradientStream:
 
     def add(self, values: Tensor) -> None:
         self.state = self.state + values
+
+    def add_output(self, values: Tensor) -> None:
+        self.add(values)
 
     def add_pairs(self, values: Tensor, weights: Tensor) -> None:
         raise NotImplementedError  # layers of heads are dense

@@ -6,7 +6,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from batchspec.config.schema import DraftConfig, ModelConfig
+from batchspec.config.draft_schema import DraftConfig
+from batchspec.config.schema import ModelConfig
 from batchspec.config.values import check_choices, check_credentials, check_given, check_ranges, check_saved, value_of
 from batchspec.draft.registry import DRAFTERS
 from batchspec.errors import ConfigError

@@ -1,8 +1,9 @@
 """Every choice of how a kernel runs that can change the last bits of a result: tiles, cuts along K, splits of attention.
 
 Model, drafters and cache ask here and nowhere else. Today all choices go by speed: products as measured on this GPU
-(`batchspec.tuning.table`), attention by shape (`batchspec.kernels.attention.settings`). They depend on the number of tokens and
-rows of a batch, so the bits of a row may depend on its neighbours; what must not would fix every answer of this module.
+(`batchspec.tuning.table`), dense FP8 products and attention by shape (`batchspec.kernels.gemm.fp8_tiles`,
+`batchspec.kernels.attention.settings`). They depend on the number of tokens and rows of a batch, so the bits of a row may depend
+on its neighbours; what must not would fix every answer of this module.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import torch
 
 from batchspec.kernels.attention.settings import work_shape
 from batchspec.kernels.attention.work_list import WorkShape
+from batchspec.kernels.gemm import fp8_tiles, scaled_mm
+from batchspec.kernels.gemm.fp8_tiles import Fp8Tile
 from batchspec.kernels.gemm.tiles import Tile
 from batchspec.kernels.moe import tiles
 from batchspec.kernels.moe.tiles import ExpertTile
@@ -44,8 +47,22 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@cache
+def has_scaled_mm(device: torch.device, dtype: torch.dtype, *, blocked: bool) -> bool:
+    """Whether the library's products of FP8 rows and weights with these scales work here and give a model's dtype: bf16.
+
+    The first call computes a small product and synchronises.
+    """
+    return dtype is torch.bfloat16 and device.type == "cuda" and scaled_mm.is_right(device, blocked=blocked)
+
+
+def fp8_tile(tokens: int, rows: int, k: int, device: torch.device, *, library: bool) -> Fp8Tile | None:
+    """How a dense product with an FP8 weight [rows, k] is cut; None: the library computes it, which it must be able to do."""
+    return fp8_tiles.fp8_tile(tokens, rows, k, _num_sms(device), library=library)
+
+
 def expert_unit_pairs(tokens: int, top_k: int, num_experts: int, dtype: torch.dtype | None = None) -> int:
-    """Pairs of a unit of the grouped products of so many tokens; with one expert and top_k 1 those of a dense FP8 product."""
+    """Pairs of a unit of the grouped products of so many tokens."""
     return tiles.unit_pairs_of(tokens, top_k, num_experts, dtype)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from batchspec.kernels.attention.softmax_step import seen_keys
+from batchspec.kernels.attention.softmax_step import attend_keys, seen_keys
 from batchspec.kernels.common.e4m3 import e4m3_values
 
 
@@ -56,6 +56,26 @@ def attend_pairs(
     even = tl.dot(p, even_v.to(even_q.dtype), even * shrink, input_precision="ieee")
     odd = tl.dot(p, odd_v.to(even_q.dtype), odd * shrink, input_precision="ieee")
     return new_peak, mass, even, odd
+
+
+@triton.jit
+def attend_block(
+    q, even_q, odd_q, peak, mass, acc, odd, page, key, end, base, position, start, bits, scale, kv_stride_part, kv_stride_page,
+    TREE: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, FP8: tl.constexpr, WIDE: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """`attend_pairs` with an e4m3 cache, else `attend_keys`: (peak, mass, acc, odd) with the keys `key` below `end` added."""
+    if FP8:
+        peak, mass, acc, odd = attend_pairs(
+            even_q, odd_q, peak, mass, acc, odd, page, key, end, base, position, start, bits, scale, kv_stride_part,
+            TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, INTERPRETED,
+        )  # fmt: skip
+    else:
+        peak, mass, acc = attend_keys(
+            q, peak, mass, acc, page, key, end, base, tl.arange(0, DIM), position, start, bits, scale, kv_stride_part,
+            kv_stride_page, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, WIDE,
+        )  # fmt: skip
+    return peak, mass, acc, odd
 
 
 _UNPACK = tl.constexpr("""{

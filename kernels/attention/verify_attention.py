@@ -24,10 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchspec.kernels.attention.e4m3_step import attend_pairs, narrowed
+from batchspec.kernels.attention.e4m3_step import attend_block, narrowed
 from batchspec.kernels.attention.merge_states import Partials, merge_states
 from batchspec.kernels.attention.settings import DTYPES, Config, config_of, fp8_config_of
-from batchspec.kernels.attention.softmax_step import attend_keys, page_of
+from batchspec.kernels.attention.softmax_step import page_of
 from batchspec.kernels.attention.tile import lanes_of, write_lines, zero_tokens
 from batchspec.kernels.attention.work_list import AttentionWork
 from batchspec.kernels.common.checks import check
@@ -89,6 +89,8 @@ def verify_kernel(
     if FP8:
         query, scale = narrowed(query, scale * tl.load(scales + head))
         even_q, odd_q = tl.split(tl.reshape(query, [TILE, DIM // 2, 2]))
+    else:
+        even_q, odd_q = None, None
     listed = end
     if ancestors is not None:
         start = tl.load(tail_start + row) + tl.zeros([TILE], tl.int32)
@@ -111,30 +113,18 @@ def verify_kernel(
         sinks = tl.load(item + 5)
         for at in range(0, sinks, BLOCK):
             page_at = page_of(table, at + key, sinks, PAGE_SIZE)
-            if FP8:
-                peak, mass, acc, odd = attend_pairs(
-                    even_q, odd_q, peak, mass, acc, odd, page_at, at + key, sinks, base, position, start, bits, scale,
-                    kv_stride_part, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, INTERPRETED,
-                )  # fmt: skip
-            else:
-                peak, mass, acc = attend_keys(
-                    query, peak, mass, acc, page_at, at + key, sinks, base, d, position, start, bits, scale, kv_stride_part,
-                    kv_stride_page, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, WIDE,
-                )  # fmt: skip
+            peak, mass, acc, odd = attend_block(
+                query, even_q, odd_q, peak, mass, acc, odd, page_at, at + key, sinks, base, position, start, bits, scale,
+                kv_stride_part, kv_stride_page, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, FP8, WIDE, INTERPRETED,
+            )  # fmt: skip
     for at in range(first, end, BLOCK):
         # Page ids are loaded one step ahead into registers. Loaded in the same step, they would occupy a pipeline stage, and only
         # one block of K and V would be in flight at a time.
         next_page = page_of(table, at + BLOCK + key, listed, PAGE_SIZE)
-        if FP8:
-            peak, mass, acc, odd = attend_pairs(
-                even_q, odd_q, peak, mass, acc, odd, page, at + key, end, base, position, start, bits, scale, kv_stride_part,
-                TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, INTERPRETED,
-            )  # fmt: skip
-        else:
-            peak, mass, acc = attend_keys(
-                query, peak, mass, acc, page, at + key, end, base, d, position, start, bits, scale, kv_stride_part,
-                kv_stride_page, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, WIDE,
-            )  # fmt: skip
+        peak, mass, acc, odd = attend_block(
+            query, even_q, odd_q, peak, mass, acc, odd, page, at + key, end, base, position, start, bits, scale, kv_stride_part,
+            kv_stride_page, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, FP8, WIDE, INTERPRETED,
+        )  # fmt: skip
         page = next_page
 
     if FP8:

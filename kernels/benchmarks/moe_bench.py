@@ -157,7 +157,7 @@ def bench_rest(name: str, shape: MoeShape, token_counts: Sequence[int], device: 
             logits = torch.randn(tokens, shape.experts, device=device)
             call = partial(route, logits, shape.top_k, norm_topk=True, unit_pairs=32)
             found, wanted = call(), route_reference(logits, shape.top_k, norm_topk=True, unit_pairs=32)
-            for field in ("expert_ids", "pairs", "offsets", "units"):
+            for field in ("expert_ids", "pairs", "places", "offsets", "units"):
                 assert torch.equal(getattr(found, field), getattr(wanted, field)), f"route: {field}"
             torch.testing.assert_close(found.weights, wanted.weights, rtol=1e-5, atol=1e-7)
             y = torch.randn(tokens * shape.top_k, shape.hidden, device=device).bfloat16()

@@ -29,10 +29,19 @@ VALUES_PER_THREAD = 8  # a 16-byte load of bf16
 
 
 @triton.jit
+def gated(gate, up, GELU: tl.constexpr, DTYPE: tl.constexpr):
+    """act(gate), rounded to DTYPE, times up. GELU: the slope of gelu_tanh at 0 times 2, or 0 for silu."""
+    inner = gate
+    if GELU > 0:
+        inner = GELU * (gate + 0.044715 * gate * gate * gate)
+    return (gate / (1.0 + tl.exp(-inner))).to(DTYPE).to(gate.dtype) * up
+
+
+@triton.jit
 def silu_and_mul_kernel(
     gate_up, out, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """GELU: the slope of gelu_tanh at 0 times 2, or 0 for silu."""
+    """GELU: as of `gated`."""
     blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64)
     lane = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -40,11 +49,7 @@ def silu_and_mul_kernel(
     await_earlier(PDL)
     gate = tl.load(gate_up + row * stride + lane, mask=exists, other=0.0).to(ACC)
     up = tl.load(gate_up + row * stride + WIDTH + lane, mask=exists, other=0.0).to(ACC)
-    inner = gate
-    if GELU > 0:
-        inner = GELU * (gate + 0.044715 * gate * gate * gate)
-    opened = (gate / (1.0 + tl.exp(-inner))).to(out.dtype.element_ty).to(ACC)
-    tl.store(out + row * WIDTH + lane, opened * up, mask=exists)
+    tl.store(out + row * WIDTH + lane, gated(gate, up, GELU, out.dtype.element_ty), mask=exists)
 
 
 def silu_and_mul(gate_up: Tensor, *, out: Tensor, interpret: bool = False) -> None:

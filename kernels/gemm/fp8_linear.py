@@ -1,7 +1,9 @@
-"""Matrix products of dense models with FP8 weights and activations (W8A8): y = x @ weight.T + bias, and the same with SwiGLU.
+"""Matrix products of dense models with FP8 weights and activations (W8A8): y = x @ weight.T + bias, few tokens or odd shapes.
 
-They run the kernel of `batchspec.kernels.moe.experts_fp8` with one expert that multiplies every row: the formula, the order of
-sums and the tiles are the same. Bound by memory (the weights) up to about 175 tokens, then by the tensor cores.
+The formula is that of `batchspec.kernels.moe.experts_fp8`, whose loop over K this kernel runs. W is on the wide side of the
+tensor cores' products. A tile of the output can be shared by several programs, each of which sums whole blocks of 128 of K. The
+last one to finish adds their sums in the order of K (`split_k.py`), so the bits are the same in every run.
+Bound by memory (the weights) up to about 175 tokens, then by the tensor cores, for which `scaled_mm.py` is faster.
 """
 
 from __future__ import annotations
@@ -9,87 +11,139 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
-from batchspec.kernels.benchmarks.timing import Bench
+from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.e4m3 import E4M3
-from batchspec.kernels.moe.experts_fp8 import Fp8Weight, fp8_product_reference, launch
-from batchspec.kernels.moe.gate import SWIGLU, Gate
-from batchspec.kernels.moe.quantise import Fp8Rows, quantise_rows
-from batchspec.kernels.moe.tiles import ExpertTile, expert_tile, unit_pairs_of
+from batchspec.kernels.common.pdl import await_earlier, launch_args
+from batchspec.kernels.gemm.fp8_tiles import Fp8Tile
+from batchspec.kernels.gemm.fp8_tokens import Fp8Tokens
+from batchspec.kernels.gemm.split_k import MAX_TILES, counters, join_parts
+from batchspec.kernels.moe.blocks import add_bias_and_gate, store_rows
+from batchspec.kernels.moe.experts_fp8 import apply_row_scales, fp8_product_reference, sum_blocks
+from batchspec.kernels.moe.quantise import GROUP, Fp8Rows
+from batchspec.kernels.moe.units import place_of
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "split"])
+def fp8_linear_kernel(
+    x, x_scales, w, w_scales, bias, out, partials, arrived, num_tokens, num_rows, n, k, split, scale_stride,
+    BLOCKED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    TMA: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """num_rows: rows of x, of which num_tokens are multiplied. split: programs of a tile, 1 unless SPLIT.
+
+    scale_stride: 1 if each row of W has a scale, 0 if there is one; not read with block scales.
+    """
+    DOT: tl.constexpr = tl.float32 if INTERPRETED else tl.float8e4nv
+    program = tl.program_id(0)
+    tile = program // split
+    unit, column = place_of(tile, tl.cdiv(num_tokens, BLOCK_T), tl.cdiv(n, BLOCK_N), GROUP)
+    first, begin = column * BLOCK_N, unit * BLOCK_T
+    count = tl.minimum(num_tokens - begin, BLOCK_T)
+    num_blocks = tl.cdiv(k, 128)
+    part_blocks = tl.cdiv(num_blocks, split)
+    start = program % split * part_blocks
+    expert = tile * 0
+    await_earlier(PDL)
+    acc, up = sum_blocks(
+        x, x_scales, w, w_scales, expert, begin, count, first, num_rows, n, k, start, tl.minimum(start + part_blocks, num_blocks),
+        False, BLOCKED, BLOCK_T, BLOCK_N, TMA, EVEN_K, DOT, STAGES,
+    )  # fmt: skip
+    complete = True
+    AHEAD: tl.constexpr = 4 if BLOCK_N * BLOCK_T <= 4096 else 2  # without spilling registers
+    if SPLIT:
+        complete, acc, up = join_parts(
+            partials, arrived, tile, program, split * part_blocks, part_blocks, acc, up, BLOCK_N, BLOCK_T, False, AHEAD
+        )
+    if complete:
+        if not BLOCKED:
+            acc, up = apply_row_scales(
+                acc, up, x_scales, w_scales, expert, begin, count, first, n, scale_stride, False, BLOCK_T, BLOCK_N
+            )
+        acc = add_bias_and_gate(acc, up, bias, expert, first, n, False, None, 0.0, BLOCK_N)
+        store_rows(acc, out, out, begin, count, first, n, False, BLOCK_T, BLOCK_N)
 
 
 def fp8_linear(
-    x: Fp8Rows, weight: Tensor, scales: Tensor, bias: Tensor | None = None, *, tile: ExpertTile,
+    x: Fp8Tokens, weight: Tensor, scales: Tensor, bias: Tensor | None = None, *, tile: Fp8Tile,
     dtype: torch.dtype = torch.bfloat16, interpret: bool = False,
 ) -> Tensor:  # fmt: skip
     """x @ weight.T + bias.
 
-    x       [T, K], from `quantise_rows`: one scale per 128 values if the weight has block scales, else one per row
+    x       one scale per 128 values if the weight has block scales, else one per row
     weight  e4m3 [N, K], contiguous
     scales  fp32, contiguous: [ceil(N / 128), ceil(K / 128)] of blocks, [N] of rows, or [] of the whole weight
     bias    bf16 or fp32 [N], or None
-    tile    block_k is 128; with block scales block_n divides 128
+    tile    how the work is divided; the last bits depend on its split, and on block_t through the tensor cores' instructions
     dtype   of the result: bf16 or fp32; on a CPU any float dtype
 
-    Returns [T, N]. Does not synchronise on a GPU. The launch raises ValueError for other shapes, dtypes or strides.
+    Returns [T, N]. Does not synchronise on a GPU. Call it once before it is captured in a CUDA graph: the first call allocates
+    the counters of split products. Raises ValueError for other shapes, dtypes or strides.
     """
-    return _product(x, weight, scales, bias, None, tile, dtype, interpret)
-
-
-def fp8_swiglu(
-    x: Fp8Rows, weight: Tensor, scales: Tensor, bias: Tensor | None = None, *, tile: ExpertTile, gate: Gate = SWIGLU,
-    dtype: torch.dtype = torch.bfloat16, interpret: bool = False,
-) -> Tensor:  # fmt: skip
-    """gate(g, u) [T, I], where [g, u] = x @ weight.T + bias and weight [2 * I, K] has the gate rows first. See `fp8_linear`.
-
-    scales  of blocks: [2 * ceil(I / 128), ceil(K / 128)], ceil(I / 128) rows for the gate, then as many for up
-    """
-    return _product(x, weight, scales, bias, gate, tile, dtype, interpret)
-
-
-def _product(
-    x: Fp8Rows, weight: Tensor, scales: Tensor, bias: Tensor | None, gate: Gate | None, tile: ExpertTile, dtype: torch.dtype,
-    interpret: bool,
-) -> Tensor:  # fmt: skip
-    if not (x.values.is_cuda or interpret):
-        return fp8_linear_reference(x, weight, scales, bias, gate=gate).to(dtype)
-    n = weight.shape[0] if gate is None else weight.shape[0] // 2
-    out = x.values.new_empty(x.values.shape[0], n, dtype=dtype)
-    bias = None if bias is None else bias[None]
-    launch("fp8_linear", x, Fp8Weight(weight[None], scales[None]), bias, None, tile, out, gate=gate)
+    if not (x.rows.values.is_cuda or interpret):
+        return fp8_linear_reference(x, weight, scales, bias).to(dtype)
+    out = x.rows.values.new_empty(x.num_tokens, len(weight), dtype=dtype)
+    launch(x, weight, scales, bias, tile, out)
     return out
 
 
-def fp8_linear_reference(
-    x: Fp8Rows, weight: Tensor, scales: Tensor, bias: Tensor | None = None, *, gate: Gate | None = None
-) -> Tensor:
-    """`fp8_linear`, or `fp8_swiglu` if a gate is given, in plain torch: in the dtype of x.scales (fp32 or fp64)."""
-    y = fp8_product_reference(x, weight, scales, gated=gate is not None)
-    y = y if bias is None else y + bias.to(y.dtype)
-    return y if gate is None else gate(*y.chunk(2, dim=-1))
+def launch(
+    x: Fp8Tokens, weight: Tensor, scales: Tensor, bias: Tensor | None, tile: Fp8Tile, out: Tensor, *, compile_only: bool = False
+) -> None:
+    """Check the arguments and start the kernel, unless `compile_only`."""
+    values, x_scales = x.rows
+    (n, k), num_rows, num_tokens = weight.shape, len(values), x.num_tokens
+    blocked, num_tiles = scales.dim() == 2, -(-num_tokens // tile.block_t) * -(-n // tile.block_n)
+    _check(x, weight, scales, bias, tile, out, blocked)
+    if not num_tokens:
+        return
+    if tile.split > 1 and num_tiles > MAX_TILES:
+        raise ValueError(f"fp8_linear: {num_tiles} tiles split along K; at most {MAX_TILES}: use larger tiles or split=1")
+    split, grid = tile.split > 1, (num_tiles * tile.split,)
+    slots = (num_tiles + grid[0]) * tile.block_n * tile.block_t
+    partials = values.new_empty(slots, dtype=torch.float32) if split else None
+    tma = tile.tma and values.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0 and k % 16 == 0
+    start = partial(fp8_linear_kernel.warmup, grid=grid) if compile_only else fp8_linear_kernel[grid]
+    start(
+        TensorDescriptor.from_tensor(values, [tile.block_t, GROUP]) if tma else values, x_scales,
+        TensorDescriptor.from_tensor(weight, [tile.block_n, GROUP]) if tma else weight, scales, bias, out, partials,
+        counters(values.device) if split else None, num_tokens, num_rows, n, k, tile.split, scales.dim(),
+        BLOCKED=blocked, SPLIT=split, BLOCK_T=tile.block_t, BLOCK_N=tile.block_n, GROUP=tile.group, TMA=tma,
+        EVEN_K=k % GROUP == 0, STAGES=tile.stages, INTERPRETED=not values.is_cuda, num_warps=tile.warps, num_stages=tile.stages,
+        **launch_args(values),
+    )  # fmt: skip
 
 
-def main() -> None:
-    bench = Bench("fp8_linear")
-    for tokens in (64, 256, 2048):
-        for rows, k in ((6144, 4096), (28672, 4096), (4096, 14336)):
-            shape = f"T={tokens} {rows}x{k} blocks of 128"
-            with continue_on_error(shape):
-                weight = [torch.randn(rows, k, device=bench.device).to(E4M3) for _ in range(bench.num_copies)]
-                scales = torch.rand(rows // 128, k // 128, device=bench.device) / k
-                x = quantise_rows(torch.randn(tokens, k, device=bench.device).bfloat16())
-                tile = expert_tile(unit_pairs_of(tokens, 1, 1, E4M3), tokens, gated=False, dtype=E4M3)
-                found, wanted = fp8_linear(x, weight[0], scales, tile=tile), fp8_linear_reference(x, weight[0], scales)
-                assert (found - wanted).norm() < 4e-3 * wanted.norm(), "differs from the reference"
-                bench.row(
-                    shape,
-                    [partial(fp8_linear, x, w, scales, tile=tile) for w in weight],
-                    [partial(fp8_linear_reference, x, w, scales) for w in weight[:1]],
-                    num_bytes=rows * k + x.values.nbytes + found.nbytes,
-                )
+def _check(x: Fp8Tokens, weight: Tensor, scales: Tensor, bias: Tensor | None, tile: Fp8Tile, out: Tensor, blocked: bool) -> None:
+    """Raise ValueError unless the arguments fit each other."""
+    (n, k), num_rows = weight.shape, len(x.rows.values)
+    num_blocks = -(-k // GROUP) if blocked else 1
+    check("fp8_linear: x", x.rows.values, (num_rows, k), E4M3)
+    check("fp8_linear: scales of x", x.rows.scales, (num_blocks, num_rows), torch.float32)
+    check("fp8_linear: weight", weight, (n, k), E4M3)
+    shape = (-(-n // GROUP), num_blocks) if blocked else (n,)[: scales.dim()]
+    check("fp8_linear: scales of weight", scales, shape, torch.float32)
+    check("fp8_linear: out", out, (x.num_tokens, n), torch.bfloat16, torch.float32)
+    if bias is not None:
+        check("fp8_linear: bias", bias, (n,), torch.bfloat16, torch.float32)
+    if x.num_tokens > num_rows:
+        raise ValueError(f"fp8_linear: {x.num_tokens} tokens in {num_rows} rows of x")
+    if blocked and GROUP % tile.block_n:
+        raise ValueError(f"fp8_linear: {tile}; with block scales block_n must divide {GROUP}")
+
+
+def fp8_linear_reference(x: Fp8Tokens, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`fp8_linear` in plain torch: in the dtype of the scales of x (fp32 or fp64)."""
+    live = Fp8Rows(x.rows.values[: x.num_tokens], x.rows.scales[:, : x.num_tokens])
+    y = fp8_product_reference(live, weight, scales, gated=False)
+    return y if bias is None else y + bias.to(y.dtype)
 
 
 if __name__ == "__main__":
+    from batchspec.kernels.benchmarks.fp8_bench import main
+
     main()

@@ -17,10 +17,12 @@ MAX_STREAMS = 64
 
 
 @triton.jit
-def sum_parts(partials, first_slot, num_parts, offset, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLOT: tl.constexpr):
+def sum_parts(
+    partials, first_slot, num_parts, offset, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLOT: tl.constexpr, AHEAD: tl.constexpr
+):  # fmt: skip
     places = offset + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for part in range(num_parts):
+    for part in tl.range(0, num_parts, loop_unroll_factor=AHEAD):
         # Written by other SMs in this launch: bypass the L1 cache.
         total += tl.load(partials + (first_slot + part).to(tl.int64) * SLOT + places, cache_modifier=".cg")
     return total
@@ -29,9 +31,12 @@ def sum_parts(partials, first_slot, num_parts, offset, ROWS: tl.constexpr, COLUM
 @triton.jit
 def join_parts(
     partials, arrived, tile, program, k_blocks, units_per_program, acc, up,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr, AHEAD: tl.constexpr = 1,
 ):  # fmt: skip
-    """Whether this program has the complete tile, and the tile. It has if it computed the tile alone or finished last."""
+    """Whether this program has the complete tile, and the tile. It has if it computed the tile alone or finished last.
+
+    AHEAD: number of parts that are read before they are added: their latencies overlap, for as many more registers.
+    """
     SLOT: tl.constexpr = BLOCK_M * BLOCK_N * (2 if GATED else 1)
     complete = True
     first_program = tile * k_blocks // units_per_program
@@ -48,9 +53,9 @@ def join_parts(
         if complete:
             tl.store(arrived + tile, 0)  # for the next launch
             slot = tile + first_program
-            acc = sum_parts(partials, slot, num_parts, 0, BLOCK_M, BLOCK_N, SLOT)
+            acc = sum_parts(partials, slot, num_parts, 0, BLOCK_M, BLOCK_N, SLOT, AHEAD)
             if GATED:
-                up = sum_parts(partials, slot, num_parts, BLOCK_M * BLOCK_N, BLOCK_M, BLOCK_N, SLOT)
+                up = sum_parts(partials, slot, num_parts, BLOCK_M * BLOCK_N, BLOCK_M, BLOCK_N, SLOT, AHEAD)
     return complete, acc, up
 
 

@@ -21,7 +21,7 @@ from batchspec.kernels.common.e4m3 import E4M3, LARGEST, e4m3_values, from_e4m3,
 ROWS = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def kv_gather_kernel(
     kv, scales, slots, out_k, out_v, num_rows, kv_stride_part, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,

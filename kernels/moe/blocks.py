@@ -16,6 +16,12 @@ from batchspec.kernels.moe.units import Routing, check_routing
 
 
 @triton.jit
+def narrowest(count, HEIGHT: tl.constexpr, LOW: tl.constexpr):
+    """Whether a tile of HEIGHT pairs is the narrowest one, of the powers of two from LOW on, that holds `count` pairs."""
+    return (count > (HEIGHT // 2 if HEIGHT > LOW else 0)) & (count <= HEIGHT)
+
+
+@triton.jit
 def load_rows(w, expert, first, num_rows, at, k, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
               EVEN_K: tl.constexpr):  # fmt: skip
     """The block [BLOCK_N, BLOCK_K] of an expert's weights [num_rows, k] that begins at row `first` and column `at`.

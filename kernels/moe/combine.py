@@ -4,7 +4,8 @@
     combine:        out = hidden
     combine_norm:   residual += hidden, out = rms_norm(residual) * weight
 
-T tokens, k slots (experts) per token; y holds the output of one expert per pair (token, slot), see `units.py`.
+T tokens, k slots (experts) per token; y holds the output of one expert per pair (token, slot), see `units.py`. Rows of y whose
+weight is 0 are not read: the products do not write those of dead tokens, whose sum is 0.
 The norm rounds as `batchspec.kernels.norm_rope.norm` does. Each program computes one token. Bound by memory at prefill sizes
 (bytes: T * H * (k + 3) * itemsize), by launch latency at decode sizes.
 """
@@ -47,7 +48,8 @@ def combine_kernel(
     x = tl.zeros([BLOCK], ACC)
     for slot in tl.static_range(TOP_K):
         weight = tl.load(weights + token * TOP_K + slot).to(ACC)
-        x += weight * tl.load(y + (token * TOP_K + slot) * WIDTH + lane, mask=inside, other=0.0).to(ACC)
+        width = tl.where(weight == 0.0, 0, WIDTH)
+        x += weight * tl.load(y + (token * TOP_K + slot) * WIDTH + lane, mask=lane < width, other=0.0).to(ACC)
     if residual is not None:
         x = (before + x.to(DTYPE).to(ACC)).to(DTYPE)
         tl.store(at, x, mask=inside)
@@ -124,6 +126,7 @@ def combine_reference(y: Tensor, weights: Tensor) -> Tensor:
     """`combine` in plain torch, slot by slot: [T, H] in the dtype of `weights`."""
     num_tokens, top_k = weights.shape
     pairs = y.view(num_tokens, top_k, y.shape[1]).to(weights.dtype)
+    pairs = pairs.masked_fill(weights[..., None] == 0, 0.0)
     total = weights[:, :1] * pairs[:, 0]
     for slot in range(1, top_k):
         total += weights[:, slot : slot + 1] * pairs[:, slot]

@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.e4m3 import E4M3
 from batchspec.kernels.common.pdl import await_earlier, launch_args
-from batchspec.kernels.moe.blocks import add_bias_and_gate, blocks_of, check_launch, load_rows, load_tokens, store_rows
+from batchspec.kernels.moe.blocks import add_bias_and_gate, blocks_of, check_launch, load_rows, load_tokens, narrowest, store_rows
 from batchspec.kernels.moe.gate import SWIGLU, Gate
 from batchspec.kernels.moe.quantise import GROUP, Fp8Rows, magnitude, quantise_rows_reference, to_e4m3
 from batchspec.kernels.moe.tiles import ExpertTile
@@ -48,13 +48,15 @@ def scale_at(scales, expert, tile_row, num_rows, block, num_blocks):
 
 
 @triton.jit
-def multiply(
-    x, x_scales, w, w_scales, bias, pairs, out, out_scales, expert, begin, count, first, tile, num_rows, n, k, scale_stride,
-    SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BLOCKED: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, INTERPRETED: tl.constexpr,
-    DOT: tl.constexpr, STAGES: tl.constexpr,
+def sum_blocks(
+    x, x_scales, w, w_scales, expert, begin, count, first, num_rows, n, k, start, stop,
+    GATED: tl.constexpr, BLOCKED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
+    EVEN_K: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of BLOCK_N rows of W (gated: and as many of up) by BLOCK_T rows of x. x_scales [blocks of K, num_rows]."""
+    """Sums over blocks start to stop of K of a tile of BLOCK_N rows of W (gated: and as many of up) by BLOCK_T rows of x.
+
+    x_scales [blocks of K, num_rows]. Row scales are left to `apply_row_scales`.
+    """
     num_blocks = tl.cdiv(k, 128)
     w_rows = 2 * n if GATED else n
     scale_rows = tl.cdiv(n, 128) * (2 if GATED else 1)
@@ -63,9 +65,9 @@ def multiply(
     lane = tl.arange(0, BLOCK_T)
     own_scales = x_scales + begin + lane
     if BLOCKED:  # loaded one block ahead: Triton does not pipeline loads of scalars
-        scale = scale_at(w_scales, expert, first // 128, scale_rows, 0, num_blocks)
-        up_scale = scale_at(w_scales, expert, tl.cdiv(n, 128) + first // 128, scale_rows, 0, num_blocks) if GATED else scale
-    for block in tl.range(0, num_blocks, num_stages=STAGES):
+        scale = scale_at(w_scales, expert, first // 128, scale_rows, start, num_blocks)
+        up_scale = scale_at(w_scales, expert, tl.cdiv(n, 128) + first // 128, scale_rows, start, num_blocks) if GATED else scale
+    for block in tl.range(start, stop, num_stages=STAGES):
         at = block * 128
         tokens = tl.trans(load_tokens(x, begin, count, at, num_rows, k, BLOCK_T, 128, TMA)).to(DOT)
         a = load_rows(w, expert, first, w_rows, at, k, BLOCK_N, 128, TMA, EVEN_K)
@@ -82,19 +84,48 @@ def multiply(
                 up_scale = scale_at(w_scales, expert, tl.cdiv(n, 128) + first // 128, scale_rows, block + 1, num_blocks)
         if BLOCKED:
             scale = next_scale
+    return acc, up
+
+
+@triton.jit
+def apply_row_scales(
+    acc, up, x_scales, w_scales, expert, begin, count, first, n, scale_stride, GATED: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The sums of `sum_blocks` over all of K, times the scale of each row of x and of W."""
+    lane = tl.arange(0, BLOCK_T)
+    x_scale = tl.load(x_scales + begin + lane, mask=lane < count, other=0.0)[None, :]
+    rows = tl.minimum(first + tl.arange(0, BLOCK_N), n - 1) * scale_stride
+    own = w_scales + expert * ((2 * n if GATED else n) * scale_stride + 1 - scale_stride)
+    acc = acc * x_scale * tl.load(own + rows)[:, None]
+    if GATED:
+        up = up * x_scale * tl.load(own + n * scale_stride + rows)[:, None]
+    return acc, up
+
+
+@triton.jit
+def multiply(
+    x, x_scales, w, w_scales, bias, pairs, out, out_scales, expert, begin, count, first, tile, num_rows, n, k, scale_stride,
+    SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BLOCKED: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, INTERPRETED: tl.constexpr,
+    DOT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One tile of BLOCK_N rows of W (gated: and as many of up) by BLOCK_T rows of x."""
+    acc, up = sum_blocks(
+        x, x_scales, w, w_scales, expert, begin, count, first, num_rows, n, k, 0, tl.cdiv(k, 128),
+        GATED, BLOCKED, BLOCK_T, BLOCK_N, TMA, EVEN_K, DOT, STAGES,
+    )  # fmt: skip
     if not BLOCKED:
-        x_scale = tl.load(own_scales, mask=lane < count, other=0.0)[None, :]
-        rows = tl.minimum(first + tl.arange(0, BLOCK_N), n - 1) * scale_stride
-        own = w_scales + expert * (w_rows * scale_stride + 1 - scale_stride)
-        acc = acc * x_scale * tl.load(own + rows)[:, None]
-        if GATED:
-            up = up * x_scale * tl.load(own + n * scale_stride + rows)[:, None]
+        acc, up = apply_row_scales(
+            acc, up, x_scales, w_scales, expert, begin, count, first, n, scale_stride, GATED, BLOCK_T, BLOCK_N
+        )
     acc = add_bias_and_gate(acc, up, bias, expert, first, n, GATED, LIMIT, ALPHA, BLOCK_N)
     if out_scales is None:
         store_rows(acc, out, pairs, begin, count, first, n, SCATTER, BLOCK_T, BLOCK_N)
     else:
         y = tl.where((first + tl.arange(0, BLOCK_N) < n)[:, None], acc, 0.0).to(tl.bfloat16).to(tl.float32)
         y, scales = to_e4m3(y, tl.max(magnitude(y), 0)[None, :], INTERPRETED)
+        lane = tl.arange(0, BLOCK_T)
         store_rows(y, out, pairs, begin, count, first, n, SCATTER, BLOCK_T, BLOCK_N)
         tl.store(out_scales + tile.to(tl.int64) * num_rows + (begin + lane)[None, :], scales, mask=(lane < count)[None, :])
 
@@ -109,41 +140,21 @@ def experts_fp8_kernel(
 ):  # fmt: skip
     """x16 to x256: x [num_rows, k] with blocks of so many rows, None where LOW to BLOCK_T does not include it.
 
-    units None: there is one expert, and its pairs are the rows of x. scale_stride: 1 if each row of W has a scale, 0 if an expert
-    has one. It is not read with block scales.
+    scale_stride: 1 if each row of W has a scale, 0 if an expert has one. It is not read with block scales.
     """
     DOT: tl.constexpr = tl.float32 if INTERPRETED else tl.float8e4nv
     unit, tile = program_place(num_units, tl.cdiv(n, BLOCK_N), GROUP)
     await_earlier(PDL)
-    if units is None:
-        expert = unit * 0
-        begin = unit * BLOCK_T
-        count = tl.minimum(num_rows - begin, BLOCK_T)
-    else:
-        expert = tl.load(units + unit * 4)
-        begin = tl.load(units + unit * 4 + 1)
-        count = tl.load(units + unit * 4 + 2)
+    expert = tl.load(units + unit * 4)
+    begin = tl.load(units + unit * 4 + 1)
+    count = tl.load(units + unit * 4 + 2)
     first = tile * BLOCK_N
-    if LOW <= 16 and ((count > 0) & (count <= 16)):
-        multiply(x16, x_scales, w, w_scales, bias, pairs, out, out_scales, expert, begin, count, first, tile, num_rows, n, k,
-                 scale_stride, SCATTER, GATED, LIMIT, ALPHA, BLOCKED,
-                 16, BLOCK_N, TMA, EVEN_K, INTERPRETED, DOT, STAGES)  # fmt: skip
-    if LOW <= 32 and BLOCK_T >= 32 and ((count > (16 if LOW < 32 else 0)) & (count <= 32)):
-        multiply(x32, x_scales, w, w_scales, bias, pairs, out, out_scales, expert, begin, count, first, tile, num_rows, n, k,
-                 scale_stride, SCATTER, GATED, LIMIT, ALPHA, BLOCKED,
-                 32, BLOCK_N, TMA, EVEN_K, INTERPRETED, DOT, STAGES)  # fmt: skip
-    if LOW <= 64 and BLOCK_T >= 64 and ((count > (32 if LOW < 64 else 0)) & (count <= 64)):
-        multiply(x64, x_scales, w, w_scales, bias, pairs, out, out_scales, expert, begin, count, first, tile, num_rows, n, k,
-                 scale_stride, SCATTER, GATED, LIMIT, ALPHA, BLOCKED,
-                 64, BLOCK_N, TMA, EVEN_K, INTERPRETED, DOT, STAGES)  # fmt: skip
-    if LOW <= 128 and BLOCK_T >= 128 and ((count > (64 if LOW < 128 else 0)) & (count <= 128)):
-        multiply(x128, x_scales, w, w_scales, bias, pairs, out, out_scales, expert, begin, count, first, tile, num_rows, n, k,
-                 scale_stride, SCATTER, GATED, LIMIT, ALPHA, BLOCKED,
-                 128, BLOCK_N, TMA, EVEN_K, INTERPRETED, DOT, STAGES)  # fmt: skip
-    if BLOCK_T >= 256 and ((count > (128 if LOW < 256 else 0)) & (count <= 256)):
-        multiply(x256, x_scales, w, w_scales, bias, pairs, out, out_scales, expert, begin, count, first, tile, num_rows, n, k,
-                 scale_stride, SCATTER, GATED, LIMIT, ALPHA, BLOCKED,
-                 256, BLOCK_N, TMA, EVEN_K, INTERPRETED, DOT, STAGES)  # fmt: skip
+    blocks = (x16, x32, x64, x128, x256)
+    for step in tl.static_range(5):  # unrolled
+        if 16 << step >= LOW and 16 << step <= BLOCK_T and narrowest(count, 16 << step, LOW):
+            multiply(blocks[step], x_scales, w, w_scales, bias, pairs, out, out_scales, expert, begin, count, first, tile,
+                     num_rows, n, k, scale_stride, SCATTER, GATED, LIMIT, ALPHA, BLOCKED, 16 << step, BLOCK_N, TMA, EVEN_K,
+                     INTERPRETED, DOT, STAGES)  # fmt: skip
 
 
 def experts_fp8_up(
@@ -203,15 +214,15 @@ def experts_fp8_down(
 
 
 def launch(
-    kernel: str, x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, routing: Routing | None, tile: ExpertTile, out: Tensor, *,
+    kernel: str, x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, routing: Routing, tile: ExpertTile, out: Tensor, *,
     gate: Gate | None = None, out_scales: Tensor | None = None, compile_only: bool = False,
 ) -> None:  # fmt: skip
-    """Check the arguments and start the kernel, unless `compile_only`. routing None: one expert multiplies every row.
+    """Check the arguments and start the kernel, unless `compile_only`.
 
     out_scales  fp32 [ceil(N / 128), P]: out is e4m3 with one scale per 128 values; None: out is bf16 or fp32
     """
     num_experts, w_rows, k = weight.values.shape
-    num_rows, n = len(x.values) if routing is None else len(routing.pairs), w_rows if gate is None else w_rows // 2
+    num_rows, n = len(routing.pairs), w_rows if gate is None else w_rows // 2
     blocked = _check_scales(kernel, x, num_rows, weight, gate is not None, tile)
     if out_scales is None:
         check(f"{kernel}: out", out, (num_rows, n), torch.bfloat16, torch.float32)
@@ -222,11 +233,8 @@ def launch(
             raise ValueError(f"{kernel}: block_n is {tile.block_n}; a tile must hold the {GROUP} values of a scale")
     if bias is not None:
         check(f"{kernel}: bias", bias, (num_experts, w_rows), torch.bfloat16, torch.float32)
-    if routing is None:
-        num_units = -(-num_rows // tile.block_t)
-    else:
-        check_launch(kernel, routing, tile, num_experts)
-        num_units = len(routing.units)
+    check_launch(kernel, routing, tile, num_experts)
+    num_units = len(routing.units)
     if not num_units:
         return
     tma = tile.tma and x.values.data_ptr() % 16 == 0 and weight.values.data_ptr() % 16 == 0 and k % 16 == 0
@@ -235,8 +243,8 @@ def launch(
     start = partial(experts_fp8_kernel.warmup, grid=grid) if compile_only else experts_fp8_kernel[grid]
     start(
         *blocks_of(x.values, tile, tma), x.scales, TensorDescriptor.from_tensor(flat, [tile.block_n, GROUP]) if tma else flat,
-        weight.scales, bias, routing and routing.pairs, routing and routing.units, out, out_scales, num_units, num_rows, n, k,
-        int(weight.scales.dim() == 2), SCATTER=routing is not None and gate is None, GATED=gate is not None,
+        weight.scales, bias, routing.pairs, routing.units, out, out_scales, num_units, num_rows, n, k,
+        int(weight.scales.dim() == 2), SCATTER=gate is None, GATED=gate is not None,
         LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha, BLOCKED=blocked, LOW=tile.low, BLOCK_T=tile.block_t,
         BLOCK_N=tile.block_n, GROUP=tile.group, TMA=tma, EVEN_K=k % GROUP == 0, STAGES=tile.stages,
         INTERPRETED=not out.is_cuda, num_warps=tile.warps, num_stages=tile.stages, **launch_args(out),

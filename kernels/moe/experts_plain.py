@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.gemm.operands import DTYPES
-from batchspec.kernels.moe.blocks import add_bias_and_gate, blocks_of, check_launch, load_rows, load_tokens, store_rows
+from batchspec.kernels.moe.blocks import add_bias_and_gate, blocks_of, check_launch, load_rows, load_tokens, narrowest, store_rows
 from batchspec.kernels.moe.gate import SWIGLU, Gate
 from batchspec.kernels.moe.tiles import ExpertTile
 from batchspec.kernels.moe.units import Routing, program_place, rows_by_expert
@@ -68,21 +68,11 @@ def experts_plain_kernel(
     begin = tl.load(units + unit * 4 + 1)
     count = tl.load(units + unit * 4 + 2)
     first = tile * BLOCK_N
-    if LOW <= 16 and ((count > 0) & (count <= 16)):
-        multiply(x16, w, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
-                 16, BLOCK_N, BLOCK_K, TMA, EVEN_K, DOT)  # fmt: skip
-    if LOW <= 32 and BLOCK_T >= 32 and ((count > (16 if LOW < 32 else 0)) & (count <= 32)):
-        multiply(x32, w, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
-                 32, BLOCK_N, BLOCK_K, TMA, EVEN_K, DOT)  # fmt: skip
-    if LOW <= 64 and BLOCK_T >= 64 and ((count > (32 if LOW < 64 else 0)) & (count <= 64)):
-        multiply(x64, w, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
-                 64, BLOCK_N, BLOCK_K, TMA, EVEN_K, DOT)  # fmt: skip
-    if LOW <= 128 and BLOCK_T >= 128 and ((count > (64 if LOW < 128 else 0)) & (count <= 128)):
-        multiply(x128, w, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
-                 128, BLOCK_N, BLOCK_K, TMA, EVEN_K, DOT)  # fmt: skip
-    if BLOCK_T >= 256 and ((count > (128 if LOW < 256 else 0)) & (count <= 256)):
-        multiply(x256, w, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
-                 256, BLOCK_N, BLOCK_K, TMA, EVEN_K, DOT)  # fmt: skip
+    blocks = (x16, x32, x64, x128, x256)
+    for step in tl.static_range(5):  # unrolled
+        if 16 << step >= LOW and 16 << step <= BLOCK_T and narrowest(count, 16 << step, LOW):
+            multiply(blocks[step], w, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT,
+                     ALPHA, 16 << step, BLOCK_N, BLOCK_K, TMA, EVEN_K, DOT)  # fmt: skip
 
 
 def experts_plain_up(

@@ -6,11 +6,11 @@
 
 Of experts with equal scores the lowest id is chosen. A token's slots are sorted by weight, largest first; equal weights by id,
 lowest first. NaN counts as -inf, so every token gets k different experts. The choice packs each score, as an integer that sorts
-like the number, and the expert's id in the low bits into one int64: one maximum per slot finds both.
+like the number, and the expert's id in the low bits into one int64: one maximum per slot finds both. Dead tokens get no expert.
 
 The lists are made without atomics: pairs are counted per expert, then each pair is written after the earlier pairs of its expert.
 Up to ONE_LAUNCH_SCORES scores (T * E) one program does everything. Beyond, a second launch has one program per expert, which
-counts the pairs of all experts and writes those of its own.
+counts the pairs of all experts and writes those of its own; with dead tokens, one program more writes theirs.
 Bound by launch latency; at prefill sizes by reading the P expert ids E times from the L2 cache.
 """
 
@@ -40,7 +40,7 @@ BLOCK, BLOCK_ALONE = 2048, 64  # pairs per iteration: with two launches, with on
 
 @triton.jit
 def choose(
-    logits, bias, out_ids, out_weights, tokens, num_tokens, stride, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    logits, bias, live, out_ids, out_weights, tokens, num_tokens, stride, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr, NORM: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Choose and write the experts and weights of some tokens, given by index. LANES, SLOTS: E and k padded to powers of two."""
@@ -82,6 +82,10 @@ def choose(
         place = tl.sum((before & used[:, None, :]).to(tl.int32), 2)
     if NORM:
         values = values / tl.sum(tl.where(used, values, 0.0), 1)[:, None]
+    if live is not None:
+        dead = (tl.load(live + tokens, mask=tokens < num_tokens, other=0) == 0)[:, None]
+        ids = tl.where(dead, NUM_EXPERTS, ids)
+        values = tl.where(dead, 0.0, values)
     places = tokens.to(tl.int64)[:, None] * TOP_K + place
     write = (tokens < num_tokens)[:, None] & used
     tl.store(out_ids + places, ids, mask=write)
@@ -89,19 +93,19 @@ def choose(
 
 
 @triton.jit
-def count_pairs(expert_ids, num_pairs, LANES: tl.constexpr, BLOCK: tl.constexpr):
-    """The number of pairs of each expert [LANES]."""
+def count_pairs(expert_ids, num_pairs, NUM_EXPERTS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr):
+    """The number of pairs of each expert [LANES]; those of dead tokens are not counted."""
     counts = tl.zeros([LANES], tl.int32)
     for base in range(0, num_pairs, BLOCK):
         pair = base + tl.arange(0, BLOCK)
-        expert = tl.load(expert_ids + pair, mask=pair < num_pairs, other=0)
-        counts += tl.histogram(expert, LANES, mask=pair < num_pairs)
+        expert = tl.load(expert_ids + pair, mask=pair < num_pairs, other=NUM_EXPERTS)
+        counts += tl.histogram(expert, LANES, mask=expert < NUM_EXPERTS)
     return counts
 
 
 @triton.jit
 def write_units(
-    counts, out_offsets, out_units, out_num_read, num_pairs, num_units, NUM_EXPERTS: tl.constexpr, UNIT_PAIRS: tl.constexpr,
+    counts, out_offsets, out_units, out_num_read, num_units, NUM_EXPERTS: tl.constexpr, UNIT_PAIRS: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip
     """Write offsets, units and the number of experts with pairs, from `counts`, the number of pairs of each expert [LANES].
@@ -113,7 +117,7 @@ def write_units(
         tl.store(out_num_read, tl.sum((counts > 0).to(tl.int32), 0))
     first = tl.cumsum(counts, 0) - counts
     tl.store(out_offsets + lane, first, mask=lane < NUM_EXPERTS)
-    tl.store(out_offsets + NUM_EXPERTS, num_pairs)
+    tl.store(out_offsets + NUM_EXPERTS, tl.sum(counts, 0))
     units = (counts + UNIT_PAIRS - 1) // UNIT_PAIRS
     begin = tl.cumsum(units, 0) - units
     for index in range(tl.max(units, 0)):
@@ -130,8 +134,8 @@ def write_units(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_units"])
 def route_kernel(
-    logits, bias, out_ids, out_weights, out_pairs, out_offsets, out_units, out_num_read, num_tokens, num_units, stride,
-    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, NORM: tl.constexpr, UNIT_PAIRS: tl.constexpr,
+    logits, bias, live, out_ids, out_weights, out_pairs, out_places, out_offsets, out_units, out_num_read, num_tokens, num_units,
+    stride, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, NORM: tl.constexpr, UNIT_PAIRS: tl.constexpr,
     ALONE: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ALONE: the launch has one program, which also makes the lists. Otherwise `list_kernel` makes them afterwards."""
@@ -140,51 +144,59 @@ def route_kernel(
     if ALONE:
         for base in range(0, num_tokens, TOKENS):
             choose(
-                logits, bias, out_ids, out_weights, base + token, num_tokens, stride,
+                logits, bias, live, out_ids, out_weights, base + token, num_tokens, stride,
                 NUM_EXPERTS, TOP_K, SIGMOID, NORM, LANES, SLOTS,
             )  # fmt: skip
         tl.debug_barrier()  # the ids of all tokens are written before they are read
         num_pairs = num_tokens * TOP_K
-        counts = count_pairs(out_ids, num_pairs, LANES, BLOCK)
-        place = write_units(counts, out_offsets, out_units, out_num_read, num_pairs, num_units, NUM_EXPERTS, UNIT_PAIRS, LANES)
+        counts = count_pairs(out_ids, num_pairs, NUM_EXPERTS, LANES, BLOCK)
+        place = write_units(counts, out_offsets, out_units, out_num_read, num_units, NUM_EXPERTS, UNIT_PAIRS, LANES)
+        dead_place = tl.sum(counts, 0)
         index = tl.arange(0, BLOCK)
         for base in range(0, num_pairs, BLOCK):
             exists = base + index < num_pairs
             expert = tl.load(out_ids + base + index, mask=exists, other=-1)
             earlier = (expert[:, None] == expert[None, :]) & (index[:, None] > index[None, :])
             own = expert[:, None] == tl.arange(0, LANES)[None, :]
-            at = tl.sum(tl.where(own, place[None, :], 0), 1) + tl.sum(earlier.to(tl.int32), 1)
+            first = tl.sum(tl.where(own, place[None, :], 0), 1)
+            if live is not None:
+                first = tl.where(expert == NUM_EXPERTS, dead_place, first)
+                dead_place += tl.sum((expert == NUM_EXPERTS).to(tl.int32), 0)
+            at = first + tl.sum(earlier.to(tl.int32), 1)
             tl.store(out_pairs + at, base + index, mask=exists)
+            tl.store(out_places + base + index, at, mask=exists)
             place += tl.sum(own.to(tl.int32), 0)
     else:
         choose(
-            logits, bias, out_ids, out_weights, tl.program_id(0) * TOKENS + token, num_tokens, stride,
+            logits, bias, live, out_ids, out_weights, tl.program_id(0) * TOKENS + token, num_tokens, stride,
             NUM_EXPERTS, TOP_K, SIGMOID, NORM, LANES, SLOTS,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_units"])
 def list_kernel(
-    expert_ids, out_pairs, out_offsets, out_units, out_num_read, num_pairs, num_units,
+    expert_ids, out_pairs, out_places, out_offsets, out_units, out_num_read, num_pairs, num_units,
     NUM_EXPERTS: tl.constexpr, UNIT_PAIRS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program e writes the pairs of expert e; program 0 also writes offsets and units."""
+    """Program e writes the pairs of expert e, program E those of dead tokens; program 0 also writes offsets and units."""
     own = tl.program_id(0)
     await_earlier(PDL)
-    counts = count_pairs(expert_ids, num_pairs, LANES, BLOCK)
+    counts = count_pairs(expert_ids, num_pairs, NUM_EXPERTS, LANES, BLOCK)
     place = tl.sum(tl.where(tl.arange(0, LANES) < own, counts, 0), 0)
     for base in range(0, num_pairs, BLOCK):
         pair = base + tl.arange(0, BLOCK)
         mine = (tl.load(expert_ids + pair, mask=pair < num_pairs, other=-1) == own).to(tl.int32)
-        tl.store(out_pairs + place + tl.cumsum(mine, 0) - 1, pair, mask=mine != 0)
+        at = place + tl.cumsum(mine, 0) - 1
+        tl.store(out_pairs + at, pair, mask=mine != 0)
+        tl.store(out_places + pair, at, mask=mine != 0)
         place += tl.sum(mine, 0)
     if own == 0:
-        write_units(counts, out_offsets, out_units, out_num_read, num_pairs, num_units, NUM_EXPERTS, UNIT_PAIRS, LANES)
+        write_units(counts, out_offsets, out_units, out_num_read, num_units, NUM_EXPERTS, UNIT_PAIRS, LANES)
 
 
 def route(
     logits: Tensor, top_k: int, *, scoring: Scoring = "softmax", norm_topk: bool, bias: Tensor | None = None, unit_pairs: int,
-    out_num_read: Tensor | None = None, interpret: bool = False,
+    live: Tensor | None = None, out_num_read: Tensor | None = None, interpret: bool = False,
 ) -> Routing:  # fmt: skip
     """Experts, weights and the work list of T tokens; see the module's docstring.
 
@@ -193,6 +205,7 @@ def route(
     norm_topk     the weights of a token are made to sum to 1
     bias          fp32 [E], added to the sigmoid scores to choose experts, not to the weights; None with softmax
     unit_pairs    most pairs of a unit: the tile over pairs (block_t) of the grouped products
+    live          bool [T] False for tokens whose results nobody reads: they go through no expert; None: all are read
     out_num_read  int32 [1] that gets the number of experts that have tokens, or None
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
@@ -208,10 +221,12 @@ def route(
         check("route: bias", bias, (num_experts,), torch.float32)
         if scoring != "sigmoid":
             raise ValueError("route: a bias is for sigmoid scores; softmax takes none")
+    if live is not None:
+        check("route: live", live, (num_tokens,), torch.bool)
     if out_num_read is not None:
         check("route: out_num_read", out_num_read, (1,), torch.int32)
     if not (logits.is_cuda or interpret):
-        found = route_reference(logits, top_k, scoring=scoring, norm_topk=norm_topk, bias=bias, unit_pairs=unit_pairs)
+        found = route_reference(logits, top_k, scoring=scoring, norm_topk=norm_topk, bias=bias, unit_pairs=unit_pairs, live=live)
         if out_num_read is not None:
             out_num_read.copy_(num_read(found))
         return found
@@ -220,31 +235,34 @@ def route(
         expert_ids=logits.new_empty(num_tokens, top_k, dtype=torch.int32),
         weights=logits.new_empty(num_tokens, top_k, dtype=torch.float32),
         pairs=logits.new_empty(num_pairs, dtype=torch.int32),
+        places=logits.new_empty(num_pairs, dtype=torch.int32),
         offsets=logits.new_empty(num_experts + 1, dtype=torch.int32),
         units=logits.new_empty(num_units, FIELDS, dtype=torch.int32),
         unit_pairs=unit_pairs,
     )
-    ids, weights, pairs, offsets, units, _ = routing
+    ids, weights, *lists, _ = routing
     alone = num_tokens * num_experts <= ONE_LAUNCH_SCORES
     tokens = TOKENS_ALONE if alone else TOKENS
     sizes = {"NUM_EXPERTS": num_experts, "UNIT_PAIRS": unit_pairs, "LANES": max(16, triton.next_power_of_2(num_experts))}
     route_kernel[(1 if alone else triton.cdiv(num_tokens, tokens),)](
-        logits, bias, ids, weights, pairs, offsets, units, out_num_read, num_tokens, num_units, logits.stride(0),
+        logits, bias, None if live is None else live.view(torch.uint8), ids, weights, *lists, out_num_read, num_tokens, num_units,
+        logits.stride(0),
         TOP_K=top_k, SIGMOID=scoring == "sigmoid", NORM=norm_topk, ALONE=alone, TOKENS=tokens,
         SLOTS=triton.next_power_of_2(top_k), BLOCK=BLOCK_ALONE,
         num_warps=tokens, **sizes, **launch_args(logits),
     )  # fmt: skip
     if not alone:
-        list_kernel[(num_experts,)](
-            ids, pairs, offsets, units, out_num_read, num_pairs, num_units,
+        list_kernel[(num_experts if live is None else num_experts + 1,)](
+            ids, *lists, out_num_read, num_pairs, num_units,
             BLOCK=BLOCK, num_warps=8, **sizes, **launch_args(logits),
         )  # fmt: skip
     return routing
 
 
 def route_reference(
-    logits: Tensor, top_k: int, *, scoring: Scoring = "softmax", norm_topk: bool, bias: Tensor | None = None, unit_pairs: int
-) -> Routing:
+    logits: Tensor, top_k: int, *, scoring: Scoring = "softmax", norm_topk: bool, bias: Tensor | None = None, unit_pairs: int,
+    live: Tensor | None = None,
+) -> Routing:  # fmt: skip
     """`route` in plain torch, without limits on E and k; computed in fp32, or in fp64 if the logits are fp64."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     wide = wide.masked_fill(wide.isnan(), float("-inf"))
@@ -261,11 +279,17 @@ def route_reference(
         weights = weights / weights.sum(-1, keepdim=True)
     elif scoring == "softmax":
         weights = weights / scores.sum(-1, keepdim=True)
+    if live is not None:
+        dead = ~live[:, None]
+        ids, weights = ids.masked_fill(dead, logits.shape[1]), weights.masked_fill(dead, 0.0)
     return lists_reference(ids, weights, logits.shape[1], unit_pairs)
 
 
 def lists_reference(expert_ids: Tensor, weights: Tensor, num_experts: int, unit_pairs: int) -> Routing:
-    """A Routing from experts and weights [T, k] that were already chosen, in plain torch. Does not synchronise."""
+    """A Routing from experts and weights [T, k] that were already chosen, in plain torch. Does not synchronise.
+
+    expert_ids  num_experts in every slot of a dead token
+    """
     (num_tokens, top_k), device = expert_ids.shape, expert_ids.device
     by_expert = torch.sort(expert_ids.flatten().int(), stable=True)
     offsets = torch.searchsorted(by_expert.values, torch.arange(num_experts + 1, dtype=torch.int32, device=device)).int()
@@ -276,7 +300,8 @@ def lists_reference(expert_ids: Tensor, weights: Tensor, num_experts: int, unit_
     first = offsets[expert] + (index - ends[expert] + own_units[expert]) * unit_pairs
     count = (offsets[expert + 1] - first).clamp(max=unit_pairs)
     units = torch.stack((expert, first, count, torch.zeros_like(index)), 1) * (index < ends[-1])[:, None]
-    return Routing(expert_ids.int(), weights, by_expert.indices.int(), offsets, units.int(), unit_pairs)
+    pairs = by_expert.indices
+    return Routing(expert_ids.int(), weights, pairs.int(), pairs.argsort().int(), offsets, units.int(), unit_pairs)
 
 
 def num_read(routing: Routing) -> Tensor:
@@ -294,7 +319,7 @@ def main() -> None:
             reference = partial(route_reference, top_k=top_k, norm_topk=True, unit_pairs=16)
             for found, wanted in zip(call(inputs[0]), reference(inputs[0]), strict=True):
                 torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
-            num_bytes = inputs[0].nbytes + 3 * tokens * top_k * 4
+            num_bytes = inputs[0].nbytes + 4 * tokens * top_k * 4
             bench.row(shape, [partial(call, x) for x in inputs], [partial(reference, x) for x in inputs], num_bytes=num_bytes)
 
 

@@ -1,9 +1,9 @@
 """Copies rows of x into the order of the list of pairs, so that the rows of one expert follow each other.
 
-    out[i] = x[pairs[i] // k]        k: experts of a token
+    out[places[t * k + s]] = x[t]        for each slot s of the k of token t
 
 The grouped products read the rows of a unit as one block by TMA. `quantise_rows` does the same for FP8 rows.
-Each program copies one row. Bound by launch latency at decode sizes, by memory at prefill sizes.
+Each program reads one row of x and writes its k copies. Bound by launch latency at decode sizes, by memory at prefill sizes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,17 @@ from batchspec.kernels.moe.units import Routing
 
 
 @triton.jit
-def sort_rows_kernel(x, pairs, out, stride_x, k, SLOTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def sort_rows_kernel(x, places, out, stride_x, k, SLOTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     await_earlier(PDL)
-    source = tl.load(pairs + row).to(tl.int64) // SLOTS
-    tl.store(out + row * k + lane, tl.load(x + source * stride_x + lane, mask=lane < k), mask=lane < k)
+    row = tl.load(places + token * SLOTS).to(tl.int64)
+    values = tl.load(x + token * stride_x + lane, mask=lane < k)
+    for slot in tl.static_range(SLOTS):
+        own = row
+        if slot + 1 < SLOTS:  # before the stores, which it need not wait for
+            row = tl.load(places + token * SLOTS + slot + 1).to(tl.int64)
+        tl.store(out + own * k + lane, values, mask=lane < k)
 
 
 def sort_rows(x: Tensor, routing: Routing, *, interpret: bool = False) -> Tensor:
@@ -34,24 +39,24 @@ def sort_rows(x: Tensor, routing: Routing, *, interpret: bool = False) -> Tensor
     """
     num_tokens, k = x.shape
     check("sort_rows: x", x, (num_tokens, k), *FLOATS, rows=True)
-    check_pairs("sort_rows", routing, num_tokens)
+    check_places("sort_rows", routing, num_tokens)
     if not (x.is_cuda or interpret):
         return sort_rows_reference(x, routing)
     out = x.new_empty(len(routing.pairs), k)
     block = max(128, triton.next_power_of_2(k))
     if len(out):
-        sort_rows_kernel[(len(out),)](
-            x, routing.pairs, out, x.stride(0), k, SLOTS=routing.expert_ids.shape[1], BLOCK=block,
+        sort_rows_kernel[(num_tokens,)](
+            x, routing.places, out, x.stride(0), k, SLOTS=routing.expert_ids.shape[1], BLOCK=block,
             num_warps=min(8, max(1, block * x.itemsize // (32 * 16))), **launch_args(x),
         )  # fmt: skip
     return out
 
 
-def check_pairs(kernel: str, routing: Routing, num_tokens: int) -> None:
+def check_places(kernel: str, routing: Routing, num_tokens: int) -> None:
     """Raise ValueError unless the routing is one of so many tokens."""
     top_k = routing.expert_ids.shape[1]
     check(f"{kernel}: expert_ids", routing.expert_ids, (num_tokens, top_k), torch.int32)
-    check(f"{kernel}: pairs", routing.pairs, (num_tokens * top_k,), torch.int32)
+    check(f"{kernel}: places", routing.places, (num_tokens * top_k,), torch.int32)
 
 
 def sort_rows_reference(x: Tensor, routing: Routing) -> Tensor:

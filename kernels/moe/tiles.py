@@ -135,4 +135,4 @@ def fits(tile: ExpertTile, *, gated: bool, dtype: torch.dtype) -> bool:
     sums = tile.block_n * tile.block_t * (2 if gated else 1) // (32 * tile.warps)  # fp32 registers per thread
     if fp8:  # sums of one block of K and total sums
         sums = sums * 3 // 2
-    return shared <= SHARED_BYTES and sums <= 128 and not (fp8 and tile.block_n > 128)
+    return shared <= SHARED_BYTES and sums <= (192 if fp8 else 128) and not (fp8 and tile.block_n > 128)

@@ -3,6 +3,7 @@
 T tokens choose k of E experts each. That makes P = T * k pairs (token, slot); pair t * k + s is slot s of token t.
 `pairs` lists them sorted by expert. A unit is a run of up to `unit_pairs` pairs of one expert in this list, and each program of a
 grouped product works on one unit. Only the GPU knows the number of units; the host launches for an upper bound (`max_units`).
+A dead token, whose result nobody reads, goes through no expert: no unit has its pairs, and no product writes their rows.
 Rows are in pair order if row p belongs to pair p, and in the order of the list if row i belongs to pair pairs[i].
 """
 
@@ -27,13 +28,16 @@ class Routing(NamedTuple):
     """The outputs of `route`; see the module's docstring."""
 
     expert_ids: Tensor
-    """int32 [T, k]; slots of a token sorted by weight, largest first, then by id, lowest first"""
+    """int32 [T, k]; slots of a token sorted by weight, largest first, then by id, lowest first. E, which is no expert, in every
+    slot of a dead token"""
     weights: Tensor
-    """[T, k], fp32; fp64 if the logits were fp64"""
+    """[T, k], fp32; fp64 if the logits were fp64. 0 for dead tokens"""
     pairs: Tensor
-    """int32 [P], sorted by expert, then by pair"""
+    """int32 [P], sorted by expert, then by pair; those of dead tokens come last"""
+    places: Tensor
+    """int32 [P]: pair p is pairs[places[p]]"""
     offsets: Tensor
-    """int32 [E + 1]: the pairs of expert e are pairs[offsets[e]:offsets[e + 1]]"""
+    """int32 [E + 1]: the pairs of expert e are pairs[offsets[e]:offsets[e + 1]]; offsets[E]: all that have experts"""
     units: Tensor
     """int32 [max_units, 4], sorted by expert, then by first pair; units without pairs come last"""
     unit_pairs: int
@@ -56,12 +60,17 @@ def check_routing(kernel: str, routing: Routing, num_tokens: int, num_experts: i
 
 @triton.jit
 def program_place(num_units, num_tiles, GROUP: tl.constexpr):
-    """The unit of this program and its tile of rows of W.
+    """The unit of this program and its tile of rows of W."""
+    return place_of(tl.program_id(0), num_units, num_tiles, GROUP)
+
+
+@triton.jit
+def place_of(program, num_units, num_tiles, GROUP: tl.constexpr):
+    """The same of any program.
 
     Programs run in this order: groups of GROUP units; in a group, tiles; for a tile, the group's units. So neighbouring programs
     with units of one expert read the same weights, and the tokens of a group stay in the L2 cache.
     """
-    program = tl.program_id(0)
     first = program // (GROUP * num_tiles) * GROUP
     width = tl.minimum(num_units - first, GROUP)
     within = program % (GROUP * num_tiles)

@@ -28,12 +28,12 @@ VALUES_PER_THREAD = 16  # two 16-byte loads of bf16
 
 
 @triton.jit
-def norm_kernel(
-    hidden, residual, weight, out, out_aux, hidden_stride, residual_stride, out_stride, aux_stride,
+def normed_row(
+    hidden, residual, weight, out_aux, row, hidden_stride, residual_stride, aux_stride,
     EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """With `residual` None: rms_norm; else add_norm, where `out_aux` may be None."""
-    row = tl.program_id(0).to(tl.int64)
+    """The norm of a row, to be rounded to hidden's dtype. With `residual` None: rms_norm; else add_norm, which stores the sum."""
+    DTYPE: tl.constexpr = hidden.dtype.element_ty
     lane = tl.arange(0, BLOCK)
     exists = lane < WIDTH
     scale = tl.load(weight + lane, mask=exists, other=0.0)
@@ -41,15 +41,29 @@ def norm_kernel(
     x = tl.load(hidden + row * hidden_stride + lane, mask=exists, other=0.0).to(ACC)
     if residual is not None:
         at = residual + row * residual_stride + lane
-        x = (x + tl.load(at, mask=exists, other=0.0).to(ACC)).to(out.dtype.element_ty)
+        x = (x + tl.load(at, mask=exists, other=0.0).to(ACC)).to(DTYPE)
         tl.store(at, x, mask=exists)
         if out_aux is not None:
             tl.store(out_aux + row * aux_stride + lane, x, mask=exists)
         x = x.to(ACC)
     normed = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) * (1.0 / WIDTH) + EPS))
-    if weight.dtype.element_ty == out.dtype.element_ty:
-        normed = normed.to(out.dtype.element_ty).to(ACC)
-    tl.store(out + row * out_stride + lane, normed * scale.to(ACC), mask=exists)
+    if weight.dtype.element_ty == DTYPE:
+        normed = normed.to(DTYPE).to(ACC)
+    return normed * scale.to(ACC)
+
+
+@triton.jit
+def norm_kernel(
+    hidden, residual, weight, out, out_aux, hidden_stride, residual_stride, out_stride, aux_stride,
+    EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """With `residual` None: rms_norm; else add_norm, where `out_aux` may be None."""
+    row = tl.program_id(0).to(tl.int64)
+    y = normed_row(
+        hidden, residual, weight, out_aux, row, hidden_stride, residual_stride, aux_stride, EPS, WIDTH, BLOCK, ACC, PDL
+    )
+    lane = tl.arange(0, BLOCK)
+    tl.store(out + row * out_stride + lane, y, mask=lane < WIDTH)
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float, *, out: Tensor, interpret: bool = False) -> None:

@@ -23,7 +23,9 @@ BLOCK = 1024
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@triton.jit
+# The caller's two lists of ids are rows of one tensor, so the alignment of the second depends on their length: a kernel for each
+# alignment would be compiled in the middle of a job.
+@triton.jit(do_not_specialize=["src_ids", "dst_ids"])
 def move_rows_kernel(state, src_ids, dst_ids, stride_row, width, BLOCK: tl.constexpr):
     move = tl.program_id(0)
     src = tl.load(src_ids + move).to(tl.int64)

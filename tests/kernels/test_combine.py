@@ -45,6 +45,22 @@ def test_residual_and_norm(dtype: torch.dtype, aux: bool, fp32_gain: bool, inter
     assert torch.equal(copy, found) if aux else copy.isnan().all()
 
 
+def test_rows_of_weight_0_are_not_read(interpret: bool, device: torch.device) -> None:
+    """The products do not write the rows of dead tokens; NaN in a row that counts, or as a weight, is not lost."""
+    y, weights = torch.randn(8, 20, device=device), torch.tensor([[0.7, 0.3], [0.0, 0.0], [0.5, 0.0], [0.2, 0.8]], device=device)
+    y[[2, 3, 5]] = torch.nan
+    out = torch.full((4, 20), 7.0, device=device)
+    combine(y, weights, out=out, interpret=interpret)
+    torch.testing.assert_close(out[0], 0.7 * y[0] + 0.3 * y[1])
+    assert (out[1] == 0).all()
+    assert torch.equal(out[2], 0.5 * y[4])
+    assert torch.equal(combine_reference(y, weights), out)
+    y[7], weights[0, 1] = torch.nan, torch.nan
+    combine(y, weights, out=out, interpret=interpret)
+    assert out[[0, 3]].isnan().all()
+    assert combine_reference(y, weights)[[0, 3]].isnan().all()
+
+
 def test_wrong_arguments_are_refused() -> None:
     y, weights, out = torch.zeros(6, 8), torch.zeros(3, 2), torch.zeros(3, 8)
     with pytest.raises(ValueError, match="combine: y"):

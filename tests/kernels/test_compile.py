@@ -498,11 +498,12 @@ for _wide, _t, _e, _warps in ((False, 16, 16, 8), (True, 32, 64, 4)):
           PART_K=32 if _wide else 64, FEW=not _wide, WIDE=_wide, INTERPRETED=False)  # fmt: skip
 for _alone, _sigmoid in ((True, False), (False, True)):
     _case(f"route_kernel alone {_alone}", "route", 16 if _alone else 4, logits=PF32, bias=PF32 if _sigmoid else None,
-          out_ids=PI32, out_weights=PF32, out_pairs=PI32, out_offsets=PI32, out_units=PI32,
+          live="*u8" if _alone else None,
+          out_ids=PI32, out_weights=PF32, out_pairs=PI32, out_places=PI32, out_offsets=PI32, out_units=PI32,
           out_num_read=PI32 if _alone else None, num_tokens=I32, num_units=I32,
           stride=I32, NUM_EXPERTS=120, TOP_K=6, SIGMOID=_sigmoid, NORM=True, UNIT_PAIRS=16, ALONE=_alone,
           TOKENS=16 if _alone else 4, LANES=128, SLOTS=8, BLOCK=64)  # fmt: skip
-_case("list_kernel", "route", 8, expert_ids=PI32, out_pairs=PI32, out_offsets=PI32, out_units=PI32,
+_case("list_kernel", "route", 8, expert_ids=PI32, out_pairs=PI32, out_places=PI32, out_offsets=PI32, out_units=PI32,
       out_num_read=PI32, num_pairs=I32, num_units=I32,
       NUM_EXPERTS=120, UNIT_PAIRS=16, LANES=128, BLOCK=2048)  # fmt: skip
 for _residual, _gain in ((None, None), ("*bf16", "*bf16"), ("*bf16", PF32)):
@@ -531,26 +532,44 @@ for _dtype, _gated, _limit, _low, _t, _n, _k, _warps in (
           bias=_ptr if _gated else None, pairs=PI32, units=PI32, out=_ptr, num_units=I32, num_rows=I32, n=I32, k=I32,
           SCATTER=not _gated, GATED=_gated, LIMIT=_limit, ALPHA=1.702, LOW=_low, BLOCK_T=_t, BLOCK_N=_n, BLOCK_K=_k, GROUP=8,
           TMA=_tma, EVEN_K=_tma, INTERPRETED=False)  # fmt: skip
-_case("sort_rows_kernel", "sort_rows", 8, x="*bf16", pairs=PI32, out="*bf16", stride_x=I32, k=I32, SLOTS=4,
+_case("sort_rows_kernel", "sort_rows", 8, x="*bf16", places=PI32, out="*bf16", stride_x=I32, k=I32, SLOTS=4,
       BLOCK=4096)  # fmt: skip
 for _one, _scale in ((False, None), (True, None), (True, "fp32")):
     _case(f"quantise_kernel whole {_one}, given {_scale}", "quantise", 8, x="*bf16",
-          pairs=None if _one else PI32, out="*fp8e4nv", out_scales=PF32, given=_scale, num_rows=I32,
-          stride=I32, k=I32, SLOTS=8, WHOLE=_one, GROUP=128, GROUPS=16, INTERPRETED=False)  # fmt: skip
-# (blocked, gated, quantised, pairs, rows of W, warps, TMA, one expert)
-for _blocked, _gated, _quantised, _t, _n, _warps, _tma, _one in (
-    (True, True, True, 32, 128, 4, True, False), (True, False, False, 64, 128, 4, True, False),
-    (True, True, False, 64, 64, 4, True, True), (False, True, False, 16, 128, 4, False, False),
-    (False, False, False, 64, 128, 4, True, True),
+          places=None if _one else PI32, out="*fp8e4nv", out_scales=PF32, given=_scale, num_rows=I32,
+          stride=I32, k=I32, SLOTS=1 if _one else 8, WHOLE=_one, GROUP=128, GROUPS=16, INTERPRETED=False)  # fmt: skip
+for _gated, _one, _scale in ((False, False, None), (True, True, None), (False, True, "fp32")):
+    _case(f"quantise_tokens_kernel gated {_gated}, whole {_one}, given {_scale}", "fp8_tokens", 8, x="*bf16", out="*fp8e4nv",
+          out_scales=PF32, given=_scale, num_rows=I32, stride=I32, k=I32, GATED=_gated, GELU=0.0, WHOLE=_one, GROUP=128,
+          GROUPS=16, INTERPRETED=False)  # fmt: skip
+for _residual, _one, _scale in ((None, False, None), ("*bf16", False, None), ("*bf16", True, None), (None, True, "fp32")):
+    _case(f"norm_fp8_kernel residual {_residual}, whole {_one}, given {_scale}", "norm_fp8", 8, hidden="*bf16",
+          residual=_residual, weight="*bf16" if _scale is None else PF32, out="*fp8e4nv", out_scales=PF32, out_aux=_residual,
+          given=_scale, num_rows=I32, hidden_stride=I32, residual_stride=I32, aux_stride=I32, EPS=1e-5, WIDTH=4000, BLOCK=4096,
+          WHOLE=_one, GROUP=128, INTERPRETED=False)  # fmt: skip
+# (blocked, gated, quantised, pairs, rows of W, warps, TMA)
+for _blocked, _gated, _quantised, _t, _n, _warps, _tma in (
+    (True, True, True, 32, 128, 4, True), (True, False, False, 64, 128, 4, True), (True, True, False, 64, 64, 4, True),
+    (False, True, False, 16, 128, 4, False),
 ):  # fmt: skip
-    _list, _low = None if _one else PI32, _t if _one else 16
-    _case(f"experts_fp8_kernel blocked {_blocked}, gated {_gated}, {_t} pairs, one expert {_one}", "experts_fp8", _warps,
-          **_tokens_of("fp8e4nv", _low, _t, 128, _tma), x_scales=PF32,
+    _case(f"experts_fp8_kernel blocked {_blocked}, gated {_gated}, quantised {_quantised}, {_t} pairs", "experts_fp8", _warps,
+          **_tokens_of("fp8e4nv", 16, _t, 128, _tma), x_scales=PF32,
           w=f"tensordesc<fp8e4nv[{_n}, 128]>" if _tma else "*fp8e4nv", w_scales=PF32,
-          bias=None if _blocked else "*bf16", pairs=_list, units=_list, out="*fp8e4nv" if _quantised else "*bf16",
+          bias=None if _blocked else "*bf16", pairs=PI32, units=PI32, out="*fp8e4nv" if _quantised else "*bf16",
           out_scales=PF32 if _quantised else None, num_units=I32, num_rows=I32, n=I32, k=I32, scale_stride=I32,
-          SCATTER=not (_gated or _one), GATED=_gated, LIMIT=None, ALPHA=1.702, BLOCKED=_blocked, LOW=_low, BLOCK_T=_t,
+          SCATTER=not _gated, GATED=_gated, LIMIT=None, ALPHA=1.702, BLOCKED=_blocked, LOW=16, BLOCK_T=_t,
           BLOCK_N=_n, GROUP=8, TMA=_tma, EVEN_K=_tma, STAGES=4, INTERPRETED=False)  # fmt: skip
+# (blocked, split, tokens, rows of W, warps, TMA)
+for _blocked, _split, _t, _n, _warps, _tma in (
+    (True, True, 64, 64, 4, True), (True, False, 16, 128, 4, True), (False, True, 32, 64, 4, True),
+    (True, False, 128, 64, 4, True), (False, False, 64, 128, 4, False), (True, True, 64, 128, 8, True),
+):  # fmt: skip
+    _case(f"fp8_linear_kernel blocked {_blocked}, split {_split}, {_t} tokens x {_n}, {_warps} warps", "fp8_linear", _warps,
+          x=f"tensordesc<fp8e4nv[{_t}, 128]>" if _tma else "*fp8e4nv", x_scales=PF32,
+          w=f"tensordesc<fp8e4nv[{_n}, 128]>" if _tma else "*fp8e4nv", w_scales=PF32, bias=None if _blocked else "*bf16",
+          out="*bf16", partials=PF32 if _split else None, arrived=PI32 if _split else None, num_tokens=I32, num_rows=I32, n=I32,
+          k=I32, split=I32, scale_stride=I32, BLOCKED=_blocked, SPLIT=_split, BLOCK_T=_t, BLOCK_N=_n, GROUP=8, TMA=_tma,
+          EVEN_K=_tma, STAGES=4, INTERPRETED=False)  # fmt: skip
 # (gated, lowest tile, pairs, rows of W, warps, TMA)
 for _gated, _low, _t, _n, _warps, _tma in (
     (True, 16, 64, 64, 4, True), (False, 16, 96, 128, 4, True), (True, 32, 128, 64, 4, True), (False, 128, 128, 128, 8, True),

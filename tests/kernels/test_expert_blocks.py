@@ -9,8 +9,6 @@ import torch
 
 from batchspec.kernels.benchmarks.moe_bench import relative
 from batchspec.kernels.benchmarks.moe_weights import FORMATS, MoeShape, Product, make_products
-from batchspec.kernels.common.e4m3 import E4M3
-from batchspec.kernels.gemm.fp8_linear import fp8_linear, fp8_linear_reference
 from batchspec.kernels.moe.experts_fp8 import Fp8Weight, experts_fp8_up, experts_fp8_up_quantised
 from batchspec.kernels.moe.gate import Gate
 from batchspec.kernels.moe.quantise import Fp8Rows, quantise_rows, quantise_rows_reference
@@ -70,19 +68,6 @@ def test_rows_past_the_pairs_of_a_unit_change_nothing(form: str, tma: bool, devi
     assert first % 16
     assert torch.equal(outs[0][own_pairs], outs[1][own_pairs])
     assert outs[1][routing.pairs[first:].long()].isnan().all()
-
-
-def test_rows_past_the_last_one_of_a_dense_product_change_nothing(device: torch.device) -> None:
-    """Rows are a slice of a buffer whose next rows are NaN."""
-    tokens, k = 21, 144
-    rows = quantise_rows_reference(noise(tokens, k, dtype=torch.float32, device=device))
-    buffer = torch.full((tokens + 32, k), 0x7F, dtype=torch.uint8, device=device).view(E4M3)
-    buffer.view(torch.uint8)[:tokens] = rows.values.view(torch.uint8)
-    weight, scales = (torch.randn(80, k, device=device) * 50).to(E4M3), torch.rand(1, 2, device=device) / 500
-    for tma in (True, False):
-        own = rows._replace(values=buffer[:tokens])
-        y = fp8_linear(own, weight, scales, tile=TILE._replace(tma=tma), dtype=torch.float32, interpret=True)
-        assert_near(y, fp8_linear_reference(rows, weight, scales), tolerance=1e-5)
 
 
 @pytest.mark.parametrize("tokens", [21, 70])

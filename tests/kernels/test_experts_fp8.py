@@ -9,16 +9,14 @@ import torch
 from torch import Tensor
 
 from batchspec.kernels.common.e4m3 import E4M3
-from batchspec.kernels.gemm.fp8_linear import fp8_linear, fp8_swiglu
 from batchspec.kernels.moe.experts_fp8 import Fp8Weight, experts_fp8_down, experts_fp8_up, experts_fp8_up_reference
 from batchspec.kernels.moe.experts_fp8 import experts_fp8_up_quantised as up_quantised
 from batchspec.kernels.moe.gate import SWIGLU, Gate
 from batchspec.kernels.moe.quantise import Fp8Rows, quantise_rows, quantise_rows_reference
 from batchspec.kernels.moe.tiles import ExpertTile
-from tests.kernels.moe_cases import SPREADS, assert_near, noise, routing_of, sorted_pairs
+from tests.kernels.moe_cases import SPREADS, assert_near, fp8_tolerance, noise, routing_of, sorted_pairs
 
 TILE = ExpertTile(16, 64, 128, 2, 4)
-SCALES = ["block", "row", "tensor"]
 HIDDEN, WIDTH = 144, 80  # tails of the blocks of 128
 
 
@@ -73,7 +71,7 @@ def test_rows_are_quantised_by_a_given_scale_and_saturate(interpret: bool, devic
     x[3, 7] = -1000.0
     found = quantise_rows(x, whole=True, scale=0.25, interpret=interpret)
     assert torch.equal(found.scales, torch.full((1, 5), 0.25, device=device))
-    assert torch.equal(found.values.float(), (x / 0.25).clamp(-448, 448).to(E4M3).float())
+    assert torch.equal(found.values.float(), (x / torch.full_like(x, 0.25)).clamp(-448, 448).to(E4M3).float())
     assert found.values.float()[3, 7].item() == -448
     with pytest.raises(ValueError, match=r"scale=0\.\d+ applies to whole rows; pass whole=True, or scale=None"):
         quantise_rows(x, scale=0.25, interpret=interpret)
@@ -107,17 +105,21 @@ def test_both_products(scales_of: str, spread: str, gate: Gate, tma: bool, inter
     up = weight_of(experts, 2 * WIDTH, HIDDEN, scales_of, True, device)
     bias = noise(experts, 2 * WIDTH, dtype=torch.bfloat16, device=device) if gate.limit else None
     found = experts_fp8_up(x, up, bias, routing, tile=tile, gate=gate, dtype=torch.float32, interpret=interpret)
-    assert_near(found, experts_fp8_up_reference(x, up, bias, routing, gate=gate), tolerance=1e-5)
+    assert_near(found, experts_fp8_up_reference(x, up, bias, routing, gate=gate), tolerance=fp8_tolerance(device))
     rows = _wide(quantise_rows_reference(wide, whole=scales_of != "block"))
     both = torch.einsum("tsnk,tk->tsn", dequantised(up, True)[ids.long()], rows).flatten(0, 1)
     both = sorted_pairs(both if bias is None else both + bias[ids.flatten().long()].double(), routing)
-    assert_near(found, gate(*both.chunk(2, -1)), tolerance=1e-5)
+    assert_near(found, gate(*both.chunk(2, -1)), tolerance=fp8_tolerance(device))
 
     h = quantise_rows_reference(found, whole=scales_of != "block")
     down = weight_of(experts, HIDDEN, WIDTH, scales_of, False, device)
     y = experts_fp8_down(h, down, None, routing, tile=tile, dtype=torch.float32, interpret=interpret)
     of_pair = dequantised(down, False)[ids.flatten().long()]
-    assert_near(sorted_pairs(y, routing), torch.einsum("pnk,pk->pn", sorted_pairs(of_pair, routing), _wide(h)), tolerance=1e-5)
+    assert_near(
+        sorted_pairs(y, routing),
+        torch.einsum("pnk,pk->pn", sorted_pairs(of_pair, routing), _wide(h)),
+        tolerance=fp8_tolerance(device),
+    )
     assert experts_fp8_down(h, down, None, routing, tile=tile, interpret=interpret).dtype == torch.bfloat16
 
 
@@ -142,22 +144,9 @@ def test_the_first_product_quantises_its_own_result(interpret: bool, device: tor
             up_quantised(x, weight, None, routing, tile=TILE, interpret=True)
 
 
-@pytest.mark.parametrize("scales_of", SCALES)
-def test_dense_product(scales_of: str, interpret: bool, device: torch.device) -> None:
-    tokens = 21  # two units
-    x = quantise_rows_reference(noise(tokens, HIDDEN, dtype=torch.float32, device=device), whole=scales_of != "block")
-    weight = weight_of(1, WIDTH, HIDDEN, scales_of, False, device)
-    bias = noise(WIDTH, dtype=torch.bfloat16, device=device)
-    y = fp8_linear(x, weight.values[0], weight.scales[0], bias, tile=TILE, dtype=torch.float32, interpret=interpret)
-    assert_near(y, _wide(x) @ dequantised(weight, False)[0].T + bias.double(), tolerance=1e-5)
-    gated = weight_of(1, 2 * WIDTH, HIDDEN, scales_of, True, device)
-    y = fp8_swiglu(x, gated.values[0], gated.scales[0], tile=TILE, dtype=torch.float32, interpret=interpret)
-    assert_near(y, SWIGLU(*(_wide(x) @ dequantised(gated, True)[0].T).chunk(2, -1)), tolerance=1e-5)
-
-
 def test_wrong_arguments_are_refused(device: torch.device) -> None:
     routing = routing_of(4, 3, 2, SPREADS[0], 16, device)
-    x = quantise_rows_reference(torch.zeros(4, HIDDEN), routing)
+    x = quantise_rows_reference(torch.zeros(4, HIDDEN, device=device), routing)
     weight = weight_of(3, 2 * WIDTH, HIDDEN, "block", True, device)
     with pytest.raises(ValueError, match="scales of weight"):
         experts_fp8_up(x, weight._replace(scales=weight.scales[:, :1]), None, routing, tile=TILE, interpret=True)

@@ -93,7 +93,7 @@ def test_a_unit_of_two_tiles_gives_the_bits_of_single_tiles(
     bias = noise(2, 2 * width, dtype=torch.bfloat16, device=device)
     h = noise(tokens, 96, dtype=torch.bfloat16, device=device)
     found = []
-    for tile in (TILE, ExpertTile(96, 64, 128, 2, 4, joined=True)):
+    for tile in (ExpertTile(16, 64, 128, 2, 4), ExpertTile(96, 64, 128, 2, 4, joined=True)):
         routing = routing_of(tokens, 2, 1, SPREADS[1], tile.block_t, device)
         out = torch.full((tokens, width), torch.nan, device=device)
         own = tile._replace(tma=tma)

@@ -15,7 +15,7 @@ from batchspec.kernels.moe.units import Routing, max_units
 
 
 def assert_same_lists(found: Routing, wanted: Routing) -> None:
-    for name in ("expert_ids", "pairs", "offsets", "units"):
+    for name in ("expert_ids", "pairs", "places", "offsets", "units"):
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
 
 
@@ -134,3 +134,47 @@ def test_a_token_that_is_not_finite_has_different_experts_like_any_other(
         assert set(row) <= set(range(9))
     assert_same_lists(found, route_reference(logits, 4, **call))
     torch.testing.assert_close(found.weights[3:], route_reference(logits[3:], 4, **call).weights, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("experts", [6, 16, 40])
+@pytest.mark.parametrize("tokens", [20, 190])  # one launch and two
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_dead_tokens_go_through_no_expert(
+    scoring: Scoring, tokens: int, experts: int, interpret: bool, device: torch.device
+) -> None:
+    """The others keep the bits of their weights, and only their experts count as read."""
+    logits, live = torch.randn(tokens, experts, device=device), torch.rand(tokens, device=device) < 0.4
+    logits[~live, -1] = 9.0  # an expert that dead tokens alone would choose
+    logits[live, -1] = -9.0
+    logits[~live & (torch.rand(tokens, device=device) < 0.3)] = torch.nan
+    call: dict[str, Any] = {"scoring": scoring, "norm_topk": True, "unit_pairs": 8}
+    call["bias"] = torch.zeros(experts, device=device) if scoring == "sigmoid" else None
+    num_read = torch.full((1,), -1, dtype=torch.int32, device=device)
+    found = route(logits, 3, live=live, out_num_read=num_read, interpret=interpret, **call)
+    assert_same(found, route_reference(logits, 3, live=live, **call))
+    whole, alone = (route(own, 3, interpret=interpret, **call) for own in (logits, logits[live]))
+    assert torch.equal(found.weights[live], whole.weights[live])
+    assert torch.equal(found.expert_ids[live], alone.expert_ids)
+    assert (found.expert_ids[~live] == experts).all()
+    assert (found.weights[~live] == 0).all()
+    num_pairs = 3 * int(live.sum())
+    assert int(found.offsets[-1]) == num_pairs == int(found.units[:, 2].sum())
+    assert live[found.pairs[:num_pairs].long() // 3].all()
+    assert not live[found.pairs[num_pairs:].long() // 3].any()
+    assert int(num_read) == len(alone.expert_ids.unique()) < experts
+
+
+@pytest.mark.parametrize("tokens", [4, 190])
+def test_no_live_token_is_no_unit(tokens: int, interpret: bool, device: torch.device) -> None:
+    logits, num_read = torch.randn(tokens, 7, device=device), torch.full((1,), -1, dtype=torch.int32, device=device)
+    live = torch.zeros(tokens, dtype=torch.bool, device=device)
+    found = route(logits, 2, norm_topk=True, unit_pairs=8, live=live, out_num_read=num_read, interpret=interpret)
+    assert_same(found, route_reference(logits, 2, norm_topk=True, unit_pairs=8, live=live))
+    assert not found.units.any()
+    assert not found.offsets.any()
+    assert int(num_read) == 0
+
+
+def test_a_mask_of_another_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match="route: live"):
+        route(torch.zeros(4, 8), 2, norm_topk=True, unit_pairs=8, live=torch.ones(3, dtype=torch.bool))

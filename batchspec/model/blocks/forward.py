@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens
 from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.kernels.moe.units import Routing
 from batchspec.model.blocks.base import Clamp, GroupedSpec, ProductSpec
@@ -44,6 +45,15 @@ class Product(ABC):
     def swiglu_of_norm(self, x: Tensor, norm: Tensor, eps: float, row_ids: Tensor | None) -> Tensor:
         """self.swiglu(rms_norm(x))."""
         return self.swiglu(rms_norm(x, norm, eps), row_ids)
+
+    @property
+    def fp8_form(self) -> Fp8Form | None:
+        """How it quantises the rows that it reads, if the kernel before it may do so for `of_fp8`; None: it reads plain rows."""
+        return None
+
+    def of_fp8(self, x: Fp8Tokens) -> Tensor:
+        """self of rows that are quantised as `fp8_form` says. Only where it is not None."""
+        raise NotImplementedError
 
     def add_to(self, residual: Tensor, x: Tensor, row_ids: Tensor | None) -> Tensor | None:
         """residual += self(x) in one kernel, and None, where there is a fast one; else self(x), still to be added."""
@@ -80,6 +90,10 @@ class GroupedProduct(Protocol):
 class Stream(Protocol):
     """The residual stream of a pass. What a block leaves to be added is added by the next norm, in the same kernel."""
 
+    @property
+    def live(self) -> Tensor | None:
+        """bool [T] False for dead tokens, whose results nobody reads: they go through no expert. None: all tokens are read."""
+
     def norms_in_product(self, product: Product, *, gated: bool) -> bool:
         """Whether `project` would hand the stream to this product as it is, if nothing were left to be added."""
 
@@ -100,6 +114,9 @@ class Stream(Protocol):
 
     def add(self, values: Tensor) -> None:
         """stream += values [T, H], the same on all ranks."""
+
+    def add_output(self, values: Tensor) -> None:
+        """stream += what a product cut by rows gave [T, H], of all ranks."""
 
     def add_pairs(self, values: Tensor, weights: Tensor) -> None:
         """stream += the sum over the slots of each token of weights [T, k] * values [T * k, H], in slot order; of all ranks."""

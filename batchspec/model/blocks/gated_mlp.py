@@ -20,7 +20,7 @@ from batchspec.model.blocks.base import (
     TensorSpec,
 )
 from batchspec.model.blocks.forward import BlockSource, Stream
-from batchspec.model.fused import gelu_tanh_and_mul, rms_norm
+from batchspec.model.fused import activation_quantised, gelu_tanh_and_mul, rms_norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,10 +113,22 @@ class GatedMlp:
         return self._spec.norms_in_kernel and stream.norms_in_product(self._gate_up, gated=self._silu)
 
     def __call__(self, stream: Stream, row_ids: Tensor | None, *, add_in_product: bool) -> None:
+        form = self._down.fp8_form
+        if form is not None:
+            gate_up = stream.project(self._norm, self._spec.eps, self._gate_up, row_ids)
+            self._add(stream, self._down.of_fp8(activation_quantised(gate_up, form, gelu=not self._silu)))
+            return
         inner = stream.project(self._norm, self._spec.eps, self._gate_up, row_ids, gated=self._silu)
         if not self._silu:
             inner = gelu_tanh_and_mul(inner)
         if self._post_norm is None:
             stream.add_product(self._down, inner, row_ids, in_product=add_in_product)
         else:
-            stream.add(rms_norm(stream.reduced(self._down(inner, row_ids)), self._post_norm, self._spec.eps))
+            self._add(stream, self._down(inner, row_ids))
+
+    def _add(self, stream: Stream, out: Tensor) -> None:
+        """stream += what the last product gave, normed where it is."""
+        if self._post_norm is None:
+            stream.add_output(out)
+        else:
+            stream.add(rms_norm(stream.reduced(out), self._post_norm, self._spec.eps))

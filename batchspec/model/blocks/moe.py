@@ -143,7 +143,7 @@ class Moe:
         self._bias = source.vector(f"{router.name}.bias") if router.bias else None
         self._selection_bias = source.vector(router.selection_bias) if router.selection_bias else None
         self._gate_up, self._down = source.grouped(spec.experts.gate_up), source.grouped(spec.experts.down)
-        # int32 [1]: the number of experts that had tokens in the newest call.
+        # int32 [1]: the number of experts that had tokens in the newest call, dead tokens left out.
         self.num_experts_read = torch.zeros(1, dtype=torch.int32, device=self._router.device)
 
     def norms_in_product(self, stream: Stream) -> bool:
@@ -151,16 +151,17 @@ class Moe:
 
     def __call__(self, stream: Stream, row_ids: Tensor | None, *, add_in_product: bool) -> None:
         x = stream.normed(self._norm, self._spec.eps)
-        routing = self._route(x)
+        routing = self._route(x, stream.live)
         inner = self._gate_up.up(x, routing, self._spec.experts.clamp, quantise=self._down.reads_groups)
         stream.add_pairs(self._down.down(inner, routing), routing.weights)
 
-    def _route(self, x: Tensor) -> Routing:
-        """Experts, weights and work list for x [T, H]. Does not synchronise."""
+    def _route(self, x: Tensor, live: Tensor | None) -> Routing:
+        """Experts, weights and work list for x [T, H], of which `live` tokens are read. Does not synchronise."""
         router, num_experts = self._spec.router, self._spec.experts.num_experts
         unit_pairs = expert_unit_pairs(x.shape[0], router.top_k, num_experts, self._gate_up.weight_dtype)
         how: dict[str, Any] = {
-            "scoring": router.scoring, "norm_topk": router.norm_topk, "bias": self._selection_bias, "unit_pairs": unit_pairs
+            "scoring": router.scoring, "norm_topk": router.norm_topk, "bias": self._selection_bias, "unit_pairs": unit_pairs,
+            "live": live,
         }  # fmt: skip
         if has_fast_experts(x.device, x.dtype) and num_experts <= MAX_EXPERTS and router.top_k <= MAX_TOP_K:
             logits = router_logits(x, self._router, self._bias, interpret=not x.is_cuda)

@@ -47,6 +47,10 @@ class WeightFormat(Protocol):
     def nbytes(self, rows: int, k: int, dtype: torch.dtype) -> int:
         """Bytes in memory of a weight [rows, k] of a model that computes in `dtype`."""
 
+    @property
+    def kept(self) -> str:
+        """What is kept in memory in a form of its own, as in "MXFP4 experts"; empty if all is in the model's dtype."""
+
     def for_kernels(self) -> WeightFormat:
         """This format with weights kept in memory as its kernels for plain activations read them; itself if it has none."""
 

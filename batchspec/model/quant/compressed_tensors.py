@@ -1,7 +1,7 @@
 """quant_method compressed-tensors: FP8 weights with one scale per row, per tensor or per block of 128 x 128.
 
-`config_groups` must hold one group: one scheme for all Linear layers except those in `ignore`. `kv_scales.py` reads the scales of
-an FP8 K/V cache.
+`config_groups` must hold one group: one scheme for all Linear layers except those in `ignore`; or no scheme at all, where the
+checkpoint has plain weights and scales of an FP8 K/V cache (`kv_cache_scheme`), which `kv_scales.py` reads.
 Source: https://github.com/vllm-project/compressed-tensors (quantization/quant_args.py, quant_config.py, utils/match.py).
 """
 
@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 
 from batchspec.model.config_values import ConfigReader
-from batchspec.model.quant.formats import Formats
+from batchspec.model.quant.formats import ALL_PLAIN, Formats
 from batchspec.model.quant.fp8 import Fp8, Scales
 from batchspec.model.quant.fp8_products import BLOCK, Activations
 
+_OF_GROUP = ("weights", "input_activations", "output_activations")
 _FORMATS = ("float-quantized", "naive-quantized")
 _SCALES: dict[str, Scales] = {"channel": "row", "tensor": "tensor", "block": "block"}
 _PATTERN = "re:"
@@ -24,18 +25,22 @@ def read_compressed_tensors(config: ConfigReader) -> Formats | str:
 
     Raises CheckpointError for malformed values.
     """
-    stored, names = config.text("format"), config.part("config_groups").objects()
-    if stored not in _FORMATS:
-        return f"compressed-tensors {config.shown('format')}"
-    if len(names) != 1:
-        return f"compressed-tensors with {len(names)} config_groups"
-    group = config.part("config_groups").part(names[0])
-    if group.texts("targets") != ("Linear",):
-        return f"compressed-tensors with {group.shown('targets')}"
-    if group.given("output_activations"):
-        return f"compressed-tensors with {group.shown('output_activations')}"
+    groups = config.part("config_groups")
+    names = groups.objects()
     if config.part("sparsity_config").text("format", "dense") != "dense":
         return f"compressed-tensors with {config.shown('sparsity_config')}"
+    quantises = any(groups.part(name).given(key) for name in names for key in _OF_GROUP)
+    if config.given("kv_cache_scheme") and len(names) == len(list(groups)) and not quantises:
+        return ALL_PLAIN
+    if len(names) != 1:
+        return f"compressed-tensors with {len(names)} config_groups"
+    group = groups.part(names[0])
+    if group.texts("targets") != ("Linear",):
+        return f"compressed-tensors with {group.shown('targets')}"
+    if config.text("format") not in _FORMATS:
+        return f"compressed-tensors {config.shown('format')}"
+    if group.given("output_activations"):
+        return f"compressed-tensors with {group.shown('output_activations')}"
     scheme = _scheme(group.part("weights"), group.part("input_activations") if group.given("input_activations") else None)
     if isinstance(scheme, str):
         return scheme

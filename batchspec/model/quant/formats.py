@@ -44,6 +44,11 @@ class Formats:
         return replace(self, quantised=own.for_kernels()) if fast else self
 
     @property
+    def kept(self) -> str:
+        """What is kept in memory in a format of its own; empty if all is in the model's dtype."""
+        return self.quantised.kept
+
+    @property
     def quantises(self) -> bool:
         """Whether products quantise activations."""
         return isinstance(self.quantised, Fp8) and self.quantised.quantises

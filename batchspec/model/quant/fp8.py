@@ -48,6 +48,10 @@ class Fp8(SeparateExperts):
             raise ConfigError("model.activations=fp8: the checkpoint does not say how to quantise activations; use dtype")
         return replace(self, quantises=True)
 
+    @property
+    def kept(self) -> str:
+        return "FP8 weights and activations" if self.quantises else ""
+
     def for_kernels(self) -> Fp8:
         return self  # no kernel multiplies FP8 weights with plain activations
 
@@ -71,7 +75,7 @@ class Fp8(SeparateExperts):
     def load(self, weights: Weights, names: Sequence[str], *, bias: bool) -> Product:
         if self.quantises:
             parts = [self._part(weights, name) for name in names]
-            return Fp8Linear(parts, joined_bias(weights, names) if bias else None, self.made_for)
+            return Fp8Linear(parts, joined_bias(weights, names) if bias else None, self.made_for, weights.dtype)
         matrix = torch.cat([self.matrix(weights, name) for name in names])
         return Linear(matrix, joined_bias(weights, names) if bias else None)
 

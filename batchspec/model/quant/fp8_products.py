@@ -1,4 +1,4 @@
-"""Products with FP8 weights and activations (W8A8): Triton kernels in bf16 on Hopper or newer, plain torch elsewhere.
+"""Products with FP8 weights and activations (W8A8): in bf16 on Hopper or newer Triton kernels and the library, else plain torch.
 
     q = x / s, clamped to -448 .. 448, rounded to e4m3 (to nearest even). The checkpoint says how the scale s is found:
         token   one per row: max(largest |x| of the row, 1e-10) / 448
@@ -14,21 +14,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from batchspec.kernels.common.e4m3 import E4M3
-from batchspec.kernels.gemm.fp8_linear import fp8_linear, fp8_linear_reference, fp8_swiglu
+from batchspec.kernels.gemm.fp8_linear import fp8_linear, fp8_linear_reference
+from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens, quantise_tokens
+from batchspec.kernels.gemm.scaled_mm import library_scales, scaled_mm
 from batchspec.kernels.moe import experts_fp8 as kernels
 from batchspec.kernels.moe.quantise import Fp8Rows, quantise_rows, quantise_rows_reference
-from batchspec.kernels.moe.tiles import ExpertTile
 from batchspec.kernels.moe.units import Routing
 from batchspec.model.blocks.base import Clamp, GroupedSpec
 from batchspec.model.blocks.forward import Product
 from batchspec.model.quant.grouped import ROW_BYTES, PlainExperts, gate_of, tile_of
-from batchspec.tuning.policy import expert_tile, expert_unit_pairs, has_fast_experts
+from batchspec.tuning.policy import fp8_tile, has_fast_experts, has_scaled_mm
 
 BLOCK = 128
 
@@ -93,34 +95,72 @@ def pieces(parts: Sequence[Fp8Weight]) -> list[Piece]:
 class Fp8Linear(Product):
     """x [T, K] -> y + bias [T, N] in x's dtype, y as in the module's docstring.
 
-    x is quantised once for all parts; with calibrated scales once for each different one.
+    x is quantised once for all parts; with calibrated scales once for each different one. In bf16 on Hopper or newer a product is
+    the library's or a Triton kernel (`tuning.policy.fp8_tile`); elsewhere it is plain torch.
+
+    dtype  of x
     """
 
-    def __init__(self, parts: Sequence[Fp8Weight], bias: Tensor | None, activations: Activations) -> None:
+    def __init__(
+        self, parts: Sequence[Fp8Weight], bias: Tensor | None, activations: Activations, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         self._values, self._scales = torch.cat([part.values for part in parts]), torch.cat([part.scale for part in parts])
-        self._bias, self._activations, self._pieces = bias, activations, pieces(parts)
-        self._gates = len({part.input_scale for part in parts}) == 1 and _is_gate_and_up(parts)
+        self._bias, self._dtype, self._pieces = bias, dtype, pieces(parts)
+        self._forms = {piece.input_scale: form_of(activations, piece.input_scale) for piece in self._pieces}
+        self._fast = has_fast_experts(self._values.device, dtype) and self._values.shape[1] % ROW_BYTES == 0
+        self._library = [self._library_scales(piece) for piece in self._pieces]
+
+    def _library_scales(self, piece: Piece) -> Tensor | None:
+        """The scales of a piece as the library reads them; None if the library cannot multiply it."""
+        weight, scales = self._values[piece.rows], self._scales[piece.scales]
+        if not self._fast or self._bias is not None or not has_scaled_mm(weight.device, self._dtype, blocked=scales.dim() == 2):
+            return None
+        return library_scales(scales, *weight.shape)
+
+    @property
+    def fp8_form(self) -> Fp8Form | None:
+        forms = list(self._forms.values())
+        return forms[0] if self._fast and len(forms) == 1 else None
 
     def __call__(self, x: Tensor, row_ids: Tensor | None = None) -> Tensor:
-        fast = _is_fast(x)
-        rows = {scale: quantised(x, self._activations, scale) for scale in {piece.input_scale for piece in self._pieces}}
-        outs = []
-        for piece in self._pieces:
-            own, weight, scales = rows[piece.input_scale], self._values[piece.rows], self._scales[piece.scales]
-            bias = None if self._bias is None else self._bias[piece.rows]
-            if fast:
-                tile = _dense_tile(x.shape[0], gated=False)
-                outs.append(fp8_linear(own, weight, scales, bias, tile=tile, dtype=x.dtype, interpret=not x.is_cuda))
-            else:
-                outs.append(fp8_linear_reference(own, weight, scales, bias).to(x.dtype))
+        quantise = partial(quantise_tokens, interpret=not x.is_cuda) if self._fast else _quantise_plainly
+        rows = {scale: quantise(x, form) for scale, form in self._forms.items()}
+        return self._product([rows[piece.input_scale] for piece in self._pieces], x.dtype)
+
+    def of_fp8(self, x: Fp8Tokens) -> Tensor:
+        return self._product([x] * len(self._pieces), self._dtype)
+
+    def _product(self, rows: Sequence[Fp8Tokens], dtype: torch.dtype) -> Tensor:
+        """rows: those that each piece reads."""
+        own = zip(rows, self._pieces, self._library, strict=True)
+        outs = [self._multiply(x, piece, library, dtype) for x, piece, library in own]
         return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
 
-    def swiglu(self, x: Tensor, row_ids: Tensor | None = None) -> Tensor:
-        if not (self._gates and _is_fast(x)):
-            return super().swiglu(x, row_ids)
-        rows = quantised(x, self._activations, self._pieces[0].input_scale)
-        tile = _dense_tile(x.shape[0], gated=True)
-        return fp8_swiglu(rows, self._values, self._scales, self._bias, tile=tile, dtype=x.dtype, interpret=not x.is_cuda)
+    def _multiply(self, x: Fp8Tokens, piece: Piece, library: Tensor | None, dtype: torch.dtype) -> Tensor:
+        weight, scales = self._values[piece.rows], self._scales[piece.scales]
+        bias = None if self._bias is None else self._bias[piece.rows]
+        if not self._fast:
+            return fp8_linear_reference(x, weight, scales, bias).to(dtype)
+        tile = fp8_tile(x.num_tokens, weight.shape[0], weight.shape[1], weight.device, library=library is not None)
+        if tile is None:
+            assert library is not None
+            return scaled_mm(x, weight, library, blocked=scales.dim() == 2)
+        return fp8_linear(x, weight, scales, bias, tile=tile, dtype=dtype, interpret=not weight.is_cuda)
+
+
+def form_of(activations: Activations, input_scale: float | None) -> Fp8Form:
+    assert activations != "plain"
+    return Fp8Form(whole=activations != "group", scale=input_scale)
+
+
+def _quantise_plainly(x: Tensor, form: Fp8Form) -> Fp8Tokens:
+    return Fp8Tokens(quantise_rows_reference(x, whole=form.whole, scale=form.scale), len(x))
+
+
+def product_of_ones(size: int, device: torch.device) -> Fp8Linear:
+    """The product with a weight [size, size] of ones with block scales, to be timed."""
+    scale = torch.ones(-(-size // BLOCK), -(-size // BLOCK), device=device)
+    return Fp8Linear([Fp8Weight(torch.ones(size, size, device=device).to(E4M3), scale)], None, "group")
 
 
 class StackedFp8:
@@ -196,26 +236,7 @@ def quantised(x: Tensor, activations: Activations, input_scale: float | None = N
 
     Does not synchronise.
     """
-    assert activations != "plain"
-    whole = activations != "group"
-    if _is_fast(x):
-        return quantise_rows(x, routing, whole=whole, scale=input_scale, interpret=not x.is_cuda)
-    return quantise_rows_reference(x, routing, whole=whole, scale=input_scale)
-
-
-def _is_fast(x: Tensor) -> bool:
-    return has_fast_experts(x.device, x.dtype) and x.shape[1] % ROW_BYTES == 0
-
-
-def _dense_tile(num_tokens: int, *, gated: bool) -> ExpertTile:
-    """One height: every unit but the last is full."""
-    tile = expert_tile(expert_unit_pairs(num_tokens, 1, 1, E4M3), num_tokens, gated=gated, dtype=E4M3)
-    return tile._replace(low=tile.block_t)
-
-
-def _is_gate_and_up(parts: Sequence[Fp8Weight]) -> bool:
-    """Whether parts are gate and up of one size, and up begins with a new block of scales, as `fp8_swiglu` needs it."""
-    rows, first = sum(len(part.values) for part in parts), len(parts[0].values)
-    if len(parts) == 1:
-        return rows % 2 == 0 and (not parts[0].blocked or rows % (2 * BLOCK) == 0)
-    return len(parts) == 2 and first * 2 == rows
+    form = form_of(activations, input_scale)
+    if has_fast_experts(x.device, x.dtype) and x.shape[1] % ROW_BYTES == 0:
+        return quantise_rows(x, routing, whole=form.whole, scale=form.scale, interpret=not x.is_cuda)
+    return quantise_rows_reference(x, routing, whole=form.whole, scale=form.scale)

@@ -50,6 +50,10 @@ class Mxfp4(Plain):
         """Whether a weight of k columns stays MXFP4 in a model of `dtype`. The kernels need whole blocks of 32 and bf16."""
         return self.packed and k % BLOCK == 0 and dtype is torch.bfloat16
 
+    @property
+    def kept(self) -> str:
+        return "MXFP4 experts" if self.packed else ""
+
     def for_kernels(self) -> Mxfp4:
         return Mxfp4(packed=True)
 

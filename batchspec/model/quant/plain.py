@@ -51,6 +51,10 @@ class Plain(SeparateExperts):
         (rows, columns), experts = shard_stacked(spec, cut, rank, ranks), slice(0, spec.num_experts)
         return {spec.of(0).parts[0].name: (experts, columns, rows), **shard_stacked_bias(spec, cut, rank, rows)}
 
+    @property
+    def kept(self) -> str:
+        return ""
+
     def for_kernels(self) -> Plain:
         return self
 

@@ -1,0 +1,100 @@
+"""The cost model multiplies each product at the rate of its weight format, and reads its weights in their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from batchspec.commands.workloads import shape_spec
+from batchspec.model.spec import ModelSpec
+from batchspec.packing.cost import H200, Rates, calibrate, prefill_seconds, read_bytes, round_seconds
+
+BF16 = torch.bfloat16
+QUICK = replace(H200, overhead_s=0.0, layer_s=0.0)
+
+
+def kept(spec: ModelSpec) -> ModelSpec:
+    """With MXFP4 weights as a GPU keeps them."""
+    return replace(spec, formats=replace(spec.formats, quantised=spec.formats.quantised.for_kernels()))
+
+
+def plain(spec: ModelSpec) -> ModelSpec:
+    """With weights that were converted at load."""
+    return replace(spec, formats=type(spec.formats)())
+
+
+def prefill_s(spec: ModelSpec, rates: Rates = QUICK) -> float:
+    """Of one token among so many that arithmetic bounds every product, and attention is nothing."""
+    return prefill_seconds(spec, rates, dtype=BF16, prompt_tokens=1, pass_tokens=2**17) * 2**17
+
+
+def round_s(spec: ModelSpec, rows: int = 1, tokens: int = 1) -> float:
+    return round_seconds(spec, QUICK, dtype=BF16, rows=rows, context_tokens=1, tokens_per_row=tokens)
+
+
+def layer_flop(spec: ModelSpec, which: Callable[[str], bool]) -> float:
+    """Of a token in all layers, of the products whose first part's name `which` accepts."""
+    return sum(2.0 * gemm.active * gemm.size for _, gemm in spec.gemms(1) if which(gemm.product.parts[0].name))
+
+
+@pytest.mark.parametrize("name", ["llama8b-fp8", "qwen3-30b-a3b-fp8"])
+def test_fp8_products_run_at_their_own_rate_and_the_others_at_that_of_plain_ones(name: str) -> None:
+    """Router and output matrix are not FP8."""
+    spec = shape_spec(name).with_fp8_activations()
+    of_router = layer_flop(spec, lambda part: part == "mlp.gate")
+    of_fp8, head = layer_flop(spec, lambda part: part != "mlp.gate"), 2.0 * spec.vocab_size * spec.hidden_size
+    assert of_fp8 > 5 * (of_router + head)
+    for speedup in (1.0, 1.3, 2.0):
+        rates = replace(QUICK, fp8_speedup=speedup)
+        expected = 2**17 * (of_fp8 / speedup + of_router + head) / rates.gemm[-1][1]
+        assert prefill_s(spec, rates) == pytest.approx(expected, rel=1e-3)
+
+
+def test_fp8_weights_that_were_converted_at_load_cost_what_plain_ones_do() -> None:
+    spec = shape_spec("llama8b-fp8")
+    assert round_s(spec, 64, 4) == round_s(shape_spec("llama8b"), 64, 4)
+    assert prefill_s(spec) == prefill_s(shape_spec("llama8b"))
+
+
+def test_mxfp4_products_run_at_the_rate_of_plain_ones() -> None:
+    spec = shape_spec("gpt-oss-20b")
+    assert prefill_s(kept(spec)) == pytest.approx(prefill_s(plain(spec)))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 64])
+@pytest.mark.parametrize("name", ["llama8b-fp8", "gpt-oss-120b", "qwen3-30b-a3b-fp8"])
+def test_few_tokens_take_as_long_as_reading_their_weights_takes(name: str, rows: int) -> None:
+    """A weight in half of the bytes takes half of the time: what products take at few tokens is no limit of arithmetic."""
+    spec = shape_spec(name)
+    spec = kept(spec) if "oss" in name else spec.with_fp8_activations()
+    for own in (spec, plain(spec)):
+        bytes_s = read_bytes(own, BF16, rows) / round_s(own, rows)
+        assert bytes_s == pytest.approx(QUICK.weight_bytes_s(BF16), rel=0.02)
+    assert round_s(spec, rows) < 0.6 * round_s(plain(spec), rows)
+
+
+def test_fp8_products_become_bound_by_arithmetic_at_more_tokens_than_they_are_read_for() -> None:
+    """Half of the bytes at 64 tokens, at many tokens the ratio of the rates."""
+    fp8, bf16 = shape_spec("llama8b-fp8").with_fp8_activations(), shape_spec("llama8b")
+    ratios = [round_s(bf16, rows) / round_s(fp8, rows) for rows in (64, 256, 8192)]
+    assert 1.8 < ratios[0] < 2.0
+    assert 1.2 < ratios[2] < H200.fp8_speedup < ratios[1] < ratios[0]
+
+
+def test_dense_products_beside_experts_are_not_hidden_behind_the_reading_of_experts() -> None:
+    """Products run one after the other: at 1,024 tokens the experts' are bound by memory, attention's by arithmetic."""
+    spec = shape_spec("qwen3-30b-a3b")
+    of_experts = 2.0 * sum(gemm.stored * gemm.size for _, gemm in spec.gemms(1) if gemm.grouped) / QUICK.weight_bytes_s(BF16)
+    head = 2.0 * spec.vocab_size * spec.hidden_size
+    dense = 1024 * (head + layer_flop(spec, lambda part: "experts" not in part)) / QUICK.flop_s(1024)
+    assert round_s(spec, 256, 4) == pytest.approx(of_experts + dense, rel=0.01)
+
+
+def test_w8a8_products_are_measured_where_a_model_has_them() -> None:
+    """Plain torch emulates them on a CPU: that takes longer than the plain product."""
+    device = torch.device("cpu")
+    assert 0 < calibrate(device, torch.float32, fp8=True).fp8_speedup < 1
+    assert calibrate(device, torch.float32).fp8_speedup == 1

@@ -1,0 +1,57 @@
+"""Kernels are compiled before the first request: rows that end, move and begin in the middle of a run cause no compilation."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+SCRIPT = """
+import random
+import sys
+import triton
+from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.none import NoDrafter
+from batchspec.engine.engine import Engine
+from batchspec.model.target import Target
+from batchspec.model.weights import DummyWeights
+from tests.engines import packed, request
+from tests.test_gpu_experts import BF16, GPU, spec_of
+
+compiled, seen = [], []
+
+def on_compile(**event):
+    compiled.append(event["fn"].name)
+
+spec = spec_of(sys.argv[1])
+target = Target(spec, DummyWeights(spec, dtype=BF16, device=GPU), GPU)
+drafter = LookupDrafter(4, min_ngram=1, max_ngram=2) if sys.argv[2] == "lookup" else NoDrafter()
+batch = packed(24, num_pages=600, page_size=16, max_len=300, prefill_tokens=1024, row_buckets=(1, 2, 4, 8, 12, 16, 24))
+engine = Engine(target, drafter, batch, device=GPU)
+pick = random.Random(0)
+prompts = [[pick.randrange(500) for _ in range(pick.randrange(3, 200))] for _ in range(150)]
+requests = [request(i, prompt, cap=pick.randrange(3, 90)) for i, prompt in enumerate(prompts)]
+triton.knobs.runtime.jit_post_compile_hook = on_compile
+for done in engine.run(iter(requests)):
+    if not seen:
+        first = len(compiled)
+    seen.append(done.request_id)
+assert first > 0, "nothing was compiled: the hook does not work"
+assert len(seen) == len(requests)
+print("late:", compiled[first:])
+"""
+
+
+@pytest.mark.parametrize("drafter", ["none", "lookup"])
+@pytest.mark.parametrize("form", ["bf16", "fp8 blocks", "mxfp4"])
+def test_nothing_is_compiled_after_the_first_row(form: str, drafter: str) -> None:
+    """In a process of its own, because an earlier test may have compiled what is missing."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", SCRIPT, form, drafter], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "late: []"

@@ -1,0 +1,165 @@
+"""Drafts, preempted rows and an FP8 K/V cache change no token, whatever the family and the weight format.
+
+As in test_lossless.py the reference decodes each request by itself, one token at a time, without cache or batch. Models are
+float64: what differs is an error, not a rounding. FP8 weights stay e4m3 and activations are quantised as the checkpoint says.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from batchspec.draft.base import Drafter
+from batchspec.draft.chain import ChainDrafter
+from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.none import NoDrafter
+from batchspec.draft.parallel import ParallelDrafter
+from batchspec.draft.shapes import TreeShape
+from batchspec.draft.tree import TreeDrafter
+from batchspec.draft.weights import Head, dummy_head, dummy_spec
+from batchspec.draft.window import WindowDrafter
+from batchspec.engine import allocator
+from batchspec.engine.draft_lengths import DraftLengths
+from batchspec.engine.engine import Engine
+from batchspec.engine.graphs import Shape
+from batchspec.engine.round import RoundResult
+from batchspec.engine.round_planner import RoundClock
+from batchspec.model.spec import read_spec
+from batchspec.model.target import Target
+from batchspec.records import Request, SamplingParams
+from tests.engines import DEVICE, in_e4m3, packed, plain_tokens, request
+from tests.kernels.covering import covering
+from tests.moe_models import Strong, ids_of, tiny_config
+from tests.test_fp8 import MODELOPT, TOKEN, compressed
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head", "gate"]}
+ROWS = compressed("channel", TOKEN, ignore=["lm_head", "re:.*gate$"])
+STATIC = compressed("tensor", {**TOKEN, "dynamic": False, "strategy": "tensor"}, ignore=["lm_head", "re:.*gate$"])
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router"]}
+WIDE = {"hidden_size": 136, "intermediate_size": 140}
+"""More than one block, and a part of one."""
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", {}),
+    "gpt_oss": ("gpt_oss", {}),
+    "minimax_m2": ("minimax_m2", {}),
+    "mixtral": ("mixtral", {"sliding_window": 15}),
+    "gpt_oss in MXFP4": ("gpt_oss", {"hidden_size": 40, "intermediate_size": 36, "quantization_config": MXFP4}),
+    "qwen3_moe in FP8 blocks": ("qwen3_moe", {**WIDE, "moe_intermediate_size": 132, "quantization_config": BLOCKS}),
+    "llama in FP8 blocks": ("llama", {**WIDE, "quantization_config": BLOCKS}),
+    "qwen3_moe in FP8 per channel": ("qwen3_moe", {"quantization_config": ROWS}),
+    "llama in FP8 per channel": ("llama", {"quantization_config": ROWS}),
+    "mixtral in FP8 per tensor": ("mixtral", {"sliding_window": 15, "quantization_config": STATIC}),
+    "llama in FP8 per tensor": ("llama", {"quantization_config": MODELOPT}),
+}
+DRAFTERS = ("none", "eagle3", "parallel", "tree", "window", "lookup")
+SLOTS, PAGE_SIZE, K = 4, 1, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    fp8_kv: bool
+    auto_k: bool
+    scarce_pages: bool
+
+    def __str__(self) -> str:
+        return f"{'FP8' if self.fp8_kv else 'plain'} K/V, K {'auto' if self.auto_k else 'fixed'}, preempted={self.scarce_pages}"
+
+
+SETTINGS = (Setting(False, False, False), Setting(False, True, True), Setting(True, False, True), Setting(True, True, False))
+"""Each pair of values of two fields."""
+
+
+@cache
+def target_of(name: str, fp8_kv: bool = False) -> Target:
+    if fp8_kv:
+        return in_e4m3(target_of(name))
+    family, changes = TARGETS[name]
+    spec = read_spec(tiny_config(family, **changes), "config.json")
+    spec = spec.with_fp8_activations() if "FP8" in name else spec
+    return Target(spec, Strong(spec, dtype=torch.float64, device=DEVICE), DEVICE)
+
+
+@cache
+def head_of(name: str) -> Head:
+    spec = dummy_spec(target_of(name).spec, draft_vocab_size=19, parallel=True)
+    return dummy_head(replace(spec, aux_layer_ids=(0, 1, 2)), dtype=torch.float64, device=DEVICE)
+
+
+def requests_of_a_job() -> list[Request]:
+    """Longer than the windows, two with a common beginning; greedy, drawn, and with penalties."""
+    samplings = (
+        SamplingParams(),
+        SamplingParams(temperature=1.0),
+        SamplingParams(),
+        SamplingParams(temperature=0.8, top_k=5, repetition_penalty=1.2),
+    )
+    beginning = [3, 1, 4, 1, 5, 9]
+    return [
+        request(i, [*(beginning if i % 2 else []), 6, i, 2, 6, i], cap=10 + i, sampling=sampling, predicted=3)
+        for i, sampling in enumerate(samplings)
+    ]
+
+
+def drafter_of(kind: str, name: str, target: Target) -> Drafter:
+    made: dict[str, Callable[[], Drafter]] = {
+        "none": NoDrafter,
+        "eagle3": lambda: ChainDrafter(head_of(name), target, K, slots=SLOTS),
+        "parallel": lambda: ParallelDrafter(head_of(name), target, K, slots=SLOTS),
+        "tree": lambda: TreeDrafter(head_of(name), target, TreeShape(topk=3, depth=3, nodes=8), slots=SLOTS),
+        "window": lambda: WindowDrafter(target, K, slots=SLOTS, window=4, sink=1),
+        "lookup": lambda: LookupDrafter(K, min_ngram=1, max_ngram=2),
+    }
+    return made[kind]()
+
+
+@pytest.mark.parametrize(("name", "kind", "setting"), covering(tuple(TARGETS), DRAFTERS, SETTINGS, one_in=4), ids=str)
+def test_tokens_are_those_of_plain_decoding(name: str, kind: str, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, requests = target_of(name, setting.fp8_kv), requests_of_a_job()
+    expected = {one.request_id: plain_tokens(target, one) for one in requests}
+    drafter = drafter_of(kind, name, target)
+    longest = max(len(one.prompt_ids) + one.max_new_tokens for one in requests)
+    ahead = drafter.shape.kv_per_round if isinstance(drafter, TreeDrafter) else 0
+    batch = packed(
+        SLOTS, max_len=longest, page_size=PAGE_SIZE, draft_len=drafter.max_len, prefill_tokens=16, run_ahead=1,
+        num_pages=1 + longest + 2 * ahead if setting.scarce_pages else 400,
+    )  # fmt: skip
+    monkeypatch.setattr(allocator, "SHORT_CAP_TOKENS", 2)
+    engine = Engine(target, drafter, batch, device=DEVICE, penalties=True)
+    if setting.auto_k:
+        choose_any_draft_len(engine, monkeypatch)
+    draft_lens = draft_lens_of(engine, monkeypatch)
+    assert {done.request_id: ids_of(done) for done in engine.run(iter(requests))} == expected
+    assert engine.pools.num_free == tuple(pool.num_pages - 1 for pool in engine.pools.pools)
+    assert (engine.totals.preempted > 0) == setting.scarce_pages
+    assert kind == "none" or (len(draft_lens) > 1 and 0 in draft_lens) == setting.auto_k
+
+
+def choose_any_draft_len(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K of each round, which measured times decide on a GPU, is any that has a graph there."""
+    if not engine.drafter.max_len:
+        return
+    clock, lengths = random.Random(1), DraftLengths(engine.drafter.max_len, engine.executor.round.draft_lens)
+    lengths.set_base(1, 0, 1.0)
+    monkeypatch.setattr(lengths, "_pick", lambda *_: clock.choice(lengths.choices))
+    monkeypatch.setattr(RoundClock, "seconds_of", lambda *_: None)
+    monkeypatch.setattr(engine.planner, "_lengths", lengths)
+
+
+def draft_lens_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Is filled with K of the rounds that run."""
+    run_graph, found = engine.executor.graphs.run, set[int]()
+
+    def noted(shape: Shape) -> RoundResult:
+        found.add(shape.draft_len)
+        return run_graph(shape)
+
+    monkeypatch.setattr(engine.executor.graphs, "run", noted)
+    return found
