@@ -8,6 +8,7 @@ from typing import Any
 import polars as pl
 import pyarrow as pa
 
+from batchspec.config.checks import AUTO
 from batchspec.config.compose import compose
 from batchspec.dataset.reader import table_source
 from batchspec.errors import ConfigError
@@ -34,6 +35,11 @@ def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()
     """
     recipe = [] if job is None else [f"+job={job}", "output.dir=null"]
     config = compose([*recipe, *overrides], require=("model.path",))
+    if config.cluster.tensor_parallel not in (1, AUTO):
+        raise ConfigError(
+            f"cluster.tensor_parallel={config.cluster.tensor_parallel}: a call computes in its own process; use `batchspec run`, "
+            "which starts one per GPU"
+        )
     # pyarrow's kernels cannot take rows of Arrow's newer string views.
     table = pl.DataFrame(data).to_arrow(compat_level=pl.CompatLevel.oldest())
     source = table_source(table, config.input.limit)

@@ -7,8 +7,10 @@ BatchspecError            1   base class; never raised itself
   OutputError             2   the output folder cannot be used, for example because it belongs to another job
   CapacityError           2   the job does not fit the machine's memory
   TooManyErrors           3   more error rows than input.max_error_fraction allows, or only error rows
+  DivergedError          70   ranks that compute one model came to different tokens; nothing of it is saved
   StorageError           74   reading or writing failed; after the repair the same command continues
   Interrupted            75   a signal ended the run; the same command continues
+    RankLost             75   a rank of the group that computes the model is gone; the same command continues
 
 A message is one line and says what is wrong, where, the value, the limit and what to do.
 """
@@ -44,9 +46,17 @@ class TooManyErrors(BatchspecError):
     exit_code = 3
 
 
+class DivergedError(BatchspecError):
+    exit_code = 70
+
+
 class StorageError(BatchspecError):
     exit_code = 74
 
 
 class Interrupted(BatchspecError):
     exit_code = 75
+
+
+class RankLost(Interrupted):
+    """Unlike after a signal, the run's work may have caused it: it counts as a crash (`supervise/leases.py`)."""

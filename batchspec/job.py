@@ -20,6 +20,7 @@ from dataclasses import asdict
 from batchspec import terminal
 from batchspec.config.schema import RunConfig
 from batchspec.dataset.reader import Source
+from batchspec.distributed.group import Group
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.errors import TooManyErrors
 from batchspec.packing.survey import Survey
@@ -43,12 +44,13 @@ from batchspec.runstate.output_folder import OutputFolder
 from batchspec.text import counted
 
 
-def run_job(config: RunConfig, source: Source | None = None) -> None:
+def run_job(config: RunConfig, source: Source | None = None, *, group: Group | None = None) -> None:
     """Run a job to its end, or continue it where an earlier run of the same command stopped.
 
-    `source` replaces the dataset at input.path.
+    source  replaces the dataset at input.path
+    group   the processes that compute the target together, which this one leads
     """
-    job = open_job(config, source)
+    job = open_job(config, source, group=group)
     output = check_output(job)
     retry = new_retry(job, output)
     resumes = output.is_job() and not output.begins_anew(config.output.overwrite)

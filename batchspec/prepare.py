@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,20 @@ from batchspec.config.schema import TEMPLATE_DATE, CacheConfig, RunConfig
 from batchspec.dataset.columns import ColumnMap, check_ids, map_columns
 from batchspec.dataset.reader import Source, open_source
 from batchspec.dataset.schema import output_schema
+from batchspec.distributed.group import Group
 from batchspec.draft.base import Drafter
 from batchspec.draft.spec import DrafterSpec, open_drafter
 from batchspec.engine.engine import Engine
+from batchspec.engine.lockstep import Lead
+from batchspec.engine.messages import Build, Calibrate, Load, Scales
 from batchspec.engine.round import RoundOptions
 from batchspec.errors import CapacityError, ConfigError
+from batchspec.model.blocks.base import Shard
+from batchspec.model.files import ModelFiles
 from batchspec.model.hub import find_model
 from batchspec.model.kv_calibration import CALIBRATION, check_fp8_kv, give_scales
 from batchspec.model.kv_scales import KVScales
+from batchspec.model.shard import slices_of
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype
 from batchspec.model.tokenizer import Tokenizer
@@ -43,21 +49,39 @@ SURVEY_ROWS = 512
 """Number of rows that are surveyed to choose the shape of the batch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A job whose checks have all passed. No weight is read yet."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobModel:
+    """The target and the drafter of a job, checked. No weight is read yet."""
 
     config: RunConfig
-    source: Source
-    columns: ColumnMap
-    folder: Path
+    files: ModelFiles
     spec: ModelSpec
-    tokenizer: Tokenizer | None
+    """Of the part that this process computes, if there is a group."""
     device: torch.device
     dtype: torch.dtype
-    admission: Admission
     drafter: DrafterSpec[Any]
     """Its checkpoint is judged, its weights are not read."""
+    group: Group | None = None
+    """The processes that compute the target together; None: this one alone."""
+
+    @property
+    def folder(self) -> Path:
+        return self.files.folder
+
+    @property
+    def dummy(self) -> bool:
+        """Weights are noise."""
+        return self.config.model.load_format == "dummy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(JobModel):
+    """A job whose checks have all passed."""
+
+    source: Source
+    columns: ColumnMap
+    tokenizer: Tokenizer | None
+    admission: Admission
     kv_scales: KVScales | None = None
     """Those that an earlier run kept in the output folder, with cache.dtype=fp8."""
 
@@ -67,19 +91,35 @@ class Job:
 
 
 def open_job(
-    config: RunConfig, source: Source | None = None, *, tokenizer: Tokenizer | None = None, fetch: bool = True, here: bool = True
-) -> Job:
+    config: RunConfig, source: Source | None = None, *, tokenizer: Tokenizer | None = None, fetch: bool = True, here: bool = True,
+    group: Group | None = None,
+) -> Job:  # fmt: skip
     """Check input, model and drafter, their weights by the files' headers. Raises ConfigError, InputError or CheckpointError.
 
     source     replaces the dataset at input.path
     tokenizer  replaces the model folder's own
     fetch      False: weights on the hub are not downloaded. All checks come before a download
     here       False: the job will run on another machine, whose devices are unknown
+    group      the processes that compute the target together
     """
     source = source or open_source(config.input)
     columns = map_columns(source.schema, config.input.columns)
     output_schema(source.schema, columns, config.output)
     check_ids(source, columns)
+    model = open_model(config, here=here, group=group)
+    tokenizer = tokenizer or open_tokenizer(model.folder, config, columns)
+    admission = Admission(config, source=source, columns=columns, spec=model.spec, tokenizer=tokenizer)
+    output_schema(source.schema, columns, config.output, channels=admission.has_channels)
+    if fetch:
+        if not model.dummy:
+            model.files.fetch()
+        model.drafter.fetch()
+    of_model = {item.name: getattr(model, item.name) for item in fields(model)}
+    return Job(**of_model, source=source, columns=columns, tokenizer=tokenizer, admission=admission)
+
+
+def open_model(config: RunConfig, *, here: bool = True, group: Group | None = None) -> JobModel:
+    """Check model and drafter, arguments as of `open_job`. Raises ConfigError or CheckpointError."""
     assert config.model.path is not None
     model, dummy = find_model(config.model.path, config.model.revision), config.model.load_format == "dummy"
     spec = load_spec(model.folder) if dummy else judge_model(model)
@@ -93,14 +133,12 @@ def open_job(
     spec = spec.on(device, dtype, config.model.activations)
     drafter = open_drafter(config, spec)
     check_head(config.draft, drafter.head, spec)
-    tokenizer = tokenizer or open_tokenizer(model.folder, config, columns)
-    admission = Admission(config, source=source, columns=columns, spec=spec, tokenizer=tokenizer)
-    output_schema(source.schema, columns, config.output, channels=admission.has_channels)
-    if fetch:
-        if not dummy:
-            model.fetch()
-        drafter.fetch()
-    return Job(config, source, columns, model.folder, spec, tokenizer, device, dtype, admission, drafter)
+    if group is not None:
+        if device.type == "cuda":
+            raise ConfigError(f"cluster.tensor_parallel={group.ranks} on GPUs is not built yet; use device=cpu or 1")
+        spec = spec.sharded(Shard(group.rank, group.ranks))
+        slices_of(spec)  # refuses what cannot be cut
+    return JobModel(config=config, files=model, spec=spec, device=device, dtype=dtype, drafter=drafter, group=group)
 
 
 def choose_device(name: str) -> torch.device:
@@ -125,7 +163,7 @@ def job_fingerprint(job: Job) -> dict[str, str]:
     return fingerprint(
         {
             "model.config": (job.folder / "config.json").read_text(encoding="utf-8"),
-            "model.weights": "dummy" if config.model.load_format == "dummy" else weight_files(job.folder).fingerprint,
+            "model.weights": "dummy" if job.dummy else weight_files(job.folder).fingerprint,
             "model.tokenizer": None if job.tokenizer is None else job.tokenizer.fingerprint,
             "model.dtype": str(job.dtype).removeprefix("torch."),
             # As resolved on this device, and left out where plain, so that jobs begun before this key existed resume.
@@ -157,18 +195,28 @@ def _kv_parts(cache: CacheConfig) -> dict[str, Any]:
     return given | ({"cache.calibration": CALIBRATION} if cache.dtype == "fp8" else {})
 
 
+def device_facts(device: torch.device) -> str:
+    """What decides how a kernel is launched: the kind of device, and the software."""
+    kind = "cpu"
+    if device.type == "cuda":
+        own = torch.cuda.get_device_properties(device)
+        kind = f"{own.name} with {own.multi_processor_count} SMs"
+    return f"{kind}, torch {torch.__version__}"
+
+
 def recorded_facts(job: Job) -> dict[str, Any]:
+    device = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu"
     return {
         "batchspec": __version__,
         "torch": torch.__version__,
         "python": sys.version.split()[0],
-        "device": torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu",
+        "device": device if job.group is None else f"{job.group.ranks} x {device}",
         "model": str(job.config.model.path),
         "drafter": job.config.draft.name,
     }
 
 
-def weight_bytes(job: Job) -> int:
+def weight_bytes(job: JobModel) -> int:
     """Bytes of the weights of target and drafter in the device's memory."""
     return job.spec.weight_bytes(job.dtype) + job.drafter.weight_bytes(dtype=job.dtype, device=job.device)
 
@@ -181,15 +229,23 @@ def learning_bytes(job: Job, max_len: int) -> int:
     return job.drafter.state_bytes() + adapting
 
 
+def free_bytes(job: JobModel, *, loaded: bool = False) -> int:
+    """Bytes of memory for K/V pages and all else besides the weights; in a group those of the rank that has least.
+
+    loaded  the weights, the drafter's included, are in memory already
+    """
+    if loaded and job.device.type == "cuda":
+        torch.cuda.empty_cache()  # memory that loading used and released counts as free
+    own = free_memory(job.device, weights=0 if loaded else weight_bytes(job))
+    return own if job.group is None else job.group.least(own)
+
+
 def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) -> PackedBatch:
     """The shape of the batch on this machine. Raises CapacityError if not even one row fits.
 
     loaded  the weights, the drafter's included, are in memory already
     """
-    weights, shape = weight_bytes(job), job.drafter.shape
-    learning = learning_bytes(job, demand.max_tokens)
-    if loaded and job.device.type == "cuda":
-        torch.cuda.empty_cache()  # memory that loading used and released counts as free
+    shape, learning = job.drafter.shape, learning_bytes(job, demand.max_tokens)
     return choose_batch(
         job.config.packing,
         job.spec,
@@ -200,7 +256,7 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
         draft_len=shape.num_verified,
         num_lookahead_slots=shape.num_lookahead_slots,
         draft_layers=job.drafter.kv_layers(job.dtype, PAGE_SIZE),
-        free_bytes=free_memory(job.device, weights=learning + (0 if loaded else weights)),
+        free_bytes=max(0, free_bytes(job, loaded=loaded) - learning),
     )
 
 
@@ -220,13 +276,20 @@ def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
     demand = seen.demand(job.source.num_rows, job.admission.max_len)
     dtype = str(job.dtype).removeprefix("torch.")
     check_memory(job)
-    progress.phase(f"loading {config.model.path} in {dtype} on {job.device.type}")
-    target = Target.load(job.folder, job.spec, dtype=job.dtype, device=job.device, dummy=config.model.load_format == "dummy")
+    on = job.device.type if job.group is None else f"{job.group.ranks} x {job.device.type}"
+    progress.phase(f"loading {config.model.path} in {dtype} on {on}")
+    lead = None if job.group is None else Lead(job.group.channel)
+    if lead is not None:
+        lead.send(Load(device_facts(job.device)))
+    target, weights = load_weights(job)
     if job.spec.fp8_kv:
-        weights_of = None if config.model.load_format == "dummy" else job.folder
-        source = give_scales(target, job.kv_scales, config.cache.scales, weights_of, job.tokenizer)
+        source = give_scales(
+            target, job.kv_scales, config.cache.scales, None if job.dummy else job.folder, job.tokenizer,
+            tell=lambda prompts: None if lead is None else lead.send(Calibrate(prompts)),
+        )  # fmt: skip
+        if lead is not None and target.all_kv_scales is not None:
+            lead.send(Scales(target.all_kv_scales.tolist()))
         progress.phase(f"K and V in e4m3, scales {source}")
-    weights = job.drafter.load(dtype=job.dtype, device=job.device)
     check_weights(config.draft, job.drafter.trainable(weights))
     batch = plan_batch(job, demand, device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises), loaded=True)
     drafter = job.drafter.build(weights, target, slots=batch.num_slots)
@@ -234,17 +297,27 @@ def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
         f"{counted(batch.num_slots, 'slot')}, {batch.num_pages} pages of {batch.page_size} tokens, "
         f"rows of at most {batch.max_len} tokens, draft={drafter.name} K={drafter.max_len}"
     )
-    engine = build_engine(config, target, drafter, batch, tokenizer=job.tokenizer)
+    if lead is not None:
+        lead.send(Build(batch))
+    engine = build_engine(config, target, drafter, batch, tokenizer=job.tokenizer, lead=lead)
     if job.device.type == "cuda":
         progress.phase("compiling kernels and capturing the graphs of the rounds")
         engine.prepare(usual_mode(config), shared=config.decode.n > 1)
     return engine
 
 
+def load_weights(job: JobModel) -> tuple[Target, Any]:
+    """The target, and the drafter's weights, both in the device's memory."""
+    ranks = None if job.group is None else job.group.collectives
+    target = Target.load(job.folder, job.spec, dtype=job.dtype, device=job.device, dummy=job.dummy, ranks=ranks)
+    return target, job.drafter.load(dtype=job.dtype, device=job.device)
+
+
 def build_engine(
-    config: RunConfig, target: Target, drafter: Drafter, batch: PackedBatch, *, tokenizer: Tokenizer | None = None
-) -> Engine:
-    """The engine that these settings ask for, on the target's device; nothing is captured yet."""
+    config: RunConfig, target: Target, drafter: Drafter, batch: PackedBatch, *, tokenizer: Tokenizer | None = None,
+    lead: Lead | None = None,
+) -> Engine:  # fmt: skip
+    """The engine that these settings ask for, on the target's device; nothing is captured yet. lead: as of `Engine`."""
     decode, ablation, num_top = config.decode, config.ablation, config.output.logprobs
     return Engine(
         target,
@@ -265,10 +338,11 @@ def build_engine(
         adaptive=config.draft.adaptive is not False,
         overlap=ablation.overlap,
         expert_correlation=config.packing.expert_correlation,
+        lead=lead,
     )
 
 
-def check_memory(job: Job) -> None:
+def check_memory(job: JobModel) -> None:
     """Raises CapacityError for weights that the device could not hold if it held nothing else."""
     weights = weight_bytes(job)
     on_gpu = job.device.type == "cuda"
@@ -276,7 +350,8 @@ def check_memory(job: Job) -> None:
     if weights > memory:
         raise CapacityError(
             f"model.path={job.config.model.path}: the weights take {weights / 1e9:,.1f} GB as {job.dtype}, "
-            f"and this {'GPU' if on_gpu else 'machine'} has {memory / 1e9:,.1f} GB of memory; use a smaller model or model.dtype"
+            f"and this {'GPU' if on_gpu else 'machine'} has {memory / 1e9:,.1f} GB of memory; "
+            "use a smaller model, another model.dtype or more GPUs for it (cluster.tensor_parallel)"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from batchspec import terminal
@@ -11,6 +12,7 @@ from batchspec.errors import ConfigError, Interrupted
 
 if TYPE_CHECKING:
     from batchspec.config.schema import RunConfig
+    from batchspec.distributed.group import Group
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,6 +36,8 @@ def run(config: RunConfig) -> int:
     """
     from batchspec.cluster import slurm, workers
 
+    if config.cluster.tensor_parallel == "auto":
+        config = replace(config, cluster=replace(config.cluster, tensor_parallel=workers.choose_ranks(config)))
     task, devices = slurm.this_task(), workers.devices(config)
     if task is None and len(devices) == 1:
         run_here(config)
@@ -44,8 +48,11 @@ def run(config: RunConfig) -> int:
     return code
 
 
-def run_here(config: RunConfig) -> None:
-    """Run one checked job in this process. Torch is imported only here, after the configuration was checked."""
+def run_here(config: RunConfig, group: Group | None = None) -> None:
+    """Run one checked job in this process. Torch is imported only here, after the configuration was checked.
+
+    group  the processes that compute the model together, which this one leads
+    """
     if config.requires_gpu:
         import torch
 
@@ -56,7 +63,7 @@ def run_here(config: RunConfig) -> None:
             )
     from batchspec.job import run_job
 
-    run_job(config)
+    run_job(config, group=group)
 
 
 def _name(config: RunConfig) -> str:

@@ -29,6 +29,7 @@ settings.load_profile("batchspec")
 
 LONG = (
     "test_compile.py",
+    "test_group_jobs.py",
     "test_job.py",
     "test_workers.py",
     "test_demo.py",
@@ -52,6 +53,9 @@ LONG = (
     "test_expert_kernels.py",
     "test_object_stores.py",
     "test_contention.py",
+    "test_lockstep.py",
+    "test_vocabulary.py",
+    "test_tensor_parallel.py",
     "test_coupled.py",
     "test_install.py",
     "test_replay.py",

@@ -26,7 +26,7 @@ class Jobs:
         self.ran: list[RunConfig] = []
         self.does: Callable[[RunConfig], None] = lambda config: None
 
-    def run_job(self, config: RunConfig) -> None:
+    def run_job(self, config: RunConfig, group: None = None) -> None:
         self.ran.append(config)
         self.does(config)
 

@@ -202,3 +202,115 @@ def test_there_is_one_worker_a_visible_gpu_and_no_gpu_is_shared(monkeypatch: pyt
     assert workers.devices(config) == [None] * 4
     config.cluster.workers = "auto"
     assert workers.devices(config) == [None]
+
+
+def test_a_model_over_several_gpus_has_as_many_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RunConfig()
+    config.cluster.tensor_parallel = 2
+    monkeypatch.setattr(workers, "visible_gpus", lambda: ["0", "1", "5", "6", "7"])
+    assert workers.devices(config) == ["0", "1", "5", "6"]
+    config.cluster.workers = 1
+    assert workers.devices(config) == ["0", "1"]
+    config.cluster.workers = 3
+    with pytest.raises(ConfigError, match=r"cluster\.workers=3: this machine shows 5 GPUs, and a worker needs 2 of its own"):
+        workers.devices(config)
+    config.cluster.workers, config.cluster.tensor_parallel = "auto", 8
+    with pytest.raises(ConfigError, match=r"cluster\.tensor_parallel=8: this machine shows 5 GPUs, and a model that is cut over"):
+        workers.devices(config)
+    config.device = "cpu"
+    assert workers.devices(config) == [None] * 8
+
+
+RANK = """from batchspec.distributed.channel import Channel
+from batchspec.errors import RankLost
+rank, ranks, handle = map(int, sys.argv[3:6])
+end = Channel(handle, rank, ranks)
+def wait_for_loss():
+    try:
+        end.receive() if rank else end.wait(lambda: False)
+    except RankLost as error:
+        print(error)
+        sys.exit(75)
+"""
+"""The beginning of a program of a rank."""
+
+
+@pytest.mark.parametrize(
+    ("follower", "code", "said"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 75, "rank 1 of worker 0 was killed by SIGKILL; its group ends\n"),
+        ("sys.exit(1)", 1, "rank 1 of worker 0 ended with exit code 1; its group ends\n"),
+        ("sys.exit(0)", 75, "[0] rank 1 of this group is gone; run the same command again to go on\n"),
+    ],
+)
+def test_when_a_rank_ends_its_group_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], follower: str, code: int, said: str
+) -> None:
+    program = f"\n{RANK}\nif rank:\n    {follower}\nwait_for_loss()"
+    assert supervised(monkeypatch, program, 2, tensor_parallel=2) == code
+    out = capsys.readouterr().err
+    assert said in out
+    assert "[0] rank 1 of this group is gone" in out
+
+
+def test_when_the_leader_dies_its_group_ends_and_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    program = f"""
+{RANK}
+if number == 0:
+    os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else wait_for_loss()
+if rank == 0:
+    end.send(b"the end")
+else:
+    assert end.receive() == b"the end"
+open(f'{tmp_path}/{{number}} {{rank}}', 'w').close()"""
+    supervised(monkeypatch, program, 4, tensor_parallel=2)
+    out = capsys.readouterr().err
+    assert "worker 0 was killed by SIGKILL; its group ends; 1 other takes its shards over\n" in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1 0", "1 1"]
+    assert "worker 1" not in out
+
+
+@pytest.mark.parametrize("hangs", [0, 1])
+def test_a_rank_that_hangs_after_another_has_ended_is_killed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], hangs: int
+) -> None:
+    for name in ("LEADER_END_S", "FOLLOWER_END_S", "STACKS_S"):
+        monkeypatch.setattr(workers, name, 0.3)
+    began = time.monotonic()
+    hang = "import faulthandler; faulthandler.enable(); time.sleep(60)"
+    program = f"\n{RANK}\nif rank == {hangs}:\n    {hang}\nos.kill(os.getpid(), signal.SIGKILL)"
+    assert supervised(monkeypatch, program, 2, tensor_parallel=2) == 75
+    assert time.monotonic() - began < 20
+    said = capsys.readouterr().err
+    assert f"rank {hangs} of worker 0 does not end: it has begun 0 of 0 steps and read 0 results; killed\n" in said
+    assert f"[{'0.1' if hangs else '0'}] Fatal Python error: Aborted" in said
+
+
+def test_only_the_leader_gets_the_signals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = f"""
+{RANK}
+def told(*_):
+    open(f'{tmp_path}/told {{rank}}', 'w').close()
+    end.send(b"the end")
+    sys.exit(75)
+signal.signal(signal.SIGTERM, told)
+if rank:
+    end.tell(1, 0)
+    end.receive()
+    sys.exit(0)
+end.told(1, 1)
+os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(60)"""
+    assert supervised(monkeypatch, program, 2, tensor_parallel=2) == 75
+    assert [path.name for path in tmp_path.iterdir()] == ["told 0"]
+
+
+def test_every_rank_sees_all_gpus_of_its_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = f"open(f'{tmp_path}/{{number}} {{sys.argv[3]}} ' + os.environ['CUDA_VISIBLE_DEVICES'], 'w').close()"
+    monkeypatch.setattr(workers, "PROGRAM", ("-c", "import os, sys; number = int(sys.argv[1]); " + program))
+    config = RunConfig()
+    config.output.dir, config.cluster.tensor_parallel = "/nowhere", 2
+    assert workers.supervise(config, ["3", "4", "6", "7"]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0 0 3,4", "0 1 3,4", "1 0 6,7", "1 1 6,7"]

@@ -25,6 +25,7 @@ class LogitRows:
     drafts       int32 [., K] draft tokens; None where nothing was drafted before the position, or no rule asks for them
     num_drafted  int64 [T] how many of `drafts` come before the position; of dead rows and padding any number
     draft_rows   int32 or int64 [T] row of `drafts`, of a tree one for each node; None: that of `row_ids`
+    tokens       the tokens whose logits these are, of a rank that has those of a part of the vocabulary; None: of all
 
     Tokens before the drafts are committed: rules find them, and what was computed from them, in `DeviceBatch`.
     """
@@ -34,6 +35,7 @@ class LogitRows:
     drafts: Tensor | None = None
     num_drafted: Tensor | None = None
     draft_rows: Tensor | None = None
+    tokens: slice | None = None
 
     def drafts_before(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Draft by draft, in order: its token for each of T rows, int64 [T], and whether it precedes the position, bool [T]."""
@@ -106,6 +108,8 @@ def apply_penalties(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: T
         ids = tokens.unsqueeze(1)
         mark = seen.gather(1, ids)
         seen.scatter_(1, ids, torch.where(before.unsqueeze(1), mark | (SEEN_PROMPT_OR_OUTPUT | SEEN_OUTPUT), mark))
+    if at.tokens is not None:
+        seen = seen[:, at.tokens]
     repetition = rows.repetition[at.row_ids].unsqueeze(1).to(logits.dtype)
     presence = rows.presence[at.row_ids].unsqueeze(1).to(logits.dtype)
     penalised = torch.where(logits > 0, logits / repetition, logits * repetition)
@@ -118,6 +122,10 @@ def forbid_stop_ids(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: T
     assert map_ids is None, "min_tokens is the target's alone"
     stop_ids = rows.stop_ids[at.row_ids].long()
     early = (at.positions < rows.min_tokens[at.row_ids]).unsqueeze(1) & (stop_ids >= 0)
+    if at.tokens is not None:
+        stop_ids = stop_ids - at.tokens.start
+        early &= (stop_ids >= 0) & (stop_ids < logits.shape[1])
+        stop_ids = stop_ids.clamp(max=logits.shape[1] - 1)
     ids = stop_ids.clamp(min=0)
     # Unused entries point at id 0: amin keeps its own logit there.
     value = torch.where(early, -torch.inf, torch.inf).to(logits.dtype)

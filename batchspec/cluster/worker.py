@@ -1,38 +1,88 @@
-"""One worker process: `python -m batchspec.cluster.worker NUMBER SHARING`, started by workers.py.
+"""One worker process: `python -m batchspec.cluster.worker NUMBER SHARING [SEAT]`, started by workers.py.
 
-NUMBER is for readers of `ps`; SHARING is the number of workers whose K/V pages share the main memory (1 on GPUs).
+NUMBER is for readers of `ps`; SHARING is the number of processes whose K/V pages share the main memory (1 on GPUs). SEAT is the
+process's place in the group that computes the model, four words (`distributed/group.py`); without it, it computes it alone.
 """
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import signal
 import sys
 import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from batchspec.cli import guarded
 from batchspec.config.compose import reported
 from batchspec.config.typed import from_json
+from batchspec.errors import Interrupted, RankLost
 from batchspec.run import run_here
+from batchspec.supervise.signals import SIGNALS
+
+if TYPE_CHECKING:
+    from batchspec.config.schema import RunConfig
+
+EXCHANGE_S = 7 * 24 * 3600.0
+"""Limit of an exchange between ranks: the watchdog, which knows when there is work, ends a hanging run before."""
+ORPHAN_S = 60.0
+"""Seconds after which a follower ends whose parent is gone: its leader saves its work meanwhile."""
 
 
 def main() -> int:
     """Run the job whose configuration is the first line of standard input; returns the exit code."""
     config = from_json(sys.stdin.readline())
-    sharing = int(sys.argv[2])
+    sharing, seat = int(sys.argv[2]), sys.argv[3:]
     if sharing > 1 and config.packing.memory_gb is None:
         from batchspec.packing.planner import host_share
 
         config.packing.memory_gb = host_share() / sharing / 1e9
-    threading.Thread(target=_watch, daemon=True).start()
-    return reported(lambda: run_here(config))
+    follows = bool(seat) and seat[0] != "0"
+    if seat:
+        faulthandler.enable()  # SIGABRT prints the stacks
+    if follows:  # the leader ends when it is asked to, and then ends its group
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_watch, args=(follows,), daemon=True).start()
+    return reported(lambda: run_rank(config, seat)) if seat else reported(lambda: run_here(config))
 
 
-def _watch() -> None:
+def run_rank(config: RunConfig, words: list[str]) -> int:
+    """Lead or follow; returns the exit code."""
+    from batchspec.distributed.group import joined
+    from batchspec.distributed.seat import Seat
+    from batchspec.engine.lockstep import Lead
+    from batchspec.engine.messages import End
+    from batchspec.runner.follower import run_follower
+
+    seat = Seat.of(words)
+    try:
+        with joined(seat, limit_s=EXCHANGE_S) as group:
+            if seat.rank:
+                run_follower(config, group)
+                return 0
+            try:
+                run_here(config, group)
+            finally:
+                with suppress(RankLost):
+                    Lead(group.channel).send(End())
+    except RankLost:
+        if seat.rank == 0:
+            raise
+        return Interrupted.exit_code  # the parent says which rank is gone
+    return 0
+
+
+def _watch(follows: bool) -> None:
     """The parent holds the other end open while it lives; when it is gone the worker saves its work and ends."""
     while os.read(0, 1):  # not sys.stdin: its lock would be held when the interpreter ends
         pass
+    if follows:
+        time.sleep(ORPHAN_S)
+        os._exit(Interrupted.exit_code)
     os.kill(os.getpid(), signal.SIGTERM)
 
 

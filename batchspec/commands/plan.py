@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from batchspec import terminal
+from batchspec.cluster.workers import visible_gpus
+from batchspec.config.checks import AUTO, TENSOR_PARALLEL
 from batchspec.config.compose import launch
 from batchspec.config.schema import RunConfig
+from batchspec.model.blocks.base import Shard
+from batchspec.model.shard import slices_of
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.cost import Rates, device_rates, num_multiplied
 from batchspec.packing.kv_memory import kv_bytes
 from batchspec.packing.planner import Forecast, forecast, free_memory, held_back_bytes
 from batchspec.packing.predict import SHORT_TOKENS
+from batchspec.packing.replicas import Way, best, ways
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, check_memory, learning_bytes, open_job, plan_batch
 from batchspec.records import Ids, PackedBatch
@@ -42,9 +47,11 @@ class Plan:
     num_completions: int
     batch: PackedBatch | None
     forecast: Forecast | None
+    ways: Sequence[Way] = ()
+    """To divide the GPUs of this machine, if it has several."""
 
     def text(self) -> str:
-        return "\n".join([*self._input(), *self._lengths(), *self._thinking(), *self._shape()])
+        return "\n".join([*self._input(), *self._lengths(), *self._thinking(), *self._shape(), *self._ways()])
 
     def _input(self) -> list[str]:
         files, rows, read = self.job.source.files, self.job.source.num_rows, self.survey.num_rows
@@ -123,6 +130,39 @@ class Plan:
         text = " + ".join(f"{_bytes(size)} {name}" for name, size in parts.items() if size)
         return f"memory       {text} = {_bytes(sum(parts.values()))} of {_bytes(free_memory(job.device))} that are free"
 
+    def _ways(self) -> list[str]:
+        """Copies of the model or one cut over several GPUs, and which the cost model takes."""
+        if not self.ways:
+            return []
+        taken = best(self.ways)
+        lines = [f"GPUs         {self.ways[0].replicas * self.ways[0].ranks}; cluster.tensor_parallel={taken.ranks} is fastest"]
+        for way in self.ways:
+            name = f"  {way.replicas} {'copy' if way.replicas == 1 else 'copies'} on {counted(way.ranks, 'GPU')}"
+            if way.seconds is None or way.batch is None:
+                lines.append(f"{name}: {way.reason}")
+            else:
+                lines.append(f"{name}: {_duration(way.seconds)}, {counted(way.batch.num_slots, 'slot')} a copy")
+        return lines
+
+
+def ways_of(job: Job, seen: Survey, rates: Rates, num_gpus: int) -> list[Way]:
+    """The ways to divide so many GPUs of this kind for the job, each predicted."""
+    whole = job.spec.whole or job.spec
+    demand = seen.demand(job.source.num_rows, job.admission.max_len)
+
+    def predict(ranks: int, replicas: int) -> tuple[PackedBatch, Forecast]:
+        part = replace(job, spec=whole.sharded(Shard(0, ranks)))
+        slices_of(part.spec)
+        share = replace(demand, num_completions=-(-demand.num_completions // replicas))
+        check_memory(part)
+        batch = plan_batch(part, share, rates)
+        return batch, forecast(
+            batch, part.spec, rates, share, dtype=job.dtype, accepted=job.drafter.assumed_accepted,
+            correlation=job.config.packing.expert_correlation,
+        )  # fmt: skip
+
+    return ways(TENSOR_PARALLEL, num_gpus, predict)
+
 
 def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = False) -> Plan:
     """Read and admit a sample of about 10,000 rows spread over the input (`full`: every row), choose the shape, predict.
@@ -135,7 +175,12 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
     demand = seen.demand(job.source.num_rows, job.admission.max_len)
     rates = device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises)
     batch, ahead = None, None
+    num_gpus = len(visible_gpus()) if job.device.type == "cuda" else 1
+    found = ways_of(job, seen, rates, num_gpus) if num_gpus > 1 and demand.num_completions else []
+    ranks = best(found).ranks if found and config.cluster.tensor_parallel == AUTO else config.cluster.tensor_parallel
     if demand.num_completions:
+        if ranks not in (1, AUTO):
+            job = replace(job, spec=job.spec.sharded(Shard(0, ranks)))
         check_memory(job)
         batch = plan_batch(job, demand, rates)
         ahead = forecast(
@@ -143,7 +188,7 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
             correlation=config.packing.expert_correlation,
         )  # fmt: skip
     return Plan(
-        job=job, survey=seen, rates=rates, num_completions=demand.num_completions, batch=batch, forecast=ahead
+        job=job, survey=seen, rates=rates, num_completions=demand.num_completions, batch=batch, forecast=ahead, ways=found
     )  # fmt: skip
 
 

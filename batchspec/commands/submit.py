@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from batchspec import terminal
+from batchspec.config.checks import AUTO
 from batchspec.config.compose import launch
 from batchspec.config.schema import ClusterConfig, RunConfig
 from batchspec.errors import ConfigError
@@ -30,6 +31,9 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("submit takes one job; for a sweep: batchspec run -m hydra/launcher=submitit_slurm ...")
 
     def submit(config: RunConfig) -> None:
+        gpus, ranks = config.cluster.gpus, config.cluster.tensor_parallel
+        if ranks != AUTO and 0 < gpus < ranks:
+            raise ConfigError(f"cluster.gpus={gpus} is less than cluster.tensor_parallel={ranks}; raise cluster.gpus")
         if not unseen:
             from batchspec.prepare import open_job  # imports torch, so only after the configuration was checked
 

@@ -29,6 +29,9 @@ URLS = ("input.path", "output.dir", "model.path", "model.revision", "model.chat_
 READ_BY = readers()
 """Keys that not every drafter reads -> the drafters that do."""
 
+TENSOR_PARALLEL, AUTO = (1, 2, 4, 8), "auto"
+"""Values of cluster.tensor_parallel."""
+
 REQUIRED: dict[str, str] = {
     "model.path": "a Hugging Face folder, a hub id or smollm2-135m; `+job=demo` is a job that has everything",
     "input.path": "a Parquet or JSON-lines file, folder, glob or a list of them",
@@ -48,6 +51,7 @@ def check(config: RunConfig, *, require: Iterable[str] = ()) -> None:
     _drafter(config)
     check_ranges(config, RANGES)
     _cache(config)
+    _ranks(config)
     _decode(config)
     _thinking(config)
     _date(config)
@@ -162,6 +166,19 @@ def _cache(config: RunConfig) -> None:
         raise ConfigError(f"cache.scales={scales} is not used by cache.dtype={config.cache.dtype}; set fp8 or remove the key")
     if scales == "checkpoint" and config.model.load_format == "dummy":
         raise ConfigError("cache.scales=checkpoint: model.load_format=dummy reads no checkpoint; use auto")
+
+
+def _ranks(config: RunConfig) -> None:
+    count = config.cluster.tensor_parallel
+    if count not in (*TENSOR_PARALLEL, AUTO) or isinstance(count, bool):
+        raise ConfigError(f"cluster.tensor_parallel={count} must be auto, 1, 2, 4 or 8; 1 is one GPU per copy of the model")
+    if count == 1:
+        return
+    asked = f"cluster.tensor_parallel={count}"
+    if config.draft.adapt.every_shards:
+        raise ConfigError(f"draft.adapt.every_shards={config.draft.adapt.every_shards} with {asked} is not built; remove one")
+    if not config.ablation.argmax:
+        raise ConfigError(f"ablation.argmax=false with {asked} is not built; remove one")
 
 
 def _decode(config: RunConfig) -> None:

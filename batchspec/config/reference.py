@@ -36,6 +36,7 @@ FREE_TYPES: dict[str, str] = {
     "input.path": "string or list of strings",
     "output.passthrough": "all, none, or a list of names",
     "cluster.workers": "auto, or an int of at least 1",
+    "cluster.tensor_parallel": "auto, 1, 2, 4 or 8",
 }
 """Types in words of keys whose dataclass says Any."""
 _SENTENCE_END = re.compile(r"(?<!e\.g)\.\s")

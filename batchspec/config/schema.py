@@ -213,7 +213,12 @@ class ClusterConfig:
     """Processes of a run, and tasks of a Slurm array."""
 
     workers: Any = "auto"
-    """Number of processes of a run. auto is one per visible GPU, or one on a CPU; each process has one GPU."""
+    """Number of copies of the model that a run computes with. auto is one per visible GPU, or per cluster.tensor_parallel of
+    them, and one on a CPU."""
+    tensor_parallel: Any = 1
+    """Number of GPUs over which each copy of the model is cut (tensor parallelism), for models that one GPU does not hold: 1, 2,
+    4 or 8. Each GPU has a process. auto takes what `batchspec plan` predicts to be fastest on the visible GPUs. Tokens are those
+    of one GPU up to rounding, and a job may be continued with another number."""
     max_restarts: int = 10
     """Maximum number of restarts of a Slurm task that requeues itself after exit code 75. Restarts by Slurm count too."""
     signal_s: int = 120

@@ -66,6 +66,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "input.max_error_fraction": (0.0, 1.0, "1 ends a job of nothing but error rows alone"),
     "output.shard_rows": (1, 10_000_000, "null lets batchspec choose"),
     "output.logprobs": (0, 100, "null writes none"),
+    "cluster.tensor_parallel": (1, 8, "1, 2, 4 or 8 GPUs for each copy of the model"),
     "cluster.max_restarts": (0, math.inf, "0 is never"),
     "cluster.signal_s": (1, 65535, "120 is enough to save and to requeue"),
     "cluster.tasks": (1, math.inf, "give the tasks of the array"),
@@ -221,7 +222,7 @@ def check_ranges(config: Any, ranges: Mapping[str, tuple[float, float, str]]) ->
     """Each number must be in its range; null always is."""
     for key in ranges:
         value = value_of(config, key)
-        problem = None if value is None else violation(key, value, ranges)
+        problem = None if value is None or isinstance(value, str) else violation(key, value, ranges)
         if problem:
             raise ConfigError(problem)
 

@@ -231,7 +231,7 @@ class EagleHead:
     def logits(self, normed: Tensor) -> Tensor:
         """fp32 [R, draft vocabulary] (fp64 for an fp64 model)."""
         if self._lm_head is None:
-            return self._target.logits(normed)
+            return self._target.all_logits(normed)
         if self._scores is None:
             return torch.mm(normed, self._lm_head.t(), out_dtype=torch.float32)
         return self._scores(normed.to(self.logits_dtype))

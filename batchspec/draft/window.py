@@ -68,7 +68,7 @@ class WindowDrafter(NoFeatures):
             if draws is None:
                 ids[:, k + 1] = self._target.greedy_sample(hidden, vocab=self._vocab)
             else:
-                draws.choose(self._target.logits(hidden)[:, : self._vocab], ids[:, k + 1])
+                draws.choose(self._target.all_logits(hidden)[:, : self._vocab], ids[:, k + 1])
         draft_ids.copy_(ids[:, 1:])
         torch.mul(rows.live, width, out=draft_len)
 

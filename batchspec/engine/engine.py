@@ -19,6 +19,8 @@ from batchspec.draft.base import Drafter
 from batchspec.engine.allocator import SlotAllocator
 from batchspec.engine.completion import completion_of
 from batchspec.engine.executor import Executor
+from batchspec.engine.lockstep import Lead
+from batchspec.engine.messages import Prepare, Scales, Step
 from batchspec.engine.output_processor import EngineTotals, OutputProcessor
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.request_state import RequestState
@@ -50,6 +52,7 @@ class Engine:
         adaptive: bool = False,
         overlap: bool = False,
         expert_correlation: float = 1.0,
+        lead: Lead | None = None,
     ) -> None:
         """`decode` turns ids into text (needed for stop strings); `penalties` allocates penalty state.
 
@@ -57,7 +60,9 @@ class Engine:
         adaptive     choose the draft length of each round, 0 included, by measured times and acceptance (GPU only)
         overlap      prefill concurrently with the rounds, not between them (GPU only)
         expert_correlation  share of tokens that choose experts independently, until rounds were counted (`ExpertReads`)
+        lead     of the leader of several ranks that compute the target together
         """
+        self._lead = lead
         self.target, self.drafter, self.batch, self.options = target, drafter, batch, options or RoundOptions()
         self.executor = Executor(
             target, drafter, batch, device=device, options=self.options, penalties=penalties, overlap=overlap
@@ -82,15 +87,17 @@ class Engine:
 
         shared  capture the graphs of rows with shared prefixes too. What is not prepared is captured when it is first needed.
         """
+        if self._lead is not None:
+            self._lead.send(Prepare(mode, shared))
         with self.executor.stream_of_rounds():
             self._prefill_cost = self.planner.prepare(mode, shared=shared)
 
     @torch.inference_mode()
     def run(self, requests: Iterator[Request]) -> Generator[Completion]:
         """Decode every request; completions come in the order in which rows end."""
+        if not self.planner.ready:
+            self.prepare(SamplingMode())
         with self.executor.stream_of_rounds():
-            if not self.planner.ready:
-                self._prefill_cost = self.planner.prepare(SamplingMode())
             self._reset(requests)
         with _older_objects_frozen():
             while True:
@@ -102,8 +109,16 @@ class Engine:
                 if finished:
                     return
 
+    def use_kv_scales(self, values: torch.Tensor) -> None:
+        """As of `Target`, on all ranks; only while no row has K or V."""
+        if self._lead is not None:
+            self._lead.send(Scales(values.tolist()))
+        self.target.use_kv_scales(values)
+
     def _reset(self, requests: Iterator[Request]) -> None:
         """An earlier run may have been left half-way: rows, results and pages begin anew."""
+        if self._lead is not None:
+            self._lead.begin()
         self.executor.clear()
         self.planner.restart()
         groups, round_ = self.executor.cache.groups, self.executor.round
@@ -138,6 +153,8 @@ class Engine:
     def _step(self) -> Iterator[Completion]:
         """Schedule, execute, process."""
         step = self.scheduler.drain() if self._stopping else next(self._steps)
+        if self._lead is not None:
+            self._lead.send(Step(step))
         self.executor.execute(step)
         for _ in range(step.num_reads):
             yield from self._process()
@@ -183,6 +200,8 @@ class Engine:
         """
         if self.options.logprobs is not None:
             return []
+        if self._lead is not None:
+            self._lead.confirm()
         now = time.perf_counter()
         for state in self.slots.live:
             self.slots.flush(state)
@@ -192,6 +211,8 @@ class Engine:
     def _process(self) -> Iterator[Completion]:
         """Read the oldest result; requests that ended in it leave their slots and come out."""
         launch, result = self.scheduler.in_flight.popleft(), self.executor.read()
+        if self._lead is not None:
+            self._lead.read(result)
         slots, log = result.rows_of(launch.owners, self.slots.owner)
         now = time.perf_counter()
         self._processor.add(result, slots, log, now)
@@ -214,6 +235,8 @@ class Engine:
 
     def _finish(self, state: RequestState, finish: int, now: float) -> Completion:
         """`finish` is the device's reason; 0 if a stop string ended the request, which the device does not know yet."""
+        if self._lead is not None:
+            self._lead.confirm()
         slot = state.slot
         self.scheduler.end(state, on_device=bool(finish))
         if state.finish_reason is None:

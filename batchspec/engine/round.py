@@ -18,7 +18,7 @@ from batchspec.batch.uniform_layout import UniformLayout
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Drafter
 from batchspec.engine.draft_lengths import candidates
-from batchspec.engine.logprobs import logprobs_by_row
+from batchspec.engine.logprobs import Logprobs, logprobs_by_row, logprobs_of
 from batchspec.engine.sampling import choose, greedy_sample
 from batchspec.kernels.attention.work_list import SharedPrefixes
 from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
@@ -235,7 +235,7 @@ class Round:
         if raw is None or places is None:
             return RoundResult(log)
         num_rows, width = log.shape[0], log.shape[1] - 4
-        return RoundResult(log, *logprobs_by_row(raw, target_ids, places, num_rows, width, self.options.logprobs or 0))
+        return RoundResult(log, *logprobs_by_row(self.logprobs_of(raw, target_ids), places, num_rows, width))
 
     def _choose(
         self, hidden: Tensor, places: LogitRows | None, rows: DeviceBatch, mode: SamplingMode
@@ -247,7 +247,15 @@ class Round:
         raw = None
         if self.options.logprobs is not None:
             raw = logits.clone() if adjusts(mode) else logits
-        return choose(logits, places, rows, mode, greedy=self.greedy_of_logits), raw
+        return self.choose(logits, places, rows, mode), raw
+
+    def choose(self, logits: Tensor, places: LogitRows, rows: DeviceBatch, mode: SamplingMode) -> Tensor:
+        """The target's choice of each row of logits, int32 [T]: see `sampling.choose`."""
+        return choose(logits, places, rows, mode, greedy=self.greedy_of_logits)
+
+    def logprobs_of(self, raw: Tensor, target_ids: Tensor) -> Logprobs:
+        """Logprobs of the chosen tokens and of as many of the likeliest as the options ask for."""
+        return logprobs_of(raw, target_ids, self.options.logprobs or 0)
 
     def greedy_of_hidden(self, hidden: Tensor) -> Tensor:
         """The greedy choice of each row of `hidden` [T, H], int32 [T]."""

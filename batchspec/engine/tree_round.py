@@ -19,8 +19,9 @@ from batchspec.batch.uniform_layout import UniformLayout
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Drafter
 from batchspec.draft.shapes import TreeShape
-from batchspec.engine.ablation import ablated
+from batchspec.engine.ablation import R, ablated
 from batchspec.engine.round import Drafts, Round, RoundOptions, RoundResult
+from batchspec.engine.vocabulary import of_ranks
 from batchspec.kernels.attention.work_list import SharedPrefixes
 from batchspec.kernels.tree.find_accepted_path import find_accepted_path
 from batchspec.kernels.tree.prepare_tree_inputs import prepare_tree_inputs
@@ -33,8 +34,13 @@ def round_for(
 ) -> Round:
     """The round that verifies what this drafter proposes: a tree or a chain."""
     if isinstance(drafter.shape, TreeShape):
-        return ablated(TreeRound, options)(target, drafter, drafter.shape, cache, batch, options, device)
-    return ablated(Round, options)(target, drafter, cache, batch, options, device)
+        return _variant(TreeRound, target, options)(target, drafter, drafter.shape, cache, batch, options, device)
+    return _variant(Round, target, options)(target, drafter, cache, batch, options, device)
+
+
+def _variant(kind: type[R], target: Target, options: RoundOptions) -> type[R]:
+    """`kind` with what the target and the options change of it."""
+    return ablated(kind if target.ranks is None else of_ranks(kind), options)
 
 
 class TreeRound(Round):

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from batchspec.cache.attention import AttentionPlan
 from batchspec.cache.layout import LayerKV
+from batchspec.distributed.collectives import Collectives
 from batchspec.errors import CheckpointError
 from batchspec.kernels.moe.combine import combine
 from batchspec.model.blocks.base import GroupedSpec, ProductSpec
 from batchspec.model.blocks.forward import GroupedProduct, Product
 from batchspec.model.files import listed
-from batchspec.model.fused import add_norm, combine_norm, norm_quantised, rms_norm, rope_write, silu_and_mul
+from batchspec.model.fused import add_norm, combine_norm, norm_quantised, norm_rows_of_ranks, rms_norm, rope_write, silu_and_mul
 from batchspec.model.quant.base import WeightFormat, Weights
 from batchspec.model.quant.formats import Formats
 from batchspec.model.rope import Rope
@@ -30,24 +31,39 @@ class Pairs(NamedTuple):
     """[T, k]"""
 
 
+class Partial(NamedTuple):
+    """What the products of this rank gave; the ranks' are still to be added up."""
+
+    values: Tensor
+    """[T, H]"""
+
+
 class ResidualStream:
-    """The residual stream [T, H], changed in place, and what the next norm is to add to it: the two are one kernel."""
+    """The residual stream [T, H], changed in place, and what the next norm is to add to it: the two are one kernel.
 
-    __slots__ = ("_pending", "live", "residual")
+    Where ranks compute a model together, every rank has the whole stream. The ranks' shares of what is added are exchanged when
+    the next norm reads the stream: two exchanges per layer.
+    """
 
-    def __init__(self, residual: Tensor, live: Tensor | None = None) -> None:
-        """residual [T, H]; its rows may be slices of wider ones, which products do not add to. live: as of `Stream`."""
-        self.residual, self.live = residual, live
-        self._pending: Tensor | Pairs | None = None
+    __slots__ = ("_pending", "_ranks", "live", "residual")
+
+    def __init__(self, residual: Tensor, live: Tensor | None = None, ranks: Collectives | None = None) -> None:
+        """residual [T, H]; its rows may be slices of wider ones, which products do not add to. live: as of `Stream`.
+
+        ranks  of a model that is computed by several
+        """
+        self.residual, self.live, self._ranks = residual, live, ranks
+        self._pending: Tensor | Pairs | Partial | None = None
 
     def select(self, places: Tensor) -> ResidualStream:
         """The stream of some tokens, int64 [R], right after a norm."""
         assert self._pending is None
-        return ResidualStream(
-            self.residual.index_select(0, places), None if self.live is None else self.live.index_select(0, places)
-        )
+        live = None if self.live is None else self.live.index_select(0, places)
+        return ResidualStream(self.residual.index_select(0, places), live, self._ranks)
 
     def norms_in_product(self, product: Product, *, gated: bool) -> bool:
+        if self._ranks is not None:  # products must leave their outputs to be exchanged
+            return False
         return self.residual.is_contiguous() and product.norms_input(self.residual, gated=gated)
 
     def project(
@@ -57,6 +73,8 @@ class ResidualStream:
         form = product.fp8_form
         if form is not None and norm is not None and not isinstance(self._pending, Pairs):
             pending, self._pending = self._pending, None
+            if isinstance(pending, Partial):
+                pending = self.reduced(pending.values)
             out = product.of_fp8(norm_quantised(pending, self.residual, norm, eps, form, out_aux))
             return silu_and_mul(out) if gated else out
         if self._pending is not None or norm is None:
@@ -72,6 +90,8 @@ class ResidualStream:
             pending, self._pending = self._pending, None
             if isinstance(pending, Pairs):
                 return combine_norm(*pending, self.residual, norm, eps, out_aux, out)
+            if isinstance(pending, Partial):
+                pending = self.reduced(pending.values)
             return add_norm(pending, self.residual, norm, eps, out_aux, out)
         if out_aux is not None:
             out_aux.copy_(self.residual)
@@ -83,25 +103,41 @@ class ResidualStream:
         if self._pending is not None:
             pending, self._pending = self._pending, None
             if isinstance(pending, Pairs):
-                added = torch.empty_like(self.residual)
-                combine(*pending, out=added)
-                pending = added
+                pending = self._combined(*pending)
+            elif isinstance(pending, Partial):
+                pending = self.reduced(pending.values)
             self.residual.add_(pending)
         if out_aux is not None:
             out_aux.copy_(self.residual)
         return self.residual
 
+    def _combined(self, values: Tensor, weights: Tensor) -> Tensor:
+        """The pairs of each token added up [T, H]."""
+        added = torch.empty_like(self.residual)
+        combine(values, weights, out=added)
+        return added
+
+    def reduced(self, values: Tensor) -> Tensor:
+        return values if self._ranks is None else self._ranks.sum(values)
+
     def add(self, values: Tensor) -> None:
         assert self._pending is None
         self._pending = values
 
+    def add_output(self, values: Tensor) -> None:
+        assert self._pending is None
+        self._pending = values if self._ranks is None else Partial(values)
+
     def add_pairs(self, values: Tensor, weights: Tensor) -> None:
         assert self._pending is None
-        self._pending = Pairs(values, weights)
+        self._pending = Pairs(values, weights) if self._ranks is None else Partial(self._combined(values, weights))
 
     def add_product(self, product: Product, x: Tensor, row_ids: Tensor | None, *, in_product: bool) -> None:
         assert self._pending is None
-        self._pending = product.add_to(self.residual, x, row_ids) if in_product else product(x, row_ids)
+        if self._ranks is not None:
+            self._pending = Partial(product(x, row_ids))
+        else:
+            self._pending = product.add_to(self.residual, x, row_ids) if in_product else product(x, row_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +149,13 @@ class PagedStore:
     """int64 [T]"""
     kv: LayerKV
     row_ids: Tensor
+    norm_ranks: Collectives | None = None
+    """The ranks that share the heads over which q and k are normed; None: those norms are of this process alone."""
 
     def rotate_and_store(self, qkv: Any, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> Tensor:
+        if self.norm_ranks is not None and q_norm is not None and k_norm is not None:
+            norm_rows_of_ranks(qkv, q_norm, k_norm, eps, self.norm_ranks)
+            q_norm = k_norm = None
         return rope_write(qkv, self.rope, self.kv, self.slot_mapping, q_norm=q_norm, k_norm=k_norm, eps=eps)
 
 

@@ -15,18 +15,21 @@ score: no scale mends that. `batchspec verify --kv` measures what it costs on a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
+from batchspec.distributed.collectives import Collectives
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.kernels.common.e4m3 import LARGEST
+from batchspec.model.blocks.base import Shard
 from batchspec.model.calibration_texts import TEXTS
 from batchspec.model.files import ModelFiles, stored_tensors
-from batchspec.model.kv_scales import KVScales, checkpoint_scales, names_of_scales
+from batchspec.model.kv_scales import KVScales, checkpoint_scales, heads_of_part, names_of_scales
 from batchspec.model.single_row import forward_row
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
@@ -74,18 +77,24 @@ def check_fp8_kv(how: str, spec: ModelSpec, files: ModelFiles, device: torch.dev
         )
 
 
-def give_scales(target: Target, saved: KVScales | None, how: str, folder: Path | None, tokenizer: Encoder | None) -> str:
+def give_scales(
+    target: Target, saved: KVScales | None, how: str, folder: Path | None, tokenizer: Encoder | None,
+    tell: Callable[[list[list[int]]], None] = lambda prompts: None,
+) -> str:  # fmt: skip
     """Set the target's scales: those saved, or as cache.scales asks for. Returns where they come from, for people.
 
     folder  of the weights; None: they are dummy
+    tell    called before a calibration with its prompts: other ranks of the target must call `calibrate` with the same ones
     Raises CheckpointError where a checkpoint holds scales that cannot be used.
     """
     scales, source = saved, "of the output folder"
     if scales is None and folder is not None and how != "calibrate":
-        scales, source = checkpoint_scales(folder, target.spec), "of the checkpoint"
+        scales, source = checkpoint_scales(folder, target.spec.whole or target.spec), "of the checkpoint"
     if scales is None:
-        scales, source = calibrate(target, calibration_prompts(tokenizer, target.spec.vocab_size)), "calibrated"
-    target.kv_scales = scales.values.to(target.device)
+        prompts = list(calibration_prompts(tokenizer, target.spec.vocab_size))
+        tell(prompts)
+        scales, source = calibrate(target, prompts), "calibrated"
+    target.use_kv_scales(scales.values)
     return source
 
 
@@ -101,8 +110,11 @@ def calibration_prompts(tokenizer: Encoder | None, vocab_size: int) -> Iterator[
             yield kept
 
 
-def calibrate(target: Target, prompts: Iterator[list[int]]) -> KVScales:
-    """See the module's docstring. Runs the target over each prompt, with a cache in its own dtype."""
+def calibrate(target: Target, prompts: Iterable[list[int]]) -> KVScales:
+    """See the module's docstring. Runs the target over each prompt, with a cache in its own dtype.
+
+    All ranks of a target have the same result, for all heads.
+    """
     spec = target.spec
     largest = torch.zeros(spec.num_layers, 2, spec.num_kv_heads, dtype=torch.float64)
     for ids in prompts:
@@ -110,5 +122,16 @@ def calibrate(target: Target, prompts: Iterator[list[int]]) -> KVScales:
         for layer, kv in enumerate(cache.layers):
             found = kv.pages.double().abs().nan_to_num(0.0, posinf=0.0).amax((1, 2, 4)).cpu()
             largest[layer] = torch.maximum(largest[layer], found)
+    if target.ranks is not None:
+        largest = _of_all_heads(largest, spec, target.ranks)
     exponent = torch.where(largest > 0, MARGIN * largest / LARGEST, 1.0).log2().ceil()
     return KVScales(exponent.clamp(-100, 100).exp2().float())
+
+
+def _of_all_heads(own: Tensor, spec: ModelSpec, ranks: Collectives) -> Tensor:
+    """[L, 2, KVH] of the whole model, from those of each rank's heads [L, 2, heads]."""
+    assert spec.whole is not None
+    whole = own.new_zeros(*own.shape[:2], spec.whole.num_kv_heads)
+    for rank, part in enumerate(ranks.gather(own)):
+        whole[:, :, heads_of_part(spec.whole.sharded(Shard(rank, ranks.ranks)))] = part
+    return whole

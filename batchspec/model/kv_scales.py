@@ -119,3 +119,11 @@ def _read(folder: Path, name: str, stored: StoredTensor, num_heads: int) -> Tens
             f"{shown(folder)}: {name} holds {values.min():g}; scales must be positive; set cache.scales=calibrate"
         )
     return values.expand(num_heads)
+
+
+def heads_of_part(spec: ModelSpec) -> slice:
+    """The K/V heads of the whole model that a rank holds."""
+    attention = (spec.whole or spec).layers[0].attention
+    shard = attention.shares(spec.shard)[f"{attention.name}.k_proj"].shard
+    size = attention.num_kv_heads // shard.ranks
+    return slice(shard.rank * size, (shard.rank + 1) * size)

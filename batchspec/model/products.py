@@ -16,7 +16,7 @@ def products(spec: ModelSpec) -> list[Product]:
     """The products that a model's decode rounds could use, but those of FP8, which no table is for."""
     of_fp8 = spec.formats.quantises_input_of
     gemms = (gemm for prefix, gemm in spec.gemms(tokens=1) if not of_fp8(prefix + gemm.product.parts[0].name))
-    return [*gemm_products(gemms, spec.hidden_size), ("lm_head", spec.vocab_size, spec.hidden_size)]
+    return [*gemm_products(gemms, spec.hidden_size), ("lm_head", spec.num_logits, spec.hidden_size)]
 
 
 def gemm_products(gemms: Iterable[Gemm], hidden_size: int) -> list[Product]:

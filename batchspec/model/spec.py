@@ -11,7 +11,7 @@ import torch
 from batchspec.cache.layout import KVLayout
 from batchspec.errors import CheckpointError
 from batchspec.model.blocks.attention import AttentionSpec
-from batchspec.model.blocks.base import PLAIN_NORM, BlockSpec, Gemm, NormForm, TensorSpec, projections
+from batchspec.model.blocks.base import PLAIN_NORM, WHOLE, BlockSpec, Gemm, NormForm, Shard, TensorSpec, projections
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.config_values import ConfigReader, Json, read_json, shown
 from batchspec.model.families.registry import family_of
@@ -56,6 +56,10 @@ class ModelSpec:
     """The checkpoint's: float32, bfloat16, float64 or float16."""
     generation: Json
     """Sampling defaults of generation_config.json, those that are set."""
+    shard: Shard = WHOLE
+    """The part that this is the shape of: `layers` are those of one rank, all other fields the model's."""
+    whole: ModelSpec | None = None
+    """The model of which it is a part; None: it is the whole model."""
 
     def __post_init__(self) -> None:
         heads = {(a.num_heads, a.num_kv_heads, a.head_dim) for a in self.attentions}
@@ -106,6 +110,26 @@ class ModelSpec:
         """The same as it is computed in `dtype` on this device: see `Formats.on`."""
         return replace(self, formats=self.formats.on(device, dtype, activations))
 
+    def sharded(self, shard: Shard) -> ModelSpec:
+        """The shape of what one rank computes. Raises ConfigError for a model that cannot be cut so."""
+        assert self.whole is None, self.shard
+        if shard.ranks == 1:
+            return self
+        layers = tuple(LayerSpec(layer.attention.sharded(shard), layer.mlp.sharded(shard)) for layer in self.layers)
+        return replace(self, layers=layers, shard=shard, whole=self)
+
+    @property
+    def vocab_part(self) -> slice:
+        """The tokens whose logits are computed: all of a whole model."""
+        rank, ranks = self.shard.rank, self.shard.ranks
+        return slice(rank * self.vocab_size // ranks, (rank + 1) * self.vocab_size // ranks)
+
+    @property
+    def num_logits(self) -> int:
+        """The number of these tokens."""
+        own: range = range(self.vocab_size)[self.vocab_part]
+        return len(own)
+
     def with_fp8_activations(self) -> ModelSpec:
         """The same with activations quantised as the checkpoint says (W8A8). Raises ConfigError where it has no FP8 weights."""
         return replace(self, formats=self.formats.with_fp8_activations())
@@ -154,9 +178,9 @@ class ModelSpec:
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all weights in memory; norms and biases are too few to count."""
-        matrices = (1 if self.tie else 2) * self.vocab_size * self.hidden_size  # output matrix and embedding
+        rows = self.vocab_size + (0 if self.tie else self.num_logits)  # embedding and output matrix
         stored = sum(gemm.stored * self.gemm_bytes(prefix, gemm, dtype) for prefix, gemm in self.gemms(1))
-        return stored + matrices * dtype.itemsize
+        return stored + rows * self.hidden_size * dtype.itemsize
 
 
 def layer_prefix(index: int) -> str:

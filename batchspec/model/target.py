@@ -14,14 +14,17 @@ from torch import Tensor
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.attention import plan_attention
 from batchspec.cache.pages import KVCache
+from batchspec.distributed.collectives import Collectives
 from batchspec.errors import ConfigError
 from batchspec.kernels.gemm.lm_head import lm_head
 from batchspec.kernels.sampling.argmax import argmax
 from batchspec.model.decoder import LayerWeights, PagedAttend, PagedStore, ResidualStream
+from batchspec.model.kv_scales import heads_of_part
 from batchspec.model.quant.base import Weights
 from batchspec.model.quant.plain import Linear
 from batchspec.model.rope import rope_frequencies, rope_of
 from batchspec.model.spec import EMBEDDING, FINAL_NORM, OUTPUT, ModelSpec, layer_prefix
+from batchspec.model.vocabulary import gather_logits, greedy_of_ranks
 from batchspec.model.weights import Checkpoint, DummyWeights
 from batchspec.tuning.policy import gemm_tile
 
@@ -45,13 +48,15 @@ def resolve_dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dty
 class Target:
     """A decoder of any family (`batchspec.model.families`) on one device."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, device: torch.device) -> None:
-        self.spec, self.device = spec, device
+    def __init__(self, spec: ModelSpec, weights: Weights, device: torch.device, ranks: Collectives | None = None) -> None:
+        """ranks: of a model that several processes compute, each with the spec of its part and its parts of the weights."""
+        assert (ranks is None) == (spec.whole is None), spec.shard
+        self.spec, self.device, self.ranks = spec, device, ranks
         self._embedding = weights.tensor(EMBEDDING)
         self.dtype = self._embedding.dtype
         self._layers = [layer.build(LayerWeights(weights, spec.formats, layer_prefix(i))) for i, layer in enumerate(spec.layers)]
         self._norm = weights.tensor(FINAL_NORM)
-        head = self._embedding if spec.tie else weights.tensor(OUTPUT)
+        head = self._embedding[spec.vocab_part] if spec.tie else weights.tensor(OUTPUT)
         # Logits are reduced and kept in fp32: rounded to bf16 they would tie, and ties fall differently in other batch shapes.
         self._head_dtype = torch.float64 if self.dtype is torch.float64 else torch.float32
         # A GPU multiplies bf16 into fp32 itself; elsewhere the head is kept in the dtype of the logits.
@@ -61,20 +66,33 @@ class Target:
         self._rope_ids = [self._ropes.index(rope) for rope in spec.ropes]
         self._freqs = [rope_frequencies(rope, spec.head_dim).to(device) for rope in self._ropes]
         self.kv_scales: Tensor | None = None
-        """fp32 [L, 2 (K, V), KVH] scales of an e4m3 cache, where spec.fp8_kv (`kv_scales.py`). Set before an engine is made:
-        caches hold views of it."""
+        """fp32 [L, 2 (K, V), KVH] scales of an e4m3 cache, where spec.fp8_kv (`kv_scales.py`), of a rank those of its heads. Set
+        before an engine is made: caches hold views of it."""
+        self.all_kv_scales: Tensor | None = None
+        """The same of all heads of the model, on the CPU."""
         self._has_experts = spec.experts is not None
         self._first_live_slot = torch.ones(1, dtype=torch.int64, device=device)  # on the device: captured rounds read it
         scale = spec.embedding_scale
         self._embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=self.dtype))
 
     @classmethod
-    def load(cls, folder: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, dummy: bool = False) -> Target:
+    def load(
+        cls, folder: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, dummy: bool = False,
+        ranks: Collectives | None = None,
+    ) -> Target:  # fmt: skip
         """Read the folder's safetensors, or with `dummy` make noise of their shapes. Raises CheckpointError as those do."""
         if dummy:
-            return cls(spec, DummyWeights(spec, dtype=dtype, device=device), device)
+            return cls(spec, DummyWeights(spec, dtype=dtype, device=device), device, ranks)
         with Checkpoint(folder, spec, dtype=dtype, device=device) as weights:
-            return cls(spec, weights, device)
+            return cls(spec, weights, device, ranks)
+
+    def use_kv_scales(self, values: Tensor) -> None:
+        """Set the scales, fp32 [L, 2, KVH] for all heads of the model, or replace their numbers where caches read them."""
+        self.all_kv_scales, own = values.cpu(), values[:, :, heads_of_part(self.spec)].to(self.device).contiguous()
+        if self.kv_scales is None:
+            self.kv_scales = own
+        else:
+            self.kv_scales.copy_(own)
 
     @property
     def embedding(self) -> Tensor:
@@ -117,7 +135,7 @@ class Target:
             raise ValueError(f"aux_layer_ids {aux_layer_ids} must be different boundaries in 0 .. {self.spec.num_layers}")
         embedded = self._embedding.index_select(0, batch.token_ids)
         embedded = embedded if self._embedding_scale is None else embedded.mul_(self._embedding_scale)
-        stream = ResidualStream(embedded, self._live(batch))
+        stream = ResidualStream(embedded, self._live(batch), self.ranks)
         ropes = [rope_of(batch.positions, freqs, rope, self.dtype) for freqs, rope in zip(self._freqs, self._ropes, strict=True)]
         windows, group_of = self.spec.windows, cache.groups.target_layers
         batches = [batch.of_group(group) for group in range(cache.groups.num_groups)]
@@ -134,7 +152,10 @@ class Target:
         for i, layer in enumerate(self._layers):
             kv, own, own_batch = cache.layer(i), windows[i], batches[group_of[i]]
             rope = ropes[self._rope_ids[i]]
-            store = PagedStore(rope=rope, slot_mapping=own_batch.slot_mapping, kv=kv, row_ids=batch.row_ids)
+            norm_ranks = self.ranks if self.spec.layers[i].attention.qk_norm_rows else None
+            store = PagedStore(
+                rope=rope, slot_mapping=own_batch.slot_mapping, kv=kv, row_ids=batch.row_ids, norm_ranks=norm_ranks
+            )
             q = layer.attention.queries(stream, store, _aux_at(aux, aux_layer_ids, i))
             if kv_only and i == last:
                 return stream.residual, None if aux is None else aux.flatten(1)
@@ -171,11 +192,17 @@ class Target:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, H] of `forward` -> fp32 [N, V] (fp64 for an fp64 model)."""
+        """hidden [N, H] of `forward` -> fp32 [N, V] (fp64 for an fp64 model); of a rank the logits of `spec.vocab_part` alone."""
         if self._head is None:
             assert self._narrow_head is not None
             return torch.mm(hidden, self._narrow_head.t(), out_dtype=torch.float32)
         return self._head(hidden.to(self._head_dtype))
+
+    @torch.inference_mode()
+    def all_logits(self, hidden: Tensor) -> Tensor:
+        """The same over the whole vocabulary on every rank: for drafters whose choices need all of them."""
+        logits = self.logits(hidden)
+        return logits if self.ranks is None else gather_logits(logits, self.spec, self.ranks)
 
     @torch.inference_mode()
     def greedy_sample(self, hidden: Tensor, vocab: int | None = None, *, flag_nonfinite: bool = False) -> Tensor:
@@ -184,6 +211,10 @@ class Target:
         vocab           of the first so many tokens, None: of all
         flag_nonfinite  NO_TOKEN where the logits hold NaN or +inf, or no finite value; else NaN counts as -inf
         """
+        if self.ranks is not None:
+            return greedy_of_ranks(
+                self.logits(hidden), self.spec.vocab_part.start, self.ranks, vocab, flag_nonfinite=flag_nonfinite
+            )
         out = torch.empty(hidden.shape[0], dtype=torch.int32, device=hidden.device)
         tile = None
         if self._narrow_head is not None:

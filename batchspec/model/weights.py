@@ -18,6 +18,7 @@ from batchspec.model.blocks.base import FLOATS, TensorSpec
 from batchspec.model.config_values import shown
 from batchspec.model.files import MAX_HEADER_BYTES, LocalFiles, ModelFiles, StoredTensor, listed, stored_tensors, weight_names
 from batchspec.model.kv_scales import SUFFIXES
+from batchspec.model.shard import slices_of
 from batchspec.model.spec import EMBEDDING, OUTPUT, ModelSpec, load_spec
 
 Shapes = dict[str, tuple[int, ...]]
@@ -107,13 +108,16 @@ def _wrapper(missing: Sequence[str], unexpected: Collection[str]) -> list[str]:
 class Checkpoint:
     """The safetensors files of a folder, opened and checked; a context manager, since it holds them open.
 
-    Raises CheckpointError as `stored_tensors` and `check_tensors`, and for an lm_head that should be tied and is not.
+    For the spec of a rank, tensors are the rank's parts of them, and nothing else is read.
+    Raises CheckpointError as `stored_tensors` and `check_tensors`, and for an lm_head that should be tied and is not; ConfigError
+    for a model that cannot be cut.
     """
 
     def __init__(self, folder: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         self._folder, self.dtype, self.device = folder, dtype, device
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
+        self._slices, spec = slices_of(spec), spec.whole or spec
         self._specs = {tensor.name: tensor for tensor in spec.tensors()}
         files = LocalFiles(folder)
         check_tensors(files.where, spec, stored_tensors(files))
@@ -125,17 +129,19 @@ class Checkpoint:
             self._stack = self._stack.pop_all()
 
     def tensor(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[name].get_tensor(name)
-        spec, tensor = self._specs[name], tensor.to(self.device)
+        spec, tensor = self._specs[name], self.stored(name)
         dtype = _dtype_of(spec, self.dtype)
         return (tensor.to(torch.promote_types(dtype, torch.float32)) + spec.offset if spec.offset else tensor).to(dtype)
 
     def stored(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor.to(self.device)
+        own, file = () if self._slices is None else self._slices.get(name), self._files[name]
+        tensor: Tensor = file.get_slice(name)[own] if own else file.get_tensor(name)
+        tensor = tensor.to(self.device)
+        return torch.zeros_like(tensor) if own is None else tensor
 
     def entry(self, name: str, index: int) -> Tensor:
-        part: Tensor = self._files[name].get_slice(name)[index : index + 1]
+        own = None if self._slices is None else self._slices[name]
+        part: Tensor = self._files[name].get_slice(name)[(slice(index, index + 1), *(own or ())[1:])]
         return part[0].to(self.device)
 
     def __enter__(self) -> Checkpoint:
@@ -169,22 +175,30 @@ class DummyWeights:
     """Noise of the right shapes from the spec alone: N(0, 0.02^2), norms 1; FP8 weights N(0, 100^2), their scales 0.0002.
 
     The same in every run on one kind of device. MXFP4 weights are random bytes, and so are their scales, in a range that keeps
-    values small. What is kept wider than the model's dtype holds numbers of that dtype, as in most checkpoints.
+    values small. What is kept wider than the model's dtype holds numbers of that dtype, as in most checkpoints. The ranks of a
+    model have parts of one noise: each makes all of it, one tensor at a time.
     """
 
     def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._tensors = {tensor.name: tensor for tensor in spec.tensors()}
+        self._tensors = {tensor.name: tensor for tensor in (spec.whole or spec).tensors()}
+        self._slices = slices_of(spec)
         self.dtype, self.device = dtype, device
         self._generator = torch.Generator(device).manual_seed(0)
 
     def tensor(self, name: str) -> Tensor:
-        return self._noise(self._tensors[name], self._tensors[name].shape)
+        whole = self._noise(self._tensors[name], self._tensors[name].shape)
+        own = () if self._slices is None else self._slices.get(name)
+        if own is None:
+            return torch.zeros_like(whole)
+        return whole[own].clone() if own else whole
 
     def stored(self, name: str) -> Tensor:
         return self.tensor(name)
 
     def entry(self, name: str, index: int) -> Tensor:
-        return self._noise(self._tensors[name], self._tensors[name].shape[1:])
+        whole = self._noise(self._tensors[name], self._tensors[name].shape[1:])
+        own = None if self._slices is None else self._slices[name]
+        return whole[own[1:]].clone() if own else whole
 
     def _noise(self, tensor: TensorSpec, shape: tuple[int, ...]) -> Tensor:
         if tensor.dtypes == ("U8",):

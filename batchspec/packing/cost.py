@@ -28,6 +28,7 @@ from torch import Tensor
 from batchspec.cache.groups import most_keys
 from batchspec.model.quant.fp8_products import product_of_ones
 from batchspec.model.spec import ModelSpec
+from batchspec.packing.exchange import exchange_seconds
 
 CALIBRATED_TOKENS = (8, 32, 128, 256)
 FP8_TOKENS = {"cpu": 64, "cuda": 2048}
@@ -152,7 +153,7 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 def num_multiplied(spec: ModelSpec) -> int:
     """Weights that every token is multiplied with: the active ones of all layers, and the output matrix."""
-    return sum(gemm.active * gemm.size for _, gemm in spec.gemms(1)) + spec.vocab_size * spec.hidden_size
+    return sum(gemm.active * gemm.size for _, gemm in spec.gemms(1)) + spec.num_logits * spec.hidden_size
 
 
 def read_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: float, *, correlation: float = 1.0) -> float:
@@ -161,7 +162,7 @@ def read_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: float, *, correlatio
     correlation  tokens choose as many experts as `correlation * tokens` independent ones (`packing.expert_correlation`)
     """
     layers = sum(gemm.read * spec.gemm_bytes(prefix, gemm, dtype) for prefix, gemm in spec.gemms(correlation * tokens))
-    return layers + spec.vocab_size * spec.hidden_size * dtype.itemsize
+    return layers + spec.num_logits * spec.hidden_size * dtype.itemsize
 
 
 def kv_read_bytes(spec: ModelSpec, *, dtype: torch.dtype, rows: int, context_tokens: float, tokens_per_row: float) -> float:
@@ -182,7 +183,7 @@ def round_seconds(
     kv_bytes = kv_read_bytes(spec, dtype=dtype, rows=rows, context_tokens=context_tokens, tokens_per_row=tokens_per_row)
     flop = _attention_flop(spec, tokens, _round_keys(spec, context_tokens, tokens_per_row))
     attention_s = max(kv_bytes / rates.bytes_s, flop / rates.flop_s(tokens))
-    return products_s + attention_s + rates.overhead_s
+    return products_s + attention_s + rates.overhead_s + exchange_seconds(spec, dtype, tokens)
 
 
 def prefill_seconds(spec: ModelSpec, rates: Rates, *, dtype: torch.dtype, prompt_tokens: float, pass_tokens: int) -> float:
@@ -195,7 +196,8 @@ def prefill_seconds(spec: ModelSpec, rates: Rates, *, dtype: torch.dtype, prompt
     reach = [prompt_tokens if window is None else min(window, prompt_tokens) for window in spec.windows]
     keys = [most * (1 - most / (2 * prompt_tokens)) for most in reach]
     attention_s = _attention_flop(spec, prompt_tokens, keys) / rates.flop_s(pass_tokens)
-    return share * (_products_s(spec, rates, dtype, pass_tokens, outputs=1 / share) + rates.overhead_s) + attention_s
+    pass_s = _products_s(spec, rates, dtype, pass_tokens, outputs=1 / share) + rates.overhead_s
+    return share * (pass_s + exchange_seconds(spec, dtype, pass_tokens)) + attention_s
 
 
 def _products_s(
@@ -212,7 +214,7 @@ def _products_s(
         read_s = gemm.read * spec.gemm_bytes(prefix, gemm, dtype) / bytes_s
         total_s += max(read_s, 2.0 * gemm.active * gemm.size * rounded / (fp8 if spec.multiplies_fp8(prefix, gemm) else plain))
     outputs = tokens if outputs is None else outputs
-    size, rounded = spec.vocab_size * spec.hidden_size, _whole_tiles(rates, outputs)
+    size, rounded = spec.num_logits * spec.hidden_size, _whole_tiles(rates, outputs)
     flop_s = rates.product_flop_s(rounded, fp8=False)
     total_s += max(min(1.0, outputs) * size * dtype.itemsize / bytes_s, 2.0 * size * rounded / flop_s)
     return max(total_s, spec.num_layers * rates.layer_s)

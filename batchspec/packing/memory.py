@@ -44,7 +44,7 @@ def reserve_bytes(
     """Bytes of everything but weights and pages; the formula is in the module's docstring."""
     verified = slots * (draft_len + 1)
     passes = _activation_bytes(spec, dtype, prefill_tokens) + _activation_bytes(spec, dtype, verified)
-    logits = 4 * LOGIT_COPIES * verified * spec.vocab_size
+    logits = 4 * LOGIT_COPIES * verified * spec.num_logits
     chunks = slots * -(-max_len // CHUNK_TOKENS)
     partials = 4 * chunks * (draft_len + 1) * max(a.inner_size + 2 * a.num_heads for a in spec.attentions)
     state = slots * (5 * max_len + spec.vocab_size)

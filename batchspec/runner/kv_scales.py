@@ -19,11 +19,12 @@ def with_saved_scales(job: Job, output: OutputFolder) -> Job:
     Raises OutputError where they are damaged, or where the checkpoint's own are others by now; and where they are lost: shards
     are committed, and a calibration, which may come out otherwise on another machine, would take their place in silence.
     """
-    saved = saved_scales(output, job.spec) if job.spec.fp8_kv else None
+    spec = job.spec.whole or job.spec
+    saved = saved_scales(output, spec) if spec.fp8_kv else None
     dummy, how = job.config.model.load_format == "dummy", job.config.cache.scales
     if saved is None and not (job.spec.fp8_kv and output.manifest.config["cache"]["dtype"] == "fp8"):
         return job
-    own = None if dummy or how == "calibrate" else checkpoint_scales(job.folder, job.spec)
+    own = None if dummy or how == "calibrate" else checkpoint_scales(job.folder, spec)
     if saved is None:
         if own is None and (done := output.committed()):
             raise OutputError(
@@ -49,7 +50,7 @@ def keep_scales(job: Job, output: OutputFolder, holder: EngineWithFallback) -> N
     """After the folder is made: this run's scales become the job's, or the job's become this run's. Raises OutputError."""
     if not job.spec.fp8_kv:
         return
-    scales = holder.engine.target.kv_scales
+    scales = holder.engine.target.all_kv_scales
     assert scales is not None
-    kept = output.keep_kv_scales(KVScales(scales.cpu()).to_json())
-    holder.adopt_kv_scales(KVScales.from_json(kept, job.spec, f"{output.path}/{KV_SCALES}"))
+    kept = output.keep_kv_scales(KVScales(scales).to_json())
+    holder.adopt_kv_scales(KVScales.from_json(kept, job.spec.whole or job.spec, f"{output.path}/{KV_SCALES}"))

@@ -76,12 +76,16 @@ class EngineWithFallback:
     def adopt_kv_scales(self, scales: KVScales) -> None:
         """Use these in the present engine, which holds no K/V of a row yet, and in any later one."""
         self._job = replace(self._job, kv_scales=scales)
-        assert self.engine.target.kv_scales is not None
-        self.engine.target.kv_scales.copy_(scales.values)
+        self.engine.use_kv_scales(scales.values)
 
     def _make(self) -> None:
         with OutOfMemoryGuard() as guard:
             self.engine = self._engine_of(self._job, self._seen, self._progress)
+        if guard.message and self._job.group is not None:
+            raise CapacityError(
+                f"out of memory while the engine was made ({guard.message}); free the machine's memory or set packing.memory_gb, "
+                "packing.max_num_seqs or packing.max_num_batched_tokens lower, and run the same command again"
+            )
         if guard.message:
             gc.collect()
             job = self._job
@@ -98,10 +102,11 @@ class EngineWithFallback:
         if self._job.device.type == "cuda":
             torch.cuda.empty_cache()
         shape = f"{batch.num_slots} slots, {batch.num_pages} pages, prefill passes of {batch.prefill_tokens} tokens"
-        if self._shrunk:
+        if self._shrunk or self._job.group is not None:  # the other ranks of a group are in the middle of an exchange
             raise CapacityError(
-                f"out of memory again, with {shape} ({message}); free the machine's memory or set packing.memory_gb, "
-                "packing.max_num_seqs or packing.max_num_batched_tokens lower, and run the same command again: finished rows stay"
+                f"out of memory{' again' * self._shrunk}, with {shape} ({message}); free the machine's memory or set "
+                "packing.memory_gb, packing.max_num_seqs or packing.max_num_batched_tokens lower, and run the same command "
+                "again: finished rows stay"
             )
         self._shrunk = True
         packing = smaller(self._job.config.packing, batch)

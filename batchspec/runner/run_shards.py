@@ -8,10 +8,10 @@ from contextlib import ExitStack, closing
 
 from batchspec.cluster import slurm
 from batchspec.dataset.reader import InputShard
-from batchspec.errors import InputError, Interrupted, TooManyErrors
+from batchspec.errors import InputError, Interrupted, RankLost, TooManyErrors
 from batchspec.packing.survey import Survey
 from batchspec.packing.work_plan import DecodedShard, WorkPlan
-from batchspec.prepare import Job
+from batchspec.prepare import Job, JobModel
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.report.timeline import Timeline
 from batchspec.runner.adaptation import Adaptation
@@ -49,7 +49,8 @@ class ShardRunner:
         self._unread: set[int] = set()
         """Shards that the reader has still to give in this pass."""
         self._claims, self._attempts, self._journal = output.claims(), output.attempts(), output.journal()
-        self._watchdog = Watchdog(watchdog_s(job), self._journal.flush)
+        lost = None if job.group is None else job.group.channel.is_lost
+        self._watchdog = Watchdog(watchdog_s(job), self._journal.flush, lost)
         self._deadline = job_deadline(job, holder)
 
     def run(self) -> None:
@@ -71,6 +72,9 @@ class ShardRunner:
                     self._pass(others, timeline)
                     if self._deadline.reached and not asked.name:
                         asked.name = "time limit"
+            except RankLost:
+                self._journal.flush()
+                raise
             except KeyboardInterrupt:  # the second Ctrl-C: the engine may be in the middle of anything, its rows are not saved
                 saved = saved_rows(self._journal.flush(), ())
             else:
@@ -92,7 +96,8 @@ class ShardRunner:
                 self._committed(done)
         self._watchdog.pause()
         if guard.message:
-            self._journal.flush(self.holder.engine.unfinished())
+            # Ranks of a group are in the middle of an exchange: nobody knows whether they agree on unfinished rows.
+            self._journal.flush([] if self.job.group is not None else self.holder.engine.unfinished())
             self._adaptation.leave()
             self.holder.shrink(guard.message)
             self._adaptation.serve(self.holder.engine)
@@ -195,7 +200,7 @@ def job_deadline(job: Job, holder: EngineWithFallback) -> Deadline:
     )
 
 
-def watchdog_s(job: Job) -> float:
+def watchdog_s(job: JobModel) -> float:
     """Seconds without a round after which the run counts as hung; 0 is never."""
     own = job.config.cluster.watchdog_s
     return own if own is not None else 600.0 if job.device.type == "cuda" else 3600.0

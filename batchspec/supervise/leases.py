@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from batchspec.dataset.reader import InputShard
-from batchspec.errors import BatchspecError, StorageError
+from batchspec.errors import BatchspecError, DivergedError, RankLost, StorageError
 from batchspec.runstate.attempts import Attempts
 from batchspec.runstate.claims import Claims
 from batchspec.runstate.journal import Journal, Journaled
@@ -43,16 +43,24 @@ def released_at_end(claims: Claims, attempts: Attempts) -> Iterator[None]:
     suspect."""
     try:
         yield
+    except (RankLost, DivergedError):
+        _release_as_suspect(claims, attempts)
+        raise
     except (BatchspecError, KeyboardInterrupt):
         with suppress(StorageError):  # the first error is the one to report
             attempts.clear()
             claims.release()
         raise
     except Exception:
-        with suppress(StorageError):
-            for shard in claims.own:
-                attempts.add_crash(shard, claims.attempt)
-            claims.release()
+        _release_as_suspect(claims, attempts)
         raise
     attempts.clear()
     claims.release()
+
+
+def _release_as_suspect(claims: Claims, attempts: Attempts) -> None:
+    """The run crashed, or a rank of its group did: what it worked on may be the cause."""
+    with suppress(StorageError):
+        for shard in claims.own:
+            attempts.add_crash(shard, claims.attempt)
+        claims.release()

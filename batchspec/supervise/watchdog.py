@@ -1,4 +1,7 @@
-"""The watchdog: when no round ends for a long time, the process prints its stacks, saves its work and exits with 75."""
+"""The watchdog: when no round ends for a long time, the process prints its stacks, saves its work and exits with 75.
+
+So it does when another rank of its group is gone and the main thread waits for it: on a GPU it would wait for ever.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ from batchspec.errors import BatchspecError, Interrupted
 
 NUM_CHECKS = 20
 """Number of checks within the limit."""
+LOST_S = 10.0
+"""Seconds in which the main thread may end by itself after a rank is gone."""
 SAVE_S = 180.0
 """Time limit of saving, longer than the time-outs of a store. If saving hangs too, the process ends without it."""
 
@@ -23,13 +28,14 @@ class Watchdog:
     """Ends the process if `beat`, which reports progress, is not called in time. It has its own thread, because a hanging thread
     cannot end itself."""
 
-    def __init__(self, limit_s: float, save: Callable[[], object]) -> None:
+    def __init__(self, limit_s: float, save: Callable[[], object], lost: Callable[[], bool] | None = None) -> None:
         """
         limit_s  seconds without `beat`; 0 is off
         save     called before the process ends, while the main thread hangs
+        lost     whether a rank of this process's group is gone; None: there is no group
         """
-        self._limit_s, self._save = limit_s, save
-        self._beaten_at = math.inf
+        self._limit_s, self._save, self._lost = limit_s, save, lost
+        self._beaten_at, self._lost_at = math.inf, math.inf
 
     def beat(self) -> None:
         self._beaten_at = time.monotonic()
@@ -55,22 +61,23 @@ class Watchdog:
     def _watch(self, over: threading.Event) -> None:
         # Code that hangs while it holds the GIL stops this thread too. faulthandler's timer, reset at each check, ends the
         # process then.
-        late_s = self._limit_s + self._limit_s / NUM_CHECKS + SAVE_S
-        while not over.wait(self._limit_s / NUM_CHECKS):
+        late_s, every_s = self._limit_s + self._limit_s / NUM_CHECKS + SAVE_S, self._limit_s / NUM_CHECKS
+        while not over.wait(every_s if self._lost is None else min(1.0, every_s)):
             faulthandler.dump_traceback_later(late_s, exit=True)
             if time.monotonic() - self._beaten_at >= self._limit_s:
-                self._end()
+                self._end(f"no round ended for {self._limit_s:g} s (cluster.watchdog_s)")
+            if self._lost is not None and self._lost():
+                self._lost_at = min(self._lost_at, time.monotonic())
+                if time.monotonic() - self._lost_at >= LOST_S:
+                    self._end("a rank of this group is gone, and this one waits for it")
         faulthandler.cancel_dump_traceback_later()
 
-    def _end(self) -> None:
+    def _end(self, why: str) -> None:
         faulthandler.dump_traceback_later(SAVE_S, exit=True)
         faulthandler.dump_traceback(all_threads=True)
         try:
             saved = f"{self._save()} more rows are saved"
         except BatchspecError as error:
             saved = str(error)
-        terminal.fail(
-            f"no round ended for {self._limit_s:g} s (cluster.watchdog_s); the stacks above show where it hangs; "
-            f"{saved}; run the same command again to go on"
-        )
+        terminal.fail(f"{why}; the stacks above show where it hangs; {saved}; run the same command again to go on")
         os._exit(Interrupted.exit_code)

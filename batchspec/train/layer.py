@@ -143,8 +143,14 @@ class GradientStream:
     def normed(self, norm: Tensor, eps: float, *, out_aux: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         return _rms_norm(self.state, norm, eps)
 
+    def reduced(self, values: Tensor) -> Tensor:
+        return values
+
     def add(self, values: Tensor) -> None:
         self.state = self.state + values
+
+    def add_output(self, values: Tensor) -> None:
+        self.add(values)
 
     def add_pairs(self, values: Tensor, weights: Tensor) -> None:
         raise NotImplementedError  # layers of heads are dense

@@ -11,6 +11,7 @@ rest of the batch. Bound by memory: three reads of the row (five for a flat dist
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -121,23 +122,41 @@ def cutoff_reference(
     On a GPU the whole row is sorted at once, so that nothing is read back to the host.
     """
     vocab = logits.shape[1]
+    quick = vocab if logits.is_cuda else min(QUICK_TOP, vocab)
+    found = cutoff_of_largest(
+        lambda num: logits.topk(num, dim=1).values,
+        lambda temp: torch.logsumexp(logits / temp, 1),
+        row_ids, temperature, top_k, top_p, min_p, nums=(quick, vocab), dtype=logits.dtype,
+    )  # fmt: skip
+    out_cutoff.copy_(found)
+
+
+def cutoff_of_largest(
+    largest: Callable[[int], Tensor], total_of: Callable[[Tensor], Tensor], row_ids: Tensor, temperature: Tensor, top_k: Tensor,
+    top_p: Tensor, min_p: Tensor, *, nums: Sequence[int], dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """The cutoff [T] from as many of the largest logits as decide it.
+
+    largest   so many of the largest logits of each row, [T, num] in falling order
+    total_of  temperature [T, 1] -> the log-sum-exp [T] of all logits divided by it
+    nums      how many to ask for, rising, the last one the number of all: each only if the one before does not decide every row
+    """
+    vocab = nums[-1]
     greedy = temperature[row_ids] <= 0
-    temp = torch.where(greedy, 1, temperature[row_ids].to(logits.dtype)).unsqueeze(1)
+    temp = torch.where(greedy, 1, temperature[row_ids].to(dtype)).unsqueeze(1)
     k = top_k[row_ids]
     k = torch.where((k > 0) & (k < vocab), k, vocab)
-    p, p_floor = top_p[row_ids].to(logits.dtype), min_p[row_ids].to(logits.dtype)
-    num = vocab if logits.is_cuda else min(QUICK_TOP, vocab)
-    total = torch.logsumexp(logits / temp, 1)
-    while True:
-        best = logits.topk(num, dim=1).values
+    p, p_floor = top_p[row_ids].to(dtype), min_p[row_ids].to(dtype)
+    total = total_of(temp)
+    for num in nums:
+        best = largest(num)
         cut, complete = _cut_of_sorted(best, total, temp, k, p, vocab)
-        # On a GPU num == vocab, so `complete` is not read there.
+        # On a GPU the first num is vocab, so `complete` is not read there.
         if num == vocab or bool(complete.all()):
             break
-        num = vocab
     floor = best[:, 0] + temp.squeeze(1) * p_floor.log()
     cut = torch.where(p_floor > 0, torch.maximum(cut, floor), cut)
-    out_cutoff.copy_(torch.where(greedy, -torch.inf, cut))
+    return torch.where(greedy, -torch.inf, cut)
 
 
 def _cut_of_sorted(best: Tensor, total: Tensor, temp: Tensor, top_k: Tensor, top_p: Tensor, vocab: int) -> tuple[Tensor, Tensor]:

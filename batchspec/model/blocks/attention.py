@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from batchspec.model.blocks.base import PLAIN_NORM, Gemm, GroupedSpec, NormForm, ProductSpec, Projection, TensorSpec
+from batchspec.errors import ConfigError
+from batchspec.model.blocks.base import (
+    PLAIN_NORM,
+    Gemm,
+    GroupedSpec,
+    NormForm,
+    ProductSpec,
+    Projection,
+    Shard,
+    Share,
+    TensorSpec,
+)
 from batchspec.model.blocks.forward import Attend, BlockSource, Product, StoreKV, Stream
 from batchspec.model.fused import rms_norm
 
@@ -114,6 +126,26 @@ class AttentionSpec:
         """Whether kernels that norm their input compute its norm."""
         return self.norm is not None and self.norms == PLAIN_NORM
 
+    def sharded(self, shard: Shard) -> AttentionSpec:
+        """Ranks hold equal numbers of query heads, with the K/V heads that these read."""
+        if self.num_kv_heads % shard.ranks and shard.ranks % self.num_kv_heads:
+            raise ConfigError(
+                f"num_key_value_heads {self.num_kv_heads} and {shard.ranks} ranks: one must be a multiple of the other; "
+                "choose another cluster.tensor_parallel"
+            )
+        heads = shard.of("num_attention_heads", self.num_heads)
+        return replace(self, num_heads=heads, num_kv_heads=max(1, self.num_kv_heads // shard.ranks))
+
+    def shares(self, shard: Shard) -> Mapping[str, Share]:
+        """With fewer K/V heads than ranks, several ranks hold the same one."""
+        holders = min(shard.ranks, self.num_kv_heads)
+        kv = Share("columns", Shard(shard.rank * holders // shard.ranks, holders))
+        q, out = Share("columns", shard), Share("rows", shard)
+        names = {"q_proj": q, "k_proj": kv, "v_proj": kv, "qkv_proj": q, "o_proj": out, "sinks": q}
+        if self.qk_norm_rows:
+            names |= {"q_norm": q, "k_norm": kv}
+        return {f"{self.name}.{name}": share for name, share in names.items()}
+
     def build(self, source: BlockSource) -> Attention:
         return Attention(self, source)
 
@@ -157,7 +189,7 @@ class Attention:
         if self._post_norm is None:
             stream.add_product(self._out, attended, attend.row_ids, in_product=add_in_product)
         else:
-            stream.add(rms_norm(self._out(attended, attend.row_ids), self._post_norm, self.spec.eps))
+            stream.add(rms_norm(stream.reduced(self._out(attended, attend.row_ids)), self._post_norm, self.spec.eps))
 
     def _stored(self, qkv: Any, store: StoreKV) -> Tensor:
         return store.rotate_and_store(qkv, q_norm=self._q_norm, k_norm=self._k_norm, eps=self.spec.eps)

@@ -7,14 +7,47 @@ loader, dummy weights, the tuner, the cost model, the memory plan and `plan`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol, Self
+
+from batchspec.errors import ConfigError
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Floating-point dtypes of a file that any model dtype is made of, as safetensors calls them."""
 
 Role = Literal["weight", "bias", "norm", "scale", "table"]
+
+Cut = Literal["columns", "rows"]
+"""How tensor parallelism divides a product. columns (column parallel): each rank computes some of the outputs, so the rows of
+W [N, K] are divided. rows (row parallel): each rank reads some of the inputs, so the columns of W are divided, and the outputs of
+all ranks are added up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which part of a model a process computes, among `ranks` processes that compute it together (tensor parallelism)."""
+
+    rank: int = 0
+    ranks: int = 1
+
+    def of(self, what: str, size: int) -> int:
+        """The size of a part. Raises ConfigError unless all parts are equal."""
+        if size % self.ranks:
+            raise ConfigError(f"{what} {size} cannot be cut into {self.ranks} equal parts; lower cluster.tensor_parallel")
+        return size // self.ranks
+
+
+WHOLE = Shard()
+"""Of a process that computes a model alone."""
+
+
+class Share(NamedTuple):
+    """The part of one product, or of one vector, that a rank holds."""
+
+    cut: Cut
+    shard: Shard
+    """Of a K/V head that several ranks hold it is the same for all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +241,13 @@ class BlockSpec(Protocol):
 
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
         """The products of a forward over so many tokens."""
+
+    def sharded(self, shard: Shard) -> Self:
+        """The shape of what one rank computes. Raises ConfigError for a shape that cannot be cut so."""
+
+    def shares(self, shard: Shard) -> Mapping[str, Share]:
+        """The part of each projection, by its name, and of each grouped product, by the name of the first projection of its
+        first expert; and of vectors that ranks do not hold as a whole, which are cut by columns."""
 
 
 def projections(block: BlockSpec) -> Iterator[Projection]:

@@ -109,14 +109,20 @@ class Stream(Protocol):
     def normed(self, norm: Tensor, eps: float, *, out_aux: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """rms_norm(stream) [T, H], written to `out` where given. out_aux [T, H] gets the stream, or None."""
 
+    def reduced(self, values: Tensor) -> Tensor:
+        """What a product cut by rows gave on each rank [T, H], added up over all ranks; without ranks the values."""
+
     def add(self, values: Tensor) -> None:
-        """stream += values [T, H]."""
+        """stream += values [T, H], the same on all ranks."""
+
+    def add_output(self, values: Tensor) -> None:
+        """stream += what a product cut by rows gave [T, H], of all ranks."""
 
     def add_pairs(self, values: Tensor, weights: Tensor) -> None:
-        """stream += the sum over the slots of each token of weights [T, k] * values [T * k, H], in slot order."""
+        """stream += the sum over the slots of each token of weights [T, k] * values [T * k, H], in slot order; of all ranks."""
 
     def add_product(self, product: Product, x: Tensor, row_ids: Tensor | None, *, in_product: bool) -> None:
-        """stream += product(x). in_product: in the product's own kernel where there is one."""
+        """stream += product(x), of all ranks. in_product: in the product's own kernel where there is one."""
 
 
 class StoreKV(Protocol):

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
 
-from batchspec.model.blocks.base import PLAIN_NORM, Gemm, GroupedSpec, NormForm, ProductSpec, Projection, TensorSpec
+from batchspec.model.blocks.base import (
+    PLAIN_NORM,
+    Gemm,
+    GroupedSpec,
+    NormForm,
+    ProductSpec,
+    Projection,
+    Shard,
+    Share,
+    TensorSpec,
+)
 from batchspec.model.blocks.forward import BlockSource, Stream
 from batchspec.model.fused import activation_quantised, gelu_tanh_and_mul, rms_norm
 
@@ -75,6 +86,14 @@ class GatedMlpSpec:
         """Whether kernels that norm their input compute its norm."""
         return self.norm is not None and self.norms == PLAIN_NORM
 
+    def sharded(self, shard: Shard) -> GatedMlpSpec:
+        return replace(self, inner_size=shard.of("intermediate_size", self.inner_size))
+
+    def shares(self, shard: Shard) -> Mapping[str, Share]:
+        inner, out = Share("columns", shard), Share("rows", shard)
+        names = {"gate_proj": inner, "up_proj": inner, "gate_up_proj": inner, "down_proj": out}
+        return {f"{self.name}.{name}": share for name, share in names.items()}
+
     def build(self, source: BlockSource) -> GatedMlp:
         return GatedMlp(self, source)
 
@@ -97,7 +116,7 @@ class GatedMlp:
         form = self._down.fp8_form
         if form is not None:
             gate_up = stream.project(self._norm, self._spec.eps, self._gate_up, row_ids)
-            stream.add(self._post_normed(self._down.of_fp8(activation_quantised(gate_up, form, gelu=not self._silu))))
+            self._add(stream, self._down.of_fp8(activation_quantised(gate_up, form, gelu=not self._silu)))
             return
         inner = stream.project(self._norm, self._spec.eps, self._gate_up, row_ids, gated=self._silu)
         if not self._silu:
@@ -105,7 +124,11 @@ class GatedMlp:
         if self._post_norm is None:
             stream.add_product(self._down, inner, row_ids, in_product=add_in_product)
         else:
-            stream.add(self._post_normed(self._down(inner, row_ids)))
+            self._add(stream, self._down(inner, row_ids))
 
-    def _post_normed(self, out: Tensor) -> Tensor:
-        return out if self._post_norm is None else rms_norm(out, self._post_norm, self._spec.eps)
+    def _add(self, stream: Stream, out: Tensor) -> None:
+        """stream += what the last product gave, normed where it is."""
+        if self._post_norm is None:
+            stream.add_output(out)
+        else:
+            stream.add(rms_norm(stream.reduced(out), self._post_norm, self._spec.eps))

@@ -12,7 +12,8 @@ Source: transformers, models/qwen3_moe (Qwen3MoeTopKRouter, Qwen3MoeExperts).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +22,18 @@ from torch import Tensor
 from batchspec.kernels.moe.route import MAX_EXPERTS, MAX_TOP_K, Scoring, num_read, route, route_reference
 from batchspec.kernels.moe.router import router_logits, router_logits_reference
 from batchspec.kernels.moe.units import Routing
-from batchspec.model.blocks.base import PLAIN_NORM, ExpertsSpec, Gemm, GroupedSpec, NormForm, ProductSpec, Projection, TensorSpec
+from batchspec.model.blocks.base import (
+    PLAIN_NORM,
+    ExpertsSpec,
+    Gemm,
+    GroupedSpec,
+    NormForm,
+    ProductSpec,
+    Projection,
+    Shard,
+    Share,
+    TensorSpec,
+)
 from batchspec.model.blocks.forward import BlockSource, Stream
 from batchspec.tuning.policy import expert_unit_pairs, has_fast_experts
 
@@ -106,6 +118,16 @@ class MoeSpec:
             Gemm(product=spec.of(0), ops=(), stored=num_experts, read=read, active=top_k, grouped=True) for spec in self.grouped
         )
         return Gemm(product=router, ops=()), *experts
+
+    def sharded(self, shard: Shard) -> MoeSpec:
+        """Every rank holds a part of every expert: all have the same work, whatever tokens choose."""
+        size = shard.of("the size of an expert", self.experts.expert_size)
+        return replace(self, experts=replace(self.experts, expert_size=size))
+
+    def shares(self, shard: Shard) -> Mapping[str, Share]:
+        """The router is whole on every rank, so that all ranks route alike without an exchange."""
+        gate_up, down = (spec.of(0).parts[0].name for spec in self.grouped)
+        return {gate_up: Share("columns", shard), down: Share("rows", shard)}
 
     def build(self, source: BlockSource) -> Moe:
         return Moe(self, source)

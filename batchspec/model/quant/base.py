@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from batchspec.errors import ConfigError
-from batchspec.model.blocks.base import GroupedSpec, Projection, TensorSpec
+from batchspec.model.blocks.base import Cut, GroupedSpec, Projection, TensorSpec
 from batchspec.model.blocks.forward import GroupedProduct, Product
 
-Cut = Literal["columns", "rows"]
-"""columns (column parallel): each rank computes some of the outputs, so the rows of W [N, K] are divided.
-rows (row parallel): each rank reads some of the inputs, so the columns of W are divided."""
 Slices = dict[str, tuple[slice, ...]]
-"""Name of a tensor -> the part that a rank holds: one slice per dimension, () for all of it. Tensors that the rank does not need
-are left out."""
+"""Name of a tensor -> the part that a rank holds: one slice per dimension, () for all of it. A bias that another rank adds is
+left out: the rank adds zeros."""
 
 
 class Weights(Protocol):
@@ -88,14 +85,14 @@ def share(part: Projection, size: int, rank: int, ranks: int, *, multiple: int =
     """
     if size % (ranks * multiple):
         blocks = f" in blocks of {multiple}" if multiple > 1 else ""
-        raise ConfigError(f"{part.name}: {size} cannot be cut into {ranks} equal parts{blocks}; use fewer GPUs a model")
+        raise ConfigError(f"{part.name}: {size} cannot be cut into {ranks} equal parts{blocks}; lower cluster.tensor_parallel")
     return slice(rank * size // ranks, (rank + 1) * size // ranks)
 
 
 def row_share(part: Projection, rank: int, ranks: int, *, multiple: int = 1) -> slice:
     """The rows that a rank holds, see `share`. Raises ConfigError for a tensor of several projections: they are not one slice."""
     if part.fused:
-        raise ConfigError(f"{part.name} holds several projections, which are not cut over GPUs; use one GPU a model")
+        raise ConfigError(f"{part.name} holds several projections, which are not cut over GPUs; set cluster.tensor_parallel=1")
     return share(part, part.rows, rank, ranks, multiple=multiple)
 
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.model.blocks.base import GroupedSpec, Projection, TensorSpec
+from batchspec.model.blocks.base import Cut, GroupedSpec, Projection, TensorSpec
 from batchspec.model.blocks.forward import GroupedProduct, Product
-from batchspec.model.quant.base import Cut, Slices, Weights, bias_of, joined_bias, shard_bias, shard_matrix
+from batchspec.model.quant.base import Slices, Weights, bias_of, joined_bias, shard_bias, shard_matrix
 from batchspec.model.quant.fp8_products import BLOCK, Activations, Fp8Experts, Fp8Linear, Fp8Weight, StackedFp8
 from batchspec.model.quant.grouped import SeparateExperts, expert_biases, expert_parts
 from batchspec.model.quant.plain import Linear

@@ -19,10 +19,10 @@ from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.kernels.moe.sort_rows import sort_rows
 from batchspec.kernels.moe.tiles import ExpertTile
 from batchspec.kernels.moe.units import Routing, rows_by_expert
-from batchspec.model.blocks.base import Clamp, GroupedSpec, Projection, TensorSpec
+from batchspec.model.blocks.base import Clamp, Cut, GroupedSpec, Projection, TensorSpec
 from batchspec.model.blocks.forward import GroupedProduct
 from batchspec.model.fused import clamped_swiglu, silu_and_mul
-from batchspec.model.quant.base import Cut, Slices, Weights, share
+from batchspec.model.quant.base import Slices, Weights, share
 from batchspec.tuning.policy import expert_tile, has_fast_experts
 
 

@@ -19,10 +19,10 @@ from batchspec.kernels.moe.mxfp4 import LARGEST_SCALE, Mxfp4Weight, dequantise_b
 from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.kernels.moe.sort_rows import sort_rows
 from batchspec.kernels.moe.units import Routing
-from batchspec.model.blocks.base import Clamp, GroupedSpec, TensorSpec
+from batchspec.model.blocks.base import Clamp, Cut, GroupedSpec, TensorSpec
 from batchspec.model.blocks.forward import GroupedProduct
 from batchspec.model.config_values import ConfigReader
-from batchspec.model.quant.base import Cut, Slices, Weights
+from batchspec.model.quant.base import Slices, Weights
 from batchspec.model.quant.formats import Formats
 from batchspec.model.quant.grouped import (
     gate_of,
@@ -103,7 +103,7 @@ class Mxfp4(Plain):
     def shard_grouped(self, spec: GroupedSpec, cut: Cut, rank: int, ranks: int) -> Slices:
         blocks, scales, *_ = (tensor.name for tensor in self.grouped_tensors(spec))
         rows, columns = shard_stacked(spec, cut, rank, ranks, multiple=BLOCK)
-        own = (slice(0, spec.num_experts), rows, slice(columns.start // BLOCK, columns.stop // BLOCK))
+        own = (slice(0, spec.num_experts), rows, slice(columns.start // BLOCK, -(-columns.stop // BLOCK)))
         found: Slices = {blocks: (*own, slice(0, BLOCK // 2)), scales: own}
         return found | shard_stacked_bias(spec, cut, rank, rows)
 

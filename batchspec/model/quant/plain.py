@@ -10,10 +10,10 @@ from torch import Tensor
 
 from batchspec.kernels.gemm import linear as kernels
 from batchspec.kernels.gemm.tiles import Tile
-from batchspec.model.blocks.base import GroupedSpec, Projection, TensorSpec
+from batchspec.model.blocks.base import Cut, GroupedSpec, Projection, TensorSpec
 from batchspec.model.blocks.forward import GroupedProduct, Product
 from batchspec.model.fused import rms_norm, silu_and_mul
-from batchspec.model.quant.base import Cut, Slices, Weights, bias_of, joined_bias, shard_bias, shard_matrix
+from batchspec.model.quant.base import Slices, Weights, bias_of, joined_bias, shard_bias, shard_matrix
 from batchspec.model.quant.grouped import (
     SeparateExperts,
     load_stacked,

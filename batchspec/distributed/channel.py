@@ -1,0 +1,165 @@
+"""What the leader of a group sends to the other ranks, and what each rank tells about itself: memory that all of them map.
+
+The leader (rank 0) writes a stream of frames into a ring; every follower reads all of them. Each rank has a line of words that it
+alone writes: how far it has read, and digests of its newest results. This module does not import torch: the parent of the ranks
+makes the memory, and marks it when a rank has died.
+
+A frame is a length, a checksum and at most FRAME bytes; a message is as many frames as it needs. The checksum is compared because
+a processor may show the new position of the ring before the bytes (x86 does not).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchspec.errors import RankLost
+
+RING = 1 << 23
+FRAME = 1 << 20
+MAX_RANKS = 16
+KEPT = 1024
+"""Digests of a rank that are kept: the leader asks for one at most so many results later."""
+_HEADER = struct.Struct("<IIQ")
+"""Of a frame: checksum of the rest, bytes in the frame, bytes of the message that are still to come after it."""
+_LINE = 2 * KEPT + 8
+_WRITTEN, _LOST = 0, 1
+_READ, _RESULTS, _MESSAGES = 0, 1, 2
+_WORDS = 8 + MAX_RANKS * _LINE
+SPINS = 200
+LONGEST_SLEEP_S = 1e-3
+
+
+def make_memory() -> int:
+    """File descriptor of the zeroed memory of a new channel: it is passed to the ranks, and gone with the last of them."""
+    handle = os.memfd_create("batchspec", 0)
+    os.ftruncate(handle, 8 * _WORDS + RING)
+    return handle
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a rank has come."""
+
+    messages: int
+    """that it has received"""
+    results: int
+    """of rounds and prefill passes that it has read"""
+
+
+class Channel:
+    """One rank's end, or with rank None that of the parent."""
+
+    def __init__(self, handle: int, rank: int | None, ranks: int) -> None:
+        assert ranks <= MAX_RANKS
+        self.rank, self.ranks = rank, ranks
+        self._memory = mmap.mmap(handle, 8 * _WORDS + RING)
+        self._words: NDArray[np.int64] = np.frombuffer(self._memory, np.int64, _WORDS)
+        self._ring = memoryview(self._memory)[8 * _WORDS :]
+        self._position = 0
+
+    def send(self, message: bytes) -> None:
+        """To all followers. Waits while the ring is full. Raises RankLost."""
+        for begin in range(0, max(1, len(message)), FRAME):
+            part = message[begin : begin + FRAME]
+            rest = _HEADER.pack(0, len(part), len(message) - begin - len(part))[4:] + part
+            frame = zlib.crc32(rest).to_bytes(4, "little") + rest
+            end = self._position + len(frame)
+            self.wait(lambda end=end: end - self._slowest() <= RING)  # type: ignore[misc]
+            self._put(frame)
+            self._position = end
+            self._words[_WRITTEN] = end
+        self._line(self.rank)[_MESSAGES] += 1
+
+    def receive(self) -> bytes:
+        """The next message. Waits for it. Raises RankLost."""
+        parts: list[bytes] = []
+        while True:
+            self.wait(lambda: int(self._words[_WRITTEN]) > self._position)
+            part, left = self._frame()
+            parts.append(part)
+            self._line(self.rank)[_READ] = self._position
+            if not left:
+                self._line(self.rank)[_MESSAGES] += 1
+                return b"".join(parts)
+
+    def tell(self, number: int, digest: int) -> None:
+        """This rank has read so many results; the digest is of all of them."""
+        line = self._line(self.rank)
+        line[8 + 2 * (number % KEPT)] = digest
+        line[9 + 2 * (number % KEPT)] = number
+        line[_RESULTS] = number
+
+    def told(self, rank: int, number: int) -> int:
+        """The digest of another rank after so many results. Waits for it. Raises RankLost."""
+        line = self._line(rank)
+        self.wait(lambda: int(line[_RESULTS]) >= number and int(line[9 + 2 * (number % KEPT)]) >= number)
+        assert int(line[9 + 2 * (number % KEPT)]) == number, "the digest is no longer kept"
+        return int(line[8 + 2 * (number % KEPT)])
+
+    def lose(self, rank: int) -> None:
+        """Mark that a rank is gone: whoever waits for the group raises RankLost."""
+        if not self._words[_LOST]:
+            self._words[_LOST] = 1 + rank
+
+    def is_lost(self) -> bool:
+        """A rank is gone."""
+        return bool(self._words[_LOST])
+
+    def check(self) -> None:
+        """Raises RankLost if a rank is gone."""
+        if self.is_lost():
+            raise RankLost(f"rank {int(self._words[_LOST]) - 1} of this group is gone; run the same command again to go on")
+
+    def progress(self, rank: int) -> Progress:
+        line = self._line(rank)
+        return Progress(int(line[_MESSAGES]), int(line[_RESULTS]))
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Until `ready()`: at first without sleeping, then for at most a millisecond at a time. Raises RankLost."""
+        tries = 0
+        while not ready():
+            self.check()
+            tries += 1
+            if tries < SPINS:
+                os.sched_yield()
+            else:
+                time.sleep(min(LONGEST_SLEEP_S, 1e-5 * (tries - SPINS + 1)))
+
+    def _line(self, rank: int | None) -> NDArray[np.int64]:
+        assert rank is not None
+        return self._words[8 + rank * _LINE : 8 + (rank + 1) * _LINE]
+
+    def _slowest(self) -> int:
+        return min(int(self._line(rank)[_READ]) for rank in range(1, self.ranks))
+
+    def _put(self, frame: bytes) -> None:
+        at = self._position % RING
+        first = min(len(frame), RING - at)
+        self._ring[at : at + first] = frame[:first]
+        self._ring[: len(frame) - first] = frame[first:]
+
+    def _get(self, position: int, count: int) -> bytes:
+        at = position % RING
+        first = min(count, RING - at)
+        return bytes(self._ring[at : at + first]) + bytes(self._ring[: count - first])
+
+    def _frame(self) -> tuple[bytes, int]:
+        """The payload of the frame at the position, and the bytes of its message that come after it."""
+        while True:
+            head = self._get(self._position, _HEADER.size)
+            checksum, count, left = _HEADER.unpack(head)
+            if count <= FRAME:
+                part = self._get(self._position + _HEADER.size, count)
+                if zlib.crc32(part, zlib.crc32(head[4:])) == checksum:
+                    self._position += _HEADER.size + count
+                    return part, left
+            self.check()

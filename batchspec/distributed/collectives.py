@@ -1,0 +1,80 @@
+"""Exchanges between the ranks that compute one model together. Every result has the same bits on all ranks.
+
+The ranks call the same methods in the same order, with tensors of the same shapes and dtypes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from batchspec.errors import RankLost
+
+
+class Collectives(ABC):
+    """One process's end of the exchanges. A process that computes a model alone has none."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+
+    @abstractmethod
+    def gather(self, x: Tensor) -> Tensor:
+        """x of every rank, [ranks, *x.shape], in the order of ranks."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """x of all ranks added up in the order of ranks, in fp32 (fp64 for fp64), rounded once to the dtype of x.
+
+        Not the sum of a communication library: that adds up in an order that depends on the size of the tensor and on the place
+        in it, so that the bits of a token would depend on the tokens beside it.
+        """
+        first, *others = self.gather(x).unbind(0)
+        total = first.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+        for other in others:
+            total += other
+        return total.to(x.dtype)
+
+
+class GlooCollectives(Collectives):
+    """Over gloo, for tensors on the CPU. A process has one; ranks of a machine need GLOO_SOCKET_IFNAME=lo, because gloo otherwise
+    looks for an interface that the machine's name resolves to.
+
+    Raises RankLost when a rank is gone or does not come within the time limit.
+    """
+
+    def __init__(self, rank: int, ranks: int, meeting: Path, *, limit_s: float) -> None:
+        """
+        meeting  file on a local disk by which the ranks find each other; one for each group
+        limit_s  seconds that an exchange may take
+        """
+        super().__init__(rank, ranks)
+        limit = timedelta(seconds=limit_s)
+        with _reported(rank):
+            dist.init_process_group(
+                "gloo", init_method=f"file://{meeting.absolute()}", rank=rank, world_size=ranks, timeout=limit
+            )
+
+    def gather(self, x: Tensor) -> Tensor:
+        found = x.new_empty((self.ranks, *x.shape))
+        if x.numel():
+            with _reported(self.rank):
+                dist.all_gather(list(found.unbind(0)), x.contiguous())
+        return found
+
+
+@contextmanager
+def _reported(rank: int) -> Iterator[None]:
+    """Within this block an error of the library is one about the other ranks."""
+    try:
+        yield
+    except RuntimeError as error:  # DistBackendError among them
+        said = " ".join(str(error).split())[:200]
+        raise RankLost(
+            f"rank {rank}: an exchange with the other ranks of its group failed ({said}); run the same command again to go on"
+        ) from None

@@ -1,0 +1,41 @@
+"""The group of processes that compute one model together: how a process joins it, and what the group's members share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from batchspec.distributed.channel import Channel
+from batchspec.distributed.collectives import Collectives, GlooCollectives
+from batchspec.distributed.seat import Seat
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """A group, as one of its ranks sees it."""
+
+    channel: Channel
+    collectives: Collectives
+    rank: int
+    ranks: int
+
+    def least(self, number: int) -> int:
+        """The least of a number of every rank, such as free memory."""
+        return int(self.collectives.gather(torch.tensor([number])).min())
+
+
+@contextmanager
+def joined(seat: Seat, *, limit_s: float) -> Iterator[Group]:
+    """The group of this process. Waits until all ranks are there.
+
+    limit_s  seconds that an exchange may take
+    Raises RankLost.
+    """
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    channel = Channel(seat.handle, seat.rank, seat.ranks)
+    collectives = GlooCollectives(seat.rank, seat.ranks, seat.meeting, limit_s=limit_s)
+    yield Group(channel, collectives, seat.rank, seat.ranks)

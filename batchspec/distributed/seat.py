@@ -1,0 +1,26 @@
+"""A process's place in the group that computes a model, without torch: the parent that starts the processes does not need it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A process's place in its group, as its parent gives it: words of its command line."""
+
+    rank: int
+    ranks: int
+    handle: int
+    """File descriptor of the channel's memory."""
+    meeting: Path
+    """File by which the ranks find each other."""
+
+    def words(self) -> list[str]:
+        return [str(self.rank), str(self.ranks), str(self.handle), str(self.meeting)]
+
+    @classmethod
+    def of(cls, words: list[str]) -> Seat:
+        rank, ranks, handle, meeting = words
+        return cls(int(rank), int(ranks), int(handle), Path(meeting))

@@ -1,0 +1,135 @@
+"""Ranks in lockstep: the leader decides and sends, all execute, and no completion leaves that they do not agree on.
+
+Every choice that depends on a clock, on memory or on the host is in what the leader sends; what follows from it on the device is
+the same on all ranks, because exchanges give all of them the same bits. The digest of a rank covers the log of every result that
+it has read, and with it every emitted token.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.distributed.channel import Channel
+from batchspec.engine.executor import Executor
+from batchspec.engine.messages import Begin, End, Message, Prepare, Scales, Step, decode, encode
+from batchspec.engine.results import PendingResult
+from batchspec.engine.vocabulary import DIVERGED
+from batchspec.errors import DivergedError
+from batchspec.model.target import Target
+
+RUN = 1 << 32
+"""Results are counted from a multiple of it in each run of the engine: what an earlier run left unread is not mistaken for it."""
+
+
+class Digest:
+    """A checksum of all results that a rank has read in a run of the engine, in order, and their number."""
+
+    def __init__(self) -> None:
+        self.begin(0)
+
+    def begin(self, number: int) -> None:
+        self.number, self.value = number, 0
+
+    def add(self, result: PendingResult) -> None:
+        """A result that has arrived. Lines of rows that took no part may hold anything."""
+        log = result.result.log.numpy()
+        live = np.flatnonzero(log[:, 0] >= 0)
+        self.value = zlib.crc32(log[live].tobytes(), zlib.crc32(live.tobytes(), self.value))
+        self.number += 1
+
+
+class Lead:
+    """The leader's side: an engine sends what it is about to do, and asks before a completion leaves it."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel, self._digest = channel, Digest()
+
+    def send(self, message: Message) -> None:
+        """Raises RankLost."""
+        self._channel.send(encode(message))
+
+    def begin(self) -> None:
+        """A run of the engine begins."""
+        self._digest.begin((self._digest.number // RUN + 1) * RUN)
+        self.send(Begin(self._digest.number))
+
+    def read(self, result: PendingResult) -> None:
+        """The leader has read a result; the followers read it without being told.
+
+        Raises DivergedError if the ranks had different hidden states where a token would have been emitted.
+        """
+        self._digest.add(result)
+        log = result.result.log.numpy()
+        if (log[log[:, 0] >= 0, 4:] == DIVERGED).any():
+            raise self._diverged("hidden states")
+
+    def confirm(self) -> None:
+        """Wait until every rank has read what the leader has. Raises DivergedError if one has read something else, RankLost."""
+        number, value = self._digest.number, self._digest.value
+        if number % RUN == 0:
+            return
+        for rank in range(1, self._channel.ranks):
+            if self._channel.told(rank, number) != value:
+                raise self._diverged("tokens")
+
+    def _diverged(self, what: str) -> DivergedError:
+        return DivergedError(
+            f"the ranks of this group came to different {what} within {self._digest.number % RUN} rounds and prefill passes; "
+            "rows that ended since are not saved. Run the same command again; if it happens again, test the machine's memory and "
+            "GPUs or set cluster.tensor_parallel=1"
+        )
+
+
+class Following(Protocol):
+    """What a follower needs of an engine."""
+
+    executor: Executor
+    target: Target
+
+    def prepare(self, mode: SamplingMode, *, shared: bool = False) -> None:
+        """As of `Engine`."""
+
+
+class Beats(Protocol):
+    """A watchdog."""
+
+    def beat(self) -> None:
+        """Work begins."""
+
+    def pause(self) -> None:
+        """It is done, and the rank waits for more."""
+
+
+@torch.inference_mode()
+def follow(channel: Channel, engine: Following, watchdog: Beats | None = None) -> None:
+    """Execute what the leader sends until it ends the run. Raises RankLost."""
+    digest = Digest()
+    while True:
+        if watchdog is not None:
+            watchdog.pause()
+        message = decode(channel.receive())
+        match message:
+            case Step(step):
+                if watchdog is not None:
+                    watchdog.beat()
+                with engine.executor.stream_of_rounds():
+                    engine.executor.execute(step)
+                    for _ in range(step.num_reads):
+                        digest.add(engine.executor.read())
+                        channel.tell(digest.number, digest.value)
+            case Begin(number):
+                digest.begin(number)
+                engine.executor.clear()
+            case Scales(values):
+                engine.target.use_kv_scales(torch.tensor(values, dtype=torch.float32))
+            case Prepare(mode, shared):
+                engine.prepare(mode, shared=shared)
+            case End():
+                return
+            case _:
+                raise AssertionError(message)

@@ -1,0 +1,151 @@
+"""Rounds of ranks that share the vocabulary: each has the logits of its tokens, and all choose the same token of all.
+
+What ranks exchange per flat position: for a greedy token one logit and one id; for a draw its score, its id and the largest
+logit; for top-k, top-p and min-p as many of the largest logits as decide the cutoff, and a log-sum-exp; for logprobs a
+log-sum-exp, the chosen token's logit and the candidates for the likeliest ones. No rank gathers the logits of all tokens, unless
+a cutoff needs nearly all, or on a GPU any cutoff. Noise is keyed by the token's id: ranks draw what one process does.
+
+Besides, ranks compare a checksum of each position's last hidden state, which every rank has as a whole: because they exchange
+their choices, they would agree on tokens even if their states had come to differ, and the tokens would be wrong.
+
+T flat positions, V the tokens of all ranks, v those of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.logits import LogitRows, adjust_logits
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.distributed.collectives import Collectives
+from batchspec.engine.logprobs import Logprobs
+from batchspec.engine.round import Round
+from batchspec.kernels.sampling.argmax import NO_TOKEN, argmax
+from batchspec.kernels.sampling.counter_rng import position_words_reference
+from batchspec.kernels.sampling.cutoff import QUICK_TOP, cutoff_of_largest
+from batchspec.kernels.sampling.sample import gumbel_of
+from batchspec.model.vocabulary import best_of_ranks, greedy_of_ranks
+
+R = TypeVar("R", bound=Round)
+DIVERGED = NO_TOKEN - 1
+"""In place of a token where ranks have different hidden states: as with NO_TOKEN, nothing is emitted and the row ends."""
+MORE = 8
+"""If so many of the largest logits do not decide a cutoff, this many times as many are exchanged."""
+
+
+class SharedVocabulary(Round):
+    """The variant of rounds whose target is computed by several ranks."""
+
+    def _choose(
+        self, hidden: Tensor, places: LogitRows | None, rows: DeviceBatch, mode: SamplingMode
+    ) -> tuple[Tensor, Tensor | None]:
+        ids, raw = super()._choose(hidden, places, rows, mode)
+        sums = self._part[2].gather(checksums(hidden))
+        return torch.where((sums == sums[0]).all(0) | (ids < 0), ids, DIVERGED), raw
+
+    def choose(self, logits: Tensor, places: LogitRows, rows: DeviceBatch, mode: SamplingMode) -> Tensor:
+        return choose_of_ranks(logits, places, rows, mode, *self._part)
+
+    def greedy_of_logits(self, logits: Tensor) -> Tensor:
+        tokens, _, ranks = self._part
+        return greedy_of_ranks(logits, tokens.start, ranks, flag_nonfinite=True)
+
+    def logprobs_of(self, raw: Tensor, target_ids: Tensor) -> Logprobs:
+        return logprobs_of_ranks(raw, target_ids, self.options.logprobs or 0, *self._part)
+
+    @property
+    def _part(self) -> tuple[slice, int, Collectives]:
+        """The tokens of this rank, the number of all tokens, and the ranks."""
+        spec, ranks = self.target.spec, self.target.ranks
+        assert ranks is not None
+        return spec.vocab_part, spec.vocab_size, ranks
+
+
+def of_ranks(kind: type[R]) -> type[R]:
+    """`kind` for a target that several ranks compute."""
+    return type(f"{kind.__name__}OfRanks", (SharedVocabulary, kind), {})
+
+
+def checksums(hidden: Tensor) -> Tensor:
+    """int64 [T] of the bits of each row of hidden [T, H]. Rows that differ in one number have different ones."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[hidden.element_size()]
+    weights = torch.arange(1, 2 * hidden.shape[1], 2, device=hidden.device)  # odd: a product with one loses no bit
+    return (hidden.contiguous().view(bits).long() * weights).sum(1)
+
+
+def choose_of_ranks(
+    logits: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode, tokens: slice, vocab: int, ranks: Collectives
+) -> Tensor:
+    """As `sampling.choose`, for logits [T, v] of `tokens`, which are changed. int32 [T]."""
+    at = LogitRows(at.row_ids, at.positions, at.drafts, at.num_drafted, at.draft_rows, tokens)
+    adjust_logits(logits, at, rows, mode)
+    if not mode.random:
+        return greedy_of_ranks(logits, tokens.start, ranks, flag_nonfinite=True)
+    low = torch.full_like(logits[:, 0], -torch.inf)
+    if mode.filters:
+        low = cutoffs_of_ranks(logits, at.row_ids, rows, vocab, ranks)
+    scores = scores_of(logits, at, rows, low, tokens.start)
+    largest = logits.nan_to_num(torch.inf, torch.inf, -torch.inf).amax(1)
+    ids = torch.empty(len(scores), dtype=torch.int32, device=scores.device)
+    argmax(scores, out_ids=ids)
+    chosen = best_of_ranks(scores.amax(1), ids + tokens.start, ranks)
+    return torch.where(ranks.gather(largest).amax(0).isfinite(), chosen, NO_TOKEN)
+
+
+def scores_of(logits: Tensor, at: LogitRows, rows: DeviceBatch, low: Tensor, first: int) -> Tensor:
+    """What a draw maximises [T, v]: logit / temperature + noise of what is at or above `low` [T]; of greedy rows the logit.
+
+    first  id of the first token; the numbers are those of `sample`. NaN counts as -inf.
+    """
+    temperature = rows.temperature[at.row_ids, None].to(logits.dtype)
+    word0, word1 = position_words_reference(rows.keys[at.row_ids], at.positions)
+    ids = torch.arange(first, first + logits.shape[1], dtype=torch.int32, device=logits.device)
+    logits = torch.where(logits.isnan(), -torch.inf, logits)
+    kept = torch.where(logits >= low[:, None], logits, -torch.inf)
+    drawn = kept / torch.where(temperature > 0, temperature, 1) + gumbel_of(word0[:, None], word1[:, None], ids)
+    return torch.where(temperature > 0, drawn, logits)
+
+
+def cutoffs_of_ranks(logits: Tensor, row_ids: Tensor, rows: DeviceBatch, vocab: int, ranks: Collectives) -> Tensor:
+    """As `sampling.cutoffs`, [T]: the smallest logit of each kept set, over the tokens of all ranks."""
+    finite = logits.nan_to_num(-torch.inf, -torch.inf, -torch.inf)  # rows that are not finite draw nothing
+
+    def largest(num: int) -> Tensor:
+        own = finite.topk(min(num, finite.shape[1]), dim=1).values
+        found = ranks.gather(F.pad(own, (0, min(num, -(-vocab // ranks.ranks)) - own.shape[1]), value=-torch.inf))
+        return found.transpose(0, 1).flatten(1).topk(num, dim=1).values
+
+    def total(temperature: Tensor) -> Tensor:
+        return torch.logsumexp(ranks.gather(torch.logsumexp(finite / temperature, 1)), 0)
+
+    # On a GPU, where the host reads nothing, all are exchanged at once.
+    few = vocab if logits.is_cuda else min(QUICK_TOP, vocab)
+    return cutoff_of_largest(
+        largest, total, row_ids, rows.temperature, rows.top_k, rows.top_p, rows.min_p,
+        nums=(few, min(MORE * few, vocab), vocab), dtype=logits.dtype,
+    )  # fmt: skip
+
+
+def logprobs_of_ranks(raw: Tensor, target_ids: Tensor, num_top: int, tokens: slice, vocab: int, ranks: Collectives) -> Logprobs:
+    """As `logprobs.logprobs_of`, of raw [T, v]. The order of equally likely tokens may be another one."""
+    normaliser = torch.logsumexp(ranks.gather(torch.logsumexp(raw, 1)), 0)
+    place = target_ids.clamp(min=0).long() - tokens.start
+    own = (place >= 0) & (place < raw.shape[1])
+    logit = raw.gather(1, place.clamp(0, raw.shape[1] - 1).unsqueeze(1)).squeeze(1)
+    # One rank has the token; no other rank's number is read, whatever it is.
+    owner = ranks.gather(own.int()).argmax(0, keepdim=True)
+    chosen = (ranks.gather(logit).gather(0, owner).squeeze(0) - normaliser).float()
+    if not num_top:
+        return Logprobs(chosen, None, None)
+    most = min(num_top, -(-vocab // ranks.ranks))
+    best = raw.topk(min(most, raw.shape[1]), dim=1)
+    values = F.pad(best.values, (0, most - best.values.shape[1]), value=-torch.inf)
+    ids = F.pad(best.indices.int() + tokens.start, (0, most - best.values.shape[1]))
+    values, ids = (ranks.gather(part).transpose(0, 1).flatten(1) for part in (values, ids))
+    found = values.topk(num_top, dim=1)
+    return Logprobs(chosen, ids.gather(1, found.indices), (found.values - normaliser[:, None]).float())

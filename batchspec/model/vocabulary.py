@@ -1,0 +1,59 @@
+"""Choices over logits of which each rank has a part: every rank has the same result, and no rank the logits of all.
+
+A rank has the logits of consecutive tokens, lower ranks those of lower ids. T rows of logits, V tokens of all ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from batchspec.distributed.collectives import Collectives
+from batchspec.kernels.sampling.argmax import NO_TOKEN, argmax
+from batchspec.model.spec import ModelSpec
+
+
+def greedy_of_ranks(
+    logits: Tensor, first: int, ranks: Collectives, vocab: int | None = None, *, flag_nonfinite: bool = False
+) -> Tensor:
+    """int32 [T]: the token with the largest logit among those of all ranks, the lowest id of equals; as `argmax`.
+
+    logits          [T, number of this rank's tokens]; first is the id of the first of them
+    vocab           of the first so many tokens, None: of all
+    flag_nonfinite  NO_TOKEN where any rank's logits hold NaN or +inf, or no rank has a finite one; else NaN counts as -inf
+    Exchanges one number and one id per row.
+    """
+    width = logits.shape[1] if vocab is None else max(0, min(logits.shape[1], vocab - first))
+    ids = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
+    if not width:
+        top = logits.new_full((len(logits),), float("-inf"))
+    else:
+        argmax(logits, out_ids=ids, vocab=width)
+        if flag_nonfinite:
+            top = logits[:, :width].amax(1).nan_to_num(float("inf"), float("inf"), float("-inf"))  # amax propagates NaN
+        else:
+            top = logits.gather(1, ids.long().unsqueeze(1)).squeeze(1).nan_to_num(float("-inf"), float("inf"), float("-inf"))
+    return best_of_ranks(top, ids + first, ranks, flag_nonfinite=flag_nonfinite)
+
+
+def best_of_ranks(scores: Tensor, ids: Tensor, ranks: Collectives, *, flag_nonfinite: bool = False) -> Tensor:
+    """int32 [T]: the id of the largest score of all ranks, the lowest id of equals.
+
+    scores [T] without NaN, ids [T]: of this rank
+    flag_nonfinite  NO_TOKEN where the largest score is not finite
+    """
+    all_scores, all_ids = ranks.gather(scores), ranks.gather(ids.int())
+    best = all_scores.amax(0)
+    winner = torch.where(all_scores == best, all_ids, torch.iinfo(torch.int32).max).amin(0)
+    return torch.where(best.isfinite(), winner, NO_TOKEN) if flag_nonfinite else winner
+
+
+def gather_logits(logits: Tensor, spec: ModelSpec, ranks: Collectives) -> Tensor:
+    """The logits of all tokens [T, V], of this rank's [T, spec.num_logits]."""
+    widest = -(-spec.vocab_size // spec.shard.ranks)
+    padded = torch.nn.functional.pad(logits, (0, widest - logits.shape[1]))
+    widths = [
+        (rank + 1) * spec.vocab_size // spec.shard.ranks - rank * spec.vocab_size // spec.shard.ranks
+        for rank in range(spec.shard.ranks)
+    ]
+    return torch.cat([part[:, :width] for part, width in zip(ranks.gather(padded), widths, strict=True)], 1)

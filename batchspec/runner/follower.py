@@ -1,0 +1,68 @@
+"""A process that computes a part of the model and decides nothing: it does what the leader of its group sends."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from batchspec.config.schema import RunConfig
+from batchspec.distributed.group import Group
+from batchspec.engine.lockstep import follow
+from batchspec.engine.messages import Build, Calibrate, End, Load, Scales, decode
+from batchspec.errors import CapacityError, ConfigError
+from batchspec.model.kv_calibration import calibrate
+from batchspec.prepare import build_engine, check_memory, device_facts, free_bytes, load_weights, open_model
+from batchspec.runner.oom_fallback import OutOfMemoryGuard
+from batchspec.runner.run_shards import watchdog_s
+from batchspec.supervise.watchdog import Watchdog
+
+
+def run_follower(config: RunConfig, group: Group) -> None:
+    """Load this rank's part and execute until the leader ends the run.
+
+    The model's files are opened once the leader has them: it downloads and checks them for all. Raises what `open_model` raises,
+    CapacityError when memory runs out, and RankLost.
+    """
+    with OutOfMemoryGuard() as guard:
+        _follow(config, group)
+    if guard.message:
+        raise CapacityError(
+            f"rank {group.rank}: out of memory ({guard.message}); free the machine's memory or set packing.memory_gb, "
+            "packing.max_num_seqs or packing.max_num_batched_tokens lower, and run the same command again: finished rows stay"
+        )
+
+
+def _follow(config: RunConfig, group: Group) -> None:
+    message = decode(group.channel.receive())
+    if isinstance(message, End):
+        return
+    assert isinstance(message, Load), message
+    model = open_model(config, group=group)
+    if (own := device_facts(model.device)) != message.device:
+        raise ConfigError(
+            f"rank {group.rank} has {own}, rank 0 has {message.device}: ranks of a model need equal devices; choose them by "
+            "CUDA_VISIBLE_DEVICES or set cluster.tensor_parallel=1"
+        )
+    check_memory(model)
+    target, weights = load_weights(model)
+    if model.spec.fp8_kv:
+        message = decode(group.channel.receive())
+        if isinstance(message, Calibrate):
+            calibrate(target, message.prompts)
+            message = decode(group.channel.receive())
+        if isinstance(message, End):
+            return
+        assert isinstance(message, Scales), message
+        target.use_kv_scales(torch.tensor(message.values, dtype=torch.float32))
+    free_bytes(model, loaded=True)  # the leader plans with the least of all ranks
+    message = decode(group.channel.receive())
+    if isinstance(message, End):
+        return
+    assert isinstance(message, Build), message
+    drafter = model.drafter.build(weights, target, slots=message.batch.num_slots)
+    engine = build_engine(config, target, drafter, message.batch)
+    watchdog = Watchdog(watchdog_s(model), lambda: 0)
+    gc.freeze()  # a collection that traverses all of torch's objects would keep the other ranks waiting
+    with watchdog.watching():
+        follow(group.channel, engine, watchdog)

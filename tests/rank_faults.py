@@ -1,0 +1,62 @@
+"""A worker process in which something goes wrong: `python -m tests.rank_faults NUMBER SHARING SEAT`, in place of the real one.
+
+The environment says what: FAULT is KIND RANK STEP. From that step of that rank's on
+
+    diverge   a weight is another one
+    oom       memory runs out
+    hang      a step never ends
+    poison    the process dies when it prefills a prompt that begins with token STEP
+    device    the rank has another one
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+from batchspec.cli import guarded
+from batchspec.cluster import worker
+from batchspec.engine.engine import Engine
+from batchspec.engine.executor import Executor
+from batchspec.engine.step import ScheduledStep
+from batchspec.runner import follower
+from tests.runs import put
+
+KIND, RANK, STEP = os.environ["FAULT"].split()
+
+
+def make_faulty() -> None:
+    build, execute, count = Engine.__init__, Executor.execute, [0]
+    engines: list[Engine] = []
+
+    def built(self: Engine, *rest: object, **named: object) -> None:
+        build(self, *rest, **named)  # type: ignore[arg-type]
+        engines.append(self)
+
+    def executed(self: Executor, step: ScheduledStep) -> None:
+        count[0] += step.round is not None
+        if KIND == "poison":
+            refills = step.prefill.refills if step.prefill else ()
+            if any(int(refill.request.prompt_ids[0]) == int(STEP) for refill in refills):
+                os.kill(os.getpid(), signal.SIGKILL)
+        elif count[0] == int(STEP):
+            count[0] += 1
+            if KIND == "oom":
+                raise RuntimeError("CUDA out of memory. Tried to allocate 20 GiB")
+            if KIND == "hang":
+                time.sleep(3600)
+            if KIND == "diverge":
+                engines[-1].target._norm[0] += 1e-6
+        execute(self, step)
+
+    if KIND == "device":
+        put(follower, "device_facts", lambda _: "NVIDIA H100")
+    Engine.__init__, Executor.execute = built, executed  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    if sys.argv[3] == RANK:
+        make_faulty()
+    worker.leave(guarded(worker.main))

@@ -1,0 +1,285 @@
+"""Whole jobs whose model several processes compute: the same rows as one process writes, whatever becomes of a rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+from collections import Counter
+from pathlib import Path
+
+import polars as pl
+import pytest
+import torch
+
+from batchspec import run
+from batchspec.cluster import workers
+from batchspec.model.spec import load_spec
+from tests.forked import run_python
+from tests.heads import random_tensors, tiny_design, write_head
+from tests.models import make_checkpoint, make_tokenizer
+from tests.runs import run_apart, start_apart
+from tests.test_workers import ended, journals, owners, wait_for_end, wait_until, workers_of
+
+ROWS = 40
+"""Enough rows of enough tokens that a run can be met in the middle."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(make_checkpoint(tmp_path_factory.mktemp("model"), "llama", dtype=torch.float64))
+
+
+@pytest.fixture(scope="module")
+def command(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    data = tmp_path_factory.mktemp("data") / "in.parquet"
+    pl.DataFrame({"id": [f"q{i}" for i in range(ROWS)], "prompt": [f"{i} and {i * i}" for i in range(ROWS)]}).write_parquet(data)
+    return [
+        f"model.path={model}", f"input.path={data}", "decode.max_new_tokens=40", "decode.ignore_eos=true", "draft=none",
+        "output.shard_rows=4", "output.token_ids=true", "packing.max_num_seqs=4",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+    """Of one process."""
+    out = tmp_path_factory.mktemp("alone") / "out"
+    assert run.main([*command, f"output.dir={out}"]) == 0
+    return tokens(out)
+
+
+def tokens(out: Path, rows: int = ROWS) -> dict[str, list[int]]:
+    frame = pl.read_parquet(out / "data")
+    counts = Counter(frame["request_id"])
+    assert len(counts) == rows
+    assert set(counts.values()) == {1}
+    assert set(frame["status"]) <= {"ok", "truncated"}
+    return dict(frame.select("request_id", "token_ids").iter_rows())
+
+
+def test_four_ranks_write_what_one_process_does(command: list[str], expected: dict[str, list[int]], tmp_path: Path) -> None:
+    code, said = run_apart([*command, f"output.dir={tmp_path / 'out'}", "cluster.tensor_parallel=4"], tmp_path / "log")
+    assert code == 0, said
+    assert "loading " in said
+    assert "in float64 on 4 x cpu" in said
+    assert tokens(tmp_path / "out") == expected
+
+
+def test_sampling_drafts_and_logprobs_on_two_ranks(model: Path, command: list[str], tmp_path: Path) -> None:
+    design = tiny_design(load_spec(model))
+    head = write_head(tmp_path / "head", design, random_tensors(design))
+    more = [
+        "decode.temperature=0.9", "decode.top_p=0.95", "decode.repetition_penalty=1.1", "output.logprobs=2", "draft=hybrid",
+        f"draft.path={head}", "draft.num_speculative_tokens=3", "draft.corpus_tokens=1000", "input.limit=16", "decode.stop=[a]",
+    ]  # fmt: skip
+    assert run.main([*command, *more, f"output.dir={tmp_path / 'one'}"]) == 0
+    code, said = run_apart([*command, *more, f"output.dir={tmp_path / 'two'}", "cluster.tensor_parallel=2"], tmp_path / "log")
+    assert code == 0, said
+    assert tokens(tmp_path / "one", 16) == tokens(tmp_path / "two", 16)
+    one, two = (pl.read_parquet(tmp_path / name / "data").sort("request_id") for name in ("one", "two"))
+    for a, b in zip(one["logprobs"], two["logprobs"], strict=True):
+        assert list(a) == pytest.approx(list(b), abs=1e-5)
+
+
+def test_a_rank_that_is_killed_costs_no_row_and_the_other_group_goes_on(
+    command: list[str], expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    out, log = tmp_path / "out", tmp_path / "log"
+    parent = start_apart([*command, f"output.dir={out}", "cluster.tensor_parallel=2", "cluster.workers=2"], log)
+    wait_until(lambda: len(owners(out)) == 2, parent)
+    os.kill(ranks_of(parent, 1)[0], signal.SIGKILL)
+    code, said = ended(parent), log.read_text()
+    assert re.search(
+        r"batchspec: rank 1 of worker \d was killed by SIGKILL; its group ends; 1 other takes its shards over\n", said
+    )
+    assert code == 0, said
+    assert tokens(out) == expected
+
+
+def ranks_of(parent: object, rank: int) -> list[int]:
+    """Processes of the ranks of this number, one of each group."""
+    found = []
+    for pid in workers_of(parent):  # type: ignore[arg-type]
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        place = words.index(b"batchspec.cluster.worker")
+        found += [pid] if int(words[place + 3]) == rank else []
+    return found
+
+
+def test_the_scales_of_an_e4m3_cache_are_those_of_one_process(command: list[str], tmp_path: Path) -> None:
+    """Calibrated by all ranks, each its own heads; a job is continued with them by any number of ranks."""
+    words = [*command, "cache.dtype=fp8", "input.limit=8"]
+    assert run.main([*words, f"output.dir={tmp_path / 'one'}"]) == 0
+    code, said = run_apart([*words, f"output.dir={tmp_path / 'four'}", "cluster.tensor_parallel=4"], tmp_path / "log")
+    assert code == 0, said
+    assert "K and V in e4m3, scales calibrated" in said
+    one, four = (json.loads((tmp_path / name / "_batchspec/kv_scales.json").read_text()) for name in ("one", "four"))
+    assert one == four
+    # A number next to a rounding boundary of e4m3 may fall on its other side, so few tokens may differ.
+    first, second = tokens(tmp_path / "one", 8), tokens(tmp_path / "four", 8)
+    assert sum(first[name] == second[name] for name in first) >= 6
+    code, said = run_apart(
+        [*words, f"output.dir={tmp_path / 'one'}", "cluster.tensor_parallel=2", "resume=length", "decode.max_new_tokens=44"],
+        tmp_path / "log",
+    )
+    assert code == 0, said
+    assert "K and V in e4m3, scales of the output folder" in said
+
+
+@pytest.mark.parametrize("what", ["SIGKILL", "SIGSTOP"])
+def test_a_job_whose_rank_is_lost_is_resumed_even_with_another_number_of_ranks(
+    what: str, command: list[str], expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    out, log = tmp_path / "out", tmp_path / "log"
+    parent = start_apart([*command, f"output.dir={out}", "cluster.tensor_parallel=2", "cluster.watchdog_s=3"], log)
+    wait_until(lambda: (out / "data").is_dir() and any((out / "data").iterdir()), parent)
+    pids = workers_of(parent)
+    (follower,) = ranks_of(parent, 1)
+    os.kill(follower, getattr(signal, what))
+    code, said = ended(parent), log.read_text()
+    assert code == 75, said
+    if what == "SIGSTOP":
+        assert "no round ended for 3 s (cluster.watchdog_s); the stacks above show where it hangs" in said
+        assert re.search(r"rank 1 of worker 0 does not end: it has begun \d+ of \d+ steps and read \d+ results; killed\n", said)
+    else:
+        assert "batchspec: rank 1 of worker 0 was killed by SIGKILL; its group ends\n" in said
+    wait_for_end(pids)
+    assert run.main([*command, f"output.dir={out}"]) == 0
+    assert tokens(out) == expected
+
+
+def test_a_signal_ends_a_group_with_its_work_saved_and_so_does_the_end_of_its_parent(
+    command: list[str], expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    out, log = tmp_path / "out", tmp_path / "log"
+    words = [*command, f"output.dir={out}", "cluster.tensor_parallel=2"]
+    parent = start_apart(words, log)
+    wait_until(lambda: len(owners(out)) == 1, parent)
+    assert parent.pid is not None
+    os.kill(parent.pid, signal.SIGUSR1)
+    code, said = ended(parent), log.read_text()
+    assert code == 75, said
+    assert re.search(r"\[0\] batchspec: SIGUSR1: \d+ of 10 shards are committed", said), said
+
+    saved = journals(out)
+    parent = start_apart(words, log)
+    wait_until(lambda: len(owners(out)) == 1, parent)
+    pids = workers_of(parent)
+    parent.kill()
+    ended(parent)
+    wait_for_end(pids)
+    assert journals(out) > saved
+    code, said = run_apart(words, log)
+    assert code == 0, said
+    assert tokens(out) == expected
+
+
+def test_ranks_with_other_devices_are_refused(command: list[str], tmp_path: Path, fault: pytest.MonkeyPatch) -> None:
+    fault.setenv("FAULT", "device 1 0")
+    words = [*command, f"output.dir={tmp_path / 'out'}", "cluster.tensor_parallel=2"]
+    code, said = run_apart(words, tmp_path / "log", with_faults)
+    assert code == 2, said
+    assert re.search(r"batchspec: rank 1 has NVIDIA H100, rank 0 has cpu, torch \S+: ranks of a model need equal devices;", said)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_the_leader_refuses_ends_the_group(command: list[str], tmp_path: Path) -> None:
+    code, said = run_apart([*command, f"output.dir={tmp_path / 'out'}", "cluster.tensor_parallel=8"], tmp_path / "log")
+    assert code == 2, said
+    assert "batchspec: num_attention_heads 4 cannot be cut into 8 equal parts; lower cluster.tensor_parallel" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_leader_whose_main_thread_waits_for_a_lost_rank_saves_its_work_and_ends() -> None:
+    """As on a GPU, where the host waits for a kernel that waits for the other GPU."""
+    done = run_python(["-c", """import time
+from batchspec.supervise import watchdog
+watchdog.LOST_S = 0.2
+with watchdog.Watchdog(1000.0, lambda: 3, lost=lambda: True).watching():
+    time.sleep(60)
+"""])  # fmt: skip
+    assert done.returncode == 75
+    assert (
+        "a rank of this group is gone, and this one waits for it; the stacks above show where it hangs; 3 more rows"
+        in done.stderr
+    )
+    assert "in <module>" in done.stderr
+
+
+def with_faults() -> None:
+    workers.PROGRAM = ("-m", "tests.rank_faults")
+
+
+@pytest.fixture
+def fault(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """What goes wrong is in the environment of the runs: see tests/rank_faults.py."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "said"),
+    [
+        ("diverge 1 30", 70, r"the ranks of this group came to different hidden states within \d+ rounds and prefill passes;"),
+        ("oom 1 30", 2, r"batchspec: rank 1: out of memory \(CUDA out of memory. Tried to allocate 20 GiB\); free the"),
+        pytest.param("oom 0 30", 2, r"batchspec: out of memory, with 4 slots, .* \(CUDA out of", marks=pytest.mark.slow),
+        pytest.param("hang 1 30", 75, r"rank_faults.py., line \d+ in executed", marks=pytest.mark.slow),
+    ],
+)
+def test_what_goes_wrong_on_a_rank_ends_its_group_with_a_clear_word(
+    kind: str, code: int, said: str, command: list[str], expected: dict[str, list[int]], tmp_path: Path, fault: pytest.MonkeyPatch
+) -> None:
+    out, log = tmp_path / "out", tmp_path / "log"
+    fault.setenv("FAULT", kind)
+    words = [*command, f"output.dir={out}", "cluster.tensor_parallel=2", "cluster.watchdog_s=4"]
+    found, text = run_apart(words, log, with_faults)
+    assert found == code, text
+    assert re.search(said, text), text
+    for part in (out / "data").glob("*.parquet"):  # what is committed is right
+        rows = dict(pl.read_parquet(part).select("request_id", "token_ids").iter_rows())
+        assert rows == {name: expected[name] for name in rows}
+    assert run.main([*command, f"output.dir={out}"]) == 0
+    assert tokens(out) == expected
+
+
+@pytest.mark.slow
+def test_a_row_that_crashes_one_rank_alone_becomes_an_error_row(model: Path, tmp_path: Path, fault: pytest.MonkeyPatch) -> None:
+    """Found by isolated retries, as where it crashes the only process."""
+    data, out = tmp_path / "in.parquet", tmp_path / "out"
+    pl.DataFrame({"id": [f"q{i}" for i in range(6)], "prompt_ids": [[10 + i, 5, 6] for i in range(6)]}).write_parquet(data)
+    fault.setenv("FAULT", "poison 1 13")
+    words = [
+        f"model.path={model}", f"input.path={data}", f"output.dir={out}", "cluster.tensor_parallel=2", "draft=none",
+        "decode.max_new_tokens=8", "resume.row_attempts=2", "packing.max_num_seqs=2",
+    ]  # fmt: skip
+    codes: list[int] = []
+    while not codes or codes[-1] == 75:
+        codes.append(run_apart(words, tmp_path / "log", with_faults)[0])
+        assert len(codes) < 9, (tmp_path / "log").read_text()
+    assert codes[-1] == 0
+    frame = pl.read_parquet(out / "data").sort("request_id")
+    assert frame["status"].to_list() == ["truncated"] * 3 + ["error"] + ["truncated"] * 2
+    assert frame["error"][3]["code"] == "crash"
+
+
+@pytest.mark.slow
+def test_kills_of_ranks_at_random_moments_change_no_token(
+    command: list[str], expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    """Until the job is complete: leader or follower, while they start, compute, commit or end."""
+    out, log, chance = tmp_path / "out", tmp_path / "log", random.Random(7)
+    words, code = [*command, f"output.dir={out}", "cluster.tensor_parallel=2"], 75
+    for kills in range(40):
+        parent = start_apart(words, log)
+        if kills < 12:
+            parent.join(chance.uniform(2.0, 9.0))
+            for pid in workers_of(parent)[chance.randrange(2) :][:1] if parent.exitcode is None else []:
+                os.kill(pid, signal.SIGKILL)
+        code = ended(parent)
+        if code == 0:
+            break
+        assert code == 75, log.read_text()
+    assert code == 0
+    assert tokens(out) == expected

@@ -1,0 +1,284 @@
+"""The leader decides, all ranks execute: they have the same state, and a difference ends the run before a wrong row leaves."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.distributed.channel import Channel, make_memory
+from batchspec.distributed.collectives import Collectives
+from batchspec.draft.base import Drafter
+from batchspec.draft.corpus import Corpus
+from batchspec.draft.lookup import LookupDrafter
+from batchspec.engine import allocator
+from batchspec.engine.draft_lengths import DraftLengths
+from batchspec.engine.engine import Engine
+from batchspec.engine.lockstep import RUN, Lead, follow
+from batchspec.engine.messages import Begin, Build, Calibrate, End, Load, Message, Prepare, Scales, Step, decode, encode
+from batchspec.engine.results import PendingResult
+from batchspec.engine.round_planner import RoundClock
+from batchspec.engine.step import ScheduledStep
+from batchspec.engine.vocabulary import checksums
+from batchspec.errors import DivergedError, RankLost
+from batchspec.model.target import Target
+from batchspec.records import Completion, Thinking
+from tests.engines import DEVICE, packed, plain_tokens, request, tiny_spec
+from tests.engines import decode as letters
+from tests.ranks import on_ranks, part_of, whole_of
+from tests.replaying import scenario, state_digest
+from tests.test_replay import recorded, requests_of_every_kind
+from tests.test_tensor_parallel import Loud
+from tests.test_vocabulary import drafter, expected_ids
+
+
+@pytest.fixture
+def handle() -> Iterator[int]:
+    made = make_memory()
+    yield made
+    os.close(made)
+
+
+SPEC = tiny_spec(5)
+BATCH = packed(4, num_pages=26, max_len=72, draft_len=7, prefill_tokens=24)
+
+
+def group_run(
+    handle: int,
+    count: int,
+    lead: Callable[[Engine, Lead], Any],
+    *,
+    name: str = "eagle3",
+    follower: Callable[[Engine], None] = lambda _: None,
+) -> tuple[Any, list[bytes]]:
+    """What `lead` returns of the leader's engine, and the digests of all ranks' states at the end. Threads are the ranks."""
+
+    def one(ranks: Collectives) -> tuple[Any, bytes]:
+        end = Channel(handle, ranks.rank, count)
+        target = part_of(SPEC, ranks, Loud)
+        leading = Lead(end) if ranks.rank == 0 else None
+        engine = Engine(target, made(name, target), BATCH, device=DEVICE, decode=letters, penalties=True, lead=leading)
+        if leading is None:
+            follower(engine)
+            follow(end, engine)
+            return None, state_digest(engine.executor)
+        try:
+            found = lead(engine, leading)
+        except BaseException:
+            end.lose(0)
+            raise
+        leading.send(End())
+        return found, state_digest(engine.executor)
+
+    found = on_ranks(count, one)
+    return found[0][0], [digest for _, digest in found]
+
+
+def made(name: str, target: Target) -> Drafter:
+    """With a corpus whose table a thread builds: only the leader may say when it is used."""
+    if name == "corpus":
+        return LookupDrafter(4, min_ngram=1, max_ngram=3, corpus=Corpus(200, lengths=(1, 2, 3), device=DEVICE))
+    return drafter(name, target, BATCH.num_slots)
+
+
+def tokens(engine: Engine, _: Lead) -> dict[str, list[int]]:
+    return {done.request_id: expected_ids(done) for done in engine.run(iter(requests_of_every_kind()))}
+
+
+def restless(engine: Engine, lead: Lead) -> dict[str, list[int]]:
+    """K, preparation and probes by a clock that says anything."""
+    clock = random.Random(3)
+    lengths = DraftLengths(engine.drafter.max_len, choices=engine.executor.round.draft_lens)
+    for num_rows in engine.batch.row_buckets:
+        for draft_len in lengths.choices:
+            for prepare_next in (False, True):
+                lengths.set_base(num_rows, draft_len, clock.uniform(0.5, 2.0), prepare_next=prepare_next)
+    engine.planner._lengths = lengths
+    seconds_of = RoundClock.seconds_of
+    RoundClock.seconds_of = lambda *_: clock.uniform(0.1, 20.0)  # type: ignore[method-assign]
+    try:
+        return tokens(engine, lead)
+    finally:
+        RoundClock.seconds_of = seconds_of  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("name", "count"), [("eagle3", 2), ("corpus", 4), ("tree", 2), ("hybrid", 2), ("window", 2)])
+def test_followers_have_the_leaders_tokens_whatever_the_clock_says(
+    name: str, count: int, handle: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With preemption, stop strings, thinking budgets, shared prefixes and compaction, which no follower decides."""
+    monkeypatch.setattr(allocator, "SHORT_CAP_TOKENS", 2)
+    found, digests = group_run(handle, count, restless, name=name)
+    assert len(set(digests)) == 1
+    whole = whole_of(SPEC, Loud)
+    for one in requests_of_every_kind():
+        if one.thinking is None:
+            assert found[one.request_id] == plain_tokens(whole, one)
+
+
+def test_an_engine_may_run_again_also_after_a_run_that_was_left(handle: int) -> None:
+    def lead(engine: Engine, _: Lead) -> list[list[int]]:
+        asked = [request(i, [i, 3], cap=12) for i in range(6)]
+        left = engine.run(iter(asked))
+        next(left)
+        left.close()
+        engine.prepare(SamplingMode(random=True), shared=True)
+        return [expected_ids(done) for _ in range(2) for done in engine.run(iter(asked))]
+
+    found, digests = group_run(handle, 2, lead)
+    assert len(set(digests)) == 1
+    assert sorted(found[:6]) == sorted(found[6:])
+    whole = whole_of(SPEC, Loud)
+    assert sorted(found[:6]) == sorted(plain_tokens(whole, request(i, [i, 3], cap=12)) for i in range(6))
+
+
+def a_wrong_token(engine: Engine) -> None:
+    """As after a flipped bit. The choices, which are exchanged, are the same on all ranks, and wrong."""
+    rows = engine.executor.rows
+    rows.tokens[0, int(rows.num_tokens[0]) - 1] ^= 1
+
+
+def a_wrong_weight(engine: Engine) -> None:
+    engine.target._norm[3] += 1e-9
+
+
+def a_wrong_limit(engine: Engine) -> None:
+    """The rank ends a row one token earlier: no exchange has anything to do with it."""
+    engine.executor.rows.limit[1] -= 1
+
+
+@pytest.mark.parametrize(
+    ("harm", "what"), [(a_wrong_token, "hidden states"), (a_wrong_weight, "hidden states"), (a_wrong_limit, "tokens")]
+)
+def test_no_wrong_row_leaves_after_ranks_came_to_differ(harm: Callable[[Engine], None], what: str, handle: int) -> None:
+    """From the fifth step on one rank computes something else."""
+    done: list[Completion] = []
+
+    def lead(engine: Engine, _: Lead) -> None:
+        done.extend(engine.run(iter([request(i, [i, 3], cap=30) for i in range(4)])))
+
+    def harmed(engine: Engine) -> None:
+        execute, count = engine.executor.execute, [0]
+
+        def then_harmed(step: ScheduledStep) -> None:
+            execute(step)
+            count[0] += 1
+            if count[0] == 5:
+                harm(engine)
+
+        engine.executor.execute = then_harmed  # type: ignore[method-assign]
+
+    with pytest.raises(DivergedError, match=rf"came to different {what} within \d+ rounds and prefill passes; rows that ended"):
+        group_run(handle, 2, lead, follower=harmed)
+    assert len(done) < 4
+    for one in done:  # they ended before
+        assert expected_ids(one) == plain_tokens(whole_of(SPEC, Loud), request(one.row_index, [one.row_index, 3], cap=30))
+
+
+@given(st.integers(1, 40), st.sampled_from([torch.bfloat16, torch.float32, torch.float64]), st.data())
+def test_a_checksum_changes_with_any_bit(width: int, dtype: torch.dtype, data: st.DataObject) -> None:
+    hidden = torch.randn(2, width).to(dtype)
+    other = hidden.clone()
+    place, bit = data.draw(st.integers(0, width - 1)), data.draw(st.integers(0, 8 * dtype.itemsize - 1))
+    bits = other.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+    bits[1, place] ^= torch.tensor(-(2**63) if bit == 63 else 1 << bit).to(bits.dtype)
+    assert (checksums(hidden) == checksums(other)).tolist() == [True, False]
+
+
+def test_rows_and_snapshots_wait_for_all_ranks(handle: int) -> None:
+    leader, follower, lead = Channel(handle, 0, 2), Channel(handle, 1, 2), Lead(Channel(handle, 0, 2))
+    engine = Engine(whole_of(SPEC, Loud), made("none", whole_of(SPEC, Loud)), BATCH, device=DEVICE, lead=lead)
+    rows = engine.run(iter([request(0, [1, 2], cap=8)]))
+
+    def next_row() -> None:
+        with pytest.raises(RankLost):
+            next(rows)
+
+    thread = threading.Thread(target=next_row)
+    thread.start()  # waits for the follower's digest of the row's end
+    thread.join(0.1)
+    assert thread.is_alive()
+    leader.lose(1)
+    thread.join(10)
+    with pytest.raises(RankLost):
+        engine.unfinished()
+    assert follower.progress(0).results == 0
+
+
+def test_messages_come_back_as_they_were() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        _, steps, _ = recorded(scenario("hybrid", 1), patch)
+    for pickled, _ in steps:
+        step = pickle.loads(pickled)
+        back = decode(encode(Step(step)))
+        assert isinstance(back, Step)
+        assert same(back.step, step)
+    scales = torch.rand(2, 2, 3).tolist()
+    others: list[Message] = [
+        Load("cpu"), Calibrate([[1, 2], [3]]), Scales(scales), Build(BATCH), Prepare(SamplingMode(random=True), True),
+        Begin(3 * RUN), End(),
+    ]  # fmt: skip
+    assert [decode(encode(message)) for message in others] == others
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal in what a rank reads; arrays too."""
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if hasattr(one, "__dataclass_fields__"):
+        left_out = ("request_id", "stop", "thinking", "resumed") if type(one).__name__ == "Request" else ()
+        return all(same(getattr(one, f.name), getattr(other, f.name)) for f in fields(one) if f.name not in left_out)
+    return bool(one == other)
+
+
+def test_a_request_that_was_sent_begins_alike_on_the_device() -> None:
+    """What is left out of a message, `DeviceBatch.begin` does not read."""
+    asked = replace(
+        request(3, [4, 5, 6], cap=9, stop_ids=(2, 7), stop=("x",), min_new_tokens=2),
+        thinking=Thinking(begin_id=3, end_id=4, opened=True, budget=6, closing=(11, 4)), synthetic_len=5, seed=-(2**62),
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        _, steps, _ = recorded(scenario("none", 0), patch)
+    step = next(found for pickled, _ in steps if (found := pickle.loads(pickled)).prefill is not None)
+    refills = (replace(step.prefill.refills[0], request=asked),)
+    back = decode(encode(Step(replace(step, prefill=replace(step.prefill, refills=refills)))))
+    assert isinstance(back, Step) and back.step.prefill is not None  # noqa: PT018
+    sent = back.step.prefill.refills[0].request
+    batches = []
+    for one in (asked, sent):
+        rows = DeviceBatch.allocate(packed(2), vocab_size=31, penalties=True, device=torch.device("cpu"))
+        rows.begin([1], [one], [(9,)])
+        batches.append([tensor for f in fields(rows) for tensor in rows._tensors(f.name)])
+    assert all(torch.equal(a, b) for a, b in zip(*batches, strict=True))
+
+
+def test_results_read_by_one_rank_only_do_not_hide_a_difference() -> None:
+    """A digest depends on the order of results and on the slots of their lines."""
+    from batchspec.engine.lockstep import Digest
+    from batchspec.engine.round import RoundResult
+
+    def digest(*logs: list[list[int]]) -> int:
+        found = Digest()
+        for log in logs:
+            found.add(PendingResult(RoundResult(torch.tensor(log, dtype=torch.int32))))
+        return found.value
+
+    one, other, dead = [0, 0, 1, 0, 5], [0, 0, 1, 0, 6], [-1, 7, 7, 7, 7]
+    assert digest([one, dead]) == digest([one, [-1, 0, 0, 0, 0]])
+    values = [digest([one, dead]), digest([other, dead]), digest([dead, one]), digest([one, dead], [other, dead])]
+    values.append(digest([other, dead], [one, dead]))
+    assert len(set(values)) == 5

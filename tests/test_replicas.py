@@ -1,0 +1,159 @@
+"""How the GPUs of a machine are divided between copies of a model, and what exchanges between ranks cost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from batchspec.cluster import workers
+from batchspec.commands import plan as plan_command
+from batchspec.commands import ranks as ranks_command
+from batchspec.commands import submit
+from batchspec.config.schema import PackingConfig, RunConfig
+from batchspec.config.typed import to_json
+from batchspec.errors import CapacityError, ConfigError
+from batchspec.model.blocks.base import Shard
+from batchspec.packing.cost import H200, num_multiplied, read_bytes, round_seconds
+from batchspec.packing.exchange import exchange_seconds
+from batchspec.packing.planner import Demand, Forecast, choose_batch, forecast
+from batchspec.packing.replicas import Way, best, ways
+from batchspec.records import PackedBatch
+from tests.stand_ins import LLAMA_8B, small_spec
+from tests.test_plan import job as job  # a fixture
+from tests.test_plan import planned, write
+
+BF16, GPU = torch.bfloat16, torch.device("cuda")
+LLAMA_70B = small_spec(
+    hidden_size=8192, num_heads=64, num_kv_heads=8, head_dim=128, intermediate_size=28672, vocab_size=128256,
+    windows=(None,) * 80, tie=False, max_len=131_072, dtype="bfloat16",
+)  # fmt: skip
+MEMORY = 140 * 10**9
+
+
+def predicted(spec: Any, ranks: int, replicas: int, demand: Demand) -> tuple[PackedBatch, Forecast]:
+    part = spec.sharded(Shard(0, ranks))
+    share = replace(demand, num_completions=demand.num_completions // replicas)
+    free = MEMORY - part.weight_bytes(BF16)
+    if free < 0:
+        raise CapacityError("the weights do not fit")
+    batch = choose_batch(PackingConfig(), part, H200, share, device=GPU, dtype=BF16, draft_len=0, free_bytes=max(0, free))
+    return batch, forecast(batch, part, H200, share, dtype=BF16, accepted=0.0)
+
+
+def compared(spec: Any, num_gpus: int, **demand: Any) -> list[Way]:
+    asked = Demand(**{"num_completions": 20_000, "prompt_tokens": 1024, "output_tokens": 512, "max_tokens": 1536} | demand)
+    return ways((1, 2, 4, 8), num_gpus, lambda ranks, replicas: predicted(spec, ranks, replicas, asked))
+
+
+def test_a_model_that_one_gpu_holds_easily_is_copied() -> None:
+    found = compared(LLAMA_8B, 4)
+    assert [(way.ranks, way.replicas) for way in found] == [(1, 4), (2, 2), (4, 1)]
+    assert best(found).ranks == 1
+
+
+def test_a_model_that_one_gpu_does_not_hold_is_cut() -> None:
+    found = compared(LLAMA_70B, 4)
+    assert (found[0].seconds, found[0].reason) == (None, "the weights do not fit")
+    assert best(found).ranks in (2, 4)
+    with pytest.raises(CapacityError, match="the weights do not fit"):
+        best(compared(LLAMA_70B, 1))
+
+
+def test_a_tie_goes_to_fewer_ranks() -> None:
+    found = [Way(ranks=1, replicas=2, seconds=101.0), Way(ranks=2, replicas=1, seconds=100.0)]
+    assert best(found).ranks == 1
+    assert best([replace(found[0], seconds=103.0), found[1]]).ranks == 2
+
+
+def test_ranks_read_and_multiply_their_part_and_exchange() -> None:
+    half = LLAMA_70B.sharded(Shard(1, 2))
+    assert num_multiplied(half) == num_multiplied(LLAMA_70B) / 2
+    assert read_bytes(half, BF16, 64) == read_bytes(LLAMA_70B, BF16, 64) / 2
+    assert half.weight_bytes(BF16) - 128256 * 8192 * 2 == (LLAMA_70B.weight_bytes(BF16) - 128256 * 8192 * 2) / 2
+    whole_s, half_s = (
+        round_seconds(spec, H200, dtype=BF16, rows=64, context_tokens=1280, tokens_per_row=1) for spec in (LLAMA_70B, half)
+    )
+    assert exchange_seconds(LLAMA_70B, BF16, 64) == 0
+    exchange = exchange_seconds(half, BF16, 64)
+    assert half_s == pytest.approx((whole_s - H200.overhead_s) / 2 + H200.overhead_s + exchange, rel=0.03)
+    # 160 sums of 64 x 8192 bf16: 6 us and 1 MB at 120 GB/s each
+    assert exchange == pytest.approx(160 * (6e-6 + 64 * 8192 * 2 / 120e9), rel=0.01)
+    assert 21.6e-3 < half_s < 30e-3  # the limit of 64 rows x 1024 + 512 on two H200, and what measured products add to it
+
+
+def test_many_tokens_are_exchanged_by_the_library() -> None:
+    half = LLAMA_70B.sharded(Shard(0, 2))
+    assert exchange_seconds(half, BF16, 16384) < 160 * 16384 * 8192 * 2 / 200e9
+
+
+def test_plan_compares_the_ways_and_takes_the_fastest(job: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with four GPUs; the model and the rows are tiny."""
+    write(job, prompt=["x" * 10, "y" * 24])
+    made = planned(job)
+    assert "GPUs" not in made.text()
+    found = plan_command.ways_of(made.job, made.survey, H200, 4)
+    assert [(way.ranks, way.replicas) for way in found] == [(1, 4), (2, 2), (4, 1)]
+    said = replace(made, ways=found).text()
+    assert "GPUs         4; cluster.tensor_parallel=1 is fastest\n" in said
+    assert "\n  4 copies on 1 GPU: " in said
+    assert "\n  1 copy on 4 GPUs: " in said
+    job.cluster.tensor_parallel = 2
+    assert planned(job).job.spec.num_heads == 2
+
+
+def test_a_model_that_cannot_be_cut_keeps_the_other_ways(job: RunConfig) -> None:
+    write(job, prompt=["x" * 10])
+    made = planned(job)
+    found = plan_command.ways_of(made.job, made.survey, H200, 8)
+    assert found[-1].reason == "num_attention_heads 4 cannot be cut into 8 equal parts; lower cluster.tensor_parallel"
+    assert best(found).ranks < 8
+
+
+def test_auto_asks_plan_in_a_process_of_its_own(
+    job: RunConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = RunConfig()
+    config.cluster.tensor_parallel = "auto"
+    assert workers.choose_ranks(replace(config, device="cpu")) == 1
+    monkeypatch.setattr(workers, "visible_gpus", lambda: ["0", "1"])
+    asked: list[list[str]] = []
+
+    def answer(words: list[str], **rest: Any) -> subprocess.CompletedProcess[str]:
+        asked.append(words)
+        assert json.loads(rest["input"])["cluster"]["tensor_parallel"] == "auto"
+        return subprocess.CompletedProcess(words, 0, "a line of a library\n2\n", "")
+
+    monkeypatch.setattr(subprocess, "run", answer)
+    assert workers.choose_ranks(config) == 2
+    assert asked == [[sys.executable, "-m", "batchspec.commands.ranks", "2"]]
+    assert "cluster.tensor_parallel=auto: 2 of 2 GPUs for each copy of the model" in capsys.readouterr().err
+    refused = subprocess.CompletedProcess([], 2, "", "a warning\nbatchspec: the weights take 300 GB\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: refused)
+    with pytest.raises(ConfigError, match=r"^cluster\.tensor_parallel=auto: the weights take 300 GB$"):
+        workers.choose_ranks(config)
+
+
+def test_the_process_that_is_asked_prints_the_number(
+    job: RunConfig,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write(job, prompt_ids=[[5, 6, 7]] * 3)
+    job.output.dir = str(tmp_path / "out")
+    assert ranks_command.main(to_json(job), 2) == 0
+    assert capsys.readouterr().out == "1\n"
+
+
+def test_a_task_of_slurm_has_as_many_gpus_as_its_model_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model.path=m", "input.path=i", "output.dir=o", "cluster.tensor_parallel=4", "cluster.gpus=2", "--unseen"]
+    assert submit.main(words) == 2
+    assert "cluster.gpus=2 is less than cluster.tensor_parallel=4; raise cluster.gpus" in capsys.readouterr().err

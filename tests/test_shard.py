@@ -1,0 +1,174 @@
+"""How a model is cut over ranks: the parts of every tensor make up the whole, and have the shapes that a rank computes with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchspec.errors import ConfigError
+from batchspec.model.blocks.base import WHOLE, Shard
+from batchspec.model.quant.base import Slices
+from batchspec.model.shard import slices_of
+from batchspec.model.spec import EMBEDDING, OUTPUT, ModelSpec, load_spec, read_spec
+from batchspec.model.weights import Checkpoint, DummyWeights, expected_shapes
+from tests.engines import tiny_spec
+from tests.models import make_checkpoint
+from tests.moe_models import tiny_config
+from tests.test_dense_families import OWN, TINY
+
+FP8_BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+WIDE = {"hidden_size": 256, "head_dim": 128, "intermediate_size": 512}
+WIDE_QWEN = {**WIDE, "moe_intermediate_size": 512}
+
+
+def spec_of(family: str, **changes: Any) -> ModelSpec:
+    if family in OWN:
+        return read_spec({**TINY, "model_type": family, **OWN[family], **changes}, "config.json")
+    sizes = {"intermediate_size": 16, "moe_intermediate_size": 16} if family == "qwen3_moe" else {"intermediate_size": 16}
+    return read_spec(tiny_config(family, **{**sizes, **changes}), "config.json")
+
+
+SPECS: dict[str, ModelSpec] = {
+    "llama": tiny_spec(),
+    "biases": tiny_spec(qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, tie=True),
+    **{family: spec_of(family) for family in ("gemma3_text", "olmo2", "qwen3_moe", "mixtral", "minimax_m2", "gpt_oss")},
+    "gpt_oss mxfp4": spec_of("gpt_oss", intermediate_size=128, quantization_config={"quant_method": "mxfp4"}),
+    "minimax_m2 fp8": spec_of("minimax_m2", **WIDE, quantization_config=FP8_BLOCK),
+    "qwen3_moe fp8": spec_of("qwen3_moe", **WIDE_QWEN, quantization_config=FP8_BLOCK),
+}
+
+
+def sizes(shape: tuple[int, ...], own: tuple[slice, ...]) -> tuple[int, ...]:
+    return tuple(len(range(*part.indices(size))) for part, size in zip(own, shape, strict=False)) + shape[len(own) :]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", SPECS)
+def test_a_part_has_the_shape_that_a_rank_computes_with(name: str, ranks: int) -> None:
+    """What blocks and formats say of a part as a model of its own is what they cut from the whole model's tensors."""
+    spec = SPECS[name]
+    shapes = expected_shapes(spec)
+    for rank in range(ranks):
+        part = spec.sharded(Shard(rank, ranks))
+        slices = slices_of(part)
+        assert slices is not None
+        assert slices.keys() <= shapes.keys()
+        assert all(name.endswith("bias") and rank > 0 for name in shapes.keys() - slices.keys())
+        local = expected_shapes(replace(part, vocab_size=part.num_logits))
+        for tensor, own in slices.items():
+            if tensor == EMBEDDING:
+                assert own == ()
+            else:
+                assert sizes(shapes[tensor], own) == local[tensor], tensor
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", SPECS)
+def test_the_parts_of_all_ranks_cover_every_number_once(name: str, ranks: int) -> None:
+    """Once, or as often in every place: K/V heads that several ranks hold, and what all ranks hold."""
+    spec = SPECS[name]
+    cuts = [slices_of(spec.sharded(Shard(rank, ranks))) for rank in range(ranks)]
+    for tensor, shape in expected_shapes(spec).items():
+        count = torch.zeros(shape, dtype=torch.int32)
+        for own in cuts:
+            assert own is not None
+            if tensor in own:
+                count[own[tensor]] += 1
+        assert len(count.unique()) == 1, tensor
+        assert int(count.flatten()[0]) in (1, ranks // 2, ranks), tensor
+
+
+def test_a_rank_with_fewer_key_heads_than_ranks_has_the_one_that_its_queries_read() -> None:
+    spec = tiny_spec(num_heads=8, num_kv_heads=2, head_dim=4)
+    for rank in range(4):
+        part = spec.sharded(Shard(rank, 4))
+        assert (part.num_heads, part.num_kv_heads, part.kv_layout(torch.float32, 16).num_kv_heads) == (2, 1, 1)
+        slices = slices_of(part)
+        assert slices is not None
+        queries, keys = (slices[f"model.layers.0.self_attn.{x}_proj.weight"][0] for x in "qk")
+        assert queries == slice(8 * rank, 8 * rank + 8)
+        assert keys == slice(4 * (rank // 2), 4 * (rank // 2) + 4)
+        assert queries.start // (8 // 2 * 4) == keys.start // 4  # four query heads read one key head
+
+
+def test_a_process_alone_has_the_model_itself() -> None:
+    spec = tiny_spec()
+    assert spec.sharded(WHOLE) is spec
+    assert slices_of(spec) is None
+    assert (spec.vocab_part, spec.num_logits) == (slice(0, spec.vocab_size), spec.vocab_size)
+
+
+@given(st.integers(1, 300), st.sampled_from([2, 4, 8]))
+def test_every_token_has_its_logit_on_one_rank(vocab: int, ranks: int) -> None:
+    parts = [tiny_spec(vocab_size=vocab, num_heads=8, num_kv_heads=8).sharded(Shard(rank, ranks)) for rank in range(ranks)]
+    assert [token for part in parts for token in range(vocab)[part.vocab_part]] == list(range(vocab))
+    assert max(part.num_logits for part in parts) - min(part.num_logits for part in parts) <= 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "ranks", "said"),
+    [
+        (tiny_spec(), 8, "num_attention_heads 4 cannot be cut into 8 equal parts; lower cluster.tensor_parallel"),
+        (tiny_spec(num_heads=12, num_kv_heads=3), 2, "num_key_value_heads 3 and 2 ranks: one must be a multiple of the other"),
+        (tiny_spec(intermediate_size=26), 4, "intermediate_size 26 cannot be cut into 4 equal parts"),
+        (spec_of("mixtral", intermediate_size=10), 4, "the size of an expert 10 cannot be cut into 4 equal parts"),
+        (spec_of("phi3"), 2, "self_attn.qkv_proj holds several projections, which are not cut over GPUs"),
+        (SPECS["qwen3_moe fp8"], 8, "num_attention_heads 4 cannot be cut"),
+        (
+            spec_of("qwen3_moe", **{**WIDE_QWEN, "moe_intermediate_size": 384}, quantization_config=FP8_BLOCK), 2,
+            "384 cannot be cut into 2 equal parts in blocks of 128; lower cluster.tensor_parallel",
+        ),
+        (
+            spec_of("gpt_oss", intermediate_size=96, quantization_config={"quant_method": "mxfp4"}), 2,
+            "96 cannot be cut into 2 equal parts in blocks of 32",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_cut_is_refused(spec: ModelSpec, ranks: int, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        slices_of(spec.sharded(Shard(0, ranks)))
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_a_checkpoint_gives_each_rank_its_parts(family: str, tmp_path: Path) -> None:
+    config: dict[str, Any] = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {"num_local_experts": 4}
+    folder = make_checkpoint(tmp_path, family, **config)
+    spec = load_spec(folder)
+    how: dict[str, Any] = {"dtype": torch.float64, "device": torch.device("cpu")}
+    with Checkpoint(folder, spec, **how) as whole:
+        for rank in range(2):
+            part = spec.sharded(Shard(rank, 2))
+            slices = slices_of(part)
+            assert slices is not None
+            with Checkpoint(folder, part, **how) as own:
+                for tensor in expected_shapes(spec):
+                    expected = part_of(whole.tensor(tensor), slices, tensor)
+                    assert torch.equal(own.tensor(tensor), expected), tensor
+                    if "experts" in tensor and tensor in slices:
+                        assert torch.equal(own.entry(tensor, 3).double(), expected[3]), tensor
+                assert slices[OUTPUT][0] == slice(160 * rank, 160 * rank + 160)
+
+
+def part_of(tensor: torch.Tensor, slices: Slices, name: str) -> torch.Tensor:
+    """Zeros where another rank adds the bias."""
+    return tensor[slices[name]] if name in slices else torch.zeros_like(tensor)
+
+
+def test_ranks_of_a_dummy_model_have_parts_of_one_noise() -> None:
+    spec = SPECS["gpt_oss mxfp4"]
+    names = list(expected_shapes(spec))
+    whole = DummyWeights(spec, dtype=torch.bfloat16, device=torch.device("cpu"))
+    found = {name: whole.tensor(name) for name in names}
+    for rank in range(2):
+        part = spec.sharded(Shard(rank, 2))
+        own, slices = DummyWeights(part, dtype=torch.bfloat16, device=torch.device("cpu")), slices_of(part)
+        assert slices is not None
+        for name in names:
+            assert torch.equal(own.tensor(name), part_of(found[name], slices, name)), name

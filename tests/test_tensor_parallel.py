@@ -1,0 +1,270 @@
+"""Several ranks compute one model: the same numbers as one process up to the order of sums, the same bits on all ranks.
+
+In float64 a sum over ranks differs from one product by rounding alone: logits are compared to 1e-10, tokens exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchspec.batch.flat_batch import FlatBatch
+from batchspec.cache.groups import KVGroups
+from batchspec.cache.pages import KVCache
+from batchspec.distributed.collectives import Collectives
+from batchspec.kernels.sampling.argmax import NO_TOKEN, argmax
+from batchspec.model.decoder import ResidualStream
+from batchspec.model.fused import rms_norm
+from batchspec.model.quant.plain import Linear
+from batchspec.model.spec import ModelSpec
+from batchspec.model.target import Target
+from batchspec.model.vocabulary import greedy_of_ranks
+from batchspec.model.weights import DummyWeights
+from tests.engines import DEVICE, tiny_spec
+from tests.moe_models import Noise
+from tests.ranks import Table, ThreadCollectives, bits, on_ranks, part_of, start_ranks, whole_of
+from tests.test_shard import FP8_BLOCK, SPECS, WIDE_QWEN, spec_of
+
+IDS = [[3, 9, 1, 22, 7, 7, 30], [5], [8, 2, 19, 4]]
+LONG = [[(7 * i + 3) % 31 for i in range(23)], [2, 4, 8, 16]]
+
+
+class Loud(Noise):
+    """Noise with norms that are not 1, and large enough that a wrong part shows."""
+
+    def tensor(self, name: str) -> Tensor:
+        found = super().tensor(name)
+        if name.endswith("norm.weight"):
+            own = torch.linspace(0.5, 1.5, self._tensors[name].shape[0], dtype=found.dtype)
+            cut = () if self._slices is None else self._slices[name]
+            return own[cut].clone() if cut else own
+        return found.mul_(8) if name.endswith("proj.weight") and found.dtype is self.dtype else found
+
+
+def batch_of(rows: list[list[int]], num_pages: int, page_size: int = 4) -> FlatBatch:
+    """The rows end to end, each in pages of its own."""
+
+    def ints(values: object) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    lengths = [len(row) for row in rows]
+    width = -(-max(lengths) // page_size)
+    table = [[1 + r * width + page for page in range(width)] for r in range(len(rows))]
+    assert 1 + len(rows) * width <= num_pages
+    places = [(r, p) for r, row in enumerate(rows) for p in range(len(row))]
+    return FlatBatch(
+        token_ids=ints([token for row in rows for token in row]),
+        row_ids=ints([r for r, _ in places]),
+        positions=torch.tensor([p for _, p in places], device=DEVICE),
+        slot_mapping=torch.tensor([table[r][p // page_size] * page_size + p % page_size for r, p in places], device=DEVICE),
+        cu_seqlens_q=ints([sum(lengths[:r]) for r in range(len(rows) + 1)]),
+        kv_len=ints(lengths),
+        page_table=ints(table),
+        max_q=max(lengths),
+        max_kv=max(lengths),
+    )
+
+
+@torch.inference_mode()
+def outputs(target: Target, rows: list[list[int]], *, ends_only: bool = False) -> dict[str, Tensor]:
+    """Hidden states, aux hidden states, logits over the whole vocabulary, and greedy tokens of a pass over rows."""
+    spec = target.spec
+    cache = KVCache.allocate(
+        spec.kv_layout(target.dtype, 4), groups=KVGroups.single(spec.num_layers), num_pages=(40,), device=DEVICE
+    )
+    aux_ids = (0, *range(1, spec.num_layers + 1))
+    hidden, aux = target.forward(batch_of(rows, 40), cache, () if ends_only else aux_ids, ends_only=ends_only)
+    found = {"hidden": hidden, "logits": target.all_logits(hidden), "greedy": target.greedy_sample(hidden, flag_nonfinite=True)}
+    return found if aux is None else {**found, "aux": aux}
+
+
+def assert_like_one(
+    spec: ModelSpec, count: int, rows: list[list[int]], noise: Callable[..., DummyWeights] = Loud, *, ends_only: bool = False
+) -> None:
+    alone = outputs(whole_of(spec, noise), rows, ends_only=ends_only)
+    found = on_ranks(count, lambda ranks: outputs(part_of(spec, ranks, noise), rows, ends_only=ends_only))
+    assert float(alone["logits"].std()) > 1e-3
+    for name, expected in alone.items():
+        for own in found:
+            torch.testing.assert_close(own[name], expected, rtol=1e-10, atol=1e-10 * float(expected.abs().max()))
+            assert bits(own[name]) == bits(found[0][name]), f"{name} differs between ranks"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", [name for name in SPECS if "fp8" not in name])
+def test_ranks_compute_what_one_process_does(name: str, ranks: int) -> None:
+    assert_like_one(SPECS[name], ranks, IDS)
+    assert_like_one(SPECS[name], ranks, LONG, ends_only=True)
+
+
+@pytest.mark.parametrize("quantises", [False, True])
+@pytest.mark.parametrize("name", ["minimax_m2 fp8", "qwen3_moe fp8"])
+def test_fp8_blocks_are_the_same_on_ranks(name: str, quantises: bool) -> None:
+    """Blocks of 128 inputs share a scale, of weights and of activations, and no block is divided."""
+    spec = SPECS[name]
+    spec = spec.with_fp8_activations() if quantises else spec
+    if not quantises:
+        assert_like_one(spec, 2, IDS)
+        return
+    alone = outputs(whole_of(spec, Loud), IDS)
+    found = on_ranks(2, lambda ranks: outputs(part_of(spec, ranks, Loud), IDS))
+    assert bits(found[0]["logits"]) == bits(found[1]["logits"])
+    # An activation next to a rounding boundary of e4m3 may fall on its other side, where a sum differs in its last bit.
+    torch.testing.assert_close(found[0]["logits"], alone["logits"], rtol=1e-6, atol=1e-6 * float(alone["logits"].abs().max()))
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_any_shape_that_can_be_cut(data: st.DataObject) -> None:
+    count = data.draw(st.sampled_from([2, 4]))
+    kv_heads = data.draw(st.sampled_from([1, 2, 4, 8]))
+    heads = kv_heads * data.draw(st.sampled_from([group for group in (1, 2, 4) if kv_heads * group % count == 0] or [4]))
+    shape: dict[str, Any] = {
+        "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": data.draw(st.sampled_from([2, 6])),
+        "hidden_size": data.draw(st.integers(3, 20)), "intermediate_size": count * data.draw(st.integers(1, 7)),
+        "vocab_size": data.draw(st.integers(31, 45)), "windows": data.draw(st.sampled_from([(None,), (3, None), (5, 5)])),
+        **{flag: data.draw(st.booleans()) for flag in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tie")},
+    }  # fmt: skip
+    spec = tiny_spec(**shape)
+    rows = data.draw(st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=9), min_size=1, max_size=4))
+    assert_like_one(spec, count, rows)
+
+
+def test_a_layer_exchanges_twice_and_a_norm_over_all_heads_once_more() -> None:
+    for name, per_layer in (("llama", 2), ("qwen3_moe", 2), ("minimax_m2", 3)):
+        spec, table = SPECS[name], Table(2)
+
+        def one_pass(ranks: Collectives, spec: ModelSpec = spec) -> None:
+            target = part_of(spec, ranks)
+            layout, groups = target.spec.kv_layout(target.dtype, 4), KVGroups.single(spec.num_layers)
+            cache = KVCache.allocate(layout, groups=groups, num_pages=(9,), device=DEVICE)
+            target.forward(batch_of(IDS, 9), cache)
+
+        on_ranks(2, one_pass, table)
+        assert len(table.bytes_exchanged) == per_layer * spec.num_layers, name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_sum_is_in_the_order_of_ranks_and_rounded_once(dtype: torch.dtype) -> None:
+    parts = torch.randn(4, 5, 7).to(dtype)
+    found = on_ranks(4, lambda ranks: ranks.sum(parts[ranks.rank]))
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    expected = (((parts[0].to(wide) + parts[1]) + parts[2]) + parts[3]).to(dtype)
+    assert all(bits(own) == bits(expected) for own in found)
+
+
+def test_bits_of_a_token_do_not_depend_on_the_tokens_beside_it() -> None:
+    """Of what the exchange adds: with the same products a row's sum is the same in any batch."""
+    parts = torch.randn(2, 9, 16)
+    whole = on_ranks(2, lambda ranks: ranks.sum(parts[ranks.rank]))[0]
+    alone = on_ranks(2, lambda ranks: ranks.sum(parts[ranks.rank][4:5]))[0]
+    assert bits(alone) == bits(whole[4:5])
+
+
+def test_products_leave_their_outputs_to_be_exchanged() -> None:
+    stream = ResidualStream(torch.zeros(2, 4), ranks=ThreadCollectives(0, Table(1)))
+
+    class Fusing(Linear):
+        def norms_input(self, x: Tensor, *, gated: bool) -> bool:
+            return True
+
+    product = Fusing(torch.randn(4, 4))
+    assert not stream.norms_in_product(product, gated=False)
+    assert ResidualStream(torch.zeros(2, 4)).norms_in_product(product, gated=False)
+
+
+@pytest.mark.parametrize("way", ["add_output", "add_product", "add_pairs"])
+def test_whatever_reads_the_stream_reads_the_sum_of_all_ranks(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm, a norm that quantises, or a product without one; after each way to leave outputs that are parts of a sum."""
+    monkeypatch.setattr("batchspec.model.decoder.norm_quantised", lambda values, residual, *_: residual + values)
+
+    class Quantising(Linear):
+        fp8_form: Any = "any"
+
+        def of_fp8(self, x: Any) -> Tensor:
+            return x.clone()  # type: ignore[no-any-return]
+
+    parts, weights, eye = torch.randn(2, 3, 8, dtype=torch.float64), torch.ones(3, 1, dtype=torch.float64), torch.eye(8).double()
+    ones = torch.ones(8, dtype=torch.float64)
+
+    def read(ranks: Collectives, how: str) -> Tensor:
+        stream, own = ResidualStream(torch.zeros(3, 8, dtype=torch.float64), ranks=ranks), parts[ranks.rank]
+        if way == "add_output":
+            stream.add_output(own)
+        elif way == "add_product":
+            stream.add_product(Linear(eye), own, None, in_product=True)
+        else:
+            stream.add_pairs(own, weights)
+        if how == "quantised":
+            found: Tensor = stream.project(ones, 1e-6, Quantising(eye), None)
+        elif how == "plain":
+            found = stream.project(None, 1e-6, Linear(eye), None)
+        else:
+            found = stream.normed(ones, 1e-6)
+        return found
+
+    whole = parts.sum(0)
+    expected = {"normed": rms_norm(whole, ones, 1e-6), "plain": whole, "quantised": whole}
+    for how, value in expected.items():
+        for found in on_ranks(2, lambda ranks, how=how: read(ranks, how)):  # type: ignore[misc]
+            torch.testing.assert_close(found, value)
+
+
+SPECIAL = st.sampled_from([float("nan"), float("inf"), -float("inf"), 0.0, 1.0])
+
+
+ROW = st.lists(st.one_of(SPECIAL, st.floats(-3, 3)), min_size=11, max_size=11)
+
+
+@given(st.lists(ROW, min_size=1, max_size=4), st.sampled_from([1, 2, 3, 4]), st.booleans(), st.sampled_from([None, 1, 3, 6, 11]))
+def test_the_greedy_token_of_ranks_is_that_of_all_logits(
+    rows: list[list[float]], count: int, flag: bool, vocab: int | None
+) -> None:
+    logits = torch.tensor(rows)
+    expected = torch.empty(len(rows), dtype=torch.int32)
+    argmax(logits, out_ids=expected, vocab=vocab, flag_nonfinite=flag)
+    cuts = [rank * 11 // count for rank in range(count + 1)]
+
+    def choose(ranks: Collectives) -> Tensor:
+        first, stop = cuts[ranks.rank : ranks.rank + 2]
+        return greedy_of_ranks(logits[:, first:stop], first, ranks, vocab, flag_nonfinite=flag)
+
+    for own in on_ranks(count, choose):
+        assert own.tolist() == expected.tolist()
+        assert flag or NO_TOKEN not in own.tolist()
+
+
+def test_a_model_of_ranks_and_its_part_belong_together() -> None:
+    spec = tiny_spec()
+    with pytest.raises(AssertionError):
+        Target(spec, DummyWeights(spec, dtype=torch.float64, device=DEVICE), DEVICE, ThreadCollectives(0, Table(1)))
+
+
+def test_a_dummy_fp8_model_at_four_ranks() -> None:
+    spec = spec_of("qwen3_moe", **{**WIDE_QWEN, "num_attention_heads": 4}, quantization_config=FP8_BLOCK)
+    assert_like_one(replace(spec, layers=spec.layers[:1]), 4, IDS[:1])
+
+
+def save_outputs(ranks: Collectives, out: Path) -> None:
+    """The program of one process: what each model of a list computes."""
+    found = {name: outputs(part_of(SPECS[name], ranks, Loud), IDS) for name in ("llama", "minimax_m2", "gpt_oss")}
+    torch.save(found, out / str(ranks.rank))
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_over_gloo_have_the_bits_of_threads(count: int, tmp_path: Path) -> None:
+    start_ranks(count, save_outputs, tmp_path)
+    own = [torch.load(tmp_path / str(rank)) for rank in range(count)]
+    for name, expected in own[0].items():
+        spec = SPECS[name]
+        threads = on_ranks(count, lambda ranks, spec=spec: outputs(part_of(spec, ranks, Loud), IDS))  # type: ignore[misc]
+        for key in expected:
+            assert all(bits(found[name][key]) == bits(threads[0][key]) for found in own), (name, key)
