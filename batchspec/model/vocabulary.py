@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from batchspec.distributed.collectives import Collectives
-from batchspec.kernels.sampling.argmax import NO_TOKEN, argmax
+from batchspec.kernels.sampling.argmax import argmax
 from batchspec.model.spec import ModelSpec
 
 
@@ -42,10 +42,7 @@ def best_of_ranks(scores: Tensor, ids: Tensor, ranks: Collectives, *, flag_nonfi
     scores [T] without NaN, ids [T]: of this rank
     flag_nonfinite  NO_TOKEN where the largest score is not finite
     """
-    all_scores, all_ids = ranks.gather(scores), ranks.gather(ids.int())
-    best = all_scores.amax(0)
-    winner = torch.where(all_scores == best, all_ids, torch.iinfo(torch.int32).max).amin(0)
-    return torch.where(best.isfinite(), winner, NO_TOKEN) if flag_nonfinite else winner
+    return ranks.best(scores, ids.int(), flag_nonfinite=flag_nonfinite)
 
 
 def gather_logits(logits: Tensor, spec: ModelSpec, ranks: Collectives) -> Tensor:
