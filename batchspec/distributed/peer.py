@@ -58,8 +58,8 @@ class PeerCollectives(Collectives):
             raise ConfigError(f"cluster.tensor_parallel={host.ranks} on GPUs: must be one of {sorted(LIBRARY_BYTES)}")
         os.environ.update(NO_MULTICAST)
         self._host, self._device, self._wait_s = host, device, wait_s
-        index = torch.cuda.current_device() if device.index is None else device.index
-        shared = int(host.gather(torch.tensor([index])).unique().numel()) < host.ranks
+        self._interpret = device.type != "cuda"  # in tests alone
+        shared = self._interpret or int(host.gather(torch.tensor([_index_of(device)])).unique().numel()) < host.ranks
         if shared:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         self._rounds, self._passes = (Lane(group=None if shared else dist.new_group(backend="nccl")) for _ in range(2))
@@ -73,9 +73,12 @@ class PeerCollectives(Collectives):
         """
         for lane, num_bytes in ((self._rounds, round_bytes), (self._passes, LIBRARY_BYTES[self.ranks])):
             if lane.peers is None or lane.peers.num_bytes < num_bytes:
-                group = dist.group.WORLD
-                assert group is not None
-                lane.peers = connect(num_bytes, self._device, group, limit_s=self._wait_s)
+                lane.peers = self._connect(num_bytes)
+
+    def _connect(self, num_bytes: int) -> PeerMemory:
+        group = dist.group.WORLD
+        assert group is not None
+        return connect(num_bytes, self._device, group, limit_s=self._wait_s)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -94,13 +97,13 @@ class PeerCollectives(Collectives):
                 )
 
     def gather(self, x: Tensor) -> Tensor:
-        if not x.is_cuda:
+        if x.device.type != self._device.type:
             return self._host.gather(x)
         x = x.contiguous()
         found = x.new_empty((self.ranks, *x.shape))
         peers = self._peers(x)
         if peers is not None:
-            exchange.gather(x, peers, out=found)
+            exchange.gather(x, peers, out=found, interpret=self._interpret)
         elif self._lane.group is not None:
             dist.all_gather_into_tensor(found.view(-1), x.view(-1), group=self._lane.group)
         else:
@@ -108,18 +111,18 @@ class PeerCollectives(Collectives):
         return found
 
     def sum(self, x: Tensor) -> Tensor:
-        if not x.is_cuda:
+        if x.device.type != self._device.type:
             return self._host.sum(x)
         peers = self._peers(x)
         if peers is None:
             return self._library_sum(x.contiguous())
         if x.dim() == 2 and x.shape[1] >= NARROW and x.stride(1) == 1:
             out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-            reduce(x, peers, out=out, two_shot=self._two_shot(x))
+            reduce(x, peers, out=out, two_shot=self._two_shot(x), interpret=self._interpret)
             return out
         x = x.contiguous()
         out = torch.empty_like(x)
-        exchange.sum_of_ranks(x, peers, out=out)
+        exchange.sum_of_ranks(x, peers, out=out, interpret=self._interpret)
         return out
 
     def add_norm(
@@ -129,22 +132,26 @@ class PeerCollectives(Collectives):
         if peers is None:
             add_norm(self.sum(partial), residual, weight, eps, out=out, out_aux=out_aux)
         else:
-            two_shot = self._two_shot(partial)
-            reduce_norm(partial, residual, weight, eps, peers, out=out, out_aux=out_aux, two_shot=two_shot)
+            reduce_norm(
+                partial, residual, weight, eps, peers, out=out, out_aux=out_aux, two_shot=self._two_shot(partial),
+                interpret=self._interpret,
+            )  # fmt: skip
 
     def best(self, scores: Tensor, ids: Tensor, *, flag_nonfinite: bool = False) -> Tensor:
         peers = self._peers(scores, max(4, scores.element_size()))
-        if not scores.is_cuda or peers is None:
+        if peers is None:
             return super().best(scores, ids, flag_nonfinite=flag_nonfinite)
         out = torch.empty_like(ids)
-        exchange.best_of_ranks(scores.contiguous(), ids, peers, out_ids=out, flag_nonfinite=flag_nonfinite)
+        exchange.best_of_ranks(
+            scores.contiguous(), ids.contiguous(), peers, out_ids=out, flag_nonfinite=flag_nonfinite, interpret=self._interpret
+        )
         return out
 
     def _peers(self, x: Tensor, value_bytes: int | None = None) -> PeerMemory | None:
-        """The buffers that an exchange of x takes; None: the library."""
+        """The buffers that an exchange of x takes; None: it goes another way."""
         peers = self._lane.peers
         size = x.numel() * (value_bytes or x.element_size())
-        return peers if peers is not None and size <= peers.num_bytes else None
+        return peers if peers is not None and x.device.type == self._device.type and size <= peers.num_bytes else None
 
     def _two_shot(self, x: Tensor) -> bool:
         return takes_two_shots(self.ranks, x.numel() * x.element_size())
@@ -172,3 +179,7 @@ class PeerCollectives(Collectives):
             if lane.group is not None:
                 with suppress(RuntimeError):
                     dist.destroy_process_group(lane.group)
+
+
+def _index_of(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index

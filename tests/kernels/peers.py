@@ -25,7 +25,9 @@ class Peers:
         if buffers is None:
             buffers = torch.zeros(ranks, buffer_bytes(ranks, num_bytes), dtype=torch.uint8)
         addresses = torch.tensor([buffer.data_ptr() for buffer in buffers])
-        return cls([peer_memory(rank, ranks, num_bytes, addresses, limit_s=limit_s) for rank in range(ranks)], buffers)
+        return cls(
+            [peer_memory(rank, ranks, num_bytes, addresses, limit_s=limit_s, buffer=buffers) for rank in range(ranks)], buffers
+        )
 
     def flags(self, rank: int) -> Tensor:
         """int64 [stages, PROGRAMS, ranks] of a rank's buffer, a view."""

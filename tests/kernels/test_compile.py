@@ -583,6 +583,21 @@ for _gated, _low, _t, _n, _warps, _tma in (
           LIMIT=7.0 if _gated else None, ALPHA=1.702, TWO=_gated or _n >= 32 * _warps, LOW=_low, BLOCK_T=_t, JOINED=_joined,
           BLOCK_N=_n, GROUP=8, TMA=_tma, INTERPRETED=False)  # fmt: skip
 
+_PEERS = {"addresses": PI64, "epochs": PI64, "failed": PI64, "report": PI64, "rank": I32, "spins": I32}
+# (ranks, columns of a rank in two shots, residual and norm, copy of the sum)
+for _ranks, _share, _norm, _copy in ((2, 0, True, True), (4, 2048, True, False), (8, 1024, False, False), (4, 0, False, False)):
+    _values = "*bf16"
+    _case(f"reduce_norm_kernel bf16, {_ranks} ranks, share {_share}, norm {_norm}", "reduce_norm", 16, partial=_values,
+          residual=_values if _norm else None, weight=_values if _norm else None, out=_values, out_aux=_values if _copy else None,
+          **_PEERS, num_rows=I32, num_bytes=I32, partial_stride=I32, residual_stride=I32, out_stride=I32, aux_stride=I32,
+          EPS=1e-5, WIDTH=8192, BLOCK=8192, RANKS=_ranks, SHARE=_share, SHARE_BLOCK=max(16, _share), ACC="fp32")  # fmt: skip
+for _ranks, _add, _dtype in ((2, True, "fp32"), (4, False, "i32"), (8, False, "i64"), (2, False, "u8")):
+    _case(f"exchange_kernel {_dtype}, {_ranks} ranks, sum {_add}", "exchange", 4, x=f"*{_dtype}", out=f"*{_dtype}", **_PEERS,
+          num_values=I32, num_bytes=I32, RANKS=_ranks, SUM=_add, ACC="fp32", BLOCK=1024)  # fmt: skip
+for _ranks, _flag in ((2, True), (4, False)):
+    _case(f"best_of_ranks_kernel fp32, {_ranks} ranks", "exchange", 4, scores=PF32, ids=PI32, out_ids=PI32, **_PEERS,
+          num_rows=I32, num_bytes=I32, RANKS=_ranks, FLAG=_flag, BLOCK=64)  # fmt: skip
+
 
 def waits_first(name: str, ptx: str) -> None:
     """A program that starts early neither writes nor ends before it has waited for earlier launches."""
