@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +50,7 @@ class PeerCollectives(Collectives):
     def __init__(self, host: Collectives, device: torch.device, *, wait_s: float = WAIT_S) -> None:
         """
         host    the same ranks' exchanges of tensors on the CPU
+        device  this rank's GPU, with its index
         wait_s  seconds, about, after which a kernel gives up waiting for another rank
         Raises ConfigError unless there are 2, 4 or 8 ranks.
         """
@@ -59,7 +60,7 @@ class PeerCollectives(Collectives):
         os.environ.update(NO_MULTICAST)
         self._host, self._device, self._wait_s = host, device, wait_s
         self._interpret = device.type != "cuda"  # in tests alone
-        shared = self._interpret or int(host.gather(torch.tensor([_index_of(device)])).unique().numel()) < host.ranks
+        shared = self._interpret or int(host.gather(torch.tensor([device.index])).unique().numel()) < host.ranks
         if shared:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         self._rounds, self._passes = (Lane(group=None if shared else dist.new_group(backend="nccl")) for _ in range(2))
@@ -172,14 +173,3 @@ class PeerCollectives(Collectives):
         dist.all_to_all_single(parts, padded, group=group)
         dist.all_gather_into_tensor(padded, reduce_reference(parts.view(self.ranks, width)), group=group)
         return padded[: x.numel()].view(x.shape)
-
-    def close(self) -> None:
-        """End the communicators of the library, with all ranks; buffers go with their last use."""
-        for lane in (self._rounds, self._passes):
-            if lane.group is not None:
-                with suppress(RuntimeError):
-                    dist.destroy_process_group(lane.group)
-
-
-def _index_of(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index

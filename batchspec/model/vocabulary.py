@@ -25,14 +25,9 @@ def greedy_of_ranks(
     """
     width = logits.shape[1] if vocab is None else max(0, min(logits.shape[1], vocab - first))
     ids = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
-    if not width:
-        top = logits.new_full((len(logits),), float("-inf"))
-    else:
-        argmax(logits, out_ids=ids, vocab=width)
-        if flag_nonfinite:
-            top = logits[:, :width].amax(1).nan_to_num(float("inf"), float("inf"), float("-inf"))  # amax propagates NaN
-        else:
-            top = logits.gather(1, ids.long().unsqueeze(1)).squeeze(1).nan_to_num(float("-inf"), float("inf"), float("-inf"))
+    top = logits.new_full((len(logits),), float("-inf"))
+    if width:
+        argmax(logits, out_ids=ids, vocab=width, flag_nonfinite=flag_nonfinite, out_top=top)
     return best_of_ranks(top, ids + first, ranks, flag_nonfinite=flag_nonfinite)
 
 

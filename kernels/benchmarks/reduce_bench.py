@@ -20,10 +20,9 @@ from statistics import median
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from batchspec.kernels.benchmarks.delay import delay
 from batchspec.kernels.distributed.exchange import best_of_ranks, best_of_ranks_reference, gather, sum_of_ranks
 from batchspec.kernels.distributed.peer_memory import PeerMemory, connect
 from batchspec.kernels.distributed.reduce_norm import reduce, reduce_norm, reduce_reference
@@ -33,17 +32,10 @@ Call = Callable[[], object]
 ENVIRONMENT = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "GLOO_SOCKET_IFNAME": "lo"}
 SUMS = ((64, 8192, torch.bfloat16), (1, 2880, torch.bfloat16), (200, 576, torch.float16), (37, 4096, torch.float32))
 """T, H, dtype of the sums of a replay: more and fewer rows than programs, widths that are no power of two."""
-REPLAYS, DELAY_POLLS = 1000, 120
+REPLAYS, DELAY_STEPS = 1000, 120
 AWAY_S = 0.5
 SIZES_KB = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 WIDTH, EPS = 8192, 1e-5
-
-
-@triton.jit
-def delay_kernel(polls, scratch):
-    """About half a microsecond a poll."""
-    for _ in range(tl.load(polls)):
-        tl.atomic_add(scratch, 1)
 
 
 def values(rank: int, step: Tensor, salt: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -129,8 +121,7 @@ class Checks:
 
     def delay(self) -> None:
         """A different one on each rank and in each replay, mostly short."""
-        polls = (torch.rand(1, device=self.device) ** 4 * DELAY_POLLS).int()
-        delay_kernel[(1,)](polls, self.scratch)
+        delay((torch.rand(1, device=self.device) ** 4 * DELAY_STEPS).int(), self.scratch)
 
     def note(self, name: str, found: Tensor, right: Tensor) -> None:
         if name not in self.wrong:

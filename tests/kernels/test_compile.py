@@ -26,7 +26,8 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
     _acc = "fp64" if _dtype == "fp64" else "fp32"
     for _map in (None, PI32, PI64):
         _case(f"argmax_kernel {_dtype}, map {_map}", "argmax", 32, logits=f"*{_dtype}", map_ids=_map, out_ids=PI32,
-              stride_row=I32, out_stride=I32, vocab=I32, FLAG=_map is None, ACC=_acc, BLOCK=4096)  # fmt: skip
+              out_top=f"*{_dtype}" if _map is None else None, stride_row=I32, out_stride=I32, vocab=I32, FLAG=_map is None,
+              ACC=_acc, BLOCK=4096)  # fmt: skip
     _case(f"soft_cross_entropy_kernel {_dtype}", "soft_cross_entropy", 8, logits=f"*{_dtype}", probs=f"*{_acc}",
           weights=f"*{_acc}", best_ids=PI64, out_loss=f"*{_acc}", out_hits=f"*{_acc}", vocab=I32, ACC=_acc,
           BLOCK=4096)  # fmt: skip

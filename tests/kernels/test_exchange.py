@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -94,11 +96,12 @@ def test_kinds_of_exchanges_share_the_buffers() -> None:
 
 def test_a_rank_that_stays_away_is_noted() -> None:
     end, x = Peers.make(2, 1 << 10).ends[1], torch.zeros(3)
-    for call in (
+    calls: list[Callable[[], None]] = [
         lambda: gather(x, end, out=torch.zeros(2, 3), interpret=True),
         lambda: sum_of_ranks(x, end, out=x, interpret=True),
         lambda: best_of_ranks(x, x.int(), end, out_ids=x.int(), interpret=True),
-    ):
+    ]
+    for call in calls:
         end.report.zero_()
         end.failed.zero_()
         call()
