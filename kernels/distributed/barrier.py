@@ -6,7 +6,9 @@ Each rank has a symmetric buffer, memory that all ranks of the group can read an
     data    two halves, of exchanges with even and with odd numbers, each with a region for every stage
 
 A program writes its part of the rank's data, then its flag on every rank (release, system scope), and waits for the flags of
-the same program of all ranks (acquire, system scope). Programs with other indices need not run at the same time.
+the same program of all ranks (acquire, system scope). Programs with other indices need not run at the same time. There are fewer
+programs than a GPU has multiprocessors, and no launch waits behind them (`common/pdl.py`): so exchanges of another stream find
+room while these wait, on both sides.
 
 Exchanges are numbered in device memory, because a CUDA graph replays the same arguments. All programs of a launch have the same
 number, and launches of a rank's stream run one after the other. So whoever has seen a rank's flag of exchange n - 1 knows that

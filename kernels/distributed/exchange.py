@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchspec.kernels.common.checks import FLOATS, check
-from batchspec.kernels.common.pdl import await_earlier, launch_args
+from batchspec.kernels.common.pdl import await_earlier_alone, launch_args, start_next
 from batchspec.kernels.distributed.barrier import PROGRAMS, begin, buffer_of, buffers_of, end, region_of, send, wait
 from batchspec.kernels.distributed.peer_memory import PeerMemory
 from batchspec.kernels.sampling.argmax import NO_TOKEN
@@ -37,7 +37,7 @@ def exchange_kernel(
     lane = tl.arange(0, BLOCK).to(tl.int64)
     first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
     buffers, own_buffer = buffers_of(addresses, RANKS), buffer_of(addresses, rank, RANKS)
-    await_earlier(PDL)
+    await_earlier_alone(PDL)
     epoch, spins, count = begin(epochs, failed, spins)
     own = region_of(own_buffer, count, 0, num_bytes, DTYPE)
     for begins in range(first, tl.where(epoch < 0, 0, num_values), step):
@@ -45,6 +45,7 @@ def exchange_kernel(
         tl.store(own + at, tl.load(x + at, mask=at < num_values), mask=at < num_values)
     send(addresses, rank, epoch, 0, RANKS)
     came = wait(addresses, failed, report, rank, epoch, spins, 0, RANKS)
+    start_next(PDL)
     for begins in range(first, tl.where(came, num_values, 0), step):
         at = begins + lane
         inside = at < num_values
@@ -70,7 +71,7 @@ def best_of_ranks_kernel(
     lane = tl.arange(0, BLOCK)
     first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
     buffers, own_buffer = buffers_of(addresses, RANKS), buffer_of(addresses, rank, RANKS)
-    await_earlier(PDL)
+    await_earlier_alone(PDL)
     epoch, spins, count = begin(epochs, failed, spins)
     own_scores = region_of(own_buffer, count, 0, num_bytes, DTYPE)
     own_ids = region_of(own_buffer, count, 1, num_bytes, tl.int32)
@@ -80,6 +81,7 @@ def best_of_ranks_kernel(
         tl.store(own_ids + at, tl.load(ids + at, mask=at < num_rows), mask=at < num_rows)
     send(addresses, rank, epoch, 0, RANKS)
     came = wait(addresses, failed, report, rank, epoch, spins, 0, RANKS)
+    start_next(PDL)
     for begins in range(first, tl.where(came, num_rows, 0), step):
         at = begins + lane
         inside = at < num_rows

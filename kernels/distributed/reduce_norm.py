@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchspec.kernels.common.checks import FLOATS, check
-from batchspec.kernels.common.pdl import await_earlier, launch_args
+from batchspec.kernels.common.pdl import await_earlier_alone, launch_args, start_next
 from batchspec.kernels.distributed.barrier import PROGRAMS, begin, buffer_of, buffers_of, end, region_of, send, wait
 from batchspec.kernels.distributed.peer_memory import PeerMemory
 from batchspec.kernels.norm_rope.norm import VALUES_PER_THREAD, add_norm_reference
@@ -48,7 +48,7 @@ def reduce_norm_kernel(
     if weight is not None:
         scale = tl.load(weight + lane, mask=inside, other=0.0)
     buffers, own_buffer = buffers_of(addresses, RANKS), buffer_of(addresses, rank, RANKS)
-    await_earlier(PDL)
+    await_earlier_alone(PDL)
     epoch, spins, count = begin(epochs, failed, spins)
 
     own = region_of(own_buffer, count, 0, num_bytes, DTYPE)
@@ -71,6 +71,7 @@ def reduce_norm_kernel(
         epoch = tl.where(came, epoch, -1)
         send(addresses, rank, epoch, 1, RANKS)
         came = wait(addresses, failed, report, rank, epoch, spins, 1, RANKS)
+    start_next(PDL)
 
     for row in range(first, tl.where(came, num_rows, 0), programs):
         at = zero + row
