@@ -23,6 +23,7 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.logits import LogitRows, adjust_logits
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.distributed.collectives import Collectives
+from batchspec.engine.cutoff_of_ranks import searched_cutoffs
 from batchspec.engine.logprobs import Logprobs
 from batchspec.engine.round import Round
 from batchspec.kernels.sampling.argmax import NO_TOKEN, argmax
@@ -113,6 +114,8 @@ def scores_of(logits: Tensor, at: LogitRows, rows: DeviceBatch, low: Tensor, fir
 
 def cutoffs_of_ranks(logits: Tensor, row_ids: Tensor, rows: DeviceBatch, vocab: int, ranks: Collectives) -> Tensor:
     """As `sampling.cutoffs`, [T]: the smallest logit of each kept set, over the tokens of all ranks."""
+    if logits.is_cuda and logits.dtype == torch.float32:  # the other way reads back how far it has come
+        return searched_cutoffs(logits, row_ids, rows, vocab, ranks)
     finite = logits.nan_to_num(-torch.inf, -torch.inf, -torch.inf)  # rows that are not finite draw nothing
 
     def largest(num: int) -> Tensor:

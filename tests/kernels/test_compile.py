@@ -584,6 +584,10 @@ for _gated, _low, _t, _n, _warps, _tma in (
           LIMIT=7.0 if _gated else None, ALPHA=1.702, TWO=_gated or _n >= 32 * _warps, LOW=_low, BLOCK_T=_t, JOINED=_joined,
           BLOCK_N=_n, GROUP=8, TMA=_tma, INTERPRETED=False)  # fmt: skip
 
+for _mass in (False, True):
+    _given = PF32 if _mass else None
+    _case(f"threshold_masses_kernel mass {_mass}", "threshold_masses", 8, logits=PF32, low=PI32, top=_given, temperature=_given,
+          out=PF32, stride_row=I32, vocab=I32, shift=I32, MASS=_mass, BLOCK=1024)  # fmt: skip
 _PEERS = {"addresses": PI64, "epochs": PI64, "failed": PI64, "report": PI64, "rank": I32, "spins": I32}
 # (ranks, columns of a rank in two shots, residual and norm, copy of the sum)
 for _ranks, _share, _norm, _copy in ((2, 0, True, True), (4, 2048, True, False), (8, 1024, False, False), (4, 0, False, False)):
