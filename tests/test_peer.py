@@ -23,6 +23,8 @@ from batchspec.kernels.distributed.peer_memory import PeerMemory, buffer_bytes, 
 from batchspec.tuning import exchange
 from tests.ranks import Table, ThreadCollectives, bits, start_ranks
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where there is no GPU")
+
 CPU = torch.device("cpu")
 ROUND_BYTES = 1 << 14
 EPS = 1e-6

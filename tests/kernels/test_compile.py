@@ -61,7 +61,8 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
     _case(f"swiglu_train_backward_kernel {_dtype}", "swiglu_train", 8, gate=f"*{_dtype}", up=f"*{_dtype}", grad=f"*{_dtype}",
           out_gate=f"*{_dtype}", out_up=f"*{_dtype}", count=I32, ACC=_acc, BLOCK=2048)  # fmt: skip
     _case(f"sample_kernel {_dtype}", "sample", 16, logits=f"*{_dtype}", row_ids=PI32, positions=PI64, keys=PI64,
-          temperature=PF32, cutoff=f"*{_acc}", out_ids=PI32, stride_row=I32, vocab=I32, ACC=_acc, BLOCK=4096)  # fmt: skip
+          temperature=PF32, cutoff=f"*{_acc}", out_ids=PI32, out_scores=None, out_tops=None, stride_row=I32, vocab=I32,
+          first_id=I32, ACC=_acc, BLOCK=4096)  # fmt: skip
     _case(f"add_gumbel_noise_kernel {_dtype}", "add_gumbel_noise", 4, logits=f"*{_dtype}", row_ids=PI32, positions=PI64,
           keys=PI64, temperature=PF32, cutoff=f"*{_acc}", map_ids=None if _dtype == "bf16" else PI64, stride_row=I32, vocab=I32,
           ACC=_acc,
@@ -584,6 +585,9 @@ for _gated, _low, _t, _n, _warps, _tma in (
           LIMIT=7.0 if _gated else None, ALPHA=1.702, TWO=_gated or _n >= 32 * _warps, LOW=_low, BLOCK_T=_t, JOINED=_joined,
           BLOCK_N=_n, GROUP=8, TMA=_tma, INTERPRETED=False)  # fmt: skip
 
+_case("sample_kernel fp32, a part", "sample", 16, logits=PF32, row_ids=PI32, positions=PI64, keys=PI64, temperature=PF32,
+      cutoff=PF32, out_ids=PI32, out_scores=PF32, out_tops=PF32, stride_row=I32, vocab=I32, first_id=I32, ACC="fp32",
+      BLOCK=4096)  # fmt: skip
 for _mass in (False, True):
     _given = PF32 if _mass else None
     _case(f"threshold_masses_kernel mass {_mass}", "threshold_masses", 8, logits=PF32, low=PI32, top=_given, temperature=_given,
