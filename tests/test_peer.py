@@ -20,7 +20,10 @@ from batchspec.distributed.collectives import Collectives
 from batchspec.distributed.peer import Lane, PeerCollectives
 from batchspec.errors import ConfigError, RankLost
 from batchspec.kernels.distributed.peer_memory import PeerMemory, buffer_bytes, peer_memory
+from batchspec.model.blocks.base import Shard
+from batchspec.packing.memory import reserve_bytes
 from batchspec.tuning import exchange
+from tests.engines import tiny_spec
 from tests.ranks import Table, ThreadCollectives, bits, start_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where there is no GPU")
@@ -164,6 +167,13 @@ def lose_a_rank(host: Collectives, folder: Path) -> None:
 
 def test_a_rank_that_does_not_come_is_reported_and_learns_of_it(tmp_path: Path) -> None:
     start_ranks(2, lose_a_rank, tmp_path)
+
+
+def test_the_plan_leaves_memory_for_the_buffers_of_prefill() -> None:
+    sizes = {"slots": 0, "num_buckets": 1, "draft_len": 3, "prefill_tokens": 0, "max_len": 9}
+    whole, part = tiny_spec(), tiny_spec().sharded(Shard(0, 2))
+    held = reserve_bytes(part, dtype=torch.bfloat16, **sizes) - reserve_bytes(whole, dtype=torch.bfloat16, **sizes)
+    assert held == 4 * max(exchange.LIBRARY_BYTES.values())
 
 
 def test_three_ranks_are_refused() -> None:
