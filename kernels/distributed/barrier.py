@@ -98,7 +98,9 @@ def wait(addresses, failed, report, rank, epoch, spins, stage, RANKS: tl.constex
         spins -= 1
     came = (least >= epoch) & (epoch >= 0)
     if (least < epoch) & (epoch >= 0):
-        missing = 1 + tl.min(tl.where(seen == least, peer, RANKS), 0).to(tl.int64)
+        # Who is LOST waits for another rank: that one is named if it is missing here too.
+        order = tl.where(seen < 0, RANKS + peer, peer)
+        missing = 1 + (tl.min(tl.where(seen < epoch, order, 2 * RANKS), 0) % RANKS).to(tl.int64)
         tl.store(failed, missing)
         tl.store(report, missing)
     tl.debug_barrier()  # what other threads read afterwards comes after this thread's acquire

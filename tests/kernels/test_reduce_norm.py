@@ -169,6 +169,14 @@ def test_a_rank_that_stays_away_is_noted_and_gives_no_results(two_shot: bool) ->
     assert sent == [1, LOST if two_shot else 0], "what it gave first may be read"
 
 
+@pytest.mark.parametrize(("flags", "named"), [((1, 1, LOST, 0), 3), ((1, LOST, 1, 1), 1), ((1, 0, LOST, LOST), 1)])
+def test_the_rank_that_others_miss_is_named_and_not_who_tells_of_it(flags: tuple[int, ...], named: int) -> None:
+    x, peers = torch.randn(1, 16), Peers.make(4, 1 << 10)
+    peers.flags(0)[:] = torch.tensor(flags)
+    reduce(x, peers.ends[0], out=x, interpret=True)
+    assert peers.ends[0].lost() == named
+
+
 @WAYS
 def test_after_a_loss_nothing_is_written_that_others_may_read_and_they_give_up_at_once(two_shot: bool) -> None:
     x, peers = torch.randn(3, 16), Peers.make(2, 1 << 10, limit_s=3600)
