@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -90,9 +92,15 @@ def bits(x: Tensor) -> Any:
     return x.contiguous().view(torch.uint8).tolist()
 
 
-def start_ranks(count: int, call: Callable[[Collectives, Path], object], folder: Path, timeout_s: float = 120) -> None:
-    """Run `call`, a function of a test module, on each of so many processes, with a folder that they share."""
-    processes = [fork_context().Process(target=_rank, args=(rank, count, call, folder)) for rank in range(count)]
+def start_ranks(
+    count: int, call: Callable[[Collectives, Path], object], folder: Path, timeout_s: float = 120, *, fork: bool = True
+) -> None:
+    """Run `call`, a function of a test module, on each of so many processes, with a folder that they share.
+
+    fork  False: processes that start anew, as CUDA needs it
+    """
+    context: BaseContext = fork_context() if fork else multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_rank, args=(rank, count, call, folder)) for rank in range(count)]  # type: ignore[attr-defined]
     for process in processes:
         process.start()
     for process in processes:

@@ -133,7 +133,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cache": {"batch", "tuning", "kernels"},
     "tuning": {"kernels"},
     "batch": {"kernels"},
-    "distributed": set(),
+    "distributed": {"tuning", "kernels"},
     "report": {"runstate", "storage"},
     "runstate": {"dataset", "storage"},
     "dataset": {"storage"},

@@ -52,15 +52,17 @@ def main() -> int:
 
 def run_rank(config: RunConfig, words: list[str]) -> int:
     """Lead or follow; returns the exit code."""
+    import torch
+
     from batchspec.distributed.group import joined
     from batchspec.distributed.seat import Seat
     from batchspec.engine.lockstep import Lead
     from batchspec.engine.messages import End
     from batchspec.runner.follower import run_follower
 
-    seat = Seat.of(words)
+    seat, gpu = Seat.of(words), config.device != "cpu" and torch.cuda.is_available()
     try:
-        with joined(seat, limit_s=EXCHANGE_S) as group:
+        with joined(seat, limit_s=EXCHANGE_S, gpu=gpu) as group:
             if seat.rank:
                 run_follower(config, group)
                 return 0

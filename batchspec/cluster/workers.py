@@ -156,8 +156,8 @@ class Crew:
 
     def _start(self, number: int, device: str | None, seat: Seat | None = None, devices: Sequence[str | None] = ()) -> Worker:
         env = {**os.environ, CREW: self._name}
-        if device is not None:  # ranks of a group read each other's memory
-            env["CUDA_VISIBLE_DEVICES"] = device if seat is None else ",".join(str(name) for name in devices)
+        if device is not None:  # ranks of a group read each other's memory; CUDA takes no GPU twice
+            env["CUDA_VISIBLE_DEVICES"] = device if seat is None else ",".join(dict.fromkeys(str(name) for name in devices))
         elif self._num > 1:
             env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._num)))
         # A session of its own: Ctrl-C reaches the workers once, through the parent. A single worker has the parent's output.

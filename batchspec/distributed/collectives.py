@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from batchspec.errors import RankLost
+from batchspec.kernels.distributed.exchange import best_of_ranks_reference
+from batchspec.kernels.distributed.reduce_norm import reduce_reference
+from batchspec.kernels.norm_rope.norm import add_norm
 
 
 class Collectives(ABC):
@@ -34,11 +36,36 @@ class Collectives(ABC):
         Not the sum of a communication library: that adds up in an order that depends on the size of the tensor and on the place
         in it, so that the bits of a token would depend on the tokens beside it.
         """
-        first, *others = self.gather(x).unbind(0)
-        total = first.to(torch.promote_types(x.dtype, torch.float32), copy=True)
-        for other in others:
-            total += other
-        return total.to(x.dtype)
+        return reduce_reference(self.gather(x))
+
+    def add_norm(
+        self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float, *, out: Tensor, out_aux: Tensor | None
+    ) -> None:
+        """Add the sum of `partial` [T, H] to residual in place, copy that to out_aux where given, and write its norm to out.
+
+        As `batchspec.kernels.norm_rope.norm.add_norm` of `sum`, with the same bits.
+        """
+        add_norm(self.sum(partial), residual, weight, eps, out=out, out_aux=out_aux)
+
+    def best(self, scores: Tensor, ids: Tensor, *, flag_nonfinite: bool = False) -> Tensor:
+        """int32 [T]: the id of the largest score of all ranks, the lowest id of equals.
+
+        scores [T] without NaN, ids int32 [T]: of this rank
+        flag_nonfinite  NO_TOKEN where the largest score is not finite
+        """
+        return best_of_ranks_reference(self.gather(scores), self.gather(ids), flag_nonfinite=flag_nonfinite)
+
+    def reserve(self, round_bytes: int) -> None:
+        """Prepare for exchanges of rounds of at most so many bytes, the same number on all ranks; before rounds are captured."""
+        return
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Exchanges within this block may overlap those outside of it: they are launched on another stream of the GPU."""
+        return nullcontext()
+
+    def check(self) -> None:
+        """Raises RankLost if an exchange on the GPU has failed: called after the host has read results, before it uses them."""
+        return
 
 
 class GlooCollectives(Collectives):

@@ -11,6 +11,7 @@ import torch
 
 from batchspec.distributed.channel import Channel
 from batchspec.distributed.collectives import Collectives, GlooCollectives
+from batchspec.distributed.peer import PeerCollectives
 from batchspec.distributed.seat import Seat
 
 
@@ -29,13 +30,17 @@ class Group:
 
 
 @contextmanager
-def joined(seat: Seat, *, limit_s: float) -> Iterator[Group]:
+def joined(seat: Seat, *, limit_s: float, gpu: bool) -> Iterator[Group]:
     """The group of this process. Waits until all ranks are there.
 
-    limit_s  seconds that an exchange may take
-    Raises RankLost.
+    limit_s  seconds that an exchange over gloo may take
+    gpu      the model is on GPUs; this rank's becomes the current one
+    Raises RankLost, and ConfigError for a number of ranks that GPUs do not exchange between.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     channel = Channel(seat.handle, seat.rank, seat.ranks)
-    collectives = GlooCollectives(seat.rank, seat.ranks, seat.meeting, limit_s=limit_s)
+    collectives: Collectives = GlooCollectives(seat.rank, seat.ranks, seat.meeting, limit_s=limit_s)
+    if gpu:
+        torch.cuda.set_device(seat.rank % torch.cuda.device_count())  # in tests ranks may share one
+        collectives = PeerCollectives(collectives, torch.device("cuda", torch.cuda.current_device()))
     yield Group(channel, collectives, seat.rank, seat.ranks)

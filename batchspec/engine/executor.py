@@ -60,6 +60,9 @@ class Executor:
             draft_layout=drafter.kv_layout(batch.page_size),
             scales=target.kv_scales,
         )
+        if target.ranks is not None:
+            num_tokens = batch.num_slots * (batch.draft_len + 1)
+            target.ranks.reserve(num_tokens * spec.hidden_size * target.dtype.itemsize)
         self.round = round_for(target, drafter, self.cache, batch, options, device)
         self.rows = DeviceBatch.allocate(
             batch,
@@ -108,6 +111,8 @@ class Executor:
         """Wait for the oldest result and take it."""
         result = self._pending.popleft()
         result.wait()
+        if self.target.ranks is not None:
+            self.target.ranks.check()
         return result
 
     def prefill_done(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -76,6 +77,12 @@ def prefill_chunk(round_: Round, rows: DeviceBatch, segments: Sequence[Segment],
 
     Without penalties it writes no other rows of `rows`: it may overlap decode rounds.
     """
+    ranks = round_.target.ranks
+    with nullcontext() if ranks is None else ranks.apart():
+        return _prefill_chunk(round_, rows, segments, mode)
+
+
+def _prefill_chunk(round_: Round, rows: DeviceBatch, segments: Sequence[Segment], mode: SamplingMode) -> Prefilled:
     device = rows.tokens.device
     batch, slot_ids = flat_batch(rows, segments, round_.cache.page_size)
     hidden, aux_hidden_states = round_.target.forward(batch, round_.cache, round_.drafter.aux_layer_ids, ends_only=True)

@@ -23,12 +23,12 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.logits import LogitRows, adjust_logits
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.distributed.collectives import Collectives
+from batchspec.engine.cutoff_of_ranks import searched_cutoffs
 from batchspec.engine.logprobs import Logprobs
 from batchspec.engine.round import Round
-from batchspec.kernels.sampling.argmax import NO_TOKEN, argmax
-from batchspec.kernels.sampling.counter_rng import position_words_reference
+from batchspec.kernels.sampling.argmax import NO_TOKEN
 from batchspec.kernels.sampling.cutoff import QUICK_TOP, cutoff_of_largest
-from batchspec.kernels.sampling.sample import gumbel_of
+from batchspec.kernels.sampling.sample import sample_part
 from batchspec.model.vocabulary import best_of_ranks, greedy_of_ranks
 
 R = TypeVar("R", bound=Round)
@@ -89,30 +89,20 @@ def choose_of_ranks(
     low = torch.full_like(logits[:, 0], -torch.inf)
     if mode.filters:
         low = cutoffs_of_ranks(logits, at.row_ids, rows, vocab, ranks)
-    scores = scores_of(logits, at, rows, low, tokens.start)
-    largest = logits.nan_to_num(torch.inf, torch.inf, -torch.inf).amax(1)
-    ids = torch.empty(len(scores), dtype=torch.int32, device=scores.device)
-    argmax(scores, out_ids=ids)
-    chosen = best_of_ranks(scores.amax(1), ids + tokens.start, ranks)
-    return torch.where(ranks.gather(largest).amax(0).isfinite(), chosen, NO_TOKEN)
-
-
-def scores_of(logits: Tensor, at: LogitRows, rows: DeviceBatch, low: Tensor, first: int) -> Tensor:
-    """What a draw maximises [T, v]: logit / temperature + noise of what is at or above `low` [T]; of greedy rows the logit.
-
-    first  id of the first token; the numbers are those of `sample`. NaN counts as -inf.
-    """
-    temperature = rows.temperature[at.row_ids, None].to(logits.dtype)
-    word0, word1 = position_words_reference(rows.keys[at.row_ids], at.positions)
-    ids = torch.arange(first, first + logits.shape[1], dtype=torch.int32, device=logits.device)
-    logits = torch.where(logits.isnan(), -torch.inf, logits)
-    kept = torch.where(logits >= low[:, None], logits, -torch.inf)
-    drawn = kept / torch.where(temperature > 0, temperature, 1) + gumbel_of(word0[:, None], word1[:, None], ids)
-    return torch.where(temperature > 0, drawn, logits)
+    scores, tops = torch.empty_like(low), torch.empty_like(low)
+    ids = torch.empty(len(low), dtype=torch.int32, device=low.device)
+    sample_part(
+        logits, at.row_ids, at.positions, rows.keys, rows.temperature, low, tokens.start,
+        out_ids=ids, out_scores=scores, out_tops=tops,
+    )  # fmt: skip
+    chosen = best_of_ranks(scores, ids, ranks)
+    return torch.where(ranks.gather(tops).amax(0).isfinite(), chosen, NO_TOKEN)
 
 
 def cutoffs_of_ranks(logits: Tensor, row_ids: Tensor, rows: DeviceBatch, vocab: int, ranks: Collectives) -> Tensor:
     """As `sampling.cutoffs`, [T]: the smallest logit of each kept set, over the tokens of all ranks."""
+    if logits.is_cuda and logits.dtype == torch.float32:  # the other way reads back how far it has come
+        return searched_cutoffs(logits, row_ids, rows, vocab, ranks)
     finite = logits.nan_to_num(-torch.inf, -torch.inf, -torch.inf)  # rows that are not finite draw nothing
 
     def largest(num: int) -> Tensor:

@@ -16,7 +16,16 @@ from batchspec.kernels.moe.combine import combine
 from batchspec.model.blocks.base import GroupedSpec, ProductSpec
 from batchspec.model.blocks.forward import GroupedProduct, Product
 from batchspec.model.files import listed
-from batchspec.model.fused import add_norm, combine_norm, norm_quantised, norm_rows_of_ranks, rms_norm, rope_write, silu_and_mul
+from batchspec.model.fused import (
+    add_norm,
+    combine_norm,
+    norm_quantised,
+    norm_rows_of_ranks,
+    reduce_norm,
+    rms_norm,
+    rope_write,
+    silu_and_mul,
+)
 from batchspec.model.quant.base import WeightFormat, Weights
 from batchspec.model.quant.formats import Formats
 from batchspec.model.rope import Rope
@@ -91,7 +100,8 @@ class ResidualStream:
             if isinstance(pending, Pairs):
                 return combine_norm(*pending, self.residual, norm, eps, out_aux, out)
             if isinstance(pending, Partial):
-                pending = self.reduced(pending.values)
+                assert self._ranks is not None
+                return reduce_norm(pending.values, self.residual, norm, eps, self._ranks, out_aux, out)
             return add_norm(pending, self.residual, norm, eps, out_aux, out)
         if out_aux is not None:
             out_aux.copy_(self.residual)

@@ -72,6 +72,18 @@ def activation_quantised(gate_up: Tensor, form: Fp8Form, *, gelu: bool) -> Fp8To
     return quantise_activation(gate_up, form, gelu=gelu, interpret=not gate_up.is_cuda)
 
 
+def reduce_norm(
+    partial: Tensor, residual: Tensor, weight: Tensor, eps: float, ranks: Collectives, out_aux: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`add_norm` of the sum of `partial` [T, H] over all ranks."""
+    if partial.is_cuda:
+        out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) if out is None else out
+        ranks.add_norm(partial, residual, weight, eps, out=out, out_aux=out_aux)
+        return out
+    return add_norm(ranks.sum(partial), residual, weight, eps, out_aux, out)
+
+
 def combine_norm(
     values: Tensor, weights: Tensor, residual: Tensor, weight: Tensor, eps: float, out_aux: Tensor | None = None,
     out: Tensor | None = None,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from batchspec.distributed.collectives import Collectives
-from batchspec.kernels.sampling.argmax import NO_TOKEN, argmax
+from batchspec.kernels.sampling.argmax import argmax
 from batchspec.model.spec import ModelSpec
 
 
@@ -25,14 +25,9 @@ def greedy_of_ranks(
     """
     width = logits.shape[1] if vocab is None else max(0, min(logits.shape[1], vocab - first))
     ids = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
-    if not width:
-        top = logits.new_full((len(logits),), float("-inf"))
-    else:
-        argmax(logits, out_ids=ids, vocab=width)
-        if flag_nonfinite:
-            top = logits[:, :width].amax(1).nan_to_num(float("inf"), float("inf"), float("-inf"))  # amax propagates NaN
-        else:
-            top = logits.gather(1, ids.long().unsqueeze(1)).squeeze(1).nan_to_num(float("-inf"), float("inf"), float("-inf"))
+    top = logits.new_full((len(logits),), float("-inf"))
+    if width:
+        argmax(logits, out_ids=ids, vocab=width, flag_nonfinite=flag_nonfinite, out_top=top)
     return best_of_ranks(top, ids + first, ranks, flag_nonfinite=flag_nonfinite)
 
 
@@ -42,10 +37,7 @@ def best_of_ranks(scores: Tensor, ids: Tensor, ranks: Collectives, *, flag_nonfi
     scores [T] without NaN, ids [T]: of this rank
     flag_nonfinite  NO_TOKEN where the largest score is not finite
     """
-    all_scores, all_ids = ranks.gather(scores), ranks.gather(ids.int())
-    best = all_scores.amax(0)
-    winner = torch.where(all_scores == best, all_ids, torch.iinfo(torch.int32).max).amin(0)
-    return torch.where(best.isfinite(), winner, NO_TOKEN) if flag_nonfinite else winner
+    return ranks.best(scores, ids.int(), flag_nonfinite=flag_nonfinite)
 
 
 def gather_logits(logits: Tensor, spec: ModelSpec, ranks: Collectives) -> Tensor:

@@ -10,6 +10,7 @@ L layers, e bytes a number:
     attention 4 S NH (D + 2) for each (row, 512 keys): partial results, merged by log-sum-exp
     state     R (5 max_len + V): token buffers, page table, seen tokens of penalties
     graphs    16 MB for each (row bucket, draft length), at most 13 draft lengths
+    exchanges 4 e R S H + 128 MiB, of a model that several GPUs compute: buffers that they read from each other
     fixed     2 GB: workspaces of matrix products and attention, compiled kernels, fragmentation
     learning  (draft.adapt) of a head with P weights and V' draft tokens, T tokens a slice, k draft steps:
               P (18 + e) fp32 weights, gradients, two moments, copies in the target's dtype for products and for drafting;
@@ -28,6 +29,7 @@ import torch
 from batchspec.model.spec import ModelSpec
 
 FIXED_BYTES = 2 * 10**9
+PREFILL_EXCHANGE_BYTES = 1 << 27
 GRAPH_BYTES = 16 * 10**6
 MOST_LENGTHS = 13
 ODD_BLOCKS = 1.5
@@ -49,7 +51,8 @@ def reserve_bytes(
     partials = 4 * chunks * (draft_len + 1) * max(a.inner_size + 2 * a.num_heads for a in spec.attentions)
     state = slots * (5 * max_len + spec.vocab_size)
     graphs = GRAPH_BYTES * num_buckets * min(draft_len + 1, MOST_LENGTHS)
-    return round(passes) + logits + partials + state + graphs + FIXED_BYTES
+    exchanges = 0 if spec.shard.ranks == 1 else 4 * dtype.itemsize * verified * spec.hidden_size + PREFILL_EXCHANGE_BYTES
+    return round(passes) + logits + partials + state + graphs + exchanges + FIXED_BYTES
 
 
 def learning_bytes(

@@ -30,7 +30,7 @@ NO_TOKEN = -1
 
 @triton.jit
 def argmax_kernel(
-    logits, map_ids, out_ids, stride_row, out_stride, vocab, FLAG: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
+    logits, map_ids, out_ids, out_top, stride_row, out_stride, vocab, FLAG: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -53,11 +53,13 @@ def argmax_kernel(
     if map_ids is not None:
         winner = tl.load(map_ids + winner)
     tl.store(out_ids + row * out_stride, winner.to(tl.int32))
+    if out_top is not None:
+        tl.store(out_top + row, top)
 
 
 def argmax(
     logits: Tensor, *, out_ids: Tensor, vocab: int | None = None, map_ids: Tensor | None = None, flag_nonfinite: bool = False,
-    interpret: bool = False,
+    out_top: Tensor | None = None, interpret: bool = False,
 ) -> None:  # fmt: skip
     """Write the token with the largest logit of each row.
 
@@ -67,12 +69,16 @@ def argmax(
     map_ids  int32 or int64 [V]  draft id -> target id of a draft vocabulary, or None
     flag_nonfinite  give NO_TOKEN for a row with NaN, +inf or no finite logit among the valid columns; not with map_ids
 
+    out_top  [R] of logits' dtype or None: the largest logit; NaN counts as -inf, with flag_nonfinite as +inf
+
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
     num_rows, width = logits.shape
     vocab = width if vocab is None else vocab
     check("argmax: logits", logits, (num_rows, width), *FLOATS, rows=True)
     check("argmax: out_ids", out_ids, (num_rows,), torch.int32, strided=True)
+    if out_top is not None:
+        check("argmax: out_top", out_top, (num_rows,), logits.dtype)
     if map_ids is not None:
         check("argmax: map_ids", map_ids, (width,), torch.int32, torch.int64)
         if flag_nonfinite:
@@ -80,20 +86,24 @@ def argmax(
     if not 1 <= vocab <= width:
         raise ValueError(f"argmax: vocab is {vocab}; must be 1..{width}, the columns of logits")
     if not (logits.is_cuda or interpret):
-        argmax_reference(logits, out_ids=out_ids, vocab=vocab, map_ids=map_ids, flag_nonfinite=flag_nonfinite)
+        argmax_reference(logits, out_ids=out_ids, vocab=vocab, map_ids=map_ids, flag_nonfinite=flag_nonfinite, out_top=out_top)
     elif num_rows:
         acc = tl.float64 if logits.dtype == torch.float64 else tl.float32
         block = min(BLOCK, max(16, triton.next_power_of_2(vocab)))
         argmax_kernel[(num_rows,)](
-            logits, map_ids, out_ids, logits.stride(0), out_ids.stride(0), vocab, FLAG=flag_nonfinite, ACC=acc, BLOCK=block,
-            num_warps=NUM_WARPS, **launch_args(logits),
+            logits, map_ids, out_ids, out_top, logits.stride(0), out_ids.stride(0), vocab, FLAG=flag_nonfinite, ACC=acc,
+            BLOCK=block, num_warps=NUM_WARPS, **launch_args(logits),
         )  # fmt: skip
 
 
 def argmax_reference(
-    logits: Tensor, *, out_ids: Tensor, vocab: int | None = None, map_ids: Tensor | None = None, flag_nonfinite: bool = False
-) -> None:
+    logits: Tensor, *, out_ids: Tensor, vocab: int | None = None, map_ids: Tensor | None = None, flag_nonfinite: bool = False,
+    out_top: Tensor | None = None,
+) -> None:  # fmt: skip
     """The same in plain torch."""
+    if out_top is not None:
+        nan = float("inf") if flag_nonfinite else float("-inf")
+        out_top.copy_(torch.where(logits.isnan(), nan, logits)[:, :vocab].amax(1))
     ids = first_max(logits[:, :vocab], flag_nonfinite=flag_nonfinite)
     out_ids.copy_(ids if map_ids is None else map_ids[ids])
 

@@ -44,8 +44,10 @@ def gumbel(h):
 
 @triton.jit
 def sample_kernel(
-    logits, row_ids, positions, keys, temperature, cutoff, out_ids, stride_row, vocab, ACC: tl.constexpr, BLOCK: tl.constexpr
-):
+    logits, row_ids, positions, keys, temperature, cutoff, out_ids, out_scores, out_tops, stride_row, vocab, first_id,
+    ACC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """With `out_scores` and `out_tops` the kernel of `sample_part`."""
     t = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ids + t).to(tl.int64)
     temp = tl.load(temperature + row)
@@ -66,12 +68,18 @@ def sample_kernel(
         if (block_max >= low) & (block_max / divisor + max_noise > best):
             x = tl.where(x >= low, x, float("-inf")) / divisor
             if temp > 0:
-                x += gumbel(mix32(mix32(ids.to(tl.uint32, bitcast=True) + word0) ^ word1)).to(ACC)
+                token = ids if out_scores is None else ids + first_id
+                x += gumbel(mix32(mix32(token.to(tl.uint32, bitcast=True) + word0) ^ word1)).to(ACC)
             top = tl.max(x, 0)
             if top > best:  # in a tie the lower id, found earlier, stays
                 best = top
                 winner = tl.min(tl.where(x == top, ids, vocab), 0)
-    tl.store(out_ids + t, tl.where(tl.abs(largest) < float("inf"), winner, -1))
+    if out_scores is None:
+        tl.store(out_ids + t, tl.where(tl.abs(largest) < float("inf"), winner, -1))
+    else:
+        tl.store(out_ids + t, winner + first_id)
+        tl.store(out_scores + t, best)
+        tl.store(out_tops + t, largest)
 
 
 def sample(
@@ -99,18 +107,61 @@ def sample(
     give NO_TOKEN. The noise is fp32; for fp64 logits sum and comparison are fp64. Does not synchronise on a GPU. Raises
     ValueError for other shapes, dtypes or strides.
     """
-    num_tokens, vocab = logits.shape
-    wide = logits.dtype == torch.float64
+    num_tokens = len(logits)
     check_draw("sample", logits, row_ids, positions, keys, temperature, cutoff)
     check("sample: out_ids", out_ids, (num_tokens,), torch.int32)
     if not (logits.is_cuda or interpret):
         sample_reference(logits, row_ids, positions, keys, temperature, cutoff, out_ids=out_ids)
     elif num_tokens:
-        acc = tl.float64 if wide else tl.float32
-        sample_kernel[(num_tokens,)](
-            logits, row_ids, positions, keys, temperature, cutoff, out_ids, logits.stride(0), vocab,
-            ACC=acc, BLOCK=min(BLOCK, max(16, triton.next_power_of_2(vocab))), num_warps=NUM_WARPS,
-        )  # fmt: skip
+        _launch(logits, row_ids, positions, keys, temperature, cutoff, out_ids, None, None, 0)
+
+
+def sample_part(
+    logits: Tensor, row_ids: Tensor, positions: Tensor, keys: Tensor, temperature: Tensor, cutoff: Tensor, first: int, *,
+    out_ids: Tensor, out_scores: Tensor, out_tops: Tensor, interpret: bool = False,
+) -> None:  # fmt: skip
+    """`sample` over a part of the vocabulary: the id that wins among these, and what it takes to win among all.
+
+    logits      of the ids from `first` on; dtypes and shapes as of `sample`
+    out_ids     int32 [T]: the winner of this part, an id of the whole vocabulary
+    out_scores  [T] of the cutoff's dtype: its logit / temperature + noise, of greedy rows its logit; -inf if none is kept
+    out_tops    [T] of the cutoff's dtype: the largest logit, +inf for NaN
+
+    The draw is the id with the largest score of all parts, the lowest of equals; there is none unless the largest of all tops is
+    finite.
+    """
+    num_tokens = len(logits)
+    check_draw("sample_part", logits, row_ids, positions, keys, temperature, cutoff)
+    check("sample_part: out_ids", out_ids, (num_tokens,), torch.int32)
+    check("sample_part: out_scores", out_scores, (num_tokens,), cutoff.dtype)
+    check("sample_part: out_tops", out_tops, (num_tokens,), cutoff.dtype)
+    if not (logits.is_cuda or interpret):
+        sample_part_reference(
+            logits,
+            row_ids,
+            positions,
+            keys,
+            temperature,
+            cutoff,
+            first,
+            out_ids=out_ids,
+            out_scores=out_scores,
+            out_tops=out_tops,
+        )
+    elif num_tokens:
+        _launch(logits, row_ids, positions, keys, temperature, cutoff, out_ids, out_scores, out_tops, first)
+
+
+def _launch(
+    logits: Tensor, row_ids: Tensor, positions: Tensor, keys: Tensor, temperature: Tensor, cutoff: Tensor, out_ids: Tensor,
+    out_scores: Tensor | None, out_tops: Tensor | None, first: int,
+) -> None:  # fmt: skip
+    num_tokens, vocab = logits.shape
+    sample_kernel[(num_tokens,)](
+        logits, row_ids, positions, keys, temperature, cutoff, out_ids, out_scores, out_tops, logits.stride(0), vocab, first,
+        ACC=tl.float64 if logits.dtype == torch.float64 else tl.float32,
+        BLOCK=min(BLOCK, max(16, triton.next_power_of_2(vocab))), num_warps=NUM_WARPS,
+    )  # fmt: skip
 
 
 def sample_reference(
@@ -126,6 +177,25 @@ def sample_reference(
         x = logits.index_select(0, part).to(cutoff.dtype)
         ids = _draw(x, word0[part], word1[part], temp[part, None].to(x.dtype), cutoff[part, None])
         out_ids[part] = ids.to(torch.int32)
+
+
+def sample_part_reference(
+    logits: Tensor, row_ids: Tensor, positions: Tensor, keys: Tensor, temperature: Tensor, cutoff: Tensor, first: int, *,
+    out_ids: Tensor, out_scores: Tensor, out_tops: Tensor,
+) -> None:  # fmt: skip
+    """The same in plain torch."""
+    x = logits.to(cutoff.dtype)
+    out_tops.copy_(x.nan_to_num(torch.inf, torch.inf, -torch.inf).amax(1))
+    temp = temperature[row_ids, None].to(x.dtype)
+    word0, word1 = position_words_reference(keys[row_ids], positions)
+    ids = torch.arange(first, first + x.shape[1], dtype=torch.int32, device=x.device)
+    x = torch.where(x.isnan(), -torch.inf, x)
+    kept = torch.where(x >= cutoff[:, None], x, -torch.inf)
+    drawn = kept / torch.where(temp > 0, temp, 1) + gumbel_of(word0[:, None], word1[:, None], ids)
+    scores = torch.where(temp > 0, drawn, x)
+    out_scores.copy_(scores.amax(1))
+    argmax_reference(scores, out_ids=out_ids)
+    out_ids += first
 
 
 def _draw(x: Tensor, word0: Tensor, word1: Tensor, temp: Tensor, cutoff: Tensor) -> Tensor:

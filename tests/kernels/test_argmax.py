@@ -75,6 +75,17 @@ def test_a_row_that_is_not_finite_is_flagged_on_request(dtype: torch.dtype, inte
     assert choose(logits[[0, 1, 6, 7]], interpret, vocab, flag_nonfinite=True) == [7, 0, 130, 0]
 
 
+@pytest.mark.parametrize("flag", [False, True])
+def test_the_largest_logit_itself_is_written_on_request(flag: bool, interpret: bool, device: torch.device) -> None:
+    inf, nan = float("inf"), float("nan")
+    logits = torch.tensor(
+        [[1.0, 3.0, 2.0, 9.0], [nan, -2.0, nan, 9.0], [-inf, -inf, -inf, 9.0], [1.0, inf, nan, 9.0]], device=device
+    )
+    out, top = torch.full((4,), -7, dtype=torch.int32, device=device), torch.full((4,), nan, device=device)
+    argmax(logits, out_ids=out, out_top=top, vocab=3, flag_nonfinite=flag, interpret=interpret)
+    assert top.tolist() == ([3.0, inf, -inf, inf] if flag else [3.0, -2.0, -inf, inf])
+
+
 def test_padding_columns_are_never_chosen(interpret: bool, device: torch.device) -> None:
     logits = torch.randn(3, 256, device=device)
     logits[0, 200:], logits[1, 200:], logits[2, :200] = INF, NAN, -INF

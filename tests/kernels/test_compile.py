@@ -26,7 +26,8 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
     _acc = "fp64" if _dtype == "fp64" else "fp32"
     for _map in (None, PI32, PI64):
         _case(f"argmax_kernel {_dtype}, map {_map}", "argmax", 32, logits=f"*{_dtype}", map_ids=_map, out_ids=PI32,
-              stride_row=I32, out_stride=I32, vocab=I32, FLAG=_map is None, ACC=_acc, BLOCK=4096)  # fmt: skip
+              out_top=f"*{_dtype}" if _map is None else None, stride_row=I32, out_stride=I32, vocab=I32, FLAG=_map is None,
+              ACC=_acc, BLOCK=4096)  # fmt: skip
     _case(f"soft_cross_entropy_kernel {_dtype}", "soft_cross_entropy", 8, logits=f"*{_dtype}", probs=f"*{_acc}",
           weights=f"*{_acc}", best_ids=PI64, out_loss=f"*{_acc}", out_hits=f"*{_acc}", vocab=I32, ACC=_acc,
           BLOCK=4096)  # fmt: skip
@@ -60,7 +61,8 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
     _case(f"swiglu_train_backward_kernel {_dtype}", "swiglu_train", 8, gate=f"*{_dtype}", up=f"*{_dtype}", grad=f"*{_dtype}",
           out_gate=f"*{_dtype}", out_up=f"*{_dtype}", count=I32, ACC=_acc, BLOCK=2048)  # fmt: skip
     _case(f"sample_kernel {_dtype}", "sample", 16, logits=f"*{_dtype}", row_ids=PI32, positions=PI64, keys=PI64,
-          temperature=PF32, cutoff=f"*{_acc}", out_ids=PI32, stride_row=I32, vocab=I32, ACC=_acc, BLOCK=4096)  # fmt: skip
+          temperature=PF32, cutoff=f"*{_acc}", out_ids=PI32, out_scores=None, out_tops=None, stride_row=I32, vocab=I32,
+          first_id=I32, ACC=_acc, BLOCK=4096)  # fmt: skip
     _case(f"add_gumbel_noise_kernel {_dtype}", "add_gumbel_noise", 4, logits=f"*{_dtype}", row_ids=PI32, positions=PI64,
           keys=PI64, temperature=PF32, cutoff=f"*{_acc}", map_ids=None if _dtype == "bf16" else PI64, stride_row=I32, vocab=I32,
           ACC=_acc,
@@ -582,6 +584,28 @@ for _gated, _low, _t, _n, _warps, _tma in (
           pairs=PI32, units=PI32, out="*bf16", num_units=I32, num_rows=I32, n=I32, k=I32, SCATTER=not _gated, GATED=_gated,
           LIMIT=7.0 if _gated else None, ALPHA=1.702, TWO=_gated or _n >= 32 * _warps, LOW=_low, BLOCK_T=_t, JOINED=_joined,
           BLOCK_N=_n, GROUP=8, TMA=_tma, INTERPRETED=False)  # fmt: skip
+
+_case("sample_kernel fp32, a part", "sample", 16, logits=PF32, row_ids=PI32, positions=PI64, keys=PI64, temperature=PF32,
+      cutoff=PF32, out_ids=PI32, out_scores=PF32, out_tops=PF32, stride_row=I32, vocab=I32, first_id=I32, ACC="fp32",
+      BLOCK=4096)  # fmt: skip
+for _mass in (False, True):
+    _given = PF32 if _mass else None
+    _case(f"threshold_masses_kernel mass {_mass}", "threshold_masses", 8, logits=PF32, low=PI32, top=_given, temperature=_given,
+          out=PF32, stride_row=I32, vocab=I32, shift=I32, MASS=_mass, BLOCK=1024)  # fmt: skip
+_PEERS = {"addresses": PI64, "epochs": PI64, "failed": PI64, "report": PI64, "rank": I32, "spins": I32}
+# (ranks, columns of a rank in two shots, residual and norm, copy of the sum)
+for _ranks, _share, _norm, _copy in ((2, 0, True, True), (4, 2048, True, False), (8, 1024, False, False), (4, 0, False, False)):
+    _values = "*bf16"
+    _case(f"reduce_norm_kernel bf16, {_ranks} ranks, share {_share}, norm {_norm}", "reduce_norm", 16, partial=_values,
+          residual=_values if _norm else None, weight=_values if _norm else None, out=_values, out_aux=_values if _copy else None,
+          **_PEERS, num_rows=I32, num_bytes=I32, partial_stride=I32, residual_stride=I32, out_stride=I32, aux_stride=I32,
+          EPS=1e-5, WIDTH=8192, BLOCK=8192, RANKS=_ranks, SHARE=_share, SHARE_BLOCK=max(16, _share), ACC="fp32")  # fmt: skip
+for _ranks, _add, _dtype in ((2, True, "fp32"), (4, False, "i32"), (8, False, "i64"), (2, False, "u8")):
+    _case(f"exchange_kernel {_dtype}, {_ranks} ranks, sum {_add}", "exchange", 4, x=f"*{_dtype}", out=f"*{_dtype}", **_PEERS,
+          num_values=I32, num_bytes=I32, RANKS=_ranks, SUM=_add, ACC="fp32", BLOCK=1024)  # fmt: skip
+for _ranks, _flag in ((2, True), (4, False)):
+    _case(f"best_of_ranks_kernel fp32, {_ranks} ranks", "exchange", 4, scores=PF32, ids=PI32, out_ids=PI32, **_PEERS,
+          num_rows=I32, num_bytes=I32, RANKS=_ranks, FLAG=_flag, BLOCK=64)  # fmt: skip
 
 
 def waits_first(name: str, ptx: str) -> None:

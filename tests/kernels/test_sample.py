@@ -23,7 +23,7 @@ from batchspec.kernels.sampling.counter_rng import (
     uniform,
     uniform_reference,
 )
-from batchspec.kernels.sampling.sample import BLOCK, gumbel, gumbel_reference, sample, words_reference
+from batchspec.kernels.sampling.sample import BLOCK, gumbel, gumbel_reference, sample, sample_part, words_reference
 from tests.kernels.covering import covering
 
 POISON = -7
@@ -290,3 +290,30 @@ def test_wrong_arguments_are_refused() -> None:
             sample(**{**good, name: bad})
     with pytest.raises(ValueError, match="sample: cutoff is float32"):
         sample(**{**good, "logits": torch.zeros(2, 8, dtype=torch.float64)})
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_best_of_all_parts_is_the_draw_from_the_whole(count: int, interpret: bool, device: torch.device) -> None:
+    """With ties, filtered, greedy and bad rows, and parts in which nothing is kept."""
+    logits = (torch.randn(9, BLOCK + 300, device=device) * 3).round()
+    logits[5, 9], logits[6, -3], logits[7] = NAN, INF, -INF
+    logits[8, : BLOCK // 2] = -INF
+    num, vocab = logits.shape
+    temperature = torch.tensor([1.0, 0.0, 0.3, 0.0, 2.0, 1.0, 1.0, 1.0, 0.0], device=device)
+    low = torch.tensor([-INF, -INF, 9.0, -INF, 4.0, -INF, -INF, -INF, -INF], device=device)
+    rest = (torch.arange(num, dtype=torch.int32, device=device), torch.arange(num, device=device) + 70)
+    keys = torch.arange(num, device=device) * 12345
+    whole = torch.full((num,), POISON, dtype=torch.int32, device=device)
+    sample(logits, *rest, keys, temperature, low, out_ids=whole, interpret=interpret)
+    ids = torch.full((count, num), POISON, dtype=torch.int32, device=device)
+    scores, tops = torch.full((2, count, num), NAN, device=device)
+    for part in range(count):
+        first, end = part * vocab // count, (part + 1) * vocab // count
+        sample_part(
+            logits[:, first:end], *rest, keys, temperature, low, first,
+            out_ids=ids[part], out_scores=scores[part], out_tops=tops[part], interpret=interpret,
+        )  # fmt: skip
+        assert bool(((ids[part] >= first) & (ids[part] < end)).all())
+    best = torch.where(scores == scores.amax(0), ids, vocab).amin(0)
+    assert torch.where(tops.amax(0).isfinite(), best, NO_TOKEN).tolist() == whole.tolist()
+    assert whole[5:8].tolist() == [NO_TOKEN] * 3

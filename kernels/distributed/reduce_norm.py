@@ -1,0 +1,178 @@
+"""The sum of the ranks' partial results, with the residual sum and the next norm in the same launch.
+
+    hidden = sum over ranks, in rank order, of partial          in fp32 (fp64 of fp64), rounded once
+    reduce:       out = hidden
+    reduce_norm:  residual += hidden, out = rms_norm(residual) * weight
+
+Two ways with the same bits. T rows of H columns, R ranks:
+
+    one-shot   every rank reads all partial results                             reads (R - 1) * T * H values from others
+    two-shot   a rank sums H / R columns of each row, then all ranks read
+               the sums: a second barrier, less to read                         reads 2 * (R - 1) / R * T * H values
+
+A program does all of this for the rows of its index, so that each step waits for the same program of the other ranks alone. The
+sum of a value has one order, and the norm of a row is that of `batchspec.kernels.norm_rope.norm`: the result of a row depends on
+nothing else, neither on the way nor on the number of programs. Bound by the barrier (some 5 us between two H200) up to about
+0.25 MB, then by NVLink.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchspec.kernels.common.checks import FLOATS, check
+from batchspec.kernels.common.pdl import await_earlier_alone, launch_args, start_next
+from batchspec.kernels.distributed.barrier import PROGRAMS, begin, buffer_of, buffers_of, end, region_of, send, wait
+from batchspec.kernels.distributed.peer_memory import PeerMemory
+from batchspec.kernels.norm_rope.norm import VALUES_PER_THREAD, add_norm_reference
+
+SHARE_UNIT = 8
+"""Columns of a rank's share of a row are a multiple of it: 16 bytes of bf16."""
+
+
+@triton.jit(do_not_specialize=["rank", "spins", "num_rows"])
+def reduce_norm_kernel(
+    partial, residual, weight, out, out_aux, addresses, epochs, failed, report, rank, spins, num_rows, num_bytes,
+    partial_stride, residual_stride, out_stride, aux_stride, EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    RANKS: tl.constexpr, SHARE: tl.constexpr, SHARE_BLOCK: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`residual` and `weight` None: the sum alone. `out_aux` may be None. SHARE: columns of a rank; 0: one-shot."""
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    first, programs = tl.program_id(0), tl.num_programs(0)
+    zero = tl.full([], 0, tl.int64)  # offsets of large tensors do not fit into int32
+    lane = tl.arange(0, BLOCK)
+    inside = lane < WIDTH
+    if weight is not None:
+        scale = tl.load(weight + lane, mask=inside, other=0.0)
+    buffers, own_buffer = buffers_of(addresses, RANKS), buffer_of(addresses, rank, RANKS)
+    await_earlier_alone(PDL)
+    epoch, spins, count = begin(epochs, failed, spins)
+
+    own = region_of(own_buffer, count, 0, num_bytes, DTYPE)
+    for row in range(first, tl.where(epoch < 0, 0, num_rows), programs):
+        at = zero + row
+        tl.store(own + at * WIDTH + lane, tl.load(partial + at * partial_stride + lane, mask=inside), mask=inside)
+    send(addresses, rank, epoch, 0, RANKS)
+    came = wait(addresses, failed, report, rank, epoch, spins, 0, RANKS)
+
+    if SHARE > 0:
+        column = rank * SHARE + tl.arange(0, SHARE_BLOCK)
+        mine = (tl.arange(0, SHARE_BLOCK) < SHARE) & (column < WIDTH)
+        sums = region_of(own_buffer, count, 1, num_bytes, DTYPE)
+        for row in range(first, tl.where(came, num_rows, 0), programs):
+            at = (zero + row) * WIDTH + column
+            part = tl.load(region_of(buffers[0], count, 0, num_bytes, DTYPE) + at, mask=mine, other=0.0).to(ACC)
+            for peer in tl.static_range(1, RANKS):
+                part += tl.load(region_of(buffers[peer], count, 0, num_bytes, DTYPE) + at, mask=mine, other=0.0).to(ACC)
+            tl.store(sums + at, part.to(DTYPE), mask=mine)
+        epoch = tl.where(came, epoch, -1)
+        send(addresses, rank, epoch, 1, RANKS)
+        came = wait(addresses, failed, report, rank, epoch, spins, 1, RANKS)
+    start_next(PDL)
+
+    for row in range(first, tl.where(came, num_rows, 0), programs):
+        at = zero + row
+        place = at * WIDTH + lane
+        if SHARE == 0:
+            x = tl.load(region_of(buffers[0], count, 0, num_bytes, DTYPE) + place, mask=inside, other=0.0).to(ACC)
+            for peer in tl.static_range(1, RANKS):
+                x += tl.load(region_of(buffers[peer], count, 0, num_bytes, DTYPE) + place, mask=inside, other=0.0).to(ACC)
+        else:
+            x = tl.zeros([BLOCK], ACC)
+            for peer in tl.static_range(RANKS):
+                theirs = inside & (lane >= peer * SHARE) & (lane < (peer + 1) * SHARE)
+                part = tl.load(region_of(buffers[peer], count, 1, num_bytes, DTYPE) + place, mask=theirs, other=0.0)
+                x = tl.where(theirs, part.to(ACC), x)  # an addition would turn -0 into 0
+        if residual is not None:
+            stream = residual + at * residual_stride + lane
+            x = x.to(DTYPE).to(ACC) + tl.load(stream, mask=inside, other=0.0).to(ACC)
+            x = x.to(DTYPE)
+            tl.store(stream, x, mask=inside)
+            if out_aux is not None:
+                tl.store(out_aux + at * aux_stride + lane, x, mask=inside)
+            x = x.to(ACC)
+            x = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) * (1.0 / WIDTH) + EPS))
+            if weight.dtype.element_ty == DTYPE:
+                x = x.to(DTYPE).to(ACC)
+            x = x * scale.to(ACC)
+        tl.store(out + at * out_stride + lane, x, mask=inside)
+    end(epochs, count)
+
+
+def reduce_norm(
+    partial: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: PeerMemory, *, out: Tensor,
+    out_aux: Tensor | None = None, two_shot: bool = False, interpret: bool = False,
+) -> None:  # fmt: skip
+    """Add the sum of all ranks' partial results to `residual` in place and write the norm of the new residual.
+
+    partial   bf16, fp32, fp16 or fp64 [T, H], at most `peers.num_bytes`  rows may be slices of wider ones
+    residual  [T, H] of the same dtype  rows may be slices of wider ones; the same on all ranks
+    weight    [H] of the same dtype, or fp32 (fp64 for fp64): then the norm is rounded once
+    out       [T, H] of the same dtype  rows may be slices of wider ones
+    out_aux   [T, H] of the same dtype or None: a copy of the new residual; rows may be slices of wider ones
+
+    All ranks call it, with the same shapes, in the same order. Does not synchronise with the host. Where a rank does not come in
+    time the outputs are undefined and `peers.lost()` says so. Raises ValueError for other shapes, dtypes or strides.
+    """
+    shape, dtype = tuple(partial.shape), partial.dtype
+    check("reduce_norm: residual", residual, shape, dtype, rows=True)
+    check("reduce_norm: weight", weight, (shape[1],), dtype, torch.promote_types(dtype, torch.float32))
+    if out_aux is not None:
+        check("reduce_norm: out_aux", out_aux, shape, dtype, rows=True)
+    _launch("reduce_norm", partial, residual, weight, eps, peers, out, out_aux, two_shot, interpret)
+
+
+def reduce(partial: Tensor, peers: PeerMemory, *, out: Tensor, two_shot: bool = False, interpret: bool = False) -> None:
+    """Write the sum of all ranks' partial results, see `reduce_norm`. `out` may be `partial`."""
+    _launch("reduce", partial, None, None, 0.0, peers, out, None, two_shot, interpret)
+
+
+def _launch(
+    name: str, partial: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, peers: PeerMemory, out: Tensor,
+    out_aux: Tensor | None, two_shot: bool, interpret: bool,
+) -> None:  # fmt: skip
+    num_tokens, width = partial.shape
+    check(f"{name}: partial", partial, (num_tokens, width), *FLOATS, rows=True)
+    check(f"{name}: out", out, (num_tokens, width), partial.dtype, rows=True)
+    if partial.numel() * partial.element_size() > peers.num_bytes:
+        raise ValueError(f"{name}: partial {list(partial.shape)} is larger than the {peers.num_bytes} bytes of an exchange")
+    if not (partial.is_cuda or interpret):
+        raise ValueError(f"{name}: tensors on the CPU have no peer memory")
+    if not partial.numel():
+        return
+    block = max(16, triton.next_power_of_2(width))
+    share = -(-width // (peers.ranks * SHARE_UNIT)) * SHARE_UNIT if two_shot else 0
+    reduce_norm_kernel[(min(num_tokens, PROGRAMS),)](
+        partial, residual, weight, out, out_aux, peers.addresses, peers.epochs, peers.failed, peers.report, peers.rank,
+        peers.spins, num_tokens, peers.num_bytes,
+        partial.stride(0), 0 if residual is None else residual.stride(0), out.stride(0),
+        0 if out_aux is None else out_aux.stride(0),
+        EPS=eps, WIDTH=width, BLOCK=block, RANKS=peers.ranks, SHARE=share, SHARE_BLOCK=triton.next_power_of_2(max(16, share)),
+        ACC=tl.float64 if partial.dtype == torch.float64 else tl.float32,
+        # As in `norm`: the order in which the squares of a row are added depends on it.
+        num_warps=min(16, max(1, block // (32 * VALUES_PER_THREAD))), **launch_args(partial),
+    )  # fmt: skip
+
+
+def reduce_norm_reference(
+    partials: Tensor, residual: Tensor, weight: Tensor, eps: float, *, out: Tensor, out_aux: Tensor | None = None
+) -> None:
+    """`reduce_norm` in plain torch, of the partial results of all ranks [R, T, H]."""
+    add_norm_reference(reduce_reference(partials), residual, weight, eps, out=out, out_aux=out_aux)
+
+
+def reduce_reference(partials: Tensor) -> Tensor:
+    """`reduce` in plain torch: the sum [T, H] of [R, T, H] in rank order."""
+    total = partials[0].to(torch.promote_types(partials.dtype, torch.float32), copy=True)
+    for partial in partials[1:]:
+        total += partial
+    return total.to(partials.dtype)
+
+
+if __name__ == "__main__":
+    from batchspec.kernels.benchmarks.reduce_bench import main
+
+    main()

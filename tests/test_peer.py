@@ -1,0 +1,186 @@
+"""PeerCollectives: exchanges through memory that all ranks map, against those over gloo.
+
+Processes on the CPU map one file, and Triton interprets the kernels: barriers, counters and both halves of the buffers work as on
+GPUs, with ranks that really run concurrently. What this cannot show: the order in which GPUs see each other's writes, launches
+that overlap, CUDA graphs, and NCCL. `python -m batchspec.kernels.benchmarks.reduce_bench` shows that.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from batchspec.distributed.collectives import Collectives
+from batchspec.distributed.peer import Lane, PeerCollectives
+from batchspec.errors import ConfigError, RankLost
+from batchspec.kernels.distributed.peer_memory import PeerMemory, buffer_bytes, peer_memory
+from batchspec.model.blocks.base import Shard
+from batchspec.packing.memory import reserve_bytes
+from batchspec.tuning import exchange
+from tests.engines import tiny_spec
+from tests.ranks import Table, ThreadCollectives, bits, start_ranks
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where there is no GPU")
+
+CPU = torch.device("cpu")
+ROUND_BYTES = 1 << 14
+EPS = 1e-6
+
+
+class MappedCollectives(PeerCollectives):
+    """A file in place of the GPUs' memory."""
+
+    def __init__(self, host: Collectives, folder: Path, *, wait_s: float = 1.0) -> None:
+        """wait_s: a poll takes a hundred times as long in the interpreter."""
+        super().__init__(host, CPU, wait_s=wait_s)
+        self._folder, self._files = folder, 0
+
+    def _connect(self, num_bytes: int) -> PeerMemory:
+        self._files += 1
+        size = buffer_bytes(self.ranks, num_bytes)
+        path = str(self._folder / f"memory {self._files}")
+        mapped = torch.from_file(path, shared=True, size=size * self.ranks, dtype=torch.uint8)
+        addresses = torch.tensor([mapped.data_ptr() + rank * size for rank in range(self.ranks)])
+        return peer_memory(self.rank, self.ranks, num_bytes, addresses, limit_s=self._wait_s, buffer=mapped)
+
+    def lanes(self) -> tuple[Lane, Lane]:
+        return self._rounds, self._passes
+
+
+def noise(seed: int, rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(100 * seed + rank)) * 10).to(dtype)
+
+
+def dawdle(rank: int, seed: int) -> None:
+    """Ranks come at different moments."""
+    time.sleep(random.Random(10 * seed + rank).choice((0.0, 0.0, 0.002, 0.01)))
+
+
+def exchange_all(host: Collectives, folder: Path) -> None:
+    """Exchanges of all kinds, sizes and ways one after the other."""
+    exchange.ONE_SHOT_BYTES[host.ranks] = 5000
+    ranks, rank = MappedCollectives(host, folder), host.rank
+    ranks.reserve(ROUND_BYTES)
+    for seed in range(3):
+        for shape, dtype in (
+            ((3, 300), torch.float32),
+            ((2, 1500), torch.float32),
+            ((5, 2), torch.float32),
+            ((7,), torch.float64),
+        ):
+            x = noise(seed, rank, *shape, dtype=dtype)
+            dawdle(rank, seed)
+            assert bits(ranks.sum(x)) == bits(host.sum(x)), (seed, shape)
+        for shape in ((3, 300), (9, 400)):
+            partial, residual, weight = noise(seed, rank, *shape), noise(seed, 50, *shape), noise(seed, 60, shape[1])
+            found = [(residual.clone(), torch.empty(shape), torch.empty(shape)) for _ in range(2)]
+            dawdle(rank, seed)
+            for by, (stream, out, aux) in zip((ranks, host), found, strict=True):
+                by.add_norm(partial, stream, weight, EPS, out=out, out_aux=aux)
+            assert bits(torch.stack(found[0][::2])) == bits(torch.stack(found[1][::2]))
+            torch.testing.assert_close(found[0][1], found[1][1])
+            assert len({str(bits(norm)) for norm in host.gather(found[0][1])}) == 1
+        scores, ids = noise(seed, rank, 20).round(), torch.arange(20, dtype=torch.int32) + 100 * (1 - rank)
+        assert bits(ranks.best(scores, ids)) == bits(host.best(scores, ids))
+        assert bits(ranks.gather(ids)) == bits(host.gather(ids))
+        assert bits(ranks.gather(ids[:0])) == bits(host.gather(ids[:0]))
+    ranks.check()
+    peers = ranks.lanes()[0].peers
+    assert peers is not None
+    assert int(peers.epochs[0]) == 3 * 8, "all went through the kernels"
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_exchanges_are_those_over_gloo_bit_for_bit(count: int, tmp_path: Path) -> None:
+    start_ranks(count, exchange_all, tmp_path)
+
+
+def exchange_apart(host: Collectives, folder: Path) -> None:
+    ranks, x = MappedCollectives(host, folder), noise(0, host.rank, 9)
+    ranks.reserve(ROUND_BYTES)
+    rounds, passes = (lane.peers for lane in ranks.lanes())
+    assert rounds is not None
+    assert passes is not None
+    ranks.sum(x)
+    with ranks.apart():
+        assert bits(ranks.sum(x)) == bits(host.sum(x))
+        ranks.gather(x)
+    assert (int(rounds.epochs[0]), int(passes.epochs[0])) == (1, 2)
+    ranks.reserve(ROUND_BYTES // 2)
+    assert ranks.lanes()[0].peers is rounds, "captured rounds keep their buffers"
+
+
+def test_prefill_that_overlaps_rounds_has_buffers_of_its_own(tmp_path: Path) -> None:
+    start_ranks(2, exchange_apart, tmp_path)
+
+
+def exchange_large(host: Collectives, folder: Path) -> None:
+    """gloo in place of NCCL."""
+    ranks = MappedCollectives(host, folder)
+    ranks.reserve(ROUND_BYTES)
+    for with_library in (False, True):
+        ranks.lanes()[0].group = dist.group.WORLD if with_library else None
+        for shape in ((9, 1000), (4099,)):
+            x = noise(1, host.rank, *shape)
+            kept = x.clone()
+            assert bits(ranks.sum(x)) == bits(host.sum(x)), (with_library, shape)
+            assert bits(ranks.gather(x)) == bits(host.gather(x))
+            assert torch.equal(x, kept)
+        partial, streams, weight = noise(1, host.rank, 9, 1000), noise(2, 50, 2, 9, 1000), noise(1, 60, 1000)
+        streams[1] = streams[0]
+        outs = torch.empty(2, 9, 1000)
+        for by, stream, out in zip((ranks, host), streams, outs, strict=True):
+            by.add_norm(partial, stream, weight, EPS, out=out, out_aux=None)
+        assert torch.equal(streams[0], streams[1])
+        assert torch.equal(outs[0], outs[1])
+    peers = ranks.lanes()[0].peers
+    assert peers is not None
+    assert int(peers.epochs[0]) == 0
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_what_is_larger_than_the_buffers_goes_another_way_with_the_same_bits(count: int, tmp_path: Path) -> None:
+    start_ranks(count, exchange_large, tmp_path)
+
+
+def lose_a_rank(host: Collectives, folder: Path) -> None:
+    ranks, x = MappedCollectives(host, folder, wait_s=1e-3), noise(0, host.rank, 9)
+    ranks.reserve(ROUND_BYTES)
+    if host.rank != 1:
+        ranks.check()
+        ranks.sum(x)
+        with pytest.raises(RankLost, match="rank 0: rank 1 of its group did not come to an exchange within"):
+            ranks.check()
+        ranks.sum(x)  # of no use, and it does not wait
+    host.gather(x)
+    if host.rank == 1:
+        ranks.sum(x)
+        with pytest.raises(RankLost, match="rank 1: rank 0 of its group did not come"):
+            ranks.check()
+
+
+def test_a_rank_that_does_not_come_is_reported_and_learns_of_it(tmp_path: Path) -> None:
+    start_ranks(2, lose_a_rank, tmp_path)
+
+
+def test_the_plan_leaves_memory_for_the_buffers_of_prefill() -> None:
+    sizes = {"slots": 0, "num_buckets": 1, "draft_len": 3, "prefill_tokens": 0, "max_len": 9}
+    whole, part = tiny_spec(), tiny_spec().sharded(Shard(0, 2))
+    held = reserve_bytes(part, dtype=torch.bfloat16, **sizes) - reserve_bytes(whole, dtype=torch.bfloat16, **sizes)
+    assert held == 4 * max(exchange.LIBRARY_BYTES.values())
+
+
+def test_three_ranks_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.tensor_parallel=3 on GPUs: must be one of \[2, 4, 8\]"):
+        PeerCollectives(ThreadCollectives(0, Table(3)), CPU)
+
+
+def test_two_ranks_take_one_shot_and_more_take_two_for_large_sums() -> None:
+    assert not exchange.takes_two_shots(2, 8 << 20)
+    assert [exchange.takes_two_shots(4, kilobytes << 10) for kilobytes in (64, 192, 193, 8192)] == [False, False, True, True]
