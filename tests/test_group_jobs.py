@@ -108,6 +108,7 @@ def ranks_of(parent: object, rank: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_the_scales_of_an_e4m3_cache_are_those_of_one_process(command: list[str], tmp_path: Path) -> None:
     """Calibrated by all ranks, each its own heads; a job is continued with them by any number of ranks."""
     words = [*command, "cache.dtype=fp8", "input.limit=8"]

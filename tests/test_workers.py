@@ -258,8 +258,14 @@ def test_when_the_leader_dies_its_group_ends_and_others_go_on(
 ) -> None:
     program = f"""
 {RANK}
+if number == 0 and rank == 0:
+    open('{tmp_path}/killed', 'w').close()
+    os.kill(os.getpid(), signal.SIGKILL)
 if number == 0:
-    os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else wait_for_loss()
+    wait_for_loss()
+while not os.path.exists('{tmp_path}/killed'):
+    time.sleep(0.05)
+time.sleep(1.0)  # the parent looks every 0.1 s
 if rank == 0:
     end.send(b"the end")
 else:
@@ -268,7 +274,7 @@ open(f'{tmp_path}/{{number}} {{rank}}', 'w').close()"""
     supervised(monkeypatch, program, 4, tensor_parallel=2)
     out = capsys.readouterr().err
     assert "worker 0 was killed by SIGKILL; its group ends; 1 other takes its shards over\n" in out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1 0", "1 1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1 0", "1 1", "killed"]
     assert "worker 1" not in out
 
 

@@ -208,11 +208,10 @@ class Crew:
 
     def reap(self) -> None:
         """Note which workers have ended, and report those that were not asked to."""
-        for worker in self.live():
-            worker.code = worker.process.poll()
-            if worker.code is None:
-                continue
-            worker.ended_at = time.monotonic()
+        ended = [(worker, code) for worker in self.live() if (code := worker.process.poll()) is not None]
+        # Killed ones first: the other ranks of their group end because of them, often between two calls of this.
+        for worker, code in sorted(ended, key=lambda one: one[1] >= 0):
+            worker.code, worker.ended_at = code, time.monotonic()
             first = worker.group is not None and all(mate.code is None for mate in self._mates(worker))
             if first and worker.group is not None and (worker.rank > 0 or worker.code != 0):
                 worker.group.lose(worker.rank)

@@ -14,6 +14,7 @@ from batchspec.config.typed import from_json
 from batchspec.packing.cost import device_rates
 from batchspec.packing.replicas import best
 from batchspec.prepare import open_job, survey_first
+from batchspec.terminal import show_line
 
 
 def main(text: str, num_gpus: int) -> int:
@@ -22,7 +23,7 @@ def main(text: str, num_gpus: int) -> int:
     def choose() -> None:
         job = open_job(from_json(text), fetch=False)
         found = ways_of(job, survey_first(job), device_rates(job.device, job.dtype), num_gpus)
-        print(best(found).ranks)
+        show_line(best(found).ranks)
 
     return reported(choose)
 

@@ -690,6 +690,10 @@ SELDOM = frozenset({
     "verify_kernel fp32 D=64, tile 16, window 512, grouped False, tree False, early False, sinks False",
     "verify_kernel bf16 D=64, tile 64, window 128, grouped False, tree False, early True, sinks True",
     "verify_kernel e4m3 D=128, tile 64, window 0, grouped True, tree False, early True, sinks False",
+    "experts_mxfp4_kernel gated True, 32 to 128 pairs, TMA True", "experts_mxfp4_kernel gated False, 128 to 128 pairs, TMA True",
+    "fp8_linear_kernel blocked True, split False, 128 tokens x 64, 4 warps",
+    "fp8_linear_kernel blocked True, split True, 64 tokens x 128, 8 warps",
+    "norm_fp8_kernel residual None, whole False, given None", "norm_fp8_kernel residual *bf16, whole True, given None",
 })  # fmt: skip
 """Variants whose branches other variants reach: each value of each constant that a kernel branches on is compiled every time."""
 assert CASES.keys() >= SELDOM
