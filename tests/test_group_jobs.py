@@ -186,6 +186,7 @@ def test_ranks_with_other_devices_are_refused(command: list[str], tmp_path: Path
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_what_the_leader_refuses_ends_the_group(command: list[str], tmp_path: Path) -> None:
     code, said = run_apart([*command, f"output.dir={tmp_path / 'out'}", "cluster.tensor_parallel=8"], tmp_path / "log")
     assert code == 2, said
