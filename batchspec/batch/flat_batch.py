@@ -39,7 +39,7 @@ class FlatBatch:
     """int64 [T] position in the row, which is also its RoPE position"""
     slot_mapping: Tensor
     """int64 [T] cache location page * page_size + offset where its K/V is written; page 0 is scratch. Tokens of dead rows and
-    padding write to slot 0, which marks them: nobody reads what is computed of them"""
+    padding write to slot 0, which marks them as dead: their results are not used"""
     cu_seqlens_q: Tensor
     """int32 [R+1]"""
     kv_len: Tensor

@@ -225,7 +225,7 @@ class Crew:
                 say(f"{worker.name()} {how}{'; its group ends' * first}{others}")
 
     def end_groups(self) -> None:
-        """Kill what is left of groups of which a process ended some time ago: it waits for that one, or hangs."""
+        """Kill the remaining processes of a group some time after one of it ended: they wait for that one, or hang."""
         now = time.monotonic()
         for worker in self.live():
             if worker.abort_at is not None:

@@ -33,8 +33,8 @@ class Collectives(ABC):
     def sum(self, x: Tensor) -> Tensor:
         """x of all ranks added up in the order of ranks, in fp32 (fp64 for fp64), rounded once to the dtype of x.
 
-        Not the sum of a communication library: that adds up in an order that depends on the size of the tensor and on the place
-        in it, so that the bits of a token would depend on the tokens beside it.
+        A communication library adds up in an order that depends on the tensor's size and on the place in it. With its sum, the
+        bits of a token would depend on the other tokens of the batch.
         """
         return reduce_reference(self.gather(x))
 

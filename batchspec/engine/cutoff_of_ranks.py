@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p over logits of which each rank has a part, without reading back: as rounds in a CUDA graph need it.
+"""Top-k, top-p and min-p when each rank holds a part of the logits. Nothing is read back to the host: CUDA graphs can hold it.
 
 The cutoff of a token is found 4 bits at a time: each rank measures what of its logits lies at or above 16 thresholds, the ranks
 add that up, and all go on between the same two thresholds. 17 exchanges of 16 numbers a token. `kernels/sampling/cutoff.py` says

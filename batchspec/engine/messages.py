@@ -50,7 +50,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """`Engine.run` begins anew."""
+    """A run of the engine starts: followers reset their state as `Engine.run` does."""
 
     number: int
     """From which results are counted."""

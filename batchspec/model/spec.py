@@ -59,7 +59,7 @@ class ModelSpec:
     shard: Shard = WHOLE
     """The part that this is the shape of: `layers` are those of one rank, all other fields the model's."""
     whole: ModelSpec | None = None
-    """The model of which it is a part; None: it is the whole model."""
+    """The complete model if this is one rank's part of it; None: this is the complete model."""
 
     def __post_init__(self) -> None:
         heads = {(a.num_heads, a.num_kv_heads, a.head_dim) for a in self.attentions}

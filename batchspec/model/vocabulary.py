@@ -1,4 +1,4 @@
-"""Choices over logits of which each rank has a part: every rank has the same result, and no rank the logits of all.
+"""Token choices when each rank holds a part of the logits: all ranks get the same result, and no rank gathers all logits.
 
 A rank has the logits of consecutive tokens, lower ranks those of lower ids. T rows of logits, V tokens of all ranks.
 """

@@ -82,7 +82,7 @@ class Checks:
         stream, own = residual.clone(), partials[peers.rank].clone()
         self.delay()
         reduce_norm(own, stream, weight, EPS, peers, out=out, out_aux=aux, two_shot=two_shot)
-        own.fill_(torch.nan)  # nobody may read what is no longer the rank's part
+        own.fill_(torch.nan)  # other ranks must not read this buffer any more
         self.delay()
         reduce(others[peers.rank], peers, out=out_sum, two_shot=two_shot)
         total = reduce_reference(partials)

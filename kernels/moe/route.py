@@ -205,7 +205,7 @@ def route(
     norm_topk     the weights of a token are made to sum to 1
     bias          fp32 [E], added to the sigmoid scores to choose experts, not to the weights; None with softmax
     unit_pairs    most pairs of a unit: the tile over pairs (block_t) of the grouped products
-    live          bool [T] False for tokens whose results nobody reads: they go through no expert; None: all are read
+    live          bool [T] False for dead tokens, whose results are not used: they go through no expert; None: no token is dead
     out_num_read  int32 [1] that gets the number of experts that have tokens, or None
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.

@@ -3,7 +3,7 @@
 T tokens choose k of E experts each. That makes P = T * k pairs (token, slot); pair t * k + s is slot s of token t.
 `pairs` lists them sorted by expert. A unit is a run of up to `unit_pairs` pairs of one expert in this list, and each program of a
 grouped product works on one unit. Only the GPU knows the number of units; the host launches for an upper bound (`max_units`).
-A dead token, whose result nobody reads, goes through no expert: no unit has its pairs, and no product writes their rows.
+A dead token, whose result is not used, goes through no expert: no unit has its pairs, and no product writes their rows.
 Rows are in pair order if row p belongs to pair p, and in the order of the list if row i belongs to pair pairs[i].
 """
 

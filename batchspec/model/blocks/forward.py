@@ -92,7 +92,7 @@ class Stream(Protocol):
 
     @property
     def live(self) -> Tensor | None:
-        """bool [T] False for dead tokens, whose results nobody reads: they go through no expert. None: all tokens are read."""
+        """bool [T] False for dead tokens. Their results are not used, so they go through no expert. None: no token is dead."""
 
     def norms_in_product(self, product: Product, *, gated: bool) -> bool:
         """Whether `project` would hand the stream to this product as it is, if nothing were left to be added."""

@@ -156,7 +156,7 @@ class Moe:
         stream.add_pairs(self._down.down(inner, routing), routing.weights)
 
     def _route(self, x: Tensor, live: Tensor | None) -> Routing:
-        """Experts, weights and work list for x [T, H], of which `live` tokens are read. Does not synchronise."""
+        """Experts, weights and work list for x [T, H]; tokens that are not `live` get no expert. Does not synchronise."""
         router, num_experts = self._spec.router, self._spec.experts.num_experts
         unit_pairs = expert_unit_pairs(x.shape[0], router.top_k, num_experts, self._gate_up.weight_dtype)
         how: dict[str, Any] = {
