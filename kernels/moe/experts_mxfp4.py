@@ -131,6 +131,13 @@ def store_sums(
     store_rows(acc, out, pairs, begin, count, first, n, SCATTER, BLOCK_T, BLOCK_N)
 
 
+# The heights of a tile; rows of the first and the second block of each, and the next lower height where JOINED are used.
+HEIGHT_OF = tl.constexpr((16, 32, 48, 64, 80, 96, 128, 256))
+FIRST_ROWS = tl.constexpr((16, 32, 32, 64, 64, 64, 128, 256))
+MORE_ROWS = tl.constexpr((0, 0, 16, 0, 16, 32, 0, 0))
+JOINED_BELOW = tl.constexpr((0, 16, 32, 48, 64, 80, 96, 128))
+
+
 @triton.jit(do_not_specialize=["num_units", "num_rows"])
 def experts_mxfp4_kernel(
     x16, x32, x64, x128, x256, w, w_scales, bias, pairs, units, out, num_units, num_rows, n, k,
@@ -149,30 +156,14 @@ def experts_mxfp4_kernel(
     begin = tl.load(units + unit * 4 + 1)
     count = tl.load(units + unit * 4 + 2)
     first = tile * BLOCK_N
-    if LOW <= 16 and ((count > 0) & (count <= 16)):
-        multiply(x16, None, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT,
-                 ALPHA, TWO, 16, 0, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
-    if LOW <= 32 and BLOCK_T >= 32 and ((count > (16 if LOW < 32 else 0)) & (count <= 32)):
-        multiply(x32, None, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT,
-                 ALPHA, TWO, 32, 0, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
-    if JOINED and LOW <= 48 and BLOCK_T >= 48 and ((count > (32 if LOW < 48 else 0)) & (count <= 48)):
-        multiply(x32, x16, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT,
-                 ALPHA, TWO, 32, 16, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
-    if LOW <= 64 and BLOCK_T >= 64 and ((count > ((48 if JOINED else 32) if LOW < 64 else 0)) & (count <= 64)):
-        multiply(x64, None, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT,
-                 ALPHA, TWO, 64, 0, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
-    if JOINED and LOW <= 80 and BLOCK_T >= 80 and ((count > (64 if LOW < 80 else 0)) & (count <= 80)):
-        multiply(x64, x16, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT,
-                 ALPHA, TWO, 64, 16, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
-    if JOINED and LOW <= 96 and BLOCK_T >= 96 and ((count > (80 if LOW < 96 else 0)) & (count <= 96)):
-        multiply(x64, x32, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT,
-                 ALPHA, TWO, 64, 32, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
-    if LOW <= 128 and BLOCK_T >= 128 and ((count > ((96 if JOINED else 64) if LOW < 128 else 0)) & (count <= 128)):
-        multiply(x128, None, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT,
-                 ALPHA, TWO, 128, 0, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
-    if BLOCK_T >= 256 and ((count > (128 if LOW < 256 else 0)) & (count <= 256)):
-        multiply(x256, None, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT,
-                 ALPHA, TWO, 256, 0, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
+    blocks = ((x16, None), (x32, None), (x32, x16), (x64, None), (x64, x16), (x64, x32), (x128, None), (x256, None))
+    for step in tl.static_range(8):  # unrolled
+        if (JOINED or MORE_ROWS[step] == 0) and HEIGHT_OF[step] >= LOW and HEIGHT_OF[step] <= BLOCK_T:
+            below = JOINED_BELOW[step] if JOINED else HEIGHT_OF[step] // 2
+            if (count > (below if HEIGHT_OF[step] > LOW else 0)) & (count <= HEIGHT_OF[step]):
+                multiply(blocks[step][0], blocks[step][1], w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows,
+                         n, k, SCATTER, GATED, LIMIT, ALPHA, TWO, FIRST_ROWS[step], MORE_ROWS[step], BLOCK_N, TMA,
+                         INTERPRETED)  # fmt: skip
 
 
 def experts_mxfp4_up(
