@@ -134,8 +134,6 @@ def open_model(config: RunConfig, *, here: bool = True, group: Group | None = No
     drafter = open_drafter(config, spec)
     check_head(config.draft, drafter.head, spec)
     if group is not None:
-        if device.type == "cuda":  # its exchanges have run on no GPU yet
-            raise ConfigError(f"cluster.tensor_parallel={group.ranks} on GPUs is not released yet; use device=cpu or 1")
         spec = spec.sharded(Shard(group.rank, group.ranks))
         slices_of(spec)  # refuses what cannot be cut
     return JobModel(config=config, files=model, spec=spec, device=device, dtype=dtype, drafter=drafter, group=group)
