@@ -51,7 +51,8 @@ print("late moves:", compiled[first:].count("move_rows_kernel"), "of", compiled[
 @pytest.mark.parametrize("form", ["bf16", "fp8 blocks", "mxfp4"])
 def test_no_move_of_rows_is_compiled_after_the_first_row(form: str, drafter: str) -> None:
     """In a process of its own, because an earlier test may have compiled what is missing."""
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run([sys.executable, "-c", SCRIPT, form, drafter], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.startswith("late moves: 0 of ")

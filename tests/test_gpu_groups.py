@@ -85,6 +85,17 @@ def frame_of(words: list[str], ranks: int, folder: Path) -> pl.DataFrame:
     return frame
 
 
+def assert_same_tokens(one: pl.DataFrame, group: pl.DataFrame) -> None:
+    """But for a row or two whose two likeliest tokens were equally likely up to the rounding of sums in fp32."""
+    gaps = []
+    for a, b, top in zip(one["token_ids"], group["token_ids"], one["top_logprobs"], strict=True):
+        if list(a) != list(b):
+            at = next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+            gaps.append(top[at][0]["logprob"] - top[at][1]["logprob"])
+    assert len(gaps) <= 2
+    assert max(gaps, default=0.0) < 1e-4, gaps
+
+
 @pytest.mark.parametrize("ranks", COUNTS)
 @pytest.mark.parametrize("family", SHAPES)
 def test_a_group_writes_the_tokens_of_one_gpu(
@@ -94,12 +105,12 @@ def test_a_group_writes_the_tokens_of_one_gpu(
     design = tiny_design(load_spec(model))
     head = write_head(tmp_path / "head", design, random_tensors(design))
     for kind, more in {
-        "plain": ["draft=none"],
+        "plain": ["draft=none", "output.logprobs=2"],
         "drafts": ["draft=hybrid", f"draft.path={head}", "draft.num_speculative_tokens=3", "output.logprobs=2", *SAMPLED],
     }.items():
         one = frame_of(words_of(model, data, tmp_path / f"{kind}-one", *more), 1, tmp_path)
         group = frame_of(words_of(model, data, tmp_path / f"{kind}-group", *more), ranks, tmp_path)
-        assert one["token_ids"].to_list() == group["token_ids"].to_list(), kind
+        assert_same_tokens(one, group)
 
 
 @pytest.mark.parametrize("ranks", COUNTS)
@@ -124,7 +135,15 @@ def test_in_low_precision_the_first_tokens_are_those_of_one_gpu(
 
 
 def test_a_killed_rank_costs_no_row(models: dict[str, Path], data: Path, tmp_path: Path) -> None:
-    words = words_of(models["llama"], data, tmp_path / "out", "draft=none", "decode.max_new_tokens=150", "output.shard_rows=4")
+    words = words_of(
+        models["llama"],
+        data,
+        tmp_path / "out",
+        "draft=none",
+        "output.logprobs=2",
+        "decode.max_new_tokens=150",
+        "output.shard_rows=4",
+    )
     log = tmp_path / "log"
     parent = start(words, 2, log)
     try:
@@ -138,7 +157,7 @@ def test_a_killed_rank_costs_no_row(models: dict[str, Path], data: Path, tmp_pat
     assert "rank 1 of worker 0 (GPU" in log.read_text()
     resumed = frame_of(words, 2, tmp_path)
     whole = frame_of([word for word in words if "output.dir" not in word] + [f"output.dir={tmp_path / 'whole'}"], 1, tmp_path)
-    assert resumed["token_ids"].to_list() == whole["token_ids"].to_list()
+    assert_same_tokens(whole, resumed)
 
 
 def follower_of(parent: int) -> int:
