@@ -29,6 +29,8 @@ from batchspec.kernels.common.pdl import await_earlier, launch_args
 
 WHOLE = 1 << 30  # a chunk longer than any row
 LANES = 64
+LEAST_ROWS = 64
+"""Fewer rows take the same compiled kernel: prefill passes have any number."""
 
 
 @triton.jit
@@ -197,7 +199,7 @@ def split_kv_schedule(
         num_rows, num_groups, num_flat_tokens, target, group_target, shape.chunk, min_chunk,
         HEADS=shape.heads_per_kv, MAX_Q=shape.max_q if num_groups else 1, WINDOW=shape.window, SINK=shape.sink,
         PAGE_SIZE=shape.page_size, TILE=shape.tile, BLOCK=shape.block, GROUP_TILE=shape.group_tile,
-        GROUP_BLOCK=shape.group_block, WAVES=WAVES, ROWS=triton.next_power_of_2(num_rows + 1),
+        GROUP_BLOCK=shape.group_block, WAVES=WAVES, ROWS=max(LEAST_ROWS, triton.next_power_of_2(num_rows + 1)),
         GROUPS=triton.next_power_of_2(num_groups) if num_groups else 0, LANES=LANES, num_warps=4,
         **launch_args(kv_len),
     )  # fmt: skip

@@ -23,6 +23,8 @@ from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import check
 
 BLOCK = 128
+LEAST_ROWS = 64
+"""Fewer rows take the same compiled kernel: prefill passes have any number."""
 
 
 @triton.jit
@@ -117,7 +119,7 @@ def compute_slot_mapping(
             num_flat_tokens,
             max_pages,
             PAGE_SIZE=page_size,
-            ROWS=max(2, triton.next_power_of_2(num_rows)),
+            ROWS=max(LEAST_ROWS, triton.next_power_of_2(num_rows)),
             BLOCK=BLOCK,
             num_warps=4,
         )
