@@ -59,7 +59,7 @@ def test_a_line_says_what_ran_and_how_fast(shape: Path, tmp_path: Path, capsys: 
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32, "vocab_size": 320, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 5, "num_experts": 5,
-    "num_experts_per_tok": 2,
+    "num_experts_per_tok": 2, "rotary_dim": 8,
 }  # fmt: skip
 
 

@@ -162,6 +162,8 @@ class Bench:
 
     def free_memory(self) -> int:
         """Bytes that are free on the device; in a group those of the rank that has least."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # memory that loading used and released counts as free
         own = free_memory(self.device)
         return own if self.group is None else self.group.least(own)
 

@@ -24,7 +24,7 @@ from batchspec.config.compose import reported
 from batchspec.distributed.channel import Channel, make_memory
 from batchspec.distributed.group import Group, joined
 from batchspec.distributed.seat import Seat
-from batchspec.errors import Interrupted, RankLost
+from batchspec.errors import ConfigError, Interrupted, RankLost
 from batchspec.supervise.leave import leave
 
 PROGRAM = ("-m", "batchspec.commands.bench_follower")
@@ -54,6 +54,8 @@ def _lead(seat: Seat, argv: Sequence[str], device: torch.device, measure: Callab
             followers.wait()
         except RankLost as error:
             raise RankLost(followers.lost(error)) from None
+        except ConfigError as error:  # of a job, which has a key for it
+            raise ConfigError(str(error).replace("cluster.tensor_parallel", "--tensor-parallel")) from None
 
     try:
         return reported(run)

@@ -81,6 +81,8 @@ def _time(bench: Bench, way: Way, record: Record) -> dict[str, Any]:
     for _ in range(args.rounds):
         engine.executor.graphs.run(shape)
     seconds = clock(bench.device) - began
+    if bench.group is not None:
+        bench.group.collectives.check()
     tokens = int(rows.num_tokens.sum()) - before
     assert bool(rows.live.all()), "a row ended: the rounds were not all alike"
     row = {
