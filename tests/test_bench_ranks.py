@@ -11,13 +11,19 @@ from typing import Any
 
 import pytest
 
+from batchspec.cache.layout import KVLayout
 from batchspec.commands import bench
+from batchspec.commands.bench_arguments import parse
+from batchspec.commands.bench_engines import Bench, config_of, ways
 from batchspec.commands.shapes import COMMON, SHAPES
-from batchspec.commands.workloads import shape_spec
+from batchspec.commands.workloads import Workload, shape_spec
 from batchspec.errors import ConfigError
 from batchspec.model.blocks.base import Shard
 from batchspec.model.shard import slices_of
+from batchspec.model.target import Target
+from tests.engines import DEVICE
 from tests.forked import run_python
+from tests.ranks import on_ranks, part_of, whole_of
 from tests.test_bench import TINY
 
 SIZES = ["--batch", "3", "--prompt", "4", "--gen", "9", "--dtype", "float32", "--device", "cpu"]
@@ -74,6 +80,19 @@ def test_single_rounds_are_timed_on_two_ranks(shape: Path, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     found = [(row["variant"], row["ranks"], row["rounds"], row["mean_acceptance_length"]) for row in measured(out)]
     assert found == [("none", 2, 3, 1.0), ("eagle3 K=0", 2, 3, 1.0), ("eagle3 K=2", 2, 3, 2.0)]
+
+
+def test_every_rank_drafts_with_the_whole_head(shape: Path) -> None:
+    args = parse(["o", "n", "--shape", str(shape), "--draft", "eagle3", "--k", "2", *SIZES])
+    (way,) = ways(args)
+
+    def layout(target: Target) -> KVLayout | None:
+        return Bench(args, Workload(target, Path(), []), DEVICE).drafter(way, config_of(args, way)).kv_layout(16)
+
+    spec = shape_spec(str(shape))
+    whole = layout(whole_of(spec))
+    assert whole is not None
+    assert on_ranks(2, lambda ranks: layout(part_of(spec, ranks))) == [whole, whole]
 
 
 DIES = """

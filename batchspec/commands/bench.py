@@ -5,6 +5,7 @@ Two workloads. A shape (--shape) runs dummy weights on random prompts, EOS ignor
 prompts (--input). Every --draft with every --k, that again with each --opt, and transformers' `generate` with
 --against-transformers, take turns within one process; ratios are of one turn, and the median of the turns is reported with
 its spread. `--rounds N` times N single rounds of each way instead, over rows with a made-up past of --prompt tokens.
+`--tensor-parallel N` does all this with a model that N processes compute together, one a GPU; speeds are of the group.
 `--make-job DIR` writes a job for `batchspec run`, with the same prompts and output lengths, and `batchspec bench --job-layer
 DIR --rows N` measures what a job costs besides its model.
 """
@@ -45,7 +46,7 @@ def main(argv: list[str]) -> int:
     if args.tensor_parallel == 1:
         _measure(args, argv, device)
         return 0
-    return lead(args.tensor_parallel, argv, device, lambda group: _measure(args, argv, device, group))
+    lead(args.tensor_parallel, argv, device, lambda group: _measure(args, argv, device, group))
 
 
 def _measure(args: argparse.Namespace, argv: Sequence[str], device: torch.device, group: Group | None = None) -> None:

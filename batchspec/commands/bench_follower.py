@@ -67,11 +67,10 @@ def follow_bench(args: argparse.Namespace, group: Group) -> None:
 def _take_turn(variant: EngineVariant, group: Group) -> None:
     engine = variant.build()
     gc.freeze()  # a collection that traverses all of torch's objects would keep the other ranks waiting
-    try:
-        follow(group.channel, engine)
-    finally:
-        gc.unfreeze()
+    follow(group.channel, engine)
+    if not variant.keeps:
         del engine
+        gc.unfreeze()
     variant.close()
 
 

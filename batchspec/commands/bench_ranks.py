@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NoReturn
 
 import torch
 
@@ -34,11 +35,11 @@ POLL_S, GRACE_S, END_S = 0.1, 3.0, 10.0
 """Seconds between looks at the followers; that the leader has to notice by itself that one is gone; that they have to end."""
 
 
-def lead(ranks: int, argv: Sequence[str], device: torch.device, measure: Callable[[Group], None]) -> int:
+def lead(ranks: int, argv: Sequence[str], device: torch.device, measure: Callable[[Group], None]) -> NoReturn:
     """Call `measure` with the group of this process and the followers that it starts, report errors, and end the process."""
     with TemporaryDirectory(prefix="batchspec-") as folder:
         code = _lead(Seat(0, ranks, make_memory(), Path(folder) / "meeting"), argv, device, measure)
-    leave(code)  # a process that takes leave of NCCL and of the other GPUs' memory may hang
+    leave(code)  # tearing NCCL and the shared memory of the GPUs down may hang
 
 
 def _lead(seat: Seat, argv: Sequence[str], device: torch.device, measure: Callable[[Group], None]) -> int:
@@ -87,7 +88,8 @@ class Followers:
         threading.Thread(target=self._watch, daemon=True, name="followers").start()
 
     def wait(self) -> None:
-        """Until all have ended, as they do when the leader has closed its last variant. Raises RankLost."""
+        """Until all have ended, as they do once everything is measured. How they end no longer matters."""
+        self._over.set()
         until = time.monotonic() + END_S
         while any(process.poll() is None for process in self._processes) and time.monotonic() < until:
             time.sleep(POLL_S / 10)
