@@ -133,10 +133,17 @@ def open_model(config: RunConfig, *, here: bool = True, group: Group | None = No
     spec = spec.on(device, dtype, config.model.activations)
     drafter = open_drafter(config, spec)
     check_head(config.draft, drafter.head, spec)
-    if group is not None:
-        spec = spec.sharded(Shard(group.rank, group.ranks))
-        slices_of(spec)  # refuses what cannot be cut
+    spec = part_of_group(spec, group)
     return JobModel(config=config, files=model, spec=spec, device=device, dtype=dtype, drafter=drafter, group=group)
+
+
+def part_of_group(spec: ModelSpec, group: Group | None) -> ModelSpec:
+    """What this process computes of a model; without a group all of it. Raises ConfigError for a model that cannot be cut so."""
+    if group is None:
+        return spec
+    part = spec.sharded(Shard(group.rank, group.ranks))
+    slices_of(part)  # refuses what cannot be cut
+    return part
 
 
 def choose_device(name: str) -> torch.device:

@@ -22,6 +22,7 @@ from batchspec.engine.engine import Engine
 from batchspec.engine.executor import Executor
 from batchspec.engine.step import ScheduledStep
 from batchspec.runner import follower
+from batchspec.supervise.leave import leave
 from tests.runs import put
 
 KIND, RANK, STEP = os.environ["FAULT"].split()
@@ -59,4 +60,4 @@ def make_faulty() -> None:
 if __name__ == "__main__":
     if sys.argv[3] == RANK:
         make_faulty()
-    worker.leave(guarded(worker.main))
+    leave(guarded(worker.main))

@@ -59,14 +59,22 @@ def test_a_line_says_what_ran_and_how_fast(shape: Path, tmp_path: Path, capsys: 
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32, "vocab_size": 320, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 5, "num_experts": 5,
-    "num_experts_per_tok": 2,
+    "num_experts_per_tok": 2, "rotary_dim": 8,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in SHAPES if "-" in name])
-def test_the_shapes_with_experts_and_in_fp8_run(name: str, tmp_path: Path) -> None:
-    shape_, known = tmp_path / "config.json", {**COMMON, **SHAPES[name]}
-    shape_.write_text(json.dumps({**known, **{key: value for key, value in SMALL.items() if key in known}}))
+def small(name: str) -> str:
+    known = {**COMMON, **SHAPES[name]}
+    return json.dumps({**known, **{key: value for key, value in SMALL.items() if key in known}})
+
+
+DISTINCT = {small(name): name for name in reversed(SHAPES) if "-" in name}
+
+
+@pytest.mark.parametrize("config", DISTINCT, ids=DISTINCT.values())
+def test_the_shapes_with_experts_and_in_fp8_run(config: str, tmp_path: Path) -> None:
+    shape_ = tmp_path / "config.json"
+    shape_.write_text(config)
     rows = lines(shape_, tmp_path / "o.jsonl", "--draft", "none", "eagle3", "--k", "2", "--accept", "1,0")
     assert [(row["variant"], row["tokens"]) for row in rows] == [("none", 48), ("eagle3 K=2", 48)]
     assert rows[1]["mean_acceptance_length"] == pytest.approx(2, abs=0.2)

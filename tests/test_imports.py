@@ -67,6 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "runner.follower",
         "runstate",
         "storage",
+        "supervise.leave",
         "supervise.signals",
     },
     "runner": {
@@ -97,6 +98,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "cluster.workers",
         "config",
         "dataset",
+        "distributed",
         "draft",
         "engine",
         "batch",

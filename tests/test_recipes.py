@@ -13,7 +13,7 @@ import polars as pl
 import pytest
 import torch
 
-from batchspec.commands import bench
+from batchspec.commands import bench_arguments
 from batchspec.config.compose import compose, composed
 from batchspec.train.settings import TrainRun
 from tests.forked import python_for_scripts
@@ -94,7 +94,7 @@ def test_every_command_of_a_figure_is_one_that_its_program_takes(
             compose(words)
             continue
         assert (module, words[0]) == ("batchspec.cli", "bench")
-        args = bench._parse(words[1:])
+        args = bench_arguments.parse(words[1:])
         assert args.make_job or (args.out, bool(args.name)) == (str(tmp_path / "out" / f"{section}.jsonl"), True)
 
 
@@ -118,7 +118,7 @@ def test_the_figure_of_quantised_models_compares_each_with_the_model_that_it_was
         str(made / name): str(made / "gpt_oss") if name == "gpt_oss_mxfp4" else "dense"
         for name in ("fp8_block", "fp8_channel", "moe", "moe_fp8_block", "moe_fp8_channel", "gpt_oss_mxfp4")
     }
-    benches = [bench._parse(line[3:]) for line in lines if line[1:3] == ["batchspec.cli", "bench"]]
+    benches = [bench_arguments.parse(line[3:]) for line in lines if line[1:3] == ["batchspec.cli", "bench"]]
     assert [args.model for args in benches] == ["dense", *compared]
 
 

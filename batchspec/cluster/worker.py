@@ -6,7 +6,6 @@ process's place in the group that computes the model, four words (`distributed/g
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import os
 import signal
@@ -21,6 +20,7 @@ from batchspec.config.compose import reported
 from batchspec.config.typed import from_json
 from batchspec.errors import Interrupted, RankLost
 from batchspec.run import run_here
+from batchspec.supervise.leave import leave
 from batchspec.supervise.signals import SIGNALS
 
 if TYPE_CHECKING:
@@ -86,16 +86,6 @@ def _watch(follows: bool) -> None:
         time.sleep(ORPHAN_S)
         os._exit(Interrupted.exit_code)
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def leave(code: int) -> None:
-    """End the process without clean-up: everything is written, and tearing down torch and CUDA takes seconds of a grace time, or
-    hangs.
-    """
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

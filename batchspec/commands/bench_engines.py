@@ -15,13 +15,15 @@ import torch
 from batchspec.commands.workloads import Workload
 from batchspec.config.draft_schema import DraftConfig, TreeConfig
 from batchspec.config.schema import AblationConfig, ModelConfig, RunConfig
+from batchspec.distributed.group import Group
 from batchspec.draft.base import Drafter
 from batchspec.draft.registry import DRAFTERS
 from batchspec.draft.shapes import LOGPROB, PROB
-from batchspec.draft.spec import USUAL_DRAFT_VOCAB, open_drafter
+from batchspec.draft.spec import USUAL_DRAFT_VOCAB, DrafterSpec, open_drafter
 from batchspec.engine.engine import Engine
+from batchspec.engine.lockstep import Lead
 from batchspec.errors import ConfigError
-from batchspec.packing.planner import CPU_PREFILL, GPU_PREFILL, GPU_RUN_AHEAD, PAGE_SIZE, row_buckets
+from batchspec.packing.planner import CPU_PREFILL, GPU_PREFILL, GPU_RUN_AHEAD, PAGE_SIZE, free_memory, row_buckets
 from batchspec.prepare import build_engine
 from batchspec.records import PackedBatch
 
@@ -121,13 +123,27 @@ class Bench:
     args: argparse.Namespace
     workload: Workload
     device: torch.device
+    group: Group | None = None
+    """The processes that compute the target together; None: this one alone."""
+    lead: Lead | None = None
+    """Of the leader of a group, if the others follow its engines."""
     _weights: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Ranks make the buffers of their exchanges once: to enlarge them would make the graphs of other engines invalid."""
+        target = self.workload.target
+        if target.ranks is not None:
+            longest = max(self._drafter_spec(config_of(self.args, way)).shape.num_verified for way in ways(self.args))
+            target.ranks.reserve(self.args.batch * (longest + 1) * target.spec.hidden_size * target.dtype.itemsize)
+
+    def _drafter_spec(self, config: RunConfig) -> DrafterSpec[Any]:
+        spec, vocab = self.workload.target.spec, DRAFT_VOCAB.get(self.args.shape, USUAL_DRAFT_VOCAB)
+        return open_drafter(config, spec.whole or spec, draft_vocab=vocab)
 
     def drafter(self, way: Way, config: RunConfig) -> Drafter:
         """As a job has it; drafters with the same checkpoint share its weights."""
         target, args = self.workload.target, self.args
-        vocab = DRAFT_VOCAB.get(args.shape, USUAL_DRAFT_VOCAB)
-        spec = open_drafter(config, target.spec, draft_vocab=vocab)
+        spec = self._drafter_spec(config)
         if spec.checkpoint not in self._weights:
             self._weights[spec.checkpoint] = spec.load(dtype=target.dtype, device=self.device)
         try:
@@ -141,9 +157,15 @@ class Bench:
         config = config_of(self.args, way)
         drafter = self.drafter(way, config)
         batch = self.batch(drafter)
-        return build_engine(
-            config, self.workload.target, drafter, batch if buckets is None else replace(batch, row_buckets=buckets)
-        )
+        batch = batch if buckets is None else replace(batch, row_buckets=buckets)
+        return build_engine(config, self.workload.target, drafter, batch, lead=self.lead)
+
+    def free_memory(self) -> int:
+        """Bytes that are free on the device; in a group those of the rank that has least."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # memory that loading used and released counts as free
+        own = free_memory(self.device)
+        return own if self.group is None else self.group.least(own)
 
     def batch(self, drafter: Drafter) -> PackedBatch:
         """A slot for each of --batch rows and pages for all of them to their end: nothing is ever short."""
@@ -155,7 +177,7 @@ class Bench:
             num_pages=1 + self.args.batch * -(-(longest + num_lookahead_slots) // PAGE_SIZE),
             page_size=PAGE_SIZE,
             max_len=longest,
-            draft_len=drafter.max_len,
+            draft_len=drafter.shape.num_verified,
             prefill_tokens=self.args.prefill_tokens or (CPU_PREFILL if on_cpu else GPU_PREFILL),
             run_ahead=0 if on_cpu else GPU_RUN_AHEAD,
         )

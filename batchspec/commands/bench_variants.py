@@ -15,9 +15,9 @@ from batchspec.commands.bench_engines import Bench, Way, ways
 from batchspec.commands.profile import Profile, profile_rounds
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.engine import Engine
+from batchspec.engine.messages import End
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.packing.kv_memory import kv_bytes
-from batchspec.packing.planner import free_memory
 from batchspec.records import Request, RowStats, SamplingParams
 
 WARM_ROWS, WARM_TOKENS = 8, 16
@@ -72,12 +72,18 @@ class EngineVariant:
     def open(self) -> None:
         if self._engine is not None:
             return
-        bench = self._bench
-        self._engine = bench.engine(self._way)
-        self._engine.prepare(SamplingMode(random=self._way.temperature > 0), shared=bench.args.samples > 1)
+        self.build().prepare(SamplingMode(random=self._way.temperature > 0), shared=self._bench.args.samples > 1)
         self._decode(self._requests[:WARM_ROWS], WARM_TOKENS)
 
+    def build(self) -> Engine:
+        """The engine, without warming up where it is new."""
+        if self._engine is None:
+            self._engine = self._bench.engine(self._way)
+        return self._engine
+
     def close(self) -> None:
+        if self._bench.lead is not None:
+            self._bench.lead.send(End())
         if not self.keeps:
             self._engine = None
             gc.collect()
@@ -114,8 +120,9 @@ def engine_variants(bench: Bench) -> list[EngineVariant]:
     if bench.device.type == "cuda" and len(found) > 1:
         target = bench.workload.target
         needed = len(found) * kv_bytes(bench.batch(NoDrafter()), target.spec, target.dtype)
+        free = bench.free_memory()
         for variant in found:
-            variant.keeps = needed + ROOM_BYTES < free_memory(bench.device)
+            variant.keeps = needed + ROOM_BYTES < free
     return found
 
 

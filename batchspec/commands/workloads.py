@@ -16,12 +16,15 @@ import torch
 
 from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.config.typed import from_dict
+from batchspec.distributed.group import Group
+from batchspec.engine.lockstep import Lead
+from batchspec.engine.messages import Load
 from batchspec.errors import ConfigError
 from batchspec.model.kv_calibration import check_e4m3, give_scales
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype
 from batchspec.model.tokenizer import Tokenizer
-from batchspec.prepare import open_job
+from batchspec.prepare import device_facts, open_job, part_of_group
 from batchspec.records import Ids, Request, SamplingParams
 
 MEDIAN_LOG, SIGMA = 6.685, 0.7
@@ -42,8 +45,12 @@ class Workload:
         return [replace(request, prompt_ids=_other_beginning(request, vocab)) for request in self.requests]
 
 
-def make_workload(args: argparse.Namespace, device: torch.device) -> Workload:
-    return _real(args, device) if args.model else _dummy(args, device)
+def make_workload(args: argparse.Namespace, device: torch.device, group: Group | None = None) -> Workload:
+    """group: the processes that compute the target together; the others load once the leader has checked all and tells them.
+
+    Raises ConfigError, CheckpointError.
+    """
+    return _real(args, device, group) if args.model else _dummy(args, device, group)
 
 
 def make_job(folder: Path, *, shape: str, num_requests: int, prompt_len: int, cap: int) -> tuple[int, int]:
@@ -79,10 +86,10 @@ def _draw(count: int, prompt_len: int, vocab_size: int, *, lognormal_cap: int = 
     return prompts.int().numpy(), lengths
 
 
-def _dummy(args: argparse.Namespace, device: torch.device) -> Workload:
+def _dummy(args: argparse.Namespace, device: torch.device, group: Group | None) -> Workload:
     spec = shape_spec(args.shape)
     dtype = resolve_dtype(args.dtype, spec, device)
-    target = Target.load(Path(), spec.on(device, dtype), dtype=dtype, device=device, dummy=True)
+    part = part_of_group(spec.on(device, dtype), group)
     count = args.requests or args.batch
     if count % args.samples:
         raise ConfigError(f"--samples {args.samples}: {count} requests are no multiple of it; change --batch or --requests")
@@ -92,6 +99,7 @@ def _dummy(args: argparse.Namespace, device: torch.device) -> Workload:
         for i, prompt in enumerate(prompts)
         for sample in range(args.samples)
     ]
+    target = _load(Path(), part, dtype, device, group, dummy=True)
     return Workload(_with_kv(target, args, device, None), Path(), sorted(requests, key=lambda one: -one.max_new_tokens))
 
 
@@ -110,7 +118,7 @@ def _config_json(name: str) -> bytes:
     raise ConfigError(f"--shape {name} is neither one of {', '.join(SHAPES)} nor a file; give a config.json")
 
 
-def _real(args: argparse.Namespace, device: torch.device) -> Workload:
+def _real(args: argparse.Namespace, device: torch.device, group: Group | None) -> Workload:
     source = {"path": args.input} | ({"chat": True, "on_overlong": "truncate"} if args.chat else {})
     given = {
         "model": {"path": args.model, "dtype": args.dtype},
@@ -119,7 +127,7 @@ def _real(args: argparse.Namespace, device: torch.device) -> Workload:
         "device": device.type,
     }
     config = from_dict(given)
-    job = open_job(config)
+    job = open_job(config, group=group)
     kinds = set(filter(None, args.kind.split(",")))
     if kinds and "kind" not in job.source.schema.names:
         raise ConfigError(f"--kind {args.kind}: the input has no column `kind`; leave --kind out")
@@ -134,14 +142,24 @@ def _real(args: argparse.Namespace, device: torch.device) -> Workload:
                 found.append(replace(request, stop_ids=entry.stop_ids) if args.eos else request)
     if not found:
         raise ConfigError(f"--input {args.input} --kind {args.kind}: no prompt is left; check the kind column")
-    target = Target.load(job.folder, job.spec, dtype=job.dtype, device=device)
+    target = _load(job.folder, job.spec, job.dtype, device, group)
     count = args.requests or len(found)
     repeated = [replace(found[i % len(found)], request_id=str(i), row_index=i, seed=i) for i in range(count)]
     return Workload(_with_kv(target, args, device, job.tokenizer), job.folder, repeated)
 
 
+def _load(
+    folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, group: Group | None, *, dummy: bool = False
+) -> Target:
+    """As `Target.load`; the leader of a group tells the others that all checks have passed."""
+    if group is not None and group.rank == 0:
+        Lead(group.channel).send(Load(device_facts(device)))
+    ranks = None if group is None else group.collectives
+    return Target.load(folder, spec, dtype=dtype, device=device, dummy=dummy, ranks=ranks)
+
+
 def _with_kv(target: Target, args: argparse.Namespace, device: torch.device, tokenizer: Tokenizer | None) -> Target:
-    """The target with the K/V cache that --kv asks for. Raises ConfigError for a GPU without e4m3."""
+    """The target with the K/V cache that --kv asks for; ranks calibrate together. Raises ConfigError for a GPU without e4m3."""
     if args.kv == "fp8":
         check_e4m3(device)
         target.spec = target.spec.with_fp8_kv()

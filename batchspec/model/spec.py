@@ -136,7 +136,7 @@ class ModelSpec:
 
     def with_fp8_kv(self) -> ModelSpec:
         """The same with K and V stored as e4m3, which needs a scale of each head: see `Target.kv_scales`."""
-        return replace(self, fp8_kv=True)
+        return replace(self, fp8_kv=True, whole=None if self.whole is None else self.whole.with_fp8_kv())
 
     def blocks(self) -> Iterator[tuple[str, BlockSpec]]:
         """Each block with the prefix of its names in the checkpoint, in the order of the forward."""

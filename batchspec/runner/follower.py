@@ -39,11 +39,7 @@ def _follow(config: RunConfig, group: Group) -> None:
         return
     assert isinstance(message, Load), message
     model = open_model(config, group=group)
-    if (own := device_facts(model.device)) != message.device:
-        raise ConfigError(
-            f"rank {group.rank} has {own}, rank 0 has {message.device}: ranks of a model need equal devices; choose them by "
-            "CUDA_VISIBLE_DEVICES or set cluster.tensor_parallel=1"
-        )
+    check_device(message, model.device, group.rank)
     check_memory(model)
     target, weights = load_weights(model)
     if model.spec.fp8_kv:
@@ -66,3 +62,12 @@ def _follow(config: RunConfig, group: Group) -> None:
     gc.freeze()  # a collection that traverses all of torch's objects would keep the other ranks waiting
     with watchdog.watching():
         follow(group.channel, engine, watchdog)
+
+
+def check_device(message: Load, device: torch.device, rank: int) -> None:
+    """Raises ConfigError unless this rank's device and software are the leader's."""
+    if (own := device_facts(device)) != message.device:
+        raise ConfigError(
+            f"rank {rank} has {own}, rank 0 has {message.device}: ranks of a model need equal devices; choose them by "
+            "CUDA_VISIBLE_DEVICES or set cluster.tensor_parallel=1"
+        )
