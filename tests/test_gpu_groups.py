@@ -68,7 +68,8 @@ def words_of(model: Path, data: Path, out: Path, *more: str, dtype: str = "float
 
 def start(words: list[str], ranks: int, log: Path) -> subprocess.Popen[bytes]:
     gpus = [str(index % torch.cuda.device_count()) for index in range(ranks)]
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONPATH": str(Path(__file__).parents[1])}
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", "batchspec.run", *words, f"cluster.tensor_parallel={ranks}", "cluster.workers=1"]
     with log.open("ab") as file:
         return subprocess.Popen(command, env=env, stdout=file, stderr=file)
