@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from batchspec import run
-from batchspec.cluster import workers
+from batchspec.cluster import crew
 from batchspec.model.spec import load_spec
 from tests.forked import run_python
 from tests.heads import random_tensors, tiny_design, write_head
@@ -211,7 +211,7 @@ with watchdog.Watchdog(1000.0, lambda: 3, lost=lambda: True).watching():
 
 
 def with_faults() -> None:
-    workers.PROGRAM = ("-m", "tests.rank_faults")
+    crew.PROGRAM = ("-m", "tests.rank_faults")
 
 
 @pytest.fixture

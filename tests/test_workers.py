@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from batchspec import run
-from batchspec.cluster import workers
+from batchspec.cluster import crew, devices, workers
 from batchspec.config.schema import RunConfig
 from batchspec.errors import ConfigError
 from tests.models import make_checkpoint, make_tokenizer
@@ -118,7 +118,7 @@ def wait_for_end(pids: list[int]) -> None:
 
 def supervised(monkeypatch: pytest.MonkeyPatch, program: str, count: int, **cluster: Any) -> int:
     """The parent's exit code over `count` workers that run `program`, which knows its `number`."""
-    monkeypatch.setattr(workers, "PROGRAM", ("-c", f"import os, signal, sys, time; number = int(sys.argv[1]); {program}"))
+    monkeypatch.setattr(crew, "PROGRAM", ("-c", f"import os, signal, sys, time; number = int(sys.argv[1]); {program}"))
     config = RunConfig()
     config.output.dir = "/nowhere"
     for key, value in cluster.items():
@@ -191,34 +191,34 @@ def test_many_exit_codes_become_one(codes: list[int], code: int, tmp_path: Path)
 
 def test_there_is_one_worker_a_visible_gpu_and_no_gpu_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     config = RunConfig()
-    monkeypatch.setattr(workers, "visible_gpus", lambda: ["0", "MIG-1", "5"])
-    assert workers.devices(config) == ["0", "MIG-1", "5"]
+    monkeypatch.setattr(devices, "visible_gpus", lambda: ["0", "MIG-1", "5"])
+    assert devices.devices_of(config) == ["0", "MIG-1", "5"]
     config.cluster.workers = 2
-    assert workers.devices(config) == ["0", "MIG-1"]
+    assert devices.devices_of(config) == ["0", "MIG-1"]
     config.cluster.workers = 4
     with pytest.raises(ConfigError, match=r"cluster\.workers=4: this machine shows 3 GPUs"):
-        workers.devices(config)
+        devices.devices_of(config)
     config.device = "cpu"
-    assert workers.devices(config) == [None] * 4
+    assert devices.devices_of(config) == [None] * 4
     config.cluster.workers = "auto"
-    assert workers.devices(config) == [None]
+    assert devices.devices_of(config) == [None]
 
 
 def test_a_model_over_several_gpus_has_as_many_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     config = RunConfig()
     config.cluster.tensor_parallel = 2
-    monkeypatch.setattr(workers, "visible_gpus", lambda: ["0", "1", "5", "6", "7"])
-    assert workers.devices(config) == ["0", "1", "5", "6"]
+    monkeypatch.setattr(devices, "visible_gpus", lambda: ["0", "1", "5", "6", "7"])
+    assert devices.devices_of(config) == ["0", "1", "5", "6"]
     config.cluster.workers = 1
-    assert workers.devices(config) == ["0", "1"]
+    assert devices.devices_of(config) == ["0", "1"]
     config.cluster.workers = 3
     with pytest.raises(ConfigError, match=r"cluster\.workers=3: this machine shows 5 GPUs, and a worker needs 2 of its own"):
-        workers.devices(config)
+        devices.devices_of(config)
     config.cluster.workers, config.cluster.tensor_parallel = "auto", 8
     with pytest.raises(ConfigError, match=r"cluster\.tensor_parallel=8: this machine shows 5 GPUs, and a model that is cut over"):
-        workers.devices(config)
+        devices.devices_of(config)
     config.device = "cpu"
-    assert workers.devices(config) == [None] * 8
+    assert devices.devices_of(config) == [None] * 8
 
 
 RANK = """from batchspec.distributed.channel import Channel
@@ -283,7 +283,7 @@ def test_a_rank_that_hangs_after_another_has_ended_is_killed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], hangs: int
 ) -> None:
     for name in ("LEADER_END_S", "FOLLOWER_END_S", "STACKS_S"):
-        monkeypatch.setattr(workers, name, 0.3)
+        monkeypatch.setattr(crew, name, 0.3)
     began = time.monotonic()
     hang = "import faulthandler; faulthandler.enable(); time.sleep(60)"
     program = f"\n{RANK}\nif rank == {hangs}:\n    {hang}\nos.kill(os.getpid(), signal.SIGKILL)"
@@ -315,7 +315,7 @@ time.sleep(60)"""
 
 def test_every_rank_sees_all_gpus_of_its_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program = f"open(f'{tmp_path}/{{number}} {{sys.argv[3]}} ' + os.environ['CUDA_VISIBLE_DEVICES'], 'w').close()"
-    monkeypatch.setattr(workers, "PROGRAM", ("-c", "import os, sys; number = int(sys.argv[1]); " + program))
+    monkeypatch.setattr(crew, "PROGRAM", ("-c", "import os, sys; number = int(sys.argv[1]); " + program))
     config = RunConfig()
     config.output.dir, config.cluster.tensor_parallel = "/nowhere", 2
     assert workers.supervise(config, ["3", "4", "6", "7"]) == 0
