@@ -35,16 +35,17 @@ def run(config: RunConfig) -> int:
     continue is requeued.
     """
     from batchspec.cluster import slurm, workers
+    from batchspec.cluster.devices import choose_ranks, devices_of
 
     if config.cluster.tensor_parallel == "auto":
-        config = replace(config, cluster=replace(config.cluster, tensor_parallel=workers.choose_ranks(config)))
-    task, devices = slurm.this_task(), workers.devices(config)
+        config = replace(config, cluster=replace(config.cluster, tensor_parallel=choose_ranks(config)))
+    task, devices = slurm.this_task(), devices_of(config)
     if task is None and len(devices) == 1:
         run_here(config)
         return 0
     code = workers.supervise(config, devices)
     if task is not None and code == Interrupted.exit_code:
-        workers.say(slurm.requeue(task, config.cluster.max_restarts))
+        terminal.say(f"batchspec: {slurm.requeue(task, config.cluster.max_restarts)}")
     return code
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +16,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from batchspec.packing import cost
+from tests.programs import run_program
 from tests.runs import fork_context, make_jobs_quick, put
 
 
@@ -50,32 +49,11 @@ def _child(words: list[str], environ: dict[str, str], cwd: str, out: Path, err: 
         os.close(handle)
     make_jobs_quick(pytest.MonkeyPatch())
     put(cost, "calibrate", lambda *_, **__: cost.H200)
-    code = _program(words)
+    code = run_program(words)
     with suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
-
-
-def _program(words: list[str]) -> int:
-    """Exit code of what `python *words` does."""
-    option, program, *rest = words
-    sys.argv = ["-c" if option == "-c" else program, *rest]
-    try:
-        if option == "-c":
-            exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
-        else:
-            sys.modules.pop(program, None)  # the server has imported it; runpy warns about a module that it runs a second time
-            runpy.run_module(program, run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            return end.code or 0
-        print(end.code, file=sys.stderr)
-        return 1
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    return 0
 
 
 _CLIENT = """#!{python} -IS

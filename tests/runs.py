@@ -6,6 +6,7 @@ import copy
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 from batchspec import job, run
+from batchspec.cluster import crew
 from batchspec.model import templates, tokenizer
 from batchspec.model.templates import Templates
 from batchspec.packing import cost
@@ -35,6 +37,7 @@ from batchspec.report.page import can_draw
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.supervise import poison_rows
 from tests.models import make_checkpoint, make_tokenizer
+from tests.programs import ForkedPopen
 
 Patch = Callable[[], None]
 
@@ -127,6 +130,11 @@ def nothing() -> None:
     """No patch."""
 
 
+def new_interpreters() -> None:
+    """A patch: the workers of the run are started as they are in earnest, each by an interpreter of its own."""
+    put(crew, "Popen", subprocess.Popen)
+
+
 def signalled_after_commits(count: int, number: signal.Signals) -> None:
     """A patch: the process sends itself a real signal as soon as so many shards are committed."""
     commit = OutputFolder.commit
@@ -149,6 +157,7 @@ def _child(arguments: list[str], log: Path, patch: Patch, environ: dict[str, str
     poison_rows.COOLDOWN_S = 0.1  # ten seconds in earnest
     make_jobs_quick(pytest.MonkeyPatch())
     put(cost, "calibrate", lambda *_, **__: cost.H200)
+    put(crew, "Popen", ForkedPopen)
     patch()
     code = run.main(arguments)
     sys.stderr.flush()
@@ -163,7 +172,9 @@ def fork_context() -> ForkServerContext:
 
 
 def start_apart(arguments: list[str], log: Path, patch: Patch = nothing) -> ForkServerProcess:
-    """The run's process; what it says goes to `log`. `patch`, of a test module, is called there first."""
+    """The run's process; what it says goes to `log`. `patch`, of a test module, is called there first. Its workers are forked,
+    unless the patch is `new_interpreters`.
+    """
     process = fork_context().Process(target=_child, args=(arguments, log, patch, dict(os.environ)))
     process.start()
     return process

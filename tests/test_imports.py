@@ -95,7 +95,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "arguments",
         "cache",
         "cluster.slurm",
-        "cluster.workers",
+        "cluster.devices",
         "config",
         "dataset",
         "distributed",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from batchspec.cluster import workers
+from batchspec.cluster import devices
 from batchspec.commands import plan as plan_command
 from batchspec.commands import ranks as ranks_command
 from batchspec.commands import submit
@@ -123,8 +123,8 @@ def test_auto_asks_plan_in_a_process_of_its_own(
 ) -> None:
     config = RunConfig()
     config.cluster.tensor_parallel = "auto"
-    assert workers.choose_ranks(replace(config, device="cpu")) == 1
-    monkeypatch.setattr(workers, "visible_gpus", lambda: ["0", "1"])
+    assert devices.choose_ranks(replace(config, device="cpu")) == 1
+    monkeypatch.setattr(devices, "visible_gpus", lambda: ["0", "1"])
     asked: list[list[str]] = []
 
     def answer(words: list[str], **rest: Any) -> subprocess.CompletedProcess[str]:
@@ -133,13 +133,13 @@ def test_auto_asks_plan_in_a_process_of_its_own(
         return subprocess.CompletedProcess(words, 0, "a line of a library\n2\n", "")
 
     monkeypatch.setattr(subprocess, "run", answer)
-    assert workers.choose_ranks(config) == 2
+    assert devices.choose_ranks(config) == 2
     assert asked == [[sys.executable, "-m", "batchspec.commands.ranks", "2"]]
     assert "cluster.tensor_parallel=auto: 2 of 2 GPUs for each copy of the model" in capsys.readouterr().err
     refused = subprocess.CompletedProcess([], 2, "", "a warning\nbatchspec: the weights take 300 GB\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: refused)
     with pytest.raises(ConfigError, match=r"^cluster\.tensor_parallel=auto: the weights take 300 GB$"):
-        workers.choose_ranks(config)
+        devices.choose_ranks(config)
 
 
 def test_the_process_that_is_asked_prints_the_number(

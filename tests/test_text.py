@@ -17,6 +17,7 @@ from batchspec import cli, run, terminal
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.text import counted, for_markdown, for_terminal, one_line
 from tests.models import make_checkpoint, make_tokenizer
+from tests.runs import run_apart
 from tests.test_imports import module_of, sources
 
 RED = "\x1b[31m\x9b2J\r\x07\u202e\u2028\u200b"
@@ -156,11 +157,10 @@ def test_no_command_prints_what_a_job_holds_as_it_is(
         assert len(both.err.splitlines()) <= 8, both.err
 
 
-def test_a_run_in_another_process_prints_nothing_raw(hostile: tuple[Path, list[str]], capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_in_another_process_prints_nothing_raw(hostile: tuple[Path, list[str]], tmp_path: Path) -> None:
     _, words = hostile
-    run.main([*words, "cluster.workers=2"])
-    said = capfd.readouterr().err
-    assert said
+    _, said = run_apart([*words, "cluster.workers=2"], tmp_path / "log")
+    assert re.search(r"^\[[01]\] ", said, re.MULTILINE)
     assert not RAW.search(said)
 
 

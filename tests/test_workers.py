@@ -2,79 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import pytest
-import torch
 
 from batchspec import run
-from batchspec.cluster import workers
+from batchspec.cluster import crew, devices, workers
 from batchspec.config.schema import RunConfig
 from batchspec.errors import ConfigError
-from tests.models import make_checkpoint, make_tokenizer
-from tests.runs import run_apart, start_apart
+from tests.crews import ended, journals, make_job, owners, tokens, wait_for_end, wait_until, workers_of
+from tests.runs import new_interpreters, run_apart, start_apart
 
 ROWS = 48
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokenizer(make_checkpoint(tmp_path_factory.mktemp("model"), "llama", dtype=torch.float64))
-
-
-@pytest.fixture(scope="module")
-def command(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    data = tmp_path_factory.mktemp("data") / "in.parquet"
-    pl.DataFrame({"id": [f"q{i}" for i in range(ROWS)], "prompt": [f"{i} and {i * i}" for i in range(ROWS)]}).write_parquet(data)
-    return [
-        f"model.path={model}", f"input.path={data}", "decode.max_new_tokens=60", "decode.ignore_eos=true", "draft=none",
-        "output.shard_rows=4", "output.token_ids=true", "packing.max_num_seqs=2",
-    ]  # fmt: skip
-
-
-def tokens(out: Path) -> dict[str, list[int]]:
-    frame = pl.read_parquet(out / "data")
-    assert frame.height == ROWS
-    return dict(frame.select("request_id", "token_ids").iter_rows())
-
-
-def ended(parent: ForkServerProcess) -> int:
-    parent.join(120)
-    assert parent.exitcode is not None, "it hangs"
-    return parent.exitcode
-
-
-def workers_of(parent: ForkServerProcess) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()]
-
-
-def wait_until(done: Callable[[], bool], parent: ForkServerProcess) -> None:
-    while not done():
-        assert parent.exitcode is None, "the job ended before"
-        time.sleep(0.02)
-
-
-def owners(out: Path) -> set[str]:
-    """Runs that hold claims."""
-    found = set()
-    for claim in (out / "_batchspec/claims").glob("*.json"):
-        with suppress(ValueError):  # being written
-            found.add(json.loads(claim.read_text())["owner"])
-    return found - {""}
-
-
-def journals(out: Path) -> int:
-    return len(list((out / "_batchspec/journal").iterdir()))
+def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return make_job(tmp_path_factory.mktemp("job"), rows=ROWS, new_tokens=60, slots=2)
 
 
 def test_whatever_ends_workers_or_their_parent_the_job_is_completed_with_the_same_tokens(
@@ -98,7 +47,7 @@ def test_whatever_ends_workers_or_their_parent_the_job_is_completed_with_the_sam
     assert len(re.findall(r"\[[01]\] batchspec: SIGUSR1: \d+ of 12 shards are committed", said)) == 2, said
 
     saved = journals(tmp_path / "stopped")
-    parent = start_apart([*together, f"output.dir={tmp_path / 'stopped'}", "draft=lookup"], log)
+    parent = start_apart([*together, f"output.dir={tmp_path / 'stopped'}", "draft=lookup"], log, new_interpreters)
     wait_until(lambda: len(owners(tmp_path / "stopped")) == 2, parent)
     pids = workers_of(parent)
     parent.kill()
@@ -106,19 +55,12 @@ def test_whatever_ends_workers_or_their_parent_the_job_is_completed_with_the_sam
     wait_for_end(pids)
     assert journals(tmp_path / "stopped") > saved
     assert run.main([*command, f"output.dir={tmp_path / 'stopped'}"]) == 0
-    assert tokens(tmp_path / "stopped") == tokens(tmp_path / "died")
-
-
-def wait_for_end(pids: list[int]) -> None:
-    ends = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}/stat").exists() and ") Z " not in Path(f"/proc/{pid}/stat").read_text() for pid in pids):
-        assert time.monotonic() < ends, "workers that outlive their parent"
-        time.sleep(0.05)
+    assert tokens(tmp_path / "stopped", ROWS) == tokens(tmp_path / "died", ROWS)
 
 
 def supervised(monkeypatch: pytest.MonkeyPatch, program: str, count: int, **cluster: Any) -> int:
     """The parent's exit code over `count` workers that run `program`, which knows its `number`."""
-    monkeypatch.setattr(workers, "PROGRAM", ("-c", f"import os, signal, sys, time; number = int(sys.argv[1]); {program}"))
+    monkeypatch.setattr(crew, "PROGRAM", ("-c", f"import os, signal, sys, time; number = int(sys.argv[1]); {program}"))
     config = RunConfig()
     config.output.dir = "/nowhere"
     for key, value in cluster.items():
@@ -191,34 +133,34 @@ def test_many_exit_codes_become_one(codes: list[int], code: int, tmp_path: Path)
 
 def test_there_is_one_worker_a_visible_gpu_and_no_gpu_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     config = RunConfig()
-    monkeypatch.setattr(workers, "visible_gpus", lambda: ["0", "MIG-1", "5"])
-    assert workers.devices(config) == ["0", "MIG-1", "5"]
+    monkeypatch.setattr(devices, "visible_gpus", lambda: ["0", "MIG-1", "5"])
+    assert devices.devices_of(config) == ["0", "MIG-1", "5"]
     config.cluster.workers = 2
-    assert workers.devices(config) == ["0", "MIG-1"]
+    assert devices.devices_of(config) == ["0", "MIG-1"]
     config.cluster.workers = 4
     with pytest.raises(ConfigError, match=r"cluster\.workers=4: this machine shows 3 GPUs"):
-        workers.devices(config)
+        devices.devices_of(config)
     config.device = "cpu"
-    assert workers.devices(config) == [None] * 4
+    assert devices.devices_of(config) == [None] * 4
     config.cluster.workers = "auto"
-    assert workers.devices(config) == [None]
+    assert devices.devices_of(config) == [None]
 
 
 def test_a_model_over_several_gpus_has_as_many_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     config = RunConfig()
     config.cluster.tensor_parallel = 2
-    monkeypatch.setattr(workers, "visible_gpus", lambda: ["0", "1", "5", "6", "7"])
-    assert workers.devices(config) == ["0", "1", "5", "6"]
+    monkeypatch.setattr(devices, "visible_gpus", lambda: ["0", "1", "5", "6", "7"])
+    assert devices.devices_of(config) == ["0", "1", "5", "6"]
     config.cluster.workers = 1
-    assert workers.devices(config) == ["0", "1"]
+    assert devices.devices_of(config) == ["0", "1"]
     config.cluster.workers = 3
     with pytest.raises(ConfigError, match=r"cluster\.workers=3: this machine shows 5 GPUs, and a worker needs 2 of its own"):
-        workers.devices(config)
+        devices.devices_of(config)
     config.cluster.workers, config.cluster.tensor_parallel = "auto", 8
     with pytest.raises(ConfigError, match=r"cluster\.tensor_parallel=8: this machine shows 5 GPUs, and a model that is cut over"):
-        workers.devices(config)
+        devices.devices_of(config)
     config.device = "cpu"
-    assert workers.devices(config) == [None] * 8
+    assert devices.devices_of(config) == [None] * 8
 
 
 RANK = """from batchspec.distributed.channel import Channel
@@ -283,7 +225,7 @@ def test_a_rank_that_hangs_after_another_has_ended_is_killed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], hangs: int
 ) -> None:
     for name in ("LEADER_END_S", "FOLLOWER_END_S", "STACKS_S"):
-        monkeypatch.setattr(workers, name, 0.3)
+        monkeypatch.setattr(crew, name, 0.3)
     began = time.monotonic()
     hang = "import faulthandler; faulthandler.enable(); time.sleep(60)"
     program = f"\n{RANK}\nif rank == {hangs}:\n    {hang}\nos.kill(os.getpid(), signal.SIGKILL)"
@@ -315,7 +257,7 @@ time.sleep(60)"""
 
 def test_every_rank_sees_all_gpus_of_its_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program = f"open(f'{tmp_path}/{{number}} {{sys.argv[3]}} ' + os.environ['CUDA_VISIBLE_DEVICES'], 'w').close()"
-    monkeypatch.setattr(workers, "PROGRAM", ("-c", "import os, sys; number = int(sys.argv[1]); " + program))
+    monkeypatch.setattr(crew, "PROGRAM", ("-c", "import os, sys; number = int(sys.argv[1]); " + program))
     config = RunConfig()
     config.output.dir, config.cluster.tensor_parallel = "/nowhere", 2
     assert workers.supervise(config, ["3", "4", "6", "7"]) == 0

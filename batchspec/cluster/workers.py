@@ -10,255 +10,23 @@ requeue the task.
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-import threading
 import time
-import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from contextlib import contextmanager
 from types import FrameType
-from typing import IO
 
-from batchspec import terminal
+from batchspec.cluster.crew import Crew, Worker, say
 from batchspec.config.schema import RunConfig
-from batchspec.config.typed import to_json
-from batchspec.distributed.channel import Channel, make_memory
-from batchspec.distributed.seat import Seat
 from batchspec.errors import BatchspecError, ConfigError, DivergedError, Interrupted, StorageError, TooManyErrors
 from batchspec.runstate.output_folder import OutputFolder
-from batchspec.runstate.overwrite import CREW
 from batchspec.supervise.signals import SIGNALS
 
-PROGRAM = ("-m", "batchspec.cluster.worker")
 POLL_S = 0.1
-LEADER_END_S, FOLLOWER_END_S, STACKS_S = 30.0, 3.0, 2.0
-"""Seconds that the others of a group have to end by themselves after one has ended: the leader saves its work, followers have
-nothing to save. Then SIGABRT makes them print their stacks, and SIGKILL ends them so many seconds later."""
 SAVING = 0.75
 """Workers are killed after this share of cluster.signal_s if a signal has not ended them."""
 DIED_CODES = (ConfigError.exit_code, DivergedError.exit_code, StorageError.exit_code, 1, Interrupted.exit_code)
 """Exit codes of the parent if no worker completed, the gravest first."""
-
-
-def devices(config: RunConfig) -> list[str | None]:
-    """One entry a process, those of a group together: its GPU, as CUDA_VISIBLE_DEVICES names it, or None on a CPU.
-
-    Raises ConfigError.
-    """
-    gpus = [] if config.device == "cpu" else visible_gpus()
-    wanted, ranks = config.cluster.workers, config.cluster.tensor_parallel
-    if gpus and ranks > len(gpus):
-        raise ConfigError(
-            f"cluster.tensor_parallel={ranks}: this machine shows {len(gpus)} GPUs, and a model that is cut over {ranks} needs "
-            "as many; lower it"
-        )
-    if wanted == "auto":
-        return list(gpus[: len(gpus) // ranks * ranks]) or [None] * ranks
-    if gpus and wanted * ranks > len(gpus):
-        whose = "one of its own" if ranks == 1 else f"{ranks} of its own (cluster.tensor_parallel)"
-        raise ConfigError(
-            f"cluster.workers={wanted}: this machine shows {len(gpus)} GPUs, and a worker needs {whose}; lower it, or "
-            f"leave it auto for one worker {'a GPU' if ranks == 1 else f'per {ranks} GPUs'}"
-        )
-    return list(gpus[: wanted * ranks]) or [None] * (wanted * ranks)
-
-
-def choose_ranks(config: RunConfig) -> int:
-    """cluster.tensor_parallel=auto: the number of GPUs for each copy of the model that `plan` would take on this machine.
-
-    Raises ConfigError if there is none, with the reason.
-    """
-    num_gpus = 0 if config.device == "cpu" else len(visible_gpus())
-    if num_gpus < 2:
-        return 1
-    asked = subprocess.run(
-        [sys.executable, "-m", "batchspec.commands.ranks", str(num_gpus)], input=to_json(config), capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    if asked.returncode != 0:
-        said = asked.stderr.strip().splitlines()
-        raise ConfigError(f"cluster.tensor_parallel=auto: {said[-1].removeprefix('batchspec: ') if said else 'no answer'}")
-    ranks = int(asked.stdout.split()[-1])
-    say(f"cluster.tensor_parallel=auto: {ranks} of {num_gpus} GPUs for each copy of the model; `batchspec plan` compares")
-    return ranks
-
-
-def visible_gpus() -> list[str]:
-    """Number of GPUs that a process started here would see."""
-    if not any(Path("/dev").glob("nvidia[0-9]*")):
-        return []
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
-    import torch  # counts without initialising CUDA here
-
-    return [str(index) for index in range(torch.cuda.device_count())]
-
-
-@dataclass(slots=True)
-class Worker:
-    number: int
-    device: str | None
-    process: subprocess.Popen[str]
-    code: int | None = None
-    """Exit code as Popen has it: negative for the signal that ended the worker."""
-    rank: int = 0
-    """In its group."""
-    group: Channel | None = None
-    """None: it computes the model alone."""
-    ended_at: float = 0.0
-    """When it was noticed, by the monotonic clock."""
-    abort_at: float | None = None
-    """When the parent sent SIGABRT, because another rank of its group has ended and this one did not."""
-
-    def name(self) -> str:
-        rank = "" if self.group is None else f"rank {self.rank} of "
-        return f"{rank}worker {self.number}" + ("" if self.device is None else f" (GPU {self.device})")
-
-
-class Crew:
-    """The workers of one run."""
-
-    def __init__(self, config: RunConfig, devices: Sequence[str | None]) -> None:
-        self._text, self._name = to_json(config), uuid.uuid4().hex
-        assert config.output.dir is not None
-        self._num, self._out, self._ranks = len(devices), OutputFolder(config.output.dir).path, config.cluster.tensor_parallel
-        self._meeting = TemporaryDirectory(prefix="batchspec-") if self._ranks > 1 else None
-        self._said: set[str] = set()
-        self._lock = threading.Lock()
-        self.asked: int | None = None
-        """The first signal that came."""
-        self.asked_at = 0.0
-        groups = [devices[first : first + self._ranks] for first in range(0, len(devices), self._ranks)]
-        self.workers = [worker for number, group in enumerate(groups) for worker in self._start_group(number, group)]
-        self._readers = [self._follow(worker) for worker in self.workers if worker.process.stdout is not None]
-
-    def _start_group(self, number: int, devices: Sequence[str | None]) -> Iterator[Worker]:
-        """The processes that compute one model."""
-        if self._meeting is None:
-            yield self._start(number, devices[0])
-            return
-        handle = make_memory()
-        try:
-            for rank in range(self._ranks):
-                seat = Seat(rank, self._ranks, handle, Path(self._meeting.name) / str(number))
-                worker = self._start(number, devices[rank], seat, devices)
-                worker.group = Channel(handle, None, self._ranks)
-                yield worker
-        finally:
-            os.close(handle)
-
-    def _start(self, number: int, device: str | None, seat: Seat | None = None, devices: Sequence[str | None] = ()) -> Worker:
-        env = {**os.environ, CREW: self._name}
-        if device is not None:  # ranks of a group read each other's memory; CUDA takes no GPU twice
-            env["CUDA_VISIBLE_DEVICES"] = device if seat is None else ",".join(dict.fromkeys(str(name) for name in devices))
-        elif self._num > 1:
-            env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._num)))
-        # A session of its own: Ctrl-C reaches the workers once, through the parent. A single worker has the parent's output.
-        process = subprocess.Popen(
-            [sys.executable, *PROGRAM, str(number), str(self._num if device is None else 1), *(seat.words() if seat else ())],
-            env=env,
-            pass_fds=() if seat is None else (seat.handle,),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE if self._num > 1 else None,
-            stderr=subprocess.STDOUT if self._num > 1 else None,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):
-            process.stdin.write(self._text + "\n")
-            process.stdin.flush()  # left open: when it closes, the worker knows that the parent is gone
-        return Worker(number, device, process, rank=0 if seat is None else seat.rank)
-
-    def _follow(self, worker: Worker) -> threading.Thread:
-        assert worker.process.stdout is not None
-        label = str(worker.number) if worker.rank == 0 else f"{worker.number}.{worker.rank}"
-        thread = threading.Thread(target=self._print, args=(label, worker.process.stdout), daemon=True)
-        thread.start()
-        return thread
-
-    def _print(self, number: str, lines: IO[str]) -> None:
-        """Prints a worker's lines after its number. An error that all workers have, and the closing advice, are printed once."""
-        done = False
-        for line in lines:
-            with self._lock:
-                done = done or line.startswith(f"{self._out}: ")
-                if done or (line.startswith("batchspec: ") and self.asked is None):
-                    if line in self._said:
-                        continue
-                    self._said.add(line)
-                terminal.say(f"[{number}] {line.rstrip()}")
-
-    def live(self) -> list[Worker]:
-        return [worker for worker in self.workers if worker.code is None]
-
-    def send(self, number: int) -> None:
-        """To those that decide."""
-        for worker in self.live():
-            if worker.rank == 0:
-                worker.process.send_signal(number)
-
-    def reap(self) -> None:
-        """Note which workers have ended, and report those that were not asked to."""
-        ended = [(worker, code) for worker in self.live() if (code := worker.process.poll()) is not None]
-        # Killed ones first: the other ranks of their group end because of them, often between two calls of this.
-        for worker, code in sorted(ended, key=lambda one: one[1] >= 0):
-            worker.code, worker.ended_at = code, time.monotonic()
-            first = worker.group is not None and all(mate.code is None for mate in self._mates(worker))
-            if first and worker.group is not None and (worker.rank > 0 or worker.code != 0):
-                worker.group.lose(worker.rank)
-            if worker.code in (0, Interrupted.exit_code) or worker.abort_at is not None or self.asked is not None:
-                continue
-            died = worker.code < 0
-            how = f"was killed by {signal.Signals(-worker.code).name}" if died else f"ended with exit code {worker.code}"
-            left = sum(other.rank == 0 and other.number != worker.number for other in self.live())
-            others = f"; {left} other{'s take' if left > 1 else ' takes'} its shards over" if left else ""
-            if (self._num > 1 or died) and (worker.group is None or first):
-                say(f"{worker.name()} {how}{'; its group ends' * first}{others}")
-
-    def end_groups(self) -> None:
-        """Kill the remaining processes of a group some time after one of it ended: they wait for that one, or hang."""
-        now = time.monotonic()
-        for worker in self.live():
-            if worker.abort_at is not None:
-                if now - worker.abort_at > STACKS_S:
-                    worker.process.kill()
-                continue
-            ended = [mate.ended_at for mate in self._mates(worker) if mate.code is not None]
-            if ended and now - min(ended) > (FOLLOWER_END_S if worker.rank else LEADER_END_S):
-                assert worker.group is not None
-                own, leader = worker.group.progress(worker.rank), worker.group.progress(0)
-                say(
-                    f"{worker.name()} does not end: it has begun {own.messages} of {leader.messages} steps and read "
-                    f"{own.results % (1 << 32)} results; killed"
-                )
-                worker.abort_at = now
-                worker.process.send_signal(signal.SIGABRT)
-
-    def _mates(self, worker: Worker) -> list[Worker]:
-        """The others of its group."""
-        return [other for other in self.workers if other.number == worker.number and other is not worker]
-
-    def close(self) -> None:
-        for worker in self.workers:
-            if worker.code is None:
-                worker.process.kill()
-                worker.code = worker.process.wait()
-            if worker.process.stdin is not None:
-                with suppress(BrokenPipeError):
-                    worker.process.stdin.close()
-        for reader in self._readers:
-            reader.join(5)
-        if self._meeting is not None:
-            self._meeting.cleanup()
 
 
 def supervise(config: RunConfig, devices: Sequence[str | None]) -> int:
@@ -358,7 +126,3 @@ def _complete(config: RunConfig) -> bool:
         return output.is_job() and not output.missing() and output.has_card()
     except BatchspecError:
         return False
-
-
-def say(line: str) -> None:
-    terminal.say(f"batchspec: {line}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from batchspec import terminal
-from batchspec.cluster.workers import visible_gpus
+from batchspec.cluster.devices import visible_gpus
 from batchspec.config.checks import AUTO, TENSOR_PARALLEL
 from batchspec.config.compose import launch
 from batchspec.config.schema import RunConfig

@@ -679,6 +679,7 @@ SELDOM = frozenset({
     "argmax_kernel bf16, map *i32", "first_top_kernel map *i32", "move_rows_kernel i16", "move_rows_kernel i32",
     "kv_move_kernel i16", "cutoff_kernel 1 stages",
     "accept_kernel K=0, rates *fp32", "accept_kernel K=4, rates *fp32", "accept_kernel K=64, rates None",
+    "rope_write_kernel bf16 to e4m3, norms None, 6 blocks",
     "rope_write_kernel bf16, norms None, 1 blocks", "rope_write_kernel bf16, norms *bf16, 1 blocks",
     "rope_write_kernel bf16, 32 pairs, interleaved False", "rope_write_kernel bf16, 64 pairs, interleaved True",
     "linear_kernel linear bf16, TMA True, split False", "linear_kernel linear bf16, TMA True, split True",
@@ -690,6 +691,7 @@ SELDOM = frozenset({
     "verify_kernel fp32 D=64, tile 16, window 512, grouped False, tree False, early False, sinks False",
     "verify_kernel bf16 D=64, tile 64, window 128, grouped False, tree False, early True, sinks True",
     "verify_kernel e4m3 D=128, tile 64, window 0, grouped True, tree False, early True, sinks False",
+    "verify_kernel e4m3 D=128, tile 16, window 0, grouped False, tree False, early True, sinks False",
     "experts_mxfp4_kernel gated True, 32 to 128 pairs, TMA True", "experts_mxfp4_kernel gated False, 128 to 128 pairs, TMA True",
     "fp8_linear_kernel blocked True, split False, 128 tokens x 64, 4 warps",
     "fp8_linear_kernel blocked True, split True, 64 tokens x 128, 8 warps",
@@ -697,6 +699,7 @@ SELDOM = frozenset({
 })  # fmt: skip
 """Variants whose branches other variants reach: each value of each constant that a kernel branches on is compiled every time."""
 assert CASES.keys() >= SELDOM
+assert {CASES[name][1] for name in CASES if not seldom(name)} == {kernel for _, kernel, _, _ in CASES.values()}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if seldom(name) else ()) for name in CASES])
