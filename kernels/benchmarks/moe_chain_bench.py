@@ -60,9 +60,9 @@ class Variant:
         return up._replace(**self.up or {}), down._replace(**self.down)
 
 
-def _of(name: str, up_n: int, down_n: int, stages: int, scales: bool, ahead: str = "") -> Variant:
+def _of(name: str, up_n: int, down_n: int, stages: int, scales: bool, ahead: str = "", block_k: int = 128) -> Variant:
     """ahead: which products fetch ahead"""
-    both = {"stages": stages, "tma_scales": scales}
+    both = {"stages": stages, "tma_scales": scales, "block_k": block_k}
     return Variant(
         name, both | {"block_n": up_n, "ahead": "up" in ahead}, both | {"block_n": down_n, "ahead": "down" in ahead}, narrow=True
     )
@@ -86,7 +86,10 @@ VARIANTS = (
     _of("32/64, 8, scales, down ahead", 32, 64, 8, True, "down"),
     _of("32/64, 4, both ahead", 32, 64, 4, False, "up down"),
     _of("64/128, 5, scales, down ahead", 64, 128, 5, True, "down"),
-    _of("64/64, 8, scales, both ahead", 64, 64, 8, True, "up down"),
+    _of("32/64 x 256, 3, scales", 32, 64, 3, True, "", 256),
+    _of("32/64 x 256, 3, down ahead", 32, 64, 3, True, "down", 256),
+    _of("32/64 x 256, 4, both ahead", 32, 64, 4, True, "up down", 256),
+    _of("32/64 x 256, 5, down ahead", 32, 64, 5, True, "down", 256),
     DEFAULT,
 )  # fmt: skip
 

@@ -118,7 +118,7 @@ def expert_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch.dt
 
 def few_units_tile(*, gated: bool) -> ExpertTile:
     """The MXFP4 tile of up to `FEW_UNITS` units of 16 pairs."""
-    return ExpertTile(16, 32 if gated else 64, 128, 6, 4, tma_scales=True, ahead=not gated)
+    return ExpertTile(16, 32 if gated else 64, 256, 4, 4, tma_scales=True, ahead=not gated)
 
 
 # Values of (block_n, block_k, stages, warps) worth timing.

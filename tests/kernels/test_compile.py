@@ -582,13 +582,14 @@ for _gated, _low, _t, _n, _warps, _tma, _few in (
 ):  # fmt: skip
     _joined = _low < 64 <= _t
     _lead = "2, " if _gated else ""
-    _scales = f"tensordesc<i32[1, {_lead}{_n}]>" if _few else PI32
+    _scales = f"tensordesc<i32[2, {_lead}{_n}]>" if _few else PI32
     _case(f"experts_mxfp4_kernel gated {_gated}, {_low} to {_t} pairs, TMA {_tma}, few {_few}", "experts_mxfp4", _warps,
-          **_tokens_of("bf16", _low, _t, 128, _tma, _joined), w=f"tensordesc<i16[{_lead}{_n}, 32]>" if _tma else "*i16",
+          **_tokens_of("bf16", _low, _t, 256 if _few else 128, _tma, _joined),
+          w=f"tensordesc<i16[{_lead}{_n}, {64 if _few else 32}]>" if _tma else "*i16",
           words="*u8" if _few else None, w_scales=_scales, bias="*bf16", pairs=PI32, units=PI32, out="*bf16", num_units=I32,
           num_rows=I32, num_experts=I32, n=I32, k=I32, SCATTER=not _gated, GATED=_gated, LIMIT=7.0 if _gated else None,
           ALPHA=1.702, TWO=_n >= (64 if _gated else 32 * _warps), LOW=_low, BLOCK_T=_t, JOINED=_joined, BLOCK_N=_n, GROUP=8,
-          TMA=_tma, TMA_SCALES=_few, AHEAD=_few, INTERPRETED=False)  # fmt: skip
+          TMA=_tma, TMA_SCALES=_few, BLOCKS=2 if _few else 1, AHEAD=_few, INTERPRETED=False)  # fmt: skip
 
 _case("sample_kernel fp32, a part", "sample", 16, logits=PF32, row_ids=PI32, positions=PI64, keys=PI64, temperature=PF32,
       cutoff=PF32, out_ids=PI32, out_scores=PF32, out_tops=PF32, stride_row=I32, vocab=I32, first_id=I32, ACC="fp32",
