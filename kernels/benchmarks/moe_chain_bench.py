@@ -50,6 +50,7 @@ class Variant:
     up: dict[str, Any] | None = field(default_factory=dict)
     down: dict[str, Any] = field(default_factory=dict)
     rows_by_route: bool = True
+    router_ahead: bool = True
     narrow: bool = False
     """The changes are for units of 16 pairs."""
 
@@ -69,10 +70,11 @@ def _of(name: str, up_n: int, down_n: int, stages: int, scales: bool, ahead: str
 
 
 SCALES, AHEAD = {"tma_scales": True}, {"ahead": True}
-FORMER, DEFAULT = Variant("former", rows_by_route=False), Variant("default", None)
+FORMER, DEFAULT = Variant("former", rows_by_route=False, router_ahead=False), Variant("default", None)
 VARIANTS = (
     FORMER,
-    Variant("route copies rows"),
+    Variant("router ahead", rows_by_route=False),
+    Variant("and route copies rows"),
     Variant("scales by TMA", SCALES, SCALES),
     Variant("down ahead", {}, AHEAD),
     Variant("scales by TMA, down ahead", SCALES, SCALES | AHEAD),
@@ -141,7 +143,7 @@ class Layers:
 
     def _route(self, layer: int, variant: Variant) -> tuple[Routing, Tensor]:
         shape, how = self.shape, dict[str, Any](rows_of=self.x) if variant.rows_by_route else {}
-        logits = router_logits(self.x, *self.routers[layer])
+        logits = router_logits(self.x, *self.routers[layer], ahead=variant.router_ahead)
         pairs = unit_pairs_of(len(self.x), shape.top_k, shape.experts, torch.uint8)
         choose = route if variant.rows_by_route else self.former
         routing = choose(

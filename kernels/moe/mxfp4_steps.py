@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from batchspec.kernels.common.fetch import fetch_to_l2
 from batchspec.kernels.moe.blocks import load_rows, load_tokens
 from batchspec.kernels.moe.mxfp4 import unpack
 
@@ -79,13 +80,9 @@ def unpack_blocks(words, scales, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexp
 
 @triton.jit
 def fetch_ahead(words, expert, first, n, k, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Have the L2 cache fetch all words of a tile, without waiting for them: one thread asks, for gate and up separately."""
+    """Ask the L2 cache for all words of a tile, for gate and up separately."""
     row_bytes = tl.cdiv(k, 128) * 64
     num_bytes = tl.minimum(n - first, BLOCK_N) * row_bytes
     for part in tl.static_range(2 if GATED else 1):
         row = (expert * (2 if GATED else 1) + part).to(tl.int64) * n + first
-        tl.inline_asm_elementwise(
-            """{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
-            @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }""",
-            "=r,l,r", [words + row * row_bytes, num_bytes], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        fetch_to_l2(words + row * row_bytes, num_bytes)

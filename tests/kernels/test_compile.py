@@ -497,14 +497,14 @@ for _stages in (1, 4):
 for _wide, _t, _e, _warps in ((False, 16, 16, 8), (True, 32, 64, 4)):
     _case(f"router_kernel fp32 {_wide}", "router", _warps, x="*bf16", w=PF32 if _wide else "*bf16", bias=None, out=PF32,
           num_tokens=I32, rounds=I32, stride_x=I32, NUM_EXPERTS=120, K=1536, BLOCK_T=_t, BLOCK_E=_e, PARTS=8,
-          PART_K=32 if _wide else 64, FEW=not _wide, WIDE=_wide, INTERPRETED=False)  # fmt: skip
+          PART_K=32 if _wide else 64, FEW=not _wide, WIDE=_wide, AHEAD=not _wide, INTERPRETED=False)  # fmt: skip
 _case("route_kernel", "route", 4, logits=PF32, bias=PF32, live=None, out_ids=PI32, out_weights=PF32, num_tokens=I32, stride=I32,
       NUM_EXPERTS=120, TOP_K=6, SIGMOID=True, NORM=True, TOKENS=4, LANES=128, SLOTS=8)  # fmt: skip
 for _tokens, _rows, _sigmoid in ((1, True, False), (8, False, True)):
-    _values = "*bf16" if _rows else None
+    _kind = "*bf16" if _rows else None
     _case(f"route_few_kernel {_tokens} tokens, rows {_rows}", "route_few", _tokens, logits=PF32, bias=PF32 if _sigmoid else None,
-          live="*u8" if _rows else None, x=_values, out_ids=PI32, out_weights=PF32, out_pairs=PI32, out_places=PI32,
-          out_offsets=PI32, out_units=PI32, out_rows=_values, out_num_read=PI32 if _rows else None, num_tokens=I32,
+          live="*u8" if _rows else None, x=_kind, out_ids=PI32, out_weights=PF32, out_pairs=PI32, out_places=PI32,
+          out_offsets=PI32, out_units=PI32, out_rows=_kind, out_num_read=PI32 if _rows else None, num_tokens=I32,
           num_units=I32, stride=I32, stride_x=I32, width=I32, NUM_EXPERTS=120, TOP_K=6, SIGMOID=_sigmoid, NORM=True,
           UNIT_PAIRS=16, TOKENS=_tokens, LANES=128, SLOTS=8, BLOCK=4096)  # fmt: skip
 _case("list_kernel", "route", 8, expert_ids=PI32, out_pairs=PI32, out_places=PI32, out_offsets=PI32, out_units=PI32,
