@@ -119,6 +119,13 @@ def test_few_tokens_get_their_rows_in_the_order_of_the_list(
         assert found.rows is None
 
 
+def test_an_expert_of_few_tokens_may_have_several_units(interpret: bool, device: torch.device) -> None:
+    logits = torch.zeros(13, 9, device=device)
+    found = route(logits, 2, norm_topk=True, unit_pairs=4, interpret=interpret)
+    assert_same(found, route_reference(logits, 2, norm_topk=True, unit_pairs=4))
+    assert found.units[:8, 2].tolist() == [4, 4, 4, 1] * 2
+
+
 def test_no_token_has_no_pair(interpret: bool, device: torch.device) -> None:
     x = torch.zeros(0, 32, device=device)
     found = route(torch.zeros(0, 9, device=device), 2, norm_topk=True, unit_pairs=8, rows_of=x, interpret=interpret)
