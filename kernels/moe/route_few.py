@@ -1,8 +1,9 @@
 """`route` for few tokens in one launch, which also copies rows of activations into the order of the list of pairs.
 
 Every program chooses the experts of all tokens and finds the place of every pair by comparing all pairs with each other, in
-registers: that takes less time than a launch. Program t copies row t of x to the places of its pairs, and program 0 writes the
-lists. Nothing is read back from memory and no program waits for another. Bound by launch latency.
+registers: that takes less time than a launch. Program t copies row t of x to the places of its pairs, and one program more writes
+the lists. Nothing is read back from memory and no program waits for another. Bound by launch latency. Sums over pairs run along
+the first dimension of a block, which mostly lies in one thread.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ FEW_TOKENS, FEW_PAIRS = 16, 64
 def find_places(expert, pair, exists):
     """For each pair: a number that sorts like the list, its place in it, its rank in its expert, the expert's number of pairs."""
     key = tl.where(exists, expert * 65536 + pair, 0x7FFFFFFF)
-    less = (key[None, :] < key[:, None]).to(tl.int32)
-    same = (expert[None, :] == expert[:, None]).to(tl.int32)
-    found = tl.sum(less + same * less * 256 + same * 65536, 1)  # one reduction; each part is at most FEW_PAIRS
+    less = (key[:, None] < key[None, :]).to(tl.int32)
+    same = (expert[:, None] == expert[None, :]).to(tl.int32)
+    found = tl.sum(less + same * less * 256 + same * 65536, 0)  # one reduction; each part is at most FEW_PAIRS
     return key, found & 255, (found >> 8) & 255, found >> 16
 
 
@@ -39,7 +40,7 @@ def write_lists(
     tl.store(out_places + pair, place, mask=exists)
     routed = exists & (expert < NUM_EXPERTS)
     begins = routed & (rank % UNIT_PAIRS == 0)
-    unit = tl.sum(((key[None, :] < key[:, None]) & begins[None, :]).to(tl.int32), 1)
+    unit = tl.sum(((key[:, None] < key[None, :]) & begins[:, None]).to(tl.int32), 0)
     at = out_units + unit * 4
     tl.store(at, expert, mask=begins)
     tl.store(at + 1, place, mask=begins)
@@ -51,7 +52,7 @@ def write_lists(
     CHUNK: tl.constexpr = min(LANES, 128)
     for base in tl.static_range(0, LANES, CHUNK):
         lane = base + tl.arange(0, CHUNK)
-        earlier = tl.sum((expert[None, :] < lane[:, None]).to(tl.int32), 1)
+        earlier = tl.sum((expert[:, None] < lane[None, :]).to(tl.int32), 0)
         tl.store(out_offsets + lane, earlier, mask=lane < NUM_EXPERTS)
     tl.store(out_offsets + NUM_EXPERTS, tl.sum(routed.to(tl.int32), 0))
     if out_num_read is not None:
@@ -72,7 +73,7 @@ def route_few_kernel(
     column = tl.arange(0, BLOCK)
     await_earlier(PDL)
     if x is not None:  # arrives while experts are chosen
-        row = tl.load(x + own.to(tl.int64) * stride_x + column, mask=column < width)
+        row = tl.load(x + own.to(tl.int64) * stride_x + column, mask=column < tl.where(own < num_tokens, width, 0))
     ids, weights, slots = choose(
         logits, bias, live, token, num_tokens, stride, NUM_EXPERTS, TOP_K, SIGMOID, NORM, LANES, SLOTS
     )  # fmt: skip
@@ -82,14 +83,14 @@ def route_few_kernel(
     pair = pairs.reshape(PAIRS)
     expert = tl.where(exists, ids.reshape(PAIRS), NUM_EXPERTS + 1)  # after dead tokens' NUM_EXPERTS
     key, place, rank, count = find_places(expert, pair, exists)
-    if own == 0:
+    if own == tl.num_programs(0) - 1:
         tl.store(out_ids + pairs, ids, mask=used)
         tl.store(out_weights + pairs, weights, mask=used)
         write_lists(
             expert, pair, exists, key, place, rank, count, out_pairs, out_places, out_offsets, out_units, out_num_read, num_units,
             NUM_EXPERTS, UNIT_PAIRS, LANES, PAIRS,
         )  # fmt: skip
-    if x is not None:
+    elif x is not None:
         slot = pair - own * TOP_K
         for first in tl.static_range(0, TOP_K, 4):  # four places in one reduction
             mine = exists & (slot >= first) & (slot < min(first + 4, TOP_K))
@@ -107,7 +108,7 @@ def launch_few(
     """Start the kernel with the arguments of `route`, which has checked them; it fills `routing`, with x also its rows."""
     (num_tokens, num_experts), top_k = logits.shape, routing.expert_ids.shape[1]
     tokens, width = padded(num_tokens), 0 if x is None else x.shape[1]
-    route_few_kernel[(1 if x is None else max(1, num_tokens),)](
+    route_few_kernel[(1 if x is None else num_tokens + 1,)](
         logits, bias, live, x if num_tokens else None, routing.expert_ids, routing.weights, routing.pairs, routing.places,
         routing.offsets, routing.units, routing.rows if num_tokens else None, out_num_read, num_tokens, len(routing.units),
         logits.stride(0), 0 if x is None else x.stride(0), width,
