@@ -88,8 +88,8 @@ VARIANTS = (
     _of("32/64, 4, scales, down ahead", 32, 64, 4, True, "down"),
     _of("64/128, 5, scales, down ahead", 64, 128, 5, True, "down"),
     _of("32/64 x 256, 3, scales", 32, 64, 3, True, "", 256),
-    _of("32/64 x 256, 3, down ahead", 32, 64, 3, True, "down", 256),
-    _of("32/64 x 256, 4, both ahead", 32, 64, 4, True, "up down", 256),
+    _of("32/64 x 256, 4, down ahead", 32, 64, 4, True, "down", 256),
+    _of("32/64 x 256, 3, both ahead", 32, 64, 3, True, "up down", 256),
     _of("32/64 x 256, 5, down ahead", 32, 64, 5, True, "down", 256),
     DEFAULT,
 )  # fmt: skip

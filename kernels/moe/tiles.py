@@ -120,9 +120,10 @@ def few_units_tile(*, gated: bool) -> ExpertTile:
     """The MXFP4 tile of up to `FEW_UNITS` units of 16 pairs, to be timed by `batchspec.kernels.benchmarks.moe_chain_bench`.
 
     Not measured yet, but counted in the SASS of Triton 3.6: a step of 256 columns takes about 1.6 times the instructions of one
-    of 128, and half as many barriers a column.
+    of 128, and half as many barriers a column. With 3 stages, a multiprocessor that runs three programs of the first product of a
+    token has room for one of the second, which fetches its words meanwhile; with 4 it has none.
     """
-    return ExpertTile(16, 32 if gated else 64, 256, 4, 4, tma_scales=True, ahead=not gated)
+    return ExpertTile(16, 32 if gated else 64, 256, 3, 4, tma_scales=True, ahead=not gated)
 
 
 # Values of (block_n, block_k, stages, warps) worth timing.
