@@ -66,9 +66,12 @@ def expert_unit_pairs(tokens: int, top_k: int, num_experts: int, dtype: torch.dt
     return tiles.unit_pairs_of(tokens, top_k, num_experts, dtype)
 
 
-def expert_tile(unit_pairs: int, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
-    """How a grouped product with weights of this dtype (uint8: MXFP4) is cut. No choice changes the bits of a token."""
-    return tiles.expert_tile(unit_pairs, gated=gated, dtype=dtype)
+def expert_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
+    """How a grouped product of at most so many units, with weights of this dtype (uint8: MXFP4), is cut.
+
+    No choice changes the bits of a token.
+    """
+    return tiles.expert_tile(unit_pairs, num_units, gated=gated, dtype=dtype)
 
 
 def attention_shape(

@@ -90,7 +90,7 @@ def tiles_of(product: Product, tokens: int, sweep: bool) -> list[ExpertTile]:
 
 def alone_tile(product: Product) -> ExpertTile:
     """A tile for a few tokens, other than that of many."""
-    return expert_tile(16, gated=product.gated, dtype=product.dtype)
+    return expert_tile(16, 1, gated=product.gated, dtype=product.dtype)
 
 
 def bench_case(name: str, product: Product, tokens: int, sweep: bool, clock: GraphClock) -> list[Timing]:

@@ -18,10 +18,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
-from batchspec.kernels.moe.blocks import add_bias_and_gate, blocks_of, check_launch, load_rows, load_tokens, store_rows
+from batchspec.kernels.moe.blocks import add_bias_and_gate, blocks_of, check_launch, store_rows
 from batchspec.kernels.moe.experts_plain import experts_plain_down_reference, experts_plain_up_reference
 from batchspec.kernels.moe.gate import SWIGLU, Gate
-from batchspec.kernels.moe.mxfp4 import BLOCK, Mxfp4Weight, dequantise_mxfp4, mxfp4_shapes, unpack
+from batchspec.kernels.moe.mxfp4 import BLOCK, Mxfp4Weight, dequantise_mxfp4, mxfp4_shapes
+from batchspec.kernels.moe.mxfp4_steps import fetch_ahead, load_columns, load_scales, load_words, unpack_block, unpack_blocks
 from batchspec.kernels.moe.tiles import ExpertTile
 from batchspec.kernels.moe.units import Routing, program_place
 
@@ -36,59 +37,38 @@ def wait_for(acc):
 
 
 @triton.jit
-def unpack_block(words, scales, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The 128 values of each row: [N, 128]. Joining moves no value between registers."""
-    zero = unpack(words, scales, 0, INTERPRETED)
-    one = unpack(words, scales, 1, INTERPRETED)
-    two = unpack(words, scales, 2, INTERPRETED)
-    three = unpack(words, scales, 3, INTERPRETED)
-    parts = tl.join(tl.join(zero, two), tl.join(one, three))  # [N, 32, two bits of the part: high, low]
-    return parts.permute(0, 2, 3, 1).reshape(BLOCK_N, 128)
-
-
-@triton.jit
-def load_words(w, expert, first, n, width, block, GATED: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr):
-    """Words of a block of 128 columns: [BLOCK_N, 32] of gate and of up; of a plain product [BLOCK_N / 2, 32] of each half."""
-    if GATED and TMA:  # one copy for gate and up: each copy costs the program a barrier
-        pair = w.load([expert * 2, first, block * 32])
-    elif GATED:
-        gate = load_rows(w, expert, first, 2 * n, block * 32, width, BLOCK_N, 32, TMA, True)
-        pair = tl.join(gate, load_rows(w, expert, n + first, 2 * n, block * 32, width, BLOCK_N, 32, TMA, True)).permute(2, 0, 1)
-    else:
-        pair = load_rows(w, expert, first, n, block * 32, width, BLOCK_N, 32, TMA, True).reshape(2, BLOCK_N // 2, 32)
-    return tl.split(pair.permute(1, 2, 0))
-
-
-@triton.jit
 def multiply(
     x, x_more, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k,
     SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, TWO: tl.constexpr,
-    BLOCK_T: tl.constexpr, MORE: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK_T: tl.constexpr, MORE: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, TMA_SCALES: tl.constexpr,
+    BLOCKS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """One tile of BLOCK_N rows of W (gated: and as many of up) by BLOCK_T rows of x and the MORE rows after them.
 
     TWO: as two products of half the tile, gate and up in a gated one. The tensor cores run the first while the second's words
     are unpacked: Triton does not wait for a sum that only the next step of the loop uses, and the wait for the other covers both.
+    Otherwise as one product of all rows.
+    BLOCKS: blocks of 128 columns of a step of the loop. After the last column of K come zeros, which do not change a sum.
     MORE: a further product of the same unpacked weights, as a tile of Triton has a power of two of rows; 0: none.
     """
     num_blocks = tl.cdiv(k, 128)
     width = num_blocks * 32
-    w_rows = 2 * n if GATED else n
-    ROWS: tl.constexpr = BLOCK_N if GATED or not TWO else BLOCK_N // 2
+    ROWS: tl.constexpr = (BLOCK_N if TWO else 2 * BLOCK_N) if GATED else (BLOCK_N // 2 if TWO else BLOCK_N)  # of a product
     acc = tl.zeros([ROWS, BLOCK_T], tl.float32)
     up = tl.zeros([ROWS, BLOCK_T], tl.float32)
     acc_more = tl.zeros([ROWS, max(MORE, 1)], tl.float32)
     up_more = tl.zeros([ROWS, max(MORE, 1)], tl.float32)
-    lane = tl.arange(0, 2 * BLOCK_N if GATED else BLOCK_N)  # one load for all scales
-    row = first + (lane % BLOCK_N + lane // BLOCK_N * n if GATED else lane)
-    scales = w_scales + (expert * num_blocks).to(tl.int64) * w_rows
-    for block in range(0, num_blocks):
-        tokens = load_columns(x, begin, count, block, num_rows, k, BLOCK_T, TMA, INTERPRETED)
+    for block in range(0, num_blocks, BLOCKS):
+        at = block * 128
+        tokens = load_columns(x, begin, count, at, num_rows, k, BLOCK_T, BLOCKS * 128, TMA, INTERPRETED)
         if MORE:
-            more = load_columns(x_more, begin + BLOCK_T, count - BLOCK_T, block, num_rows, k, MORE, TMA, INTERPRETED)
-        own = tl.load(scales + (block * w_rows + tl.minimum(row, w_rows - 1)))
+            more = load_columns(
+                x_more, begin + BLOCK_T, count - BLOCK_T, at, num_rows, k, MORE, BLOCKS * 128, TMA, INTERPRETED
+            )  # fmt: skip
+        own = load_scales(w_scales, expert, first, n, num_blocks, block, GATED, BLOCK_N, BLOCKS, TMA_SCALES)
+        pair = load_words(w, expert, first, n, width, block * 32, GATED, BLOCK_N, BLOCKS * 32, TMA)
         if TWO:
-            a, b = load_words(w, expert, first, n, width, block, GATED, BLOCK_N, TMA)
+            a, b = tl.split(pair.permute(1, 2, 0))
             a_scales, b_scales = tl.split(own.reshape(2, ROWS).permute(1, 0))
             values = unpack_block(a, a_scales, ROWS, INTERPRETED)
             acc = tl.dot(values, tokens, acc, input_precision="ieee")
@@ -100,8 +80,10 @@ def multiply(
             up = tl.dot(values, tokens, up, input_precision="ieee")
             up = up if INTERPRETED else wait_for(up)
         else:
-            a = load_rows(w, expert, first, n, block * 32, width, BLOCK_N, 32, TMA, True)
-            values = unpack_block(a, own, ROWS, INTERPRETED)
+            if BLOCKS == 2:
+                values = unpack_blocks(pair.reshape(ROWS, 64), own, ROWS, INTERPRETED)
+            else:
+                values = unpack_block(pair.reshape(ROWS, 32), own, ROWS, INTERPRETED)
             if MORE:
                 acc_more = tl.dot(values, more, acc_more, input_precision="ieee")
             acc = tl.dot(values, tokens, acc, input_precision="ieee")
@@ -113,20 +95,17 @@ def multiply(
 
 
 @triton.jit
-def load_columns(x, begin, count, block, num_rows, k, BLOCK_T: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr):
-    """A block of 128 columns of x, transposed: [128, BLOCK_T]."""
-    tokens = tl.trans(load_tokens(x, begin, count, block * 128, num_rows, k, BLOCK_T, 128, TMA))
-    return tokens.to(tl.float32) if INTERPRETED else tokens
-
-
-@triton.jit
 def store_sums(
     acc, up, bias, out, pairs, expert, begin, count, first, n, SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr,
     ALPHA: tl.constexpr, TWO: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add bias, apply the gate and store; of a plain product, `up` is the second half of the rows if TWO."""
+    """Add bias, apply the gate and store. Of a plain product, `up` is the second half of the rows if TWO. Of a gated one, the
+    rows of up follow those of the gate in `acc` unless TWO.
+    """
     if TWO and not GATED:
         acc = tl.join(acc, up).permute(2, 0, 1).reshape(BLOCK_N, BLOCK_T)
+    elif GATED and not TWO:
+        acc, up = tl.split(acc.reshape(2, BLOCK_N, BLOCK_T).permute(1, 2, 0))
     acc = add_bias_and_gate(acc, up, bias, expert, first, n, GATED, LIMIT, ALPHA, BLOCK_N)
     store_rows(acc, out, pairs, begin, count, first, n, SCATTER, BLOCK_T, BLOCK_N)
 
@@ -138,24 +117,35 @@ MORE_ROWS = tl.constexpr((0, 0, 16, 0, 16, 32, 0, 0))
 JOINED_BELOW = tl.constexpr((0, 16, 32, 48, 64, 80, 96, 128))
 
 
-@triton.jit(do_not_specialize=["num_units", "num_rows"])
+@triton.jit(do_not_specialize=["num_units", "num_rows", "num_experts"])
 def experts_mxfp4_kernel(
-    x16, x32, x64, x128, x256, w, w_scales, bias, pairs, units, out, num_units, num_rows, n, k,
+    x16, x32, x64, x128, x256, w, words, w_scales, bias, pairs, units, out, num_units, num_rows, num_experts, n, k,
     SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, TWO: tl.constexpr,
     LOW: tl.constexpr, BLOCK_T: tl.constexpr, JOINED: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
-    INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    TMA_SCALES: tl.constexpr, BLOCKS: tl.constexpr, AHEAD: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x16 to x256: x [num_rows, k] with blocks of so many rows, None where no height of the tile needs it.
 
     w: words [E * 2, n, words of a row] in a gated product with TMA, else [E * rows, words of a row].
+    words: the same as bytes, where AHEAD needs it.
+    w_scales: int32 [E, blocks, rows]; with TMA_SCALES [E * blocks, 2, n] in a gated product, else [E * blocks, rows].
     JOINED: units of up to 48, 80 and 96 pairs run as 32 + 16, 64 + 16 and 64 + 32.
+    AHEAD: see `ExpertTile.ahead`.
     """
     unit, tile = program_place(num_units, tl.cdiv(n, BLOCK_N), GROUP)
+    first = tile * BLOCK_N
+    if AHEAD and PDL and not GATED:
+        # The launch before is the first product, so `units` were complete before this launch began. If they were not, the wrong
+        # words of some expert would be fetched and the result stay right: what is computed depends on the loads after the wait.
+        early = tl.load(units + unit * 4, cache_modifier=".cg")
+        if tl.load(units + unit * 4 + 2, cache_modifier=".cg") > 0:
+            fetch_ahead(words, tl.minimum(tl.maximum(early, 0), num_experts - 1), first, n, k, GATED, BLOCK_N)
     await_earlier(PDL)
     expert = tl.load(units + unit * 4)
     begin = tl.load(units + unit * 4 + 1)
     count = tl.load(units + unit * 4 + 2)
-    first = tile * BLOCK_N
+    if AHEAD and PDL and GATED and count > 0:
+        fetch_ahead(words, expert, first, n, k, GATED, BLOCK_N)
     blocks = ((x16, None), (x32, None), (x32, x16), (x64, None), (x64, x16), (x64, x32), (x128, None), (x256, None))
     for step in tl.static_range(8):  # unrolled
         if (JOINED or MORE_ROWS[step] == 0) and HEIGHT_OF[step] >= LOW and HEIGHT_OF[step] <= BLOCK_T:
@@ -163,7 +153,7 @@ def experts_mxfp4_kernel(
             if (count > (below if HEIGHT_OF[step] > LOW else 0)) & (count <= HEIGHT_OF[step]):
                 multiply(blocks[step][0], blocks[step][1], w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows,
                          n, k, SCATTER, GATED, LIMIT, ALPHA, TWO, FIRST_ROWS[step], MORE_ROWS[step], BLOCK_N, TMA,
-                         INTERPRETED)  # fmt: skip
+                         TMA_SCALES, BLOCKS, INTERPRETED)  # fmt: skip
 
 
 def experts_mxfp4_up(
@@ -176,7 +166,7 @@ def experts_mxfp4_up(
     weight   from `shuffle_mxfp4`, of a matrix [E, 2I, H], gate rows before up rows
     bias     bf16 or fp32 [E, 2I], or None
     routing  from `route` with unit_pairs=tile.block_t
-    tile     block_k is 128
+    tile     block_k is 128; or 256, which is 128 without `tma_scales`, if the rows of W make one block of 64 rows for 4 warps
     out      bf16 or fp32 [P, I], contiguous; None: a new tensor of x's dtype
 
     Returns out, in the order of the list. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
@@ -218,25 +208,37 @@ def launch(
     if bias is not None:
         check(f"{kernel}: bias", bias, (num_experts, w_rows), torch.bfloat16, torch.float32)
     check_launch(kernel, routing, tile, num_experts)
-    if tile.block_k != BLOCK:
-        raise ValueError(f"{kernel}: block_k is {tile.block_k}; must be {BLOCK}")
+    two = tile.block_n >= (32 * tile.warps if gate is None else 64)
+    if tile.block_k != BLOCK and (tile.block_k != 2 * BLOCK or two):
+        raise ValueError(f"{kernel}: block_k is {tile.block_k}; must be {BLOCK}, or {2 * BLOCK} with half of {tile.block_n} rows")
     if not len(routing.units):
         return
     flat = weight.words.view(torch.int16).view(num_experts * w_rows, -1)
     tma = tile.tma and x.data_ptr() % 16 == 0 and k * x.itemsize % 16 == 0 and flat.data_ptr() % 16 == 0
+    own_scales = weight.scales.view(torch.int32).view(-1, w_rows)
+    tma_scales = tma and tile.tma_scales and n % 4 == 0 and own_scales.data_ptr() % 16 == 0
+    if not tma_scales:
+        tile = tile._replace(block_k=BLOCK)
+    blocks = tile.block_k // BLOCK
     w: Tensor | TensorDescriptor = flat
+    w_scales: Tensor | TensorDescriptor = own_scales
     if tma:
-        w = TensorDescriptor.from_tensor(flat, [tile.block_n, BLOCK // 4])
+        w = TensorDescriptor.from_tensor(flat, [tile.block_n, tile.block_k // 4])
         if gate is not None:
-            w = TensorDescriptor.from_tensor(flat.view(-1, n, flat.shape[1]), [2, tile.block_n, BLOCK // 4])
+            w = TensorDescriptor.from_tensor(flat.view(-1, n, flat.shape[1]), [2, tile.block_n, tile.block_k // 4])
+    if tma_scales:
+        w_scales = TensorDescriptor.from_tensor(own_scales, [blocks, tile.block_n])
+        if gate is not None:
+            w_scales = TensorDescriptor.from_tensor(own_scales.view(-1, 2, n), [blocks, 2, tile.block_n])
+    ahead = tile.ahead and flat.data_ptr() % 16 == 0
     grid = (len(routing.units) * triton.cdiv(n, tile.block_n),)
     start = partial(experts_mxfp4_kernel.warmup, grid=grid) if compile_only else experts_mxfp4_kernel[grid]
     start(
-        *blocks_of(x, tile, tma), w, weight.scales.view(torch.int32), bias, routing.pairs, routing.units, out,
-        len(routing.units), num_pairs, n, k,
+        *blocks_of(x, tile, tma), w, weight.words if ahead else None, w_scales, bias, routing.pairs, routing.units, out,
+        len(routing.units), num_pairs, num_experts, n, k,
         SCATTER=gate is None, GATED=gate is not None, LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha,
-        TWO=gate is not None or tile.block_n >= 32 * tile.warps, LOW=tile.low, BLOCK_T=tile.block_t, JOINED=tile.joined,
-        BLOCK_N=tile.block_n, GROUP=tile.group, TMA=tma,
+        TWO=two, LOW=tile.low, BLOCK_T=tile.block_t, JOINED=tile.joined,
+        BLOCK_N=tile.block_n, GROUP=tile.group, TMA=tma, TMA_SCALES=tma_scales, BLOCKS=blocks, AHEAD=ahead,
         INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages, **launch_args(x),
     )  # fmt: skip
 

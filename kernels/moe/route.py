@@ -5,12 +5,11 @@
     sigmoid   s = 1 / (1 + exp(-logit)). Experts: the k largest s + bias. Weights: s; with norm_topk divided by their sum
 
 Of experts with equal scores the lowest id is chosen. A token's slots are sorted by weight, largest first; equal weights by id,
-lowest first. NaN counts as -inf, so every token gets k different experts. The choice packs each score, as an integer that sorts
-like the number, and the expert's id in the low bits into one int64: one maximum per slot finds both. Dead tokens get no expert.
+lowest first. NaN counts as -inf, so every token gets k different experts. Dead tokens get no expert. `choose.py` chooses.
 
 The lists are made without atomics: pairs are counted per expert, then each pair is written after the earlier pairs of its expert.
-Up to ONE_LAUNCH_SCORES scores (T * E) one program does everything. Beyond, a second launch has one program per expert, which
-counts the pairs of all experts and writes those of its own; with dead tokens, one program more writes theirs.
+For few tokens one launch does everything (`route_few.py`). Beyond, a second launch has one program per expert, which counts the
+pairs of all experts and writes those of its own; with dead tokens, one program more writes theirs.
 Bound by launch latency; at prefill sizes by reading the P expert ids E times from the L2 cache.
 """
 
@@ -26,70 +25,16 @@ from torch import Tensor
 
 from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.timing import Bench
-from batchspec.kernels.common.checks import check
+from batchspec.kernels.common.checks import FLOATS, check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
+from batchspec.kernels.moe.choose import choose
+from batchspec.kernels.moe.route_few import is_few, launch_few
 from batchspec.kernels.moe.units import FIELDS, Routing, max_units
 
 Scoring = Literal["softmax", "sigmoid"]
 MAX_EXPERTS, MAX_TOP_K = 512, 16
-ONE_LAUNCH_SCORES = 1024  # T * E. Measured on an H200: one launch takes 18 to 58 us for 64 tokens, two take 6 to 14 us for 256
-TOKENS = 4  # per program, one per warp, when there are two launches
-TOKENS_ALONE = 16  # per iteration, when one program does everything
-BLOCK, BLOCK_ALONE = 2048, 64  # pairs per iteration: with two launches, with one
-
-
-@triton.jit
-def choose(
-    logits, bias, live, out_ids, out_weights, tokens, num_tokens, stride, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
-    SIGMOID: tl.constexpr, NORM: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    """Choose and write the experts and weights of some tokens, given by index. LANES, SLOTS: E and k padded to powers of two."""
-    lane = tl.arange(0, LANES)
-    slot = tl.arange(0, SLOTS)
-    inside = (tokens < num_tokens)[:, None] & (lane < NUM_EXPERTS)[None, :]
-    logit = tl.load(logits + tokens.to(tl.int64)[:, None] * stride + lane[None, :], mask=inside, other=float("-inf"))
-    score = tl.where(logit == logit, logit.to(tl.float32), float("-inf"))
-    choice = score
-    if SIGMOID:
-        score = 1.0 / (1.0 + tl.exp(-score))
-        choice = score
-        if bias is not None:
-            choice += tl.load(bias + lane, mask=lane < NUM_EXPERTS, other=0.0)[None, :]
-    bits = (choice + 0.0).to(tl.int32, bitcast=True)  # -0 + 0 is 0
-    sortable = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-    key = sortable * 4294967296 + (LANES - 1 - lane).to(tl.int64)[None, :]
-    key = tl.where((lane < NUM_EXPERTS)[None, :], key, -0x7FFFFFFFFFFFFFFF)
-    ids = tl.zeros([tokens.shape[0], SLOTS], tl.int32)
-    values = tl.zeros([tokens.shape[0], SLOTS], tl.float32)
-    for s in tl.static_range(TOP_K):
-        best = tl.max(key, 1)
-        chosen = key == best[:, None]
-        at = (slot == s)[None, :]
-        ids = tl.where(at, (LANES - 1 - (best & 0xFFFFFFFF)).to(tl.int32)[:, None], ids)
-        values = tl.where(at, tl.sum(tl.where(chosen, score, 0.0), 1)[:, None], values)
-        key = tl.where(chosen, -0x7FFFFFFFFFFFFFFF, key)
-    used = (slot < TOP_K)[None, :]
-    if not SIGMOID:
-        largest = tl.max(tl.where(used, values, float("-inf")), 1)
-        values = tl.exp(values - largest[:, None])
-        if not NORM:
-            values = values / tl.sum(tl.exp(score - largest[:, None]), 1)[:, None]
-    place = slot[None, :]
-    if bias is not None:  # slots were found by s + bias: sort them by s, before a division by 0 can make weights NaN
-        before = (values[:, None, :] > values[:, :, None]) | (
-            (values[:, None, :] == values[:, :, None]) & (ids[:, None, :] < ids[:, :, None])
-        )
-        place = tl.sum((before & used[:, None, :]).to(tl.int32), 2)
-    if NORM:
-        values = values / tl.sum(tl.where(used, values, 0.0), 1)[:, None]
-    if live is not None:
-        dead = (tl.load(live + tokens, mask=tokens < num_tokens, other=0) == 0)[:, None]
-        ids = tl.where(dead, NUM_EXPERTS, ids)
-        values = tl.where(dead, 0.0, values)
-    places = tokens.to(tl.int64)[:, None] * TOP_K + place
-    write = (tokens < num_tokens)[:, None] & used
-    tl.store(out_ids + places, ids, mask=write)
-    tl.store(out_weights + places, values, mask=write)
+TOKENS = 4  # per program, one per warp
+BLOCK = 2048  # pairs per iteration
 
 
 @triton.jit
@@ -132,45 +77,21 @@ def write_units(
     return first
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_units"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def route_kernel(
-    logits, bias, live, out_ids, out_weights, out_pairs, out_places, out_offsets, out_units, out_num_read, num_tokens, num_units,
-    stride, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, NORM: tl.constexpr, UNIT_PAIRS: tl.constexpr,
-    ALONE: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    logits, bias, live, out_ids, out_weights, num_tokens, stride, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    SIGMOID: tl.constexpr, NORM: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ALONE: the launch has one program, which also makes the lists. Otherwise `list_kernel` makes them afterwards."""
-    token = tl.arange(0, TOKENS)
+    """Chooses experts; `list_kernel` makes the lists afterwards."""
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     await_earlier(PDL)
-    if ALONE:
-        for base in range(0, num_tokens, TOKENS):
-            choose(
-                logits, bias, live, out_ids, out_weights, base + token, num_tokens, stride,
-                NUM_EXPERTS, TOP_K, SIGMOID, NORM, LANES, SLOTS,
-            )  # fmt: skip
-        tl.debug_barrier()  # the ids of all tokens are written before they are read
-        num_pairs = num_tokens * TOP_K
-        counts = count_pairs(out_ids, num_pairs, NUM_EXPERTS, LANES, BLOCK)
-        place = write_units(counts, out_offsets, out_units, out_num_read, num_units, NUM_EXPERTS, UNIT_PAIRS, LANES)
-        dead_place = tl.sum(counts, 0)
-        index = tl.arange(0, BLOCK)
-        for base in range(0, num_pairs, BLOCK):
-            exists = base + index < num_pairs
-            expert = tl.load(out_ids + base + index, mask=exists, other=-1)
-            earlier = (expert[:, None] == expert[None, :]) & (index[:, None] > index[None, :])
-            own = expert[:, None] == tl.arange(0, LANES)[None, :]
-            first = tl.sum(tl.where(own, place[None, :], 0), 1)
-            if live is not None:
-                first = tl.where(expert == NUM_EXPERTS, dead_place, first)
-                dead_place += tl.sum((expert == NUM_EXPERTS).to(tl.int32), 0)
-            at = first + tl.sum(earlier.to(tl.int32), 1)
-            tl.store(out_pairs + at, base + index, mask=exists)
-            tl.store(out_places + base + index, at, mask=exists)
-            place += tl.sum(own.to(tl.int32), 0)
-    else:
-        choose(
-            logits, bias, live, out_ids, out_weights, tl.program_id(0) * TOKENS + token, num_tokens, stride,
-            NUM_EXPERTS, TOP_K, SIGMOID, NORM, LANES, SLOTS,
-        )  # fmt: skip
+    ids, weights, slots = choose(
+        logits, bias, live, tokens, num_tokens, stride, NUM_EXPERTS, TOP_K, SIGMOID, NORM, LANES, SLOTS
+    )  # fmt: skip
+    pairs = tokens.to(tl.int64)[:, None] * TOP_K + slots
+    used = (tokens < num_tokens)[:, None] & (tl.arange(0, SLOTS) < TOP_K)[None, :]
+    tl.store(out_ids + pairs, ids, mask=used)
+    tl.store(out_weights + pairs, weights, mask=used)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_units"])
@@ -196,7 +117,7 @@ def list_kernel(
 
 def route(
     logits: Tensor, top_k: int, *, scoring: Scoring = "softmax", norm_topk: bool, bias: Tensor | None = None, unit_pairs: int,
-    live: Tensor | None = None, out_num_read: Tensor | None = None, interpret: bool = False,
+    live: Tensor | None = None, out_num_read: Tensor | None = None, rows_of: Tensor | None = None, interpret: bool = False,
 ) -> Routing:  # fmt: skip
     """Experts, weights and the work list of T tokens; see the module's docstring.
 
@@ -207,6 +128,8 @@ def route(
     unit_pairs    most pairs of a unit: the tile over pairs (block_t) of the grouped products
     live          bool [T] False for dead tokens, whose results are not used: they go through no expert; None: no token is dead
     out_num_read  int32 [1] that gets the number of experts that have tokens, or None
+    rows_of       any float dtype [T, H], or None. For few tokens on a GPU, `Routing.rows` gets what `sort_rows` would return
+                  for it, from the same launch; else it is None. Rows may be slices of wider rows
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
@@ -225,12 +148,15 @@ def route(
         check("route: live", live, (num_tokens,), torch.bool)
     if out_num_read is not None:
         check("route: out_num_read", out_num_read, (1,), torch.int32)
+    if rows_of is not None:
+        check("route: rows_of", rows_of, (num_tokens, rows_of.shape[1]), *FLOATS, rows=True)
     if not (logits.is_cuda or interpret):
         found = route_reference(logits, top_k, scoring=scoring, norm_topk=norm_topk, bias=bias, unit_pairs=unit_pairs, live=live)
         if out_num_read is not None:
             out_num_read.copy_(num_read(found))
         return found
     num_pairs, num_units = num_tokens * top_k, max_units(num_tokens, top_k, num_experts, unit_pairs)
+    few = is_few(num_tokens, top_k)
     routing = Routing(
         expert_ids=logits.new_empty(num_tokens, top_k, dtype=torch.int32),
         weights=logits.new_empty(num_tokens, top_k, dtype=torch.float32),
@@ -239,23 +165,22 @@ def route(
         offsets=logits.new_empty(num_experts + 1, dtype=torch.int32),
         units=logits.new_empty(num_units, FIELDS, dtype=torch.int32),
         unit_pairs=unit_pairs,
+        rows=rows_of.new_empty(num_pairs, rows_of.shape[1]) if few and rows_of is not None else None,
     )
-    ids, weights, *lists, _ = routing
-    alone = num_tokens * num_experts <= ONE_LAUNCH_SCORES
-    tokens = TOKENS_ALONE if alone else TOKENS
-    sizes = {"NUM_EXPERTS": num_experts, "UNIT_PAIRS": unit_pairs, "LANES": max(16, triton.next_power_of_2(num_experts))}
-    route_kernel[(1 if alone else triton.cdiv(num_tokens, tokens),)](
-        logits, bias, None if live is None else live.view(torch.uint8), ids, weights, *lists, out_num_read, num_tokens, num_units,
-        logits.stride(0),
-        TOP_K=top_k, SIGMOID=scoring == "sigmoid", NORM=norm_topk, ALONE=alone, TOKENS=tokens,
-        SLOTS=triton.next_power_of_2(top_k), BLOCK=BLOCK_ALONE,
-        num_warps=tokens, **sizes, **launch_args(logits),
+    live = None if live is None else live.view(torch.uint8)
+    if few:
+        launch_few(logits, rows_of, bias, live, routing, out_num_read, sigmoid=scoring == "sigmoid", norm_topk=norm_topk)
+        return routing
+    sizes = {"NUM_EXPERTS": num_experts, "LANES": max(16, triton.next_power_of_2(num_experts))}
+    route_kernel[(triton.cdiv(num_tokens, TOKENS),)](
+        logits, bias, live, routing.expert_ids, routing.weights, num_tokens, logits.stride(0),
+        TOP_K=top_k, SIGMOID=scoring == "sigmoid", NORM=norm_topk, TOKENS=TOKENS, SLOTS=triton.next_power_of_2(top_k),
+        num_warps=TOKENS, **sizes, **launch_args(logits),
     )  # fmt: skip
-    if not alone:
-        list_kernel[(num_experts if live is None else num_experts + 1,)](
-            ids, *lists, out_num_read, num_pairs, num_units,
-            BLOCK=BLOCK, num_warps=8, **sizes, **launch_args(logits),
-        )  # fmt: skip
+    list_kernel[(num_experts if live is None else num_experts + 1,)](
+        routing.expert_ids, routing.pairs, routing.places, routing.offsets, routing.units, out_num_read, num_pairs, num_units,
+        UNIT_PAIRS=unit_pairs, BLOCK=BLOCK, num_warps=8, **sizes, **launch_args(logits),
+    )  # fmt: skip
     return routing
 
 

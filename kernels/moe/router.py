@@ -20,6 +20,7 @@ from torch import Tensor
 from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import check
+from batchspec.kernels.common.fetch import fetch_to_l2
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 
 FEW_TILES = 256  # of 16 tokens and 16 experts; beyond, tiles are larger
@@ -55,9 +56,10 @@ def sum_in_order(parts, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
 def router_kernel(
     x, w, bias, out, num_tokens, rounds, stride_x, NUM_EXPERTS: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr, PARTS: tl.constexpr, PART_K: tl.constexpr, FEW: tl.constexpr, WIDE: tl.constexpr,
-    INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """WIDE: x or w is fp32, and products are fp32 made of three TF32 products. FEW: eight warps, a part each.
+    AHEAD: the matrix is fetched into the L2 cache before the wait for x, as it is no result of an earlier launch.
 
     rounds: steps of a part, for many tokens. No constant, because ptxas would unroll the loop, and because Triton would turn the
     single step of a short part, `acc + dot(a, b, 0)`, into `dot(a, b, acc)`, whose sum has another order.
@@ -71,6 +73,10 @@ def router_kernel(
     expert = tl.program_id(0) % EXPERT_TILES * BLOCK_E + tl.arange(0, BLOCK_E)
     rows = x + (tl.minimum(token, num_tokens - 1).to(tl.int64) * stride_x)[:, None]
     columns = w + (tl.minimum(expert, NUM_EXPERTS - 1) * K)[None, :]
+    if AHEAD and PDL:
+        begin = tl.program_id(0) % EXPERT_TILES * BLOCK_E
+        row_bytes: tl.constexpr = K * w.dtype.element_ty.primitive_bitwidth // 8
+        fetch_to_l2(w + begin * K, tl.minimum(NUM_EXPERTS - begin, BLOCK_E) * row_bytes)
     await_earlier(PDL)
     if FEW:
         depth = tl.arange(0, PARTS)[:, None] * PART_K + tl.arange(0, PART_K)[None, :]
@@ -107,12 +113,15 @@ def router_kernel(
     tl.store(places, acc, mask=(token < num_tokens)[:, None] & (expert < NUM_EXPERTS)[None, :])
 
 
-def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, interpret: bool = False) -> Tensor:
+def router_logits(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ahead: bool = True, interpret: bool = False
+) -> Tensor:  # fmt: skip
     """The router's logits [T, E], fp32; fp64 if x is fp64.
 
     x       bf16 or fp32 [T, H], on a CPU also fp64  rows may be slices of wider rows
     weight  bf16 or fp32 [E, H], on a CPU also fp64; contiguous
     bias    bf16 or fp32 [E], on a CPU also fp64; or None
+    ahead   for few tokens, fetch the weight into the L2 cache while the launch before still runs, which must not write it
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
@@ -133,7 +142,8 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, inte
     if num_tokens:
         router_kernel[(triton.cdiv(num_tokens, block_t) * triton.cdiv(num_experts, block_e),)](
             x, weight, bias, out, num_tokens, rounds, x.stride(0), NUM_EXPERTS=num_experts, K=k,
-            BLOCK_T=block_t, BLOCK_E=block_e, PARTS=PARTS, PART_K=part_k, FEW=few, WIDE=wide, INTERPRETED=not x.is_cuda,
+            BLOCK_T=block_t, BLOCK_E=block_e, PARTS=PARTS, PART_K=part_k, FEW=few, WIDE=wide,
+            AHEAD=ahead and few and k * weight.itemsize % 16 == 0 and weight.data_ptr() % 16 == 0, INTERPRETED=not x.is_cuda,
             num_warps=8 if few else 4, num_stages=4, **launch_args(x),
         )  # fmt: skip
     return out

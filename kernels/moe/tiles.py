@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from batchspec.kernels.moe.units import max_units
+
 HEIGHTS = (16, 32, 64, 128, 256)
 """Numbers of pairs that a tile of Triton may hold."""
 JOINED = {48: (32, 16), 80: (64, 16), 96: (64, 32)}
@@ -22,10 +24,10 @@ class ExpertTile(NamedTuple):
     """Most pairs of a unit, one of `HEIGHTS`, with `joined` also of `JOINED`. Both products of a layer read the same units.
     Triton 3.6 uses other instructions for narrower tiles, which round differently."""
     block_n: int
-    """Rows of W, a multiple of 64. A gated product reads as many of the gate and as many of up. If it is below 16 * warps, the
-    warps divide the pairs among them too."""
+    """Rows of W, a multiple of 64. A gated product reads as many of the gate and as many of up; with MXFP4 weights it may have
+    32, which make one block of 64 rows. If it is below 16 * warps, the warps divide the pairs among them too."""
     block_k: int
-    """Columns of W per step of the loop over K."""
+    """Columns of W per step of the loop over K. MXFP4: 128, or 256 if the rows make one block of 64 and scales come by TMA."""
     stages: int
     """Steps of that loop that are loaded ahead (Triton's num_stages)."""
     warps: int
@@ -38,6 +40,12 @@ class ExpertTile(NamedTuple):
     """The narrowest tile over pairs, one of `heights` up to block_t. A unit takes the narrowest from here on that holds it."""
     joined: bool = False
     """MXFP4 only: use the heights of `JOINED` too."""
+    tma_scales: bool = False
+    """MXFP4 only: with `tma`, load the scales of weights by TMA descriptor too. Otherwise cp.async copies them, and the MEMBAR
+    that every step needs before TMA may write to its buffer follows copies that the step has just begun."""
+    ahead: bool = False
+    """MXFP4 only: with PDL, a program has the L2 cache fetch all words of its tile as soon as it knows its expert. The second
+    product knows it while the first one still runs, if that is the launch directly before it."""
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -74,8 +82,13 @@ MANY_LAYER_PAIRS = 8192
 """Pairs of a layer from which wider units do not leave multiprocessors without a program."""
 
 
-def expert_tile(unit_pairs: int, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
-    """A good tile for units of `unit_pairs` pairs and weights of this dtype (uint8: MXFP4).
+FEW_UNITS = 40
+"""Units up to which tiles have fewer rows, and more of their weights are on the way at once: with few programs, the bytes on the
+way limit the rate at which weights arrive. 9 tokens with 4 experts each make up to 38 units."""
+
+
+def expert_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
+    """A good tile for at most `num_units` units of `unit_pairs` pairs and weights of this dtype (uint8: MXFP4).
 
     Measured on one H200 on 2026-11-22 with `batchspec.kernels.benchmarks.moe_bench --sweep`: MXFP4 on gpt-oss-20b (32 experts)
     and gpt-oss-120b (128), bf16 and FP8 on Qwen3-30B-A3B (128), each at 16, 64, 256, 512, 1,024 and 4,096 tokens, 0.5 to 512
@@ -91,6 +104,8 @@ def expert_tile(unit_pairs: int, *, gated: bool, dtype: torch.dtype) -> ExpertTi
     if dtype == torch.uint8:
         if unit_pairs == 128:
             return ExpertTile(unit_pairs, 64, 128, 2, 4, low=32) if gated else ExpertTile(unit_pairs, 128, 128, 2, 8, low=128)
+        if unit_pairs == 16 and num_units <= FEW_UNITS:
+            return few_units_tile(gated=gated)
         joined = unit_pairs > 64
         return ExpertTile(unit_pairs, 64 if gated else 128, 128, 3, 4, low=32 if joined else 16, joined=joined)
     if unit_pairs == 16:
@@ -99,6 +114,16 @@ def expert_tile(unit_pairs: int, *, gated: bool, dtype: torch.dtype) -> ExpertTi
     if gated and unit_pairs <= 64:
         return ExpertTile(unit_pairs, 64, 64, 4, 4, low=low)
     return ExpertTile(unit_pairs, 128, 64, 4, 8, low=low) if gated else ExpertTile(unit_pairs, 128, 64, 3, 4, low=low)
+
+
+def few_units_tile(*, gated: bool) -> ExpertTile:
+    """The MXFP4 tile of up to `FEW_UNITS` units of 16 pairs, to be timed by `batchspec.kernels.benchmarks.moe_chain_bench`.
+
+    Not measured yet, but counted in the SASS of Triton 3.6: a step of 256 columns takes about 1.6 times the instructions of one
+    of 128, and half as many barriers a column. With 3 stages, a multiprocessor that runs three programs of the first product of a
+    token has room for one of the second, which fetches its words meanwhile; with 4 it has none.
+    """
+    return ExpertTile(16, 32 if gated else 64, 256, 3, 4, tma_scales=True, ahead=not gated)
 
 
 # Values of (block_n, block_k, stages, warps) worth timing.
@@ -114,7 +139,9 @@ SHARED_BYTES = 227 << 10  # of an SM that one program can use (H100)
 def candidates(num_tokens: int, top_k: int, num_experts: int, *, gated: bool, dtype: torch.dtype) -> list[ExpertTile]:
     """Tiles worth timing on a GPU like an H100, that of `expert_tile` first."""
     unit_pairs = unit_pairs_of(num_tokens, top_k, num_experts, dtype)
-    found = [expert_tile(unit_pairs, gated=gated, dtype=dtype)]
+    found = [expert_tile(unit_pairs, max_units(num_tokens, top_k, num_experts, unit_pairs), gated=gated, dtype=dtype)]
+    if dtype == torch.uint8 and unit_pairs == 16:
+        found.append(few_units_tile(gated=gated))
     mean = num_tokens * top_k / num_experts
     height = min(128, max(16, 1 << (max(1, round(mean)) - 1).bit_length()))  # the power of two that holds the mean
     heights = {height, min(256, 2 * height), max(16, height // 2)}

@@ -42,6 +42,8 @@ class Routing(NamedTuple):
     """int32 [max_units, 4], sorted by expert, then by first pair; units without pairs come last"""
     unit_pairs: int
     """Most pairs of a unit."""
+    rows: Tensor | None = None
+    """[P, H]: the rows of the tokens' activations in the order of the list, if the launch that routed has copied them."""
 
 
 def max_units(num_tokens: int, top_k: int, num_experts: int, unit_pairs: int) -> int:

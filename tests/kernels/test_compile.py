@@ -497,14 +497,16 @@ for _stages in (1, 4):
 for _wide, _t, _e, _warps in ((False, 16, 16, 8), (True, 32, 64, 4)):
     _case(f"router_kernel fp32 {_wide}", "router", _warps, x="*bf16", w=PF32 if _wide else "*bf16", bias=None, out=PF32,
           num_tokens=I32, rounds=I32, stride_x=I32, NUM_EXPERTS=120, K=1536, BLOCK_T=_t, BLOCK_E=_e, PARTS=8,
-          PART_K=32 if _wide else 64, FEW=not _wide, WIDE=_wide, INTERPRETED=False)  # fmt: skip
-for _alone, _sigmoid in ((True, False), (False, True)):
-    _case(f"route_kernel alone {_alone}", "route", 16 if _alone else 4, logits=PF32, bias=PF32 if _sigmoid else None,
-          live="*u8" if _alone else None,
-          out_ids=PI32, out_weights=PF32, out_pairs=PI32, out_places=PI32, out_offsets=PI32, out_units=PI32,
-          out_num_read=PI32 if _alone else None, num_tokens=I32, num_units=I32,
-          stride=I32, NUM_EXPERTS=120, TOP_K=6, SIGMOID=_sigmoid, NORM=True, UNIT_PAIRS=16, ALONE=_alone,
-          TOKENS=16 if _alone else 4, LANES=128, SLOTS=8, BLOCK=64)  # fmt: skip
+          PART_K=32 if _wide else 64, FEW=not _wide, WIDE=_wide, AHEAD=not _wide, INTERPRETED=False)  # fmt: skip
+_case("route_kernel", "route", 4, logits=PF32, bias=PF32, live=None, out_ids=PI32, out_weights=PF32, num_tokens=I32, stride=I32,
+      NUM_EXPERTS=120, TOP_K=6, SIGMOID=True, NORM=True, TOKENS=4, LANES=128, SLOTS=8)  # fmt: skip
+for _tokens, _rows, _sigmoid in ((1, True, False), (8, False, True)):
+    _kind = "*bf16" if _rows else None
+    _case(f"route_few_kernel {_tokens} tokens, rows {_rows}", "route_few", _tokens, logits=PF32, bias=PF32 if _sigmoid else None,
+          live="*u8" if _rows else None, x=_kind, out_ids=PI32, out_weights=PF32, out_pairs=PI32, out_places=PI32,
+          out_offsets=PI32, out_units=PI32, out_rows=_kind, out_num_read=PI32 if _rows else None, num_tokens=I32,
+          num_units=I32, stride=I32, stride_x=I32, width=I32, NUM_EXPERTS=120, TOP_K=6, SIGMOID=_sigmoid, NORM=True,
+          UNIT_PAIRS=16, TOKENS=_tokens, LANES=128, SLOTS=8, BLOCK=4096)  # fmt: skip
 _case("list_kernel", "route", 8, expert_ids=PI32, out_pairs=PI32, out_places=PI32, out_offsets=PI32, out_units=PI32,
       out_num_read=PI32, num_pairs=I32, num_units=I32,
       NUM_EXPERTS=120, UNIT_PAIRS=16, LANES=128, BLOCK=2048)  # fmt: skip
@@ -572,18 +574,22 @@ for _blocked, _split, _t, _n, _warps, _tma in (
           out="*bf16", partials=PF32 if _split else None, arrived=PI32 if _split else None, num_tokens=I32, num_rows=I32, n=I32,
           k=I32, split=I32, scale_stride=I32, BLOCKED=_blocked, SPLIT=_split, BLOCK_T=_t, BLOCK_N=_n, GROUP=8, TMA=_tma,
           EVEN_K=_tma, STAGES=4, INTERPRETED=False)  # fmt: skip
-# (gated, lowest tile, pairs, rows of W, warps, TMA)
-for _gated, _low, _t, _n, _warps, _tma in (
-    (True, 16, 64, 64, 4, True), (False, 16, 96, 128, 4, True), (True, 32, 128, 64, 4, True), (False, 128, 128, 128, 8, True),
-    (False, 16, 32, 128, 4, False), (True, 16, 16, 64, 4, False),
+# (gated, lowest tile, pairs, rows of W, warps, TMA, for few units)
+for _gated, _low, _t, _n, _warps, _tma, _few in (
+    (True, 16, 64, 64, 4, True, False), (False, 16, 96, 128, 4, True, False), (True, 32, 128, 64, 4, True, False),
+    (False, 128, 128, 128, 8, True, False), (False, 16, 32, 128, 4, False, False), (True, 16, 16, 64, 4, False, False),
+    (True, 16, 16, 32, 4, True, True), (False, 16, 16, 64, 4, True, True),
 ):  # fmt: skip
     _joined = _low < 64 <= _t
-    _words = "tensordesc<i16[2, 64, 32]>" if _gated else "tensordesc<i16[128, 32]>"
-    _case(f"experts_mxfp4_kernel gated {_gated}, {_low} to {_t} pairs, TMA {_tma}", "experts_mxfp4", _warps,
-          **_tokens_of("bf16", _low, _t, 128, _tma, _joined), w=_words if _tma else "*i16", w_scales=PI32, bias="*bf16",
-          pairs=PI32, units=PI32, out="*bf16", num_units=I32, num_rows=I32, n=I32, k=I32, SCATTER=not _gated, GATED=_gated,
-          LIMIT=7.0 if _gated else None, ALPHA=1.702, TWO=_gated or _n >= 32 * _warps, LOW=_low, BLOCK_T=_t, JOINED=_joined,
-          BLOCK_N=_n, GROUP=8, TMA=_tma, INTERPRETED=False)  # fmt: skip
+    _lead = "2, " if _gated else ""
+    _scales = f"tensordesc<i32[2, {_lead}{_n}]>" if _few else PI32
+    _case(f"experts_mxfp4_kernel gated {_gated}, {_low} to {_t} pairs, TMA {_tma}, few {_few}", "experts_mxfp4", _warps,
+          **_tokens_of("bf16", _low, _t, 256 if _few else 128, _tma, _joined),
+          w=f"tensordesc<i16[{_lead}{_n}, {64 if _few else 32}]>" if _tma else "*i16",
+          words="*u8" if _few else None, w_scales=_scales, bias="*bf16", pairs=PI32, units=PI32, out="*bf16", num_units=I32,
+          num_rows=I32, num_experts=I32, n=I32, k=I32, SCATTER=not _gated, GATED=_gated, LIMIT=7.0 if _gated else None,
+          ALPHA=1.702, TWO=_n >= (64 if _gated else 32 * _warps), LOW=_low, BLOCK_T=_t, JOINED=_joined, BLOCK_N=_n, GROUP=8,
+          TMA=_tma, TMA_SCALES=_few, BLOCKS=2 if _few else 1, AHEAD=_few, INTERPRETED=False)  # fmt: skip
 
 _case("sample_kernel fp32, a part", "sample", 16, logits=PF32, row_ids=PI32, positions=PI64, keys=PI64, temperature=PF32,
       cutoff=PF32, out_ids=PI32, out_scores=PF32, out_tops=PF32, stride_row=I32, vocab=I32, first_id=I32, ACC="fp32",
@@ -692,7 +698,8 @@ SELDOM = frozenset({
     "verify_kernel bf16 D=64, tile 64, window 128, grouped False, tree False, early True, sinks True",
     "verify_kernel e4m3 D=128, tile 64, window 0, grouped True, tree False, early True, sinks False",
     "verify_kernel e4m3 D=128, tile 16, window 0, grouped False, tree False, early True, sinks False",
-    "experts_mxfp4_kernel gated True, 32 to 128 pairs, TMA True", "experts_mxfp4_kernel gated False, 128 to 128 pairs, TMA True",
+    "experts_mxfp4_kernel gated True, 32 to 128 pairs, TMA True, few False",
+    "experts_mxfp4_kernel gated False, 128 to 128 pairs, TMA True, few False",
     "fp8_linear_kernel blocked True, split False, 128 tokens x 64, 4 warps",
     "fp8_linear_kernel blocked True, split True, 64 tokens x 128, 8 warps",
     "norm_fp8_kernel residual None, whole False, given None", "norm_fp8_kernel residual *bf16, whole True, given None",

@@ -92,7 +92,7 @@ def test_default_tiles_of_few_and_many_tokens_agree_in_every_bit(form: str, devi
         x, outs = product.inputs(30), []
         for unit_pairs in (16, 64):
             routing = routing_of(30, SHAPE.experts, SHAPE.top_k, SPREADS[1], unit_pairs, device)
-            tile = expert_tile(unit_pairs, gated=product.gated, dtype=product.dtype)
+            tile = expert_tile(unit_pairs, len(routing.units), gated=product.gated, dtype=product.dtype)
             if device.type == "cpu" and form == "bf16":  # tensor cores add up 16 columns at a time, the interpreter a whole block
                 tile = tile._replace(block_k=64)
             outs.append(product.result(x, routing, tile))

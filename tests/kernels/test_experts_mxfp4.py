@@ -11,7 +11,7 @@ from batchspec.kernels.moe.experts_plain import experts_plain_down_reference, ex
 from batchspec.kernels.moe.gate import SWIGLU, Gate
 from batchspec.kernels.moe.mxfp4 import VALUES, Mxfp4Weight, dequantise_mxfp4, mxfp4_shapes, shuffle_mxfp4, unshuffle_mxfp4
 from batchspec.kernels.moe.sort_rows import sort_rows
-from batchspec.kernels.moe.tiles import ExpertTile
+from batchspec.kernels.moe.tiles import FEW_UNITS, ExpertTile, expert_tile
 from tests.kernels.moe_cases import SPREADS, assert_near, noise, routing_of
 
 TILE = ExpertTile(16, 32, 128, 2, 4)
@@ -107,6 +107,29 @@ def test_a_unit_of_two_tiles_gives_the_bits_of_single_tiles(
     assert_near(
         found[1][0], experts_plain_up_reference(x.double(), _wide(up, hidden), bias, routing, gate=Gate(7.0)), tolerance=4e-3
     )
+
+
+@pytest.mark.parametrize("hidden", [160, 256])
+def test_tiles_of_few_units_give_the_same_bits(hidden: int, interpret: bool, device: torch.device) -> None:
+    """With scales by TMA, and gate and up as one block of rows. Widths are no multiple of a tile's rows."""
+    tokens, experts, width = 3, 5, 200
+    x, h = (noise(2 * tokens, k, dtype=torch.bfloat16, device=device) for k in (hidden, width - 8))
+    x, h = (x.round(), h.round()) if interpret else (x, h)  # see above
+    up, down = (
+        shuffle_mxfp4(*stored(experts, rows, k=k, device=device)) for rows, k in ((2 * width, hidden), (hidden, width - 8))
+    )
+    bias = noise(experts, 2 * width, dtype=torch.bfloat16, device=device)
+    routing, found = routing_of(tokens, experts, 2, SPREADS[0], 16, device), []
+    for num_units in (len(routing.units), FEW_UNITS + 1):
+        tiles = [expert_tile(16, num_units, gated=gated, dtype=torch.uint8) for gated in (True, False)]
+        assert all(tile.tma_scales == (num_units <= FEW_UNITS) for tile in tiles)
+        out = torch.full((len(x), width), torch.nan, device=device)
+        experts_mxfp4_up(x, up, bias, routing, tile=tiles[0], gate=Gate(7.0), out=out, interpret=interpret)
+        y = torch.full((len(x), hidden), torch.nan, device=device)
+        found.append((out, experts_mxfp4_down(h, down, None, routing, tile=tiles[1], out=y, interpret=interpret)))
+    assert_near(found[0][0], experts_plain_up_reference(x.double(), _wide(up, hidden), bias, routing, gate=Gate(7.0)),
+                tolerance=1e-5 if interpret else 4e-3)  # fmt: skip
+    assert all(map(torch.equal, *found))
 
 
 def _wide(weight: Mxfp4Weight, k: int) -> Tensor:

@@ -16,6 +16,7 @@ from batchspec.kernels.moe.experts_plain import (
 from batchspec.kernels.moe.gate import SWIGLU, Gate
 from batchspec.kernels.moe.sort_rows import sort_rows
 from batchspec.kernels.moe.tiles import ExpertTile, candidates, expert_tile, fits, unit_pairs_of
+from batchspec.kernels.moe.units import max_units
 from tests.kernels.moe_cases import SPREADS, assert_near, noise, routing_of, sorted_pairs
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}  # the interpreter cuts bf16 off
@@ -138,7 +139,7 @@ TYPES = [torch.bfloat16, torch.float8_e4m3fn, torch.uint8]
 @pytest.mark.parametrize("gated", [False, True])
 def test_tiles_fit(dtype: torch.dtype, gated: bool) -> None:
     for unit_pairs in (16, 32, 64, 128) if dtype is not torch.uint8 else (16, 32, 64, 96, 128):
-        tile = expert_tile(unit_pairs, gated=gated, dtype=dtype)
+        tile = expert_tile(unit_pairs, 1000, gated=gated, dtype=dtype)
         assert tile.block_t == unit_pairs
         assert 16 <= tile.low <= tile.block_t
         assert tile.block_n % 64 == 0
@@ -146,7 +147,8 @@ def test_tiles_fit(dtype: torch.dtype, gated: bool) -> None:
             assert tile.block_k == 128
     for tokens in (1, 64, 4096):
         found = candidates(tokens, 4, 32, gated=gated, dtype=dtype)
-        assert found[0] == expert_tile(unit_pairs_of(tokens, 4, 32, dtype), gated=gated, dtype=dtype)
+        unit_pairs = unit_pairs_of(tokens, 4, 32, dtype)
+        assert found[0] == expert_tile(unit_pairs, max_units(tokens, 4, 32, unit_pairs), gated=gated, dtype=dtype)
         assert len(found) == len(set(found)) > 10
         assert all(fits(tile, gated=gated, dtype=dtype) and tile.low <= tile.block_t for tile in found)
 

@@ -23,7 +23,7 @@ TILE = ExpertTile(16, 64, 64, 2, 4)
 def test_products_agree_with_their_references(form: str, device: torch.device) -> None:
     for product in make_products(SHAPE, form, device):
         routing, x = routing_of(5, 4, 2, SPREADS[0], 16, device), product.inputs(5)
-        tile = expert_tile(16, gated=product.gated, dtype=product.dtype)
+        tile = expert_tile(16, len(routing.units), gated=product.gated, dtype=product.dtype)
         found = product.result(x, routing, tile)
         assert relative(found, product.reference(x, routing)) < 2 * product.tolerance  # the interpreter cuts bf16 off
         assert product.expert_bytes * SHAPE.experts == pytest.approx(_nbytes(form, product.rows, product.k) * SHAPE.experts)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchspec.kernels.moe.route import Scoring, route, route_reference
+from batchspec.kernels.moe.sort_rows import sort_rows
 from batchspec.kernels.moe.units import Routing, max_units
 
 
@@ -100,6 +101,41 @@ def test_rows_of_wider_logits_are_read_in_place(interpret: bool, device: torch.d
     wide = torch.randn(6, 40, device=device)
     found = route(wide[::2, 5:25], 3, norm_topk=False, unit_pairs=8, interpret=interpret)
     assert_same(found, route_reference(wide[::2, 5:25].contiguous(), 3, norm_topk=False, unit_pairs=8))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "copied"), [(1, 4, True), (5, 6, True), (16, 4, True), (17, 1, False), (9, 5, False)]
+)
+def test_few_tokens_get_their_rows_in_the_order_of_the_list(
+    tokens: int, top_k: int, copied: bool, interpret: bool, device: torch.device
+) -> None:
+    logits, x = torch.randn(tokens, 12, device=device), torch.randn(tokens, 600, device=device).bfloat16()[:, 290:]
+    found = route(logits, top_k, norm_topk=True, unit_pairs=16, rows_of=x, interpret=interpret)
+    assert_same(found, route_reference(logits, top_k, norm_topk=True, unit_pairs=16))
+    if interpret and copied:
+        assert found.rows is not None
+        assert torch.equal(found.rows, sort_rows(x, found))
+    else:
+        assert found.rows is None
+
+
+def test_an_expert_of_few_tokens_may_have_several_units(interpret: bool, device: torch.device) -> None:
+    logits = torch.zeros(13, 9, device=device)
+    found = route(logits, 2, norm_topk=True, unit_pairs=4, interpret=interpret)
+    assert_same(found, route_reference(logits, 2, norm_topk=True, unit_pairs=4))
+    assert found.units[:8, 2].tolist() == [4, 4, 4, 1] * 2
+
+
+def test_no_token_has_no_pair(interpret: bool, device: torch.device) -> None:
+    x = torch.zeros(0, 32, device=device)
+    found = route(torch.zeros(0, 9, device=device), 2, norm_topk=True, unit_pairs=8, rows_of=x, interpret=interpret)
+    assert not found.offsets.any()
+    assert found.rows is None or found.rows.shape == (0, 32)
+
+
+def test_rows_of_other_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="route: rows_of"):
+        route(torch.zeros(4, 8), 2, norm_topk=True, unit_pairs=8, rows_of=torch.zeros(3, 32))
 
 
 def test_the_largest_number_of_experts(interpret: bool, device: torch.device) -> None:

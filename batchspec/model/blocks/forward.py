@@ -72,6 +72,10 @@ class GroupedProduct(Protocol):
         """Of the weights in memory; uint8 is MXFP4. How tokens are tiled depends on it (`tuning/policy.py`)."""
 
     @property
+    def reads_rows(self) -> bool:
+        """Whether `up` reads `Routing.rows`: the rows of x in the order of the list, as they are."""
+
+    @property
     def reads_groups(self) -> bool:
         """Whether `down` quantises what it reads to e4m3, with a scale for each 128 values, unless it is quantised already."""
 

@@ -184,6 +184,7 @@ class Fp8Experts(PlainExperts):
     """A GroupedProduct with FP8 weights and activations."""
 
     weight_dtype = E4M3
+    reads_rows = False
 
     def __init__(
         self, weight: StackedFp8, bias: Tensor | None, activations: Activations, input_scale: float | None, dtype: torch.dtype

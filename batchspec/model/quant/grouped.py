@@ -61,7 +61,7 @@ class PlainExperts(ABC):
 class GroupedLinear(PlainExperts):
     """A GroupedProduct with weights in the model's dtype: one tensor [E, rows, k] for all experts, biases [E, rows]."""
 
-    reads_groups = False
+    reads_rows, reads_groups = True, False
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._weight, self._bias, self.rows, self.weight_dtype = weight, bias, weight.shape[1], weight.dtype
@@ -71,7 +71,7 @@ class GroupedLinear(PlainExperts):
         if not self._fast:
             return self.plain_up(x, routing, clamp)
         interpret, tile = not x.is_cuda, tile_of(routing, gated=True, dtype=x.dtype)
-        rows = sort_rows(x, routing, interpret=interpret)
+        rows = rows_in_order(x, routing)
         return experts_plain_up(rows, self._weight, self._bias, routing, tile=tile, gate=gate_of(clamp), interpret=interpret)
 
     def down(self, inner: Tensor | Fp8Rows, routing: Routing) -> Tensor:
@@ -91,7 +91,12 @@ ROW_BYTES = 16
 
 def tile_of(routing: Routing, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
     """How a product with weights of this dtype is cut for the pairs of a routing."""
-    return expert_tile(routing.unit_pairs, gated=gated, dtype=dtype)
+    return expert_tile(routing.unit_pairs, len(routing.units), gated=gated, dtype=dtype)
+
+
+def rows_in_order(x: Tensor, routing: Routing) -> Tensor:
+    """The rows of x [T, H], of which `route` was told, in the order of the list of pairs: [P, H]."""
+    return sort_rows(x, routing, interpret=not x.is_cuda) if routing.rows is None else routing.rows
 
 
 def gate_of(clamp: Clamp | None) -> Gate:

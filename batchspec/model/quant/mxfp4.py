@@ -17,7 +17,6 @@ from batchspec.errors import CheckpointError
 from batchspec.kernels.moe.experts_mxfp4 import experts_mxfp4_down, experts_mxfp4_up
 from batchspec.kernels.moe.mxfp4 import LARGEST_SCALE, Mxfp4Weight, dequantise_blocks, mxfp4_shapes, shuffle_mxfp4
 from batchspec.kernels.moe.quantise import Fp8Rows
-from batchspec.kernels.moe.sort_rows import sort_rows
 from batchspec.kernels.moe.units import Routing
 from batchspec.model.blocks.base import Clamp, Cut, GroupedSpec, TensorSpec
 from batchspec.model.blocks.forward import GroupedProduct
@@ -28,6 +27,7 @@ from batchspec.model.quant.grouped import (
     gate_of,
     load_stacked,
     order_of,
+    rows_in_order,
     shard_stacked,
     shard_stacked_bias,
     stacked_bias,
@@ -111,7 +111,7 @@ class Mxfp4(Plain):
 class PackedExperts:
     """A GroupedProduct with MXFP4 weights that the kernels unpack in registers. It has no plain torch version."""
 
-    reads_groups = False
+    reads_rows, reads_groups = True, False
     weight_dtype = torch.uint8
 
     def __init__(self, weight: Mxfp4Weight, bias: Tensor | None) -> None:
@@ -119,7 +119,7 @@ class PackedExperts:
 
     def up(self, x: Tensor, routing: Routing, clamp: Clamp | None, *, quantise: bool) -> Tensor:
         interpret, tile = not x.is_cuda, tile_of(routing, gated=True, dtype=torch.uint8)
-        rows = sort_rows(x, routing, interpret=interpret)
+        rows = rows_in_order(x, routing)
         return experts_mxfp4_up(rows, self.weight, self._bias, routing, tile=tile, gate=gate_of(clamp), interpret=interpret)
 
     def down(self, inner: Tensor | Fp8Rows, routing: Routing) -> Tensor:

@@ -1,0 +1,69 @@
+"""The experts of a token and their weights, from its logits: what the kernels of `route.py` and `route_few.py` share."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def choose(
+    logits, bias, live, tokens, num_tokens, stride, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr,
+    NORM: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Experts int32, weights fp32 and places of some tokens, given by index: three blocks [tokens, SLOTS], see `route.py`.
+
+    Column s of a token belongs to its slot `places`, which is s unless a bias reorders the slots. Columns from TOP_K on are
+    unspecified. LANES, SLOTS: E and k padded to powers of two.
+
+    A score is compared as an int32 that sorts like the number, and of those equal to the largest the lowest id wins: a warp finds
+    a maximum of int32 in one instruction. Launches must have as many warps as tokens. Each token's numbers then lie in one warp
+    and in the same order, so that their sums have the same bits in every launch.
+    """
+    LEAST: tl.constexpr = -0x7FFFFFFF - 1  # less than the integer of -inf; scores are never NaN with the sign bit
+    lane = tl.arange(0, LANES)
+    slot = tl.arange(0, SLOTS)
+    inside = (tokens < num_tokens)[:, None] & (lane < NUM_EXPERTS)[None, :]
+    logit = tl.load(logits + tokens.to(tl.int64)[:, None] * stride + lane[None, :], mask=inside, other=float("-inf"))
+    score = tl.where(logit == logit, logit.to(tl.float32), float("-inf"))
+    choice = score
+    if SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-score))
+        choice = score
+        if bias is not None:
+            choice += tl.load(bias + lane, mask=lane < NUM_EXPERTS, other=0.0)[None, :]
+    bits = (choice + 0.0).to(tl.int32, bitcast=True)  # -0 + 0 is 0
+    key = tl.where((lane < NUM_EXPERTS)[None, :], bits ^ ((bits >> 31) & 0x7FFFFFFF), LEAST)
+    ids = tl.zeros([tokens.shape[0], SLOTS], tl.int32)
+    values = tl.zeros([tokens.shape[0], SLOTS], tl.float32)
+    for s in tl.static_range(TOP_K):
+        best = tl.max(key, 1)
+        first = tl.min(tl.where(key == best[:, None], lane[None, :], LANES), 1)
+        chosen = lane[None, :] == first[:, None]
+        if bias is not None:
+            value = tl.sum(tl.where(chosen, score, 0.0), 1)
+        else:
+            value = (best ^ ((best >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        at = (slot == s)[None, :]
+        ids = tl.where(at, first[:, None], ids)
+        values = tl.where(at, value[:, None], values)
+        key = tl.where(chosen, LEAST, key)
+    used = (slot < TOP_K)[None, :]
+    if not SIGMOID:
+        largest = tl.max(tl.where(used, values, float("-inf")), 1)
+        values = tl.exp(values - largest[:, None])
+        if not NORM:
+            values = values / tl.sum(tl.exp(score - largest[:, None]), 1)[:, None]
+    places = slot[None, :] + tl.zeros([tokens.shape[0], SLOTS], tl.int32)
+    if bias is not None:  # slots were found by s + bias: sort them by s, before a division by 0 can make weights NaN
+        before = (values[:, None, :] > values[:, :, None]) | (
+            (values[:, None, :] == values[:, :, None]) & (ids[:, None, :] < ids[:, :, None])
+        )
+        places = tl.sum((before & used[:, None, :]).to(tl.int32), 2)
+    if NORM:
+        values = values / tl.sum(tl.where(used, values, 0.0), 1)[:, None]
+    if live is not None:
+        dead = (tl.load(live + tokens, mask=tokens < num_tokens, other=0) == 0)[:, None]
+        ids = tl.where(dead, NUM_EXPERTS, ids)
+        values = tl.where(dead, 0.0, values)
+    return ids, values, places
