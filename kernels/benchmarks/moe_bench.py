@@ -60,7 +60,8 @@ class Timing(NamedTuple):
 
 
 def text_of(tile: ExpertTile) -> str:
-    return f"{tile.low}-{tile.block_t} x{tile.block_n} x{tile.block_k} {tile.stages} stages {tile.warps} warps"
+    limit = "" if tile.registers is None else f" {tile.registers} registers"
+    return f"{tile.low}-{tile.block_t} x{tile.block_n} x{tile.block_k} {tile.stages} stages {tile.warps} warps{limit}"
 
 
 def spread_ids(shape: MoeShape, tokens: int, spread: str, device: torch.device) -> Tensor:

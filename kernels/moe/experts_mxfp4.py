@@ -239,7 +239,7 @@ def launch(
         SCATTER=gate is None, GATED=gate is not None, LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha,
         TWO=two, LOW=tile.low, BLOCK_T=tile.block_t, JOINED=tile.joined,
         BLOCK_N=tile.block_n, GROUP=tile.group, TMA=tma, TMA_SCALES=tma_scales, BLOCKS=blocks, AHEAD=ahead,
-        INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages, **launch_args(x),
+        INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **launch_args(x),
     )  # fmt: skip
 
 

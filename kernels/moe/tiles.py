@@ -47,6 +47,9 @@ class ExpertTile(NamedTuple):
     """MXFP4 only: with PDL, a program has the L2 cache fetch all words of its tile as soon as it knows its expert. The second
     product knows it while the first one still runs, if that is the launch directly before it."""
 
+    registers: int | None = None
+    """MXFP4 only: most registers of a thread (Triton's maxnreg), so that more programs share a multiprocessor; None: no limit."""
+
     @property
     def blocks(self) -> tuple[int, ...]:
         """Rows of the blocks of tokens that the heights of this tile are made of."""
@@ -82,9 +85,8 @@ MANY_LAYER_PAIRS = 8192
 """Pairs of a layer from which wider units do not leave multiprocessors without a program."""
 
 
-FEW_UNITS = 40
-"""Units up to which tiles have fewer rows, and more of their weights are on the way at once: with few programs, the bytes on the
-way limit the rate at which weights arrive. 9 tokens with 4 experts each make up to 38 units."""
+FEW_UNITS = 8
+"""Units up to which more steps are loaded ahead: with few programs, the bytes on the way limit the rate of reading."""
 
 
 def expert_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
@@ -93,7 +95,9 @@ def expert_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch.dt
     Measured on one H200 on 2026-11-22 with `batchspec.kernels.benchmarks.moe_bench --sweep`: MXFP4 on gpt-oss-20b (32 experts)
     and gpt-oss-120b (128), bf16 and FP8 on Qwen3-30B-A3B (128), each at 16, 64, 256, 512, 1,024 and 4,096 tokens, 0.5 to 512
     pairs an expert. The two products of a layer together take at most 2 % longer than with the fastest tiles of each. Between
-    these points the units grow with the mean number of pairs (`unit_pairs_of`).
+    these points the units grow with the mean number of pairs (`unit_pairs_of`). With 128 registers a thread, four programs of
+    units of 32 pairs share a multiprocessor in place of three: 342 and 178 us for 356 and 190 (120b, 512 tokens); other units
+    lose by it. One token of gpt-oss takes 47 us a layer with 6 stages, 53 with 3; from four tokens on 3 are faster.
     """
     if dtype == torch.float32:
         return ExpertTile(unit_pairs, 64, 32, 2, 4, False)
@@ -105,25 +109,17 @@ def expert_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch.dt
         if unit_pairs == 128:
             return ExpertTile(unit_pairs, 64, 128, 2, 4, low=32) if gated else ExpertTile(unit_pairs, 128, 128, 2, 8, low=128)
         if unit_pairs == 16 and num_units <= FEW_UNITS:
-            return few_units_tile(gated=gated)
-        joined = unit_pairs > 64
-        return ExpertTile(unit_pairs, 64 if gated else 128, 128, 3, 4, low=32 if joined else 16, joined=joined)
+            return ExpertTile(16, 64, 128, 6, 4)
+        joined, registers = unit_pairs > 64, 128 if unit_pairs == 32 else None
+        return ExpertTile(
+            unit_pairs, 64 if gated else 128, 128, 3, 4, low=32 if joined else 16, joined=joined, registers=registers
+        )
     if unit_pairs == 16:
         return ExpertTile(unit_pairs, 64, 128, 3, 4)
     low = 16 if unit_pairs <= 64 else 32
     if gated and unit_pairs <= 64:
         return ExpertTile(unit_pairs, 64, 64, 4, 4, low=low)
     return ExpertTile(unit_pairs, 128, 64, 4, 8, low=low) if gated else ExpertTile(unit_pairs, 128, 64, 3, 4, low=low)
-
-
-def few_units_tile(*, gated: bool) -> ExpertTile:
-    """The MXFP4 tile of up to `FEW_UNITS` units of 16 pairs, to be timed by `batchspec.kernels.benchmarks.moe_chain_bench`.
-
-    Not measured yet, but counted in the SASS of Triton 3.6: a step of 256 columns takes about 1.6 times the instructions of one
-    of 128, and half as many barriers a column. With 3 stages, a multiprocessor that runs three programs of the first product of a
-    token has room for one of the second, which fetches its words meanwhile; with 4 it has none.
-    """
-    return ExpertTile(16, 32 if gated else 64, 256, 3, 4, tma_scales=True, ahead=not gated)
 
 
 # Values of (block_n, block_k, stages, warps) worth timing.
@@ -141,7 +137,7 @@ def candidates(num_tokens: int, top_k: int, num_experts: int, *, gated: bool, dt
     unit_pairs = unit_pairs_of(num_tokens, top_k, num_experts, dtype)
     found = [expert_tile(unit_pairs, max_units(num_tokens, top_k, num_experts, unit_pairs), gated=gated, dtype=dtype)]
     if dtype == torch.uint8 and unit_pairs == 16:
-        found.append(few_units_tile(gated=gated))
+        found.append(ExpertTile(16, 32 if gated else 64, 256, 3, 4, tma_scales=True, ahead=not gated))
     mean = num_tokens * top_k / num_experts
     height = min(128, max(16, 1 << (max(1, round(mean)) - 1).bit_length()))  # the power of two that holds the mean
     heights = {height, min(256, 2 * height), max(16, height // 2)}
@@ -154,7 +150,7 @@ def candidates(num_tokens: int, top_k: int, num_experts: int, *, gated: bool, dt
                 joined = dtype == torch.uint8 and low < block_t and block_t > 32
                 tile = ExpertTile(block_t, block_n, block_k, stages, warps, low=low, joined=joined)
                 if fits(tile, gated=gated, dtype=dtype):
-                    found.append(tile)
+                    found += [tile, tile._replace(registers=128)] if dtype == torch.uint8 else [tile]
     return list(dict.fromkeys(found))
 
 
