@@ -126,6 +126,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "cache.layout",
         "cache.pages",
         "runstate.journal",
+        "tuning.exchange",
     },
     "adapt": {"train", "runstate.adapted_heads", "draft", "model", "engine", "packing.memory"},
     "train": {"dataset.reader", "draft", "model", "cache", "batch", "kernels"},

@@ -183,4 +183,4 @@ def test_three_ranks_are_refused() -> None:
 
 def test_two_ranks_take_one_shot_and_more_take_two_for_large_sums() -> None:
     assert not exchange.takes_two_shots(2, 8 << 20)
-    assert [exchange.takes_two_shots(4, kilobytes << 10) for kilobytes in (64, 192, 193, 8192)] == [False, False, True, True]
+    assert [exchange.takes_two_shots(4, kilobytes << 10) for kilobytes in (64, 384, 385, 8192)] == [False, False, True, True]

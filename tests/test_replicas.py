@@ -21,10 +21,11 @@ from batchspec.config.typed import to_json
 from batchspec.errors import CapacityError, ConfigError
 from batchspec.model.blocks.base import Shard
 from batchspec.packing.cost import H200, num_multiplied, read_bytes, round_seconds
-from batchspec.packing.exchange import exchange_seconds
+from batchspec.packing.exchange import exchange_seconds, sum_seconds
 from batchspec.packing.planner import Demand, Forecast, choose_batch, forecast
 from batchspec.packing.replicas import Way, best, ways
 from batchspec.records import PackedBatch
+from batchspec.tuning import exchange as tuning
 from tests.stand_ins import LLAMA_8B, small_spec
 from tests.test_plan import job as job  # a fixture
 from tests.test_plan import planned, write
@@ -83,14 +84,39 @@ def test_ranks_read_and_multiply_their_part_and_exchange() -> None:
     assert exchange_seconds(LLAMA_70B, BF16, 64) == 0
     exchange = exchange_seconds(half, BF16, 64)
     assert half_s == pytest.approx((whole_s - H200.overhead_s) / 2 + H200.overhead_s + exchange, rel=0.03)
-    # 160 sums of 64 x 8192 bf16: 6 us and 1 MB at 120 GB/s each
-    assert exchange == pytest.approx(160 * (6e-6 + 64 * 8192 * 2 / 120e9), rel=0.01)
+    assert exchange == pytest.approx(160 * 8.2e-6, rel=0.05)  # 160 sums of 64 x 8192 bf16, 1 MB
     assert 21.6e-3 < half_s < 30e-3  # the limit of 64 rows x 1024 + 512 on two H200, and what measured products add to it
+
+
+def measured(name: str) -> dict[tuple[int, int], float]:
+    """(ranks, bytes of one) -> microseconds of a sum with a norm: a column of the table in `tuning/exchange.py`."""
+    column = {"library": 3, "one-shot": 4, "two-shot": 5}[name]
+    lines = [line.split() for line in str(tuning.__doc__).splitlines()]
+    rows = [[float(cell) for cell in cells] for cells in lines if len(cells) == 13 and cells[0].isdigit()]
+    assert len(rows) == 8
+    return {(ranks, int(row[0]) << 10): row[1 + 6 * half + column] for row in rows for half, ranks in enumerate((2, 4))}
+
+
+def test_the_cost_of_a_sum_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the way that is taken, and of the others if they were."""
+    ways_taken = {"one-shot": (1 << 62, 1 << 62), "two-shot": (0, 1 << 62), "library": (0, 0)}
+    times = {name: measured(name) for name in ways_taken}
+    for (ranks, num_bytes), one_us in times["one-shot"].items():
+        two_us = times["two-shot"][ranks, num_bytes]
+        taken_us = two_us if tuning.takes_two_shots(ranks, num_bytes) else one_us
+        assert taken_us == min(one_us, two_us)
+        assert sum_seconds(ranks, num_bytes) == pytest.approx(taken_us * 1e-6, rel=0.12)
+    for name, (one_shot, library) in ways_taken.items():
+        monkeypatch.setattr(tuning, "ONE_SHOT_BYTES", dict.fromkeys((2, 4), one_shot))
+        monkeypatch.setattr("batchspec.packing.exchange.LIBRARY_BYTES", dict.fromkeys((2, 4), library))
+        for (ranks, num_bytes), us in times[name].items():
+            if name != "library" or num_bytes >= 1 << 20:
+                assert sum_seconds(ranks, num_bytes) == pytest.approx(us * 1e-6, rel=0.3 if name == "library" else 0.12)
 
 
 def test_many_tokens_are_exchanged_by_the_library() -> None:
     half = LLAMA_70B.sharded(Shard(0, 2))
-    assert exchange_seconds(half, BF16, 16384) < 160 * 16384 * 8192 * 2 / 200e9
+    assert exchange_seconds(half, BF16, 16384) == pytest.approx(160 * (15e-6 + 16384 * 8192 * 2 / 230e9), rel=0.01)
 
 
 def test_plan_compares_the_ways_and_takes_the_fastest(job: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
