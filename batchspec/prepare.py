@@ -30,7 +30,7 @@ from batchspec.model.files import ModelFiles
 from batchspec.model.hub import find_model
 from batchspec.model.kv_calibration import CALIBRATION, check_fp8_kv, give_scales
 from batchspec.model.kv_scales import KVScales
-from batchspec.model.shard import slices_of
+from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype
 from batchspec.model.tokenizer import Tokenizer
@@ -139,11 +139,7 @@ def open_model(config: RunConfig, *, here: bool = True, group: Group | None = No
 
 def part_of_group(spec: ModelSpec, group: Group | None) -> ModelSpec:
     """What this process computes of a model; without a group all of it. Raises ConfigError for a model that cannot be cut so."""
-    if group is None:
-        return spec
-    part = spec.sharded(Shard(group.rank, group.ranks))
-    slices_of(part)  # refuses what cannot be cut
-    return part
+    return spec if group is None else part_of(spec, Shard(group.rank, group.ranks))
 
 
 def choose_device(name: str) -> torch.device:

@@ -13,7 +13,7 @@ from batchspec.config.checks import AUTO, TENSOR_PARALLEL
 from batchspec.config.compose import launch
 from batchspec.config.schema import RunConfig
 from batchspec.model.blocks.base import Shard
-from batchspec.model.shard import slices_of
+from batchspec.model.shard import part_of
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.cost import Rates, device_rates, num_multiplied
 from batchspec.packing.kv_memory import kv_bytes
@@ -151,8 +151,7 @@ def ways_of(job: Job, seen: Survey, rates: Rates, num_gpus: int) -> list[Way]:
     demand = seen.demand(job.source.num_rows, job.admission.max_len)
 
     def predict(ranks: int, replicas: int) -> tuple[PackedBatch, Forecast]:
-        part = replace(job, spec=whole.sharded(Shard(0, ranks)))
-        slices_of(part.spec)
+        part = replace(job, spec=part_of(whole, Shard(0, ranks)))
         share = replace(demand, num_completions=-(-demand.num_completions // replicas))
         check_memory(part)
         batch = plan_batch(part, share, rates)
@@ -180,7 +179,7 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
     ranks = best(found).ranks if found and config.cluster.tensor_parallel == AUTO else config.cluster.tensor_parallel
     if demand.num_completions:
         if ranks not in (1, AUTO):
-            job = replace(job, spec=job.spec.sharded(Shard(0, ranks)))
+            job = replace(job, spec=part_of(job.spec, Shard(0, ranks)))
         check_memory(job)
         batch = plan_batch(job, demand, rates)
         ahead = forecast(

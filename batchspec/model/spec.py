@@ -111,11 +111,15 @@ class ModelSpec:
         return replace(self, formats=self.formats.on(device, dtype, activations))
 
     def sharded(self, shard: Shard) -> ModelSpec:
-        """The shape of what one rank computes. Raises ConfigError for a model that cannot be cut so."""
+        """The shape of what one rank computes. Raises ConfigError for sizes that cannot be cut so; see `part_of`."""
         assert self.whole is None, self.shard
         if shard.ranks == 1:
             return self
-        layers = tuple(LayerSpec(layer.attention.sharded(shard), layer.mlp.sharded(shard)) for layer in self.layers)
+        units = ([self.formats.unit_of(block, layer_prefix(i)) for block in layer.blocks] for i, layer in enumerate(self.layers))
+        layers = tuple(
+            LayerSpec(layer.attention.sharded(shard, of_attention), layer.mlp.sharded(shard, of_mlp))
+            for layer, (of_attention, of_mlp) in zip(self.layers, units, strict=True)
+        )
         return replace(self, layers=layers, shard=shard, whole=self)
 
     @property
