@@ -7,9 +7,13 @@ import pytest
 from batchspec.engine.engine import Engine
 from batchspec.engine.round import Round, RoundOptions
 from batchspec.engine.tree_round import TreeRound
+from batchspec.model.target import Target
 from batchspec.records import SamplingParams
-from tests.engines import DEVICE, packed, request, tiny_target
+from tests.engines import DEVICE, packed, request, tiny_spec, tiny_target
+from tests.ranks import on_ranks, part_of, whole_of
 from tests.replaying import DRAFTERS, SLOTS
+from tests.test_tensor_parallel import Loud
+from tests.test_vocabulary import drafter, expected_ids
 
 
 @pytest.mark.parametrize("name", ["none", "eagle3", "tree"])
@@ -27,3 +31,20 @@ def test_an_ablation_changes_no_token(name: str) -> None:
         assert round_.is_uniform == uniform_slots
         assert (type(round_) in (Round, TreeRound)) == (argmax and uniform_slots)
     assert all(tokens == found[0] for tokens in found)
+
+
+@pytest.mark.parametrize("name", ["none", "eagle3", "tree"])
+def test_ranks_without_argmax_choose_the_tokens_of_one_process_with_it(name: str) -> None:
+    spec = tiny_spec(5)
+
+    def tokens(target: Target, *, argmax: bool) -> dict[int, list[int]]:
+        own, kind = drafter(name, target), RoundOptions(argmax=argmax, logprobs=2)
+        engine = Engine(target, own, packed(3, draft_len=7), device=DEVICE, options=kind, penalties=True)
+        penalised = SamplingParams(repetition_penalty=1.2)
+        requests = (request(i, [i, 5], cap=8, sampling=penalised if i == 2 else None) for i in range(4))
+        return {done.row_index: expected_ids(done) for done in engine.run(requests)}
+
+    expected = tokens(whole_of(spec, Loud), argmax=True)
+    assert len(expected) == 4
+    for found in on_ranks(2, lambda ranks: tokens(part_of(spec, ranks, Loud), argmax=False)):
+        assert found == expected
