@@ -9,7 +9,7 @@ import numpy as np
 
 from batchspec import terminal
 from batchspec.cluster.devices import visible_gpus
-from batchspec.config.checks import AUTO, TENSOR_PARALLEL
+from batchspec.config.checks import AUTO, TENSOR_PARALLEL, check_ranks
 from batchspec.config.compose import launch
 from batchspec.config.schema import RunConfig
 from batchspec.model.blocks.base import Shard
@@ -146,11 +146,12 @@ class Plan:
 
 
 def ways_of(job: Job, seen: Survey, rates: Rates, num_gpus: int) -> list[Way]:
-    """The ways to divide so many GPUs of this kind for the job, each predicted."""
+    """The ways to divide so many GPUs of this kind for the job, each predicted, or with the reason why a run would refuse it."""
     whole = job.spec.whole or job.spec
     demand = seen.demand(job.source.num_rows, job.admission.max_len)
 
     def predict(ranks: int, replicas: int) -> tuple[PackedBatch, Forecast]:
+        check_ranks(job.config, ranks)
         part = replace(job, spec=part_of(whole, Shard(0, ranks)))
         share = replace(demand, num_completions=-(-demand.num_completions // replicas))
         check_memory(part)
@@ -160,7 +161,8 @@ def ways_of(job: Job, seen: Survey, rates: Rates, num_gpus: int) -> list[Way]:
             correlation=job.config.packing.expert_correlation,
         )  # fmt: skip
 
-    return ways(TENSOR_PARALLEL, num_gpus, predict)
+    workers = job.config.cluster.workers
+    return ways(TENSOR_PARALLEL, num_gpus, predict, copies=None if workers == AUTO else workers)
 
 
 def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = False) -> Plan:

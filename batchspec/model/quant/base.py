@@ -89,8 +89,7 @@ def check_blocks(name: str, size: int, ranges: Sequence[slice], block: int) -> N
     for own in ranges:
         if own.start % block or (own.stop % block and own.stop != size):
             raise ConfigError(
-                f"{name}: {own.start} .. {own.stop} of {size} for one rank divides a block of {block}; "
-                "lower cluster.tensor_parallel"
+                f"{name}: a part of {own.stop - own.start} of {size} divides a block of {block}; lower cluster.tensor_parallel"
             )
 
 
