@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from batchspec.distributed.collectives import Collectives
+from batchspec.distributed.group import check_reach
 from batchspec.distributed.peer import Lane, PeerCollectives
 from batchspec.errors import ConfigError, RankLost
 from batchspec.kernels.distributed.peer_memory import PeerMemory, buffer_bytes, peer_memory
@@ -51,6 +52,21 @@ class MappedCollectives(PeerCollectives):
 
     def lanes(self) -> tuple[Lane, Lane]:
         return self._rounds, self._passes
+
+
+def test_gpus_that_do_not_reach_each_other_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: set[tuple[int, int]] = set()
+
+    def reaches(gpu: int, other: int) -> bool:
+        asked.add((gpu, other))
+        return (gpu, other) != (6, 5)
+
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", reaches)
+    check_reach(range(4, 5))
+    check_reach(range(4))
+    assert len(asked) == 12
+    with pytest.raises(ConfigError, match=r"^GPU 6 cannot read the memory of GPU 5, .* set cluster\.tensor_parallel=1$"):
+        check_reach(range(4, 8))
 
 
 def noise(seed: int, rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

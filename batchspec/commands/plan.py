@@ -12,6 +12,7 @@ from batchspec.cluster.devices import visible_gpus
 from batchspec.config.checks import AUTO, TENSOR_PARALLEL, check_ranks
 from batchspec.config.compose import launch
 from batchspec.config.schema import RunConfig
+from batchspec.distributed.group import check_reach
 from batchspec.model.blocks.base import Shard
 from batchspec.model.shard import part_of
 from batchspec.model.tokenizer import Tokenizer
@@ -152,6 +153,9 @@ def ways_of(job: Job, seen: Survey, rates: Rates, num_gpus: int) -> list[Way]:
 
     def predict(ranks: int, replicas: int) -> tuple[PackedBatch, Forecast]:
         check_ranks(job.config, ranks)
+        if job.device.type == "cuda":
+            for copy in range(replicas):
+                check_reach(range(ranks * copy, ranks * (copy + 1)))
         part = replace(job, spec=part_of(whole, Shard(0, ranks)))
         share = replace(demand, num_completions=-(-demand.num_completions // replicas))
         check_memory(part)
