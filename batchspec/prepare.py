@@ -44,6 +44,7 @@ from batchspec.report.progress_bar import ProgressBar
 from batchspec.runstate.job_folder import default_shard_rows
 from batchspec.runstate.manifest import fingerprint
 from batchspec.text import counted
+from batchspec.tuning.table import table_in_use
 
 SURVEY_ROWS = 512
 """Number of rows that are surveyed to choose the shape of the batch."""
@@ -205,6 +206,12 @@ def device_facts(device: torch.device) -> str:
     return f"{kind}, torch {torch.__version__}"
 
 
+def load_message(device: torch.device) -> Load:
+    """What the leader of a group tells the others once the model's files are there. Raises ConfigError for a table of tiles that is
+    not valid."""
+    return Load(device_facts(device), table_in_use(device))
+
+
 def recorded_facts(job: Job) -> dict[str, Any]:
     device = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu"
     return {
@@ -281,7 +288,7 @@ def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
     progress.phase(f"loading {config.model.path} in {dtype} on {on}")
     lead = None if job.group is None else Lead(job.group.channel)
     if lead is not None:
-        lead.send(Load(device_facts(job.device)))
+        lead.send(load_message(job.device))
     target, weights = load_weights(job)
     if job.spec.fp8_kv:
         source = give_scales(
