@@ -242,6 +242,7 @@ def test_products_leave_their_outputs_to_be_exchanged() -> None:
 def test_whatever_reads_the_stream_reads_the_sum_of_all_ranks(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A norm, a norm that quantises, or a product without one; after each way to leave outputs that are parts of a sum."""
     monkeypatch.setattr("batchspec.model.decoder.norm_quantised", lambda values, residual, *_: residual + values)
+    monkeypatch.setattr("batchspec.distributed.collectives.norm_fp8", lambda values, residual, *_, **__: residual + values)
 
     class Quantising(Linear):
         fp8_form: Any = "any"
