@@ -207,8 +207,7 @@ def device_facts(device: torch.device) -> str:
 
 
 def load_message(device: torch.device) -> Load:
-    """What the leader of a group tells the others once the model's files are there. Raises ConfigError for a table of tiles that is
-    not valid."""
+    """What the leader of a group tells the others once the model's files are there. Raises ConfigError as `table_in_use`."""
     return Load(device_facts(device), table_in_use(device))
 
 

@@ -138,7 +138,6 @@ def _runs(command: Path) -> bool:
     ("words", "said"),
     [
         (["--tensor-parallel", "3"], "invalid choice: 3"),
-        (["--tensor-parallel", "2", "--opt", "argmax=false"], "--tensor-parallel 2 with --opt argmax=false is not built"),
         (["--tensor-parallel", "2", "--model", "m", "--against-transformers"], "transformers runs in one process"),
         (["--tensor-parallel", "2", "--make-job", "job"], "nothing is measured"),
     ],
