@@ -160,7 +160,7 @@ INNER_SIZES = {
 }  # fmt: skip
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.data())
 def test_what_plan_lets_through_every_rank_loads_and_computes(data: st.DataObject) -> None:
     """Families x formats x ranks x sizes: `part_of` refuses a cut on all ranks, with one line, or the ranks do what one does."""

@@ -98,7 +98,7 @@ def test_quantised_it_has_the_bits_of_one_process_that_has_the_sum(form: Fp8Form
     Sums of whole numbers, because the interpreter does not round to bf16 as a GPU does.
     """
     peers = Peers.make(2, 1 << 14)
-    for number, (width, wide_weight) in enumerate(((80, True), (256, False), (300, False)), 1):
+    for number, (width, wide_weight) in enumerate(((128, True), (300, False)), 1):
         partials, residual = (torch.randint(-9, 9, shape).to(dtype) for shape in ((2, 5, width), (5, width)))
         partials[1, 2, 7] = NAN
         weight = torch.randn(width).to(torch.float32 if wide_weight else dtype)
