@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from torch import Tensor
 
+from batchspec.engine.ablation import greedy_by_softmax
 from batchspec.engine.engine import Engine
 from batchspec.engine.round import Round, RoundOptions
 from batchspec.engine.tree_round import TreeRound
@@ -33,18 +35,28 @@ def test_an_ablation_changes_no_token(name: str) -> None:
     assert all(tokens == found[0] for tokens in found)
 
 
-@pytest.mark.parametrize("name", ["none", "eagle3", "tree"])
-def test_ranks_without_argmax_choose_the_tokens_of_one_process_with_it(name: str) -> None:
+@pytest.mark.parametrize("name", ["none", "tree"])
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_ranks_without_argmax_choose_the_tokens_of_one_process_with_it(
+    name: str, logprobs: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By softmax over the logits of all ranks; with logprobs it is of logits that the round has computed already."""
     spec = tiny_spec(5)
 
     def tokens(target: Target, *, argmax: bool) -> dict[int, list[int]]:
-        own, kind = drafter(name, target), RoundOptions(argmax=argmax, logprobs=2)
+        own, kind = drafter(name, target), RoundOptions(argmax=argmax, logprobs=logprobs)
         engine = Engine(target, own, packed(3, draft_len=7), device=DEVICE, options=kind, penalties=True)
-        penalised = SamplingParams(repetition_penalty=1.2)
-        requests = (request(i, [i, 5], cap=8, sampling=penalised if i == 2 else None) for i in range(4))
-        return {done.row_index: expected_ids(done) for done in engine.run(requests)}
+        return {done.row_index: expected_ids(done) for done in engine.run(request(i, [i, 5], cap=8) for i in range(4))}
 
     expected = tokens(whole_of(spec, Loud), argmax=True)
     assert len(expected) == 4
+    widths: list[int] = []
+
+    def watched(logits: Tensor) -> Tensor:
+        widths.append(logits.shape[1])
+        return greedy_by_softmax(logits)
+
+    monkeypatch.setattr("batchspec.engine.ablation.greedy_by_softmax", watched)
     for found in on_ranks(2, lambda ranks: tokens(part_of(spec, ranks, Loud), argmax=False)):
         assert found == expected
+    assert set(widths) == {spec.vocab_size}
