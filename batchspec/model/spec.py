@@ -125,8 +125,7 @@ class ModelSpec:
     @property
     def vocab_part(self) -> slice:
         """The tokens whose logits are computed: all of a whole model."""
-        rank, ranks = self.shard.rank, self.shard.ranks
-        return slice(rank * self.vocab_size // ranks, (rank + 1) * self.vocab_size // ranks)
+        return tokens_of(self.shard, self.vocab_size)
 
     @property
     def num_logits(self) -> int:
@@ -185,6 +184,11 @@ class ModelSpec:
         rows = self.vocab_size + (0 if self.tie else self.num_logits)  # embedding and output matrix
         stored = sum(gemm.stored * self.gemm_bytes(prefix, gemm, dtype) for prefix, gemm in self.gemms(1))
         return stored + rows * self.hidden_size * dtype.itemsize
+
+
+def tokens_of(shard: Shard, vocab_size: int) -> slice:
+    """The tokens whose logits a rank computes; a rank may have one less than rank 0."""
+    return slice(*(-(-rank * vocab_size // shard.ranks) for rank in (shard.rank, shard.rank + 1)))
 
 
 def layer_prefix(index: int) -> str:
