@@ -30,7 +30,7 @@ from batchspec.model.files import ModelFiles
 from batchspec.model.hub import find_model
 from batchspec.model.kv_calibration import CALIBRATION, check_fp8_kv, give_scales
 from batchspec.model.kv_scales import KVScales
-from batchspec.model.shard import slices_of
+from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype
 from batchspec.model.tokenizer import Tokenizer
@@ -44,6 +44,7 @@ from batchspec.report.progress_bar import ProgressBar
 from batchspec.runstate.job_folder import default_shard_rows
 from batchspec.runstate.manifest import fingerprint
 from batchspec.text import counted
+from batchspec.tuning.table import table_in_use
 
 SURVEY_ROWS = 512
 """Number of rows that are surveyed to choose the shape of the batch."""
@@ -139,11 +140,7 @@ def open_model(config: RunConfig, *, here: bool = True, group: Group | None = No
 
 def part_of_group(spec: ModelSpec, group: Group | None) -> ModelSpec:
     """What this process computes of a model; without a group all of it. Raises ConfigError for a model that cannot be cut so."""
-    if group is None:
-        return spec
-    part = spec.sharded(Shard(group.rank, group.ranks))
-    slices_of(part)  # refuses what cannot be cut
-    return part
+    return spec if group is None else part_of(spec, Shard(group.rank, group.ranks))
 
 
 def choose_device(name: str) -> torch.device:
@@ -207,6 +204,11 @@ def device_facts(device: torch.device) -> str:
         own = torch.cuda.get_device_properties(device)
         kind = f"{own.name} with {own.multi_processor_count} SMs"
     return f"{kind}, torch {torch.__version__}"
+
+
+def load_message(device: torch.device) -> Load:
+    """What the leader of a group tells the others once the model's files are there. Raises ConfigError as `table_in_use`."""
+    return Load(device_facts(device), table_in_use(device))
 
 
 def recorded_facts(job: Job) -> dict[str, Any]:
@@ -285,7 +287,7 @@ def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
     progress.phase(f"loading {config.model.path} in {dtype} on {on}")
     lead = None if job.group is None else Lead(job.group.channel)
     if lead is not None:
-        lead.send(Load(device_facts(job.device)))
+        lead.send(load_message(job.device))
     target, weights = load_weights(job)
     if job.spec.fp8_kv:
         source = give_scales(

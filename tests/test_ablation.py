@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from torch import Tensor
 
+from batchspec.engine.ablation import greedy_by_softmax
 from batchspec.engine.engine import Engine
 from batchspec.engine.round import Round, RoundOptions
 from batchspec.engine.tree_round import TreeRound
+from batchspec.model.target import Target
 from batchspec.records import SamplingParams
-from tests.engines import DEVICE, packed, request, tiny_target
+from tests.engines import DEVICE, packed, request, tiny_spec, tiny_target
+from tests.ranks import on_ranks, part_of, whole_of
 from tests.replaying import DRAFTERS, SLOTS
+from tests.test_tensor_parallel import Loud
+from tests.test_vocabulary import drafter, expected_ids
 
 
 @pytest.mark.parametrize("name", ["none", "eagle3", "tree"])
@@ -27,3 +33,30 @@ def test_an_ablation_changes_no_token(name: str) -> None:
         assert round_.is_uniform == uniform_slots
         assert (type(round_) in (Round, TreeRound)) == (argmax and uniform_slots)
     assert all(tokens == found[0] for tokens in found)
+
+
+@pytest.mark.parametrize("name", ["none", "tree"])
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_ranks_without_argmax_choose_the_tokens_of_one_process_with_it(
+    name: str, logprobs: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By softmax over the logits of all ranks; with logprobs it is of logits that the round has computed already."""
+    spec = tiny_spec(5)
+
+    def tokens(target: Target, *, argmax: bool) -> dict[int, list[int]]:
+        own, kind = drafter(name, target), RoundOptions(argmax=argmax, logprobs=logprobs)
+        engine = Engine(target, own, packed(3, draft_len=7), device=DEVICE, options=kind, penalties=True)
+        return {done.row_index: expected_ids(done) for done in engine.run(request(i, [i, 5], cap=8) for i in range(4))}
+
+    expected = tokens(whole_of(spec, Loud), argmax=True)
+    assert len(expected) == 4
+    widths: list[int] = []
+
+    def watched(logits: Tensor) -> Tensor:
+        widths.append(logits.shape[1])
+        return greedy_by_softmax(logits)
+
+    monkeypatch.setattr("batchspec.engine.ablation.greedy_by_softmax", watched)
+    for found in on_ranks(2, lambda ranks: tokens(part_of(spec, ranks, Loud), argmax=False)):
+        assert found == expected
+    assert set(widths) == {spec.vocab_size}

@@ -11,14 +11,17 @@ import torch
 from torch import Tensor
 
 from batchspec.commands.workloads import shape_spec
+from batchspec.distributed.collectives import Collectives
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.engine import Engine
 from batchspec.errors import CheckpointError
+from batchspec.model.blocks.base import WHOLE, Shard
 from batchspec.model.blocks.moe import MoeSpec
 from batchspec.model.decoder import LayerWeights, ResidualStream
 from batchspec.model.quant.fp8_products import Fp8Experts
 from batchspec.model.quant.mxfp4 import PackedExperts
+from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec, layer_prefix
 from batchspec.model.target import Target
 from batchspec.packing.cost import read_bytes
@@ -178,6 +181,49 @@ def test_dead_tokens_read_no_expert_and_change_no_bit(name: str | None, monkeypa
     for expected in (every[live], alone):
         torch.testing.assert_close(found[live], expected, rtol=0 if name else 2e-2, atol=0)
     assert torch.equal(found[~live], x[~live])
+
+
+class Alone(Collectives):
+    """An end of exchanges that keeps what this rank gives to a sum."""
+
+    given: Tensor
+
+    def gather(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def sum(self, x: Tensor) -> Tensor:
+        self.given = x
+        return x
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "ranks"),
+    [("fp8 blocks, qwen3_moe", {SIZE: 384, "head_dim": 128}, 2), ("mxfp4, gpt_oss", {"intermediate_size": 96}, 2)],
+)  # fmt: skip
+def test_experts_of_ranks_with_more_and_with_fewer_blocks_add_up(name: str, sizes: dict[str, int], ranks: int) -> None:
+    """The kernels of each rank, with its own number of blocks of 128, or of 32, of every expert."""
+    family, changes = CASES[name]
+    dtype = torch.bfloat16
+    with kernels(dtype):
+        spec = tiny_spec(family, **{**changes, **sizes, "num_hidden_layers": 1}).on(CPU, dtype)
+        x = torch.randn(5, spec.hidden_size).to(dtype)
+
+        def added(shard: Shard) -> Tensor:
+            part, own = part_of(spec, shard), Alone(shard.rank, shard.ranks)
+            moe = part.layers[0].mlp.build(LayerWeights(Noise(part, dtype=dtype, device=CPU), part.formats, layer_prefix(0)))
+            stream = ResidualStream(x.clone(), ranks=own)
+            moe(stream, None, add_in_product=False)
+            stream.normed(torch.ones(x.shape[1], dtype=dtype), 1e-5)
+            counts.add(part.layers[0].mlp.inner_size)
+            return own.given.double()
+
+        counts: set[int] = set()
+        whole = added(WHOLE)
+        counts.clear()
+        parts = [added(Shard(rank, ranks)) for rank in range(ranks)]
+    assert len(counts) == 2
+    assert all(float(part.norm()) > 0.1 * float(whole.norm()) for part in parts)
+    assert_near(torch.stack(parts).sum(0), whole, 1e-2)
 
 
 @pytest.mark.parametrize(("name", "smaller"), [("fp8 blocks, qwen3_moe", 0.6), ("mxfp4, gpt_oss", 0.45)])

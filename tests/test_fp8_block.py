@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.model.blocks.base import Projection
+from batchspec.model.blocks.base import Projection, Share
 from batchspec.model.files import LocalFiles
 from batchspec.model.quant.fp8_block import FP8_BLOCK
 from batchspec.model.quant.fp8_products import BLOCK
@@ -134,9 +134,16 @@ def test_dummy_weights_need_no_file(tmp_path: Path) -> None:
 
 def test_ranks_hold_whole_blocks_with_their_scales() -> None:
     part, fp8 = Projection("mlp.down_proj", 300, 512), FP8_BLOCK
-    assert fp8.shard(part, "rows", 1, 2) == {
-        "mlp.down_proj.weight": (slice(0, 300), slice(256, 512)),
-        "mlp.down_proj.weight_scale_inv": (slice(0, 3), slice(2, 4)),
+    assert fp8.shard(part, Share("rows", (slice(256, 512),))) == {
+        "mlp.down_proj.weight": ((slice(0, 300), slice(256, 512)),),
+        "mlp.down_proj.weight_scale_inv": ((slice(0, 3), slice(2, 4)),),
     }
-    with pytest.raises(ConfigError, match=r"mlp\.down_proj: 512 cannot be cut into 8 equal parts in blocks of 128"):
-        fp8.shard(part, "rows", 0, 8)
+    assert fp8.shard(part, Share("columns", (slice(0, 128), slice(256, 300)))) == {
+        "mlp.down_proj.weight": ((slice(0, 128), slice(0, 512)), (slice(256, 300), slice(0, 512))),
+        "mlp.down_proj.weight_scale_inv": ((slice(0, 1), slice(0, 4)), (slice(2, 3), slice(0, 4))),
+    }
+    for cut, own in (("rows", slice(0, 64)), ("rows", slice(64, 512)), ("columns", slice(128, 290))):
+        with pytest.raises(
+            ConfigError, match=rf"^mlp\.down_proj: a part of {own.stop - own.start} of .* divides a block of 128;"
+        ):
+            fp8.shard(part, Share(cut, (own,)))  # type: ignore[arg-type]

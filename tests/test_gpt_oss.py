@@ -17,8 +17,10 @@ from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.engine import Engine
 from batchspec.errors import CheckpointError
 from batchspec.kernels.moe.mxfp4 import VALUES, dequantise_blocks
+from batchspec.model.blocks.base import Shard, Share
 from batchspec.model.files import LocalFiles
 from batchspec.model.quant.mxfp4 import Mxfp4
+from batchspec.model.shard import part_of
 from batchspec.model.spec import load_spec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import expected_shapes, judge_model
@@ -132,14 +134,25 @@ def test_dummy_weights_need_no_file() -> None:
 
 
 def test_ranks_hold_whole_blocks_and_whole_pairs_of_gate_and_up() -> None:
-    spec = read_spec(GPT_OSS_20B, "config.json").layers[0].mlp
-    gate_up, down = spec.grouped
-    own = Mxfp4().shard_grouped(gate_up, "columns", 1, 2)
-    assert own["mlp.experts.gate_up_proj_blocks"][1] == slice(2880, 5760)
-    assert own["mlp.experts.gate_up_proj_bias"] == (slice(0, 32), slice(2880, 5760))
-    own = Mxfp4().shard_grouped(down, "rows", 1, 2)
-    assert own["mlp.experts.down_proj_scales"] == (slice(0, 32), slice(0, 2880), slice(45, 90))
+    gate_up, down = read_spec(GPT_OSS_20B, "config.json").layers[0].mlp.grouped
+    own = Mxfp4().shard_grouped(gate_up, Share("columns", (slice(1440, 2880),)))
+    assert own["mlp.experts.gate_up_proj_blocks"][0][1] == slice(2880, 5760)
+    assert own["mlp.experts.gate_up_proj_bias"] == ((slice(0, 32), slice(2880, 5760)),)
+    own = Mxfp4().shard_grouped(down, Share("rows", (slice(1440, 2880),), adds_bias=False))
+    assert own["mlp.experts.down_proj_scales"] == ((slice(0, 32), slice(0, 2880), slice(45, 90)),)
     assert "mlp.experts.down_proj_bias" not in own
+
+
+@pytest.mark.parametrize(
+    ("ranks", "blocks"), [(2, [45, 45]), (4, [23, 23, 22, 22]), (8, [12, 12, 11, 11, 11, 11, 11, 11])]
+)  # fmt: skip
+def test_published_experts_are_cut_in_whole_blocks_on_2_4_and_8_ranks(ranks: int, blocks: list[int]) -> None:
+    spec = read_spec({**GPT_OSS_20B, "quantization_config": {"quant_method": "mxfp4"}}, "config.json")
+    parts = [part_of(spec, Shard(rank, ranks)) for rank in range(ranks)]
+    assert [part.layers[0].mlp.inner_size for part in parts] == [4 * 32 * count for count in blocks]
+    assert [part.weight_bytes(torch.bfloat16) for part in parts] == sorted(
+        (part.weight_bytes(torch.bfloat16) for part in parts), reverse=True
+    )
 
 
 def test_published_configs_are_read() -> None:

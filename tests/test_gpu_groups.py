@@ -29,8 +29,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**MOE, "moe_intermediate_size": 256, "num_experts": 12, "num_experts_per_tok": 3},
     "gpt_oss": {**MOE, "num_local_experts": 12, "num_experts_per_tok": 3, "sliding_window": 32},
     "minimax_m2": {**MOE, "num_local_experts": 12, "num_experts_per_tok": 3, "rotary_dim": 32},
+    "phi3": {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 512, "intermediate_size": 512},
 }
-"""Families with their exchanges: of all, of experts, of sinks and windows, of a norm over the heads of all ranks."""
+"""Families with their exchanges: of all, of experts, of sinks and windows, of a norm over the heads of all ranks; and one with
+tensors that hold several projections."""
+INNER_SIZES = {"fp8": 640, "mxfp4": 160}
+"""Five blocks: ranks have different numbers of them."""
 FORMS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8": {
@@ -124,6 +128,10 @@ def test_in_low_precision_the_first_tokens_are_those_of_one_gpu(
     """Sums of parts are rounded otherwise than one sum, so later tokens may differ where two are nearly as likely."""
     family, form, *kv = kind.split()
     config = json.loads((models[family] / "config.json").read_text()) | FORMS[form]
+    for key in {"intermediate_size", "moe_intermediate_size"} & SHAPES[family].keys():
+        config[key] = INNER_SIZES.get(form, config[key])
+    if form == "fp8":
+        config["head_dim"] = 128  # each of four ranks has a K/V head, which is a block
     model = make_tokenizer(tmp_path)
     (model / "config.json").write_text(json.dumps(config))
     more = ["model.load_format=dummy", "draft=lookup", "output.logprobs=1", *(["cache.dtype=fp8"] if kv else [])]

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from batchspec.distributed.collectives import Collectives
 from batchspec.distributed.peer import PeerCollectives
+from batchspec.kernels.gemm.fp8_tokens import Fp8Form
 from batchspec.kernels.norm_rope.norm import add_norm
+from batchspec.kernels.norm_rope.norm_fp8 import norm_fp8
 from tests.ranks import bits, start_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -49,6 +51,15 @@ def exchange_all(host: Collectives, folder: Path) -> None:
                 total = ranks.sum(x)
             assert torch.equal(total.cpu(), host.sum(x.cpu())), (apart, tokens)
             assert torch.equal(x, kept)
+        for tokens, form in ((37, Fp8Form(whole=False)), (200, Fp8Form(whole=True)), (1000, Fp8Form(whole=False))):
+            partial, residual, weight = noise(1, host.rank, tokens, WIDTH), noise(2, 50, tokens, WIDTH), noise(3, 50, WIDTH)
+            stream, aux, total = residual.clone(), torch.empty_like(residual), host.sum(partial.cpu()).cuda()
+            own = ranks.add_norm_fp8(partial, stream, weight, EPS, form, out_aux=aux).rows
+            expected = norm_fp8(total, residual, weight, EPS, form).rows
+            assert torch.equal(stream, residual)
+            assert torch.equal(aux, residual)
+            assert torch.equal(*(rows.values[:tokens].view(torch.uint8) for rows in (own, expected))), (tokens, form)
+            assert torch.equal(own.scales[:, :tokens], expected.scales[:, :tokens])
         few = noise(5, host.rank, 300, 2, dtype=torch.float32)
         assert torch.equal(ranks.sum(few).cpu(), host.sum(few.cpu()))
         assert bits(ranks.gather(few).cpu()) == bits(host.gather(few.cpu()))

@@ -55,6 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "draft",
         "engine",
         "report",
+        "tuning.table",
     },
     "cluster": {
         "cli",
@@ -89,6 +90,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "storage",
         "supervise",
         "train",
+        "tuning.table",
     },
     "supervise": {"dataset", "engine", "packing.work_plan", "prepare", "runstate", "storage"},
     "commands": {
@@ -126,10 +128,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "cache.layout",
         "cache.pages",
         "runstate.journal",
+        "tuning.exchange",
     },
     "adapt": {"train", "runstate.adapted_heads", "draft", "model", "engine", "packing.memory"},
     "train": {"dataset.reader", "draft", "model", "cache", "batch", "kernels"},
-    "engine": {"draft", "model", "cache", "batch", "distributed", "kernels"},
+    "engine": {"draft", "model", "cache", "batch", "distributed", "kernels", "tuning.table"},
     "draft": {"model", "cache", "batch", "tuning", "kernels"},
     "model": {"cache", "batch", "distributed", "tuning", "kernels"},
     "cache": {"batch", "tuning", "kernels"},

@@ -227,7 +227,8 @@ def test_messages_come_back_as_they_were() -> None:
         assert same(back.step, step)
     scales = torch.rand(2, 2, 3).tolist()
     others: list[Message] = [
-        Load("cpu"), Calibrate([[1, 2], [3]]), Scales(scales), Build(BATCH), Prepare(SamplingMode(random=True), True),
+        Load("cpu", {("linear", 8, 4): [(16, None)]}),
+        Calibrate([[1, 2], [3]]), Scales(scales), Build(BATCH), Prepare(SamplingMode(random=True), True),
         Begin(3 * RUN), End(),
     ]  # fmt: skip
     assert [decode(encode(message)) for message in others] == others

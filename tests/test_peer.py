@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from batchspec.distributed.collectives import Collectives
+from batchspec.distributed.group import check_reach
 from batchspec.distributed.peer import Lane, PeerCollectives
 from batchspec.errors import ConfigError, RankLost
 from batchspec.kernels.distributed.peer_memory import PeerMemory, buffer_bytes, peer_memory
+from batchspec.kernels.gemm.fp8_tokens import Fp8Form
 from batchspec.model.blocks.base import Shard
 from batchspec.packing.memory import reserve_bytes
 from batchspec.tuning import exchange
@@ -51,6 +53,21 @@ class MappedCollectives(PeerCollectives):
 
     def lanes(self) -> tuple[Lane, Lane]:
         return self._rounds, self._passes
+
+
+def test_gpus_that_do_not_reach_each_other_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: set[tuple[int, int]] = set()
+
+    def reaches(gpu: int, other: int) -> bool:
+        asked.add((gpu, other))
+        return (gpu, other) != (6, 5)
+
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", reaches)
+    check_reach(range(4, 5))
+    check_reach(range(4))
+    assert len(asked) == 12
+    with pytest.raises(ConfigError, match=r"^GPU 6 cannot read the memory of GPU 5, .* set cluster\.tensor_parallel=1$"):
+        check_reach(range(4, 8))
 
 
 def noise(seed: int, rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -86,6 +103,18 @@ def exchange_all(host: Collectives, folder: Path) -> None:
             assert bits(torch.stack(found[0][::2])) == bits(torch.stack(found[1][::2]))
             torch.testing.assert_close(found[0][1], found[1][1])
             assert len({str(bits(norm)) for norm in host.gather(found[0][1])}) == 1
+        for form, shape in ((Fp8Form(whole=False), (3, 300)), (Fp8Form(whole=True), (4, 400))) if seed == 0 else ():
+            partial, residual, weight = noise(seed, rank, *shape), noise(seed, 50, *shape), noise(seed, 60, shape[1])
+            streams, auxes = (torch.stack((residual, residual)) for _ in range(2))
+            dawdle(rank, seed)
+            own, other = (
+                by.add_norm_fp8(partial, stream, weight, EPS, form, out_aux=aux).rows
+                for by, stream, aux in zip((ranks, host), streams, auxes, strict=True)
+            )
+            count = shape[0]
+            assert bits(own.values[:count]) == bits(other.values[:count])
+            assert bits(own.scales[:, :count]) == bits(other.scales[:, :count])
+            assert bits(streams[0]) == bits(auxes[0]) == bits(streams[1]) == bits(auxes[1]) != bits(residual)
         scores, ids = noise(seed, rank, 20).round(), torch.arange(20, dtype=torch.int32) + 100 * (1 - rank)
         assert bits(ranks.best(scores, ids)) == bits(host.best(scores, ids))
         assert bits(ranks.gather(ids)) == bits(host.gather(ids))
@@ -93,7 +122,7 @@ def exchange_all(host: Collectives, folder: Path) -> None:
     ranks.check()
     peers = ranks.lanes()[0].peers
     assert peers is not None
-    assert int(peers.epochs[0]) == 3 * 8, "all went through the kernels"
+    assert int(peers.epochs[0]) == 3 * 8 + 2, "all went through the kernels"
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -183,4 +212,4 @@ def test_three_ranks_are_refused() -> None:
 
 def test_two_ranks_take_one_shot_and_more_take_two_for_large_sums() -> None:
     assert not exchange.takes_two_shots(2, 8 << 20)
-    assert [exchange.takes_two_shots(4, kilobytes << 10) for kilobytes in (64, 192, 193, 8192)] == [False, False, True, True]
+    assert [exchange.takes_two_shots(4, kilobytes << 10) for kilobytes in (64, 384, 385, 8192)] == [False, False, True, True]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from batchspec.errors import ConfigError
 from batchspec.kernels.moe.route import lists_reference
-from batchspec.model.blocks.base import GroupedSpec, Projection
+from batchspec.model.blocks.base import GroupedSpec, Projection, Shard, Share
 from batchspec.model.quant.formats import Formats
 from batchspec.model.quant.plain import PLAIN
+from batchspec.model.weights import taken
 
 PART = Projection("self_attn.q_proj", 12, 8, bias=True)
 
@@ -28,22 +31,34 @@ def test_ranks_hold_equal_parts_that_make_the_whole() -> None:
     tensors = {"self_attn.q_proj.weight": weight, "self_attn.q_proj.bias": bias}
     columns, rows = [], []
     for rank in range(4):
-        own = {name: tensors[name][cut] for name, cut in PLAIN.shard(PART, "columns", rank, 4).items()}
+        share = Share("columns", (slice(3 * rank, 3 * rank + 3),))
+        own = {name: taken(tensors[name], cut) for name, cut in PLAIN.shard(PART, share).items()}
         columns.append(x @ own["self_attn.q_proj.weight"].T + own["self_attn.q_proj.bias"])
-        own = {name: tensors[name][cut] for name, cut in PLAIN.shard(PART, "rows", rank, 4).items()}
+        share = Share("rows", (slice(2 * rank, 2 * rank + 2),), adds_bias=rank == 0)
+        own = {name: taken(tensors[name], cut) for name, cut in PLAIN.shard(PART, share).items()}
         rows.append(x[:, 2 * rank : 2 * rank + 2] @ own["self_attn.q_proj.weight"].T + own.get("self_attn.q_proj.bias", 0))
     whole = x @ weight.T + bias
     torch.testing.assert_close(torch.cat(columns, 1), whole)
     torch.testing.assert_close(sum(rows[1:], rows[0]), whole)
 
 
-def test_a_size_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"self_attn\.q_proj: 12 cannot be cut into 5 equal parts; lower cluster\.tensor_parallel"
-    ):
-        PLAIN.shard(PART, "columns", 0, 5)
-    with pytest.raises(ConfigError, match=r"8 cannot be cut into 3 equal parts"):
-        PLAIN.shard(PART, "rows", 0, 3)
+@given(st.integers(1, 400), st.sampled_from([2, 3, 4, 8]), st.sampled_from([1, 4, 32, 128]))
+def test_parts_are_whole_units_that_make_the_whole_and_the_first_are_the_largest(size: int, ranks: int, unit: int) -> None:
+    """Or the size is refused, on every rank."""
+    try:
+        parts = [Shard(rank, ranks).of("size", size, unit) for rank in range(ranks)]
+    except ConfigError:
+        for rank in range(ranks):
+            with pytest.raises(ConfigError, match=rf"^size {size} cannot be cut into {ranks} (equal )?parts"):
+                Shard(rank, ranks).of("size", size, unit)
+        assert -(-size // unit) < ranks or (unit == 1 and size % ranks)
+        return
+    assert [i for part in parts for i in range(size)[part]] == list(range(size))
+    assert all(part.start % unit == 0 for part in parts)
+    lengths = [part.stop - part.start for part in parts]
+    assert lengths == sorted(lengths, reverse=True)
+    units = [-(-length // unit) for length in lengths]
+    assert 0 < units[-1] >= units[0] - 1
 
 
 def test_modules_that_are_stored_plain_are_found_by_whole_names() -> None:
@@ -69,9 +84,9 @@ def test_the_experts_of_a_file_that_names_each_lie_in_one_allocation_and_are_cut
     rows = x.repeat_interleave(2, 0).unsqueeze(2)
     expected = torch.nn.functional.silu(gate[ids.flatten()] @ rows) * (up[ids.flatten()] @ rows)
     torch.testing.assert_close(found, expected.squeeze(2)[routing.pairs.long()])
-    cuts = PLAIN.shard_grouped(spec, "columns", 1, 2)
+    cuts = PLAIN.shard_grouped(spec, Share("columns", (slice(2, 4),)))
     assert cuts.keys() == stored.keys()
-    assert cuts["experts.2.w3.weight"] == (slice(2, 4), slice(0, 6))
+    assert cuts["experts.2.w3.weight"] == ((slice(2, 4), slice(0, 6)),)
 
 
 class Stored:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,13 +22,16 @@ from batchspec.config.typed import to_json
 from batchspec.errors import CapacityError, ConfigError
 from batchspec.model.blocks.base import Shard
 from batchspec.packing.cost import H200, num_multiplied, read_bytes, round_seconds
-from batchspec.packing.exchange import exchange_seconds
+from batchspec.packing.exchange import exchange_seconds, sum_seconds
 from batchspec.packing.planner import Demand, Forecast, choose_batch, forecast
 from batchspec.packing.replicas import Way, best, ways
+from batchspec.prepare import open_model
 from batchspec.records import PackedBatch
+from batchspec.tuning import exchange as tuning
 from tests.stand_ins import LLAMA_8B, small_spec
+from tests.test_plan import MODEL, planned, write
 from tests.test_plan import job as job  # a fixture
-from tests.test_plan import planned, write
+from tests.test_shard import FP8_BLOCK
 
 BF16, GPU = torch.bfloat16, torch.device("cuda")
 LLAMA_70B = small_spec(
@@ -83,14 +87,39 @@ def test_ranks_read_and_multiply_their_part_and_exchange() -> None:
     assert exchange_seconds(LLAMA_70B, BF16, 64) == 0
     exchange = exchange_seconds(half, BF16, 64)
     assert half_s == pytest.approx((whole_s - H200.overhead_s) / 2 + H200.overhead_s + exchange, rel=0.03)
-    # 160 sums of 64 x 8192 bf16: 6 us and 1 MB at 120 GB/s each
-    assert exchange == pytest.approx(160 * (6e-6 + 64 * 8192 * 2 / 120e9), rel=0.01)
+    assert exchange == pytest.approx(160 * 8.2e-6, rel=0.05)  # 160 sums of 64 x 8192 bf16, 1 MB
     assert 21.6e-3 < half_s < 30e-3  # the limit of 64 rows x 1024 + 512 on two H200, and what measured products add to it
+
+
+def measured(name: str) -> dict[tuple[int, int], float]:
+    """(ranks, bytes of one) -> microseconds of a sum with a norm: a column of the table in `tuning/exchange.py`."""
+    column = {"library": 3, "one-shot": 4, "two-shot": 5}[name]
+    lines = [line.split() for line in str(tuning.__doc__).splitlines()]
+    rows = [[float(cell) for cell in cells] for cells in lines if len(cells) == 13 and cells[0].isdigit()]
+    assert len(rows) == 8
+    return {(ranks, int(row[0]) << 10): row[1 + 6 * half + column] for row in rows for half, ranks in enumerate((2, 4))}
+
+
+def test_the_cost_of_a_sum_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the way that is taken, and of the others if they were."""
+    ways_taken = {"one-shot": (1 << 62, 1 << 62), "two-shot": (0, 1 << 62), "library": (0, 0)}
+    times = {name: measured(name) for name in ways_taken}
+    for (ranks, num_bytes), one_us in times["one-shot"].items():
+        two_us = times["two-shot"][ranks, num_bytes]
+        taken_us = two_us if tuning.takes_two_shots(ranks, num_bytes) else one_us
+        assert taken_us == min(one_us, two_us)
+        assert sum_seconds(ranks, num_bytes) == pytest.approx(taken_us * 1e-6, rel=0.12)
+    for name, (one_shot, library) in ways_taken.items():
+        monkeypatch.setattr(tuning, "ONE_SHOT_BYTES", dict.fromkeys((2, 4), one_shot))
+        monkeypatch.setattr("batchspec.packing.exchange.LIBRARY_BYTES", dict.fromkeys((2, 4), library))
+        for (ranks, num_bytes), us in times[name].items():
+            if name != "library" or num_bytes >= 1 << 20:
+                assert sum_seconds(ranks, num_bytes) == pytest.approx(us * 1e-6, rel=0.3 if name == "library" else 0.12)
 
 
 def test_many_tokens_are_exchanged_by_the_library() -> None:
     half = LLAMA_70B.sharded(Shard(0, 2))
-    assert exchange_seconds(half, BF16, 16384) < 160 * 16384 * 8192 * 2 / 200e9
+    assert exchange_seconds(half, BF16, 16384) == pytest.approx(160 * (15e-6 + 16384 * 8192 * 2 / 230e9), rel=0.01)
 
 
 def test_plan_compares_the_ways_and_takes_the_fastest(job: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +143,79 @@ def test_a_model_that_cannot_be_cut_keeps_the_other_ways(job: RunConfig) -> None
     found = plan_command.ways_of(made.job, made.survey, H200, 8)
     assert found[-1].reason == "num_attention_heads 4 cannot be cut into 8 equal parts; lower cluster.tensor_parallel"
     assert best(found).ranks < 8
+
+
+EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "possible"),
+    [
+        ({}, [1, 2, 4]),
+        ({"intermediate_size": 30}, [1, 2]),
+        (EIGHT_HEADS, [1, 2, 4, 8]),
+        ({"model_type": "phi3"}, [1, 2, 4]),
+        ({"intermediate_size": 384, "head_dim": 128, "quantization_config": FP8_BLOCK}, [1, 2]),
+        ({"intermediate_size": 384, "head_dim": 64, "quantization_config": FP8_BLOCK}, [1]),
+    ],
+)  # fmt: skip
+def test_plan_and_auto_take_what_every_rank_of_a_run_takes(changes: dict[str, Any], possible: list[int], job: RunConfig) -> None:
+    found, _ = ways_on_eight(job, changes)
+    assert [way.ranks for way in found if way.seconds is not None] == possible
+    for way in found:
+        for rank in range(way.ranks):
+            group: Any = None if way.ranks == 1 else SimpleNamespace(rank=rank, ranks=way.ranks)
+            if way.seconds is not None:
+                assert open_model(job, group=group).spec.shard == Shard(rank, way.ranks)
+                continue
+            with pytest.raises(ConfigError) as refused:
+                open_model(job, group=group)
+            assert str(refused.value) == way.reason
+            job.cluster.tensor_parallel = way.ranks
+            with pytest.raises(ConfigError) as planned_so:
+                planned(job)
+            assert str(planned_so.value) == way.reason
+
+
+def ways_on_eight(job: RunConfig, changes: dict[str, Any]) -> tuple[list[Way], plan_command.Plan]:
+    """Ways to divide eight GPUs for a tiny model of noise."""
+    assert job.model.path is not None
+    write(job, prompt=["x" * 10])
+    (Path(job.model.path) / "config.json").write_text(json.dumps({**MODEL, **changes}))
+    job.model.load_format = "dummy"
+    made = planned(job)
+    return plan_command.ways_of(made.job, made.survey, H200, 8), made
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"), [("auto", [(1, 8), (2, 4), (4, 2), (8, 1)]), (2, [(1, 2), (2, 2), (4, 2)]), (9, [])]
+)
+def test_as_many_copies_are_compared_as_the_job_asks_for(
+    asked: str | int, expected: list[tuple[int, int]], job: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`cluster.workers`: more of them than the GPUs suffice for is refused by the run."""
+    job.cluster.workers = asked
+    found, _ = ways_on_eight(job, EIGHT_HEADS)
+    assert [(way.ranks, way.replicas) for way in found] == expected
+    monkeypatch.setattr(devices, "visible_gpus", lambda: list("01234567"))
+    for ranks in (1, 2, 4, 8):
+        config = replace(job, device="cuda", cluster=replace(job.cluster, tensor_parallel=ranks))
+        if ranks in dict(expected):
+            assert len(devices.devices_of(config)) == ranks * dict(expected)[ranks]
+        else:
+            with pytest.raises(ConfigError, match=rf"cluster\.workers={asked}: this machine shows 8 GPUs"):
+                devices.devices_of(config)
+
+
+def test_auto_leaves_out_what_settings_do_not_allow(job: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchspec.prepare.learning_bytes", lambda *_: 0)
+    _, made = ways_on_eight(job, EIGHT_HEADS)
+    learning = replace(job, draft=replace(job.draft, adapt=replace(job.draft.adapt, every_shards=4)))
+    learning.cluster.tensor_parallel = "auto"
+    found = plan_command.ways_of(replace(made.job, config=learning), made.survey, H200, 8)
+    assert best(found).ranks == 1
+    assert [way.seconds is None for way in found] == [False, True, True, True]
+    assert found[1].reason.startswith("draft.adapt.every_shards=4 with cluster.tensor_parallel=2 is not built")
 
 
 def test_auto_asks_plan_in_a_process_of_its_own(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,17 +20,21 @@ from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import KVCache
 from batchspec.distributed.collectives import Collectives
+from batchspec.errors import ConfigError
 from batchspec.kernels.sampling.argmax import NO_TOKEN, argmax
+from batchspec.model.blocks.base import Shard
 from batchspec.model.decoder import ResidualStream
 from batchspec.model.fused import rms_norm
 from batchspec.model.quant.plain import Linear
+from batchspec.model.shard import part_of as part_of_shape
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.model.vocabulary import greedy_of_ranks
-from batchspec.model.weights import DummyWeights
+from batchspec.model.weights import DummyWeights, taken
 from tests.engines import DEVICE, tiny_spec
 from tests.moe_models import Noise
 from tests.ranks import Table, ThreadCollectives, bits, on_ranks, part_of, start_ranks, whole_of
+from tests.test_fp8 import TOKEN, compressed
 from tests.test_shard import FP8_BLOCK, SPECS, WIDE_QWEN, spec_of
 
 IDS = [[3, 9, 1, 22, 7, 7, 30], [5], [8, 2, 19, 4]]
@@ -45,7 +49,7 @@ class Loud(Noise):
         if name.endswith("norm.weight"):
             own = torch.linspace(0.5, 1.5, self._tensors[name].shape[0], dtype=found.dtype)
             cut = () if self._slices is None else self._slices[name]
-            return own[cut].clone() if cut else own
+            return taken(own, cut).clone() if cut else own
         return found.mul_(8) if name.endswith("proj.weight") and found.dtype is self.dtype else found
 
 
@@ -106,7 +110,7 @@ def test_ranks_compute_what_one_process_does(name: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("quantises", [False, True])
-@pytest.mark.parametrize("name", ["minimax_m2 fp8", "qwen3_moe fp8"])
+@pytest.mark.parametrize("name", [name for name in SPECS if "fp8" in name])
 def test_fp8_blocks_are_the_same_on_ranks(name: str, quantises: bool) -> None:
     """Blocks of 128 inputs share a scale, of weights and of activations, and no block is divided."""
     spec = SPECS[name]
@@ -136,6 +140,59 @@ def test_any_shape_that_can_be_cut(data: st.DataObject) -> None:
     spec = tiny_spec(**shape)
     rows = data.draw(st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=9), min_size=1, max_size=4))
     assert_like_one(spec, count, rows)
+
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "fp8 blocks": {"quantization_config": FP8_BLOCK},
+    "fp8 rows": {"quantization_config": compressed("channel", TOKEN)},
+    "mxfp4": {"quantization_config": {"quant_method": "mxfp4"}},
+}
+
+
+DENSE, EXPERTS = ("llama", "qwen3", "phi3", "glm4", "gemma3_text", "olmo2"), ("mixtral", "qwen3_moe", "minimax_m2")
+CUT = [
+    *((family, form) for family in (*DENSE, *EXPERTS) for form in ("plain", "fp8 blocks", "fp8 rows")),
+    *(("gpt_oss", form) for form in ("plain", "mxfp4") for _ in range(4)),
+]
+INNER_SIZES = {
+    "fp8 blocks": st.sampled_from([128, 512, 640, 1024, 1100]), "mxfp4": st.sampled_from([32, 96, 128, 224, 288]),
+}  # fmt: skip
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_what_plan_lets_through_every_rank_loads_and_computes(data: st.DataObject) -> None:
+    """Families x formats x ranks x sizes: `part_of` refuses a cut on all ranks, with one line, or the ranks do what one does."""
+    family, form = data.draw(st.sampled_from(CUT))
+    ranks = data.draw(st.sampled_from([2, 4, 8]))
+    head_dim = data.draw(st.sampled_from([4, 64, 128] if form == "fp8 blocks" else [4, 12]))
+    inner_size = data.draw(INNER_SIZES.get(form, st.integers(1, 40) | st.integers(1, 6).map(lambda count: 8 * count)))
+    shape: dict[str, Any] = {
+        "num_attention_heads": 4 * data.draw(st.sampled_from([1, 2, 3])), "head_dim": head_dim, "num_hidden_layers": 1,
+        "num_key_value_heads": data.draw(st.sampled_from([1, 2, 4])), "intermediate_size": inner_size,
+        "moe_intermediate_size": inner_size if family == "qwen3_moe" else None,
+        "partial_rotary_factor": 0.5 if family in ("phi3", "glm4") else None,
+    }  # fmt: skip
+    if family == "phi3":
+        shape["hidden_size"] = head_dim * shape["num_attention_heads"]
+    spec = spec_of(family, **{name: value for name, value in shape.items() if value is not None}, **FORMATS[form])
+    found: list[ModelSpec | str] = []
+    for rank in range(ranks):
+        try:
+            found.append(part_of_shape(spec, Shard(rank, ranks)))
+        except ConfigError as error:
+            found.append(str(error))
+    refused = [one for one in found if isinstance(one, str)]
+    event(f"{form}, {'refused' if refused else 'cut'}")
+    if refused:
+        assert len(refused) == ranks
+        assert all("\n" not in one and "cluster.tensor_parallel" in one for one in refused)
+        return
+    parts = [one for one in found if isinstance(one, ModelSpec)]
+    assert sum(part.layers[0].mlp.inner_size for part in parts) == spec.layers[0].mlp.inner_size
+    assert parts[0].layers[0].mlp.inner_size == max(part.layers[0].mlp.inner_size for part in parts)
+    assert_like_one(spec, ranks, [[3, 9, 1], [5]])
 
 
 def test_a_layer_exchanges_twice_and_a_norm_over_all_heads_once_more() -> None:
@@ -185,6 +242,7 @@ def test_products_leave_their_outputs_to_be_exchanged() -> None:
 def test_whatever_reads_the_stream_reads_the_sum_of_all_ranks(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A norm, a norm that quantises, or a product without one; after each way to leave outputs that are parts of a sum."""
     monkeypatch.setattr("batchspec.model.decoder.norm_quantised", lambda values, residual, *_: residual + values)
+    monkeypatch.setattr("batchspec.distributed.collectives.norm_fp8", lambda values, residual, *_, **__: residual + values)
 
     class Quantising(Linear):
         fp8_form: Any = "any"

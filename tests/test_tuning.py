@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from batchspec.commands.workloads import shape_spec
 from batchspec.draft.head import products as head_products
 from batchspec.draft.weights import dummy_spec
+from batchspec.engine.messages import Load, decode, encode
 from batchspec.errors import ConfigError
 from batchspec.kernels.gemm import autotune as trial
 from batchspec.kernels.gemm.tiles import Tile
@@ -47,6 +48,28 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
 def entry(op: str, rows: int, k: int, tokens: int, tile: Tile | None) -> dict[str, Any]:
     tile_json = None if tile is None else tile._asdict()
     return {"op": op, "rows": rows, "k": k, "tokens": tokens, "us": 1.0, "library_us": 2.0, "tile": tile_json}
+
+
+def test_a_rank_makes_the_choices_of_its_leader_whatever_its_own_files_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the message that the leader sends, as it is encoded: no product and no choice is lost."""
+    monkeypatch.setattr(tuning, "_adopted", {})
+    save([entry("linear", 960, 576, 64, TILE), entry("linear", 960, 576, 128, None), entry("swiglu", 8, 16, 32, OTHER)], GPU)
+    counts = {("linear", 960, 576): (1, 64, 65, 128, 129), ("swiglu", 8, 16): (32, 33), ("lm_head", 4, 4): (1,)}
+
+    def choices() -> dict[tuple[str, int, int, int], Tile | None]:
+        return {(op, rows, k, n): gemm_tile(op, n, rows, k, CUDA) for (op, rows, k), own in counts.items() for n in own}
+
+    of_leader = choices()
+    assert set(of_leader.values()) == {TILE, OTHER, None}
+    message = decode(encode(Load("a GPU", tuning.table_in_use(CUDA))))
+    save([entry("linear", 960, 576, 64, OTHER), entry("swiglu", 8, 16, 32, None), entry("lm_head", 4, 4, 9, TILE)], GPU)
+    assert all(
+        choices()[key] != of_leader[key] for key in (("linear", 960, 576, 64), ("swiglu", 8, 16, 32), ("lm_head", 4, 4, 1))
+    )
+    assert isinstance(message, Load)
+    tuning.adopt(message.tuned, CUDA)
+    assert choices() == of_leader
+    assert (tuning.table_in_use(CUDA), tuning.table_in_use(CPU)) == (message.tuned, {})
 
 
 def test_nothing_known_is_the_library() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from batchspec.engine.sampling import choose, cutoffs
 from batchspec.engine.vocabulary import choose_of_ranks, cutoffs_of_ranks, logprobs_of_ranks
 from batchspec.kernels.sampling import cutoff
 from batchspec.model.target import Target
+from batchspec.model.vocabulary import greedy_of_ranks
 from batchspec.records import Completion, Request, SamplingParams
 from tests.engines import DEVICE, VOCAB, decode, packed, request, tiny_spec
 from tests.ranks import Table, on_ranks, part_of, whole_of
@@ -84,7 +86,8 @@ def test_ranks_choose_what_one_process_does(problem: dict[str, Any], count: int,
 
         def chosen(ranks: Collectives) -> Tensor:
             own = columns(ranks.rank, count)
-            return choose_of_ranks(logits[:, own].clone(), at, rows, mode, own, WIDTH, ranks)
+            greedy = partial(greedy_of_ranks, first=own.start, ranks=ranks, flag_nonfinite=True)
+            return choose_of_ranks(logits[:, own].clone(), at, rows, mode, own, WIDTH, ranks, greedy=greedy)
 
         found = on_ranks(count, chosen)
     assert all(own.tolist() == expected.tolist() for own in found)
@@ -201,7 +204,7 @@ def test_an_engine_of_ranks_emits_the_same_tokens(name: str, kind: str) -> None:
             assert done.stats.histogram == one.stats.histogram
 
 
-@pytest.mark.parametrize("family", ["minimax_m2", "gpt_oss", "qwen3_moe", "olmo2", "gemma3_text", "gpt_oss mxfp4"])
+@pytest.mark.parametrize("family", ["minimax_m2", "gpt_oss", "qwen3_moe", "olmo2", "gemma3_text", "phi3", "gpt_oss mxfp4 uneven"])
 def test_other_families_decode_on_four_ranks(family: str) -> None:
     spec = SPECS[family]
     expected = completions(whole_of(spec, Loud), "eagle3", "drawn")

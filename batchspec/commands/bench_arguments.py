@@ -122,8 +122,6 @@ def _check_ranks(args: argparse.Namespace) -> None:
         raise ConfigError(f"{asked} with --against-transformers: transformers runs in one process; leave one out")
     if args.make_job:
         raise ConfigError(f"{asked} with --make-job: nothing is measured; give cluster.tensor_parallel to the job")
-    if any(not options.get("argmax", True) for options in args.opt):
-        raise ConfigError(f"{asked} with --opt argmax=false is not built: that choice needs all logits; leave one out")
     gpus = torch.cuda.device_count() if device_of(args).type == "cuda" else args.tensor_parallel
     if gpus < args.tensor_parallel:
         raise ConfigError(f"{asked}: this machine shows {gpus} GPUs, and each process needs one of its own; lower it")

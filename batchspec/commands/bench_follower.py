@@ -26,7 +26,7 @@ from batchspec.distributed.seat import Seat
 from batchspec.engine.lockstep import follow
 from batchspec.engine.messages import Load, decode
 from batchspec.errors import BatchspecError, RankLost
-from batchspec.runner.follower import check_device
+from batchspec.runner.follower import compute_as_leader
 from batchspec.supervise.leave import leave
 
 
@@ -53,7 +53,7 @@ def follow_bench(args: argparse.Namespace, group: Group) -> None:
     """Load this rank's part once the leader has checked everything, and take part in what it measures. Raises RankLost."""
     device, message = device_of(args), decode(group.channel.receive())
     assert isinstance(message, Load), message
-    check_device(message, device, group.rank)
+    compute_as_leader(message, device, group.rank)
     bench = Bench(args, make_workload(args, device, group), device, group)
     if args.rounds is not None:
         bench_rounds.time_rounds(bench)

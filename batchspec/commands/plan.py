@@ -9,11 +9,12 @@ import numpy as np
 
 from batchspec import terminal
 from batchspec.cluster.devices import visible_gpus
-from batchspec.config.checks import AUTO, TENSOR_PARALLEL
+from batchspec.config.checks import AUTO, TENSOR_PARALLEL, check_ranks
 from batchspec.config.compose import launch
 from batchspec.config.schema import RunConfig
+from batchspec.distributed.group import check_reach
 from batchspec.model.blocks.base import Shard
-from batchspec.model.shard import slices_of
+from batchspec.model.shard import part_of
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.cost import Rates, device_rates, num_multiplied
 from batchspec.packing.kv_memory import kv_bytes
@@ -146,13 +147,16 @@ class Plan:
 
 
 def ways_of(job: Job, seen: Survey, rates: Rates, num_gpus: int) -> list[Way]:
-    """The ways to divide so many GPUs of this kind for the job, each predicted."""
+    """The ways to divide so many GPUs of this kind for the job, each predicted, or with the reason why a run would refuse it."""
     whole = job.spec.whole or job.spec
     demand = seen.demand(job.source.num_rows, job.admission.max_len)
 
     def predict(ranks: int, replicas: int) -> tuple[PackedBatch, Forecast]:
-        part = replace(job, spec=whole.sharded(Shard(0, ranks)))
-        slices_of(part.spec)
+        check_ranks(job.config, ranks)
+        if job.device.type == "cuda":
+            for copy in range(replicas):
+                check_reach(range(ranks * copy, ranks * (copy + 1)))
+        part = replace(job, spec=part_of(whole, Shard(0, ranks)))
         share = replace(demand, num_completions=-(-demand.num_completions // replicas))
         check_memory(part)
         batch = plan_batch(part, share, rates)
@@ -161,7 +165,8 @@ def ways_of(job: Job, seen: Survey, rates: Rates, num_gpus: int) -> list[Way]:
             correlation=job.config.packing.expert_correlation,
         )  # fmt: skip
 
-    return ways(TENSOR_PARALLEL, num_gpus, predict)
+    workers = job.config.cluster.workers
+    return ways(TENSOR_PARALLEL, num_gpus, predict, copies=None if workers == AUTO else workers)
 
 
 def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = False) -> Plan:
@@ -180,7 +185,7 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
     ranks = best(found).ranks if found and config.cluster.tensor_parallel == AUTO else config.cluster.tensor_parallel
     if demand.num_completions:
         if ranks not in (1, AUTO):
-            job = replace(job, spec=job.spec.sharded(Shard(0, ranks)))
+            job = replace(job, spec=part_of(job.spec, Shard(0, ranks)))
         check_memory(job)
         batch = plan_batch(job, demand, rates)
         ahead = forecast(

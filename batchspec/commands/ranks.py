@@ -22,8 +22,8 @@ def main(text: str, num_gpus: int) -> int:
 
     def choose() -> None:
         job = open_job(from_json(text), fetch=False)
-        found = ways_of(job, survey_first(job), device_rates(job.device, job.dtype), num_gpus)
-        show_line(best(found).ranks)
+        found = ways_of(job, survey_first(job), device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises), num_gpus)
+        show_line(best(found).ranks if found else 1)  # with too few GPUs for its workers the run says so itself
 
     return reported(choose)
 

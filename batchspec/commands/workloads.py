@@ -18,13 +18,12 @@ from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.config.typed import from_dict
 from batchspec.distributed.group import Group
 from batchspec.engine.lockstep import Lead
-from batchspec.engine.messages import Load
 from batchspec.errors import ConfigError
 from batchspec.model.kv_calibration import check_e4m3, give_scales
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype
 from batchspec.model.tokenizer import Tokenizer
-from batchspec.prepare import device_facts, open_job, part_of_group
+from batchspec.prepare import load_message, open_job, part_of_group
 from batchspec.records import Ids, Request, SamplingParams
 
 MEDIAN_LOG, SIGMA = 6.685, 0.7
@@ -153,7 +152,7 @@ def _load(
 ) -> Target:
     """As `Target.load`; the leader of a group tells the others that all checks have passed."""
     if group is not None and group.rank == 0:
-        Lead(group.channel).send(Load(device_facts(device)))
+        Lead(group.channel).send(load_message(device))
     ranks = None if group is None else group.collectives
     return Target.load(folder, spec, dtype=dtype, device=device, dummy=dummy, ranks=ranks)
 

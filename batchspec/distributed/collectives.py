@@ -17,7 +17,9 @@ from torch import Tensor
 from batchspec.errors import RankLost
 from batchspec.kernels.distributed.exchange import best_of_ranks_reference
 from batchspec.kernels.distributed.reduce_norm import reduce_reference
+from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens
 from batchspec.kernels.norm_rope.norm import add_norm
+from batchspec.kernels.norm_rope.norm_fp8 import norm_fp8
 
 
 class Collectives(ABC):
@@ -46,6 +48,15 @@ class Collectives(ABC):
         As `batchspec.kernels.norm_rope.norm.add_norm` of `sum`, with the same bits.
         """
         add_norm(self.sum(partial), residual, weight, eps, out=out, out_aux=out_aux)
+
+    def add_norm_fp8(
+        self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float, form: Fp8Form, *, out_aux: Tensor | None
+    ) -> Fp8Tokens:
+        """`add_norm`, its result quantised as a product wants it.
+
+        As `batchspec.kernels.norm_rope.norm_fp8.norm_fp8` of `sum`, with the same bits.
+        """
+        return norm_fp8(self.sum(partial), residual, weight, eps, form, out_aux=out_aux, interpret=not partial.is_cuda)
 
     def best(self, scores: Tensor, ids: Tensor, *, flag_nonfinite: bool = False) -> Tensor:
         """int32 [T]: the id of the largest score of all ranks, the lowest id of equals.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import permutations
 
 import torch
 
@@ -13,6 +14,7 @@ from batchspec.distributed.channel import Channel
 from batchspec.distributed.collectives import Collectives, GlooCollectives
 from batchspec.distributed.peer import PeerCollectives
 from batchspec.distributed.seat import Seat
+from batchspec.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,18 +31,29 @@ class Group:
         return int(self.collectives.gather(torch.tensor([number])).min())
 
 
+def check_reach(gpus: Iterable[int]) -> None:
+    """Raises ConfigError unless these GPUs, by index, can read each other's memory, as exchanges between them do."""
+    for gpu, other in permutations(gpus, 2):
+        if not torch.cuda.can_device_access_peer(gpu, other):
+            raise ConfigError(
+                f"GPU {gpu} cannot read the memory of GPU {other}, and a model is cut over GPUs that can; choose others by "
+                "CUDA_VISIBLE_DEVICES or set cluster.tensor_parallel=1"
+            )
+
+
 @contextmanager
 def joined(seat: Seat, *, limit_s: float, gpu: bool) -> Iterator[Group]:
     """The group of this process. Waits until all ranks are there.
 
     limit_s  seconds that an exchange over gloo may take
     gpu      the model is on GPUs; this rank's becomes the current one
-    Raises RankLost, and ConfigError for a number of ranks that GPUs do not exchange between.
+    Raises RankLost, and ConfigError for a number of ranks that GPUs do not exchange between, or GPUs that cannot.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     channel = Channel(seat.handle, seat.rank, seat.ranks)
     collectives: Collectives = GlooCollectives(seat.rank, seat.ranks, seat.meeting, limit_s=limit_s)
     if gpu:
+        check_reach(range(min(seat.ranks, torch.cuda.device_count())))
         torch.cuda.set_device(seat.rank % torch.cuda.device_count())  # in tests ranks may share one
         collectives = PeerCollectives(collectives, torch.device("cuda", torch.cuda.current_device()))
     yield Group(channel, collectives, seat.rank, seat.ranks)

@@ -19,7 +19,8 @@ from batchspec.distributed.collectives import Collectives
 from batchspec.errors import ConfigError, RankLost
 from batchspec.kernels.distributed import exchange
 from batchspec.kernels.distributed.peer_memory import PeerMemory, connect
-from batchspec.kernels.distributed.reduce_norm import reduce, reduce_norm, reduce_reference
+from batchspec.kernels.distributed.reduce_norm import reduce, reduce_norm, reduce_norm_fp8, reduce_reference
+from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens
 from batchspec.kernels.norm_rope.norm import add_norm
 from batchspec.tuning.exchange import LIBRARY_BYTES, takes_two_shots
 
@@ -137,6 +138,17 @@ class PeerCollectives(Collectives):
                 partial, residual, weight, eps, peers, out=out, out_aux=out_aux, two_shot=self._two_shot(partial),
                 interpret=self._interpret,
             )  # fmt: skip
+
+    def add_norm_fp8(
+        self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float, form: Fp8Form, *, out_aux: Tensor | None
+    ) -> Fp8Tokens:
+        peers = self._peers(partial)
+        if peers is None:
+            return super().add_norm_fp8(partial, residual, weight, eps, form, out_aux=out_aux)
+        return reduce_norm_fp8(
+            partial, residual, weight, eps, form, peers, out_aux=out_aux, two_shot=self._two_shot(partial),
+            interpret=self._interpret,
+        )  # fmt: skip
 
     def best(self, scores: Tensor, ids: Tensor, *, flag_nonfinite: bool = False) -> Tensor:
         peers = self._peers(scores, max(4, scores.element_size()))

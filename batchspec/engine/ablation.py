@@ -12,18 +12,20 @@ from torch import Tensor
 
 from batchspec.engine.round import Round, RoundOptions
 from batchspec.kernels.sampling.argmax import NO_TOKEN
+from batchspec.model.vocabulary import gather_logits
 
 R = TypeVar("R", bound=Round)
 
 
 class SoftmaxChoice(Round):
-    """ablation.argmax=false: greedy choices by softmax and top-k instead of an argmax."""
+    """ablation.argmax=false: greedy choices by softmax and top-k instead of an argmax; ranks gather all logits for it."""
 
     def greedy_of_hidden(self, hidden: Tensor) -> Tensor:
-        return greedy_by_softmax(self.target.logits(hidden))
+        return greedy_by_softmax(self.target.all_logits(hidden))
 
     def greedy_of_logits(self, logits: Tensor) -> Tensor:
-        return greedy_by_softmax(logits)
+        ranks = self.target.ranks
+        return greedy_by_softmax(logits if ranks is None else gather_logits(logits, self.target.spec, ranks))
 
 
 class RaggedLayout(Round):

@@ -15,6 +15,7 @@ import numpy as np
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.step import Prefill, ScheduledStep
 from batchspec.records import PackedBatch, Request
+from batchspec.tuning.table import Table
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
@@ -22,6 +23,8 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
     device: str
     """Of the leader, with its software: that of every rank must be the same, because what each computes as a whole must be."""
+    tuned: Table
+    """How the leader computes matrix products (`batchspec.tuning.table`): all ranks do so, whatever has changed in files."""
 
 
 class Calibrate(msgspec.Struct, frozen=True, tag=True):

@@ -26,6 +26,7 @@ from batchspec.distributed.collectives import Collectives
 from batchspec.engine.cutoff_of_ranks import searched_cutoffs
 from batchspec.engine.logprobs import Logprobs
 from batchspec.engine.round import Round
+from batchspec.engine.sampling import Greedy
 from batchspec.kernels.sampling.argmax import NO_TOKEN
 from batchspec.kernels.sampling.cutoff import QUICK_TOP, cutoff_of_largest
 from batchspec.kernels.sampling.sample import sample_part
@@ -49,7 +50,7 @@ class SharedVocabulary(Round):
         return torch.where((sums == sums[0]).all(0) | (ids < 0), ids, DIVERGED), raw
 
     def choose(self, logits: Tensor, places: LogitRows, rows: DeviceBatch, mode: SamplingMode) -> Tensor:
-        return choose_of_ranks(logits, places, rows, mode, *self._part)
+        return choose_of_ranks(logits, places, rows, mode, *self._part, greedy=self.greedy_of_logits)
 
     def greedy_of_logits(self, logits: Tensor) -> Tensor:
         tokens, _, ranks = self._part
@@ -79,13 +80,14 @@ def checksums(hidden: Tensor) -> Tensor:
 
 
 def choose_of_ranks(
-    logits: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode, tokens: slice, vocab: int, ranks: Collectives
-) -> Tensor:
-    """As `sampling.choose`, for logits [T, v] of `tokens`, which are changed. int32 [T]."""
+    logits: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode, tokens: slice, vocab: int, ranks: Collectives, *,
+    greedy: Greedy,
+) -> Tensor:  # fmt: skip
+    """As `sampling.choose`, for logits [T, v] of `tokens`, which are changed. int32 [T]. greedy: of such logits."""
     at = LogitRows(at.row_ids, at.positions, at.drafts, at.num_drafted, at.draft_rows, tokens)
     adjust_logits(logits, at, rows, mode)
     if not mode.random:
-        return greedy_of_ranks(logits, tokens.start, ranks, flag_nonfinite=True)
+        return greedy(logits)
     low = torch.full_like(logits[:, 0], -torch.inf)
     if mode.filters:
         low = cutoffs_of_ranks(logits, at.row_ids, rows, vocab, ranks)

@@ -83,8 +83,11 @@ class ResidualStream:
         if form is not None and norm is not None and not isinstance(self._pending, Pairs):
             pending, self._pending = self._pending, None
             if isinstance(pending, Partial):
-                pending = self.reduced(pending.values)
-            out = product.of_fp8(norm_quantised(pending, self.residual, norm, eps, form, out_aux))
+                assert self._ranks is not None
+                rows = self._ranks.add_norm_fp8(pending.values, self.residual, norm, eps, form, out_aux=out_aux)
+            else:
+                rows = norm_quantised(pending, self.residual, norm, eps, form, out_aux)
+            out = product.of_fp8(rows)
             return silu_and_mul(out) if gated else out
         if self._pending is not None or norm is None:
             x = self._summed(out_aux) if norm is None else self.normed(norm, eps, out_aux=out_aux)

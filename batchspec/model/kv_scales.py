@@ -123,7 +123,4 @@ def _read(folder: Path, name: str, stored: StoredTensor, num_heads: int) -> Tens
 
 def heads_of_part(spec: ModelSpec) -> slice:
     """The K/V heads of the whole model that a rank holds."""
-    attention = (spec.whole or spec).layers[0].attention
-    shard = attention.shares(spec.shard)[f"{attention.name}.k_proj"].shard
-    size = attention.num_kv_heads // shard.ranks
-    return slice(shard.rank * size, (shard.rank + 1) * size)
+    return (spec.whole or spec).layers[0].attention.kv_heads_of(spec.shard)

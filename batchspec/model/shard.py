@@ -2,9 +2,13 @@
 
     q, k, v, gate, up      by columns: whole heads, equal numbers of inner values
     o, down                by rows; rank 0 alone adds the bias
-    experts                each of them as an MLP, by its inner size, in whole blocks of its weight format
+    experts                each of them as an MLP, by its inner size
+    qkv, gate_up           what they hold, each by itself
     lm_head                by vocabulary
     norms, router, embedding  whole
+
+A rank has whole heads, as many as every other, and whole blocks of weights that share a scale (32 in MXFP4, 128 x 128 in FP8).
+Where the blocks of an MLP's inner size cannot be divided equally, the first ranks have one more (`Shard.of`).
 
 FP8 activations with one scale per token (`token`) are quantised on each rank by the largest value of its own part, where a
 product is cut by rows: as precise as with the largest of all, but not the same numbers. With groups of 128 and static scales they
@@ -16,9 +20,19 @@ The blocks say how their products are cut (`BlockSpec.shares`), the weight forma
 
 from __future__ import annotations
 
-from batchspec.model.blocks.base import projections
+from batchspec.model.blocks.base import Shard, projections
 from batchspec.model.quant.base import Slices
 from batchspec.model.spec import EMBEDDING, FINAL_NORM, OUTPUT, ModelSpec
+
+
+def part_of(spec: ModelSpec, shard: Shard) -> ModelSpec:
+    """The shape of what one rank computes: what can be cut is decided here, for a run, for `plan` and for `auto` alike.
+
+    Raises ConfigError, on every rank, for a model that cannot be cut so.
+    """
+    part = spec.sharded(shard)
+    slices_of(part)
+    return part
 
 
 def slices_of(spec: ModelSpec) -> Slices | None:
@@ -31,21 +45,18 @@ def slices_of(spec: ModelSpec) -> Slices | None:
         return None
     found: Slices = {EMBEDDING: (), FINAL_NORM: ()}
     if not spec.tie:
-        found[OUTPUT] = (spec.vocab_part, slice(0, spec.hidden_size))
+        found[OUTPUT] = ((spec.vocab_part, slice(0, spec.hidden_size)),)
     for prefix, block in whole.blocks():
-        shares, formats = block.shares(spec.shard), whole.formats
+        formats = whole.formats
+        shares = block.shares(spec.shard, formats.unit_of(block, prefix))
+        own: Slices = {}
         for part in projections(block):
-            cut, shard = shares[part.name]
-            own = formats.of(prefix + part.name).shard(part, cut, shard.rank, shard.ranks)
-            found |= {prefix + name: slices for name, slices in own.items()}
+            own |= formats.of(prefix + part.name).shard(part, shares[part.name])
         for grouped in block.grouped:
             name = grouped.of(0).parts[0].name
-            cut, shard = shares[name]
-            own = formats.of(prefix + name).shard_grouped(grouped, cut, shard.rank, shard.ranks)
-            found |= {prefix + name: slices for name, slices in own.items()}
+            own |= formats.of(prefix + name).shard_grouped(grouped, shares[name])
         for vector in block.vectors:
-            found[prefix + vector.name] = ()
-            if (share := shares.get(vector.name.removesuffix(".weight"))) is not None:
-                size = share.shard.of(vector.name, vector.shape[0])
-                found[prefix + vector.name] = (slice(share.shard.rank * size, (share.shard.rank + 1) * size),)
+            share = shares.get(vector.name.removesuffix(".weight"))
+            own[vector.name] = () if share is None else tuple((part,) for part in share.ranges)
+        found |= {prefix + name: pieces for name, pieces in own.items()}
     return found

@@ -111,18 +111,21 @@ class ModelSpec:
         return replace(self, formats=self.formats.on(device, dtype, activations))
 
     def sharded(self, shard: Shard) -> ModelSpec:
-        """The shape of what one rank computes. Raises ConfigError for a model that cannot be cut so."""
+        """The shape of what one rank computes. Raises ConfigError for sizes that cannot be cut so; see `part_of`."""
         assert self.whole is None, self.shard
         if shard.ranks == 1:
             return self
-        layers = tuple(LayerSpec(layer.attention.sharded(shard), layer.mlp.sharded(shard)) for layer in self.layers)
+        units = ([self.formats.unit_of(block, layer_prefix(i)) for block in layer.blocks] for i, layer in enumerate(self.layers))
+        layers = tuple(
+            LayerSpec(layer.attention.sharded(shard, of_attention), layer.mlp.sharded(shard, of_mlp))
+            for layer, (of_attention, of_mlp) in zip(self.layers, units, strict=True)
+        )
         return replace(self, layers=layers, shard=shard, whole=self)
 
     @property
     def vocab_part(self) -> slice:
         """The tokens whose logits are computed: all of a whole model."""
-        rank, ranks = self.shard.rank, self.shard.ranks
-        return slice(rank * self.vocab_size // ranks, (rank + 1) * self.vocab_size // ranks)
+        return tokens_of(self.shard, self.vocab_size)
 
     @property
     def num_logits(self) -> int:
@@ -181,6 +184,11 @@ class ModelSpec:
         rows = self.vocab_size + (0 if self.tie else self.num_logits)  # embedding and output matrix
         stored = sum(gemm.stored * self.gemm_bytes(prefix, gemm, dtype) for prefix, gemm in self.gemms(1))
         return stored + rows * self.hidden_size * dtype.itemsize
+
+
+def tokens_of(shard: Shard, vocab_size: int) -> slice:
+    """The tokens whose logits a rank computes; a rank may have one less than rank 0."""
+    return slice(*(-(-rank * vocab_size // shard.ranks) for rank in (shard.rank, shard.rank + 1)))
 
 
 def layer_prefix(index: int) -> str:

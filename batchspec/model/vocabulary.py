@@ -10,7 +10,8 @@ from torch import Tensor
 
 from batchspec.distributed.collectives import Collectives
 from batchspec.kernels.sampling.argmax import argmax
-from batchspec.model.spec import ModelSpec
+from batchspec.model.blocks.base import Shard
+from batchspec.model.spec import ModelSpec, tokens_of
 
 
 def greedy_of_ranks(
@@ -42,10 +43,7 @@ def best_of_ranks(scores: Tensor, ids: Tensor, ranks: Collectives, *, flag_nonfi
 
 def gather_logits(logits: Tensor, spec: ModelSpec, ranks: Collectives) -> Tensor:
     """The logits of all tokens [T, V], of this rank's [T, spec.num_logits]."""
-    widest = -(-spec.vocab_size // spec.shard.ranks)
-    padded = torch.nn.functional.pad(logits, (0, widest - logits.shape[1]))
-    widths = [
-        (rank + 1) * spec.vocab_size // spec.shard.ranks - rank * spec.vocab_size // spec.shard.ranks
-        for rank in range(spec.shard.ranks)
-    ]
-    return torch.cat([part[:, :width] for part, width in zip(ranks.gather(padded), widths, strict=True)], 1)
+    parts = [tokens_of(Shard(rank, ranks.ranks), spec.vocab_size) for rank in range(ranks.ranks)]
+    padded = torch.nn.functional.pad(logits, (0, parts[0].stop - logits.shape[1]))
+    found = zip(ranks.gather(padded), parts, strict=True)
+    return torch.cat([part[:, : tokens.stop - tokens.start] for part, tokens in found], 1)

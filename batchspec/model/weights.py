@@ -18,6 +18,7 @@ from batchspec.model.blocks.base import FLOATS, TensorSpec
 from batchspec.model.config_values import shown
 from batchspec.model.files import MAX_HEADER_BYTES, LocalFiles, ModelFiles, StoredTensor, listed, stored_tensors, weight_names
 from batchspec.model.kv_scales import SUFFIXES
+from batchspec.model.quant.base import Pieces, Slices
 from batchspec.model.shard import slices_of
 from batchspec.model.spec import EMBEDDING, OUTPUT, ModelSpec, load_spec
 
@@ -135,13 +136,12 @@ class Checkpoint:
 
     def stored(self, name: str) -> Tensor:
         own, file = () if self._slices is None else self._slices.get(name), self._files[name]
-        tensor: Tensor = file.get_slice(name)[own] if own else file.get_tensor(name)
+        tensor: Tensor = taken(file.get_slice(name), own) if own else file.get_tensor(name)
         tensor = tensor.to(self.device)
         return torch.zeros_like(tensor) if own is None else tensor
 
     def entry(self, name: str, index: int) -> Tensor:
-        own = None if self._slices is None else self._slices[name]
-        part: Tensor = self._files[name].get_slice(name)[(slice(index, index + 1), *(own or ())[1:])]
+        part: Tensor = self._files[name].get_slice(name)[(slice(index, index + 1), *_of_entry(self._slices, name))]
         return part[0].to(self.device)
 
     def __enter__(self) -> Checkpoint:
@@ -171,6 +171,20 @@ def _dtype_of(tensor: TensorSpec, model: torch.dtype) -> torch.dtype:
     return torch.promote_types(model, torch.float32) if tensor.wide else model
 
 
+def taken(tensor: Any, pieces: Pieces) -> Tensor:
+    """The pieces of a tensor, or of one in a file; there is at least one."""
+    found: list[Tensor] = [tensor[piece] for piece in pieces]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _of_entry(slices: Slices | None, name: str) -> tuple[slice, ...]:
+    """What a rank holds of each entry of a tensor along its first dimension, which is not cut; () for all of it."""
+    if slices is None or not slices[name]:
+        return ()
+    ((_, *own),) = slices[name]
+    return tuple(own)
+
+
 class DummyWeights:
     """Noise of the right shapes from the spec alone: N(0, 0.02^2), norms 1; FP8 weights N(0, 100^2), their scales 0.0002.
 
@@ -190,15 +204,15 @@ class DummyWeights:
         own = () if self._slices is None else self._slices.get(name)
         if own is None:
             return torch.zeros_like(whole)
-        return whole[own].clone() if own else whole
+        return taken(whole, own).clone() if own else whole
 
     def stored(self, name: str) -> Tensor:
         return self.tensor(name)
 
     def entry(self, name: str, index: int) -> Tensor:
         whole = self._noise(self._tensors[name], self._tensors[name].shape[1:])
-        own = None if self._slices is None else self._slices[name]
-        return whole[own[1:]].clone() if own else whole
+        own = _of_entry(self._slices, name)
+        return whole[own].clone() if own else whole
 
     def _noise(self, tensor: TensorSpec, shape: tuple[int, ...]) -> Tensor:
         if tensor.dtypes == ("U8",):

@@ -1,12 +1,15 @@
 """What the exchanges between ranks add to the cost of a forward pass (tensor parallelism).
 
 Each layer adds up the ranks' outputs of two products, T tokens of H numbers each; with norms over all heads it exchanges two more
-numbers per token. One exchange of few tokens is one kernel that reads all ranks' numbers, one of many is the library's:
+numbers per token. b bytes of one rank, R ranks:
 
-    min(6 us + (R - 1) b / 120 GB/s,  20 us + 2 (R - 1) / R b / 300 GB/s)        b bytes of one rank, R ranks
+    one-shot   3.9 us + 0.9 us (R - 1) + (R - 1) b / 300 GB/s
+    two-shot   8.5 us + 2 (R - 1) / R b / 300 GB/s
+    library    15 us + 2 (R - 1) / R b / 230 GB/s
 
-Not measured with batchspec yet. Source: figures of others for H100 and H200 over NVLink, two and four GPUs
-(https://github.com/vllm-project/vllm/pull/24111, pull/24532).
+`tuning/exchange.py` says which one is taken. Fitted to the table there, sums with residual sum and norm of 64 KB to 8 MB on 2 and
+on 4 H200: the kernels' within 12 percent, NCCL's all-reduce within 30 from 1 MB on. Eight ranks, and more than 8 MB, are
+extrapolated.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ from __future__ import annotations
 import torch
 
 from batchspec.model.spec import ModelSpec
+from batchspec.tuning.exchange import LIBRARY_BYTES, takes_two_shots
 
-KERNEL_S, KERNEL_BYTES_S = 6e-6, 120e9
-LIBRARY_S, LIBRARY_BYTES_S = 20e-6, 300e9
+ONE_SHOT_S, ONE_SHOT_RANK_S, TWO_SHOT_S, KERNEL_BYTES_S = 3.9e-6, 0.9e-6, 8.5e-6, 300e9
+LIBRARY_S, LIBRARY_BYTES_S = 15e-6, 230e9
 
 
 def exchange_seconds(spec: ModelSpec, dtype: torch.dtype, tokens: float) -> float:
@@ -25,10 +29,16 @@ def exchange_seconds(spec: ModelSpec, dtype: torch.dtype, tokens: float) -> floa
     if ranks == 1:
         return 0.0
     norms = sum(attention.qk_norm_rows for attention in spec.attentions)
-    sums = 2 * spec.num_layers * _one(ranks, tokens * spec.hidden_size * dtype.itemsize)
-    return sums + (norms + 1) * _one(ranks, 8 * tokens)  # and the choice of tokens
+    sums = 2 * spec.num_layers * sum_seconds(ranks, tokens * spec.hidden_size * dtype.itemsize)
+    return sums + (norms + 1) * sum_seconds(ranks, 8 * tokens)  # and the choice of tokens
 
 
-def _one(ranks: int, num_bytes: float) -> float:
-    kernel = KERNEL_S + (ranks - 1) * num_bytes / KERNEL_BYTES_S
-    return min(kernel, LIBRARY_S + 2 * (ranks - 1) / ranks * num_bytes / LIBRARY_BYTES_S)
+def sum_seconds(ranks: int, num_bytes: float) -> float:
+    """Of one sum over 2, 4 or 8 ranks."""
+    others = ranks - 1
+    shared = 2 * others / ranks * num_bytes
+    if num_bytes > LIBRARY_BYTES[ranks]:
+        return LIBRARY_S + shared / LIBRARY_BYTES_S
+    if takes_two_shots(ranks, round(num_bytes)):
+        return TWO_SHOT_S + shared / KERNEL_BYTES_S
+    return ONE_SHOT_S + others * (ONE_SHOT_RANK_S + num_bytes / KERNEL_BYTES_S)

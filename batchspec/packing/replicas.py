@@ -33,17 +33,20 @@ class Way:
     """Why it cannot run so."""
 
 
-def ways(counts: Sequence[int], num_gpus: int, predict: Callable[[int, int], tuple[PackedBatch, Forecast]]) -> list[Way]:
+def ways(
+    counts: Sequence[int], num_gpus: int, predict: Callable[[int, int], tuple[PackedBatch, Forecast]], copies: int | None = None
+) -> list[Way]:
     """Each number of ranks among `counts` that the GPUs suffice for.
 
+    copies   of the model that the job asks for; None: as many as the GPUs suffice for
     predict  ranks, replicas -> the batch of a copy, and the forecast of its share of the job. Raises CapacityError or ConfigError
              where it cannot run so
     """
     found = []
     for ranks in counts:
-        if ranks > num_gpus:
+        if ranks * (copies or 1) > num_gpus:
             continue
-        replicas = num_gpus // ranks
+        replicas = copies or num_gpus // ranks
         try:
             batch, ahead = predict(ranks, replicas)
         except (CapacityError, ConfigError) as error:

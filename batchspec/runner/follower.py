@@ -16,6 +16,7 @@ from batchspec.prepare import build_engine, check_memory, device_facts, free_byt
 from batchspec.runner.oom_fallback import OutOfMemoryGuard
 from batchspec.runner.run_shards import watchdog_s
 from batchspec.supervise.watchdog import Watchdog
+from batchspec.tuning.table import adopt
 
 
 def run_follower(config: RunConfig, group: Group) -> None:
@@ -39,7 +40,7 @@ def _follow(config: RunConfig, group: Group) -> None:
         return
     assert isinstance(message, Load), message
     model = open_model(config, group=group)
-    check_device(message, model.device, group.rank)
+    compute_as_leader(message, model.device, group.rank)
     check_memory(model)
     target, weights = load_weights(model)
     if model.spec.fp8_kv:
@@ -64,10 +65,11 @@ def _follow(config: RunConfig, group: Group) -> None:
         follow(group.channel, engine, watchdog)
 
 
-def check_device(message: Load, device: torch.device, rank: int) -> None:
-    """Raises ConfigError unless this rank's device and software are the leader's."""
+def compute_as_leader(message: Load, device: torch.device, rank: int) -> None:
+    """Take over how the leader computes. Raises ConfigError unless this rank's device and software are the leader's."""
     if (own := device_facts(device)) != message.device:
         raise ConfigError(
             f"rank {rank} has {own}, rank 0 has {message.device}: ranks of a model need equal devices; choose them by "
             "CUDA_VISIBLE_DEVICES or set cluster.tensor_parallel=1"
         )
+    adopt(message.tuned, device)

@@ -1,16 +1,33 @@
 """Which way an exchange between GPUs takes, by the number of ranks and its bytes.
 
-A table and no measurement at run time: all ranks must take the same way. No choice changes the bits of a sum. From reductions
-without a norm, in CUDA graphs on 2 and 4 H200 joined all to all by NVLink, without multicast.
+A table and no measurement at run time: all ranks must take the same way. No choice changes the bits of a sum. Microseconds on 2
+and on 4 H200 joined all to all by NVLink, without multicast, in CUDA graphs: bf16 rows of 8192, KB of one rank; the first three
+columns are sums alone, the last three sums with the residual sum and the norm
+(`python -m batchspec.kernels.benchmarks.reduce_bench 2`, and `4`):
+
+             2 ranks                                      4 ranks
+      KB     NCCL  one   two   NCCL, norm  one   two      NCCL  one   two   NCCL, norm  one   two
+      64     14.7   4.6   7.7         8.8   5.4   8.4     20.2   5.8   8.1        12.3   7.3   8.7
+     128     15.3   4.8   8.0         9.0   5.6   8.7     19.4   6.3   8.8        12.7   7.7   9.3
+     256     15.6   5.1   8.8        10.1   6.0   9.5     20.6   7.1   9.2        12.9   8.4   9.9
+     512     18.1   5.8   9.1        11.8   6.7   9.8     23.5   9.8  10.2        15.9  11.5  10.8
+    1024     22.9   7.3  10.1        15.5   8.2  10.8     26.8  15.3  12.0        19.5  17.2  12.9
+    2048     35.8  11.1  14.1        28.8  11.4  14.6     34.3  25.6  18.2        28.7  29.2  18.8
+    4096     39.0  17.3  19.7        34.5  18.1  20.4     48.6  45.5  28.2        42.0  49.8  28.8
+    8192     60.2  31.2  34.2        53.0  32.7  35.6     66.7  84.8  50.0        66.5  90.5  50.9
+
+256 values of fp32 on 2 and on 4 ranks: best 4.1 and 5.9, gather 4.1 and 6.3, sum 3.9 and 4.9, NCCL's all_gather 10.8 and 14.5.
 """
 
 from __future__ import annotations
 
-ONE_SHOT_BYTES = {2: 1 << 62, 4: 192 << 10, 8: 96 << 10}
-"""Up to so many bytes each rank reads everything. Two ranks read as much in two shots as in one, with a barrier more. For 8 ranks
-half of what was measured with 4."""
+ONE_SHOT_BYTES = {2: 1 << 62, 4: 384 << 10, 8: 96 << 10}
+"""Up to so many bytes each rank reads everything. Two ranks read as much in two shots as in one, with a barrier more. Four: the
+sums with a norm cross between 256 and 512 KB, those without just above 512 KB. Eight are computed from four: what two shots save
+in reading, 5.25 instead of 1.5 times the bytes, pays for the same second barrier at 2 / 7 of them."""
 LIBRARY_BYTES = {2: 16 << 20, 4: 32 << 20, 8: 32 << 20}
-"""Beyond so many bytes prefill takes the library, and rounds do beyond their buffers, which are as large as their largest sum."""
+"""Beyond so many bytes prefill takes the library, and rounds do beyond their buffers, which are as large as their largest sum.
+Kernels win at all sizes above; buffers of prefill take four times these bytes of a GPU's memory, which limits them."""
 
 
 def takes_two_shots(ranks: int, num_bytes: int) -> bool:

@@ -46,6 +46,18 @@ def tuned_products(device: torch.device) -> frozenset[Product]:
     return frozenset(_table(torch.cuda.get_device_name(device)))
 
 
+def table_in_use(device: torch.device) -> Table:
+    """All choices that this process makes on this device, none on a CPU. Raises ConfigError where a table is not valid."""
+    return _table_of(device) if device.type == "cuda" else {}
+
+
+def adopt(table: Table, device: torch.device) -> None:
+    """From now on make these choices on this device, whatever the files say: those of another process that has an equal one."""
+    if device.type == "cuda":
+        _adopted[torch.cuda.get_device_name(device)] = table
+        forget_tables()
+
+
 def tune(shapes: Iterable[Product], device: torch.device, *, token_counts: Sequence[int] = TOKEN_COUNTS) -> list[dict[str, Any]]:
     """Time the library and every candidate for each product and number of tokens; prints a line each.
 
@@ -86,8 +98,14 @@ def _table_of(device: torch.device) -> Table:
     return _table(torch.cuda.get_device_name(device))
 
 
+_adopted: dict[str, Table] = {}
+"""By name of a GPU."""
+
+
 @cache
 def _table(gpu: str) -> Table:
+    if gpu in _adopted:
+        return _adopted[gpu]
     table: Table = {}
     shipped = files("batchspec.conf").joinpath("tuned", _file_name(gpu))
     for path in (Path(str(shipped)), _cache_path(gpu)):

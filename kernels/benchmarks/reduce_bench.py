@@ -25,13 +25,18 @@ from torch import Tensor
 from batchspec.kernels.benchmarks.delay import delay
 from batchspec.kernels.distributed.exchange import best_of_ranks, best_of_ranks_reference, gather, sum_of_ranks
 from batchspec.kernels.distributed.peer_memory import PeerMemory, connect
-from batchspec.kernels.distributed.reduce_norm import reduce, reduce_norm, reduce_reference
+from batchspec.kernels.distributed.reduce_norm import reduce, reduce_norm, reduce_norm_fp8, reduce_reference
+from batchspec.kernels.gemm.fp8_tokens import Fp8Form
 from batchspec.kernels.norm_rope.norm import add_norm
+from batchspec.kernels.norm_rope.norm_fp8 import norm_fp8
 
 Call = Callable[[], object]
 ENVIRONMENT = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "GLOO_SOCKET_IFNAME": "lo"}
 SUMS = ((64, 8192, torch.bfloat16), (1, 2880, torch.bfloat16), (200, 576, torch.float16), (37, 4096, torch.float32))
 """T, H, dtype of the sums of a replay: more and fewer rows than programs, widths that are no power of two."""
+QUANTISED, FORMS = (torch.bfloat16, torch.float32), (Fp8Form(whole=False), Fp8Form(whole=True))
+"""Of the sums, those of these dtypes are quantised too."""
+EXCHANGES = 3 + 4 * len(SUMS) + 2 * len(FORMS) * sum(dtype in QUANTISED for _, _, dtype in SUMS)
 REPLAYS, DELAY_STEPS = 1000, 120
 AWAY_S = 0.5
 SIZES_KB = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -69,6 +74,8 @@ class Checks:
         for two_shot in (False, True):  # exchanges after each other have different data: old data in a buffer is noticed
             for salt, (tokens, width, dtype) in enumerate(SUMS):
                 self.sum(salt, (tokens, width), dtype, two_shot)
+                for form in FORMS if dtype in QUANTISED else ():
+                    self.quantised(salt, (tokens, width), dtype, form, two_shot)
         self.few()
 
     def sum(self, salt: int, shape: tuple[int, int], dtype: torch.dtype, two_shot: bool) -> None:
@@ -97,6 +104,21 @@ class Checks:
             self.note("norms of both ways", out, self.one_shot[salt])
         else:
             self.one_shot[salt] = out
+
+    def quantised(self, salt: int, shape: tuple[int, int], dtype: torch.dtype, form: Fp8Form, two_shot: bool) -> None:
+        """Against the launch that one GPU has for the sum: the same bits."""
+        peers, count = self.peers, shape[0]
+        partials = torch.stack([values(rank, self.step, 40 + salt, shape, dtype) for rank in range(peers.ranks)])
+        residual, weight = values(97, self.step, salt, shape, dtype), values(96, self.step, salt, shape[1:], dtype)
+        stream, own = residual.clone(), partials[peers.rank].clone()
+        self.delay()
+        found = reduce_norm_fp8(own, stream, weight, EPS, form, peers, two_shot=two_shot).rows
+        own.fill_(torch.nan)
+        wanted = norm_fp8(reduce_reference(partials), residual, weight, EPS, form).rows
+        way = f"{'two-shot' if two_shot else 'one-shot'} FP8 {'rows' if form.whole else 'groups'}"
+        self.note(f"{way} residual", stream, residual)
+        self.note(f"{way} values", found.values[:count], wanted.values[:count])
+        self.note(f"{way} scales", found.scales[:, :count], wanted.scales[:, :count])
 
     def few(self) -> None:
         peers = self.peers
@@ -192,18 +214,33 @@ def graph_us(call: Call, calls: int = 40, repeats: int = 7) -> float:
 
 def time_all(peers: PeerMemory, device: torch.device, nccl: dist.ProcessGroup) -> None:
     weight = torch.ones(WIDTH, dtype=torch.bfloat16, device=device)
-    rows: list[tuple[str, ...]] = [
-        ("KB", "NCCL", "one-shot", "two-shot", "NCCL, norm", "one-shot+norm", "two-shot+norm", "norm alone")
+    rows: list[tuple[str, ...]] = [  # of the last three, the first is a sum and a norm that quantises, in two launches
+        (
+            "KB",
+            "NCCL",
+            "one-shot",
+            "two-shot",
+            "NCCL, norm",
+            "one-shot+norm",
+            "two-shot+norm",
+            "norm alone",
+            "one, norm FP8",
+            "one-shot+FP8",
+            "two-shot+FP8",
+        )
     ]
     for kilobytes in SIZES_KB:
         shape = (kilobytes * 1024 // (2 * WIDTH), WIDTH)
         x, residual, out = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(3))
         norm = partial(add_norm, x, residual, weight, EPS, out=out)
         fused = partial(reduce_norm, x, residual, weight, EPS, peers, out=out)
+        fp8 = partial(reduce_norm_fp8, x, residual, weight, EPS, FORMS[0], peers)
         library = partial(dist.all_reduce, x, group=nccl)
         calls: list[Call] = [
             library, partial(reduce, x, peers, out=out), partial(reduce, x, peers, out=out, two_shot=True),
             partial(both, library, norm), fused, partial(fused, two_shot=True), norm,
+            partial(both, partial(reduce, x, peers, out=out), partial(norm_fp8, out, residual, weight, EPS, FORMS[0])),
+            fp8, partial(fp8, two_shot=True),
         ]  # fmt: skip
         rows.append((str(kilobytes), *(f"{graph_us(call):.1f}" for call in calls)))
     few, ids = torch.zeros(256, device=device), torch.zeros(256, dtype=torch.int32, device=device)
@@ -236,7 +273,7 @@ def work(rank: int, ranks: int, folder: str, one_gpu: bool) -> None:
     checked = time.perf_counter() - began
     wrong += check_absence(connect(1 << 21, device, group, limit_s=AWAY_S), device)
     if rank == 0:
-        print(f"{replays} replays of {3 + 4 * len(SUMS)} exchanges and their checks: {checked:.1f} s", flush=True)
+        print(f"{replays} replays of {EXCHANGES} exchanges and their checks: {checked:.1f} s", flush=True)
     for line in wrong or ["all right"]:
         print(f"rank {rank}: {line}", flush=True)
     dist.barrier()

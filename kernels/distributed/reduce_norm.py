@@ -1,8 +1,9 @@
 """The sum of the ranks' partial results, with the residual sum and the next norm in the same launch.
 
     hidden = sum over ranks, in rank order, of partial          in fp32 (fp64 of fp64), rounded once
-    reduce:       out = hidden
-    reduce_norm:  residual += hidden, out = rms_norm(residual) * weight
+    reduce:           out = hidden
+    reduce_norm:      residual += hidden, out = rms_norm(residual) * weight
+    reduce_norm_fp8:  the same, rounded, then quantised to e4m3 as `batchspec.kernels.norm_rope.norm_fp8` does
 
 Two ways with the same bits. T rows of H columns, R ranks:
 
@@ -27,20 +28,26 @@ from batchspec.kernels.common.checks import FLOATS, check
 from batchspec.kernels.common.pdl import await_earlier_alone, launch_args, start_next
 from batchspec.kernels.distributed.barrier import PROGRAMS, begin, buffer_of, buffers_of, end, region_of, send, wait
 from batchspec.kernels.distributed.peer_memory import PeerMemory
+from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens, check_form, empty_tokens
+from batchspec.kernels.moe.quantise import GROUP, Fp8Rows, quantise_groups
 from batchspec.kernels.norm_rope.norm import VALUES_PER_THREAD, add_norm_reference
 
 SHARE_UNIT = 8
 """Columns of a rank's share of a row are a multiple of it: 16 bytes of bf16."""
 
 
-@triton.jit(do_not_specialize=["rank", "spins", "num_rows"])
+@triton.jit(do_not_specialize=["rank", "spins", "num_rows", "out_rows"])
 def reduce_norm_kernel(
-    partial, residual, weight, out, out_aux, addresses, epochs, failed, report, rank, spins, num_rows, num_bytes,
-    partial_stride, residual_stride, out_stride, aux_stride, EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    RANKS: tl.constexpr, SHARE: tl.constexpr, SHARE_BLOCK: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
+    partial, residual, weight, out, out_scales, out_aux, given, addresses, epochs, failed, report, rank, spins, num_rows,
+    out_rows, num_bytes, partial_stride, residual_stride, out_stride, aux_stride, EPS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, RANKS: tl.constexpr, SHARE: tl.constexpr, SHARE_BLOCK: tl.constexpr, ACC: tl.constexpr,
+    WHOLE: tl.constexpr, GROUP: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`residual` and `weight` None: the sum alone. `out_aux` may be None. SHARE: columns of a rank; 0: one-shot."""
-    DTYPE: tl.constexpr = out.dtype.element_ty
+    """`residual` and `weight` None: the sum alone. `out_aux` may be None. SHARE: columns of a rank; 0: one-shot.
+
+    out_scales [.., out_rows], WHOLE, GROUP and given: as of `norm_fp8_kernel`; out_scales None: nothing is quantised.
+    """
+    DTYPE: tl.constexpr = partial.dtype.element_ty
     first, programs = tl.program_id(0), tl.num_programs(0)
     zero = tl.full([], 0, tl.int64)  # offsets of large tensors do not fit into int32
     lane = tl.arange(0, BLOCK)
@@ -98,7 +105,16 @@ def reduce_norm_kernel(
             if weight.dtype.element_ty == DTYPE:
                 x = x.to(DTYPE).to(ACC)
             x = x * scale.to(ACC)
-        tl.store(out + at * out_stride + lane, x, mask=inside)
+        if out_scales is None:
+            tl.store(out + at * out_stride + lane, x, mask=inside)
+        else:
+            y = tl.reshape(x.to(DTYPE).to(tl.float32), [BLOCK // GROUP, GROUP])
+            y, scales = quantise_groups(y, given, WHOLE, INTERPRETED)
+            group = tl.arange(0, BLOCK // GROUP)
+            spot = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+            tl.store(out + at * out_stride + spot, y, mask=spot < WIDTH)
+            num_scales = 1 if WHOLE else tl.cdiv(WIDTH, GROUP)
+            tl.store(out_scales + group.to(tl.int64)[:, None] * out_rows + row, scales, mask=group[:, None] < num_scales)
     end(epochs, count)
 
 
@@ -117,41 +133,62 @@ def reduce_norm(
     All ranks call it, with the same shapes, in the same order. Does not synchronise with the host. Where a rank does not come in
     time the outputs are undefined and `peers.lost()` says so. Raises ValueError for other shapes, dtypes or strides.
     """
-    shape, dtype = tuple(partial.shape), partial.dtype
-    check("reduce_norm: residual", residual, shape, dtype, rows=True)
-    check("reduce_norm: weight", weight, (shape[1],), dtype, torch.promote_types(dtype, torch.float32))
-    if out_aux is not None:
-        check("reduce_norm: out_aux", out_aux, shape, dtype, rows=True)
+    _check_norm("reduce_norm", partial, residual, weight, out_aux)
+    check("reduce_norm: out", out, tuple(partial.shape), partial.dtype, rows=True)
     _launch("reduce_norm", partial, residual, weight, eps, peers, out, out_aux, two_shot, interpret)
+
+
+def reduce_norm_fp8(
+    partial: Tensor, residual: Tensor, weight: Tensor, eps: float, form: Fp8Form, peers: PeerMemory, *,
+    out_aux: Tensor | None = None, two_shot: bool = False, interpret: bool = False,
+) -> Fp8Tokens:  # fmt: skip
+    """`reduce_norm` of bf16 or fp32, its result quantised in the same launch as a product with FP8 weights reads it."""
+    check("reduce_norm_fp8: partial", partial, tuple(partial.shape), torch.bfloat16, torch.float32, rows=True)
+    check_form("reduce_norm_fp8", form)
+    _check_norm("reduce_norm_fp8", partial, residual, weight, out_aux)
+    out = empty_tokens(partial, partial.shape[1], form)
+    _launch("reduce_norm_fp8", partial, residual, weight, eps, peers, out.rows, out_aux, two_shot, interpret, form)
+    return out
 
 
 def reduce(partial: Tensor, peers: PeerMemory, *, out: Tensor, two_shot: bool = False, interpret: bool = False) -> None:
     """Write the sum of all ranks' partial results, see `reduce_norm`. `out` may be `partial`."""
+    check("reduce: out", out, tuple(partial.shape), partial.dtype, rows=True)
     _launch("reduce", partial, None, None, 0.0, peers, out, None, two_shot, interpret)
 
 
+def _check_norm(name: str, partial: Tensor, residual: Tensor, weight: Tensor, out_aux: Tensor | None) -> None:
+    shape, dtype = tuple(partial.shape), partial.dtype
+    check(f"{name}: residual", residual, shape, dtype, rows=True)
+    check(f"{name}: weight", weight, (shape[1],), dtype, torch.promote_types(dtype, torch.float32))
+    if out_aux is not None:
+        check(f"{name}: out_aux", out_aux, shape, dtype, rows=True)
+
+
 def _launch(
-    name: str, partial: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, peers: PeerMemory, out: Tensor,
-    out_aux: Tensor | None, two_shot: bool, interpret: bool,
+    name: str, partial: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, peers: PeerMemory,
+    out: Tensor | Fp8Rows, out_aux: Tensor | None, two_shot: bool, interpret: bool, form: Fp8Form | None = None,
 ) -> None:  # fmt: skip
+    """form: of rows that are quantised; None: they are not."""
     num_tokens, width = partial.shape
     check(f"{name}: partial", partial, (num_tokens, width), *FLOATS, rows=True)
-    check(f"{name}: out", out, (num_tokens, width), partial.dtype, rows=True)
     if partial.numel() * partial.element_size() > peers.num_bytes:
         raise ValueError(f"{name}: partial {list(partial.shape)} is larger than the {peers.num_bytes} bytes of an exchange")
     if not (partial.is_cuda or interpret):
         raise ValueError(f"{name}: tensors on the CPU have no peer memory")
     if not partial.numel():
         return
-    block = max(16, triton.next_power_of_2(width))
+    values, scales = (out, None) if isinstance(out, Tensor) else out
+    block = max(16 if form is None else GROUP, triton.next_power_of_2(width))
     share = -(-width // (peers.ranks * SHARE_UNIT)) * SHARE_UNIT if two_shot else 0
     reduce_norm_kernel[(min(num_tokens, PROGRAMS),)](
-        partial, residual, weight, out, out_aux, peers.addresses, peers.epochs, peers.failed, peers.report, peers.rank,
-        peers.spins, num_tokens, peers.num_bytes,
-        partial.stride(0), 0 if residual is None else residual.stride(0), out.stride(0),
+        partial, residual, weight, values, scales, out_aux, None if form is None else form.scale,
+        peers.addresses, peers.epochs, peers.failed, peers.report, peers.rank, peers.spins, num_tokens, len(values),
+        peers.num_bytes, partial.stride(0), 0 if residual is None else residual.stride(0), values.stride(0),
         0 if out_aux is None else out_aux.stride(0),
         EPS=eps, WIDTH=width, BLOCK=block, RANKS=peers.ranks, SHARE=share, SHARE_BLOCK=triton.next_power_of_2(max(16, share)),
-        ACC=tl.float64 if partial.dtype == torch.float64 else tl.float32,
+        ACC=tl.float64 if partial.dtype == torch.float64 else tl.float32, WHOLE=form is not None and form.whole, GROUP=GROUP,
+        INTERPRETED=not partial.is_cuda,
         # As in `norm`: the order in which the squares of a row are added depends on it.
         num_warps=min(16, max(1, block // (32 * VALUES_PER_THREAD))), **launch_args(partial),
     )  # fmt: skip

@@ -601,11 +601,18 @@ for _mass in (False, True):
 _PEERS = {"addresses": PI64, "epochs": PI64, "failed": PI64, "report": PI64, "rank": I32, "spins": I32}
 # (ranks, columns of a rank in two shots, residual and norm, copy of the sum)
 for _ranks, _share, _norm, _copy in ((2, 0, True, True), (4, 2048, True, False), (8, 1024, False, False), (4, 0, False, False)):
-    _values = "*bf16"
-    _case(f"reduce_norm_kernel bf16, {_ranks} ranks, share {_share}, norm {_norm}", "reduce_norm", 16, partial=_values,
-          residual=_values if _norm else None, weight=_values if _norm else None, out=_values, out_aux=_values if _copy else None,
-          **_PEERS, num_rows=I32, num_bytes=I32, partial_stride=I32, residual_stride=I32, out_stride=I32, aux_stride=I32,
-          EPS=1e-5, WIDTH=8192, BLOCK=8192, RANKS=_ranks, SHARE=_share, SHARE_BLOCK=max(16, _share), ACC="fp32")  # fmt: skip
+    _sums = {**_PEERS, "num_rows": I32, "out_rows": I32, "num_bytes": I32, "partial_stride": I32, "residual_stride": I32,
+             "out_stride": I32, "aux_stride": I32, "EPS": 1e-5, "WIDTH": 8192, "BLOCK": 8192, "RANKS": _ranks, "SHARE": _share,
+             "SHARE_BLOCK": max(16, _share), "ACC": "fp32"}  # fmt: skip
+    _aux = "*bf16" if _copy else None
+    _given = "*bf16" if _norm else None
+    _case(f"reduce_norm_kernel bf16, {_ranks} ranks, share {_share}, norm {_norm}", "reduce_norm", 16, partial="*bf16",
+          residual=_given, weight=_given, out="*bf16", out_scales=None, out_aux=_aux, given=None, **_sums, WHOLE=False, GROUP=128,
+          INTERPRETED=False)  # fmt: skip
+    for _one, _scale in ((False, None), (True, "fp32")) if _norm else ():
+        _case(f"reduce_norm_kernel bf16, {_ranks} ranks, share {_share}, FP8 whole {_one}", "reduce_norm", 16, partial="*bf16",
+              residual="*bf16", weight="*bf16", out="*fp8e4nv", out_scales=PF32, out_aux=_aux, given=_scale, **_sums, WHOLE=_one,
+              GROUP=128, INTERPRETED=False)  # fmt: skip
 for _ranks, _add, _dtype in ((2, True, "fp32"), (4, False, "i32"), (8, False, "i64"), (2, False, "u8")):
     _case(f"exchange_kernel {_dtype}, {_ranks} ranks, sum {_add}", "exchange", 4, x=f"*{_dtype}", out=f"*{_dtype}", **_PEERS,
           num_values=I32, num_bytes=I32, RANKS=_ranks, SUM=_add, ACC="fp32", BLOCK=1024)  # fmt: skip
@@ -702,6 +709,7 @@ SELDOM = frozenset({
     "experts_mxfp4_kernel gated False, 128 to 128 pairs, TMA True, few False",
     "fp8_linear_kernel blocked True, split False, 128 tokens x 64, 4 warps",
     "fp8_linear_kernel blocked True, split True, 64 tokens x 128, 8 warps",
+    "reduce_norm_kernel bf16, 2 ranks, share 0, FP8 whole True", "reduce_norm_kernel bf16, 4 ranks, share 2048, FP8 whole False",
     "norm_fp8_kernel residual None, whole False, given None", "norm_fp8_kernel residual *bf16, whole True, given None",
 })  # fmt: skip
 """Variants whose branches other variants reach: each value of each constant that a kernel branches on is compiled every time."""

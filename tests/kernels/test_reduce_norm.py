@@ -5,6 +5,8 @@ The ranks run one after the other here: what a rank waits for is laid down befor
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +14,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchspec.kernels.distributed.barrier import LOST, PROGRAMS
-from batchspec.kernels.distributed.reduce_norm import reduce, reduce_norm, reduce_norm_reference, reduce_reference
+from batchspec.kernels.distributed.reduce_norm import (
+    reduce,
+    reduce_norm,
+    reduce_norm_fp8,
+    reduce_norm_reference,
+    reduce_reference,
+)
+from batchspec.kernels.gemm.fp8_tokens import Fp8Form
+from batchspec.kernels.norm_rope.norm_fp8 import norm_fp8
 from tests.kernels.peers import Peers
 
 NAN = float("nan")
@@ -77,6 +87,47 @@ def test_both_ways_give_the_bits_of_the_sum_in_rank_order_and_of_one_norm(
     assert same_bits(one[0], total)
     assert same_bits(one[1], total)
     torch.testing.assert_close(one[2], expected)
+
+
+@WAYS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", [Fp8Form(whole=False), Fp8Form(whole=True), Fp8Form(whole=True, scale=0.25)], ids=str)
+def test_quantised_it_has_the_bits_of_one_process_that_has_the_sum(form: Fp8Form, dtype: torch.dtype, two_shot: bool) -> None:
+    """Widths with a whole last group and with a part of one, more rows than a multiple of 4; NaN makes a scale infinite.
+
+    Sums of whole numbers, because the interpreter does not round to bf16 as a GPU does.
+    """
+    peers = Peers.make(2, 1 << 14)
+    for number, (width, wide_weight) in enumerate(((128, True), (300, False)), 1):
+        partials, residual = (torch.randint(-9, 9, shape).to(dtype) for shape in ((2, 5, width), (5, width)))
+        partials[1, 2, 7] = NAN
+        weight = torch.randn(width).to(torch.float32 if wide_weight else dtype)
+        total, aux_of_one = residual.clone(), torch.full_like(residual, NAN)
+        expected = norm_fp8(reduce_reference(partials), total, weight, EPS, form, out_aux=aux_of_one, interpret=True)
+        lay_down(peers, number, partials, reduce_reference(partials))
+        for end in peers.ends:
+            wide, stream = torch.full((5, 2 * width), NAN, dtype=dtype), residual.clone()
+            own = torch.cat((wide[:, :width], partials[end.rank]), 1)[:, width:]  # rows are slices of wider ones
+            aux = wide[:, width:]
+            found = reduce_norm_fp8(own, stream, weight, EPS, form, end, out_aux=aux, two_shot=two_shot, interpret=True)
+            assert (found.num_tokens, found.rows.values.shape) == (5, expected.rows.values.shape)
+            assert same_bits(found.rows.values[:5], expected.rows.values[:5])
+            assert same_bits(found.rows.scales[:, :5], expected.rows.scales[:, :5])
+            for sums, wanted in ((stream, total), (aux, aux_of_one)):
+                torch.testing.assert_close(sums, wanted, rtol=0, atol=0, equal_nan=True)
+            assert bool(found.rows.scales[:, 2].isinf().all())
+            assert bool(wide[:, :width].isnan().all())
+
+
+def test_a_quantised_norm_refuses_what_it_cannot_write() -> None:
+    end, x = Peers.make(2, 1 << 10).ends[0], torch.zeros(4, 16)
+    form: Any = Fp8Form(whole=False, scale=0.5)
+    with pytest.raises(ValueError, match=r"reduce_norm_fp8: scale=0\.5 applies to whole rows"):
+        reduce_norm_fp8(x, x, x[0], EPS, form, end, interpret=True)
+    with pytest.raises(ValueError, match=r"reduce_norm_fp8: partial is float64 \[4, 16\]"):
+        reduce_norm_fp8(x.double(), x.double(), x[0], EPS, Fp8Form(whole=False), end, interpret=True)
+    none = reduce_norm_fp8(x[:0], x[:0], x[0], EPS, Fp8Form(whole=False), end, interpret=True)
+    assert (len(none.rows.values), none.num_tokens, int(end.epochs.max())) == (0, 0, 0)
 
 
 @WAYS

@@ -19,6 +19,8 @@ from batchspec.model.blocks.base import (
     Shard,
     Share,
     TensorSpec,
+    scaled,
+    shifted,
 )
 from batchspec.model.blocks.forward import Attend, BlockSource, Product, StoreKV, Stream
 from batchspec.model.fused import rms_norm
@@ -70,7 +72,7 @@ class AttentionSpec:
     def qkv(self) -> ProductSpec:
         sizes, k = {"q": self.inner_size, "k": self.kv_size, "v": self.kv_size}, self.input_size or self.hidden_size
         if self.fused_qkv:
-            return ProductSpec((Projection(f"{self.name}.qkv_proj", sum(sizes.values()), k, self.qkv_bias, fused=True),))
+            return ProductSpec((Projection(f"{self.name}.qkv_proj", sum(sizes.values()), k, self.qkv_bias),))
         return ProductSpec(tuple(Projection(f"{self.name}.{x}_proj", rows, k, self.qkv_bias) for x, rows in sizes.items()))
 
     @property
@@ -126,24 +128,33 @@ class AttentionSpec:
         """Whether kernels that norm their input compute its norm."""
         return self.norm is not None and self.norms == PLAIN_NORM
 
-    def sharded(self, shard: Shard) -> AttentionSpec:
-        """Ranks hold equal numbers of query heads, with the K/V heads that these read."""
+    def heads_of(self, shard: Shard) -> slice:
+        """The query heads of a rank: all ranks have as many."""
+        return shard.of("num_attention_heads", self.num_heads)
+
+    def kv_heads_of(self, shard: Shard) -> slice:
+        """The K/V heads that these read. With fewer K/V heads than ranks, several ranks hold the same one."""
         if self.num_kv_heads % shard.ranks and shard.ranks % self.num_kv_heads:
             raise ConfigError(
                 f"num_key_value_heads {self.num_kv_heads} and {shard.ranks} ranks: one must be a multiple of the other; "
                 "choose another cluster.tensor_parallel"
             )
-        heads = shard.of("num_attention_heads", self.num_heads)
-        return replace(self, num_heads=heads, num_kv_heads=max(1, self.num_kv_heads // shard.ranks))
-
-    def shares(self, shard: Shard) -> Mapping[str, Share]:
-        """With fewer K/V heads than ranks, several ranks hold the same one."""
         holders = min(shard.ranks, self.num_kv_heads)
-        kv = Share("columns", Shard(shard.rank * holders // shard.ranks, holders))
-        q, out = Share("columns", shard), Share("rows", shard)
-        names = {"q_proj": q, "k_proj": kv, "v_proj": kv, "qkv_proj": q, "o_proj": out, "sinks": q}
+        return Shard(shard.rank * holders // shard.ranks, holders).of("num_key_value_heads", self.num_kv_heads)
+
+    def sharded(self, shard: Shard, unit: int) -> AttentionSpec:
+        kv_heads, heads = self.kv_heads_of(shard), self.heads_of(shard)
+        return replace(self, num_heads=heads.stop - heads.start, num_kv_heads=kv_heads.stop - kv_heads.start)
+
+    def shares(self, shard: Shard, unit: int) -> Mapping[str, Share]:
+        heads = self.heads_of(shard)
+        q, kv = scaled(heads, self.head_dim), scaled(self.kv_heads_of(shard), self.head_dim)
+        of_q, of_kv = Share("columns", (q,)), Share("columns", (kv,))
+        of_qkv = Share("columns", (q, shifted(kv, self.inner_size), shifted(kv, self.inner_size + self.kv_size)))
+        names = {"q_proj": of_q, "k_proj": of_kv, "v_proj": of_kv, "qkv_proj": of_qkv}
+        names |= {"o_proj": Share("rows", (q,), shard.rank == 0), "sinks": Share("columns", (heads,))}
         if self.qk_norm_rows:
-            names |= {"q_norm": q, "k_norm": kv}
+            names |= {"q_norm": of_q, "k_norm": of_kv}
         return {f"{self.name}.{name}": share for name, share in names.items()}
 
     def build(self, source: BlockSource) -> Attention:

@@ -31,11 +31,19 @@ class Shard:
     rank: int = 0
     ranks: int = 1
 
-    def of(self, what: str, size: int) -> int:
-        """The size of a part. Raises ConfigError unless all parts are equal."""
-        if size % self.ranks:
-            raise ConfigError(f"{what} {size} cannot be cut into {self.ranks} equal parts; lower cluster.tensor_parallel")
-        return size // self.ranks
+    def of(self, what: str, size: int, unit: int = 1) -> slice:
+        """The part of `size` numbers that is this rank's, in whole units; the last unit of all may be shorter.
+
+        All ranks have as many units, or the first ones have one more than the others: rank 0 has the most.
+        Raises ConfigError where a rank would have none, and for parts of single numbers that are not equal.
+        """
+        units = -(-size // unit)
+        if units < self.ranks or (unit == 1 and size % self.ranks):
+            parts = "equal parts" if unit == 1 else f"parts in blocks of {unit}"
+            raise ConfigError(f"{what} {size} cannot be cut into {self.ranks} {parts}; lower cluster.tensor_parallel")
+        each, more = divmod(units, self.ranks)
+        first = self.rank * each + min(self.rank, more)
+        return slice(first * unit, min(size, (first + each + (self.rank < more)) * unit))
 
 
 WHOLE = Shard()
@@ -46,8 +54,19 @@ class Share(NamedTuple):
     """The part of one product, or of one vector, that a rank holds."""
 
     cut: Cut
-    shard: Shard
-    """Of a K/V head that several ranks hold it is the same for all of them."""
+    ranges: tuple[slice, ...]
+    """columns: of the rows of W, several where a tensor of the file holds several projections. rows: one, of the columns of W."""
+    adds_bias: bool = True
+    """False: W is cut by rows, and another rank adds the bias."""
+
+
+def shifted(own: slice, by: int) -> slice:
+    return slice(own.start + by, own.stop + by)
+
+
+def scaled(own: slice, by: int) -> slice:
+    """The numbers of some heads, or rows, of `by` numbers each."""
+    return slice(own.start * by, own.stop * by)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +115,6 @@ class Projection:
     rows: int
     k: int
     bias: bool = False
-    fused: bool = False
-    """It is several projections, whose rows lie one after another in one tensor of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,12 +259,16 @@ class BlockSpec(Protocol):
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
         """The products of a forward over so many tokens."""
 
-    def sharded(self, shard: Shard) -> Self:
-        """The shape of what one rank computes. Raises ConfigError for a shape that cannot be cut so."""
+    def sharded(self, shard: Shard, unit: int) -> Self:
+        """The shape of what one rank computes. Raises ConfigError for a shape that cannot be cut so.
 
-    def shares(self, shard: Shard) -> Mapping[str, Share]:
+        unit  numbers between the two products of an MLP, or of an expert, that one rank holds together
+        """
+
+    def shares(self, shard: Shard, unit: int) -> Mapping[str, Share]:
         """The part of each projection, by its name, and of each grouped product, by the name of the first projection of its
-        first expert; and of vectors that ranks do not hold as a whole, which are cut by columns."""
+        first expert, whose range is one of the numbers between the two products of an expert; and of vectors that ranks do not
+        hold as a whole, which are cut by columns. Arguments as of `sharded`."""
 
 
 def projections(block: BlockSpec) -> Iterator[Projection]:

@@ -18,6 +18,7 @@ from batchspec.model.blocks.base import (
     Shard,
     Share,
     TensorSpec,
+    shifted,
 )
 from batchspec.model.blocks.forward import BlockSource, Stream
 from batchspec.model.fused import activation_quantised, gelu_tanh_and_mul, rms_norm
@@ -45,9 +46,7 @@ class GatedMlpSpec:
     @property
     def gate_up(self) -> ProductSpec:
         if self.fused_gate_up:
-            return ProductSpec(
-                (Projection(f"{self.name}.gate_up_proj", 2 * self.inner_size, self.hidden_size, self.bias, fused=True),)
-            )
+            return ProductSpec((Projection(f"{self.name}.gate_up_proj", 2 * self.inner_size, self.hidden_size, self.bias),))
         names = (f"{self.name}.gate_proj", f"{self.name}.up_proj")
         return ProductSpec(tuple(Projection(name, self.inner_size, self.hidden_size, self.bias) for name in names))
 
@@ -86,12 +85,18 @@ class GatedMlpSpec:
         """Whether kernels that norm their input compute its norm."""
         return self.norm is not None and self.norms == PLAIN_NORM
 
-    def sharded(self, shard: Shard) -> GatedMlpSpec:
-        return replace(self, inner_size=shard.of("intermediate_size", self.inner_size))
+    def _inner(self, shard: Shard, unit: int) -> slice:
+        return shard.of("intermediate_size", self.inner_size, unit)
 
-    def shares(self, shard: Shard) -> Mapping[str, Share]:
-        inner, out = Share("columns", shard), Share("rows", shard)
-        names = {"gate_proj": inner, "up_proj": inner, "gate_up_proj": inner, "down_proj": out}
+    def sharded(self, shard: Shard, unit: int) -> GatedMlpSpec:
+        inner = self._inner(shard, unit)
+        return replace(self, inner_size=inner.stop - inner.start)
+
+    def shares(self, shard: Shard, unit: int) -> Mapping[str, Share]:
+        inner = self._inner(shard, unit)
+        into, both = Share("columns", (inner,)), Share("columns", (inner, shifted(inner, self.inner_size)))
+        out = Share("rows", (inner,), shard.rank == 0)
+        names = {"gate_proj": into, "up_proj": into, "gate_up_proj": both, "down_proj": out}
         return {f"{self.name}.{name}": share for name, share in names.items()}
 
     def build(self, source: BlockSource) -> GatedMlp:

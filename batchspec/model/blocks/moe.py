@@ -119,15 +119,19 @@ class MoeSpec:
         )
         return Gemm(product=router, ops=()), *experts
 
-    def sharded(self, shard: Shard) -> MoeSpec:
-        """Every rank holds a part of every expert: all have the same work, whatever tokens choose."""
-        size = shard.of("the size of an expert", self.experts.expert_size)
-        return replace(self, experts=replace(self.experts, expert_size=size))
+    def _inner(self, shard: Shard, unit: int) -> slice:
+        return shard.of("the size of an expert", self.experts.expert_size, unit)
 
-    def shares(self, shard: Shard) -> Mapping[str, Share]:
+    def sharded(self, shard: Shard, unit: int) -> MoeSpec:
+        """Every rank holds a part of every expert: their work differs by a block at most, whatever tokens choose."""
+        inner = self._inner(shard, unit)
+        return replace(self, experts=replace(self.experts, expert_size=inner.stop - inner.start))
+
+    def shares(self, shard: Shard, unit: int) -> Mapping[str, Share]:
         """The router is whole on every rank, so that all ranks route alike without an exchange."""
+        inner = self._inner(shard, unit)
         gate_up, down = (spec.of(0).parts[0].name for spec in self.grouped)
-        return {gate_up: Share("columns", shard), down: Share("rows", shard)}
+        return {gate_up: Share("columns", (inner,)), down: Share("rows", (inner,), shard.rank == 0)}
 
     def build(self, source: BlockSource) -> Moe:
         return Moe(self, source)

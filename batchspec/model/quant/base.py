@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from batchspec.errors import ConfigError
-from batchspec.model.blocks.base import Cut, GroupedSpec, Projection, TensorSpec
+from batchspec.model.blocks.base import GroupedSpec, Projection, Share, TensorSpec
 from batchspec.model.blocks.forward import GroupedProduct, Product
 
-Slices = dict[str, tuple[slice, ...]]
-"""Name of a tensor -> the part that a rank holds: one slice per dimension, () for all of it. A bias that another rank adds is
-left out: the rank adds zeros."""
+Pieces = tuple[tuple[slice, ...], ...]
+"""The part of a tensor that a rank holds: each piece has a slice per dimension, and they lie one after another along the first
+dimension. () is all of it."""
+Slices = dict[str, Pieces]
+"""Name of a tensor -> the part that a rank holds. A bias that another rank adds is left out: the rank adds zeros."""
 
 
 class Weights(Protocol):
@@ -60,8 +62,12 @@ class WeightFormat(Protocol):
     def load(self, weights: Weights, names: Sequence[str], *, bias: bool) -> Product:
         """The projections of these names as one product, read in this order: all weights, then all biases."""
 
-    def shard(self, part: Projection, cut: Cut, rank: int, ranks: int) -> Slices:
-        """What `rank` of `ranks` holds. Raises ConfigError if the projection cannot be divided so."""
+    @property
+    def block(self) -> int:
+        """Side of the blocks of a weight that are not divided between ranks, such as those that have one scale; 1: none."""
+
+    def shard(self, part: Projection, share: Share) -> Slices:
+        """What the rank with this share holds. Raises ConfigError if that divides a block."""
 
     def grouped_tensors(self, spec: GroupedSpec) -> tuple[TensorSpec, ...]:
         """What a file holds for a grouped product: names, shapes and dtypes."""
@@ -69,8 +75,8 @@ class WeightFormat(Protocol):
     def load_grouped(self, weights: Weights, spec: GroupedSpec) -> GroupedProduct:
         """Load a grouped product into one allocation for all experts. spec.name is the experts' full name in the file."""
 
-    def shard_grouped(self, spec: GroupedSpec, cut: Cut, rank: int, ranks: int) -> Slices:
-        """What `rank` of `ranks` holds: a part of every expert. Raises ConfigError if experts cannot be divided so."""
+    def shard_grouped(self, spec: GroupedSpec, share: Share) -> Slices:
+        """What the rank with this share holds: a part of every expert. Raises ConfigError if that divides a block."""
 
 
 def bias_of(part: Projection) -> tuple[TensorSpec, ...]:
@@ -78,29 +84,22 @@ def bias_of(part: Projection) -> tuple[TensorSpec, ...]:
     return (TensorSpec(f"{part.name}.bias", (part.rows,), "bias"),) if part.bias else ()
 
 
-def share(part: Projection, size: int, rank: int, ranks: int, *, multiple: int = 1) -> slice:
-    """The share of `size` rows or columns that a rank holds. Raises ConfigError unless all ranks get equal shares.
-
-    multiple  each share must be a multiple of it, such as the side of a quantisation block
-    """
-    if size % (ranks * multiple):
-        blocks = f" in blocks of {multiple}" if multiple > 1 else ""
-        raise ConfigError(f"{part.name}: {size} cannot be cut into {ranks} equal parts{blocks}; lower cluster.tensor_parallel")
-    return slice(rank * size // ranks, (rank + 1) * size // ranks)
+def check_blocks(name: str, size: int, ranges: Sequence[slice], block: int) -> None:
+    """Raises ConfigError if one of the ranges of `size` rows or columns divides a block."""
+    for own in ranges:
+        if own.start % block or (own.stop % block and own.stop != size):
+            raise ConfigError(
+                f"{name}: a part of {own.stop - own.start} of {size} divides a block of {block}; lower cluster.tensor_parallel"
+            )
 
 
-def row_share(part: Projection, rank: int, ranks: int, *, multiple: int = 1) -> slice:
-    """The rows that a rank holds, see `share`. Raises ConfigError for a tensor of several projections: they are not one slice."""
-    if part.fused:
-        raise ConfigError(f"{part.name} holds several projections, which are not cut over GPUs; set cluster.tensor_parallel=1")
-    return share(part, part.rows, rank, ranks, multiple=multiple)
-
-
-def shard_matrix(part: Projection, cut: Cut, rank: int, ranks: int, *, multiple: int = 1) -> tuple[slice, slice]:
-    """The rows and columns of the projection's weight that a rank holds, see `share`."""
-    if cut == "columns":
-        return row_share(part, rank, ranks, multiple=multiple), slice(0, part.k)
-    return slice(0, part.rows), share(part, part.k, rank, ranks, multiple=multiple)
+def shard_matrix(part: Projection, share: Share, *, block: int = 1) -> Pieces:
+    """The pieces of the projection's weight that a rank holds. Raises ConfigError as `check_blocks`."""
+    if share.cut == "columns":
+        check_blocks(part.name, part.rows, share.ranges, block)
+        return tuple((own, slice(0, part.k)) for own in share.ranges)
+    check_blocks(part.name, part.k, share.ranges, block)
+    return tuple((slice(0, part.rows), own) for own in share.ranges)
 
 
 def joined_bias(weights: Weights, names: Sequence[str]) -> Tensor:
@@ -108,9 +107,9 @@ def joined_bias(weights: Weights, names: Sequence[str]) -> Tensor:
     return torch.cat([weights.tensor(f"{name}.bias") for name in names])
 
 
-def shard_bias(part: Projection, cut: Cut, rank: int, ranks: int) -> Slices:
-    """The part of the bias that a rank holds. Column parallel: the rank's outputs. Row parallel: rank 0 alone adds the bias."""
-    if not part.bias or (cut == "rows" and rank):
+def shard_bias(part: Projection, share: Share) -> Slices:
+    """The part of the bias that a rank holds. Column parallel: the rank's outputs. Row parallel: one rank alone adds the bias."""
+    if not part.bias or not share.adds_bias:
         return {}
-    whole = slice(0, part.rows)
-    return {f"{part.name}.bias": (row_share(part, rank, ranks) if cut == "columns" else whole,)}
+    whole = (slice(0, part.rows),)
+    return {f"{part.name}.bias": tuple((own,) for own in share.ranges) if share.cut == "columns" else (whole,)}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from math import lcm
 
 import torch
 
 from batchspec.errors import ConfigError
+from batchspec.model.blocks.base import BlockSpec, projections
 from batchspec.model.quant.base import WeightFormat
 from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.quant.plain import PLAIN
@@ -29,6 +31,11 @@ class Formats:
         path = f".{name}."
         plain = any(f".{module}." in path for module in self.plain_modules)
         return PLAIN if plain or any(re.match(pattern, name) for pattern in self.plain_patterns) else self.quantised
+
+    def unit_of(self, block: BlockSpec, prefix: str) -> int:
+        """Numbers between the two products of an MLP that one rank holds together: no block of their weights is divided."""
+        names = [part.name for part in projections(block)] + [spec.of(0).parts[0].name for spec in block.grouped]
+        return lcm(*(self.of(prefix + name).block for name in names))
 
     def on(self, device: torch.device, dtype: torch.dtype, activations: str) -> Formats:
         """The formats in which a model in `dtype` keeps its weights on this device.

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.model.blocks.base import Cut, GroupedSpec, Projection, TensorSpec
+from batchspec.model.blocks.base import GroupedSpec, Projection, Share, TensorSpec
 from batchspec.model.blocks.forward import GroupedProduct, Product
-from batchspec.model.quant.base import Slices, Weights, bias_of, joined_bias, shard_bias, shard_matrix
+from batchspec.model.quant.base import Pieces, Slices, Weights, bias_of, joined_bias, shard_bias, shard_matrix
 from batchspec.model.quant.fp8_products import BLOCK, Activations, Fp8Experts, Fp8Linear, Fp8Weight, StackedFp8
 from batchspec.model.quant.grouped import SeparateExperts, expert_biases, expert_parts
 from batchspec.model.quant.plain import Linear
@@ -97,17 +97,21 @@ class Fp8(SeparateExperts):
         bias, input_scale = expert_biases(weights, spec), max(inputs, default=None)
         return Fp8Experts(stacked, bias, self.made_for, input_scale, weights.dtype)
 
-    def shard(self, part: Projection, cut: Cut, rank: int, ranks: int) -> Slices:
-        rows, columns = shard_matrix(part, cut, rank, ranks, multiple=BLOCK if self.scales == "block" else 1)
-        scale: dict[Scales, tuple[slice, ...]] = {
-            "block": tuple(slice(own.start // BLOCK, -(-own.stop // BLOCK)) for own in (rows, columns)),
-            "row": (rows,),
+    @property
+    def block(self) -> int:
+        return BLOCK if self.scales == "block" else 1
+
+    def shard(self, part: Projection, share: Share) -> Slices:
+        pieces = shard_matrix(part, share, block=self.block)
+        scale: dict[Scales, Pieces] = {
+            "block": tuple(tuple(slice(own.start // BLOCK, -(-own.stop // BLOCK)) for own in piece) for piece in pieces),
+            "row": tuple((rows,) for rows, _ in pieces),
             "tensor": (),
         }
-        own = {f"{part.name}.weight": (rows, columns), f"{part.name}.{self.scale_name}": scale[self.scales]}
+        own = {f"{part.name}.weight": pieces, f"{part.name}.{self.scale_name}": scale[self.scales]}
         if self.made_for == "static":
             own[f"{part.name}.input_scale"] = ()
-        return own | shard_bias(part, cut, rank, ranks)
+        return own | shard_bias(part, share)
 
     def _part(self, weights: Weights, name: str) -> Fp8Weight:
         values, scale = weights.stored(f"{name}.weight"), weights.stored(f"{name}.{self.scale_name}").float()

@@ -19,10 +19,10 @@ from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.kernels.moe.sort_rows import sort_rows
 from batchspec.kernels.moe.tiles import ExpertTile
 from batchspec.kernels.moe.units import Routing, rows_by_expert
-from batchspec.model.blocks.base import Clamp, Cut, GroupedSpec, Projection, TensorSpec
+from batchspec.model.blocks.base import Clamp, GroupedSpec, Projection, Share, TensorSpec, scaled
 from batchspec.model.blocks.forward import GroupedProduct
 from batchspec.model.fused import clamped_swiglu, silu_and_mul
-from batchspec.model.quant.base import Slices, Weights, share
+from batchspec.model.quant.base import Slices, Weights, check_blocks
 from batchspec.tuning.policy import expert_tile, has_fast_experts
 
 
@@ -136,7 +136,7 @@ class SeparateExperts(ABC):
         """See `WeightFormat`."""
 
     @abstractmethod
-    def shard(self, part: Projection, cut: Cut, rank: int, ranks: int) -> Slices:
+    def shard(self, part: Projection, share: Share) -> Slices:
         """See `WeightFormat`."""
 
     @abstractmethod
@@ -156,10 +156,10 @@ class SeparateExperts(ABC):
             weight[expert, place].copy_(self.matrix(weights, part.name))
         return GroupedLinear(weight, expert_biases(weights, spec))
 
-    def shard_grouped(self, spec: GroupedSpec, cut: Cut, rank: int, ranks: int) -> Slices:
+    def shard_grouped(self, spec: GroupedSpec, share: Share) -> Slices:
         found: Slices = {}
         for _, _, part in expert_parts(spec):
-            found |= self.shard(part, cut, rank, ranks)
+            found |= self.shard(part, share)
         return found
 
 
@@ -203,23 +203,22 @@ def stacked_biases(weights: Weights, spec: GroupedSpec) -> Tensor | None:
     return torch.stack(biases) if biases else None
 
 
-def shard_stacked(spec: GroupedSpec, cut: Cut, rank: int, ranks: int, *, multiple: int = 1) -> tuple[slice, slice]:
+def shard_stacked(spec: GroupedSpec, share: Share, *, block: int = 1) -> tuple[slice, slice]:
     """The rows and columns of each expert's matrix that a rank holds. A gate row and its interleaved up row stay together.
 
-    multiple  a share of columns must be a multiple of it, such as the size of a quantisation block
+    block  of columns that are not divided; raises ConfigError as `check_blocks`
     """
-    part, rows, columns = spec.of(0).parts[0], slice(0, spec.rows), slice(0, spec.k)
-    if cut == "columns":
-        pairs = 2 if spec.interleaved else 1
-        own = share(part, spec.rows // pairs, rank, ranks)
-        return slice(pairs * own.start, pairs * own.stop), columns
-    return rows, share(part, spec.k, rank, ranks, multiple=multiple)
+    (own,) = share.ranges
+    if share.cut == "columns":
+        return scaled(own, 2 if spec.interleaved else 1), slice(0, spec.k)
+    check_blocks(spec.of(0).parts[0].name, spec.k, share.ranges, block)
+    return slice(0, spec.rows), own
 
 
-def shard_stacked_bias(spec: GroupedSpec, cut: Cut, rank: int, rows: slice) -> Slices:
+def shard_stacked_bias(spec: GroupedSpec, share: Share, rows: slice) -> Slices:
     """The part of a stacked bias that a rank holds, as in `shard_bias`. rows: the rank's rows, from `shard_stacked`."""
     experts = slice(0, spec.num_experts)
-    return {tensor.name: (experts, rows) for tensor in stacked_bias(spec) if cut == "columns" or rank == 0}
+    return {tensor.name: ((experts, rows),) for tensor in stacked_bias(spec) if share.adds_bias}
 
 
 def expert_parts(spec: GroupedSpec) -> Iterator[tuple[int, slice, Projection]]:

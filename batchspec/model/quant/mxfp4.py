@@ -18,7 +18,7 @@ from batchspec.kernels.moe.experts_mxfp4 import experts_mxfp4_down, experts_mxfp
 from batchspec.kernels.moe.mxfp4 import LARGEST_SCALE, Mxfp4Weight, dequantise_blocks, mxfp4_shapes, shuffle_mxfp4
 from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.kernels.moe.units import Routing
-from batchspec.model.blocks.base import Clamp, Cut, GroupedSpec, TensorSpec
+from batchspec.model.blocks.base import Clamp, GroupedSpec, Share, TensorSpec
 from batchspec.model.blocks.forward import GroupedProduct
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.quant.base import Slices, Weights
@@ -100,12 +100,16 @@ class Mxfp4(Plain):
             )
         return PackedExperts(Mxfp4Weight(words, exponents), stacked_biases(weights, spec))
 
-    def shard_grouped(self, spec: GroupedSpec, cut: Cut, rank: int, ranks: int) -> Slices:
+    @property
+    def block(self) -> int:
+        return BLOCK
+
+    def shard_grouped(self, spec: GroupedSpec, share: Share) -> Slices:
         blocks, scales, *_ = (tensor.name for tensor in self.grouped_tensors(spec))
-        rows, columns = shard_stacked(spec, cut, rank, ranks, multiple=BLOCK)
+        rows, columns = shard_stacked(spec, share, block=BLOCK)
         own = (slice(0, spec.num_experts), rows, slice(columns.start // BLOCK, -(-columns.stop // BLOCK)))
-        found: Slices = {blocks: (*own, slice(0, BLOCK // 2)), scales: own}
-        return found | shard_stacked_bias(spec, cut, rank, rows)
+        found: Slices = {blocks: ((*own, slice(0, BLOCK // 2)),), scales: (own,)}
+        return found | shard_stacked_bias(spec, share, rows)
 
 
 class PackedExperts:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from batchspec.kernels.gemm import linear as kernels
 from batchspec.kernels.gemm.tiles import Tile
-from batchspec.model.blocks.base import Cut, GroupedSpec, Projection, TensorSpec
+from batchspec.model.blocks.base import GroupedSpec, Projection, Share, TensorSpec
 from batchspec.model.blocks.forward import GroupedProduct, Product
 from batchspec.model.fused import rms_norm, silu_and_mul
 from batchspec.model.quant.base import Slices, Weights, bias_of, joined_bias, shard_bias, shard_matrix
@@ -45,11 +45,11 @@ class Plain(SeparateExperts):
             return super().load_grouped(weights, spec)
         return load_stacked(weights, spec, lambda expert: weights.entry(spec.of(0).parts[0].name, expert).t())
 
-    def shard_grouped(self, spec: GroupedSpec, cut: Cut, rank: int, ranks: int) -> Slices:
+    def shard_grouped(self, spec: GroupedSpec, share: Share) -> Slices:
         if not spec.stacked:
-            return super().shard_grouped(spec, cut, rank, ranks)
-        (rows, columns), experts = shard_stacked(spec, cut, rank, ranks), slice(0, spec.num_experts)
-        return {spec.of(0).parts[0].name: (experts, columns, rows), **shard_stacked_bias(spec, cut, rank, rows)}
+            return super().shard_grouped(spec, share)
+        (rows, columns), experts = shard_stacked(spec, share), slice(0, spec.num_experts)
+        return {spec.of(0).parts[0].name: ((experts, columns, rows),), **shard_stacked_bias(spec, share, rows)}
 
     @property
     def kept(self) -> str:
@@ -65,8 +65,12 @@ class Plain(SeparateExperts):
         weight = torch.cat([weights.tensor(f"{name}.weight") for name in names])
         return Linear(weight, joined_bias(weights, names) if bias else None)
 
-    def shard(self, part: Projection, cut: Cut, rank: int, ranks: int) -> Slices:
-        return {f"{part.name}.weight": shard_matrix(part, cut, rank, ranks)} | shard_bias(part, cut, rank, ranks)
+    @property
+    def block(self) -> int:
+        return 1
+
+    def shard(self, part: Projection, share: Share) -> Slices:
+        return {f"{part.name}.weight": shard_matrix(part, share)} | shard_bias(part, share)
 
 
 PLAIN = Plain()
