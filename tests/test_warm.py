@@ -284,6 +284,25 @@ def test_swapped_weights_are_those_of_the_other_model_and_back(form: str, words:
     assert not same(swapped, before)
 
 
+def test_scales_of_fp8_keys_and_values_are_those_of_the_new_weights(words: list[str], model: Path, other: Path) -> None:
+    fp8 = [*words, "cache.dtype=fp8", "draft=none", "draft.path=null"]
+    tensors = {
+        name: 9 * tensor if "v_proj" in name else tensor for name, tensor in load_file(other / "model.safetensors").items()
+    }
+    with batchspec.Engine(fp8) as engine:
+        before = engine._loaded.target.all_kv_scales
+        engine.load_weights(tensors)
+        after, swapped = engine._loaded.target.all_kv_scales, engine.generate(rows())
+        engine.load_weights(model)
+        assert before is not None
+        assert after is not None
+        assert not torch.equal(before, after)
+        back = engine._loaded.target.all_kv_scales
+        assert back is not None
+        assert torch.equal(back, before)
+        assert not same(engine.generate(rows()), swapped)
+
+
 def test_weights_of_another_model_are_refused_before_anything_changes(
     shared: batchspec.Engine, expected: pl.DataFrame, model: Path, tmp_path: Path
 ) -> None:
