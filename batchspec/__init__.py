@@ -8,12 +8,17 @@ __version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from batchspec.api import generate as generate
+    from batchspec.warm.engine import Engine as Engine
 
 
 def __getattr__(name: str) -> Any:
-    # `generate` pulls in torch and hydra: imported only by those who call it.
+    # They pull in torch and hydra: imported only by those who use them.
     if name == "generate":
         from batchspec.api import generate
 
         return generate
+    if name == "Engine":
+        from batchspec.warm.engine import Engine
+
+        return Engine
     raise AttributeError(f"module 'batchspec' has no attribute {name!r}")

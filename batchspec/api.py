@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from batchspec.config.checks import AUTO
 from batchspec.config.compose import compose
+from batchspec.dataset.in_memory import table_of
 from batchspec.dataset.reader import table_source
 from batchspec.errors import ConfigError
 from batchspec.job import run_job
@@ -40,9 +41,7 @@ def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()
             f"cluster.tensor_parallel={config.cluster.tensor_parallel}: a call computes in its own process; use `batchspec run`, "
             "which starts one per GPU"
         )
-    # pyarrow's kernels cannot take rows of Arrow's newer string views.
-    table = pl.DataFrame(data).to_arrow(compat_level=pl.CompatLevel.oldest())
-    source = table_source(table, config.input.limit)
+    source = table_source(table_of(data), config.input.limit)
     if config.output.dir is not None:
         run_job(config, source)
         with scanning(config.output.dir):

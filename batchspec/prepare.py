@@ -109,14 +109,26 @@ def open_job(
     check_ids(source, columns)
     model = open_model(config, here=here, group=group)
     tokenizer = tokenizer or open_tokenizer(model.folder, config, columns)
+    job = job_of(model, source, columns, tokenizer)
+    if fetch:
+        fetch_weights(model)
+    return job
+
+
+def job_of(model: JobModel, source: Source, columns: ColumnMap, tokenizer: Tokenizer | None) -> Job:
+    """The job of this model over this input. Raises ConfigError where their configurations do not fit each other."""
+    config = model.config
     admission = Admission(config, source=source, columns=columns, spec=model.spec, tokenizer=tokenizer)
     output_schema(source.schema, columns, config.output, channels=admission.has_channels)
-    if fetch:
-        if not model.dummy:
-            model.files.fetch()
-        model.drafter.fetch()
     of_model = {item.name: getattr(model, item.name) for item in fields(model)}
     return Job(**of_model, source=source, columns=columns, tokenizer=tokenizer, admission=admission)
+
+
+def fetch_weights(model: JobModel) -> None:
+    """Download what the hub has and this machine lacks. Raises CheckpointError."""
+    if not model.dummy:
+        model.files.fetch()
+    model.drafter.fetch()
 
 
 def open_model(config: RunConfig, *, here: bool = True, group: Group | None = None) -> JobModel:
@@ -278,9 +290,13 @@ def survey_first(job: Job) -> Survey:
 
 
 def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
+    """The engine for a job whose first rows were seen: see `load_engine`."""
+    return load_engine(job, seen.demand(job.source.num_rows, job.admission.max_len), progress)
+
+
+def load_engine(job: Job, demand: Demand, progress: ProgressBar) -> Engine:
     """Load the weights, choose the shape from the memory that is left, set up the engine; says each step on the progress line."""
     config = job.config
-    demand = seen.demand(job.source.num_rows, job.admission.max_len)
     dtype = str(job.dtype).removeprefix("torch.")
     check_memory(job)
     on = job.device.type if job.group is None else f"{job.group.ranks} x {job.device.type}"

@@ -62,6 +62,7 @@ LONG = (
     "test_verify_attention.py",
     "test_probe.py",
     "test_plan.py",
+    "test_warm.py",
 )
 """Files that take ten seconds or more, the longest first."""
 

@@ -43,6 +43,17 @@ MAY_IMPORT: dict[str, set[str]] = {
         "report",
         "commands",
     },
+    "warm": {
+        "config",
+        "dataset",
+        "engine",
+        "model",
+        "packing",
+        "prepare",
+        "report.progress_bar",
+        "runner.decode_shards",
+        "runner.oom_fallback",
+    },
     "job": {"prepare", "runner", "dataset", "distributed.group", "engine.output_processor", "runstate", "packing", "report"},
     "prepare": {
         "adapt.limits",
@@ -151,7 +162,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "text": set(),
     "terminal": set(),
     "conf": set(),
-    "__init__": {"api"},
+    "__init__": {"api", "warm.engine"},
 }
 
 # Third party -> the packages and modules that may import it.
@@ -162,8 +173,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "flashinfer": ("cache.flash",),
     "matplotlib": ("report.pictures",),
     "msgspec": ("dataset", "runstate", "storage", "engine.messages"),
-    "pyarrow": ("dataset", "storage", "runstate", "report", "packing", "api", "commands", "runner"),
-    "polars": ("dataset", "runstate", "report", "packing", "api", "commands", "runner"),
+    "pyarrow": ("dataset", "storage", "runstate", "report", "packing", "api", "commands", "runner", "warm"),
+    "polars": ("dataset", "runstate", "report", "packing", "api", "commands", "runner", "warm"),
     "triton": ("kernels",),
 }
 

@@ -127,8 +127,9 @@ an earlier version is refused with its present name.
 JOB_HEAD = """\
 ## Keys of a job
 
-These are the keys of `run`, `plan`, `submit` and `batchspec.generate`. The defaults are those of a job that chooses no other
-option of a group. Lengths are in tokens unless the name ends in another unit (`_s` seconds, `_h` hours, `_gb` 1e9 bytes).
+These are the keys of `run`, `plan`, `submit`, `batchspec.generate` and `batchspec.Engine`. The defaults are those of a job that
+chooses no other option of a group. Lengths are in tokens unless the name ends in another unit (`_s` seconds, `_h` hours, `_gb`
+1e9 bytes).
 Drafters in brackets are those that read the key. Per-row columns of the input obey the ranges of the keys of their name."""
 TRAIN_HEAD = """\
 ## Keys of `batchspec train`

@@ -7,11 +7,12 @@ dictionaries that take any key need no `+`.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
 from batchspec.config.reference import options
@@ -29,6 +30,30 @@ def for_hydra(overrides: Sequence[str]) -> list[str]:
     Raises ConfigError for an override without a key, and for a group that is given something else than an option's name.
     """
     return [item if item.startswith("-") or "=" not in item else _one(item) for item in overrides]
+
+
+def overrides_of(options: Mapping[str, Any]) -> list[str]:
+    """Options as Python values, turned into overrides: {"model.path": "MODEL", "draft": "eagle3", "decode": {"n": 2}}."""
+    found: list[str] = []
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            found += overrides_of({f"{key}.{name}": item for name, item in value.items()})
+        else:
+            found.append(f"{key}={value if key.lstrip('+') in OPTIONS else _text(value)}")
+    return found
+
+
+def _text(value: Any) -> str:
+    """A Python value as Hydra's grammar writes it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{','.join(map(_text, value))}]"
+    return QuotedString(str(value).replace("${", "\\${"), Quote.single).with_quotes()
 
 
 def _one(override: str) -> str:

@@ -31,7 +31,7 @@ class SlotAllocator:
         self,
         batch: PackedBatch,
         pools: PagePools,
-        requests: Iterator[RequestState],
+        requests: Iterator[RequestState | None],
         *,
         slots: SlotTable | None = None,
         lookahead: int = 0,
@@ -39,6 +39,7 @@ class SlotAllocator:
         prefill_cost: PrefillCost | None = None,
     ) -> None:
         """
+        requests             None: no request has come yet, others may later
         slots                None: an empty table
         lookahead            tokens after a page that its K/V depends on too: 1 with a drafter that reads the next token
         num_lookahead_slots  K/V positions after a row's last token that it needs pages for too: what a tree of drafts takes
@@ -46,7 +47,7 @@ class SlotAllocator:
         """
         self.batch, self.pools = batch, pools
         self.slots = slots or SlotTable(batch.num_slots, batch.max_len, batch.draft_len, num_groups=pools.groups.num_groups)
-        self._stream = requests
+        self._stream, self._ended = requests, False
         self._waiting: deque[RequestState] = deque()
         self._num_refills = 0
         self._lookahead, self._num_lookahead_slots = lookahead, num_lookahead_slots
@@ -56,13 +57,18 @@ class SlotAllocator:
     @property
     def exhausted(self) -> bool:
         """No request waits and none will come."""
-        return self._peek() is None
+        return self._peek() is None and self._ended
 
     def num_rows_needed(self) -> int:
-        """Rows of a round: all slots while requests come, then the smallest row bucket that the live rows fit in."""
-        if not self.exhausted:
+        """Rows of a round: all slots while a request waits, else the smallest row bucket that the live rows fit in."""
+        if self._peek() is not None:
             return self.batch.num_slots
         return min(b for b in self.batch.row_buckets if b >= len(self.slots.live))
+
+    def num_rows_taken(self) -> int:
+        """The smallest row bucket that holds every slot with a request."""
+        taken = np.flatnonzero(self.slots.owner >= 0)
+        return min(b for b in self.batch.row_buckets if b > taken.max(initial=-1))
 
     @property
     def preempted(self) -> list[RequestState]:
@@ -70,10 +76,14 @@ class SlotAllocator:
         return [state for state in self._waiting if state.tokens]
 
     def _peek(self) -> RequestState | None:
-        if not self._waiting:
-            state = next(self._stream, None)
-            if state is not None:
-                self._waiting.append(state)
+        """The request that waits longest; None: at present there is none."""
+        if not self._waiting and not self._ended:
+            try:
+                state = next(self._stream)
+            except StopIteration:
+                self._ended = True
+            else:
+                self._waiting += [] if state is None else [state]
         return self._waiting[0] if self._waiting else None
 
     def pages_for(self, num_tokens: int) -> int:

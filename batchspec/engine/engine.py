@@ -6,7 +6,6 @@ ahead of what it has read (`run_ahead`); `Scheduler` says what keeps that safe.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from batchspec.draft.base import Drafter
 from batchspec.engine.allocator import SlotAllocator
 from batchspec.engine.completion import completion_of
 from batchspec.engine.executor import Executor
+from batchspec.engine.garbage import older_objects_frozen
 from batchspec.engine.lockstep import Lead
 from batchspec.engine.messages import Prepare, Scales, Step
 from batchspec.engine.output_processor import EngineTotals, OutputProcessor
@@ -77,6 +77,8 @@ class Engine:
         self._stopping = False
         self._prefill_cost: PrefillCost | None = None
         self._finished_rows: list[tuple[Ids, Ids]] = []
+        self._kept_pools: PagePools | None = None
+        """Those of a run that came to its end: no row owns a page, and prefixes can be found."""
         self._reset(iter(()))
 
     @torch.inference_mode()
@@ -93,18 +95,25 @@ class Engine:
             self._prefill_cost = self.planner.prepare(mode, shared=shared)
 
     @torch.inference_mode()
-    def run(self, requests: Iterator[Request]) -> Generator[Completion]:
-        """Decode every request; completions come in the order in which rows end."""
+    def run(self, requests: Iterator[Request | None]) -> Generator[Completion]:
+        """Decode every request; completions come in the order in which rows end.
+
+        requests  asked for the next one while slots are free. None: there is none yet, but completions to come may make more;
+                  the iterator waits by itself where no request is unfinished
+        Prompts share the K/V of prefixes of an earlier run, if that came to its end.
+        """
         if not self.planner.ready:
             self.prepare(SamplingMode())
         with self.executor.stream_of_rounds():
             self._reset(requests)
-        with _older_objects_frozen():
+        with older_objects_frozen():
             while True:
                 # No stream may be current while the caller runs.
                 with self.executor.stream_of_rounds():
                     done = list(self._step())
                     finished = self._finished
+                if finished and not self.slots.live:
+                    self._kept_pools = self.pools
                 yield from done
                 if finished:
                     return
@@ -113,16 +122,18 @@ class Engine:
         """As of `Target`, on all ranks; only while no row has K or V."""
         if self._lead is not None:
             self._lead.send(Scales(values.tolist()))
+        self.pools.forget()
         self.target.use_kv_scales(values)
 
-    def _reset(self, requests: Iterator[Request]) -> None:
-        """An earlier run may have been left half-way: rows, results and pages begin anew."""
+    def _reset(self, requests: Iterator[Request | None]) -> None:
+        """An earlier run may have been left half-way: rows and results begin anew, and then pages too."""
         if self._lead is not None:
             self._lead.begin()
         self.executor.clear()
         self.planner.restart()
         groups, round_ = self.executor.cache.groups, self.executor.round
-        self.pools = PagePools(
+        kept, self._kept_pools = self._kept_pools, None
+        self.pools = kept or PagePools(
             groups,
             self.batch.group_pages(groups.num_groups),
             self.batch.page_size,
@@ -187,6 +198,18 @@ class Engine:
             self.pools.forget()
             self.planner.forget()
             self.scheduler.drafter_version += 1
+
+    @contextmanager
+    def changing_target(self) -> Iterator[None]:
+        """Write new weights of the target within this block, between two runs. K/V and measured acceptance are dropped."""
+        assert self._lead is None
+        try:
+            self.executor.synchronise()  # the new weights may come from a stream of the caller's
+            yield
+        finally:
+            self.executor.synchronise()
+            self.pools.forget()
+            self.planner.forget()
 
     @property
     def stopping(self) -> bool:
@@ -254,35 +277,21 @@ class Engine:
 
 
 def _states(
-    requests: Iterator[Request],
+    requests: Iterator[Request | None],
     ended_at_once: list[RequestState],
     *,
     decode: Decode | None,
     draft_len: int,
     options: RoundOptions,
-) -> Iterator[RequestState]:
+) -> Iterator[RequestState | None]:
     """The requests' states. A request that ends with what its thinking budget forces at once needs no slot: `ended_at_once`."""
     for request in requests:
+        if request is None:
+            yield None
+            continue
         finder = StopFinder(decode, request.stop) if request.stop and decode else None
         state = RequestState.of(request, draft_len, finder, num_top=options.logprobs)
         if state.finish_reason is None:
             yield state
         else:
             ended_at_once.append(state)
-
-
-@contextmanager
-def _older_objects_frozen() -> Iterator[None]:
-    """Within this block garbage collections skip the objects that exist already, torch's and the model's.
-
-    A collection that traversed all of them took 0.1 to 0.17 s (SmolLM2-135M, H200), during which no round was launched.
-    Where something is frozen already, by the host program or by another run, nothing is: Python can only unfreeze everything.
-    """
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

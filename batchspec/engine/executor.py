@@ -164,6 +164,11 @@ class Executor:
         """The current stream within this block is that of the rounds."""
         return self._prefill.stream_of_rounds()
 
+    def synchronise(self) -> None:
+        """Wait until the device has done all that was launched, by whomever."""
+        if self.rows.live.is_cuda:
+            torch.cuda.synchronize(self.rows.live.device)
+
     def prefill_paused(self) -> AbstractContextManager[object]:
         """What is launched in the rounds' stream within this block overlaps no prefill."""
         return self._prefill.paused()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.engine.garbage import no_garbage_collection
 from batchspec.engine.round import Round, RoundResult
 from batchspec.engine.shared_prefix import PrefixGroupTables
 
@@ -100,7 +99,7 @@ class Graphs:
         stream = None if current == torch.cuda.default_stream() else current
         # Only calls of this thread count: the thread that builds a corpus pins memory meanwhile, which would spoil the capture.
         with (
-            _no_garbage_collection(),
+            no_garbage_collection(),
             torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
         ):
             result = self._run(shape)
@@ -108,15 +107,3 @@ class Graphs:
         for tensor, value in zip(state, before, strict=True):
             tensor.copy_(value)
         self._graphs[shape] = (graph, result)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A collection could free the graphs of another engine, and CUDA permits that in no capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -118,7 +118,7 @@ class Scheduler:
         group = self._allocator.refill(self._planner.round_s) if takes_more else []
         prefill = self._prefill(group) if group else None
         if prefill is not None:
-            self.num_rows = self.batch.num_slots
+            self.num_rows = max(self.num_rows, self._allocator.num_rows_taken())
             if not prefill.overlaps:  # overlapping passes may write pages that the group shares
                 while self._passes:
                     yield self._step(activates_pass=True)
@@ -157,7 +157,7 @@ class Scheduler:
         return bool(self._passes) and 2 * (len(self.slots.live) - num_inactive) < self.batch.num_slots
 
     def _compact(self) -> Iterator[ScheduledStep]:
-        """With an empty stream of requests, shrink to the next smaller row bucket once the live rows fit."""
+        """While no request waits, shrink to the next smaller row bucket once the live rows fit."""
         if self._passes or not self.slots.live:
             return
         num_rows = self._allocator.num_rows_needed()

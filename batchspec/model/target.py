@@ -22,6 +22,7 @@ from batchspec.model.decoder import LayerWeights, PagedAttend, PagedStore, Resid
 from batchspec.model.kv_scales import heads_of_part
 from batchspec.model.quant.base import Weights
 from batchspec.model.quant.plain import Linear
+from batchspec.model.rewrite import rewrite
 from batchspec.model.rope import rope_frequencies, rope_of
 from batchspec.model.spec import EMBEDDING, FINAL_NORM, OUTPUT, ModelSpec, layer_prefix
 from batchspec.model.vocabulary import gather_logits, greedy_of_ranks
@@ -85,6 +86,22 @@ class Target:
             return cls(spec, DummyWeights(spec, dtype=dtype, device=device), device, ranks)
         with Checkpoint(folder, spec, dtype=dtype, device=device) as weights:
             return cls(spec, weights, device, ranks)
+
+    @torch.no_grad()
+    def rewrite(self, weights: Weights) -> None:
+        """Replace all weights in place, a layer at a time, by others of the same shapes and formats; no K or V may last.
+
+        Raises CheckpointError where more than numbers differs, with some layers replaced already.
+        """
+        rewrite(self._embedding, weights.tensor(EMBEDDING), "the embedding")
+        for i, (spec, layer) in enumerate(zip(self.spec.layers, self._layers, strict=True)):
+            rewrite(layer, spec.build(LayerWeights(weights, self.spec.formats, layer_prefix(i))), f"layer {i}")
+        rewrite(self._norm, weights.tensor(FINAL_NORM), "the final norm")
+        head = self._embedding[self.spec.vocab_part] if self.spec.tie else weights.tensor(OUTPUT)
+        if self._narrow_head is not None:
+            rewrite(self._narrow_head, head, "lm_head")
+        if self._head is not None:
+            rewrite(self._head, Linear(head.to(self._head_dtype)), "lm_head")
 
     def use_kv_scales(self, values: Tensor) -> None:
         """Set the scales, fp32 [L, 2, KVH] for all heads of the model, or replace their numbers where caches read them."""

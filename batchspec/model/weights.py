@@ -130,9 +130,7 @@ class Checkpoint:
             self._stack = self._stack.pop_all()
 
     def tensor(self, name: str) -> Tensor:
-        spec, tensor = self._specs[name], self.stored(name)
-        dtype = _dtype_of(spec, self.dtype)
-        return (tensor.to(torch.promote_types(dtype, torch.float32)) + spec.offset if spec.offset else tensor).to(dtype)
+        return as_computed(self._specs[name], self.stored(name), self.dtype)
 
     def stored(self, name: str) -> Tensor:
         own, file = () if self._slices is None else self._slices.get(name), self._files[name]
@@ -164,6 +162,12 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{shown(self._folder)}: lm_head.weight differs from the embedding although tie_word_embeddings is true"
                 )
+
+
+def as_computed(spec: TensorSpec, tensor: Tensor, model: torch.dtype) -> Tensor:
+    """A stored tensor as a model that computes in `model` holds it."""
+    dtype = _dtype_of(spec, model)
+    return (tensor.to(torch.promote_types(dtype, torch.float32)) + spec.offset if spec.offset else tensor).to(dtype)
 
 
 def _dtype_of(tensor: TensorSpec, model: torch.dtype) -> torch.dtype:

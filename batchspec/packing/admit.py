@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchspec.config.schema import RunConfig
 from batchspec.config.values import violation
-from batchspec.dataset.columns import ColumnMap, request_ids
+from batchspec.dataset.columns import TYPES, ColumnMap, request_ids
 from batchspec.dataset.reader import InputShard, Source, locate
 from batchspec.dataset.untyped_columns import json_kinds
 from batchspec.errors import ConfigError
@@ -137,13 +137,37 @@ class Admission:
                 values = row_values(row, self.fields, self.columns.prompt_kind)
                 yield from self._requests(values, request_id, row_index, shard.index)
             except BadRow as bad:
-                file, place = locate(self.source.files, row_index)
-                message = f"{file} row {place} (id {request_id!r}): {bad}"
-                yield Completion(
-                    request_id=request_id, row_index=row_index, sample_index=0, shard=shard.index,
-                    status=bad.status, finish_reason="error", prompt_ids=bad.prompt_ids,
-                    error=RowError(code=bad.code, stage="admission", message=message, retryable=False),
-                )  # fmt: skip
+                yield self._refused(bad, request_id, row_index, shard.index)
+
+    def admit_turn(self, values: Mapping[str, Any], first: Request) -> Request | Completion:
+        """The request for a later turn of the conversation that `first` began, or a completion with the reason why it has none.
+
+        values  cells under batchspec's names, parsed; the prompt column holds the whole chat
+        """
+        try:
+            unknown = sorted(values.keys() - TYPES.keys())
+            if unknown or values.get("n") not in (None, 1):
+                problem = f"has no column {unknown[0]!r}" if unknown else f"has n={values['n']}; one answer continues it"
+                raise BadRow("bad_parameter", f"a turn {problem}; its columns are those of the input")
+            (request,) = self._requests({**values, "n": 1}, first.request_id, first.row_index, first.shard)
+            return replace(request, sample_index=first.sample_index)
+        except BadRow as bad:
+            refused = self._refused(bad, first.request_id, first.row_index, first.shard)
+            return replace(refused, sample_index=first.sample_index)
+
+    def _refused(self, bad: BadRow, request_id: str, row_index: int, shard: int) -> Completion:
+        file, place = locate(self.source.files, row_index)
+        return Completion(
+            request_id=request_id, row_index=row_index, sample_index=0, shard=shard,
+            status=bad.status, finish_reason="error", prompt_ids=bad.prompt_ids,
+            error=RowError(
+                code=bad.code, stage="admission", message=f"{file} row {place} (id {request_id!r}): {bad}", retryable=False
+            ),
+        )  # fmt: skip
+
+    def cells(self, shard: InputShard) -> Iterator[dict[str, Any]]:
+        """Each row's values under batchspec's names, as `admit` reads them. Raises BadRow at a cell that cannot be read."""
+        return (row_values(row, self.fields, self.columns.prompt_kind) for row in self._rows(shard))
 
     def _rows(self, shard: InputShard) -> Iterator[dict[str, Any]]:
         """Each row's cells under batchspec's names; prompt_ids stay an Arrow array."""

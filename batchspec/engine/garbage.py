@@ -1,0 +1,36 @@
+"""What Python's garbage collector must not do while rounds are launched or captured."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def older_objects_frozen() -> Iterator[None]:
+    """Within this block garbage collections skip the objects that exist already, torch's and the model's.
+
+    A collection that traversed all of them took 0.1 to 0.17 s (SmolLM2-135M, H200), during which no round was launched.
+    Where something is frozen already, by the host program or by another run, nothing is: Python can only unfreeze everything.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """A collection could free the graphs of another engine, and CUDA permits that in no capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

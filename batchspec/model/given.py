@@ -1,0 +1,51 @@
+"""Weights that are tensors in memory, by their names in a checkpoint, such as a trainer's state_dict()."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from batchspec.errors import CheckpointError
+from batchspec.model.files import StoredTensor
+from batchspec.model.spec import EMBEDDING, OUTPUT, ModelSpec
+from batchspec.model.weights import as_computed, check_tensors
+
+WHERE = "the tensors given"
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""dtypes as safetensors calls them."""
+
+
+class GivenWeights:
+    """All tensors of a model in memory, on any device: a source like `Checkpoint`.
+
+    Raises CheckpointError for names, shapes and dtypes that do not fit, and for an lm_head that should be tied and is not.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        others = [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]
+        if others:
+            raise CheckpointError(f"{WHERE}: {others[0]!r} is {type(tensors[others[0]]).__name__}, not a tensor")
+        self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+        self._specs = {tensor.name: tensor for tensor in spec.tensors()}
+        self.dtype, self.device = dtype, device
+        stored = {
+            name: StoredTensor(_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape), "", 0, 0)
+            for name, tensor in self._tensors.items()
+        }
+        check_tensors(WHERE, spec, stored)
+        if spec.tie and OUTPUT in tensors and not torch.equal(self._tensors[OUTPUT], self._tensors[EMBEDDING]):
+            raise CheckpointError(f"{WHERE}: lm_head.weight differs from the embedding although tie_word_embeddings is true")
+
+    def tensor(self, name: str) -> Tensor:
+        return as_computed(self._specs[name], self.stored(name), self.dtype)
+
+    def stored(self, name: str) -> Tensor:
+        return self._tensors[name].to(self.device)
+
+    def entry(self, name: str, index: int) -> Tensor:
+        return self._tensors[name][index].to(self.device)

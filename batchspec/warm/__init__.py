@@ -1,0 +1,8 @@
+"""The warm engine: a model that stays loaded between calls, each with rows in memory.
+
+engine.py         `batchspec.Engine`: loads once, generates, swaps weights
+options.py        options as Python values; keys of a job that a call has no use for
+call.py           one call: rows -> requests -> completions -> frame
+stream.py         the completions of a call as they end, for plain and asynchronous loops
+conversations.py  completions of a turn become the next turn's requests
+"""

@@ -1,0 +1,134 @@
+"""One call of a warm engine: rows in memory become requests, and completions a frame in the order of the rows."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+
+import polars as pl
+import pyarrow as pa
+
+from batchspec.dataset.columns import ColumnMap, check_ids, map_columns
+from batchspec.dataset.reader import InputShard, table_source
+from batchspec.dataset.schema import output_schema
+from batchspec.engine.engine import Engine
+from batchspec.engine.output_processor import EngineTotals
+from batchspec.errors import CapacityError, EngineInUse, InputError
+from batchspec.model.tokenizer import Tokenizer
+from batchspec.packing.feed import Feed
+from batchspec.packing.predict import LengthPredictor
+from batchspec.packing.work_plan import DecodedShard
+from batchspec.prepare import Job, JobModel, job_of
+from batchspec.records import Completion, Request
+from batchspec.runner.decode_shards import shard_table
+from batchspec.runner.oom_fallback import OutOfMemoryGuard
+from batchspec.warm.stream import Stream
+
+ATTEMPT = "in-process"
+"""What the column `perf` says in place of a run's id."""
+
+
+class Cancelled(EngineInUse):
+    """The call was given up while it ran."""
+
+
+class Call:
+    """The rows of one call, checked; `run` may be called once.
+
+    predictor  of output lengths; it lasts longer than the call
+    Raises ConfigError or InputError, as a job over these rows would.
+    """
+
+    def __init__(self, model: JobModel, tokenizer: Tokenizer | None, predictor: LengthPredictor, table: pa.Table) -> None:
+        source = table_source(table)
+        columns = map_columns(source.schema, model.config.input.columns)
+        check_ids(source, columns)
+        self.job: Job = job_of(model, source, columns, tokenizer)
+        self.job.admission.predictor = predictor
+        self.rows = next(source.shards(source.num_rows))
+        self.cancelled = threading.Event()
+        self.stream: weakref.ref[Stream] | None = None
+        self._bad: list[Completion] = []
+
+    def requests(self, slots: int) -> Iterator[Request]:
+        """The requests of all rows, admitted a window at a time, in the order in which a job decodes them.
+
+        slots  of the batch
+        """
+        job = self.job
+        num_shards = -(-job.source.num_rows // job.shard_rows)
+        return Feed(
+            job.source.shards(job.shard_rows), self._admitted, predicted=job.admission.predicted, num_shards=num_shards,
+            shard_rows=job.shard_rows, slots=slots,
+        ).requests()  # fmt: skip
+
+    def _admitted(self, shard: InputShard) -> Iterator[Request | Completion]:
+        for planned in self.job.admission.admit(shard):
+            if isinstance(planned, Completion):
+                self._bad.append(planned)
+            yield planned
+
+    def run(self, engine: Engine, requests: Iterable[Request | None] | None = None) -> Generator[Completion]:
+        """The completions of all requests as they end, bad rows among them.
+
+        requests  None: those of the rows
+        Raises Cancelled at the next round after `give_up`, and CapacityError where memory runs out; the engine may be used again.
+        """
+        requests = self.requests(engine.batch.num_slots) if requests is None else requests
+        engine.on_round = self.check
+        with OutOfMemoryGuard() as guard, closing(engine.run(self._checked(requests))) as completions:
+            try:
+                for completion in completions:
+                    self.job.admission.observe(completion)
+                    yield from self._bad_rows()
+                    yield completion
+            finally:
+                engine.on_round = None
+        if guard.message:
+            raise CapacityError(
+                f"out of memory with {engine.batch.num_slots} slots ({guard.message}); make an engine with a lower "
+                "packing.max_num_seqs, packing.memory_gb or packing.max_num_batched_tokens"
+            )
+        yield from self._bad_rows()
+
+    def check(self, totals: EngineTotals | None = None) -> None:
+        if self.cancelled.is_set():
+            raise Cancelled("the call was given up before its end: its stream or its engine was closed")
+
+    def give_up(self) -> None:
+        """End the call at its next round; where it is a stream, wait for that."""
+        self.cancelled.set()
+        if self.stream is not None and (stream := self.stream()) is not None:
+            stream.close()
+
+    def _checked(self, requests: Iterable[Request | None]) -> Iterator[Request | None]:
+        for request in requests:
+            self.check()
+            yield request
+
+    def _bad_rows(self) -> Iterator[Completion]:
+        while self._bad:
+            yield self._bad.pop(0)
+
+    def frame(self, completions: Sequence[Completion]) -> pl.DataFrame:
+        """The completions in the output columns of a job, in the order of the rows."""
+        return frame_of(self.job, self.rows, completions)
+
+
+def frame_of(job: Job, rows: InputShard, completions: Sequence[Completion]) -> pl.DataFrame:
+    """Completions of these rows as a job would write them."""
+    frame = pl.from_arrow(shard_table(job, DecodedShard(shard=rows, completions=list(completions)), ATTEMPT))
+    assert isinstance(frame, pl.DataFrame)
+    return frame
+
+
+def empty_frame(model: JobModel, table: pa.Table, *, channels: bool) -> pl.DataFrame:
+    """The output of a table without rows. Raises InputError where it has no columns either, or not those of an input."""
+    if not table.num_columns:
+        raise InputError("there are no rows and no columns; give a table with a column messages, prompt or prompt_ids")
+    columns: ColumnMap = map_columns(table.schema, model.config.input.columns)
+    frame = pl.from_arrow(output_schema(table.schema, columns, model.config.output, channels=channels).empty_table())
+    assert isinstance(frame, pl.DataFrame)
+    return frame

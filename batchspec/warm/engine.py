@@ -1,0 +1,242 @@
+"""`batchspec.Engine`: a model that is loaded once and answers call after call, in this process.
+
+The shape of its batch is planned once, without rows to survey: the keys of `packing` as given, and else what the planner of jobs
+chooses for endless rows of at most model.max_len tokens, with prompts of PROMPT_TOKENS and outputs of half of
+decode.max_new_tokens. Rows that are longer than model.max_len become error rows.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import polars as pl
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from batchspec.config.overrides import overrides_of
+from batchspec.dataset.columns import ColumnMap
+from batchspec.dataset.in_memory import table_of
+from batchspec.dataset.reader import table_source
+from batchspec.engine.engine import Engine as BatchEngine
+from batchspec.engine.output_processor import EngineTotals
+from batchspec.errors import CapacityError, CheckpointError, ConfigError, EngineInUse
+from batchspec.model.given import GivenWeights
+from batchspec.model.hub import find_model
+from batchspec.model.kv_calibration import give_scales
+from batchspec.model.quant.base import Weights
+from batchspec.model.spec import load_spec
+from batchspec.model.weights import Checkpoint, judge_model
+from batchspec.packing.planner import GPU_SLOTS, Demand
+from batchspec.packing.predict import LengthPredictor
+from batchspec.prepare import Job, JobModel, fetch_weights, job_of, load_engine, open_model, open_tokenizer
+from batchspec.records import Completion, PackedBatch
+from batchspec.report.progress_bar import ProgressBar
+from batchspec.runner.oom_fallback import OutOfMemoryGuard
+from batchspec.warm.call import Call, empty_frame
+from batchspec.warm.conversations import Conversations, NextTurn, with_turns
+from batchspec.warm.options import Options, warm_config
+from batchspec.warm.stream import Stream
+
+PROMPT_TOKENS = 1024
+"""Prompts for which the shape is planned, where model.max_len leaves room for them."""
+_IDS = ColumnMap(names={"prompt_ids": "prompt_ids"}, prompt_kind="prompt_ids")
+
+
+class Engine:
+    """A warm engine; a context manager that closes it.
+
+    options  Hydra override strings, or a dictionary of keys: {"model.path": "smollm2-135m", "decode": {"n": 4}}
+    job      name of a recipe; its own input, output, cluster and resume keys are not read
+    keys     more of the dictionary: model={"path": ...}, draft="eagle3"
+
+    The keys are those of a job, and so are columns, error rows and tokens. One call at a time: another one, from whatever thread,
+    raises EngineInUse. Raises ConfigError, CheckpointError and CapacityError as `batchspec run` would exit with.
+    """
+
+    def __init__(self, options: Options = (), *, job: str | None = None, **keys: Any) -> None:
+        given = overrides_of(options) if isinstance(options, Mapping) else options
+        config = warm_config([*given, *overrides_of(keys)] if keys else given, job)
+        self._in_use, self._half_loaded = threading.Lock(), False
+        self._running: Call | None = None
+        self._model: JobModel = open_model(config)
+        if config.requires_gpu and self._model.device.type == "cpu":
+            raise ConfigError("requires_gpu=true: torch sees no GPU on this machine; set requires_gpu=false to try it on the CPU")
+        self._tokenizer = open_tokenizer(self._model.folder, config, _IDS)
+        self._predictor = LengthPredictor()
+        opened = self._without_rows()
+        fetch_weights(self._model)
+        self._channels = opened.admission.has_channels
+        with OutOfMemoryGuard() as guard:
+            self._engine: BatchEngine | None = load_engine(opened, expected_demand(opened), ProgressBar(0))
+        if guard.message:
+            raise CapacityError(
+                f"out of memory while the engine was made ({guard.message}); set packing.memory_gb, packing.max_num_seqs, "
+                "packing.max_num_batched_tokens or model.max_len lower"
+            )
+
+    def _without_rows(self) -> Job:
+        """A job that has no rows yet: all checks of the configuration that need none."""
+        config = self._model.config
+        model = replace(self._model, config=replace(config, output=replace(config.output, passthrough="none")))
+        some = table_source(pa.table({"prompt_ids": pa.array([[0]], pa.list_(pa.int32()))}))
+        return job_of(model, some, _IDS, self._tokenizer)
+
+    @property
+    def shape(self) -> PackedBatch:
+        """The static batch: slots, pages, the longest row."""
+        return self._loaded.batch
+
+    @property
+    def totals(self) -> EngineTotals:
+        """Rounds and tokens of all calls, added up while they run."""
+        return self._loaded.totals
+
+    def generate(self, data: Any) -> pl.DataFrame:
+        """Completions of every row, in the order of the rows, in the output columns of a job; bad rows are rows with an error.
+
+        data  polars, pyarrow or pandas table, or a list of dictionaries; the columns of a job's input
+        Raises InputError and ConfigError for a table that no job would take.
+        """
+        table = table_of(data)
+        if not table.num_rows:
+            return self._no_rows(table)
+        call = self._call(table)
+        with self._exclusive(call) as engine:
+            return call.frame(list(call.run(engine)))
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """The same for Arrow tables: what `map_batches` of Ray Data calls, with batch_format="pyarrow"."""
+        return self.generate(table).to_arrow(compat_level=pl.CompatLevel.oldest())
+
+    def stream(self, data: Any) -> Stream:
+        """The completions as they end, for `for` or `async for`: in another order than the rows (`row_index`, `sample_index`).
+
+        Raises as `generate`, EngineInUse when it begins.
+        """
+        table = table_of(data)
+        if not table.num_rows:
+            self._no_rows(table)
+            return Stream((_ for _ in ()), lambda: None)
+        call = self._call(table)
+        stream = Stream(self._completions(call), call.cancelled.set)
+        call.stream = weakref.ref(stream)
+        return stream
+
+    def _completions(self, call: Call) -> Generator[Completion]:
+        with self._exclusive(call) as engine:
+            yield from call.run(engine)
+
+    def converse(self, data: Any, next_turn: NextTurn, *, threads: int = 1) -> pl.DataFrame:
+        """Conversations that begin with these rows, all decoded as one stream; one row for each turn, with a column `turn`.
+
+        next_turn  gets a `Turn` (completion, messages, row, number), returns the chat of the next one, or a dictionary of input
+                   columns with the chat as `messages`, or None. It is not called after an error. decode.n, or a column n, begins
+                   as many conversations with a row
+        threads    that call it while rows decode; with more than one it must be safe to call from several
+        Raises what next_turn raises, and as `generate`.
+        """
+        table = table_of(data)
+        if not table.num_rows:
+            return with_turns(self._no_rows(table), [])
+        conversations = Conversations(self._call(table), next_turn, threads)
+        with self._exclusive(conversations.call) as engine:
+            return conversations.frame(engine)
+
+    def load_weights(self, weights: str | Path | Mapping[str, Tensor]) -> None:
+        """Replace the target's weights in place, by others of the same shapes; compiled kernels and captured graphs stay.
+
+        weights  a model folder or hub id with the same config.json, or all tensors by their names in a checkpoint, such as a
+                 trainer's state_dict(), on any device
+        K/V of earlier calls are dropped, the drafter stays as it is. Memory for one more layer is needed for a while.
+        Raises CheckpointError for other names, shapes or configurations, before anything is changed.
+        """
+        with self._exclusive(loads=True) as engine, ExitStack() as stack:
+            model, scales = self._model, self._model.config.cache.scales
+            source: Weights
+            if isinstance(weights, Mapping):
+                folder = None
+                if model.spec.fp8_kv and scales == "checkpoint":
+                    raise ConfigError("cache.scales=checkpoint: tensors in memory bring no K/V scales; give a folder")
+                source = GivenWeights(weights, model.spec, dtype=model.dtype, device=model.device)
+            else:
+                folder = self._same_model(str(weights))
+                source = stack.enter_context(Checkpoint(folder, model.spec, dtype=model.dtype, device=model.device))
+            self._half_loaded = True
+            with engine.changing_target():
+                engine.target.rewrite(source)
+                if model.spec.fp8_kv:
+                    give_scales(engine.target, None, scales, folder, self._tokenizer)
+            self._half_loaded = False
+
+    def _same_model(self, path: str) -> Path:
+        """The folder of a checkpoint whose config.json says the same as that of model.path. Raises CheckpointError."""
+        files = find_model(path, key="load_weights")
+        old, new = load_spec(self._model.folder), judge_model(files)
+        different = [item.name for item in fields(old) if getattr(old, item.name) != getattr(new, item.name)]
+        different = [name for name in different if name not in ("dtype", "generation")]
+        if different:
+            raise CheckpointError(
+                f"{files.where}: its config.json differs from that of model.path={self._model.config.model.path} in "
+                f"{', '.join(different)}; only weights of the same model can be swapped: make an engine from this one"
+            )
+        files.fetch()
+        return files.folder
+
+    def close(self) -> None:
+        """Give up what is running and free the memory; the engine cannot be used again. Does nothing the second time."""
+        if (call := self._running) is not None:
+            call.give_up()
+        with self._in_use:
+            self._engine = None
+        gc.collect()
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _call(self, table: pa.Table) -> Call:
+        return Call(self._model, self._tokenizer, self._predictor, table)
+
+    def _no_rows(self, table: pa.Table) -> pl.DataFrame:
+        return empty_frame(self._model, table, channels=self._channels)
+
+    @property
+    def _loaded(self) -> BatchEngine:
+        if self._engine is None:
+            raise EngineInUse("this engine is closed; make another one")
+        return self._engine
+
+    @contextmanager
+    def _exclusive(self, call: Call | None = None, *, loads: bool = False) -> Iterator[BatchEngine]:
+        """The engine is of this call within the block. Raises EngineInUse where it is not free."""
+        if not self._in_use.acquire(blocking=False):
+            raise EngineInUse("a call is running or a stream is open; finish or close it: an engine does one call at a time")
+        try:
+            if self._half_loaded and not loads:
+                raise EngineInUse("load_weights failed half-way, and the weights are of two models; load some again")
+            self._running = call
+            yield self._loaded
+        finally:
+            self._running = None
+            self._in_use.release()
+
+
+def expected_demand(job: Job) -> Demand:
+    """Rows as the module's docstring says."""
+    max_len, decode = job.admission.max_len, job.config.decode
+    prompt = min(PROMPT_TOKENS, max_len - decode.max_new_tokens)
+    output = decode.max_new_tokens if decode.ignore_eos else LengthPredictor().predict(decode.max_new_tokens)
+    return Demand(num_completions=GPU_SLOTS, prompt_tokens=float(prompt), output_tokens=float(output), max_tokens=max_len)

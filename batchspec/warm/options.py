@@ -1,0 +1,55 @@
+"""The options of a warm engine: those of a job, without the keys about its input and output folders and its processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from batchspec.config.compose import compose
+from batchspec.config.overrides import overrides_of
+from batchspec.config.schema import RunConfig
+from batchspec.config.typed import keys
+from batchspec.config.values import value_of
+from batchspec.errors import ConfigError
+
+Options = Sequence[str] | Mapping[str, Any]
+
+NOT_HERE = {
+    "input.path": "each call brings its own rows",
+    "input.limit": "each call brings its own rows",
+    "input.max_error_fraction": "error rows come back as rows",
+    "output.dir": "each call returns its rows and writes nothing",
+    "output.shard_rows": "each call returns its rows and writes nothing",
+    "output.overwrite": "each call returns its rows and writes nothing",
+    "output.license": "each call returns its rows and writes nothing",
+    "resume": "nothing is stored that could be resumed",
+    "cluster": "it computes in its own process, on one GPU",
+    "draft.adapt": "a head learns from committed shards, and there are none",
+}
+"""Keys, or groups of them, that a warm engine does not take, and why."""
+
+
+def warm_config(options: Options, job: str | None = None) -> RunConfig:
+    """The configuration that these options give, checked.
+
+    options  Hydra override strings, or a dictionary of keys, nested or dotted
+    job      name of a recipe; what it says of the keys in NOT_HERE is not read
+    Raises ConfigError, in one line, for what `run` would refuse and for keys in NOT_HERE.
+    """
+    if isinstance(options, str):
+        raise ConfigError(f"options={options!r} is one text; give a list of overrides, [{options!r}], or a dictionary")
+    recipe = [] if job is None else [f"+job={job}"]
+    given = overrides_of(options) if isinstance(options, Mapping) else list(options)
+    config = compose([*recipe, *given], require=("model.path",))
+    usual = RunConfig()
+    before = compose(recipe) if recipe else usual
+    for key in keys():
+        why = next((why for name, why in NOT_HERE.items() if key == name or key.startswith(f"{name}.")), None)
+        if why is None:
+            continue
+        value = value_of(config, key)
+        if value not in (value_of(usual, key), value_of(before, key)):
+            raise ConfigError(f"{key}={value} is not for batchspec.Engine: {why}; remove the key, or use `batchspec run`")
+        group, _, name = key.rpartition(".")
+        setattr(value_of(config, group), name, value_of(usual, key))
+    return config

@@ -1,0 +1,150 @@
+"""Runs of the engine whose requests come from its own completions, and runs one after another: prefixes, tokens, row buckets."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from batchspec.draft.base import Drafter
+from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.none import NoDrafter
+from batchspec.engine.allocator import SlotAllocator
+from batchspec.engine.engine import Engine
+from batchspec.records import Request
+from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_target
+from tests.moe_models import ids_of
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {"none": NoDrafter, "lookup": lambda: LookupDrafter(4, min_ngram=1, max_ngram=2)}
+
+
+def rows(count: int = 6, length: int = 14) -> list[Request]:
+    """Three pages of their own each, and some tokens."""
+    draw = np.random.default_rng(7)
+    return [request(i, draw.integers(0, VOCAB, length).tolist(), cap=5 + i) for i in range(count)]
+
+
+def engine_of(drafter: str, **shape: Any) -> Engine:
+    return Engine(tiny_target(), DRAFTERS[drafter](), packed(**{"slots": 3, **shape}), device=DEVICE)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_second_run_finds_the_prefixes_of_the_first_and_has_the_same_tokens(drafter: str) -> None:
+    engine, expected = engine_of(drafter), {i.request_id: plain_tokens(tiny_target(), i) for i in rows()}
+    first, second = ({done.request_id: done for done in engine.run(iter(rows()))} for _ in range(2))
+    for run in (first, second):
+        assert {name: ids_of(done) for name, done in run.items()} == expected
+    assert {done.cached_tokens for done in first.values()} == {0}
+    assert {done.cached_tokens for done in second.values()} == {12}
+
+
+def test_a_run_left_half_way_leaves_no_prefix_behind() -> None:
+    """Pages may be named after a prefill that never ran."""
+    engine = engine_of("none")
+    running = engine.run(iter(rows()))
+    next(running)
+    running.close()
+    assert {done.cached_tokens for done in engine.run(iter(rows()))} == {0}
+
+
+def test_new_weights_or_scales_leave_no_prefix_behind() -> None:
+    engine = engine_of("none")
+    list(engine.run(iter(rows())))
+    with engine.changing_target():
+        pass
+    assert {done.cached_tokens for done in engine.run(iter(rows()))} == {0}
+
+
+class Chains:
+    """Each row's completion makes its next request, with the completion's tokens in the prompt, so many times."""
+
+    def __init__(self, first: list[Request], turns: int) -> None:
+        self._first, self._turns, self._ready, self._decoding = iter(first), turns, deque[Request](), 0
+        self.asked_in_vain = 0
+
+    def requests(self) -> Iterator[Request | None]:
+        while True:
+            request = self._ready.popleft() if self._ready else next(self._first, None)
+            if request is not None:
+                self._decoding += 1
+                yield request
+            elif self._decoding:
+                self.asked_in_vain += 1
+                yield None
+            else:
+                return
+
+    def ended(self, last: Request, tokens: list[int]) -> None:
+        self._decoding -= 1
+        name, _, turn = last.request_id.partition("/")
+        if int(turn or 0) + 1 < self._turns:
+            prompt = np.array([*last.prompt_ids, *tokens, 3], np.int32)
+            self._ready.append(replace(last, request_id=f"{name}/{int(turn or 0) + 1}", prompt_ids=prompt))
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_completions_become_requests_of_the_same_run(drafter: str, run_ahead: int) -> None:
+    engine, chains = engine_of(drafter, run_ahead=run_ahead), Chains(rows(4, 9), turns=3)
+    known, found = {}, {}
+
+    def noted() -> Iterator[Request | None]:
+        for item in chains.requests():
+            if item is not None:
+                known[item.request_id] = item
+            yield item
+
+    for done in engine.run(noted()):
+        found[done.request_id] = ids_of(done)
+        chains.ended(known[done.request_id], found[done.request_id])
+    assert len(found) == 12
+    assert chains.asked_in_vain > 0
+    assert found == {name: plain_tokens(tiny_target(), each) for name, each in known.items()}
+
+
+def test_rounds_shrink_while_no_request_waits_and_grow_with_those_that_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight slots; two rows at first, which make four when both have ended."""
+    engine = engine_of("none", slots=8, row_buckets=(1, 2, 4, 8))
+    first, later = rows(2), [request(10 + i, [i + 1] * 9, cap=6) for i in range(4)]
+    ended = 0
+
+    def requests() -> Iterator[Request | None]:
+        yield from first
+        while ended < 2:
+            yield None
+        yield from later
+        while ended < 6:
+            yield None
+
+    moved = []
+    compact = SlotAllocator.compact
+
+    def noted(self: SlotAllocator, num_slots: int) -> list[tuple[int, int]]:
+        moved.append(num_slots)
+        return compact(self, num_slots)
+
+    monkeypatch.setattr(SlotAllocator, "compact", noted)
+    sizes: list[int] = []
+    engine.on_round = lambda totals: sizes.append(engine.scheduler.num_rows)
+    for _ in engine.run(requests()):
+        ended += 1
+    assert ended == 6
+    assert sizes[2] == 2
+    assert sizes[-2] == 4
+    assert max(sizes) == 8, "the first results are of all slots"
+    assert moved == [2, 1], "four rows in the first four slots need no move"
+
+
+def test_an_empty_stream_is_asked_no_more_once_it_has_ended() -> None:
+    def once() -> Iterator[None]:
+        yield None
+
+    stream = once()
+    allocator = SlotAllocator(packed(2), engine_of("none").pools, stream)
+    assert not allocator.exhausted
+    assert allocator.exhausted
+    assert allocator.refill() == []

@@ -1,0 +1,375 @@
+"""The warm engine: many calls of one loaded model, each with the rows that a job of the same rows would write."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import batchspec
+from batchspec.errors import CapacityError, CheckpointError, ConfigError, EngineInUse, InputError
+from batchspec.model.files import LocalFiles
+from batchspec.model.target import Target
+from batchspec.model.weights import judge_model
+from batchspec.warm.options import warm_config
+from tests.heads import random_tensors, tiny_design, write_head
+from tests.models import make_checkpoint
+from tests.runs import make_model
+
+WORDS = ["model.dtype=float64", "decode.max_new_tokens=12", "output.token_ids=true", "packing.max_num_seqs=3", "model.max_len=96"]
+OF_A_RUN = ["perf", "usage", "spec_decode"]
+"""Columns that describe how a row was computed."""
+
+
+def rows(count: int = 7) -> pl.DataFrame:
+    """Greedy and drawn rows, one with two samples, one without a prompt, one that is too long; and a column of the user's."""
+    table = [
+        {
+            "id": f"q{i}",
+            "prompt": f"Say word{i} again",
+            "temperature": 0.9 * (i % 2),
+            "n": 1 + (i == 3),
+            "seed": 7 if i == 5 else None,
+        }
+        for i in range(count)
+    ]
+    bad = [{"id": "null", "prompt": None}, {"id": "long", "prompt": "again and again " * 20}]
+    return pl.DataFrame([*table, *bad], infer_schema_length=None).with_columns(topic=pl.lit("words"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("warm") / "model")
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same shape, other weights."""
+    return make_checkpoint(tmp_path_factory.mktemp("other") / "model", "llama", dtype=torch.float64, seed=5)
+
+
+@pytest.fixture(scope="module")
+def words(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The options of every engine here: with a drafter that has weights."""
+    design = tiny_design(judge_model(LocalFiles(model)))
+    head = write_head(tmp_path_factory.mktemp("head"), design, random_tensors(design))
+    return [f"model.path={model}", "draft=eagle3", f"draft.path={head}", *WORDS]
+
+
+@pytest.fixture(scope="module")
+def shared(words: list[str]) -> Iterator[batchspec.Engine]:
+    """Tests that leave the weights alone share it: it must stand that."""
+    with batchspec.Engine(words) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def expected(words: list[str]) -> pl.DataFrame:
+    return batchspec.generate(rows(), overrides=words)
+
+
+def same(found: pl.DataFrame, wanted: pl.DataFrame) -> bool:
+    assert found.columns == wanted.columns
+    return found.drop(OF_A_RUN).equals(wanted.drop(OF_A_RUN))
+
+
+def test_rows_are_those_of_a_job_in_every_column_call_after_call(shared: batchspec.Engine, expected: pl.DataFrame) -> None:
+    assert (expected.height, (expected["status"] == "error").sum()) == (10, 2)
+    first, second = shared.generate(rows()), shared.generate(rows().reverse())
+    assert same(first, expected)
+    by = ["request_id", "sample_index"]
+    assert same(second.drop("row_index", "error").sort(by), expected.drop("row_index", "error").sort(by))
+    assert second["request_id"].to_list() == first["request_id"].reverse().to_list()
+
+
+def test_rows_may_be_any_table_or_dictionaries(shared: batchspec.Engine, expected: pl.DataFrame) -> None:
+    for data in (rows().to_dicts(), rows().to_arrow(), rows().to_dict(as_series=False)):
+        assert same(shared.generate(data), expected)
+    table = shared(rows().to_arrow())
+    assert isinstance(table, pa.Table)
+    assert same(pl.DataFrame(table), expected)
+
+
+def test_prompts_may_be_chats_or_token_ids(shared: batchspec.Engine, words: list[str]) -> None:
+    chats = [
+        {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a sea."}]},
+        {"messages": [{"role": "user", "content": "Name a river."}]},
+    ]
+    ids = {"prompt_ids": [[5, 6, 7], [9]], "max_new_tokens": [3, 4]}
+    for data in (chats, ids):
+        assert same(shared.generate(data), batchspec.generate(data, overrides=words))
+
+
+def test_prefixes_are_kept_between_calls(shared: batchspec.Engine) -> None:
+    data = [{"prompt": "The quick brown fox jumps over the lazy dog and sleeps on"}]
+    cached = [shared.generate(data)["usage"].struct.field("cached_tokens")[0] for _ in range(2)]
+    assert cached[0] == 0
+    assert cached[1] >= 16
+
+
+def test_a_table_of_bad_rows_alone_gives_their_errors(shared: batchspec.Engine) -> None:
+    assert shared.generate(rows().filter(id="null"))["status"].to_list() == ["error"]
+
+
+def test_a_table_without_rows_gives_the_same_columns(shared: batchspec.Engine, expected: pl.DataFrame) -> None:
+    assert shared.generate(rows().clear()).schema == expected.schema
+    assert list(shared.stream(rows().clear())) == []
+    chats = pl.DataFrame({"messages": [[{"role": "user", "content": "a"}]]})
+    assert shared.converse(chats.clear(), lambda turn: None).columns == shared.converse(chats, lambda turn: None).columns
+    with pytest.raises(InputError, match="no rows and no columns"):
+        shared.generate([])
+
+
+def test_a_table_that_no_job_takes_is_refused_and_the_engine_goes_on(shared: batchspec.Engine, expected: pl.DataFrame) -> None:
+    for data, message in (
+        ({"question": ["a"]}, r"name one, e.g. input.columns.prompt=question"),
+        ({"id": ["a", "a"], "prompt": ["b", "c"]}, "ids must be unique"),
+        (7, "give a table or a list of dictionaries"),
+    ):
+        for call in (shared.generate, shared.stream):
+            with pytest.raises(InputError, match=message):
+                call(data)
+    assert same(shared.generate(rows()), expected)
+
+
+def test_a_stream_gives_each_completion_as_it_ends(shared: batchspec.Engine, expected: pl.DataFrame) -> None:
+    found = {(done.request_id, done.sample_index): done for done in shared.stream(rows())}
+    assert len(found) == expected.height
+    assert {name for name, _ in list(found)[:3]} >= {"null", "long"}, "bad rows do not wait for good ones"
+    for name, sample, status, ids in expected.select("request_id", "sample_index", "status", "token_ids").iter_rows():
+        done = found[name, sample]
+        assert done.status == status
+        assert ids == (None if done.token_ids is None else done.token_ids.tolist())
+
+
+def test_a_stream_computes_only_what_is_asked_for_and_frees_the_engine_when_it_is_closed(
+    shared: batchspec.Engine, expected: pl.DataFrame
+) -> None:
+    with shared.stream(rows(40)) as stream:
+        next(stream)
+        for call in (lambda: shared.generate(rows()), lambda: next(shared.stream(rows())), lambda: shared.load_weights({})):
+            with pytest.raises(EngineInUse, match="one call at a time"):
+                call()
+    assert list(stream) == []
+    assert same(shared.generate(rows()), expected)
+    for _ in shared.stream(rows()):
+        break
+    assert same(shared.generate(rows()), expected), "a loop that was left gives up its stream"
+
+
+def test_another_thread_is_refused_while_a_call_runs(shared: batchspec.Engine) -> None:
+    said: list[str] = []
+
+    def meanwhile(turn: Any) -> None:  # called in a thread of its own while the engine decodes
+        try:
+            shared.generate(rows())
+        except EngineInUse as error:
+            said.append(str(error))
+
+    shared.converse([{"messages": [{"role": "user", "content": "Name a sea."}]}], meanwhile)
+    assert len(said) == 1
+    assert "one call at a time" in said[0]
+
+
+def test_an_asynchronous_loop_has_the_same_completions(shared: batchspec.Engine, expected: pl.DataFrame) -> None:
+    async def collect() -> list[str]:
+        return [done.request_id async for done in shared.stream(rows())]
+
+    assert sorted(asyncio.run(collect())) == sorted(expected["request_id"])
+
+
+def test_a_cancelled_task_gives_up_its_rows_within_a_round(shared: batchspec.Engine, expected: pl.DataFrame) -> None:
+    """All rows begin together: the next completion would come after more than 60 rounds."""
+    rounds = []
+
+    async def long() -> None:
+        async for _ in shared.stream({"prompt_ids": [[5], [6], [7]], "max_new_tokens": [90] * 3}):
+            pass
+
+    async def cancelled() -> None:
+        task, begun = asyncio.create_task(long()), shared.totals.rounds
+        while shared.totals.rounds < begun + 3:
+            await asyncio.sleep(0.001)
+        rounds.append(shared.totals.rounds)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        rounds.append(shared.totals.rounds)
+
+    asyncio.run(cancelled())
+    assert rounds[1] - rounds[0] < 30
+    assert same(shared.generate(rows()), expected)
+
+
+def test_memory_that_runs_out_ends_the_call_and_not_the_engine(
+    shared: batchspec.Engine, expected: pl.DataFrame, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Target, "logits", full)
+        with pytest.raises(CapacityError, match=r"out of memory with 3 slots.*packing.max_num_seqs"):
+            shared.generate(rows())
+    assert same(shared.generate(rows()), expected)
+
+
+def test_the_shape_is_that_of_the_keys_and_not_of_the_rows(shared: batchspec.Engine) -> None:
+    assert (shared.shape.num_slots, shared.shape.max_len) == (3, 96)
+    long = shared.generate({"prompt_ids": [[5] * 84, [5] * 85]})
+    assert long["status"].to_list() == ["truncated", "error"]
+    assert "exceed model.max_len=96" in long["error"].struct.field("message")[1]
+
+
+def test_closing_frees_the_weights_and_pages_and_ends_what_is_open(model: Path) -> None:
+    engine = batchspec.Engine({"model.path": str(model), "decode": {"max_new_tokens": 4}, "packing.max_num_seqs": 2})
+    stream = engine.stream(rows())
+    next(stream)
+    loaded = engine._engine
+    assert loaded is not None
+    held: list[weakref.ref[Any]] = [weakref.ref(loaded.executor), weakref.ref(loaded.target)]
+    del loaded
+    engine.close()
+    engine.close()
+    assert [item() for item in held] == [None, None]
+    assert list(stream) == []
+    with pytest.raises(EngineInUse, match="closed"):
+        engine.generate(rows())
+
+
+def test_closing_ends_a_call_of_another_thread_with_an_error(model: Path) -> None:
+    engine = batchspec.Engine({"model.path": str(model), "decode.max_new_tokens": 60, "packing.max_num_seqs": 2})
+    ended: list[str] = []
+
+    def call() -> None:
+        try:
+            engine.generate({"prompt": ["The quick brown fox"] * 200})
+        except EngineInUse as error:
+            ended.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    while not engine.totals.rounds:
+        thread.join(0.01)
+    engine.close()
+    thread.join()
+    assert len(ended) == 1
+    assert "given up before its end" in ended[0]
+
+
+@pytest.mark.parametrize("form", ["folder", "tensors"])
+def test_swapped_weights_are_those_of_the_other_model_and_back(form: str, words: list[str], model: Path, other: Path) -> None:
+    def source(folder: Path) -> Any:
+        return folder if form == "folder" else load_file(folder / "model.safetensors")
+
+    prompts = rows().with_columns(prompt=pl.col("prompt") + " and again and again")
+    with batchspec.Engine(words) as engine:
+        before = engine.generate(prompts)
+        engine.load_weights(source(other))
+        swapped = engine.generate(prompts)
+        engine.load_weights(source(model))
+        assert same(engine.generate(prompts), before)
+    (make_model(other.parent / "whole") / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
+    plain = [f"model.path={other.parent / 'whole'}", *WORDS]
+    assert same(swapped, batchspec.generate(prompts, overrides=plain))
+    assert not same(swapped, before)
+
+
+def test_scales_of_fp8_keys_and_values_are_those_of_the_new_weights(words: list[str], model: Path, other: Path) -> None:
+    fp8 = [*words, "cache.dtype=fp8", "draft=none", "draft.path=null"]
+    tensors = {
+        name: 9 * tensor if "v_proj" in name else tensor for name, tensor in load_file(other / "model.safetensors").items()
+    }
+    with batchspec.Engine(fp8) as engine:
+        before = engine._loaded.target.all_kv_scales
+        engine.load_weights(tensors)
+        after, swapped = engine._loaded.target.all_kv_scales, engine.generate(rows())
+        engine.load_weights(model)
+        assert before is not None
+        assert after is not None
+        assert not torch.equal(before, after)
+        back = engine._loaded.target.all_kv_scales
+        assert back is not None
+        assert torch.equal(back, before)
+        assert not same(engine.generate(rows()), swapped)
+
+
+def test_weights_of_another_model_are_refused_before_anything_changes(
+    shared: batchspec.Engine, expected: pl.DataFrame, model: Path, tmp_path: Path
+) -> None:
+    other = make_checkpoint(tmp_path / "theta", "llama", dtype=torch.float64, rope_theta=77.0)
+    with pytest.raises(CheckpointError, match=r"config.json differs from that of model.path=.* in rope"):
+        shared.load_weights(other)
+    tensors = load_file(model / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"1 missing tensors: model\.norm\.weight"):
+        shared.load_weights({name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"})
+    with pytest.raises(CheckpointError, match="load_weights=/nowhere"):
+        shared.load_weights("/nowhere")
+    assert same(shared.generate(rows()), expected)
+
+
+def test_weights_that_are_half_loaded_answer_nothing(words: list[str], other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError("the disk is gone")
+
+    with batchspec.Engine(words) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(Target, "rewrite", fails)
+            with pytest.raises(OSError, match="disk"):
+                engine.load_weights(other)
+        with pytest.raises(EngineInUse, match="weights are of two models"):
+            engine.generate(rows())
+        engine.load_weights(other)
+        assert engine.generate(rows()).height == 10
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("input.path=a.parquet", "each call brings its own rows"),
+        ("output.dir=out", "returns its rows and writes nothing"),
+        ("resume=error", "nothing is stored"),
+        ("cluster.tensor_parallel=2", "one GPU"),
+        ("cluster.workers=2", "one GPU"),
+        ("input.max_error_fraction=0.1", "error rows come back as rows"),
+        ("draft.adapt.every_shards=4", "a head learns from committed shards"),
+    ],
+)
+def test_keys_that_a_call_has_no_use_for_are_refused(option: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"is not for batchspec.Engine: .*{message}.*; remove the key") as refused:
+        warm_config(["model.path=model", *(["draft=eagle3", "draft.path=x"] if "adapt" in option else []), option])
+    assert "\n" not in str(refused.value)
+
+
+def test_options_are_overrides_or_a_dictionary_nested_or_dotted() -> None:
+    texts = warm_config(["model.path=it's a path", "draft=lookup", "decode.n=2", "decode.stop=[a,b]"])
+    assert (texts.model.path, texts.decode.n, texts.decode.stop) == ("it's a path", 2, ["a", "b"])
+    made = warm_config(
+        {
+            "model": {"path": "it's a path"}, "draft": "lookup", "decode.n": 2, "decode.stop": ["a, b", "null", "it's"],
+            "input.columns": {"prompt": "my q", "system": None}, "packing": {"max_num_seqs": None}, "output.token_ids": True,
+        }
+    )  # fmt: skip
+    assert made.model.path == "it's a path"
+    assert (made.decode.n, made.decode.stop) == (2, ["a, b", "null", "it's"])
+    assert made.input.columns == {"prompt": "my q", "system": None}
+    assert made.output.token_ids is True
+    with pytest.raises(ConfigError, match="is one text"):
+        warm_config("model.path=x")
+    with pytest.raises(ConfigError, match=r"model\.paht"):
+        warm_config({"model.paht": "x"})
+
+
+def test_a_recipe_gives_its_keys_without_its_input_and_output() -> None:
+    config = warm_config(["decode.max_new_tokens=7"], job="demo")
+    assert (config.decode.max_new_tokens, config.input.path, config.output.dir) == (7, None, None)
+    assert config.draft.name == "eagle3"
