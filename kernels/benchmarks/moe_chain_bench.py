@@ -1,20 +1,19 @@
 """Times a layer of MXFP4 experts as a decode round runs it: norm, router, route, both products and combine, launch after launch.
 
-    python -m batchspec.kernels.benchmarks.moe_chain_bench [--models gpt-oss-120b ...] [--tokens 1 4 ...] [--former route.py]
+    python -m batchspec.kernels.benchmarks.moe_chain_bench [--models gpt-oss-120b ...] [--tokens 1 4 ...]
 
 Weights are random and those of several layers, so that the L2 cache does not hold them. Each layer routes by its own logits.
-The variants differ in their tiles and in who copies rows into the order of the list; results must agree in every bit. `--former`
-names a `route.py` of another version, which the first variant then runs. In the last tables a time is microseconds a layer, and
-the share of a part is what the layer takes less without it. Takes about a minute and a half on an H200.
+The variants differ in their tiles and in who copies rows into the order of the list; results must agree in every bit. In the last
+tables a time is microseconds a layer, and the share of a part is what the layer takes less without it. Takes about a minute on an
+H200.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -98,8 +97,8 @@ VARIANTS = (
 class Layers:
     """Layers of one model with random weights, and passes of some tokens through them."""
 
-    def __init__(self, shape: MoeShape, device: torch.device, former: Callable[..., Routing] | None) -> None:
-        self.shape, self.former = shape, former or route
+    def __init__(self, shape: MoeShape, device: torch.device) -> None:
+        self.shape = shape
         self.products = [make_products(shape, "mxfp4", device, only_shapes=True) for _ in range(LAYERS)]
         new = partial(torch.randn, device=device)
         self.routers = [
@@ -144,8 +143,7 @@ class Layers:
         shape, how = self.shape, dict[str, Any](rows_of=self.x) if variant.rows_by_route else {}
         logits = router_logits(self.x, *self.routers[layer], ahead=variant.router_ahead)
         pairs = unit_pairs_of(len(self.x), shape.top_k, shape.experts, torch.uint8)
-        choose = route if variant.rows_by_route else self.former
-        routing = choose(
+        routing = route(
             logits, shape.top_k, norm_topk=True, unit_pairs=pairs, live=self.live, out_num_read=self.num_read, **how
         )  # fmt: skip
         return routing, sort_rows(self.x, routing) if routing.rows is None else routing.rows
@@ -156,22 +154,11 @@ class Layers:
         return self.residual.clone(), self.mixed.clone()
 
 
-def load_route(path: str) -> Callable[..., Routing]:
-    """`route` of another version of its module, which must fit this version of what it imports."""
-    spec = importlib.util.spec_from_file_location("former_route", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found: Callable[..., Routing] = module.route
-    return found
-
-
-def compile_rest(task: tuple[str, int, str | None]) -> str:
+def compile_rest(task: tuple[str, int]) -> str:
     """Compile the launches around the products for so many tokens, in a process of its own."""
-    model, tokens, path = task
+    model, tokens = task
     shape = replace(MODELS[model], width=128)
-    layers = Layers(shape, torch.device("cuda"), load_route(path) if path else None)
+    layers = Layers(shape, torch.device("cuda"))
     layers.begin(tokens)
     with continue_on_error(f"{model} {tokens}"):
         for variant in (FORMER, DEFAULT):
@@ -179,7 +166,7 @@ def compile_rest(task: tuple[str, int, str | None]) -> str:
     return ""
 
 
-def compile_ahead(models: Sequence[str], token_counts: Sequence[int], former: str | None, jobs: int) -> None:
+def compile_ahead(models: Sequence[str], token_counts: Sequence[int], jobs: int) -> None:
     """Compile in several processes, into Triton's cache on disk."""
     tiles = {
         (gated, tile): (model, "mxfp4", gated, tile)
@@ -189,7 +176,7 @@ def compile_ahead(models: Sequence[str], token_counts: Sequence[int], former: st
         for gated, tile in zip((True, False), variant.tiles(MODELS[model], tokens), strict=True)
     }  # fmt: skip
     padded = sorted({min(64, 1 << (tokens - 1).bit_length()) for tokens in token_counts})  # from 17 on, routes are alike
-    rest = [(model, tokens, former) for model in models for tokens in padded]
+    rest = [(model, tokens) for model in models for tokens in padded]
     started = time.monotonic()
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
         others = pool.imap_unordered(compile_rest, rest)
@@ -233,18 +220,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m batchspec.kernels.benchmarks.moe_chain_bench")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["gpt-oss-120b", "gpt-oss-20b"])
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
-    parser.add_argument("--former", help="a route.py of another version")
     parser.add_argument("--jobs", type=int, default=14, help="processes that compile")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("moe_chain_bench: no GPU here, nothing to time")
         return
-    device, former = torch.device("cuda"), arguments.former
-    compile_ahead(arguments.models, arguments.tokens, former, arguments.jobs)
+    device = torch.device("cuda")
+    compile_ahead(arguments.models, arguments.tokens, arguments.jobs)
     clock = GraphClock(device)
     for model in arguments.models:
         torch.manual_seed(0)
-        layers = Layers(MODELS[model], device, load_route(former) if former else None)
+        layers = Layers(MODELS[model], device)
         columns = {tokens: times_of(layers, tokens, clock) for tokens in arguments.tokens}
         shares = []
         with continue_on_error(f"{model}: shares"):
