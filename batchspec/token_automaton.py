@@ -1,9 +1,9 @@
 """The compiled form of a schema, regex or choice: which tokens may follow, as tables that the device walks.
 
 A text is matched byte by byte. Every token is a string of symbols: its bytes, or one symbol if it is no text (`OTHER` and the
-think tokens). A state's row of `table` holds the number of its mask and the next state for each class of symbols; the next state
-after a token is a walk over its symbols, so no table by token is needed. Masks that several states share are stored once. This
-module does not import torch.
+think tokens). A state's row of `table` holds the number of its mask, a token to draft where the text is forced, and the next
+state for each class of symbols; the next state after a token is a walk over its symbols, so no table by token is needed. Masks
+that several states share are stored once. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ Ids = NDArray[np.int32]
 BEGIN_THOUGHT, END_THOUGHT, OTHER = 256, 257, 258
 """Symbols after the 256 bytes: the two think tokens, and any other token that is no text (special, unknown)."""
 NUM_SYMBOLS = 259
+MASK, FORCED, NEXT = 0, 1, 2
+"""Columns of a state's row: the number of its mask, the token that is drafted or -1, and from NEXT on the next state by class."""
 DEAD = 0
 """The state after a token that is not allowed. It allows every token, because nothing of what follows is kept."""
 
@@ -52,7 +54,8 @@ class TokenAutomaton:
     """A finite automaton over tokens. State 0 is DEAD.
 
     classes  int32 [NUM_SYMBOLS]      class of each symbol, 0 .. C-1
-    table    int32 [S, 1 + C]         row s: the number of the state's mask, then the next state by class
+    table    int32 [S, 2 + C]         row s: the number of the state's mask; the longest token of the bytes that must come
+                                      next, -1 where more than one may; then the next state by class
     masks    int32 [M, ceil(V / 32)]  bit v % 32 of word v // 32: token v is allowed
     """
 
@@ -85,10 +88,10 @@ class TokenAutomaton:
         of = self.vocabulary
         for token in tokens:
             for symbol in of.symbols[of.starts[token] : of.starts[token + 1]]:
-                state = int(self.table[state, 1 + self.classes[symbol]])
+                state = int(self.table[state, NEXT + self.classes[symbol]])
         return state
 
     def allowed(self, state: int) -> NDArray[np.bool_]:
         """Which tokens are allowed in a state, bool [V]."""
-        bits = np.unpackbits(self.masks[self.table[state, 0]].view(np.uint8), bitorder="little")
+        bits = np.unpackbits(self.masks[self.table[state, MASK]].view(np.uint8), bitorder="little")
         return bits[: self.vocabulary.num_tokens].astype(bool)

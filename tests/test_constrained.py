@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,9 +14,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchspec.batch.automata import AutomataRoom
+from batchspec.batch.automata import AutomataRoom, Constraint
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.draft.base import Drafter
 from batchspec.engine import allocator
+from batchspec.engine.automaton_places import AutomatonPlaces
 from batchspec.engine.engine import Engine
 from batchspec.engine.round import RoundOptions
 from batchspec.records import Completion, Request, SamplingParams, Snapshot, Thinking
@@ -74,7 +78,7 @@ def test_tokens_are_those_of_the_definition_whatever_drafts(name: str, data: st.
     job = data.draw(jobs())
     shape = {"run_ahead": data.draw(st.sampled_from([0, 2])), "prefill_tokens": data.draw(st.sampled_from([5, 64]))}
     num_pages = data.draw(st.sampled_from([400, 24]))  # few pages: rows are preempted and walk their tokens again
-    one_by_one = AutomataRoom(num_tokens=VOCAB, table_words=7000, masks_bytes=4 * 300)
+    one_by_one = AutomataRoom(num_tokens=VOCAB, table_words=700, masks_bytes=4 * 16)
     room = data.draw(st.sampled_from([None, one_by_one]))
     done = run([req for req, _ in job], ALL[name](), short_cap=0, num_pages=num_pages, room=room, **shape)
     assert tokens(done) == {req.row_index: constrained_tokens(req, pattern) for req, pattern in job}
@@ -146,6 +150,24 @@ def test_an_answer_follows_its_automaton_after_the_thought(name: str, opened: bo
     assert tokens(done) == tokens(run(requests, ALL["none"]()))
 
 
+@pytest.mark.parametrize("name", ["lookup", "hybrid"])
+def test_what_must_come_is_drafted_by_a_lookup(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `cddd` nothing is known from the prompt; rows without an automaton draft what they did."""
+
+    def accepted(done: dict[int, Completion]) -> int:
+        return sum(stats.num_accepted for row in range(3) if (stats := done[row].stats) is not None)
+
+    requests = [constrained(request(i, [i + 20, 1], cap=9), "ca(bab|dd)cddd") for i in range(3)]
+    free = [request(i, [i + 20, 1, i + 20], cap=9) for i in range(3, 6)]
+    done = run([*requests, *free], ALL[name]())
+    for req in requests:
+        assert tokens(done)[req.row_index] == constrained_tokens(req, "ca(bab|dd)cddd")
+    alone = run(free, ALL[name]())
+    assert {i: tokens(done)[i] for i in range(3, 6)} == tokens(alone)
+    monkeypatch.setattr(DeviceBatch, "constrain_drafts", lambda *_: None)
+    assert accepted(done) > accepted(run([*requests, *free], ALL[name]()))
+
+
 def test_a_row_goes_on_where_an_earlier_run_left_it() -> None:
     req = constrained(request(0, [5, 9], cap=14, sampling=SAMPLINGS[1]), PATTERNS[1])
     whole = constrained_tokens(req, PATTERNS[1])
@@ -175,3 +197,61 @@ def test_the_end_is_drawn_where_the_text_may_end_alone() -> None:
         state = made.walk(made.answer, out)
         assert made.allowed(state).tolist() == [may_follow("(ab)*", out, token) for token in range(len(TOKENS))]
         assert made.allowed(state)[EOS] == (written(out) in (b"", b"ab"))
+
+
+def test_an_automaton_keeps_its_place_while_a_row_follows_it() -> None:
+    first, second, third = (automaton(pattern) for pattern in PATTERNS[:3])
+    largest = max((first, second, third), key=lambda one: one.num_words)
+    room = AutomataRoom(
+        num_tokens=VOCAB, table_words=1 + largest.num_words, masks_bytes=4 * max(len(one.masks) for one in (first, second, third))
+    )
+    places = AutomatonPlaces(room)
+    assert places.hold(first)
+    assert places.hold(first)
+    (upload,) = places.take_uploads()
+    assert (upload.place, len(upload.words)) == (1, first.num_words)
+    places.release(first)
+    assert not places.hold(second)  # a row still follows the first
+    assert places.take_uploads() == ()
+    places.release(first)
+    assert places.hold(first)  # it is there still
+    assert places.take_uploads() == ()
+    places.release(first)
+    for one in (second, third, first):
+        assert places.hold(one)
+        (upload,) = places.take_uploads()
+        assert upload.masks is one.masks
+        places.release(one)
+
+
+def test_automata_share_the_room_without_overlap() -> None:
+    room = AutomataRoom(num_tokens=VOCAB, table_words=2000, masks_bytes=4 * 60)
+    places, held, taken = AutomatonPlaces(room), deque[Any](), 0
+    for turn in range(60):
+        one = automaton(PATTERNS[(turn * 7) % len(PATTERNS)])
+        while not places.hold(one):
+            places.release(held.popleft())
+        held.append(one)
+        now = [places._residents[id(other)] for other in set(held)]
+        spans = sorted((each.place, each.place + each.automaton.num_words) for each in now)
+        assert spans[0][0] >= 1
+        assert spans[-1][1] <= room.table_words
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+        masks = [mask for each in now for mask in each.mask_ids.tolist()]
+        assert len(set(masks)) == len(masks)
+        taken += len(places.take_uploads())
+    assert taken > 20  # many came more than once
+    assert len(held) > 1
+
+
+def test_rows_that_the_host_ends_or_moves_leave_their_automata() -> None:
+    rows = DeviceBatch.allocate(packed(SLOTS), vocab_size=VOCAB, penalties=False, device=DEVICE)
+    rows.constrain([(slot, Constraint(5, 300 + slot)) for slot in range(SLOTS)])
+    rows.kill([1])
+    assert rows.automaton_state.tolist() == [300, 0, 302, 303]
+    rows.move([(3, 1)])
+    assert rows.automaton_state.tolist() == [300, 303, 302, 0]
+    rows.begin([0], [request(0, [1], cap=2)], [()])
+    assert rows.automaton_state.tolist() == [0, 303, 302, 0]
+    rows.clear()
+    assert not rows.automaton_state.any()

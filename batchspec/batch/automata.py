@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchspec.kernels.sampling.constrain import advance_states, constrain_logits
+from batchspec.kernels.sampling.constrain import advance_states, constrain_drafts, constrain_logits
 from batchspec.records import Ids
-from batchspec.token_automaton import DEAD, NUM_SYMBOLS, TokenAutomaton, TokenSymbols
+from batchspec.token_automaton import DEAD, MASK, NEXT, NUM_SYMBOLS, TokenAutomaton, TokenSymbols
 
 TABLE_WORDS = 16 << 20
 """int32 words for the tables of all automata that are on the device: 64 MiB."""
@@ -59,8 +59,10 @@ class AutomatonUpload:
     def of(cls, automaton: TokenAutomaton, place: int, mask_ids: Ids) -> AutomatonUpload:
         """With the numbers of states and masks replaced by their places."""
         table = automaton.table
-        rows = np.where(table == DEAD, 0, place_of(automaton, 0, place) + table.shape[1] * table)
-        rows[:, 0] = mask_ids[table[:, 0]]
+        rows = table.copy()
+        rows[:, MASK] = mask_ids[table[:, MASK]]
+        following = table[:, NEXT:]
+        rows[:, NEXT:] = np.where(following == DEAD, 0, place_of(automaton, 0, place) + table.shape[1] * following)
         words = np.concatenate((automaton.classes, rows.ravel())).astype(np.int32)
         return cls(place, words, mask_ids, automaton.masks)
 
@@ -97,6 +99,10 @@ class Automata:
             logits, row_ids, states, classes, self.tables, self.masks, self.symbols, self.starts, drafts=drafts,
             num_drafted=num_drafted, draft_rows=draft_rows, map_ids=map_ids,
         )  # fmt: skip
+
+    def constrain_drafts(self, draft_ids: Tensor, draft_len: Tensor, states: Tensor, classes: Tensor) -> None:
+        """See `constrain_drafts`."""
+        constrain_drafts(draft_ids, draft_len, states, classes, self.tables, self.masks, self.symbols, self.starts)
 
     def advance(self, states: Tensor, classes: Tensor, tokens: Tensor, kept: Tensor, live: Tensor) -> None:
         """See `advance_states`."""

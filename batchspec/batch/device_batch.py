@@ -185,6 +185,14 @@ class DeviceBatch:
         slots, classes, states = upload(lines, torch.int64, self.tokens.device).T
         self.automaton_classes[slots], self.automaton_state[slots] = classes.int(), states.int()
 
+    def constrain_drafts(self, draft_ids: Tensor, draft_len: Tensor) -> None:
+        """Cut drafts that no logits chose where an automaton does not allow them, and go on as it forces.
+
+        draft_ids int32 [R, K], draft_len int32 [R]: both are changed
+        """
+        assert self.automata is not None
+        self.automata.constrain_drafts(draft_ids, draft_len, self.automaton_state, self.automaton_classes)
+
     def advance_automata(self, tokens: Tensor, kept: Tensor, live: Tensor) -> None:
         """Walk the rows' automata over the tokens just committed: the first kept[r] of tokens[r].
 

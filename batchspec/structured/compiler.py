@@ -108,6 +108,10 @@ class Compiler:
             found: dict[str, Any] = pickle.load(process.stdout)
         except (BrokenPipeError, EOFError, pickle.UnpicklingError):
             code = self._end()
+            if code >= 0:  # it never ends by itself while it is asked
+                raise RuntimeError(
+                    f"the process that compiles schemas ended with {code}; try python -m batchspec.structured.compile_process"
+                ) from None
             why = {
                 -signal.SIGXCPU: f"compiling it takes more than {self.cpu_s} s",
                 -signal.SIGKILL: "the machine has too little memory",

@@ -3,13 +3,15 @@
 What is narrower than the standard: properties come in the schema's order; there are none besides those it names, unless it
 names none; one space may follow a colon or a comma, and no other white space is written; whole numbers have at most 15 digits,
 and so do fractions; a value without a type, and a reference to a schema inside of itself, is nested at most MAX_DEPTH levels
-deep. A keyword that could make a written text invalid and is not built is refused by its name: only annotations are ignored.
+deep. A keyword of the standard that could make a written text invalid and is not built is refused by its name. Annotations and
+what the standard does not know, names of formats included, are ignored, as validators do.
 Source: https://json-schema.org/draft/2020-12, and draft-07's items, definitions and dependencies.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +20,7 @@ from batchspec.structured.json_values import (
     COLON,
     COMMA,
     FORMATS,
+    STANDARD_FORMATS,
     any_object,
     any_value,
     escaped,
@@ -32,12 +35,14 @@ from batchspec.structured.regex import BadRegex, regex_node
 from batchspec.structured.regular import EMPTY, NOTHING, Alt, Joined, Members, Node, Repeat, Seq, text
 
 MAX_DEPTH = 3
-ANNOTATIONS = {
-    "$schema", "$id", "id", "$anchor", "$comment", "$defs", "definitions", "title", "description", "default", "examples",
-    "example", "deprecated", "readOnly", "writeOnly", "contentMediaType", "contentEncoding",
+NOT_BUILT = {
+    "not", "if", "then", "else", "propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "contains",
+    "minContains", "maxContains", "unevaluatedProperties", "unevaluatedItems", "multipleOf", "$dynamicRef", "$recursiveRef",
+    "divisibleBy", "extends", "disallow",
 }  # fmt: skip
+"""Keywords of the drafts that decide whether a value is valid."""
 BY_TYPE: dict[str, tuple[str, ...]] = {
-    "object": ("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
+    "object": ("properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties"),
     "array": ("items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems"),
     "string": ("minLength", "maxLength", "pattern", "format"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
@@ -46,7 +51,7 @@ BY_TYPE: dict[str, tuple[str, ...]] = {
     "null": (),
 }
 TYPES = tuple(BY_TYPE)
-APPLIED = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const", "type")
+KEYWORDS = {"$ref", "anyOf", "oneOf", "allOf", "enum", "const", "type", *(key for keys in BY_TYPE.values() for key in keys)}
 
 
 def schema_node(schema: Any) -> Node:
@@ -66,11 +71,10 @@ class _Reader:
             return NOTHING
         if not isinstance(schema, dict):
             raise BadSchema(f"{where or 'the schema'} is {json.dumps(schema)[:40]}, not an object; correct it")
-        schema = {key: item for key, item in schema.items() if key not in ANNOTATIONS and not key.startswith("x-")}
-        known = {name for names in BY_TYPE.values() for name in names}
-        for key in schema:
-            if key not in known and key not in APPLIED:
-                raise BadSchema(f"{where}/{key}: this keyword is not built; leave it out")
+        refused = next((key for key in schema if key in NOT_BUILT), None)
+        if refused is not None:
+            raise BadSchema(f"{where}/{refused}: this keyword is not built; leave it out")
+        schema = {key: item for key, item in schema.items() if key in KEYWORDS}
         if "$ref" in schema:
             return self._reference(schema, where, above)
         for key in ("allOf", "anyOf", "oneOf"):
@@ -173,6 +177,7 @@ class _Reader:
         ):
             raise BadSchema(f"{where}: properties must be an object and required a list of names; correct them")
         more = schema.get("additionalProperties", True)
+        _check_patterns(schema.get("patternProperties", {}), [*properties, *required], where)
         least, most = _count(schema, "minProperties", where), _count(schema, "maxProperties", where)
         if not properties and not required:
             if least or (most is not None and most > 0):
@@ -199,8 +204,6 @@ class _Reader:
         items, first = schema.get("items", True), schema.get("prefixItems", [])
         if isinstance(items, list):  # draft-07
             items, first = schema.get("additionalItems", True), items
-        elif "additionalItems" in schema:
-            raise BadSchema(f"{where}/additionalItems is for a list of items; leave it out")
         if schema.get("uniqueItems"):
             raise BadSchema(f"{where}/uniqueItems is not built: values written before would have to be remembered; leave it out")
         least, most = _count(schema, "minItems", where) or 0, _count(schema, "maxItems", where)
@@ -214,7 +217,7 @@ class _Reader:
 
     def _string(self, schema: Mapping[str, Any], where: str) -> Node:
         least, most = _count(schema, "minLength", where), _count(schema, "maxLength", where)
-        kinds = [key for key in ("pattern", "format") if key in schema]
+        kinds = [key for key in ("pattern", "format") if key in schema and (key == "pattern" or schema[key] in STANDARD_FORMATS)]
         if not kinds:
             return ANY_STRING if least is None and most is None else string(least or 0, most)
         if len(kinds) > 1 or least or most is not None:
@@ -232,6 +235,20 @@ class _Reader:
             return wrapped('"', regex_node(str(value), escaped, anywhere=True), '"')
         except BadRegex as error:
             raise BadSchema(f"{where}/pattern: {error}") from None
+
+
+def _check_patterns(patterns: Any, keys: list[str], where: str) -> None:
+    """patternProperties says nothing about keys that match none of its patterns, and no others are written."""
+    place = f"{where}/patternProperties"
+    if patterns and not keys:
+        raise BadSchema(f"{place} without properties is not built; name the properties, or use additionalProperties")
+    for pattern in patterns:
+        try:
+            found = next((key for key in keys if re.search(pattern, key)), None)
+        except re.error as error:
+            raise BadSchema(f"{place}: {pattern!r} is no regular expression ({error})") from None
+        if found is not None:
+            raise BadSchema(f"{place}: {pattern!r} matches the property {found!r}, which is not built; leave it out")
 
 
 def _elements(fixed: list[Node], rest: Node, least: int, most: int | None) -> Node:

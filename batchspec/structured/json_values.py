@@ -191,4 +191,14 @@ FORMATS = {
     "hostname": f"{_LABEL}(\\.{_LABEL}){{0,4}}",
     "uri": "[a-z][a-z0-9+.-]{1,20}://[A-Za-z0-9._~:/?#@!$&'()*+,;=-]+",
 }
+FORMATS |= {
+    "ipv6": "([0-9a-f]{1,4}:){7}[0-9a-f]{1,4}",
+    "duration": "P([0-9]{1,4}D|[0-9]{1,3}W|T[0-9]{1,4}[HMS])",
+    "uri-reference": f"({FORMATS['uri']}|/?[A-Za-z0-9._~-]+(/[A-Za-z0-9._~-]+)*)",
+    "json-pointer": "(/[A-Za-z0-9._-]+)*",
+}
+FORMATS |= {"idn-email": FORMATS["email"], "idn-hostname": FORMATS["hostname"], "iri": FORMATS["uri"]}
+FORMATS |= {"iri-reference": FORMATS["uri-reference"], "uri-template": FORMATS["uri-reference"]}
 """Formats -> the texts that are written for them; 29 February is left out."""
+STANDARD_FORMATS = {*FORMATS, "regex", "relative-json-pointer"}
+"""What other names mean is for those who chose them: they are ignored."""

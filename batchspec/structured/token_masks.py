@@ -7,17 +7,31 @@ partition as many steps as the longest token has bytes (Moore 1956), and one wal
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from batchspec.structured.regular import MAX_STATES, Dfa, TooLarge
-from batchspec.token_automaton import BEGIN_THOUGHT, DEAD, END_THOUGHT, NUM_SYMBOLS, TokenAutomaton, TokenSymbols
+from batchspec.token_automaton import (
+    BEGIN_THOUGHT,
+    DEAD,
+    END_THOUGHT,
+    FORCED,
+    MASK,
+    NEXT,
+    NUM_SYMBOLS,
+    TokenAutomaton,
+    TokenSymbols,
+)
 
 MAX_MASKS_BYTES = 64 << 20
 """Of the masks of one automaton: 3,400 masks of a vocabulary of 152,000 tokens."""
 MAX_TABLE_WORDS = 4 << 20
+MAX_FORCED_BYTES = 32
+"""Of a token that is drafted because nothing else can come."""
 
 
 def over_tokens(dfa: Dfa, vocabulary: TokenSymbols, end_ids: Collection[int], *, thinks: bool, may_begin: bool) -> TokenAutomaton:
@@ -33,15 +47,15 @@ def over_tokens(dfa: Dfa, vocabulary: TokenSymbols, end_ids: Collection[int], *,
     classes = np.zeros(NUM_SYMBOLS, np.int32)
     classes[:256] = dfa.classes
     classes[256:] = num_classes + np.arange(NUM_SYMBOLS - 256)
-    table = np.zeros((num_states + 2 * thinks, 1 + num_classes + NUM_SYMBOLS - 256), np.int32)
-    table[:num_states, 1 : 1 + num_classes] = dfa.next
+    table = np.zeros((num_states + 2 * thinks, NEXT + num_classes + NUM_SYMBOLS - 256), np.int32)
+    table[:num_states, NEXT : NEXT + num_classes] = dfa.next
     answer, after_thought = dfa.starts
     if thinks:
-        table[thought, 1:] = thought
-        table[thought, 1 + classes[END_THOUGHT]] = after_thought
+        table[thought, NEXT:] = thought
+        table[thought, NEXT + classes[END_THOUGHT]] = after_thought
         table[either] = table[answer]
         if may_begin:
-            table[either, 1 + classes[BEGIN_THOUGHT]] = thought
+            table[either, NEXT + classes[BEGIN_THOUGHT]] = thought
     if table.size > MAX_TABLE_WORDS:
         raise TooLarge(f"its automaton has {num_states:,} states and {num_classes} classes of bytes, more than fit in 16 MiB")
     final = np.zeros(len(table), bool)
@@ -49,7 +63,7 @@ def over_tokens(dfa: Dfa, vocabulary: TokenSymbols, end_ids: Collection[int], *,
     if thinks:
         final[either] = final[answer]
     lengths = np.diff(vocabulary.starts)
-    kinds = _told_apart(table[:, 1:], int(lengths.max(initial=1)))
+    kinds = _told_apart(table[:, NEXT:], int(lengths.max(initial=1)))
     words = -(-vocabulary.num_tokens // 32)
     _, first, numbers = np.unique(np.stack((kinds, final), 1), axis=0, return_index=True, return_inverse=True)
     ends, mask = np.array(sorted(end_ids), np.int64), np.zeros(32 * words, bool)
@@ -63,11 +77,41 @@ def over_tokens(dfa: Dfa, vocabulary: TokenSymbols, end_ids: Collection[int], *,
         of_kind[kind] = found.setdefault(np.packbits(mask, bitorder="little").tobytes(), len(found))
         if 4 * words * len(found) > MAX_MASKS_BYTES:
             raise TooLarge(f"its different sets of allowed tokens take more than {MAX_MASKS_BYTES >> 20} MiB")
-    table[:, 0] = of_kind[numbers.reshape(-1)]
+    table[:, MASK] = of_kind[numbers.reshape(-1)]
+    table[:, FORCED] = -1
+    table[:num_states, FORCED] = _forced(dfa, _token_of(vocabulary), frozenset(end_ids))
     packed = np.frombuffer(b"".join(found), np.int32).reshape(len(found), words).copy()
     return TokenAutomaton(
         classes=classes, table=table, masks=packed, answer=answer, thought=thought, either=either, vocabulary=vocabulary
     )  # fmt: skip
+
+
+def _forced(dfa: Dfa, token_of: Mapping[bytes, int], end_ids: frozenset[int]) -> NDArray[np.int32]:
+    """For each state the longest token of the bytes that must come next; -1 where several may come, or the text may end."""
+    num_bytes = np.bincount(dfa.classes, minlength=dfa.next.shape[1])
+    forced = ((dfa.next > 0) * num_bytes).sum(1) == 1
+    forced &= ~dfa.final
+    column = (dfa.next > 0).argmax(1)
+    byte_of = {int(index): byte for byte, index in enumerate(dfa.classes)}
+    found = np.full(len(dfa.next), -1, np.int32)
+    for start in np.flatnonzero(forced).tolist():
+        path, state = bytearray(), start
+        while forced[state] and len(path) < MAX_FORCED_BYTES:
+            path.append(byte_of[int(column[state])])
+            state = int(dfa.next[state, column[state]])
+        tokens = (token_of.get(bytes(path[:length]), -1) for length in range(len(path), 0, -1))
+        found[start] = next((token for token in tokens if token >= 0 and token not in end_ids), -1)
+    return found
+
+
+@lru_cache(maxsize=1)
+def _token_of(vocabulary: TokenSymbols) -> dict[bytes, int]:
+    """Bytes -> the first token that they are."""
+    symbols, found = vocabulary.symbols, dict[bytes, int]()
+    for token, (begin, end) in enumerate(pairwise(vocabulary.starts.tolist())):
+        if end - begin <= MAX_FORCED_BYTES and symbols[begin] < 256:
+            found.setdefault(bytes(symbols[begin:end].astype(np.uint8)), token)
+    return found
 
 
 def _told_apart(following: NDArray[np.int32], steps: int) -> NDArray[np.int64]:
@@ -95,7 +139,7 @@ def _mark_allowed(
     states = np.full(len(tokens), state, np.int32)
     step = 0
     while len(tokens):
-        states = table[states, 1 + classes[symbols[starts[tokens] + step]]]
+        states = table[states, NEXT + classes[symbols[starts[tokens] + step]]]
         step += 1
         live = states != DEAD
         done = live & (lengths[tokens] == step)

@@ -1,6 +1,6 @@
 """Automata over tokens on the device: the walk along drafts and the mask of each position's logits; the walk along new tokens.
 
-    state after a token = walk over its symbols:  state = tables[state + 1 + tables[classes + symbol]],  0 where it is not allowed
+    state after a token = walk over its symbols:  state = tables[state + 2 + tables[classes + symbol]],  0 where it is not allowed
     logits[t, v] = -inf where bit v % 32 of masks[tables[s]][v // 32] is 0,  s = the row's state walked over the drafts before t
 
 `tables` holds class maps and rows of states of all automata, one after the other; a state is the place of its row, and 0 is no
@@ -36,7 +36,7 @@ def walk(state, classes, token, tables, symbols, starts, num_tokens):
     end = tl.load(starts + token + 1, mask=known, other=0)
     for i in range(begin, end):
         of_symbol = tl.load(tables + classes + tl.load(symbols + i))
-        state = tl.load(tables + state + 1 + of_symbol, mask=state > 0, other=0)
+        state = tl.load(tables + state + 2 + of_symbol, mask=state > 0, other=0)
     return state
 
 
@@ -80,7 +80,8 @@ def constrain_logits(
     row_ids      int32 [T]   batch row of each position
     states       int32 [R]   place in `tables` of each row's state after its committed tokens; 0: the row has no constraint
     classes      int32 [R]   place in `tables` of the class map of each row's automaton
-    tables       int32 [N]   class maps and rows of states; a state's row is the number of its mask and the next places by class
+    tables       int32 [N]   class maps and rows of states; a state's row is the number of its mask, a forced token or -1, and the
+                 next places by class
     masks        int32 [M, W]  bit v % 32 of word v // 32: token v is allowed
     symbols      int32 [B], starts int32 [num_tokens + 1]: the symbols of token v are symbols[starts[v] : starts[v + 1]]
     drafts       int32 [L, K] tokens drafted in this round, rows may be slices of wider ones; None: there are none
@@ -118,6 +119,55 @@ def constrain_logits(
             logits, row_ids, states, classes, drafts, num_drafted, draft_rows, map_ids, tables, masks, symbols, starts,
             logits.stride(0), 0 if drafts is None else drafts.stride(0), masks.stride(0), vocab, starts.numel() - 1,
             0 if drafts is None else drafts.shape[1], BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=8,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens", "width"])
+def constrain_drafts_kernel(
+    draft_ids, draft_len, states, classes, tables, masks, symbols, starts, draft_stride, mask_stride, num_tokens, width
+):
+    row = tl.program_id(0).to(tl.int64)
+    state, class_map = tl.load(states + row), tl.load(classes + row)
+    constrained, length, count = state > 0, tl.load(draft_len + row), 0
+    going, intact = constrained, constrained
+    for j in range(0, width):
+        at = draft_ids + row * draft_stride + j
+        token = tl.load(at)
+        intact = intact & going & (j < length) & (token >= 0) & (token < num_tokens)
+        mask_row = tl.load(tables + state, mask=going, other=0).to(tl.int64)
+        word = tl.load(masks + mask_row * mask_stride + (token >> 5), mask=intact, other=0)
+        intact = intact & (((word >> (token & 31)) & 1) != 0)
+        token = tl.where(intact, token, tl.load(tables + state + 1, mask=going, other=-1))
+        going = going & (token >= 0)
+        tl.store(at, token, mask=going)
+        count += going.to(tl.int32)
+        state = walk(tl.where(going, state, 0), class_map, token, tables, symbols, starts, num_tokens)
+        going = going & (state > 0)
+    tl.store(draft_len + row, count, mask=constrained)
+
+
+def constrain_drafts(
+    draft_ids: Tensor, draft_len: Tensor, states: Tensor, classes: Tensor, tables: Tensor, masks: Tensor, symbols: Tensor,
+    starts: Tensor, *, interpret: bool = False,
+) -> None:  # fmt: skip
+    """Cut each row's drafts before the first that its automaton does not allow, and go on with what it forces, in place.
+
+    draft_ids  int32 [R, K]  rows may be slices of wider ones
+    draft_len  int32 [R]     how many of them count, before and after; after an end no draft counts
+    The others as of `constrain_logits`. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    """
+    num_rows, width = draft_ids.shape
+    check("constrain_drafts: draft_ids", draft_ids, (num_rows, width), torch.int32, rows=True)
+    for name, tensor in (("draft_len", draft_len), ("states", states), ("classes", classes)):
+        check(f"constrain_drafts: {name}", tensor, (num_rows,), torch.int32)
+    _check_tables("constrain_drafts", tables, symbols, starts)
+    check("constrain_drafts: masks", masks, (masks.shape[0], -(-(starts.numel() - 1) // 32)), torch.int32)
+    if not (states.is_cuda or interpret):
+        constrain_drafts_reference(draft_ids, draft_len, states, classes, tables, masks, symbols, starts)
+    elif num_rows:
+        constrain_drafts_kernel[(num_rows,)](
+            draft_ids, draft_len, states, classes, tables, masks, symbols, starts, draft_ids.stride(0), masks.stride(0),
+            starts.numel() - 1, width, num_warps=1,
         )  # fmt: skip
 
 
@@ -173,7 +223,7 @@ def walk_reference(state: Tensor, classes: Tensor, token: Tensor, tables: Tensor
         going = (length > i) & (state > 0)
         symbol = symbols[(begin + i).clamp(max=symbols.numel() - 1)]
         of_symbol = tables[torch.where(going, classes + symbol, 0)]
-        state = torch.where(going, tables[torch.where(going, state + 1 + of_symbol, 0)].long(), state)
+        state = torch.where(going, tables[torch.where(going, state + 2 + of_symbol, 0)].long(), state)
     return state.int()
 
 
@@ -196,6 +246,28 @@ def constrain_logits_reference(
     logits[constrained] = logits[constrained].masked_fill_(forbidden, -torch.inf)
 
 
+def constrain_drafts_reference(
+    draft_ids: Tensor, draft_len: Tensor, states: Tensor, classes: Tensor, tables: Tensor, masks: Tensor, symbols: Tensor,
+    starts: Tensor,
+) -> None:  # fmt: skip
+    """The same in plain torch."""
+    state, constrained, count = states, states > 0, torch.zeros_like(draft_len)
+    going = intact = constrained
+    for j in range(draft_ids.shape[1]):
+        token = draft_ids[:, j]
+        intact = intact & going & (j < draft_len) & (token >= 0) & (token < starts.numel() - 1)
+        place = torch.where(going, state, 0).long()
+        word = masks[torch.where(going, tables[place], 0).long(), torch.where(intact, token >> 5, 0).long()]
+        intact = intact & ((word >> (token & 31)) & 1 != 0)
+        token = torch.where(intact, token, torch.where(going, tables[place + 1], -1))
+        going = going & (token >= 0)
+        draft_ids[:, j] = torch.where(going, token, draft_ids[:, j])
+        count += going
+        state = walk_reference(torch.where(going, state, 0), classes, token, tables, symbols, starts)
+        going = going & (state > 0)
+    draft_len.copy_(torch.where(constrained, count, draft_len))
+
+
 def advance_states_reference(
     states: Tensor, classes: Tensor, tokens: Tensor, kept: Tensor, live: Tensor, tables: Tensor, symbols: Tensor, starts: Tensor
 ) -> None:
@@ -214,7 +286,7 @@ def main() -> None:
         ints = partial(torch.tensor, dtype=torch.int32, device=device)
         # One automaton: a class map of zeros at 1, and a state at 300 that stays what it is on every byte.
         tables = torch.zeros(1024, dtype=torch.int32, device=device)
-        tables[300], tables[301] = 0, 300
+        tables[300], tables[302] = 0, 300
         symbols, starts = (
             torch.zeros(5 * vocab, dtype=torch.int32, device=device),
             5 * torch.arange(vocab + 1, device=device).int(),

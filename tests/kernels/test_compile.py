@@ -122,6 +122,8 @@ for _dtype in ("bf16", "fp16"):
         out_v=_values,
         **_STEP_SIZES,
     )
+_case("constrain_drafts_kernel", "constrain", 1, draft_ids=PI32, draft_len=PI32, states=PI32, classes=PI32, tables=PI32,
+      masks=PI32, symbols=PI32, starts=PI32, draft_stride=I32, mask_stride=I32, num_tokens=I32, width=I32)  # fmt: skip
 _case("advance_states_kernel", "constrain", 1, states=PI32, classes=PI32, tokens=PI32, kept=PI32, live=PI32, tables=PI32,
       symbols=PI32, starts=PI32, stride_row=I32, num_tokens=I32, width=I32)  # fmt: skip
 for _tokens in (1, 5):

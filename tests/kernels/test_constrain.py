@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from batchspec.batch.automata import Automata, AutomataRoom, AutomatonUpload, place_of
-from batchspec.kernels.sampling.constrain import BLOCK, BLOCKS, advance_states, constrain_logits
-from batchspec.token_automaton import DEAD, TokenAutomaton
+from batchspec.kernels.sampling.constrain import BLOCK, BLOCKS, advance_states, constrain_drafts, constrain_logits
+from batchspec.token_automaton import DEAD, FORCED, TokenAutomaton
 from tests.automata import EOS, VOCABULARY, automaton
 from tests.engines import VOCAB
 
@@ -105,7 +105,7 @@ def test_a_draft_vocabulary_is_masked_by_its_tokens(kind: torch.dtype, interpret
 def test_a_vocabulary_of_several_blocks_and_programs(interpret: bool, device: torch.device) -> None:
     """One state that goes on with every token; its mask has bits of all kinds, the sign bit of a word included."""
     vocab = BLOCK * BLOCKS + BLOCK + 77
-    table = torch.tensor([0, *[0] * 9, 0, 10], dtype=torch.int32, device=device)
+    table = torch.tensor([0, *[0] * 9, 0, -1, 10], dtype=torch.int32, device=device)
     starts = torch.arange(vocab + 1, dtype=torch.int32, device=device)
     symbols = torch.zeros(vocab, dtype=torch.int32, device=device)
     allowed = torch.rand(-(-vocab // 32) * 32, generator=torch.Generator().manual_seed(3)) < 0.5
@@ -148,6 +148,44 @@ def test_states_follow_the_committed_tokens(interpret: bool, device: torch.devic
             assert states[row] == place_of(one, after, int(classes[row]))
 
 
+def drafts_of(one: TokenAutomaton, state: int, drafts: list[int], width: int) -> list[int]:
+    """What is drafted from a state, by the definition."""
+    found, intact = list[int](), True
+    for j in range(width):
+        intact = intact and j < len(drafts) and 0 <= drafts[j] < VOCAB and bool(one.allowed(state)[drafts[j]])
+        token = drafts[j] if intact else int(one.table[state, FORCED])
+        if token < 0:
+            break
+        found.append(token)
+        state = one.walk(state, [token])
+        if state == DEAD:
+            break
+    return found
+
+
+def test_drafts_are_cut_and_go_on_as_the_automaton_forces(interpret: bool, device: torch.device) -> None:
+    first, second = automaton("(abcab|cd)d"), automaton("[ab]*cd")
+    made = Automata(VOCABULARY, AutomataRoom(num_tokens=VOCAB, table_words=20_000, masks_bytes=4 * MASK_ROWS), device)
+    rows = []
+    for one, place, base in ((first, 3, 5), (second, 7000, 200)):
+        made.upload(AutomatonUpload.of(one, place, base + np.arange(len(one.masks), dtype=np.int32)))
+        for drafts in ([], [3, 4, 5, 3, 3], [5], [9, 9], [4, 4], [5, 6, EOS, 3, 3], [-1, 3], [40], [3, 3, 5, 3], [10, 5, 3]):
+            rows.append((one, one.answer, place, drafts))
+    width, count = 5, len(rows)
+    draft_ids = torch.zeros(count + 1, width + 2, dtype=torch.int32, device=device)[:, 1:-1]
+    for line, (_, _, _, drafts) in zip(draft_ids, rows, strict=False):
+        line[: len(drafts)] = torch.tensor(drafts, dtype=torch.int32)
+    draft_len = torch.tensor([*(len(drafts) for *_, drafts in rows), 2], dtype=torch.int32, device=device)
+    states = torch.tensor([*(place_of(one, state, at) for one, state, at, _ in rows), 0], dtype=torch.int32, device=device)
+    classes = torch.tensor([*(at for _, _, at, _ in rows), 1], dtype=torch.int32, device=device)
+    constrain_drafts(draft_ids, draft_len, states, classes, masks=made.masks, interpret=interpret, **tables(made))
+    wanted = [drafts_of(one, state, drafts, width) for one, state, _, drafts in rows]
+    assert [line[:n].tolist() for line, n in zip(draft_ids[:-1], draft_len[:-1].tolist(), strict=True)] == wanted
+    assert draft_len[-1] == 2
+    assert draft_ids[-1].tolist() == [0] * width
+    assert sum(len(one) > len(drafts) for one, (*_, drafts) in zip(wanted, rows, strict=True)) >= 2  # some are forced
+
+
 def test_wrong_arguments_are_refused() -> None:
     made, (states, classes, _) = uploaded(torch.device("cpu")), states_of(torch.device("cpu"))
     row_ids, logits = torch.arange(7, dtype=torch.int32), torch.zeros(7, VOCAB)
@@ -176,3 +214,15 @@ def test_wrong_arguments_are_refused() -> None:
     for name in rest:
         with pytest.raises(ValueError, match=f"advance_states: {name} is"):
             advance_states(**{**rest, name: rest[name].to(torch.int16)})
+    more: dict[str, Any] = {
+        "draft_ids": kept[:, None],
+        "draft_len": kept,
+        "states": states,
+        "classes": classes,
+        "masks": made.masks,
+    }
+    more |= tables(made)
+    constrain_drafts(**more)
+    for name in more:
+        with pytest.raises(ValueError, match=f"constrain_drafts: {name} is"):
+            constrain_drafts(**{**more, name: more[name].to(torch.int16)})
