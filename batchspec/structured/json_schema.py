@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from batchspec.structured.json_values import (
     ANY_STRING,
@@ -30,7 +31,7 @@ from batchspec.structured.json_values import (
     string,
     wrapped,
 )
-from batchspec.structured.merge import BadSchema, merged
+from batchspec.structured.merge import BadSchema, merged, same
 from batchspec.structured.regex import BadRegex, regex_node
 from batchspec.structured.regular import EMPTY, NOTHING, Alt, Joined, Members, Node, Repeat, Seq, text
 
@@ -62,6 +63,9 @@ def schema_node(schema: Any) -> Node:
 class _Reader:
     def __init__(self, root: Any) -> None:
         self._root = root
+        inner = root.values() if isinstance(root, dict) else ()
+        self._has_inner_base = any(_has_base(part) for part in inner)
+        """References count from an inner $id, not from the root."""
 
     def value(self, schema: Any, where: str, above: tuple[str, ...]) -> Node:
         """above: references that this schema is inside of."""
@@ -96,19 +100,27 @@ class _Reader:
 
     def _reference(self, schema: Mapping[str, Any], where: str, above: tuple[str, ...]) -> Node:
         target = schema["$ref"]
-        if not isinstance(target, str) or not target.startswith("#"):
-            raise BadSchema(f"{where}/$ref={json.dumps(target)[:60]} is not within the schema; put what it names into $defs")
+        found = self._named(target, where)
+        if above.count(target) > MAX_DEPTH:
+            return NOTHING
+        rest = {key: item for key, item in schema.items() if key != "$ref"}
+        return self.value(merged(found, rest, f"{where}/$ref"), target, (*above, target))
+
+    def _named(self, target: Any, where: str) -> Any:
+        """What a reference names, as a JSON pointer from the root."""
+        if not isinstance(target, str) or not (target == "#" or target.startswith("#/")):
+            said = "is no pointer within the schema; put what it names into $defs and write #/$defs/NAME"
+            raise BadSchema(f"{where}/$ref={json.dumps(target)[:60]} {said}")
+        if self._has_inner_base:
+            raise BadSchema(f"{where}/$ref={target}: a schema with an $id inside of it is not built; take the inner $id out")
         found: Any = self._root
-        for part in target[1:].split("/")[1:]:
+        for part in unquote(target).split("/")[1:]:
             part = part.replace("~1", "/").replace("~0", "~")
             try:
                 found = found[int(part)] if isinstance(found, list) else found[part]
             except (KeyError, IndexError, ValueError, TypeError):
                 raise BadSchema(f"{where}/$ref={target}: the schema has no such part; correct it") from None
-        if above.count(target) > MAX_DEPTH:
-            return NOTHING
-        rest = {key: item for key, item in schema.items() if key != "$ref"}
-        return self.value(merged(found, rest, f"{where}/$ref"), target, (*above, target))
+        return found
 
     def _combined(self, key: str, schema: Mapping[str, Any], where: str, above: tuple[str, ...]) -> Node:
         parts, place = schema[key], f"{where}/{key}"
@@ -132,12 +144,7 @@ class _Reader:
         seen = list(above)
         while isinstance(part, dict) and isinstance(part.get("$ref"), str) and part["$ref"] not in seen:
             seen.append(part["$ref"])
-            found: Any = self._root
-            for name in part["$ref"][1:].split("/")[1:]:
-                name = name.replace("~1", "/").replace("~0", "~")
-                found = found.get(name) if isinstance(found, dict) else None
-            if found is None:
-                return part
+            found = self._named(part["$ref"], where)
             part = merged(found, {key: item for key, item in part.items() if key != "$ref"}, where)
         return part
 
@@ -149,7 +156,7 @@ class _Reader:
         if not isinstance(values, list):
             raise BadSchema(f"{where}/enum must be a list; correct it")
         if "const" in schema and "enum" in schema:
-            values = [value for value in values if value in schema["enum"]]
+            values = [value for value in values if any(same(value, one) for one in schema["enum"])]
         types = schema.get("type", list(TYPES))
         types = [types] if isinstance(types, str) else types
         return Alt(tuple(literal(value) for value in values if any(_is(value, name) for name in types)))
@@ -235,6 +242,12 @@ class _Reader:
             return wrapped('"', regex_node(str(value), escaped, anywhere=True), '"')
         except BadRegex as error:
             raise BadSchema(f"{where}/pattern: {error}") from None
+
+
+def _has_base(part: Any) -> bool:
+    if isinstance(part, dict):
+        return isinstance(part.get("$id"), str) or any(map(_has_base, part.values()))
+    return isinstance(part, list) and any(map(_has_base, part))
 
 
 def _check_patterns(patterns: Any, keys: list[str], where: str) -> None:

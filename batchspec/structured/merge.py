@@ -11,6 +11,11 @@ class BadSchema(ValueError):
     """The schema is not valid, or holds what is not built; the message says where and what."""
 
 
+def same(a: Any, b: Any) -> bool:
+    """Whether two JSON values are written alike; for Python 1 and true are equal."""
+    return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
+
+
 def merged(a: Any, b: Any, where: str) -> Any:
     """The schema of the values that fit both. Raises BadSchema where that is not one schema of the keywords that are built."""
     if b is True or b == {}:
@@ -21,7 +26,7 @@ def merged(a: Any, b: Any, where: str) -> Any:
         return False if isinstance(a, bool | dict) and isinstance(b, bool | dict) else _refuse(where, "schema")
     found = dict(a)
     for key, value in b.items():
-        if key not in found or found[key] == value:
+        if key not in found or same(found[key], value):
             found[key] = value
         elif key in ("title", "description", "default", "examples", "$comment", "$id", "$schema"):
             continue
@@ -36,7 +41,7 @@ def merged(a: Any, b: Any, where: str) -> Any:
         elif key == "type":
             found[key] = _types(found[key], value)
         elif key == "enum":
-            found[key] = [one for one in found[key] if one in value]
+            found[key] = [one for one in found[key] if any(same(one, other) for other in value)]
         else:
             _refuse(where, key)
     _check_additional(a, b, where)
