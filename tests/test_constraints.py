@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 import torch
 
+import batchspec
 from batchspec import run
 from batchspec.commands import plan
 from batchspec.config.checks import check
@@ -229,3 +230,12 @@ def test_every_completed_row_of_a_job_is_valid_whatever_drafts(
     said = capsys.readouterr().out
     assert "structured   2 distinct constraints compiled in " in said
     assert " schemas = " in said or " schemas + " in said
+
+
+def test_a_warm_engine_refuses_what_it_was_not_made_for(model: Path) -> None:
+    with batchspec.Engine(
+        [f"model.path={model}", "model.dtype=float64", "model.max_len=64", "decode.max_new_tokens=8"]
+    ) as engine:
+        with pytest.raises(ConfigError, match="in a warm engine is not built"):
+            engine.generate([{"prompt": "x", "response_format": '{"type": "json_object"}'}])
+        assert engine.generate([{"prompt": "x"}]).height == 1
