@@ -12,6 +12,7 @@ import torch
 
 from batchspec import __version__
 from batchspec.adapt.limits import check_head, check_weights, memory_bytes
+from batchspec.batch.automata import AutomataRoom
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.config.schema import TEMPLATE_DATE, CacheConfig, RunConfig
 from batchspec.dataset.columns import ColumnMap, check_ids, map_columns
@@ -44,8 +45,12 @@ from batchspec.report.progress_bar import ProgressBar
 from batchspec.runstate.job_folder import default_shard_rows
 from batchspec.runstate.manifest import fingerprint
 from batchspec.text import counted
+from batchspec.token_automaton import TokenSymbols
 from batchspec.tuning.table import table_in_use
 
+CONSTRAINT_KEYS = ("schema", "regex", "choice")
+CONSTRAINTS_VERSION = 1
+"""Counts changes of what is written for a schema: a job that began with another one is another job."""
 SURVEY_ROWS = 512
 """Number of rows that are surveyed to choose the shape of the batch."""
 
@@ -186,7 +191,8 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "model.max_len": job.admission.max_len,
             "model.end_ids": sorted(job.admission.end_ids),
             "model.think_tokens": None if think is None else (think.begin_id, think.end_id),
-            **{f"decode.{key}": value for key, value in decode.items()},
+            **{f"decode.{key}": value for key, value in decode.items() if key not in CONSTRAINT_KEYS},
+            **_constraint_parts(job),
             "draft.synthetic": config.draft.synthetic,
             "input.files": [file.identity for file in job.source.files],
             "input.columns": dict(sorted(job.columns.names.items())),
@@ -200,6 +206,15 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "output.logprobs": config.output.logprobs,
         }
     )
+
+
+def _constraint_parts(job: Job) -> dict[str, Any]:
+    """The job's own schema, regex or choice, left out where there is none, as above; of a file its content."""
+    constraints = job.admission.constraints
+    if constraints is None:
+        return {}
+    own = {} if constraints.of_job is None else {f"decode.{constraints.of_job[0]}": constraints.of_job[1]}
+    return own | {"decode.constraints": CONSTRAINTS_VERSION}
 
 
 def _kv_parts(cache: CacheConfig) -> dict[str, Any]:
@@ -248,6 +263,11 @@ def learning_bytes(job: Job, max_len: int) -> int:
     return job.drafter.state_bytes() + adapting
 
 
+def automata_bytes(job: Job) -> int:
+    """Bytes of the device's tables and masks of schemas, regexes and choices."""
+    return 0 if job.admission.constraints is None else AutomataRoom(num_tokens=job.spec.vocab_size).nbytes
+
+
 def free_bytes(job: JobModel, *, loaded: bool = False) -> int:
     """Bytes of memory for K/V pages and all else besides the weights; in a group those of the rank that has least.
 
@@ -264,7 +284,7 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
 
     loaded  the weights, the drafter's included, are in memory already
     """
-    shape, learning = job.drafter.shape, learning_bytes(job, demand.max_tokens)
+    shape, taken = job.drafter.shape, learning_bytes(job, demand.max_tokens) + automata_bytes(job)
     return choose_batch(
         job.config.packing,
         job.spec,
@@ -275,7 +295,7 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
         draft_len=shape.num_verified,
         num_lookahead_slots=shape.num_lookahead_slots,
         draft_layers=job.drafter.kv_layers(job.dtype, PAGE_SIZE),
-        free_bytes=max(0, free_bytes(job, loaded=loaded) - learning),
+        free_bytes=max(0, free_bytes(job, loaded=loaded) - taken),
     )
 
 
@@ -322,7 +342,7 @@ def load_engine(job: Job, demand: Demand, progress: ProgressBar) -> Engine:
     )
     if lead is not None:
         lead.send(Build(batch))
-    engine = build_engine(config, target, drafter, batch, tokenizer=job.tokenizer, lead=lead)
+    engine = build_engine(config, target, drafter, batch, tokenizer=job.tokenizer, lead=lead, vocabulary=vocabulary_of(job))
     if job.device.type == "cuda":
         progress.phase("compiling kernels and capturing the graphs of the rounds")
         engine.prepare(usual_mode(config), shared=config.decode.n > 1)
@@ -338,9 +358,12 @@ def load_weights(job: JobModel) -> tuple[Target, Any]:
 
 def build_engine(
     config: RunConfig, target: Target, drafter: Drafter, batch: PackedBatch, *, tokenizer: Tokenizer | None = None,
-    lead: Lead | None = None,
+    lead: Lead | None = None, vocabulary: TokenSymbols | None = None,
 ) -> Engine:  # fmt: skip
-    """The engine that these settings ask for, on the target's device; nothing is captured yet. lead: as of `Engine`."""
+    """The engine that these settings ask for, on the target's device; nothing is captured yet.
+
+    lead, vocabulary  as of `Engine`
+    """
     decode, ablation, num_top = config.decode, config.ablation, config.output.logprobs
     return Engine(
         target,
@@ -362,7 +385,13 @@ def build_engine(
         overlap=ablation.overlap,
         expert_correlation=config.packing.expert_correlation,
         lead=lead,
+        vocabulary=vocabulary,
     )
+
+
+def vocabulary_of(job: Job) -> TokenSymbols | None:
+    """The symbols of the vocabulary that automata read; None in a job without structured output."""
+    return None if job.admission.constraints is None else job.admission.constraints.compiler.vocabulary
 
 
 def check_memory(job: JobModel) -> None:
@@ -389,4 +418,5 @@ def usual_mode(config: RunConfig) -> SamplingMode:
         repetition_penalty=decode.repetition_penalty,
         presence_penalty=decode.presence_penalty,
     )
-    return SamplingMode.of(params, decode.min_new_tokens)
+    constrained = any(getattr(decode, key) not in (None, []) for key in CONSTRAINT_KEYS)
+    return SamplingMode.of(params, decode.min_new_tokens, constrained=constrained)

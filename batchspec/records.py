@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from batchspec.token_automaton import TokenAutomaton
+
 Ids = NDArray[np.int32]
 
 MAX_STOP_IDS = 16
@@ -147,6 +149,10 @@ class Request:
     """Expected output length in tokens, used for packing only."""
     thinking: Thinking | None = None
     """None where the model has no think tokens."""
+    automaton: TokenAutomaton | None = None
+    """What the answer must match; None: anything."""
+    automaton_state: int = 0
+    """State in which the output begins."""
     resumed: Snapshot | None = None
     """The state in which an earlier run left this row, if any."""
     synthetic_len: int | None = None

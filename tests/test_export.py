@@ -203,7 +203,10 @@ def test_openai_s_requests_become_an_input_that_batchspec_maps(tmp_path: Path, c
         ('{"custom_id": "a", "body": {}}', r"no batch request \(KeyError: 'messages'\)"),
         ('{"custom_id": "\\ud800", "body": {"messages": []}}', r"no batch request \(BadText"),
         (json.dumps(request() | {"url": "/v1/embeddings"}), r"url '/v1/embeddings' is not /v1/chat/completions"),
-        (json.dumps(request(response_format={"type": "json_object"})), "--drop response_format"),
+        (
+            json.dumps(request(response_format={"type": "grammar"})),
+            r"response_format.type=\"grammar\" is not text, json_object or",
+        ),
         (json.dumps(request(presence_penalty=0.5)), r"body.presence_penalty=0.5 has no column"),
         (json.dumps(request(n=1.5)), r"body.n=1.5 is not a whole number"),
         (json.dumps(request(max_tokens=True)), r"body.max_tokens=true is not a whole number"),
@@ -223,6 +226,17 @@ def test_a_line_that_cannot_be_honoured_is_named_and_nothing_is_written(tmp_path
         main(["--from-openai", str(source), str(tmp_path / "input.parquet")])
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == [source]
+
+
+def test_a_response_format_is_a_column(tmp_path: Path) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}, "strict": True}}
+    formats = [form, {"type": "text"}, {"type": "json_object"}]
+    requests = [request(response_format=one) | {"custom_id": f"r-{i}"} for i, one in enumerate(formats)]
+    file = tmp_path / "input.parquet"
+    assert main(["--from-openai", str(written(tmp_path / "in.jsonl", requests)), str(file)]) == 0
+    assert "response_format" in map_columns(pq.read_schema(file), {}).names
+    found = pl.read_parquet(file)["response_format"].to_list()
+    assert [None if one is None else json.loads(one) for one in found] == [form, None, {"type": "json_object"}]
 
 
 def test_a_key_that_the_user_drops_is_left_out(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ EVERYONE = {
     "config.checks",
     "text",
     "terminal",
+    "token_automaton",
     "__version__",
 }
 
@@ -57,6 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "job": {"prepare", "runner", "dataset", "distributed.group", "engine.output_processor", "runstate", "packing", "report"},
     "prepare": {
         "adapt.limits",
+        "batch.automata",
         "batch.sampling_mode",
         "dataset",
         "distributed.group",
@@ -132,6 +134,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "dataset",
         "model.quant.fp8_products",
         "model.spec",
+        "structured.compiler",
         "model.text_bytes",
         "model.thinking",
         "model.tokenizer",
@@ -153,6 +156,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"runstate", "storage"},
     "runstate": {"dataset", "storage"},
     "dataset": {"storage"},
+    "structured": set(),
     "storage": set(),
     "config": {"arguments", "draft.registry"},
     "kernels": set(),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from batchspec.batch import logits as logits_module
 from batchspec.batch.device_batch import DeviceBatch
-from batchspec.batch.logits import LogitRows, LogitRule
+from batchspec.batch.logits import LogitRows, LogitRule, adjusts_drafts
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
@@ -242,6 +242,7 @@ def test_drafts_are_given_to_rules_only_where_one_reads_them(monkeypatch: pytest
     assert given(min_tokens=True).drafts is not None
 
 
-def test_drafters_follow_no_rule_of_today() -> None:
-    """Penalties and min_tokens are the target's alone: drafts of greedy rows stay plain argmaxes."""
-    assert not any(rule.of_drafters for rule in logits_module.RULES)
+def test_drafters_follow_automata_alone() -> None:
+    """Penalties and min_tokens are the target's alone: drafts of greedy rows without a schema stay plain argmaxes."""
+    assert not adjusts_drafts(SamplingMode(random=True, filters=True, penalties=True, min_tokens=True))
+    assert adjusts_drafts(SamplingMode(constrained=True))

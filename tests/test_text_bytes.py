@@ -132,9 +132,9 @@ def test_of_a_long_text_only_the_end_is_tokenised_and_its_last_ids_are_those_of_
 
 
 def test_byte_level_decoders_agree_about_the_characters_of_bytes() -> None:
-    from batchspec.model.text_bytes import _byte_chars
+    from batchspec.model.text_bytes import byte_chars
 
-    found = Tokenizer(models.BPE({char: byte for byte, char in _byte_chars().items()}, []))
+    found = Tokenizer(models.BPE({char: byte for byte, char in byte_chars().items()}, []))
     found.decoder = decoders.ByteLevel()
-    assert sorted(_byte_chars().values()) == ALPHABET
+    assert sorted(byte_chars().values()) == ALPHABET
     assert [found.decode([byte]) for byte in range(128)] == [chr(byte) for byte in range(128)]

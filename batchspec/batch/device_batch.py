@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from batchspec.batch.automata import Automata, Constraint
 from batchspec.kernels.rounds.move_rows import move_rows
 from batchspec.records import MAX_STOP_IDS, PackedBatch, Request
 
@@ -106,6 +107,12 @@ class DeviceBatch:
     that a group's window has passed name pages that the row has given back: nothing reads them."""
     seen: Tensor = field(metadata=declared(dtype=torch.uint8, width="seen"))
     """uint8 [R, V] bits SEEN_*; [R, 0] in a job without penalties"""
+    automaton_classes: Tensor = field(metadata=declared())
+    """int32 [R] place of the class map of the row's automaton in the tables of `automata`"""
+    automaton_state: Tensor = field(metadata=declared())
+    """int32 [R] place of the state after the committed tokens; 0: the row has no constraint, or has ended"""
+    automata: Automata | None = None
+    """The tables of all automata; None in a job without constraints."""
 
     @classmethod
     def allocate(
@@ -117,6 +124,7 @@ class DeviceBatch:
         device: torch.device,
         num_lookahead_slots: int = 0,
         num_groups: int = 1,
+        automata: Automata | None = None,
     ) -> DeviceBatch:
         """
         num_lookahead_slots  K/V positions after a row's last token that a round may write
@@ -136,7 +144,7 @@ class DeviceBatch:
                 for _ in range(num_groups if spec.per_group else 1)
             )
             made[name] = tensors if spec.per_group else tensors[0]
-        return cls(**made)
+        return cls(**made, automata=automata)
 
     def _tensors(self, name: str) -> tuple[Tensor, ...]:
         """The tensors of a field."""
@@ -149,7 +157,7 @@ class DeviceBatch:
         for name, spec in SLOT_FIELDS.items():
             first = tuple(tensor[:num_rows] for tensor in self._tensors(name))
             views[name] = first if spec.per_group else first[0]
-        return DeviceBatch(**views)
+        return DeviceBatch(**views, automata=self.automata)
 
     def begin(self, slots: Sequence[int], requests: Sequence[Request], outputs: Sequence[Sequence[int]]) -> None:
         """Put requests into slots, not live yet; `outputs` are the tokens that each has emitted already."""
@@ -171,6 +179,28 @@ class DeviceBatch:
         if self.seen.shape[1]:
             self._mark_seen(slots, requests, outputs)
 
+    def constrain(self, constraints: Sequence[tuple[int, Constraint]]) -> None:
+        """The automata of rows that have just begun: slot and where its automaton stands."""
+        lines = [(slot, constraint.classes, constraint.state) for slot, constraint in constraints]
+        slots, classes, states = upload(lines, torch.int64, self.tokens.device).T
+        self.automaton_classes[slots], self.automaton_state[slots] = classes.int(), states.int()
+
+    def constrain_drafts(self, draft_ids: Tensor, draft_len: Tensor) -> None:
+        """Cut drafts that no logits chose where an automaton does not allow them, and go on as it forces.
+
+        draft_ids int32 [R, K], draft_len int32 [R]: both are changed
+        """
+        assert self.automata is not None
+        self.automata.constrain_drafts(draft_ids, draft_len, self.automaton_state, self.automaton_classes)
+
+    def advance_automata(self, tokens: Tensor, kept: Tensor, live: Tensor) -> None:
+        """Walk the rows' automata over the tokens just committed: the first kept[r] of tokens[r].
+
+        tokens int32 [R, S], kept int32 [R], live int32 [R] 0 for rows that ended with them
+        """
+        assert self.automata is not None
+        self.automata.advance(self.automaton_state, self.automaton_classes, tokens, kept, live)
+
     def _mark_seen(self, slots: Sequence[int], requests: Sequence[Request], outputs: Sequence[Sequence[int]]) -> None:
         for slot, request, output in zip(slots, requests, outputs, strict=True):
             line = self.seen[slot]
@@ -188,7 +218,7 @@ class DeviceBatch:
 
     def kill(self, slots: Sequence[int]) -> None:
         """The host ends rows (stop string, preemption): dead from the next round on."""
-        self.live[upload(slots, torch.int64, self.live.device)] = 0
+        self._end(upload(slots, torch.int64, self.live.device))
 
     def move(self, moves: Sequence[tuple[int, int]], more: Sequence[Tensor] = ()) -> None:
         """Compaction: copy rows from slot to slot, (source, destination) each, and leave the sources dead.
@@ -199,7 +229,19 @@ class DeviceBatch:
         for state in (*(tensor for name in SLOT_FIELDS for tensor in self._tensors(name)), *more):
             if state.numel():
                 move_rows(state, sources, destinations)
-        self.live[sources] = 0
+        self._end(sources)
+
+    def _end(self, slots: Tensor) -> None:
+        """What a slot's automaton was may leave the device from now on."""
+        self.live[slots] = 0
+        self.automaton_state[slots] = 0
+
+    def clear(self) -> None:
+        """End all rows."""
+        self.live.zero_()
+        self.automaton_state.zero_()
 
 
-SLOT_FIELDS: dict[str, SlotField] = {one.name: one.metadata["slot_field"] for one in fields(DeviceBatch)}
+SLOT_FIELDS: dict[str, SlotField] = {
+    one.name: one.metadata["slot_field"] for one in fields(DeviceBatch) if "slot_field" in one.metadata
+}

@@ -1,6 +1,6 @@
 """What masks or biases logits before a choice: one list of rules for the target and, where a rule says so, for drafters.
 
-A new rule (an automaton's mask, a bias by token) is one `LogitRule` in RULES, a flag of `SamplingMode` that asks for it, and the
+A new rule (a bias by token) is one `LogitRule` in RULES, a flag of `SamplingMode` that asks for it, and the
 state that it needs in `DeviceBatch`. Legend: T rows of logits, R batch rows, V vocabulary, K draft_len.
 """
 
@@ -132,6 +132,16 @@ def forbid_stop_ids(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: T
     logits.scatter_reduce_(1, ids, value, "amin")
 
 
+def follow_automata(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: Tensor | None = None) -> None:
+    """Tokens that the row's automaton does not allow after its tokens and the drafts before the position get -inf, in place."""
+    assert rows.automata is not None
+    assert at.tokens is None, "ranks that share the vocabulary have no automata"
+    rows.automata.constrain(
+        logits, at.row_ids, rows.automaton_state, rows.automaton_classes, drafts=at.drafts,
+        num_drafted=at.num_drafted, draft_rows=at.draft_rows, map_ids=map_ids,
+    )  # fmt: skip
+
+
 def mark_output(rows: DeviceBatch, tokens: Tensor, kept: Tensor) -> None:
     """Mark committed tokens as seen, for the penalties: the first kept[r] of tokens[r]. tokens int32 [R, S], kept int32 [R]."""
     for j in range(tokens.shape[1]):
@@ -144,5 +154,6 @@ def mark_output(rows: DeviceBatch, tokens: Tensor, kept: Tensor) -> None:
 RULES: list[LogitRule] = [
     LogitRule(lambda mode: mode.penalties, apply_penalties, reads_drafts=True),
     LogitRule(lambda mode: mode.min_tokens, forbid_stop_ids),
+    LogitRule(lambda mode: mode.constrained, follow_automata, reads_drafts=True, of_drafters=True),
 ]
 """In the order in which they are applied."""

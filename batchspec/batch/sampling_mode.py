@@ -16,15 +16,17 @@ class SamplingMode:
     filters: bool = False
     penalties: bool = False
     min_tokens: bool = False
+    constrained: bool = False
 
     @classmethod
-    def of(cls, p: SamplingParams, min_new_tokens: int) -> SamplingMode:
+    def of(cls, p: SamplingParams, min_new_tokens: int, *, constrained: bool = False) -> SamplingMode:
         """What one request needs."""
         return cls(
             random=p.temperature > 0,
             filters=p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0),
             penalties=p.repetition_penalty != 1 or p.presence_penalty != 0,
             min_tokens=min_new_tokens > 0,
+            constrained=constrained,
         )
 
     @classmethod

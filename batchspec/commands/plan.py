@@ -22,7 +22,7 @@ from batchspec.packing.planner import Forecast, forecast, free_memory, held_back
 from batchspec.packing.predict import SHORT_TOKENS
 from batchspec.packing.replicas import Way, best, ways
 from batchspec.packing.survey import Survey
-from batchspec.prepare import Job, check_memory, learning_bytes, open_job, plan_batch
+from batchspec.prepare import Job, automata_bytes, check_memory, learning_bytes, open_job, plan_batch
 from batchspec.records import Ids, PackedBatch
 from batchspec.text import MESSAGE_CHARS, counted, one_line
 
@@ -52,7 +52,9 @@ class Plan:
     """To divide the GPUs of this machine, if it has several."""
 
     def text(self) -> str:
-        return "\n".join([*self._input(), *self._lengths(), *self._thinking(), *self._shape(), *self._ways()])
+        return "\n".join(
+            [*self._input(), *self._lengths(), *self._thinking(), *self._structured(), *self._shape(), *self._ways()]
+        )
 
     def _input(self) -> list[str]:
         files, rows, read = self.job.source.files, self.job.source.num_rows, self.survey.num_rows
@@ -90,6 +92,19 @@ class Plan:
             f"thinking     from {begin} to {think.end} ({think.end_id}); {opened:,} of {count:,} prompts end inside one; {limit}"
         ]
 
+    def _structured(self) -> list[str]:
+        constraints = self.job.admission.constraints
+        if constraints is None:
+            return []
+        stats = constraints.compiler.stats
+        if not stats.num_compiled:
+            return ["structured   no row asks for it"]
+        return [
+            f"structured   {counted(stats.num_compiled, 'distinct constraint')} compiled in "
+            f"{stats.seconds / stats.num_compiled:.2f} s each, the slowest in {stats.longest_s:.2f} s; at most "
+            f"{stats.most_states:,} states and {_bytes(stats.largest_bytes)} each; masked on the device"
+        ]
+
     def _shape(self) -> list[str]:
         batch, ahead, job = self.batch, self.forecast, self.job
         if batch is None or ahead is None:
@@ -125,6 +140,7 @@ class Plan:
             "weights": job.spec.weight_bytes(job.dtype),
             "drafter": job.drafter.weight_bytes(dtype=job.dtype, device=job.device),
             "state of the drafter": learning_bytes(job, batch.max_len),
+            "schemas": automata_bytes(job),
             "K/V": pages_bytes,
             "passes, rounds and graphs": held_back_bytes(batch, job.spec, job.dtype) if job.device.type == "cuda" else 0,
         }

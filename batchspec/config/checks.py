@@ -196,6 +196,9 @@ def _decode(config: RunConfig) -> None:
             f"decode.max_new_tokens={decode.max_new_tokens} leaves no room for a prompt in model.max_len={max_len}; "
             "lower it or raise model.max_len"
         )
+    given = [key for key in ("schema", "regex", "choice") if getattr(decode, key) not in (None, [])]
+    if len(given) > 1:
+        raise ConfigError(f"decode.{given[0]} and decode.{given[1]} are both given, and an answer follows one; remove one")
     if "" in decode.stop:
         raise ConfigError(f"decode.stop={decode.stop} holds an empty string, which ends every output at once; remove it")
     if any(token < 0 for token in decode.stop_ids):

@@ -31,6 +31,7 @@ Choices = Mapping[str, tuple[str, ...]]
 
 FREE_TYPES: dict[str, str] = {
     "model.think_tokens": "auto, none, or a list of one or two tokens",
+    "decode.schema": "map, JSON text, path, or null",
     "draft.coupled": "auto, true, false",
     "draft.parallel": "auto, true, false",
     "input.path": "string or list of strings",

@@ -92,6 +92,13 @@ class DecodeConfig:
     in tool calls that gpt-oss makes in its commentary channel, whose arguments would be cut in two."""
     stop_ids: list[int] = field(default_factory=list)
     """Token ids that end a completion, in addition to the model's EOS ids."""
+    schema: Any = None
+    """JSON Schema that every answer must be valid by: a map, JSON text, or the path of a JSON file. The columns schema, regex,
+    choice and response_format (OpenAI's) override it for their rows."""
+    regex: str | None = None
+    """Regular expression, in Python's syntax, that every answer must match as a whole."""
+    choice: list[str] = field(default_factory=list)
+    """Texts of which every answer must be one."""
     thinking_token_budget: int | None = None
     """Maximum number of tokens of a reasoning block, after which its end token is forced. null is no limit but
     max_new_tokens."""

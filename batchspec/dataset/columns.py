@@ -24,6 +24,7 @@ SEPARATORS = (";", "\t", "|")
 """Between the cells of files that are called CSV, instead of commas."""
 _JSON = {
     "id": ("text", "number"), "messages": ("list", "text"), "prompt": ("text",), "prompt_ids": ("list",),
+    "schema": ("object", "text"), "regex": ("text",), "choice": ("list", "text"), "response_format": ("object", "text"),
     "stop": ("text", "list"), "system": ("text",), "tools": ("text", "list", "object"), "template_kwargs": ("object", "text"),
 }  # fmt: skip
 """Kinds of JSON values allowed in a column of JSON text; columns that are not listed take numbers."""
@@ -87,12 +88,18 @@ TYPES: Mapping[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "n": (_is_number, "integer"),
     "thinking_token_budget": (_is_number, "integer"),
     "stop": (_is_stop, "list of strings, or string"),
+    "schema": (is_text, "JSON string"),
+    "regex": (is_text, "string"),
+    "choice": (_is_stop, "list of strings"),
+    "response_format": (is_text, "JSON string"),
     "system": (is_text, "string"),
     "tools": (_is_tools, "JSON string, struct or list of structs"),
     "template_kwargs": (_is_object, "JSON string or struct"),
     "synthetic_len": (_is_number, "integer"),
 }
 """batchspec's names, which column types each takes, and how an error calls them."""
+NAMED_ONLY = ("schema", "regex", "choice")
+"""Columns that input.columns must name: many datasets have a column of such a name that means something else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +122,9 @@ class ColumnMap:
 def map_columns(schema: pa.Schema, columns: Mapping[str, str | None]) -> ColumnMap:
     """Map batchspec's names to columns: those of the same name by themselves, `columns` (input.columns) over them.
 
-    A name mapped to None is left out. Optional columns may have the null type (all rows empty). Raises ConfigError for a
-    name that batchspec does not know, InputError for a column that is not there, a wrong type, or not exactly one prompt.
+    A name mapped to None is left out, and one of NAMED_ONLY where `columns` does not name it. Optional columns may have the null
+    type (all rows empty). Raises ConfigError for a name that batchspec does not know, InputError for a column that is not there,
+    a wrong type, or not exactly one prompt.
     """
     for name in columns:
         if name not in TYPES:
@@ -125,7 +133,8 @@ def map_columns(schema: pa.Schema, columns: Mapping[str, str | None]) -> ColumnM
             raise ConfigError(f"input.columns.{name}: batchspec has no column of that name; {hint}")
     taken = set(columns.values())
     there = set(schema.names)
-    names = {name: name for name in TYPES if name in there and name not in columns and name not in taken}
+    by_themselves = [name for name in TYPES if name not in (*columns, *NAMED_ONLY)]
+    names = {name: name for name in by_themselves if name in there and name not in taken}
     names |= {name: column for name, column in columns.items() if column is not None}
     for name, column in names.items():
         if column not in there:

@@ -35,6 +35,7 @@ COLUMNS = {
     "stop": pa.list_(pa.string()),
     "tools": pa.string(),
     "template_kwargs": pa.string(),
+    "response_format": pa.string(),
 }
 """Columns of a batchspec input that a request line may fill."""
 NUMBERS = {
@@ -51,7 +52,7 @@ WITHOUT_EFFECT = ("model", "user", "metadata", "store", "service_tier", "safety_
 """Keys of a body that change no token."""
 NEUTRAL = {
     "stream": False, "frequency_penalty": 0, "presence_penalty": 0, "logprobs": False, "top_logprobs": 0, "tool_choice": "auto",
-    "parallel_tool_calls": True, "response_format": {"type": "text"},
+    "parallel_tool_calls": True,
 }  # fmt: skip
 """Keys of a body that batchspec has no column for, and the value that asks for nothing."""
 
@@ -82,6 +83,8 @@ def parse_request(text: str, where: str, drop: Sequence[str] = ()) -> dict[str, 
             row["tools"] = json.dumps(value, ensure_ascii=False)
         elif key == TEMPLATE_KWARGS or key in OF_TEMPLATE:
             row["template_kwargs"] = json.dumps(_template_kwargs(body, where), ensure_ascii=False)
+        elif key == "response_format":
+            row |= _response_format(value, f"{where}: body.{key}")
         elif key == "stop":
             row["stop"] = _strings(value, f"{where}: body.stop")
         elif key not in NEUTRAL or value != NEUTRAL[key]:
@@ -90,6 +93,14 @@ def parse_request(text: str, where: str, drop: Sequence[str] = ()) -> dict[str, 
                 f"set it for the whole job if there is a key for it, and pass --drop {key}"
             )
     return row
+
+
+def _response_format(form: Any, where: str) -> dict[str, str]:
+    """OpenAI's object as it is; nothing for plain text. Admission judges the schema."""
+    kind = form.get("type") if isinstance(form, dict) else None
+    if kind not in ("text", "json_object", "json_schema"):
+        raise InputError(f"{where}.type={json.dumps(kind)[:60]} is not text, json_object or json_schema; correct the line")
+    return {} if kind == "text" else {"response_format": json.dumps(form, ensure_ascii=False)}
 
 
 def _template_kwargs(body: Line, where: str) -> dict[str, Any]:

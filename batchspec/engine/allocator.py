@@ -12,8 +12,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from batchspec.batch.automata import AutomatonUpload, Constraint
 from batchspec.cache.page_tables import Columns, Counts, PagePools
 from batchspec.cache.pages import prefix_hashes
+from batchspec.engine.automaton_places import AutomatonPlaces
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.slots import SlotTable
@@ -37,6 +39,7 @@ class SlotAllocator:
         lookahead: int = 0,
         num_lookahead_slots: int = 0,
         prefill_cost: PrefillCost | None = None,
+        automata: AutomatonPlaces | None = None,
     ) -> None:
         """
         requests             None: no request has come yet, others may later
@@ -44,7 +47,9 @@ class SlotAllocator:
         lookahead            tokens after a page that its K/V depends on too: 1 with a drafter that reads the next token
         num_lookahead_slots  K/V positions after a row's last token that it needs pages for too: what a tree of drafts takes
         prefill_cost         None: the default one
+        automata             None: no request has one
         """
+        self._automata = automata
         self.batch, self.pools = batch, pools
         self.slots = slots or SlotTable(batch.num_slots, batch.max_len, batch.draft_len, num_groups=pools.groups.num_groups)
         self._stream, self._ended = requests, False
@@ -175,6 +180,10 @@ class SlotAllocator:
         needed += self.pools.num_idle(prefix)
         if self.slots.any_live and bool((promised + needed > self.pools.num_free).any()):
             return False
+        if request.automaton is not None:
+            assert self._automata is not None, "the engine was made for requests without automata"
+            if not self._automata.hold(request.automaton):
+                return False
         state.pages, state.num_shared_pages = prefix, prefix.num_columns
         self.pools.admit(state.pages, num_columns, hashes)
         return True
@@ -216,6 +225,16 @@ class SlotAllocator:
         """The request leaves: its slot and pages are free for what is launched from now on."""
         self.slots.clear(state)
         self.pools.release(state.pages)
+        if self._automata is not None and state.request.automaton is not None:
+            self._automata.release(state.request.automaton)
+
+    def constraint(self, state: RequestState) -> Constraint | None:
+        """Where the automaton of a request that has just got its slot stands; None without one."""
+        return None if self._automata is None else self._automata.constraint(state.request, state.tokens)
+
+    def automata_to_upload(self) -> tuple[AutomatonUpload, ...]:
+        """Automata of the requests that got their slots since the last call, as far as the device does not have them."""
+        return () if self._automata is None else self._automata.take_uploads()
 
     def preempt(self, state: RequestState) -> None:
         """Take slot and pages away; the request comes back before any new one."""

@@ -12,10 +12,12 @@ from contextlib import contextmanager
 
 import torch
 
+from batchspec.batch.automata import AutomataRoom
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.page_tables import PagePools
 from batchspec.draft.base import Drafter
 from batchspec.engine.allocator import SlotAllocator
+from batchspec.engine.automaton_places import AutomatonPlaces
 from batchspec.engine.completion import completion_of
 from batchspec.engine.executor import Executor
 from batchspec.engine.garbage import older_objects_frozen
@@ -32,6 +34,7 @@ from batchspec.engine.static_batching import StaticBatching
 from batchspec.engine.stop_strings import Decode, StopFinder
 from batchspec.model.target import Target
 from batchspec.records import Completion, Ids, PackedBatch, Request, Snapshot
+from batchspec.token_automaton import TokenSymbols
 
 
 class Engine:
@@ -53,6 +56,8 @@ class Engine:
         overlap: bool = False,
         expert_correlation: float = 1.0,
         lead: Lead | None = None,
+        vocabulary: TokenSymbols | None = None,
+        automata_room: AutomataRoom | None = None,
     ) -> None:
         """`decode` turns ids into text (needed for stop strings); `penalties` allocates penalty state.
 
@@ -61,12 +66,17 @@ class Engine:
         overlap      prefill concurrently with the rounds, not between them (GPU only)
         expert_correlation  share of tokens that choose experts independently, until rounds were counted (`ExpertReads`)
         lead     of the leader of several ranks that compute the target together
+        vocabulary  of a job whose requests may have automata; automata_room None: the usual one
         """
+        if vocabulary is not None and automata_room is None:
+            automata_room = AutomataRoom(num_tokens=vocabulary.num_tokens)
+        self._automata_room = automata_room
         self._lead = lead
         self.target, self.drafter, self.batch, self.options = target, drafter, batch, options or RoundOptions()
         self.executor = Executor(
-            target, drafter, batch, device=device, options=self.options, penalties=penalties, overlap=overlap
-        )
+            target, drafter, batch, device=device, options=self.options, penalties=penalties, overlap=overlap,
+            vocabulary=vocabulary, automata_room=automata_room,
+        )  # fmt: skip
         self.planner = RoundPlanner(self.executor, batch, adaptive=adaptive, expert_correlation=expert_correlation)
         self.totals = EngineTotals()
         self.on_round: Callable[[EngineTotals], None] | None = None
@@ -150,6 +160,7 @@ class Engine:
             lookahead=1 if self.drafter.num_kv_layers else 0,
             num_lookahead_slots=self.executor.round.num_lookahead_slots,
             prefill_cost=self._prefill_cost,
+            automata=None if self._automata_room is None else AutomatonPlaces(self._automata_room),
         )
         self.scheduler = Scheduler(
             self._allocator,

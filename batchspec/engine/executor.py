@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from batchspec.batch.automata import Automata, AutomataRoom
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.groups import KVGroups
@@ -27,6 +28,7 @@ from batchspec.engine.step import ScheduledRound, ScheduledStep
 from batchspec.engine.tree_round import round_for
 from batchspec.model.target import Target
 from batchspec.records import PackedBatch
+from batchspec.token_automaton import TokenSymbols
 
 
 class Executor:
@@ -46,8 +48,13 @@ class Executor:
         options: RoundOptions,
         penalties: bool = False,
         overlap: bool = False,
+        vocabulary: TokenSymbols | None = None,
+        automata_room: AutomataRoom | None = None,
     ) -> None:
-        """penalties: allocate their state; overlap: prefill may run concurrently with rounds (GPU only)."""
+        """penalties: allocate their state; overlap: prefill may run concurrently with rounds (GPU only).
+
+        vocabulary, automata_room  of a job whose requests may have automata
+        """
         spec = target.spec
         self.target, self.drafter, self.batch = target, drafter, batch
         groups = KVGroups.of(spec.windows, drafter.kv_windows, batch.max_len)
@@ -71,6 +78,7 @@ class Executor:
             device=device,
             num_lookahead_slots=self.round.num_lookahead_slots,
             num_groups=groups.num_groups,
+            automata=None if vocabulary is None or automata_room is None else Automata(vocabulary, automata_room, device),
         )
         self.prefix_groups = PrefixGroupTables(batch.num_slots, batch.page_size, device)
         self.graphs = Graphs(self.round, self.rows, self.prefix_groups)
@@ -123,7 +131,7 @@ class Executor:
         """Begin anew: an earlier run may have been left half-way."""
         self._prefill.clear()
         self._pending.clear()
-        self.rows.live.zero_()
+        self.rows.clear()
 
     def rehearse(self, mode: SamplingMode) -> PrefillCost | None:
         """Compile prefill and time it; no row may live. None where rounds are no graphs: nothing is timed."""

@@ -43,7 +43,12 @@ class PrefillRunner:
     def run(self, prefill: Prefill) -> list[PendingResult]:
         """Put a group into its slots and launch its passes, or queue them where they overlap; the results of those launched."""
         refills, rows = prefill.refills, self._rows
+        for new in prefill.uploads:
+            assert rows.automata is not None
+            rows.automata.upload(new)
         rows.begin([refill.slot for refill in refills], [r.request for r in refills], [r.tokens for r in refills])
+        if constraints := [(refill.slot, refill.constraint) for refill in refills if refill.constraint is not None]:
+            rows.constrain(constraints)
         rows.grant([(refill.slot, 0, refill.pages) for refill in refills])
         passes = [partial(prefill_chunk, self._round, rows, segments, prefill.mode) for segments in prefill.passes]
         if prefill.overlaps:

@@ -15,6 +15,7 @@ from batchspec.engine.thinking import ThinkingBudget, tracker_of
 from batchspec.engine.token_kinds import Kind, Tracker
 from batchspec.kernels.rounds.accept import FAILED, STOPPED
 from batchspec.records import Request, Snapshot
+from batchspec.token_automaton import DEAD
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +70,9 @@ class RequestState:
     """The state after the last of `tokens`; used for stop strings only."""
 
     def __post_init__(self) -> None:
-        self.mode = SamplingMode.of(self.request.sampling, self.request.min_new_tokens)
+        self.mode = SamplingMode.of(
+            self.request.sampling, self.request.min_new_tokens, constrained=self.request.automaton is not None
+        )
         thinking = self.request.thinking
         self.budget = None if thinking is None else ThinkingBudget(thinking, self.request.stop_ids)
         self._restart()
@@ -81,6 +84,8 @@ class RequestState:
     def of(cls, request: Request, draft_len: int, finder: StopFinder | None, *, num_top: int | None = None) -> RequestState:
         """The state of a new request, or of one that continues from an earlier run, which may have had a larger K."""
         resumed = request.resumed
+        if resumed is not None and not _follows(request, resumed.tokens):
+            resumed = None  # written by a version that compiled another automaton: the row begins anew
         longest = draft_len if resumed is None else max(draft_len, len(resumed.accepted) - 1)
         state = cls(request=request, draft_len=longest, finder=finder, num_top=num_top)
         if resumed is not None:
@@ -223,3 +228,8 @@ class RequestState:
         if kind in (Kind.END_OF_OUTPUT_SO_FAR, Kind.HEADER):
             self.finder.restart()
         return self.finder.push(token) if kind is Kind.ANSWER else None
+
+
+def _follows(request: Request, tokens: Sequence[int]) -> bool:
+    """Whether the request's automaton, if it has one, allows these output tokens."""
+    return request.automaton is None or request.automaton.walk(request.automaton_state, tokens) != DEAD

@@ -122,6 +122,8 @@ class Round:
         ids, lengths = width.ids[:num_rows], self._draft_len[:num_rows]
         if draft_len:
             self.drafter.propose(rows, ids[:, 1:], lengths, self.cache)
+            if mode.constrained and not self.drafter.fixed_len:  # a lookup's drafts come from no masked logits
+                rows.constrain_drafts(ids[:, 1:], lengths)
         batch = self._uniform(rows, width, lengths) if self.is_uniform else self._ragged(rows, width, lengths)
         if not batch.token_ids.shape[0]:  # ragged, on a CPU: every row ended after the host's last read
             return RoundResult(torch.full((num_rows, 5 + draft_len), -1, dtype=torch.int32))
@@ -232,6 +234,8 @@ class Round:
         )  # fmt: skip
         if mode.penalties:
             mark_output(rows, log[:, 4:], log[:, 2])
+        if mode.constrained:
+            rows.advance_automata(log[:, 4:], log[:, 2], live)
         if raw is None or places is None:
             return RoundResult(log)
         num_rows, width = log.shape[0], log.shape[1] - 4

@@ -139,7 +139,7 @@ class Scheduler:
             refills.append(
                 Refill(
                     slot=state.slot, request=state.request, tokens=tuple(state.tokens), pages=state.pages.columns(),
-                    num_cached=num_cached,
+                    num_cached=num_cached, constraint=self._allocator.constraint(state),
                 )
             )  # fmt: skip
         spans = [(refill.slot, refill.num_cached, state.num_tokens) for refill, state in zip(refills, group, strict=True)]
@@ -149,6 +149,7 @@ class Scheduler:
             passes=tuple(tuple(segments) for segments in chunks(spans, self.batch.prefill_tokens)),
             mode=mode,
             overlaps=self._executor.can_overlap and not mode.penalties,  # penalties count tokens of all rows in one tensor
+            uploads=self._allocator.automata_to_upload(),
         )
 
     def _too_few_active(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from batchspec.batch.automata import AutomatonUpload, Constraint
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.page_tables import Columns
 from batchspec.draft.base import DrafterUpdate
@@ -37,6 +38,8 @@ class Refill:
     """Of all its tokens, in order, in every K/V group."""
     num_cached: int
     """Tokens at the front whose K/V are in its pages already."""
+    constraint: Constraint | None = None
+    """Where its automaton stands after `tokens`; None: it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,8 @@ class Prefill:
     mode: SamplingMode
     overlaps: bool
     """The passes run concurrently with rounds; each is activated by a later step. Else they run now, one after the other."""
+    uploads: tuple[AutomatonUpload, ...] = ()
+    """Automata of these refills that the device does not have yet."""
 
 
 @dataclass(frozen=True, slots=True)

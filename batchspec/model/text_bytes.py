@@ -56,17 +56,18 @@ def _entries(model: Json) -> set[str]:
     return set(vocab) if isinstance(vocab, dict) else {entry[0] for entry in vocab}
 
 
-def _parts(part: Any, inner: str) -> list[Json]:
+def parts_of(part: Any, inner: str) -> list[Json]:
+    """A component of a tokenizer.json, or those of a sequence of components, which are under `inner`."""
     if part is None:
         return []
     if part.get("type") == "Sequence":
-        return [leaf for item in part.get(inner) or [] for leaf in _parts(item, inner)]
+        return [leaf for item in part.get(inner) or [] for leaf in parts_of(item, inner)]
     return [part]
 
 
 def _shrink(normalizer: Any) -> int | None:
     factor = 1
-    for part in _parts(normalizer, "normalizers"):
+    for part in parts_of(normalizer, "normalizers"):
         if part.get("type") == "Replace":
             pattern = (part.get("pattern") or {}).get("String")
             if not isinstance(pattern, str) or _size(str(part.get("content"))) < _size(pattern):
@@ -81,12 +82,12 @@ def _shrink(normalizer: Any) -> int | None:
 def _keeps_all(pre_tokenizer: Any) -> bool:
     return all(
         part.get("behavior") != "Removed" if part.get("type") in ("Split", "Punctuation") else part.get("type") in _PRE_TOKENIZERS
-        for part in _parts(pre_tokenizer, "pretokenizers")
+        for part in parts_of(pre_tokenizer, "pretokenizers")
     )
 
 
 def _has(tokenizer: Json, kind: str) -> bool:
-    parts = [*_parts(tokenizer.get("normalizer"), "normalizers"), *_parts(tokenizer.get("pre_tokenizer"), "pretokenizers")]
+    parts = [*parts_of(tokenizer.get("normalizer"), "normalizers"), *parts_of(tokenizer.get("pre_tokenizer"), "pretokenizers")]
     return any(part.get("type") == kind for part in parts)
 
 
@@ -97,11 +98,11 @@ def _left_out(model: Json, names: set[str], tokenizer: Json) -> set[int] | None:
     if model.get("type") != "BPE" or (model.get("unk_token") is not None and model.get("fuse_unk")):
         return None
     if _has(tokenizer, "ByteLevel"):
-        return {byte for byte, char in _byte_chars().items() if char not in names} if model.get("unk_token") is None else set()
+        return {byte for byte, char in byte_chars().items() if char not in names} if model.get("unk_token") is None else set()
     return set() if model.get("unk_token") is not None else None
 
 
-def _byte_chars() -> dict[int, str]:
+def byte_chars() -> dict[int, str]:
     """Byte -> its character in byte-level vocabularies: itself if printable, else the next unused one from U+0100 on.
 
     Source: bytes_to_unicode of GPT-2, https://github.com/openai/gpt-2/blob/master/src/encoder.py

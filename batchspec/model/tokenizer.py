@@ -21,6 +21,8 @@ from batchspec.model.config_values import Json, read_json, read_text, shown
 from batchspec.model.template_process import Limit
 from batchspec.model.templates import Templates
 from batchspec.model.text_bytes import LongText, text_bound
+from batchspec.model.token_bytes import token_symbols
+from batchspec.token_automaton import TokenSymbols
 
 END_CHARS = 1 << 20
 """If only the end of a text is wanted, a text with more characters is tokenised only from its end."""
@@ -213,6 +215,10 @@ class Tokenizer:
                 return ids[-room:]
             chars *= 4
         return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def symbols(self, vocab_size: int, marks: Mapping[int, int]) -> TokenSymbols:
+        """The bytes of each of the model's tokens: see `token_bytes.token_symbols`."""
+        return token_symbols(self._tokenizer, vocab_size, marks)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of ids; bytes that are not (yet) valid UTF-8 become U+FFFD."""

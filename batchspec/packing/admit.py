@@ -12,6 +12,9 @@ bad_text       a string is not valid Unicode
 bad_messages   a message without role or content, or with a content that is not text; a chat that ends with the assistant's turn
 bad_ids        prompt_ids holds a null or an id outside the vocabulary
 bad_parameter  a per-row value is out of range, or needs something that the job lacks (a tokenizer, think tokens)
+bad_schema     a schema or regex is not valid, or holds a keyword that is not built
+impossible  no text is valid by the schema, or matches the regex
+large_schema   compiling the schema or regex takes more time, memory or states than allowed
 template_error the chat template refuses the messages (order of roles, missing variables)
 too_long       prompt + max_new_tokens exceed model.max_len
 
@@ -34,6 +37,7 @@ from batchspec.dataset.untyped_columns import json_kinds
 from batchspec.errors import ConfigError
 from batchspec.model.thinking import find_think_tokens
 from batchspec.packing.cells import BadRow, number_cell, plain_cell, prompt_cell, row_values, synthetic_len_cell
+from batchspec.packing.constraints import Constraints, asked_by
 from batchspec.packing.predict import LengthPredictor
 from batchspec.packing.prompt_encoder import PromptEncoder
 from batchspec.records import MAX_STOP_IDS, Completion, Ids, Request, RowError, SamplingParams, Thinking
@@ -87,6 +91,12 @@ class Admission:
         if tokenizer is None and (self.columns.prompt_kind != "prompt_ids" or self.decode.stop):
             raise ConfigError("decode.stop and text prompts need a tokenizer, and the model folder has none; use prompt_ids")
 
+        self.constraints = None
+        """What answers must match; None: no key and no column asks for structured output."""
+        if asked_by(config, columns) is not None:
+            self.constraints = Constraints(
+                config, columns, tokenizer, vocab_size=spec.vocab_size, think=self.think, end_ids=self.end_ids
+            )
         self.encoder = PromptEncoder(self.input, columns, tokenizer, vocab_size=self.vocab_size, max_len=self.max_len)
         self.fields = {name: source.schema.field(column) for name, column in columns.names.items()}
         self.closing = self._closing()
@@ -202,6 +212,12 @@ class Admission:
             repetition_penalty=self.decode.repetition_penalty, presence_penalty=self.decode.presence_penalty,
         )  # fmt: skip
         thinking = self._thinking(prompt_ids, row.get("thinking_token_budget"))
+        automaton, automaton_state = None, 0
+        if self.constraints is not None:
+            automaton, automaton_state = self.constraints.of_row(row, thinking)
+            if automaton is not None and stop:
+                said = f"stop={list(stop)} could cut an answer that must match a schema, regex or choice; leave one of them null"
+                raise BadRow("bad_parameter", said)
         base = hash64(self.decode.seed, request_id) if row.get("seed") is None else int(values["seed"])
         synthetic_len = synthetic_len_cell(row)
         may_end_early = bool(stop_ids or stop) or synthetic_len is not None
@@ -212,7 +228,7 @@ class Admission:
                 max_new_tokens=max_new_tokens, min_new_tokens=min(self.decode.min_new_tokens, max_new_tokens),
                 sampling=sampling, stop_ids=stop_ids, stop=stop,
                 seed=hash64(base, sample_index) if sample_index else base, predicted_tokens=predicted,
-                thinking=thinking, synthetic_len=synthetic_len,
+                thinking=thinking, synthetic_len=synthetic_len, automaton=automaton, automaton_state=automaton_state,
             )  # fmt: skip
 
     def _thinking(self, prompt_ids: Ids, own: Any) -> Thinking | None:

@@ -15,7 +15,7 @@ from batchspec.dataset.reader import InputShard, table_source
 from batchspec.dataset.schema import output_schema
 from batchspec.engine.engine import Engine
 from batchspec.engine.output_processor import EngineTotals
-from batchspec.errors import CapacityError, EngineInUse, InputError
+from batchspec.errors import CapacityError, ConfigError, EngineInUse, InputError
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.feed import Feed
 from batchspec.packing.predict import LengthPredictor
@@ -46,6 +46,11 @@ class Call:
         columns = map_columns(source.schema, model.config.input.columns)
         check_ids(source, columns)
         self.job: Job = job_of(model, source, columns, tokenizer)
+        if self.job.admission.constraints is not None:
+            raise ConfigError(
+                "structured output (decode.schema, regex, choice, or a column for them) in a warm engine is not built; use "
+                "batchspec.generate or `batchspec run`, or hide the column: input.columns.response_format=null"
+            )
         self.job.admission.predictor = predictor
         self.rows = next(source.shards(source.num_rows))
         self.cancelled = threading.Event()

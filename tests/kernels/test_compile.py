@@ -67,6 +67,11 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
           keys=PI64, temperature=PF32, cutoff=f"*{_acc}", map_ids=None if _dtype == "bf16" else PI64, stride_row=I32, vocab=I32,
           ACC=_acc,
           BLOCK=1024)  # fmt: skip
+    for _drafts, _map in ((PI32, None), (None, PI64)):
+        _case(f"constrain_logits_kernel {_dtype}, map {_map}", "constrain", 8, logits=f"*{_dtype}", row_ids=PI32, states=PI32,
+              classes=PI32, drafts=_drafts, num_drafted=None if _drafts is None else PI64, draft_rows=None, map_ids=_map,
+              tables=PI32, masks=PI32, symbols=PI32, starts=PI32, stride_row=I32, draft_stride=I32, mask_stride=I32, vocab=I32,
+              num_tokens=I32, width=I32, BLOCK=2048, BLOCKS=8)  # fmt: skip
     _case(f"kv_write_kernel {_dtype}", "kv_write", 4, k=f"*{_dtype}", v=f"*{_dtype}", kv=f"*{_dtype}", scales=None,
           slot_mapping=PI64, k_stride_t=I32, k_stride_h=I32, v_stride_t=I32, v_stride_h=I32, kv_stride_part=I64,
           kv_stride_slot=I32, NUM_HEADS=3, HEAD_DIM=64, HEADS=4, DIM=64, INTERPRETED=False)  # fmt: skip
@@ -117,6 +122,10 @@ for _dtype in ("bf16", "fp16"):
         out_v=_values,
         **_STEP_SIZES,
     )
+_case("constrain_drafts_kernel", "constrain", 1, draft_ids=PI32, draft_len=PI32, states=PI32, classes=PI32, tables=PI32,
+      masks=PI32, symbols=PI32, starts=PI32, draft_stride=I32, mask_stride=I32, num_tokens=I32, width=I32)  # fmt: skip
+_case("advance_states_kernel", "constrain", 1, states=PI32, classes=PI32, tokens=PI32, kept=PI32, live=PI32, tables=PI32,
+      symbols=PI32, starts=PI32, stride_row=I32, num_tokens=I32, width=I32)  # fmt: skip
 for _tokens in (1, 5):
     _case(
         f"prepare_verify_inputs_kernel S={_tokens}",

@@ -1,0 +1,109 @@
+"""Automata on the device: tables and masks at fixed addresses, which captured rounds read. Automata come and go meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchspec.kernels.sampling.constrain import advance_states, constrain_drafts, constrain_logits
+from batchspec.records import Ids
+from batchspec.token_automaton import DEAD, MASK, NEXT, NUM_SYMBOLS, TokenAutomaton, TokenSymbols
+
+TABLE_WORDS = 16 << 20
+"""int32 words for the tables of all automata that are on the device: 64 MiB."""
+MASKS_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutomataRoom:
+    """How much is on the device at a time, for a vocabulary of `num_tokens`. The largest automaton that admission takes fits."""
+
+    num_tokens: int
+    table_words: int = TABLE_WORDS
+    masks_bytes: int = MASKS_BYTES
+
+    @property
+    def mask_words(self) -> int:
+        return -(-self.num_tokens // 32)
+
+    @property
+    def num_masks(self) -> int:
+        return self.masks_bytes // (4 * self.mask_words)
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * self.table_words + self.masks_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """Where the automaton of a row that enters its slot is, and the state after its output tokens: places in the tables."""
+
+    classes: int
+    state: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AutomatonUpload:
+    """An automaton that comes to the device: words [N] go to `place` of the tables, masks [M, W] to rows mask_ids [M]."""
+
+    place: int
+    words: Ids
+    mask_ids: Ids
+    masks: Ids
+
+    @classmethod
+    def of(cls, automaton: TokenAutomaton, place: int, mask_ids: Ids) -> AutomatonUpload:
+        """With the numbers of states and masks replaced by their places."""
+        table = automaton.table
+        rows = table.copy()
+        rows[:, MASK] = mask_ids[table[:, MASK]]
+        following = table[:, NEXT:]
+        rows[:, NEXT:] = np.where(following == DEAD, 0, place_of(automaton, 0, place) + table.shape[1] * following)
+        words = np.concatenate((automaton.classes, rows.ravel())).astype(np.int32)
+        return cls(place, words, mask_ids, automaton.masks)
+
+
+def place_of(automaton: TokenAutomaton, state: int, place: int) -> int:
+    """Where the row of a state is if the automaton is at `place`."""
+    return place + NUM_SYMBOLS + state * int(automaton.table.shape[1])
+
+
+class Automata:
+    """The tables of all automata that rows in slots follow, and the symbols of the vocabulary's tokens."""
+
+    def __init__(self, vocabulary: TokenSymbols, room: AutomataRoom, device: torch.device) -> None:
+        self.tables = torch.zeros(room.table_words, dtype=torch.int32, device=device)
+        self.masks = torch.zeros(room.num_masks, room.mask_words, dtype=torch.int32, device=device)
+        self.symbols, self.starts = (torch.from_numpy(x.copy()).to(device) for x in (vocabulary.symbols, vocabulary.starts))
+
+    def upload(self, new: AutomatonUpload) -> None:
+        """In stream order: what was there before is read by no round that is launched later."""
+        self.tables[new.place : new.place + len(new.words)] = self._sent(new.words)
+        self.masks[self._sent(new.mask_ids).long()] = self._sent(new.masks)
+
+    def _sent(self, values: Ids) -> Tensor:
+        host = torch.from_numpy(values)
+        device = self.tables.device
+        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+    def constrain(
+        self, logits: Tensor, row_ids: Tensor, states: Tensor, classes: Tensor, *, drafts: Tensor | None,
+        num_drafted: Tensor | None, draft_rows: Tensor | None, map_ids: Tensor | None,
+    ) -> None:  # fmt: skip
+        """See `constrain_logits`."""
+        constrain_logits(
+            logits, row_ids, states, classes, self.tables, self.masks, self.symbols, self.starts, drafts=drafts,
+            num_drafted=num_drafted, draft_rows=draft_rows, map_ids=map_ids,
+        )  # fmt: skip
+
+    def constrain_drafts(self, draft_ids: Tensor, draft_len: Tensor, states: Tensor, classes: Tensor) -> None:
+        """See `constrain_drafts`."""
+        constrain_drafts(draft_ids, draft_len, states, classes, self.tables, self.masks, self.symbols, self.starts)
+
+    def advance(self, states: Tensor, classes: Tensor, tokens: Tensor, kept: Tensor, live: Tensor) -> None:
+        """See `advance_states`."""
+        advance_states(states, classes, tokens, kept.contiguous(), live, self.tables, self.symbols, self.starts)

@@ -1,0 +1,163 @@
+"""Structured output: what a row's answer must match, from decode.schema, regex and choice or its own columns, as an automaton.
+
+A row's own constraint replaces the job's. Reasoning is free; the constraint holds for the answer after it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchspec.config.schema import DecodeConfig, RunConfig
+from batchspec.dataset.columns import ColumnMap
+from batchspec.errors import ConfigError
+from batchspec.model.thinking import ThinkTokens
+from batchspec.packing.cells import BadRow, json_cell
+from batchspec.records import Thinking
+from batchspec.structured.compiler import BadConstraint, Compiler
+from batchspec.token_automaton import BEGIN_THOUGHT, DEAD, END_THOUGHT, TokenAutomaton
+
+if TYPE_CHECKING:
+    from batchspec.model.tokenizer import Tokenizer
+
+KINDS = ("schema", "regex", "choice")
+COLUMNS = (*KINDS, "response_format")
+Constraint = tuple[str, str]
+"""Kind, and text: a regex, or the JSON text of a schema or of a list of strings."""
+
+
+class Constraints:
+    """The constraints of a job's rows.
+
+    end_ids  the tokens that end any row: the model's EOS ids and decode.stop_ids
+    Raises ConfigError if the job's own constraint cannot be met, or the job has a key that says otherwise.
+    """
+
+    def __init__(
+        self, config: RunConfig, columns: ColumnMap, tokenizer: Tokenizer | None, *, vocab_size: int, think: ThinkTokens | None,
+        end_ids: Collection[int],
+    ) -> None:  # fmt: skip
+        self.of_job = job_constraint(config.decode)
+        name = asked_by(config, columns)
+        _check(config, name, think, end_ids)
+        if tokenizer is None:
+            raise ConfigError(f"{name} needs a tokenizer, and the model folder has none; remove it")
+        marks = {}
+        if think is not None:
+            marks = {think.end_id: END_THOUGHT} | ({} if think.begin_id is None else {think.begin_id: BEGIN_THOUGHT})
+        self.compiler = Compiler(
+            tokenizer.symbols(vocab_size, marks), tuple(sorted(end_ids)), thinks=think is not None,
+            may_begin=think is not None and think.begin_id is not None,
+        )  # fmt: skip
+        if self.of_job is not None:
+            try:
+                self.compiler.compile(*self.of_job)
+            except BadConstraint as error:
+                raise ConfigError(f"decode.{self.of_job[0]}: {error}") from None
+
+    def of_row(self, row: Mapping[str, Any], thinking: Thinking | None) -> tuple[TokenAutomaton | None, int]:
+        """The row's automaton, if it has a constraint, and the state in which its output begins. Raises BadRow."""
+        found = row_constraint(row) if any(row.get(name) is not None for name in COLUMNS) else self.of_job
+        if found is None:
+            return None, DEAD
+        try:
+            made = self.compiler.compile(*found)
+        except BadConstraint as error:
+            raise BadRow(error.code, f"{found[0]}: {error}") from None
+        if thinking is None or thinking.opened is False:
+            return made, made.answer
+        return made, made.thought if thinking.opened else made.either
+
+
+def asked_by(config: RunConfig, columns: ColumnMap) -> str | None:
+    """The key or the column that asks for structured output; None: nothing does."""
+    given = job_constraint(config.decode)
+    mapped = next((name for name in COLUMNS if columns.get(name) is not None), None)
+    return f"decode.{given[0]}" if given is not None else None if mapped is None else f"column {columns.get(mapped)!r} ({mapped})"
+
+
+def _check(config: RunConfig, name: str | None, think: ThinkTokens | None, end_ids: Collection[int]) -> None:
+    decode = config.decode
+    if config.cluster.tensor_parallel != 1:
+        raise ConfigError(f"{name} with cluster.tensor_parallel={config.cluster.tensor_parallel} is not built; remove one")
+    if config.draft.synthetic is not None:
+        raise ConfigError(f"{name} says nothing where draft.synthetic makes up what is accepted; remove one")
+    if decode.min_new_tokens:
+        raise ConfigError(
+            f"{name} decides where an answer may end, decode.min_new_tokens={decode.min_new_tokens} too; remove one"
+        )
+    if not end_ids:
+        raise ConfigError(
+            f"{name} needs a token that ends an answer, and there is none; set decode.ignore_eos=false or decode.stop_ids"
+        )
+    if think is not None and think.channels is not None:
+        raise ConfigError(f"{name} with the channels of harmony (gpt-oss) is not built; remove it")
+
+
+def job_constraint(decode: DecodeConfig) -> Constraint | None:
+    """The job's own constraint. A schema that is no JSON text is the path of a file. Raises ConfigError."""
+    if decode.regex is not None:
+        return "regex", decode.regex
+    if decode.choice:
+        return "choice", json.dumps(decode.choice)
+    if decode.schema is None:
+        return None
+    schema = decode.schema
+    if isinstance(schema, str):
+        text = schema if schema.lstrip().startswith("{") else _read(schema)
+        try:
+            schema = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"decode.schema={decode.schema[:60]!r} is no JSON ({error}); correct it") from None
+    if not isinstance(schema, dict):
+        raise ConfigError(f"decode.schema={json.dumps(schema)[:60]} must be a JSON Schema, an object; correct it")
+    return "schema", json.dumps(schema)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"decode.schema={path}: cannot be read ({why}); give JSON text, or the path of a file of it") from None
+
+
+def row_constraint(row: Mapping[str, Any]) -> Constraint | None:
+    """The row's own constraint, of the columns that are not null; None for a response_format of plain text. Raises BadRow."""
+    given = [name for name in COLUMNS if row.get(name) is not None]
+    if len(given) > 1:
+        raise BadRow("bad_parameter", f"{given[0]} and {given[1]} are both given; leave one null")
+    match given[0]:
+        case "regex":
+            if not isinstance(row["regex"], str):
+                raise BadRow("bad_parameter", "regex must be text; correct it or leave it null")
+            return "regex", row["regex"]
+        case "choice":
+            choices = json_cell(row, "choice", list) if isinstance(row["choice"], str) else row["choice"]
+            if not isinstance(choices, list) or not choices or not all(isinstance(one, str) for one in choices):
+                raise BadRow("bad_parameter", "choice must be a list of strings, at least one; correct it or leave it null")
+            return "choice", json.dumps(choices)
+        case "schema":
+            return "schema", json.dumps(json_cell(row, "schema", dict))
+    return _of_response_format(json_cell(row, "response_format", dict))
+
+
+def _of_response_format(form: Mapping[str, Any]) -> Constraint | None:
+    """OpenAI's response_format: text, json_object, or json_schema with a schema."""
+    match form.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return "schema", '{"type": "object"}'
+        case "json_schema":
+            inner = form.get("json_schema")
+            schema = inner.get("schema") if isinstance(inner, dict) else None
+            if isinstance(schema, dict):
+                return "schema", json.dumps(schema)
+            raise BadRow("bad_parameter", "response_format has no json_schema.schema, an object; correct it")
+    raise BadRow(
+        "bad_parameter",
+        f"response_format.type={json.dumps(form.get('type'))} must be text, json_object or json_schema; correct it",
+    )

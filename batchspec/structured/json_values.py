@@ -1,0 +1,204 @@
+"""How JSON values are written: strings and their escapes, numbers within bounds, literals, arrays and objects of anything."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cache
+from typing import Any
+
+from batchspec.structured.regular import EMPTY, NOTHING, Alt, Chars, Joined, Members, Node, Repeat, Seq, optional, text
+
+MAX_DIGITS = 15
+"""Of a whole number and of a fraction: 15 decimal digits are exact in a double."""
+SPACE = optional(text(" "))
+COLON, COMMA = Seq((text(":"), SPACE)), Seq((text(","), SPACE))
+DIGIT, NONZERO = Chars(((0x30, 0x39),)), Chars(((0x31, 0x39),))
+PLAIN = Chars.of([(0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\"))]).inverted()
+SHORT = {'"': '"', "\\": "\\", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
+_HEX = Chars.of([(0x30, 0x39), (0x41, 0x46), (0x61, 0x66)])
+_NOT_D = Chars.of([(0x30, 0x39), (0x41, 0x43), (0x45, 0x46), (0x61, 0x63), (0x65, 0x66)])
+_D, _LOW = Chars.of([(ord("D"), ord("D")), (ord("d"), ord("d"))]), Chars.of([(0x30, 0x37)])
+CHARACTER = Alt(
+    (
+        PLAIN,
+        Seq((text("\\"), Chars.of((ord(one), ord(one)) for one in '"\\/bfnrt'))),
+        Seq((text("\\u"), Alt((Seq((_NOT_D, _HEX)), Seq((_D, _LOW)))), _HEX, _HEX)),  # no halves of surrogate pairs
+    )
+)
+"""One character of a string, as it is or escaped."""
+
+
+def wrapped(begin: str, node: Node, end: str) -> Node:
+    return Seq((text(begin), node, text(end)))
+
+
+def string(least: int, most: int | None) -> Node:
+    """A string of so many characters."""
+    return NOTHING if most is not None and most < least else wrapped('"', Repeat(CHARACTER, least, most), '"')
+
+
+ANY_STRING = string(0, None)
+
+
+def escaped(chars: Chars) -> Node:
+    """One of these characters inside a string: escaped if it must be, and only then."""
+    parts: list[Node] = [plain] if (plain := chars.both(PLAIN)).ranges else []
+    control = chars.both(PLAIN.inverted())
+    for low, high in control.ranges:
+        for code in range(low, high + 1):
+            short = SHORT.get(chr(code))
+            parts.append(text(f"\\{short}" if short else f"\\u{code:04x}"))
+    return parts[0] if len(parts) == 1 else Alt(tuple(parts))
+
+
+def literal(value: Any) -> Node:
+    """A value as it is; only the space after colons and commas is free."""
+    if isinstance(value, dict):
+        items = tuple((Seq((literal(str(key)), COLON, literal(item))), True) for key, item in value.items())
+        return wrapped("{", Members(items, COMMA), "}")
+    if isinstance(value, list):
+        return wrapped("[", Members(tuple((literal(item), True) for item in value), COMMA), "]")
+    return text(json.dumps(value, ensure_ascii=False))
+
+
+@cache
+def any_value(depth: int) -> Node:
+    """Any JSON value with arrays and objects nested at most `depth` levels deep."""
+    plain = (ANY_STRING, number(None, None, None, None), text("true"), text("false"), text("null"))
+    if depth == 0:
+        return Alt(plain)
+    inner = any_value(depth - 1)
+    return Alt((*plain, wrapped("[", Alt((EMPTY, Joined(inner, COMMA))), "]"), any_object(inner)))
+
+
+def any_object(inner: Node) -> Node:
+    """An object with any keys and values of `inner`."""
+    return wrapped("{", Alt((EMPTY, Joined(Seq((ANY_STRING, COLON, inner)), COMMA))), "}")
+
+
+def integer(low: float | None, high: float | None, above: float | None, below: float | None) -> Node:
+    """Whole numbers with low <= x <= high and above < x < below, of at most MAX_DIGITS digits."""
+    least = max(
+        (*([math.ceil(low)] if low is not None else []), *([math.floor(above) + 1] if above is not None else []), -_LIMIT)
+    )
+    most = min(
+        (*([math.floor(high)] if high is not None else []), *([math.ceil(below) - 1] if below is not None else []), _LIMIT)
+    )
+    return _integers(least, most)
+
+
+_LIMIT = 10**MAX_DIGITS - 1
+
+
+def _integers(least: int, most: int) -> Node:
+    parts: list[Node] = [] if least > most or least >= 0 else [Seq((text("-"), _natural(max(1, -most), -least)))]
+    if max(least, 0) <= most:
+        parts.append(_natural(max(least, 0), most))
+    return Alt(tuple(parts))
+
+
+def _natural(least: int, most: int) -> Node:
+    """The numbers least .. most without a sign, 0 <= least <= most."""
+    parts: list[Node] = []
+    for width in range(len(str(least)), len(str(most)) + 1):
+        low, high = max(least, 10 ** (width - 1) if width > 1 else 0), min(most, 10**width - 1)
+        parts.append(_digits(str(low), str(high)))
+    return Alt(tuple(parts))
+
+
+def _digits(low: str, high: str) -> Node:
+    """Strings of digits from low to high, of equal lengths."""
+    if not low:
+        return EMPTY
+    if set(low) == {"0"} and set(high) == {"9"}:
+        return Repeat(DIGIT, len(low), len(low))
+    first, last, rest = int(low[0]), int(high[0]), len(low) - 1
+    if first == last:
+        return Seq((text(low[0]), _digits(low[1:], high[1:])))
+    parts: list[Node] = []
+    if set(low[1:]) - {"0"}:
+        parts.append(Seq((text(low[0]), _digits(low[1:], "9" * rest))))
+        first += 1
+    if set(high[1:]) - {"9"}:
+        parts.append(Seq((text(high[0]), _digits("0" * rest, high[1:]))))
+        last -= 1
+    if first <= last:
+        parts.append(Seq((Chars(((0x30 + first, 0x30 + last),)), Repeat(DIGIT, rest, rest))))
+    return Alt(tuple(parts))
+
+
+_FRACTION = Seq((text("."), Repeat(DIGIT, 1, MAX_DIGITS)))
+_SOME_FRACTION = Seq((text("."), Repeat(text("0"), 0, MAX_DIGITS), NONZERO, Repeat(DIGIT, 0, MAX_DIGITS)))
+"""One that is not 0."""
+_EXPONENT = Seq(
+    (
+        Chars.of([(ord("E"), ord("E")), (ord("e"), ord("e"))]),
+        optional(Chars.of([(0x2B, 0x2B), (0x2D, 0x2D)])),
+        DIGIT,
+        optional(DIGIT),
+    )
+)
+
+
+def number(low: float | None, high: float | None, above: float | None, below: float | None) -> Node:
+    """Numbers with low <= x <= high and above < x < below, all of them whole; without bounds an exponent may follow."""
+    if low is high is above is below is None:
+        return Seq((optional(text("-")), _natural(0, _LIMIT), optional(_FRACTION), optional(_EXPONENT)))
+    least, open_below = _tighter(low, above, max, -_LIMIT)
+    most, open_above = _tighter(high, below, min, _LIMIT)
+    return Alt((
+        *_sign("", least, most, open_below, open_above),
+        *_sign("-", -most, -least, open_above, open_below),
+    ))  # fmt: skip
+
+
+def _tighter(inclusive: float | None, exclusive: float | None, choose: Any, limit: int) -> tuple[int, bool]:
+    """The bound that holds, and whether it is left out."""
+    given = [int(bound) for bound in (inclusive, exclusive) if bound is not None]
+    bound = int(choose(*given, limit)) if given else limit
+    return bound, exclusive is not None and int(exclusive) == bound
+
+
+def _sign(sign: str, least: int, most: int, open_below: bool, open_above: bool) -> list[Node]:
+    """Numbers n.f >= 0 after a sign with least <= n.f <= most, ends left out where open. -0 is not written."""
+    if most < 0 or least > most:
+        return []
+    parts: list[Node] = []
+    if least < 0:
+        least, open_below = 0, False
+    whole = (max(least + open_below, 1 if sign else 0), most - open_above)
+    if whole[0] <= whole[1]:
+        parts.append(_natural(*whole))
+    if least + open_below < most:
+        parts.append(Seq((_natural(least + open_below, most - 1), _FRACTION)))
+    if open_below and least < most:
+        parts.append(Seq((_natural(least, least), _SOME_FRACTION)))
+    return [Seq((text(sign), Alt(tuple(parts))))]
+
+
+_DATE = "([1-9][0-9]{3}-((0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31))"
+_TIME = "(([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9]))"
+_OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+    "ipv4": f"({_OCTET}\\.){{3}}{_OCTET}",
+    "email": f"[A-Za-z0-9_+-]+(\\.[A-Za-z0-9_+-]+){{0,8}}@({_LABEL}\\.){{1,4}}[A-Za-z]{{2,20}}",
+    "hostname": f"{_LABEL}(\\.{_LABEL}){{0,4}}",
+    "uri": "[a-z][a-z0-9+.-]{1,20}://[A-Za-z0-9._~:/?#@!$&'()*+,;=-]+",
+}
+FORMATS |= {
+    "ipv6": "([0-9a-f]{1,4}:){7}[0-9a-f]{1,4}",
+    "duration": "P([0-9]{1,4}D|[0-9]{1,3}W|T[0-9]{1,4}[HMS])",
+    "uri-reference": f"({FORMATS['uri']}|/?[A-Za-z0-9._~-]+(/[A-Za-z0-9._~-]+)*)",
+    "json-pointer": "(/[A-Za-z0-9._-]+)*",
+}
+FORMATS |= {"idn-email": FORMATS["email"], "idn-hostname": FORMATS["hostname"], "iri": FORMATS["uri"]}
+FORMATS |= {"iri-reference": FORMATS["uri-reference"], "uri-template": FORMATS["uri-reference"]}
+"""Formats -> the texts that are written for them; 29 February is left out."""
+STANDARD_FORMATS = {*FORMATS, "regex", "relative-json-pointer"}
+"""What other names mean is for those who chose them: they are ignored."""

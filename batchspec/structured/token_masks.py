@@ -1,0 +1,148 @@
+"""From an automaton over bytes to one over the tokens of a vocabulary.
+
+The next state after a token is a walk over its bytes, on the device too, so only the masks are computed here: a token is allowed
+in a state if its walk does not die. States whose tokens cannot be told apart share a mask: they are found first, by refining a
+partition as many steps as the longest token has bytes (Moore 1956), and one walk of the vocabulary is made for each class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchspec.structured.regular import MAX_STATES, Dfa, TooLarge
+from batchspec.token_automaton import (
+    BEGIN_THOUGHT,
+    DEAD,
+    END_THOUGHT,
+    FORCED,
+    MASK,
+    NEXT,
+    NUM_SYMBOLS,
+    TokenAutomaton,
+    TokenSymbols,
+)
+
+MAX_MASKS_BYTES = 64 << 20
+"""Of the masks of one automaton: 3,400 masks of a vocabulary of 152,000 tokens."""
+MAX_TABLE_WORDS = 4 << 20
+MAX_FORCED_BYTES = 32
+"""Of a token that is drafted because nothing else can come."""
+
+
+def over_tokens(dfa: Dfa, vocabulary: TokenSymbols, end_ids: Collection[int], *, thinks: bool, may_begin: bool) -> TokenAutomaton:
+    """The automaton over tokens whose texts are those of `dfa`, whose starts are that of an answer and of one after a thought.
+
+    end_ids    tokens that end a row: allowed where the text may end, and nowhere else
+    thinks     an answer may follow a thought, whose end is the symbol END_THOUGHT
+    may_begin  a thought may begin with the symbol BEGIN_THOUGHT
+    Raises TooLarge.
+    """
+    num_states, num_classes = dfa.next.shape
+    thought, either = (num_states, num_states + 1) if thinks else (DEAD, DEAD)
+    classes = np.zeros(NUM_SYMBOLS, np.int32)
+    classes[:256] = dfa.classes
+    classes[256:] = num_classes + np.arange(NUM_SYMBOLS - 256)
+    table = np.zeros((num_states + 2 * thinks, NEXT + num_classes + NUM_SYMBOLS - 256), np.int32)
+    table[:num_states, NEXT : NEXT + num_classes] = dfa.next
+    answer, after_thought = dfa.starts
+    if thinks:
+        table[thought, NEXT:] = thought
+        table[thought, NEXT + classes[END_THOUGHT]] = after_thought
+        table[either] = table[answer]
+        if may_begin:
+            table[either, NEXT + classes[BEGIN_THOUGHT]] = thought
+    if table.size > MAX_TABLE_WORDS:
+        raise TooLarge(f"its automaton has {num_states:,} states and {num_classes} classes of bytes, more than fit in 16 MiB")
+    final = np.zeros(len(table), bool)
+    final[:num_states] = dfa.final
+    if thinks:
+        final[either] = final[answer]
+    lengths = np.diff(vocabulary.starts)
+    kinds = _told_apart(table[:, NEXT:], int(lengths.max(initial=1)))
+    words = -(-vocabulary.num_tokens // 32)
+    _, first, numbers = np.unique(np.stack((kinds, final), 1), axis=0, return_index=True, return_inverse=True)
+    ends, mask = np.array(sorted(end_ids), np.int64), np.zeros(32 * words, bool)
+    found: dict[bytes, int] = {}
+    of_kind = np.zeros(len(first), np.int32)
+    for kind, state in enumerate(first.tolist()):
+        mask[:] = state == DEAD
+        if state != DEAD:
+            _mark_allowed(table, classes, state, vocabulary, lengths, mask)
+            mask[ends] = final[state]
+        of_kind[kind] = found.setdefault(np.packbits(mask, bitorder="little").tobytes(), len(found))
+        if 4 * words * len(found) > MAX_MASKS_BYTES:
+            raise TooLarge(f"its different sets of allowed tokens take more than {MAX_MASKS_BYTES >> 20} MiB")
+    table[:, MASK] = of_kind[numbers.reshape(-1)]
+    table[:, FORCED] = -1
+    table[:num_states, FORCED] = _forced(dfa, _token_of(vocabulary), frozenset(end_ids))
+    packed = np.frombuffer(b"".join(found), np.int32).reshape(len(found), words).copy()
+    return TokenAutomaton(
+        classes=classes, table=table, masks=packed, answer=answer, thought=thought, either=either, vocabulary=vocabulary
+    )  # fmt: skip
+
+
+def _forced(dfa: Dfa, token_of: Mapping[bytes, int], end_ids: frozenset[int]) -> NDArray[np.int32]:
+    """For each state the longest token of the bytes that must come next; -1 where several may come, or the text may end."""
+    num_bytes = np.bincount(dfa.classes, minlength=dfa.next.shape[1])
+    forced = ((dfa.next > 0) * num_bytes).sum(1) == 1
+    forced &= ~dfa.final
+    column = (dfa.next > 0).argmax(1)
+    byte_of = {int(index): byte for byte, index in enumerate(dfa.classes)}
+    found = np.full(len(dfa.next), -1, np.int32)
+    for start in np.flatnonzero(forced).tolist():
+        path, state = bytearray(), start
+        while forced[state] and len(path) < MAX_FORCED_BYTES:
+            path.append(byte_of[int(column[state])])
+            state = int(dfa.next[state, column[state]])
+        tokens = (token_of.get(bytes(path[:length]), -1) for length in range(len(path), 0, -1))
+        found[start] = next((token for token in tokens if token >= 0 and token not in end_ids), -1)
+    return found
+
+
+@lru_cache(maxsize=1)
+def _token_of(vocabulary: TokenSymbols) -> dict[bytes, int]:
+    """Bytes -> the first token that they are."""
+    symbols, found = vocabulary.symbols, dict[bytes, int]()
+    for token, (begin, end) in enumerate(pairwise(vocabulary.starts.tolist())):
+        if end - begin <= MAX_FORCED_BYTES and symbols[begin] < 256:
+            found.setdefault(bytes(symbols[begin:end].astype(np.uint8)), token)
+    return found
+
+
+def _told_apart(following: NDArray[np.int32], steps: int) -> NDArray[np.int64]:
+    """A number for each state; equal ones die on the same strings of at most `steps` symbols."""
+    kinds = (np.arange(len(following)) > 0).astype(np.int64)
+    count = 2
+    for _ in range(steps):
+        rows = np.concatenate((kinds[:, None], kinds[following]), 1).astype(np.int32)
+        keys = rows.view(np.dtype((np.void, rows.itemsize * rows.shape[1]))).ravel()
+        found, kinds = np.unique(keys, return_inverse=True)
+        if len(found) == count:
+            break
+        count = len(found)
+    assert count <= MAX_STATES + 3
+    return kinds.reshape(-1)
+
+
+def _mark_allowed(
+    table: NDArray[np.int32], classes: NDArray[np.int32], state: int, vocabulary: TokenSymbols, lengths: NDArray[np.int32],
+    mask: NDArray[np.bool_],
+) -> None:  # fmt: skip
+    """Mark the tokens whose walks from `state` do not die: all of them at once, symbol by symbol."""
+    symbols, starts = vocabulary.symbols, vocabulary.starts
+    tokens = np.arange(vocabulary.num_tokens)
+    states = np.full(len(tokens), state, np.int32)
+    step = 0
+    while len(tokens):
+        states = table[states, NEXT + classes[symbols[starts[tokens] + step]]]
+        step += 1
+        live = states != DEAD
+        done = live & (lengths[tokens] == step)
+        mask[tokens[done]] = True
+        live &= ~done
+        tokens, states = tokens[live], states[live]

@@ -1,0 +1,97 @@
+"""The compiled form of a schema, regex or choice: which tokens may follow, as tables that the device walks.
+
+A text is matched byte by byte. Every token is a string of symbols: its bytes, or one symbol if it is no text (`OTHER` and the
+think tokens). A state's row of `table` holds the number of its mask, a token to draft where the text is forced, and the next
+state for each class of symbols; the next state after a token is a walk over its symbols, so no table by token is needed. Masks
+that several states share are stored once. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int32]
+
+BEGIN_THOUGHT, END_THOUGHT, OTHER = 256, 257, 258
+"""Symbols after the 256 bytes: the two think tokens, and any other token that is no text (special, unknown)."""
+NUM_SYMBOLS = 259
+MASK, FORCED, NEXT = 0, 1, 2
+"""Columns of a state's row: the number of its mask, the token that is drafted or -1, and from NEXT on the next state by class."""
+DEAD = 0
+"""The state after a token that is not allowed. It allows every token, because nothing of what follows is kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenSymbols:
+    """The symbols of every token of a vocabulary of V tokens: token v is symbols[starts[v] : starts[v + 1]].
+
+    symbols  int32 [sum of lengths]
+    starts   int32 [V + 1]
+    """
+
+    symbols: Ids
+    starts: Ids
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.starts) - 1
+
+    @classmethod
+    def of(cls, tokens: Sequence[bytes | int]) -> TokenSymbols:
+        """Of each token its bytes, not empty, or the one symbol that it is."""
+        strings = [[token] if isinstance(token, int) else list(token) for token in tokens]
+        starts = np.zeros(len(strings) + 1, np.int32)
+        np.cumsum([len(string) for string in strings], out=starts[1:])
+        return cls(symbols=np.array([symbol for string in strings for symbol in string], np.int32), starts=starts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenAutomaton:
+    """A finite automaton over tokens. State 0 is DEAD.
+
+    classes  int32 [NUM_SYMBOLS]      class of each symbol, 0 .. C-1
+    table    int32 [S, 2 + C]         row s: the number of the state's mask; the longest token of the bytes that must come
+                                      next, -1 where more than one may; then the next state by class
+    masks    int32 [M, ceil(V / 32)]  bit v % 32 of word v // 32: token v is allowed
+    """
+
+    classes: Ids
+    table: Ids
+    masks: Ids
+    answer: int
+    """State in which an answer begins."""
+    thought: int
+    """State inside a thought, in which every token is allowed but those that end the row; DEAD without think tokens."""
+    either: int
+    """State in which an answer or a thought may begin; DEAD without think tokens."""
+    vocabulary: TokenSymbols
+
+    @property
+    def num_states(self) -> int:
+        return len(self.table)
+
+    @property
+    def num_words(self) -> int:
+        """int32 words of classes and table."""
+        return self.classes.size + self.table.size
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * (self.num_words + self.masks.size)
+
+    def walk(self, state: int, tokens: Sequence[int]) -> int:
+        """The state after these tokens."""
+        of = self.vocabulary
+        for token in tokens:
+            for symbol in of.symbols[of.starts[token] : of.starts[token + 1]]:
+                state = int(self.table[state, NEXT + self.classes[symbol]])
+        return state
+
+    def allowed(self, state: int) -> NDArray[np.bool_]:
+        """Which tokens are allowed in a state, bool [V]."""
+        bits = np.unpackbits(self.masks[self.table[state, MASK]].view(np.uint8), bitorder="little")
+        return bits[: self.vocabulary.num_tokens].astype(bool)

@@ -1,0 +1,312 @@
+"""Automata over tokens on the device: the walk along drafts and the mask of each position's logits; the walk along new tokens.
+
+    state after a token = walk over its symbols:  state = tables[state + 2 + tables[classes + symbol]],  0 where it is not allowed
+    logits[t, v] = -inf where bit v % 32 of masks[tables[s]][v // 32] is 0,  s = the row's state walked over the drafts before t
+
+`tables` holds class maps and rows of states of all automata, one after the other; a state is the place of its row, and 0 is no
+constraint. A position after a draft that is not allowed has state 0: nothing of what follows is kept.
+Bound by memory: only the masked logits are written and no logit is read. A walk reads a token's bytes one after the other, some 5
+loads that depend on each other's results, from L2.
+Source: token masks of an automaton, Willard and Louf 2023 (arXiv 2307.09702); here they stay on the device.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchspec.kernels.benchmarks.timing import Bench
+from batchspec.kernels.common.checks import FLOATS, check
+
+BLOCK = 2048
+BLOCKS = 8
+"""Of a program: a walk is shared by so many blocks of the vocabulary."""
+
+
+@triton.jit
+def walk(state, classes, token, tables, symbols, starts, num_tokens):
+    """The state after one token; 0 stays 0."""
+    known = (state > 0) & (token >= 0) & (token < num_tokens)
+    state = tl.where(known, state, 0)
+    begin = tl.load(starts + token, mask=known, other=0)
+    end = tl.load(starts + token + 1, mask=known, other=0)
+    for i in range(begin, end):
+        of_symbol = tl.load(tables + classes + tl.load(symbols + i))
+        state = tl.load(tables + state + 2 + of_symbol, mask=state > 0, other=0)
+    return state
+
+
+@triton.jit(do_not_specialize=["vocab", "num_tokens", "width"])
+def constrain_logits_kernel(
+    logits, row_ids, states, classes, drafts, num_drafted, draft_rows, map_ids, tables, masks, symbols, starts,
+    stride_row, draft_stride, mask_stride, vocab, num_tokens, width, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    row = tl.load(row_ids + t).to(tl.int64)
+    state, class_map = tl.load(states + row), tl.load(classes + row)
+    if drafts is not None:
+        line = row
+        if draft_rows is not None:
+            line = tl.load(draft_rows + t).to(tl.int64)
+        count = tl.where(state > 0, tl.minimum(tl.load(num_drafted + t), width), 0).to(tl.int32)
+        for j in range(0, count):
+            state = walk(state, class_map, tl.load(drafts + line * draft_stride + j), tables, symbols, starts, num_tokens)
+    if state > 0:
+        mask = masks + tl.load(tables + state).to(tl.int64) * mask_stride
+        first = tl.program_id(1) * BLOCK * BLOCKS
+        for block in range(0, BLOCKS):
+            lane = first + block * BLOCK + tl.arange(0, BLOCK)
+            ids = lane
+            if map_ids is not None:
+                ids = tl.load(map_ids + lane, mask=lane < vocab, other=0).to(tl.int32)
+            word = tl.load(mask + (ids >> 5), mask=lane < vocab, other=0)
+            forbidden = ((word >> (ids & 31)) & 1) == 0
+            minus = tl.full([BLOCK], float("-inf"), logits.dtype.element_ty)
+            tl.store(logits + t * stride_row + lane, minus, mask=(lane < vocab) & forbidden)
+
+
+def constrain_logits(
+    logits: Tensor, row_ids: Tensor, states: Tensor, classes: Tensor, tables: Tensor, masks: Tensor, symbols: Tensor,
+    starts: Tensor, *, drafts: Tensor | None = None, num_drafted: Tensor | None = None, draft_rows: Tensor | None = None,
+    map_ids: Tensor | None = None, interpret: bool = False,
+) -> None:  # fmt: skip
+    """Set the logits of tokens that a row's automaton does not allow to -inf, in place.
+
+    logits       fp32, bf16, fp16 or fp64 [T, V]  rows may be slices of wider ones
+    row_ids      int32 [T]   batch row of each position
+    states       int32 [R]   place in `tables` of each row's state after its committed tokens; 0: the row has no constraint
+    classes      int32 [R]   place in `tables` of the class map of each row's automaton
+    tables       int32 [N]   class maps and rows of states; a state's row is the number of its mask, a forced token or -1, and the
+                 next places by class
+    masks        int32 [M, W]  bit v % 32 of word v // 32: token v is allowed
+    symbols      int32 [B], starts int32 [num_tokens + 1]: the symbols of token v are symbols[starts[v] : starts[v + 1]]
+    drafts       int32 [L, K] tokens drafted in this round, rows may be slices of wider ones; None: there are none
+    num_drafted  int64 [T]   how many of them come before the position
+    draft_rows   int32 or int64 [T]  row of `drafts`; None: row_ids
+    map_ids      int32 or int64 [V]  token of each column; None: its number
+
+    Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    """
+    (num_rows, vocab), batch = logits.shape, states.numel()
+    check("constrain_logits: logits", logits, (num_rows, vocab), *FLOATS, rows=True)
+    check("constrain_logits: row_ids", row_ids, (num_rows,), torch.int32)
+    for name, tensor in (("states", states), ("classes", classes)):
+        check(f"constrain_logits: {name}", tensor, (batch,), torch.int32)
+    _check_tables("constrain_logits", tables, symbols, starts)
+    check("constrain_logits: masks", masks, (masks.shape[0], -(-(starts.numel() - 1) // 32)), torch.int32)
+    if (drafts is None) != (num_drafted is None):
+        raise ValueError("constrain_logits: drafts and num_drafted come together; give both or neither")
+    if drafts is not None and num_drafted is not None:
+        check("constrain_logits: drafts", drafts, tuple(drafts.shape), torch.int32, rows=True)
+        check("constrain_logits: num_drafted", num_drafted, (num_rows,), torch.int64)
+    if draft_rows is not None:
+        check("constrain_logits: draft_rows", draft_rows, (num_rows,), torch.int32, torch.int64)
+    if map_ids is not None:
+        check("constrain_logits: map_ids", map_ids, (vocab,), torch.int32, torch.int64)
+    elif vocab > starts.numel() - 1:
+        raise ValueError(f"constrain_logits: logits have {vocab} columns, and there are symbols of {starts.numel() - 1} tokens")
+    if not (logits.is_cuda or interpret):
+        constrain_logits_reference(
+            logits, row_ids, states, classes, tables, masks, symbols, starts, drafts=drafts, num_drafted=num_drafted,
+            draft_rows=draft_rows, map_ids=map_ids,
+        )  # fmt: skip
+    elif num_rows:
+        constrain_logits_kernel[(num_rows, triton.cdiv(vocab, BLOCK * BLOCKS))](
+            logits, row_ids, states, classes, drafts, num_drafted, draft_rows, map_ids, tables, masks, symbols, starts,
+            logits.stride(0), 0 if drafts is None else drafts.stride(0), masks.stride(0), vocab, starts.numel() - 1,
+            0 if drafts is None else drafts.shape[1], BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=8,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens", "width"])
+def constrain_drafts_kernel(
+    draft_ids, draft_len, states, classes, tables, masks, symbols, starts, draft_stride, mask_stride, num_tokens, width
+):
+    row = tl.program_id(0).to(tl.int64)
+    state, class_map = tl.load(states + row), tl.load(classes + row)
+    constrained, length, count = state > 0, tl.load(draft_len + row), 0
+    going, intact = constrained, constrained
+    for j in range(0, width):
+        at = draft_ids + row * draft_stride + j
+        token = tl.load(at)
+        intact = intact & going & (j < length) & (token >= 0) & (token < num_tokens)
+        mask_row = tl.load(tables + state, mask=going, other=0).to(tl.int64)
+        word = tl.load(masks + mask_row * mask_stride + (token >> 5), mask=intact, other=0)
+        intact = intact & (((word >> (token & 31)) & 1) != 0)
+        token = tl.where(intact, token, tl.load(tables + state + 1, mask=going, other=-1))
+        going = going & (token >= 0)
+        tl.store(at, token, mask=going)
+        count += going.to(tl.int32)
+        state = walk(tl.where(going, state, 0), class_map, token, tables, symbols, starts, num_tokens)
+        going = going & (state > 0)
+    tl.store(draft_len + row, count, mask=constrained)
+
+
+def constrain_drafts(
+    draft_ids: Tensor, draft_len: Tensor, states: Tensor, classes: Tensor, tables: Tensor, masks: Tensor, symbols: Tensor,
+    starts: Tensor, *, interpret: bool = False,
+) -> None:  # fmt: skip
+    """Cut each row's drafts before the first that its automaton does not allow, and go on with what it forces, in place.
+
+    draft_ids  int32 [R, K]  rows may be slices of wider ones
+    draft_len  int32 [R]     how many of them count, before and after; after an end no draft counts
+    The others as of `constrain_logits`. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    """
+    num_rows, width = draft_ids.shape
+    check("constrain_drafts: draft_ids", draft_ids, (num_rows, width), torch.int32, rows=True)
+    for name, tensor in (("draft_len", draft_len), ("states", states), ("classes", classes)):
+        check(f"constrain_drafts: {name}", tensor, (num_rows,), torch.int32)
+    _check_tables("constrain_drafts", tables, symbols, starts)
+    check("constrain_drafts: masks", masks, (masks.shape[0], -(-(starts.numel() - 1) // 32)), torch.int32)
+    if not (states.is_cuda or interpret):
+        constrain_drafts_reference(draft_ids, draft_len, states, classes, tables, masks, symbols, starts)
+    elif num_rows:
+        constrain_drafts_kernel[(num_rows,)](
+            draft_ids, draft_len, states, classes, tables, masks, symbols, starts, draft_ids.stride(0), masks.stride(0),
+            starts.numel() - 1, width, num_warps=1,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens", "width"])
+def advance_states_kernel(states, classes, tokens, kept, live, tables, symbols, starts, stride_row, num_tokens, width):
+    row = tl.program_id(0).to(tl.int64)
+    state, class_map = tl.load(states + row), tl.load(classes + row)
+    count = tl.where(state > 0, tl.minimum(tl.load(kept + row), width), 0)
+    for j in range(0, count):
+        state = walk(state, class_map, tl.load(tokens + row * stride_row + j), tables, symbols, starts, num_tokens)
+    state = tl.where(tl.load(live + row) != 0, state, 0)
+    tl.store(states + row, state, mask=count > 0)
+
+
+def advance_states(
+    states: Tensor, classes: Tensor, tokens: Tensor, kept: Tensor, live: Tensor, tables: Tensor, symbols: Tensor,
+    starts: Tensor, *, interpret: bool = False,
+) -> None:  # fmt: skip
+    """Walk each row's state, in place, over the tokens that were committed. Rows that kept nothing are not written.
+
+    tokens  int32 [R, S]  rows may be slices of wider ones
+    kept    int32 [R]     how many of them count
+    live    int32 [R]     0: the row has ended with them; its state becomes 0, because its automaton may leave the device
+    The others as of `constrain_logits`. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    """
+    num_rows, width = tokens.shape
+    check("advance_states: states", states, (num_rows,), torch.int32)
+    check("advance_states: classes", classes, (num_rows,), torch.int32)
+    check("advance_states: tokens", tokens, (num_rows, width), torch.int32, rows=True)
+    check("advance_states: kept", kept, (num_rows,), torch.int32)
+    check("advance_states: live", live, (num_rows,), torch.int32)
+    _check_tables("advance_states", tables, symbols, starts)
+    if not (states.is_cuda or interpret):
+        advance_states_reference(states, classes, tokens, kept, live, tables, symbols, starts)
+    elif num_rows:
+        advance_states_kernel[(num_rows,)](
+            states, classes, tokens, kept, live, tables, symbols, starts, tokens.stride(0), starts.numel() - 1, width, num_warps=1
+        )
+
+
+def _check_tables(kernel: str, tables: Tensor, symbols: Tensor, starts: Tensor) -> None:
+    for name, tensor in (("tables", tables), ("symbols", symbols), ("starts", starts)):
+        check(f"{kernel}: {name}", tensor, (tensor.numel(),), torch.int32)
+
+
+def walk_reference(state: Tensor, classes: Tensor, token: Tensor, tables: Tensor, symbols: Tensor, starts: Tensor) -> Tensor:
+    """The states [T] after one token each, token int [T]."""
+    known = (state > 0) & (token >= 0) & (token < starts.numel() - 1)
+    state = torch.where(known, state, 0).long()
+    token = torch.where(known, token, 0).long()
+    begin, length = starts[token].long(), (starts[token + 1] - starts[token]) * known
+    for i in range(int(length.max()) if length.numel() else 0):
+        going = (length > i) & (state > 0)
+        symbol = symbols[(begin + i).clamp(max=symbols.numel() - 1)]
+        of_symbol = tables[torch.where(going, classes + symbol, 0)]
+        state = torch.where(going, tables[torch.where(going, state + 2 + of_symbol, 0)].long(), state)
+    return state.int()
+
+
+def constrain_logits_reference(
+    logits: Tensor, row_ids: Tensor, states: Tensor, classes: Tensor, tables: Tensor, masks: Tensor, symbols: Tensor,
+    starts: Tensor, *, drafts: Tensor | None = None, num_drafted: Tensor | None = None, draft_rows: Tensor | None = None,
+    map_ids: Tensor | None = None,
+) -> None:  # fmt: skip
+    """The same in plain torch."""
+    state, class_map = states[row_ids], classes[row_ids]
+    if drafts is not None and num_drafted is not None:
+        line = row_ids if draft_rows is None else draft_rows
+        for j in range(drafts.shape[1]):
+            after = walk_reference(state, class_map, drafts[:, j][line], tables, symbols, starts)
+            state = torch.where(num_drafted > j, after, state)
+    constrained = (state > 0).nonzero().squeeze(1)
+    ids = torch.arange(logits.shape[1], device=logits.device) if map_ids is None else map_ids.long()
+    words = masks[tables[state[constrained].long()].long()][:, ids >> 5]
+    forbidden = (words >> (ids & 31).int()) & 1 == 0
+    logits[constrained] = logits[constrained].masked_fill_(forbidden, -torch.inf)
+
+
+def constrain_drafts_reference(
+    draft_ids: Tensor, draft_len: Tensor, states: Tensor, classes: Tensor, tables: Tensor, masks: Tensor, symbols: Tensor,
+    starts: Tensor,
+) -> None:  # fmt: skip
+    """The same in plain torch."""
+    state, constrained, count = states, states > 0, torch.zeros_like(draft_len)
+    going = intact = constrained
+    for j in range(draft_ids.shape[1]):
+        token = draft_ids[:, j]
+        intact = intact & going & (j < draft_len) & (token >= 0) & (token < starts.numel() - 1)
+        place = torch.where(going, state, 0).long()
+        word = masks[torch.where(going, tables[place], 0).long(), torch.where(intact, token >> 5, 0).long()]
+        intact = intact & ((word >> (token & 31)) & 1 != 0)
+        token = torch.where(intact, token, torch.where(going, tables[place + 1], -1))
+        going = going & (token >= 0)
+        draft_ids[:, j] = torch.where(going, token, draft_ids[:, j])
+        count += going
+        state = walk_reference(torch.where(going, state, 0), classes, token, tables, symbols, starts)
+        going = going & (state > 0)
+    draft_len.copy_(torch.where(constrained, count, draft_len))
+
+
+def advance_states_reference(
+    states: Tensor, classes: Tensor, tokens: Tensor, kept: Tensor, live: Tensor, tables: Tensor, symbols: Tensor, starts: Tensor
+) -> None:
+    """The same in plain torch."""
+    for j in range(tokens.shape[1]):
+        after = walk_reference(states, classes, tokens[:, j], tables, symbols, starts)
+        states.copy_(torch.where(kept > j, after, states))
+    states.masked_fill_((kept > 0) & (live == 0), 0)
+
+
+def main() -> None:
+    """Rows whose automaton allows every token, as inside of a string, and rows that it allows one token, as before a key."""
+    bench = Bench("constrain_logits")
+    for num_rows, width, vocab in ((256, 3, 49152), (256, 3, 151936), (256, 0, 151936), (16, 3, 151936)):
+        device, num_positions = bench.device, num_rows * (width + 1)
+        ints = partial(torch.tensor, dtype=torch.int32, device=device)
+        # One automaton: a class map of zeros at 1, and a state at 300 that stays what it is on every byte.
+        tables = torch.zeros(1024, dtype=torch.int32, device=device)
+        tables[300], tables[302] = 0, 300
+        symbols, starts = (
+            torch.zeros(5 * vocab, dtype=torch.int32, device=device),
+            5 * torch.arange(vocab + 1, device=device).int(),
+        )
+        states, ones = ints([300] * num_rows), ints([1] * num_rows)
+        row_ids = torch.arange(num_positions, device=device).int() // (width + 1)
+        drafts = torch.randint(vocab, (num_rows, max(width, 1)), device=device).int()
+        num_drafted = torch.arange(num_positions, device=device) % (width + 1)
+        for name, allowed in (("string", -1), ("key", 0)):
+            masks = torch.full((1, -(-vocab // 32)), allowed, dtype=torch.int32, device=device)
+            masks[0, 0] |= 2
+            copies = [torch.randn(num_positions, vocab, device=device) for _ in range(bench.num_copies)]
+            rest = (row_ids, states, ones, tables, masks, symbols, starts)
+            tokens = partial(constrain_logits, drafts=drafts, num_drafted=num_drafted)
+            plain = partial(constrain_logits_reference, drafts=drafts, num_drafted=num_drafted)
+            bench.row(
+                f"R={num_rows} K={width} V={vocab} {name}", [partial(tokens, x, *rest) for x in copies],
+                [partial(plain, x, *rest) for x in copies[:1]], num_bytes=(name == "key") * copies[0].nbytes + masks.nbytes,
+            )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""Rows that follow an automaton: the tokens are those of the definition, whatever drafts, slots, pages and run-ahead."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from batchspec.batch.automata import AutomataRoom, Constraint
+from batchspec.batch.device_batch import DeviceBatch
+from batchspec.draft.base import Drafter
+from batchspec.engine import allocator
+from batchspec.engine.automaton_places import AutomatonPlaces
+from batchspec.engine.engine import Engine
+from batchspec.engine.round import RoundOptions
+from batchspec.records import Completion, Request, SamplingParams, Snapshot, Thinking
+from tests.automata import BEGIN, END, EOS, TOKENS, VOCABULARY, automaton, constrained_tokens, may_follow, written
+from tests.automata import PATTERNS_OF_LETTERS as PATTERNS
+from tests.engines import DEVICE, VOCAB, ForcedDrafter, packed, request, tiny_target
+from tests.replaying import SLOTS
+from tests.test_logit_rules import ALL
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+SAMPLINGS = (
+    SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=0.8, top_k=3, top_p=0.9),
+    SamplingParams(temperature=1.2, min_p=0.1), SamplingParams(repetition_penalty=1.4),
+)  # fmt: skip
+
+
+def constrained(req: Request, pattern: str | None, **more: Any) -> Request:
+    if pattern is None:
+        return req
+    made = automaton(pattern)
+    return replace(req, stop_ids=(EOS,), automaton=made, automaton_state=made.answer, **more)
+
+
+def run(requests: Sequence[Request], drafter: Drafter, *, short_cap: int = 512, **shape: Any) -> dict[int, Completion]:
+    room = shape.pop("room", None) or AutomataRoom(num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14)
+    logprobs = shape.pop("logprobs", None)
+    engine = Engine(
+        tiny_target(window=5), drafter, packed(SLOTS, **{"draft_len": drafter.max_len, **shape}), device=DEVICE, penalties=True,
+        vocabulary=VOCABULARY, automata_room=room, options=RoundOptions(logprobs=logprobs),
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(allocator, "SHORT_CAP_TOKENS", short_cap)
+        return {done.row_index: done for done in engine.run(iter(requests))}
+
+
+def tokens(done: dict[int, Completion]) -> dict[int, list[int]]:
+    return {row: c.token_ids.tolist() for row, c in done.items() if c.token_ids is not None}
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> list[tuple[Request, str | None]]:
+    found = []
+    for index in range(draw(st.integers(1, 6))):
+        prompt = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9))
+        cap = draw(st.integers(1, 14))
+        one = request(index, prompt, cap=cap, sampling=draw(st.sampled_from(SAMPLINGS)), predicted=draw(st.integers(1, cap)))
+        pattern = draw(st.sampled_from((None, *PATTERNS)))
+        found.append((constrained(one, pattern), pattern))
+    return found
+
+
+@pytest.mark.parametrize("name", ALL)
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_tokens_are_those_of_the_definition_whatever_drafts(name: str, data: st.DataObject) -> None:
+    job = data.draw(jobs())
+    shape = {"run_ahead": data.draw(st.sampled_from([0, 2])), "prefill_tokens": data.draw(st.sampled_from([5, 64]))}
+    num_pages = data.draw(st.sampled_from([400, 24]))  # few pages: rows are preempted and walk their tokens again
+    one_by_one = AutomataRoom(num_tokens=VOCAB, table_words=700, masks_bytes=4 * 16)
+    room = data.draw(st.sampled_from([None, one_by_one]))
+    done = run([req for req, _ in job], ALL[name](), short_cap=0, num_pages=num_pages, room=room, **shape)
+    assert tokens(done) == {req.row_index: constrained_tokens(req, pattern) for req, pattern in job}
+    for req, pattern in job:
+        out = done[req.row_index]
+        if pattern is not None and out.status == "ok":
+            assert out.token_ids is not None
+            assert re.fullmatch(pattern, written(out.token_ids.tolist()).decode(), re.ASCII)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_drafts_that_are_all_right_or_all_forbidden(right: bool) -> None:
+    job = [
+        (constrained(request(i, [i, 7], cap=12, sampling=SAMPLINGS[i % 2]), pattern), pattern)
+        for i, pattern in enumerate(PATTERNS)
+    ]
+    expected = {req.row_index: constrained_tokens(req, pattern) for req, pattern in job}
+    outputs = {req.seed: expected[req.row_index] for req, _ in job}
+    done = run([req for req, _ in job], ForcedDrafter(4, outputs, right=right, fixed_len=True))
+    assert tokens(done) == expected
+    drafted = sum(c.stats.num_accepted for c in done.values() if c.stats)
+    assert drafted > 20 if right else drafted < 20
+
+
+@pytest.mark.parametrize("name", ["eagle3", "tree", "parallel", "window", "pard"])
+def test_drafts_of_models_follow_the_automaton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else is drafted before the end, where anything is."""
+    drafter, pattern = ALL[name](), "[a-d]*"
+    propose, drafted = drafter.propose, list[int]()
+
+    def noted(rows: Any, draft_ids: torch.Tensor, *rest: Any) -> Any:
+        parents = propose(rows, draft_ids, *rest)
+        for slot in (rows.live * rows.automaton_state).nonzero().flatten().tolist():
+            line = [-1, *draft_ids[slot].tolist()]
+            above = range(-1, len(line) - 1) if parents is None else parents[slot].tolist()
+            ended = [False] * len(line)
+            for node, parent in list(enumerate(above))[1:]:
+                ended[node] = ended[parent] or line[node] == EOS
+                drafted.extend([] if ended[node] else [line[node]])
+        return parents
+
+    monkeypatch.setattr(drafter, "propose", noted)
+    run([constrained(request(i, [i, 3], cap=20, sampling=SAMPLINGS[i % 2]), pattern) for i in range(4)], drafter)
+    assert len(drafted) > 20
+    assert all(may_follow(pattern, [], token) for token in drafted)
+
+
+@pytest.mark.parametrize("name", ["none", "eagle3", "lookup", "tree"])
+@pytest.mark.parametrize("opened", [True, None, False])
+def test_an_answer_follows_its_automaton_after_the_thought(name: str, opened: bool | None) -> None:
+    pattern, made = "(ab|c)*d", automaton("(ab|c)*d", thinks=True)
+    states = {True: made.thought, None: made.either, False: made.answer}
+    how = Thinking(begin_id=BEGIN, end_id=END, opened=opened, budget=5, closing=(END,))
+    thought = {True: True, None: False, False: None}[opened]
+    requests = [
+        replace(
+            request(i, [i, 11, 4], cap=25, sampling=SamplingParams(temperature=1.0)), stop_ids=(EOS,), automaton=made,
+            automaton_state=states[opened], thinking=how,
+        )
+        for i in range(8)
+    ]  # fmt: skip
+    done = run(requests, ALL[name]())
+    ended = 0
+    for out in tokens(done).values():
+        for place, token in enumerate(out):
+            assert may_follow(pattern, out[:place], token, thought=thought), (out, place)
+        ended += out[-1] == EOS
+    assert ended >= 3
+    assert tokens(done) == tokens(run(requests, ALL["none"]()))
+
+
+@pytest.mark.parametrize("name", ["lookup", "hybrid"])
+def test_what_must_come_is_drafted_by_a_lookup(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `cddd` nothing is known from the prompt; rows without an automaton draft what they did."""
+
+    def accepted(done: dict[int, Completion]) -> int:
+        return sum(stats.num_accepted for row in range(3) if (stats := done[row].stats) is not None)
+
+    requests = [constrained(request(i, [i + 20, 1], cap=9), "ca(bab|dd)cddd") for i in range(3)]
+    free = [request(i, [i + 20, 1, i + 20], cap=9) for i in range(3, 6)]
+    done = run([*requests, *free], ALL[name]())
+    for req in requests:
+        assert tokens(done)[req.row_index] == constrained_tokens(req, "ca(bab|dd)cddd")
+    alone = run(free, ALL[name]())
+    assert {i: tokens(done)[i] for i in range(3, 6)} == tokens(alone)
+    monkeypatch.setattr(DeviceBatch, "constrain_drafts", lambda *_: None)
+    assert accepted(done) > accepted(run([*requests, *free], ALL[name]()))
+
+
+def test_a_row_goes_on_where_an_earlier_run_left_it() -> None:
+    req = constrained(request(0, [5, 9], cap=14, sampling=SAMPLINGS[1]), PATTERNS[1])
+    whole = constrained_tokens(req, PATTERNS[1])
+    left = Snapshot(
+        row_index=0, sample_index=0, shard=0, tokens=tuple(whole[:2]), num_prefills=1, cached_tokens=0, accepted=(1,),
+        drafted=(1,), prefill_s=0.0, decode_s=0.0,
+    )  # fmt: skip
+    assert tokens(run([replace(req, resumed=left)], ALL["none"]())) == {0: whole}
+    wrong = replace(left, tokens=(END, END))  # of another automaton: not taken over
+    assert tokens(run([replace(req, resumed=wrong)], ALL["none"]())) == {0: whole}
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    req = constrained(request(0, [5, 9], cap=6), "abcab")
+    free = run([replace(req, max_new_tokens=1, automaton=None)], ALL["none"](), logprobs=VOCAB)[0]
+    done = run([req], ALL["eagle3"](), logprobs=0)[0]
+    assert done.token_ids is not None
+    assert done.logprobs is not None
+    assert free.top_logprobs is not None
+    first = free.top_logprobs[0][0].tolist().index(int(done.token_ids[0]))
+    assert done.logprobs[0] == pytest.approx(free.top_logprobs[1][0][first])
+
+
+def test_the_end_is_drawn_where_the_text_may_end_alone() -> None:
+    made = automaton("(ab)*")
+    for out in ([], [3], [3, 4], [7], [7, 3]):
+        state = made.walk(made.answer, out)
+        assert made.allowed(state).tolist() == [may_follow("(ab)*", out, token) for token in range(len(TOKENS))]
+        assert made.allowed(state)[EOS] == (written(out) in (b"", b"ab"))
+
+
+def test_an_automaton_keeps_its_place_while_a_row_follows_it() -> None:
+    first, second, third = (automaton(pattern) for pattern in PATTERNS[:3])
+    largest = max((first, second, third), key=lambda one: one.num_words)
+    room = AutomataRoom(
+        num_tokens=VOCAB, table_words=1 + largest.num_words, masks_bytes=4 * max(len(one.masks) for one in (first, second, third))
+    )
+    places = AutomatonPlaces(room)
+    assert places.hold(first)
+    assert places.hold(first)
+    (upload,) = places.take_uploads()
+    assert (upload.place, len(upload.words)) == (1, first.num_words)
+    places.release(first)
+    assert not places.hold(second)  # a row still follows the first
+    assert places.take_uploads() == ()
+    places.release(first)
+    assert places.hold(first)  # it is there still
+    assert places.take_uploads() == ()
+    places.release(first)
+    for one in (second, third, first):
+        assert places.hold(one)
+        (upload,) = places.take_uploads()
+        assert upload.masks is one.masks
+        places.release(one)
+
+
+def test_automata_share_the_room_without_overlap() -> None:
+    room = AutomataRoom(num_tokens=VOCAB, table_words=2000, masks_bytes=4 * 60)
+    places, held, taken = AutomatonPlaces(room), deque[Any](), 0
+    for turn in range(60):
+        one = automaton(PATTERNS[(turn * 7) % len(PATTERNS)])
+        while not places.hold(one):
+            places.release(held.popleft())
+        held.append(one)
+        now = [places._residents[id(other)] for other in set(held)]
+        spans = sorted((each.place, each.place + each.automaton.num_words) for each in now)
+        assert spans[0][0] >= 1
+        assert spans[-1][1] <= room.table_words
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+        masks = [mask for each in now for mask in each.mask_ids.tolist()]
+        assert len(set(masks)) == len(masks)
+        taken += len(places.take_uploads())
+    assert taken > 20  # many came more than once
+    assert len(held) > 1
+
+
+def test_rows_that_the_host_ends_or_moves_leave_their_automata() -> None:
+    rows = DeviceBatch.allocate(packed(SLOTS), vocab_size=VOCAB, penalties=False, device=DEVICE)
+    rows.constrain([(slot, Constraint(5, 300 + slot)) for slot in range(SLOTS)])
+    rows.kill([1])
+    assert rows.automaton_state.tolist() == [300, 0, 302, 303]
+    rows.move([(3, 1)])
+    assert rows.automaton_state.tolist() == [300, 303, 302, 0]
+    rows.begin([0], [request(0, [1], cap=2)], [()])
+    assert rows.automaton_state.tolist() == [0, 303, 302, 0]
+    rows.clear()
+    assert not rows.automaton_state.any()

@@ -1,0 +1,241 @@
+"""decode.schema, regex and choice, the columns of these names and response_format: the rows they make, and whole jobs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import polars as pl
+import pyarrow as pa
+import pytest
+import torch
+
+import batchspec
+from batchspec import run
+from batchspec.commands import plan
+from batchspec.config.checks import check
+from batchspec.config.schema import RunConfig
+from batchspec.dataset.columns import map_columns
+from batchspec.dataset.reader import table_source
+from batchspec.errors import ConfigError
+from batchspec.model.tokenizer import Tokenizer
+from batchspec.packing.admit import Admission
+from batchspec.records import Completion, Request
+from tests.models import make_checkpoint, make_thinking_tokenizer, make_tokenizer
+from tests.stand_ins import small_spec
+from tests.test_admit import job, prompts
+from tests.test_job import arguments
+
+NUMBER = {"type": "integer", "minimum": 0, "maximum": 9}
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6}, "age": NUMBER, "kind": {"enum": ["a", "b"]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    },
+    "required": ["age", "kind"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(make_tokenizer(tmp_path_factory.mktemp("plain")))
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(make_thinking_tokenizer(tmp_path_factory.mktemp("thinking")))
+
+
+def admit(
+    tokenizer: Tokenizer | None, table: pa.Table, config: RunConfig | None = None, **changes: Any
+) -> list[Request | Completion]:
+    config = config or job(**changes)
+    source = table_source(table)
+    columns = map_columns(source.schema, config.input.columns)
+    spec = replace(small_spec(), vocab_size=400)
+    admission = Admission(config, source=source, columns=columns, spec=spec, tokenizer=tokenizer)
+    return [made for shard in source.shards(20) for made in admission.admit(shard)]
+
+
+def writes(request: Request | Completion, tokenizer: Tokenizer, text: str) -> bool:
+    """Whether the text is a whole answer of the request."""
+    assert isinstance(request, Request), request
+    assert request.automaton is not None
+    state = request.automaton.walk(request.automaton_state, tokenizer.encode(text))
+    return state > 0 and bool(request.automaton.allowed(state)[list(request.stop_ids)].all())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "yes", "no"),
+    [
+        ("schema", NUMBER, "7", "10"), ("schema", json.dumps(NUMBER), "7", "10"), ("regex", "[ab]{2}", "ba", "b"),
+        ("choice", ["yes", "no"], "no", "yesno"),
+    ],
+)  # fmt: skip
+def test_a_job_s_constraint_holds_for_every_row(tokenizer: Tokenizer, key: str, value: Any, yes: str, no: str) -> None:
+    first, second = admit(tokenizer, prompts("x", "y"), **{f"decode__{key}": value})
+    assert isinstance(first, Request)
+    assert isinstance(second, Request)
+    assert first.automaton is second.automaton
+    assert writes(first, tokenizer, yes)
+    assert not writes(first, tokenizer, no)
+
+
+def test_a_schema_may_be_a_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "number.json").write_text(json.dumps(NUMBER))
+    (one,) = admit(tokenizer, prompts("x"), decode__schema=str(tmp_path / "number.json"))
+    assert writes(one, tokenizer, "3")
+
+
+def test_a_row_s_own_constraint_replaces_the_job_s(tokenizer: Tokenizer) -> None:
+    form = [{"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {"type": "null"}}}]
+    table = prompts(
+        *"abcdefg",
+        schema=pa.array([json.dumps(NUMBER), *[None] * 6]), regex=pa.array([None, "a+", *[None] * 5]),
+        choice=pa.array([None, None, ["p", "q"], *[None] * 4]),
+        response_format=pa.array([*[None] * 4, *map(json.dumps, form)]),
+    )  # fmt: skip
+    names: dict[str, str | None] = {"schema": "schema", "regex": "regex", "choice": "choice"}
+    rows = admit(tokenizer, table, decode__schema={"type": "boolean"}, input__columns=names)
+    for row, text in zip(rows, ["5", "aa", "q", "true", None, '{"a": [1]}', "null"], strict=True):
+        if text is None:
+            assert isinstance(row, Request)
+            assert row.automaton is None
+        else:
+            assert writes(row, tokenizer, text)
+            assert writes(row, tokenizer, "true") == (text == "true")
+
+
+def test_columns_of_such_names_mean_nothing_unless_they_are_named(tokenizer: Tokenizer) -> None:
+    table = prompts("a", schema=pa.array(["CREATE TABLE t"]), choice=pa.array([["x"]]), regex=pa.array([3]))
+    (row,) = admit(tokenizer, table)
+    assert isinstance(row, Request)
+    assert row.automaton is None
+
+
+@pytest.mark.parametrize(
+    ("column", "cell", "code", "said"),
+    [
+        ("schema", '{"enum": []}', "impossible", "no text matches"),
+        ("schema", '{"not": {}}', "bad_schema", "/not: this keyword"),
+        ("schema", "[1]", "bad_parameter", "must be an object"), ("schema", "{", "bad_parameter", "schema is text"),
+        ("schema", '{"type": "string", "maxLength": 90000}', "large_schema", "more than"),
+        ("regex", "(", "bad_schema", "no regular"),
+        ("choice", "[]", "bad_parameter", "list of strings"),
+        ("response_format", '{"type": "xml"}', "bad_parameter", "must be text"),
+        ("response_format", '{"type": "json_schema"}', "bad_parameter", "json_schema.schema"),
+    ],
+)  # fmt: skip
+def test_a_constraint_that_cannot_be_met_is_an_error_row(
+    tokenizer: Tokenizer, column: str, cell: str, code: str, said: str
+) -> None:
+    table = prompts("a", "b", **{column: pa.array([cell, None])})
+    bad, good = admit(tokenizer, table, input__columns={column: column})
+    assert isinstance(bad, Completion)
+    assert bad.error is not None
+    assert bad.error.code == code
+    assert said in bad.error.message
+    assert "\n" not in bad.error.message
+    assert isinstance(good, Request)
+
+
+def test_two_constraints_of_one_row_and_stop_strings_are_refused(tokenizer: Tokenizer) -> None:
+    names: dict[str, str | None] = {"schema": "schema", "regex": "regex"}
+    table = prompts("a", schema=pa.array(["{}"]), regex=pa.array(["a"]))
+    (bad,) = admit(tokenizer, table, input__columns=names)
+    assert isinstance(bad, Completion)
+    assert bad.error is not None
+    assert "schema and regex are both given" in bad.error.message
+    (bad,) = admit(tokenizer, prompts("a", stop=pa.array([["x"]])), decode__regex="ax")
+    assert isinstance(bad, Completion)
+    assert bad.error is not None
+    assert "could cut an answer" in bad.error.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"decode__schema": {"enum": []}}, "decode.schema: no text matches"), ({"decode__regex": "("}, "decode.regex: '\\('"),
+        ({"decode__schema": "none.json"}, "cannot be read"), ({"decode__schema": "{"}, "is no JSON"),
+        ({"decode__schema": [1]}, "must be a JSON Schema"),
+        ({"decode__regex": "a", "decode__min_new_tokens": 2}, "decode.min_new_tokens=2 too"),
+        ({"decode__regex": "a", "decode__ignore_eos": True}, "needs a token that ends"),
+        ({"decode__regex": "a", "cluster__tensor_parallel": 2}, "tensor_parallel=2 is not built"),
+        ({"decode__regex": "a", "draft__synthetic": [0.5]}, "draft.synthetic"),
+    ],
+)  # fmt: skip
+def test_a_job_that_cannot_be_met_is_refused(tokenizer: Tokenizer, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        admit(tokenizer, prompts("a"), **changes)
+
+
+def test_a_job_has_one_constraint() -> None:
+    with pytest.raises(ConfigError, match=r"decode.schema and decode.choice are both given"):
+        check(job(decode__schema={"type": "null"}, decode__choice=["a"]))
+
+
+def test_reasoning_is_free(thinking: Tokenizer) -> None:
+    begin, end = (thinking.added_ids[text] for text in ("<think>", "</think>"))
+    table = pa.table({"prompt_ids": pa.array([[9], [9, begin], [9, begin, end]], pa.list_(pa.int32()))})
+    rows = admit(thinking, table, decode__schema=NUMBER)
+    free = [end, *thinking.encode("7"), 2]
+    for row, first in zip(rows, ([begin, 7, *thinking.encode("so"), *free], [7, *free], thinking.encode("7")), strict=True):
+        assert isinstance(row, Request)
+        assert row.automaton is not None
+        state, answer = row.automaton_state, [token for token in first if token != 2]
+        for token in answer:
+            assert row.automaton.allowed(state)[token]
+            assert row.automaton.allowed(state)[2] == False  # noqa: E712
+            state = row.automaton.walk(state, [token])
+        assert row.automaton.allowed(state)[2]
+        assert not row.automaton.allowed(state)[begin]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_checkpoint(tmp_path_factory.mktemp("model"), "llama", dtype=torch.float64, num_hidden_layers=1)
+    return make_tokenizer(folder)
+
+
+def test_every_completed_row_of_a_job_is_valid_whatever_drafts(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"], "additionalProperties": False}
+    own: list[dict[str, Any] | None] = [None, other, None, {"enum": []}, other, None, None, None]
+    data = tmp_path / "in.parquet"
+    cells = [None if one is None else json.dumps(one) for one in own]
+    pl.DataFrame({"prompt": [f"row {i}" for i in range(8)], "wanted": cells}).write_parquet(data)
+    (tmp_path / "person.json").write_text(json.dumps(PERSON))
+    keys = [
+        f"decode.schema={tmp_path}/person.json", "input.columns.schema=wanted", "decode.temperature=1",
+        "decode.max_new_tokens=60", "input.max_error_fraction=1",
+    ]  # fmt: skip
+    found = []
+    for drafter in ("none", "lookup"):
+        assert run.main([*arguments(model, data, tmp_path / drafter, f"draft={drafter}"), *keys]) == 0
+        found.append(pl.read_parquet(tmp_path / drafter / "data").sort("row_index"))
+    assert found[0]["completion"].to_list() == found[1]["completion"].to_list()
+    statuses = found[0]["status"].to_list()
+    assert statuses[3] == "error"
+    assert statuses.count("ok") >= 4
+    for row in found[0].iter_rows(named=True):
+        if row["status"] == "ok":
+            jsonschema.validate(json.loads(row["completion"]), own[row["row_index"]] or PERSON)
+    capsys.readouterr()
+    assert plan.main([*arguments(model, data, tmp_path / "plan", "draft=none"), *keys]) == 0
+    said = capsys.readouterr().out
+    assert "structured   2 distinct constraints compiled in " in said
+    assert " schemas = " in said or " schemas + " in said
+
+
+def test_a_warm_engine_refuses_what_it_was_not_made_for(model: Path) -> None:
+    with batchspec.Engine(
+        [f"model.path={model}", "model.dtype=float64", "model.max_len=64", "decode.max_new_tokens=8"]
+    ) as engine:
+        with pytest.raises(ConfigError, match="in a warm engine is not built"):
+            engine.generate([{"prompt": "x", "response_format": '{"type": "json_object"}'}])
+        assert engine.generate([{"prompt": "x"}]).height == 1

@@ -1,0 +1,304 @@
+"""Schemas and regexes become automata: what is written is valid by the schema; a regex has the texts that Python's `re` has."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchspec.model.tokenizer import Tokenizer
+from batchspec.structured import compile_process, regular
+from batchspec.structured.compiler import BadConstraint, Compiler
+from batchspec.structured.json_schema import schema_node
+from batchspec.structured.merge import BadSchema
+from batchspec.structured.regex import BadRegex, regex_node
+from batchspec.structured.regular import Chars, Dfa, Impossible, TooLarge, dfa_of, utf8_ranges
+from batchspec.token_automaton import DEAD, OTHER, TokenSymbols
+from tests.automata import EOS, PATTERNS_OF_LETTERS, TOKENS, VOCABULARY, automaton, may_follow
+from tests.models import make_tokenizer
+
+LETTERS = "abc"
+
+
+def matches(dfa: Dfa, data: bytes) -> bool:
+    state = dfa.starts[0]
+    for byte in data:
+        state = int(dfa.next[state, dfa.classes[byte]])
+    return bool(dfa.final[state])
+
+
+def samples(dfa: Dfa, count: int, seed: int = 0, most_bytes: int = 80) -> list[bytes]:
+    """Texts of random walks; after `most_bytes` they take the shortest way to the end."""
+    rng, found = np.random.default_rng(seed), list[bytes]()
+    bytes_of = [np.flatnonzero(dfa.classes == one) for one in range(dfa.next.shape[1])]
+    left = np.where(dfa.final, 0, 1 << 20)
+    while True:
+        nearer = np.minimum(left, left[dfa.next].min(1) + 1)
+        nearer[DEAD] = 1 << 20
+        if (nearer == left).all():
+            break
+        left = nearer
+    for _ in range(count):
+        state, text = dfa.starts[0], bytearray()
+        while True:
+            ways = [one for one in range(dfa.next.shape[1]) if dfa.next[state, one] and len(bytes_of[one])]
+            long = len(text) > most_bytes
+            if dfa.final[state] and (not ways or long or rng.random() < 0.3):
+                break
+            taken = min(ways, key=lambda one: left[dfa.next[state, one]]) if long else ways[rng.integers(len(ways))]
+            text.append(int(rng.choice(bytes_of[taken])))
+            state = int(dfa.next[state, taken])
+        found.append(bytes(text))
+    return found
+
+
+@st.composite
+def regexes(draw: st.DrawFn, depth: int = 3) -> str:
+    if depth == 0 or draw(st.integers(0, 3)) == 0:
+        return draw(st.sampled_from(["a", "b", "c", "[ab]", "[^a]", ".", "é", "\\w", ""]))
+    inner = regexes(depth=depth - 1)
+    match draw(st.sampled_from(["seq", "alt", "repeat"])):
+        case "seq":
+            return draw(inner) + draw(inner)
+        case "alt":
+            return f"(?:{draw(inner)}|{draw(inner)})"
+    least = draw(st.integers(0, 2))
+    most = draw(st.sampled_from(["", *map(str, range(least, 4))]))
+    return f"(?:{draw(inner)}){{{least},{most}}}"
+
+
+@settings(max_examples=150, deadline=None)
+@given(regexes(), st.lists(st.text("abcé", max_size=6), min_size=5, max_size=20))
+def test_the_texts_of_a_regex_are_those_of_python(pattern: str, texts: list[str]) -> None:
+    dfa = dfa_of(regex_node(pattern))
+    for text in texts:
+        assert matches(dfa, text.encode()) == bool(re.fullmatch(pattern, text, re.ASCII)), text
+    for data in samples(dfa, 3, most_bytes=12):
+        assert re.fullmatch(pattern, data.decode(), re.ASCII), data
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 0x10FFFF), st.integers(0, 0x10FFFF))
+def test_ranges_of_characters_are_ranges_of_their_bytes(low: int, high: int) -> None:
+    chars = Chars.of([(min(low, high), max(low, high))])
+    for code in {
+        low,
+        high,
+        max(0, min(low, high) - 1),
+        min(0x10FFFF, max(low, high) + 1),
+        0x7F,
+        0x80,
+        0x7FF,
+        0x800,
+        0xFFFF,
+        0x10000,
+    }:
+        if not 0xD800 <= code <= 0xDFFF:
+            data = chr(code).encode()
+            found = any(
+                len(one) == len(data) and all(a <= byte <= b for byte, (a, b) in zip(data, one, strict=True))
+                for part in chars.ranges
+                for one in utf8_ranges(*part)
+            )
+            assert found == any(a <= code <= b for a, b in chars.ranges)
+            assert found != any(a <= code <= b for a, b in chars.inverted().ranges)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "what"),
+    [
+        ("(", "no regular expression"), ("a(?=b)", "lookahead"), (r"\bfoo", "inside"), (r"(a)\1", "groupref"), ("(?i)a", "flags"),
+        ("a^b", "inside"), ("(?i:a)b", "flags"), ("a{200000}", "more than 100,000"),
+    ],
+)  # fmt: skip
+def test_what_a_regex_may_not_hold_is_named(pattern: str, what: str) -> None:
+    with pytest.raises(BadRegex, match=what):
+        regex_node(pattern)
+
+
+TREE = {
+    "$defs": {"t": {"type": "object", "properties": {"v": {"type": "integer"},
+                    "c": {"type": "array", "items": {"$ref": "#/$defs/t"}}}, "required": ["v"]}},
+    "$ref": "#/$defs/t",
+}  # fmt: skip
+SCHEMAS: list[Any] = [
+    {"type": "object", "properties": {
+        "name": {"type": "string", "maxLength": 9}, "age": {"type": "integer", "minimum": 0, "maximum": 127},
+        "tags": {"type": "array", "items": {"enum": ["a", "b\"x", 3]}, "maxItems": 5},
+        "n": {"type": "number", "exclusiveMinimum": 0, "maximum": 5}}, "required": ["name", "n"]},
+    {}, True, {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3}, {"type": "array"},
+    {"type": "array", "prefixItems": [{"type": "null"}, {"type": "integer"}], "items": {"type": "string"}, "minItems": 1,
+     "maxItems": 4},
+    {"type": "array", "prefixItems": [{"type": "null"}, {"type": "integer"}], "items": False},
+    {"type": "array", "items": {"type": "integer"}, "minItems": 1}, {"type": "array", "items": {"type": "string"}, "maxItems": 0},
+    {"type": "integer", "minimum": -105, "maximum": 23}, {"type": "integer", "exclusiveMinimum": 99, "maximum": 1000},
+    {"type": "integer", "exclusiveMinimum": 1.5, "exclusiveMaximum": 4}, {"type": "number", "minimum": -2, "maximum": 3},
+    {"type": "number", "exclusiveMinimum": -2, "exclusiveMaximum": -1},
+    {"type": "number", "exclusiveMinimum": -1, "exclusiveMaximum": 1},
+    {"type": "number", "minimum": 0, "maximum": 1}, {"type": "number", "maximum": -3}, {"type": "number", "exclusiveMinimum": 7},
+    {"type": "string", "pattern": "^[a-z]{2,5}\\n?\"$"}, {"type": "string", "pattern": "ab"},
+    {"type": "string", "minLength": 3, "maxLength": 4},
+    *({"type": "string", "format": one} for one in ("date", "time", "date-time", "uuid", "ipv4", "email", "hostname")),
+    *({"type": "string", "format": one} for one in ("uri", "ipv6", "uri-reference", "json-pointer", "own")),
+    {"patternProperties": {"^a": False}, "properties": {"b": {"type": "null"}}},
+    {"type": "boolean", "readonly": True, "nullable": 1},
+    {"anyOf": [{"type": "string"}, {"type": "null"}]}, TREE,
+    {"oneOf": [{"type": "object", "properties": {"k": {"const": "a"}, "v": {"type": "integer"}}, "required": ["k", "v"]},
+               {"type": "object", "properties": {"k": {"const": "b"}}, "required": ["k"]}]},
+    {"allOf": [{"type": "object", "properties": {"a": {"type": "integer"}}}, {"required": ["a", "b"]}]},
+    {"type": "object", "additionalProperties": {"type": "integer"}}, {"type": "object", "additionalProperties": False},
+    {"type": ["string", "integer", "null"]}, {"const": {"a": [1, 2.5, None, "x"]}}, {"enum": ["é", 1, None]},
+    {"enum": ["a", 1, 2.5], "type": "number"}, {"minLength": 2}, {"properties": {"a": {"type": "null"}}},
+    {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a", "z"],
+     "additionalProperties": {"type": "boolean"}},
+    {"type": "object", "properties": {name: {"type": "integer"} for name in "abc"},
+     "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+    {"$ref": "#/definitions/x~1y", "definitions": {"x/y": {"type": "boolean"}}, "description": "d", "x-own": 1},
+    {"type": "object", "properties": {"a": {"$ref": "#/properties/b"}, "b": {"type": "null"}}, "required": ["a"],
+     "minProperties": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:40])
+def test_every_text_that_is_written_is_valid(schema: Any) -> None:
+    draft = jsonschema.Draft202012Validator
+    checker = draft(schema, format_checker=draft.FORMAT_CHECKER)
+    dfa = dfa_of(schema_node(schema))
+    found = samples(dfa, 40)
+    for data in found:
+        checker.validate(json.loads(data.decode()))
+    assert len(set(found)) >= 2 or [matches(dfa, text) for text in (b"[]", b"{}")].count(True) == 1
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts"),
+    [
+        (SCHEMAS[0], ['{"name": "Bo", "n": 1.5}', '{"name":"Bo","age":127,"tags":["a",3],"n":5}']),
+        (TREE, ['{"v": 1, "c": [{"v": 2, "c": []}, {"v": 3}]}']),
+        ({}, ['{"a": [1, {"b": null}], "é": "\\u00e9\\n"}', "-1.5e-7", "[]", '"\\ud7ff"']),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 5}, ["0.001", "5", "4.99"]),
+        ({"type": "integer", "minimum": -105, "maximum": 23}, ["-105", "0", "-9", "23"]),
+        ({"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "required": ["b"]},
+         ['{"b":1}', '{"a":1,"b":2,"c":3}', '{"b":1,"c":2}']),
+    ],
+)  # fmt: skip
+def test_usual_texts_can_be_written(schema: Any, texts: list[str]) -> None:
+    dfa = dfa_of(schema_node(schema))
+    for text in texts:
+        assert matches(dfa, text.encode()), text
+
+
+@pytest.mark.parametrize(
+    ("schema", "error", "what"),
+    [
+        ({"type": "object", "properties": {"a": False}, "required": ["a"]}, Impossible, "no text"),
+        ({"enum": []}, Impossible, "no text"), ({"type": "integer", "minimum": 3, "maximum": 2}, Impossible, "no text"),
+        ({"type": "array", "minItems": 2, "maxItems": 1}, Impossible, "no text"),
+        ({"allOf": [{"type": "string"}, {"type": "null"}]}, BadSchema, "type is"),
+        ({"$defs": {"t": {"type": "object", "properties": {"c": {"$ref": "#/$defs/t"}}, "required": ["c"]}}, "$ref": "#/$defs/t"},
+         Impossible, "no text"),
+        ({"type": "strin"}, BadSchema, "/type is"), ({"multipleOf": 2, "x": 1}, BadSchema, "/multipleOf: this keyword"),
+        ({"properties": {"a": {"not": {}}}}, BadSchema, "/properties/a/not"),
+        ({"type": "string", "pattern": "("}, BadSchema, "/pattern: "), ({"$ref": "#/x"}, BadSchema, "no such part"),
+        ({"$ref": "other.json"}, BadSchema, "no pointer within"), ({"$ref": "#anchor"}, BadSchema, "no pointer within"),
+        ({"anyOf": [{"$ref": "#anchor"}]}, BadSchema, "no pointer within"),
+        ({"$defs": {"a": {"$id": "b", "$ref": "#/c"}}, "$ref": "#/$defs/a"}, BadSchema, "inner"),
+        ({"const": True, "enum": [1]}, Impossible, "no text"), ({"allOf": [{"const": 1}, {"const": True}]}, BadSchema, "const"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, BadSchema, "could fit several"),
+        ({"uniqueItems": True}, BadSchema, "uniqueItems"),
+        ({"type": "string", "format": "regex"}, BadSchema, "format"), ({"multipleOf": 2}, BadSchema, "multipleOf"),
+        ({"type": "number", "minimum": 0.5}, BadSchema, "not whole"), ({"minimum": True}, BadSchema, "draft-04"),
+        ({"enum": [1], "minimum": 2}, BadSchema, "beside const or enum"),
+        ({"patternProperties": {"^a": True}}, BadSchema, "patternProperties without"),
+        ({"patternProperties": {"^a": True}, "properties": {"ab": True}}, BadSchema, "matches the property 'ab'"),
+        ({"additionalProperties": False, "required": ["a"]}, BadSchema, "forbids it"), ([], BadSchema, "not an object"),
+        ({"allOf": [{"properties": {"a": True}, "additionalProperties": False}, {"properties": {"b": True}}]},
+         BadSchema, "additional"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_met_is_refused_by_its_name(schema: Any, error: type[Exception], what: str) -> None:
+    with pytest.raises(error, match=what):
+        dfa_of(schema_node(schema))
+
+
+@pytest.mark.parametrize(("bound", "pattern"), [("MAX_NFA_STATES", "[a-z]{40}"), ("MAX_STATES", "(a|b)*a(a|b){6}")])
+def test_what_is_too_large_is_refused(bound: str, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regular, bound, 30)
+    with pytest.raises(TooLarge, match="more than 30 "):
+        dfa_of(regex_node(pattern))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS_OF_LETTERS)
+def test_masks_are_the_tokens_that_may_follow(pattern: str) -> None:
+    """In every state that some short output leads to."""
+    made = automaton(pattern)
+    todo, seen = [list[int]()], set[int]()
+    while todo:
+        out = todo.pop()
+        state = made.walk(made.answer, out)
+        if state in seen or len(out) > 4:
+            continue
+        seen.add(state)
+        allowed = made.allowed(state)
+        assert allowed.tolist() == [may_follow(pattern, out, token) for token in range(len(TOKENS))], out
+        assert allowed.any(), out
+        todo += [[*out, token] for token in np.flatnonzero(allowed).tolist() if token != EOS]
+    assert len(seen) > (pattern != "[ab]*")
+
+
+def test_texts_that_the_tokenizer_cannot_write_are_not_asked_for() -> None:
+    """Without a token for a byte alone a text with it might be begun and never ended."""
+    few = TokenSymbols.of([OTHER, b"a", b"ab", b"c"])
+    job: dict[str, Any] = {"vocabulary": few, "end_ids": (0,), "thinks": False, "may_begin": False}
+    made = compile_process.compiled("regex", "a(b|c)", **job)
+    assert made.allowed(made.answer).tolist() == [False, True, False, False]
+    with pytest.raises(Impossible):
+        compile_process.compiled("regex", "ab", **job)
+
+
+@pytest.fixture
+def compiler() -> Compiler:
+    return Compiler(VOCABULARY, (EOS,), thinks=False, may_begin=False)
+
+
+def test_each_distinct_constraint_is_compiled_once(compiler: Compiler) -> None:
+    first = compiler.compile("choice", '["ab", "cd"]')
+    assert compiler.compile("choice", '["ab", "cd"]') is first
+    for _ in range(2):
+        with pytest.raises(BadConstraint, match="no regular expression") as refused:
+            compiler.compile("regex", "(")
+        assert refused.value.code == "bad_schema"
+    assert compiler.compile("regex", "ab|cd").table.tolist() == first.table.tolist()
+    assert compiler.stats.num_compiled == 2
+    assert compiler.stats.most_states == len(first.table)
+
+
+def test_a_constraint_that_takes_too_long_or_too_much_fails_alone(compiler: Compiler) -> None:
+    compiler.cpu_s = 1
+    with pytest.raises(BadConstraint, match=r"takes more than 1 s|more than 50,000 states") as refused:
+        compiler.compile("regex", "(a|b)*a(a|b|c|d){9000}")
+    assert refused.value.code == "large_schema"
+    compiler.compile("regex", "ab")
+    process = compiler._process
+    assert process is not None
+    process.kill()
+    with pytest.raises(BadConstraint, match="too little memory"):
+        compiler.compile("regex", "cd")
+    assert compiler.compile("regex", "cd|a").num_states > 2  # in a new process
+
+
+def test_the_bytes_of_tokens_are_what_the_tokenizer_decodes(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(make_tokenizer(tmp_path))
+    symbols = tokenizer.symbols(400, {1: 257})
+    pieces = [symbols.symbols[a:b].tolist() for a, b in zip(symbols.starts[:-1], symbols.starts[1:], strict=True)]
+    assert pieces[0] == pieces[2] == pieces[399] == [OTHER]
+    assert pieces[1] == [257]
+    text = 'Héllo {"a": [1, 2]}\n\n 日本 😀'
+    assert bytes(byte for token in tokenizer.encode(text) for byte in pieces[token]).decode() == text
