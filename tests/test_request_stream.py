@@ -29,7 +29,9 @@ def rows(count: int = 6, length: int = 14) -> list[Request]:
 
 
 def engine_of(drafter: str, **shape: Any) -> Engine:
-    return Engine(tiny_target(), DRAFTERS[drafter](), packed(**{"slots": 3, **shape}), device=DEVICE)
+    engine = Engine(tiny_target(), DRAFTERS[drafter](), packed(**{"slots": 3, **shape}), device=DEVICE)
+    engine.keeps_prefixes = True
+    return engine
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -40,6 +42,9 @@ def test_a_second_run_finds_the_prefixes_of_the_first_and_has_the_same_tokens(dr
         assert {name: ids_of(done) for name, done in run.items()} == expected
     assert {done.cached_tokens for done in first.values()} == {0}
     assert {done.cached_tokens for done in second.values()} == {12}
+    engine.keeps_prefixes = False
+    list(engine.run(iter(rows())))
+    assert {done.cached_tokens for done in engine.run(iter(rows()))} == {0}, "unless it is told to"
 
 
 def test_a_run_left_half_way_leaves_no_prefix_behind() -> None:

@@ -22,10 +22,13 @@ import torch
 
 from batchspec import run
 from batchspec.commands import verify
+from batchspec.config.compose import compose
 from batchspec.engine.engine import Engine
 from batchspec.engine.round import Round
 from batchspec.errors import OutputError
+from batchspec.prepare import open_job
 from batchspec.records import Completion, Request, RowError
+from batchspec.runner.new_retry import new_retry
 from batchspec.runstate.generations import Generations
 from batchspec.runstate.output_folder import OutputFolder
 from tests.models import make_checkpoint, make_thinking_tokenizer
@@ -357,6 +360,13 @@ def test_runs_at_the_same_time_share_a_retry(folder: Path, out: Path, tmp_path: 
     assert [code for code, _ in ends] == [0, 0, 0], ends
     assert rows_of(out).select(SAME).equals(wanted.select(SAME))
     assert sorted(path.name for path in (out / "_batchspec/retry").iterdir()) == ["00001", "00001.json"]
+
+
+def test_a_run_joins_a_retry_that_another_one_began_after_it_read_the_manifest(folder: Path, out: Path) -> None:
+    late, command = OutputFolder(out), retry(folder, out)
+    assert late.generation is None
+    assert run.main(command) == 0
+    assert new_retry(open_job(compose(command)), late) is None
 
 
 def test_rows_whose_error_may_pass_are_computed_again(

@@ -87,6 +87,8 @@ class Engine:
         self._stopping = False
         self._prefill_cost: PrefillCost | None = None
         self._finished_rows: list[tuple[Ids, Ids]] = []
+        self.keeps_prefixes = False
+        """Prompts share the K/V of prefixes of an earlier run, if that came to its end."""
         self._kept_pools: PagePools | None = None
         """Those of a run that came to its end: no row owns a page, and prefixes can be found."""
         self._reset(iter(()))
@@ -110,7 +112,6 @@ class Engine:
 
         requests  asked for the next one while slots are free. None: there is none yet, but completions to come may make more;
                   the iterator waits by itself where no request is unfinished
-        Prompts share the K/V of prefixes of an earlier run, if that came to its end.
         """
         if not self.planner.ready:
             self.prepare(SamplingMode())
@@ -122,7 +123,7 @@ class Engine:
                 with self.executor.stream_of_rounds():
                     done = list(self._step())
                     finished = self._finished
-                if finished and not self.slots.live:
+                if finished and not self.slots.live and self.keeps_prefixes:
                     self._kept_pools = self.pools
                 yield from done
                 if finished:

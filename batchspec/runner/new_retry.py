@@ -30,7 +30,7 @@ def new_retry(job: Job, output: OutputFolder) -> Generation | None:
         return None
     if not output.is_job():
         raise OutputError(f"{output.path}: no job was run there that resume={kind} could retry; check output.dir")
-    manifest, past = output.manifest, output.retries()
+    past, manifest = output.latest_retries(), output.manifest
     config = asdict(job.config)
     config["resume"]["retry"], config["resume"]["retry_id"] = "none", 1
     fingerprint = dict(manifest.fingerprint) | {CAP: job_fingerprint(job)[CAP]}

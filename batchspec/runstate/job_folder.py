@@ -98,6 +98,17 @@ class JobFolder:
         """Every retry of the job, the latest last."""
         return self._generations.all(self.manifest.job)
 
+    def latest_retries(self) -> list[Generation]:
+        """As `retries`, with `manifest` as the latest left it: another run may have begun a retry since that was read.
+
+        Only before this run works on the job.
+        """
+        while True:
+            found = self.retries()
+            if (found[-1] if found else None) == self._generation:
+                return found
+            self._manifest = None
+
     def retry(self, generation: Generation) -> None:
         """Begin a retry, or join it if another run began the same one. Raises OutputError if another run began another one, and
         as `check_own`.

@@ -76,7 +76,9 @@ class Engine:
         fetch_weights(self._model)
         self._channels = opened.admission.has_channels
         with OutOfMemoryGuard() as guard:
-            self._engine: BatchEngine | None = load_engine(opened, expected_demand(opened), ProgressBar(0))
+            engine = load_engine(opened, expected_demand(opened), ProgressBar(0))
+            engine.keeps_prefixes = True
+            self._engine: BatchEngine | None = engine
         if guard.message:
             raise CapacityError(
                 f"out of memory while the engine was made ({guard.message}); set packing.memory_gb, packing.max_num_seqs, "
