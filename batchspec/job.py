@@ -14,7 +14,9 @@ finish(output)          the card and the report, once no shard is missing       
 
 from __future__ import annotations
 
+import os
 import time
+from contextlib import closing
 from dataclasses import asdict
 
 from batchspec import terminal
@@ -38,10 +40,15 @@ from batchspec.runner.new_retry import MAY_DIFFER, new_retry
 from batchspec.runner.oom_fallback import EngineWithFallback, MakeEngine
 from batchspec.runner.retry_plan import RetryPlan
 from batchspec.runner.run_shards import ShardRunner, check_errors
+from batchspec.runner.shard_work import ShardWork
+from batchspec.runner.shard_workers import ShardWorkers
 from batchspec.runstate.generations import Generation
 from batchspec.runstate.journal import Journaled, saved_rows
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.text import counted
+
+MOST_WORKERS = 4
+"""Processes that admit rows and make tables, by default: about 6,000 short chats a second."""
 
 
 def run_job(config: RunConfig, source: Source | None = None, *, group: Group | None = None) -> None:
@@ -105,7 +112,7 @@ def compute(
     if not new_job:
         job = with_saved_scales(job, output)
     journaled = Journaled() if new_job or retry is not None else output.journal().read(finished)
-    with progress_bar(job, seen, finished, journaled) as progress:
+    with progress_bar(job, seen, finished, journaled) as progress, closing(shard_work(job, output.attempt)) as work:
         loading = time.perf_counter()
         holder = EngineWithFallback(job, seen, progress, make)
         adaptation = Adaptation(job, output, progress)
@@ -119,15 +126,23 @@ def compute(
         elif finished or journaled.num_rows:
             saved = saved_rows(journaled.num_rows, journaled.snapshots.values())
             progress.phase(f"{len(finished)} of {output.num_shards} shards are committed already, {saved}; the rest is computed")
-        ShardRunner(job, output, plan, holder, seen, progress, journaled, num_errors, adaptation).run()
+        ShardRunner(job, output, plan, work, holder, seen, progress, journaled, num_errors, adaptation).run()
     report_speed(output, holder.engine.totals, seconds=time.perf_counter() - began - start_up_s, start_up_s=start_up_s)
+
+
+def shard_work(job: Job, attempt: str) -> ShardWork | ShardWorkers:
+    """What admits rows and makes tables: input.num_workers processes, or this one."""
+    work, num_workers = ShardWork.of(job, attempt), job.config.input.num_workers
+    if num_workers is None:
+        num_workers = 0 if job.device.type == "cpu" else min(MOST_WORKERS, len(os.sched_getaffinity(0)) // 2)
+    return ShardWorkers(work, num_workers) if num_workers else work
 
 
 def work_plan(job: Job, output: OutputFolder, *, is_retry: bool) -> WorkPlan:
     """Which rows of a shard are computed: all of them, or those that the present retry is for."""
     if is_retry and output.generation is not None:
-        return RetryPlan(job.admission, output, output.generation)
-    return ComputeAll(job.admission, output)
+        return RetryPlan(output, output.generation)
+    return ComputeAll(output)
 
 
 def report_speed(output: OutputFolder, totals: EngineTotals, *, seconds: float, start_up_s: float) -> None:

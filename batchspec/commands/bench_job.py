@@ -8,10 +8,10 @@ The budget is 5 % of the time that an engine of 100,000 output tokens a second t
 seconds of the run by the clock, start-up left out, and the journal: a run as fast as this one writes it more seldom by the row
 than a job would, so that a flush is timed by itself.
 
-What matters to an engine is how much of a row's cost falls on the thread that launches its rounds. `engine_thread_us` is the CPU
-time of that thread by the row, the stand-in's own left out: `feed_us` of it in the stream of requests (reading, claims,
-admission), `round_us` in what is reported after each round, `finish_us` for finished rows and shards. `other_threads_us` is the
-CPU time of the process's other threads, which can hold Python's global lock; `workers_us` that of processes that ended meanwhile.
+What matters to an engine is how much of a row's cost falls on the thread that launches its rounds. `engine_thread_us` is the
+CPU time of that thread by the row, start-up and the stand-in's own left out: `feed_us` of it in the stream of requests,
+`round_us` in what is reported after each round, `finish_us` for finished rows and shards. `other_threads_us` is the CPU time of
+the process's other threads, which can hold Python's global lock; `workers_us` that of processes that ended meanwhile.
 
 `--tokenizer FOLDER` uses a model's tokenizer and chat template in place of the stand-in, and the engine's thread decodes the
 text of each row; `--tokens 140` makes rows as short as GSM8K's; `input.num_workers` is `--workers`.
@@ -69,31 +69,36 @@ def main(argv: list[str]) -> int:
     parser = ArgumentParser(prog="batchspec bench --job-layer", description=__doc__.partition("\n")[0])
     parser.add_argument("dir", metavar="DIR", type=Path, help="made anew: input, model/ and the job's output")
     parser.add_argument("--rows", type=int, default=20_000)
+    parser.add_argument("--workers", type=int, default=0, help="input.num_workers")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a prompt, and of an output")
     parser.add_argument("--tokenizer", type=Path, help="a model's folder: use its tokenizer and chat template")
     args = parser.parse_args(argv)
-    terminal.show_json(measure(args.dir, args.rows, args.tokens, Tokenizer(args.tokenizer) if args.tokenizer else None))
+    tokenizer = Tokenizer(args.tokenizer) if args.tokenizer else None
+    terminal.show_json(measure(args.dir, args.rows, args.tokens, tokenizer, args.workers))
     return 0
 
 
-def measure(folder: Path, num_rows: int, num_tokens: int = TOKENS, tokenizer: Tokenizer | None = None) -> dict[str, float]:
+def measure(
+    folder: Path, num_rows: int, num_tokens: int = TOKENS, tokenizer: Tokenizer | None = None, num_workers: int = 0
+) -> dict[str, float]:
     """Run the job; times in seconds, or microseconds by the row, memory in MB over the run's course."""
     texts = some_texts(num_tokens, None if tokenizer is None else vocabulary_words(tokenizer))
-    job = make_job(folder, num_rows, num_tokens, texts, tokenizer)
+    job = make_job(folder, num_rows, num_tokens, texts, tokenizer, num_workers)
     output = check_output(job)
     engine = StandInEngine(texts, num_tokens, tokenizer)
     with sampled(resident_mb) as memory:
-        began, cpu, thread, workers = time.perf_counter(), time.process_time(), time.thread_time(), children_s()
+        began, cpu, workers = time.perf_counter(), time.process_time(), children_s()
         compute(job, output, set(), make=engine.made)
-        seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu
-        thread_s, workers_s = time.thread_time() - thread, children_s() - workers
+        seconds, cpu_s, workers_s = time.perf_counter() - began, time.process_time() - cpu, children_s() - workers
+        thread_s = time.thread_time() - engine.made_at[0]
+        threads_s = time.process_time() - engine.made_at[1] - thread_s
     own_s = thread_s - engine.own_s
     by_thread = {
         "engine_thread_us": own_s,
         "feed_us": engine.feed_s,
         "round_us": engine.round_s,
         "finish_us": own_s - engine.feed_s - engine.round_s,
-        "other_threads_us": cpu_s - thread_s,
+        "other_threads_us": threads_s,
         "workers_us": workers_s,
     }
     journal_s = journal_seconds(folder / "journal", engine.last)
@@ -119,7 +124,7 @@ def measure(folder: Path, num_rows: int, num_tokens: int = TOKENS, tokenizer: To
 
 
 def some_texts(num_tokens: int, words: Sequence[str] | None = None) -> list[str]:
-    """Texts of so many words; by default of 3 characters and a space: as long as English of so many tokens, and as compressible."""
+    """Texts of so many words; by default of 3 characters and a space: as long as so many tokens of English, as compressible."""
     random = np.random.default_rng(0)
     letters = np.array(list("etaoinshrdlucmfwypvbgkjqxz"))
     words = words or ["".join(word) for word in letters[np.minimum(random.geometric(0.12, (2000, 3)) - 1, 25)]]
@@ -134,7 +139,7 @@ def vocabulary_words(tokenizer: Tokenizer) -> list[str]:
 
 
 def make_job(
-    folder: Path, num_rows: int, num_tokens: int, texts: Sequence[str], tokenizer: Tokenizer | None = None
+    folder: Path, num_rows: int, num_tokens: int, texts: Sequence[str], tokenizer: Tokenizer | None = None, num_workers: int = 0
 ) -> Job:  # fmt: skip
     """A job on `num_rows` chats, checked as any other."""
     (folder / "model").mkdir(parents=True, exist_ok=True)
@@ -145,6 +150,7 @@ def make_job(
             f"model.path={folder}/model", "model.load_format=dummy", "model.dtype=float32", f"input.path={folder}/input.parquet",
             f"output.dir={folder}/out", "output.overwrite=true", "output.token_ids=true", "output.prompt_ids=true",
             f"output.shard_rows={SHARD_ROWS}", f"decode.max_new_tokens={num_tokens}", "device=cpu",
+            f"input.num_workers={num_workers}",
         ]
     )  # fmt: skip
     return open_job(config, tokenizer=tokenizer or cast(Tokenizer, StandInTokenizer(texts, num_tokens)))
@@ -181,6 +187,7 @@ class StandInEngine:
     """Ends every row at once, in the order in which slots would: a row leaves when SLOTS later ones are in.
 
     tokenizer  decodes the text of each row; None: texts are known
+    made_at  CPU time of this thread, and of the process, when the start-up was over
     own_s, feed_s, round_s  CPU time of this thread in the stand-in itself, in the stream of requests, and after rounds
     """
 
@@ -194,8 +201,10 @@ class StandInEngine:
         self.on_round: Callable[[EngineTotals], None] | None = None
         self.last: deque[Completion] = deque(maxlen=1024)
         self.own_s = self.feed_s = self.round_s = 0.0
+        self.made_at = 0.0, 0.0
 
     def made(self, job: Job, seen: Survey, progress: ProgressBar) -> Engine:
+        self.made_at = time.thread_time(), time.process_time()
         return cast(Engine, self)
 
     def stop(self) -> None:
