@@ -310,9 +310,9 @@ def survey_first(job: Job) -> Survey:
 
 
 def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
-    """The engine for a job whose first rows were seen: see `load_engine`."""
+    """The engine for a job whose first rows were seen: see `load_engine`. Texts are left to who makes the tables."""
     demand = seen.demand(job.source.num_rows, job.admission.max_len)
-    return load_engine(job, demand, progress, shares_prefix=seen.shares_prefix)
+    return load_engine(job, demand, progress, shares_prefix=seen.shares_prefix, defers_text=True)
 
 
 def load_engine(
@@ -351,7 +351,9 @@ def load_engine(
     )
     if lead is not None:
         lead.send(Build(batch))
-    engine = build_engine(config, target, drafter, batch, tokenizer=job.tokenizer, lead=lead, vocabulary=vocabulary_of(job))
+    engine = build_engine(
+        config, target, drafter, batch, tokenizer=job.tokenizer, lead=lead, vocabulary=vocabulary_of(job), defers_text=defers_text
+    )
     if job.device.type == "cuda":
         progress.phase("compiling kernels and capturing the graphs of the rounds")
         progress.start_up.done("batch and drafter")
@@ -369,11 +371,11 @@ def load_weights(job: JobModel) -> tuple[Target, Any]:
 
 def build_engine(
     config: RunConfig, target: Target, drafter: Drafter, batch: PackedBatch, *, tokenizer: Tokenizer | None = None,
-    lead: Lead | None = None, vocabulary: TokenSymbols | None = None,
+    lead: Lead | None = None, vocabulary: TokenSymbols | None = None, defers_text: bool = False,
 ) -> Engine:  # fmt: skip
     """The engine that these settings ask for, on the target's device; nothing is captured yet.
 
-    lead, vocabulary  as of `Engine`
+    lead, vocabulary, defers_text  as of `Engine`
     """
     decode, ablation, num_top = config.decode, config.ablation, config.output.logprobs
     return Engine(
@@ -389,6 +391,7 @@ def build_engine(
             uniform_slots=ablation.uniform_slots,
         ),
         decode=tokenizer.decode if tokenizer else None,
+        defers_text=defers_text,
         eos_ids=frozenset(target.spec.eos_ids) | frozenset(tokenizer.eos_ids if tokenizer else ()),
         penalties=decode.repetition_penalty != 1 or decode.presence_penalty != 0,
         refill_dead=ablation.dead_rows,

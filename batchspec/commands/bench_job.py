@@ -13,8 +13,8 @@ CPU time of that thread by the row, start-up and the stand-in's own left out: `f
 `round_us` in what is reported after each round, `finish_us` for finished rows and shards. `other_threads_us` is the CPU time of
 the process's other threads, which can hold Python's global lock; `workers_us` that of processes that ended meanwhile.
 
-`--tokenizer FOLDER` uses a model's tokenizer and chat template in place of the stand-in, and the engine's thread decodes the
-text of each row; `--tokens 140` makes rows as short as GSM8K's; `input.num_workers` is `--workers`.
+`--tokenizer FOLDER` uses a model's tokenizer and chat template in place of the stand-in, and rows leave the engine without their
+text, as from the real one; `--tokens 140` makes rows as short as GSM8K's; `input.num_workers` is `--workers`.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class StandInTokenizer:
 class StandInEngine:
     """Ends every row at once, in the order in which slots would: a row leaves when SLOTS later ones are in.
 
-    tokenizer  decodes the text of each row; None: texts are known
+    tokenizer  of the job, which decodes the texts; None: texts are known
     made_at  CPU time of this thread, and of the process, when the start-up was over
     own_s, feed_s, round_s  CPU time of this thread in the stand-in itself, in the stream of requests, and after rounds
     """
@@ -253,8 +253,9 @@ class StandInEngine:
         )  # fmt: skip
         return Completion(
             request_id=request.request_id, row_index=request.row_index, sample_index=request.sample_index, shard=request.shard,
-            status="truncated", finish_reason="length", prompt_ids=request.prompt_ids, token_ids=token_ids, text=text,
-            seed=request.seed, predicted_tokens=request.predicted_tokens, stats=stats,
+            status="truncated", finish_reason="length", prompt_ids=request.prompt_ids, token_ids=token_ids,
+            text=text if self._tokenizer is None else None, text_due=self._tokenizer is not None, seed=request.seed,
+            predicted_tokens=request.predicted_tokens, stats=stats,
         )  # fmt: skip
 
 

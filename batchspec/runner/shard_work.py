@@ -7,7 +7,7 @@ every process.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -47,17 +47,24 @@ class ShardWork:
         return AdmittedShards(AdmittedShard(shard, self.admission.admit(shard)) for shard in shards)
 
     def table(self, shard: InputShard, completions: Sequence[Completion]) -> pa.Table:
-        """The completions as output rows."""
+        """The completions as output rows, with the texts that the engine left to it."""
         think = self.admission.think
         return build_table(
             shard,
-            completions,
+            [self._with_text(completion) for completion in completions],
             columns=self.columns,
             input=self.input,
             output=self.output,
             attempt=self.attempt,
             think_tokens=None if self.admission.has_channels else (think.begin, think.end) if think else ("", ""),
         )
+
+    def _with_text(self, completion: Completion) -> Completion:
+        if not completion.text_due:
+            return completion
+        assert self.admission.tokenizer is not None
+        assert completion.token_ids is not None
+        return replace(completion, text=self.admission.tokenizer.decode(completion.token_ids.tolist()), text_due=False)
 
     def settle(self) -> None:
         """Nothing is under way."""

@@ -22,8 +22,8 @@ from batchspec.packing.predict import LengthPredictor
 from batchspec.packing.work_plan import DecodedShard
 from batchspec.prepare import Job, JobModel, job_of
 from batchspec.records import Completion, Request
-from batchspec.runner.decode_shards import shard_table
 from batchspec.runner.oom_fallback import OutOfMemoryGuard
+from batchspec.runner.shard_work import ShardWork
 from batchspec.warm.stream import Stream
 
 ATTEMPT = "in-process"
@@ -124,7 +124,7 @@ class Call:
 
 def frame_of(job: Job, rows: InputShard, completions: Sequence[Completion]) -> pl.DataFrame:
     """Completions of these rows as a job would write them."""
-    frame = pl.from_arrow(shard_table(job, DecodedShard(shard=rows, completions=list(completions)), ATTEMPT))
+    frame = pl.from_arrow(ShardWork.of(job, ATTEMPT).table(rows, completions))
     assert isinstance(frame, pl.DataFrame)
     return frame
 
