@@ -331,7 +331,7 @@ def load_engine(
     lead = None if job.group is None else Lead(job.group.channel)
     if lead is not None:
         lead.send(load_message(job.device))
-    progress.start_up.done("output folder, workers")
+    progress.start_up.done("earlier runs")
     target, weights = load_weights(job)
     progress.start_up.done("weights")
     if job.spec.fp8_kv:

@@ -107,7 +107,8 @@ def completion_of(request: Request) -> Completion:
     )  # fmt: skip
     return Completion(
         request_id=request.request_id, row_index=request.row_index, sample_index=request.sample_index, shard=request.shard,
-        status="ok", finish_reason="stop", prompt_ids=request.prompt_ids, token_ids=np.arange(5, dtype=np.int32), text="",
+        status="ok", finish_reason="stop", prompt_ids=request.prompt_ids, token_ids=np.arange(9, 14, dtype=np.int32),
+        text_due=True,
         seed=request.seed, predicted_tokens=request.predicted_tokens, stats=stats, logprobs=np.array([0.5, np.nan], np.float32),
     )  # fmt: skip
 
@@ -128,8 +129,10 @@ def test_workers_give_the_rows_errors_order_and_tables_of_the_plain_path(tokeniz
         for shard in source.shards(10):
             entries = work.admission.admit(shard)
             done = [entry if isinstance(entry, Completion) else completion_of(entry) for entry in entries][::-1]
-            made, plain = workers.table(shard, done), work.table(shard, done)
+            made, plain = workers.begin_table(shard, done)(), work.table(shard, done)
             assert made.schema == plain.schema
+            texts = [done.text_due and tokenizer.decode(range(9, 14)) for done in sorted(done, key=lambda done: done.row_index)]
+            assert made["completion"].to_pylist() == [text or None for text in texts]
             assert made.drop_columns("perf").to_pylist() == plain.drop_columns("perf").to_pylist()
             assert [row["slot"] for row in made["perf"].to_pylist()] == [row["slot"] for row in plain["perf"].to_pylist()]
 
@@ -175,8 +178,8 @@ def test_what_reading_raises_is_raised_at_the_shard_that_could_not_be_read() -> 
 def test_what_a_worker_raises_is_raised_here() -> None:
     work, source = make_work(prompts("a"), KillingTokenizer())
     (shard,) = source.shards(1)
-    with closing(ShardWorkers(work, 1)) as workers, pytest.raises(AttributeError, match="row_index"):
-        workers.table(shard, [cast(Completion, "no completion")])
+    with closing(ShardWorkers(work, 1)) as workers, pytest.raises(AttributeError, match="text_due"):
+        workers.begin_table(shard, [cast(Completion, "no completion")])()
 
 
 def test_a_worker_that_dies_is_named_and_its_shard_done_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

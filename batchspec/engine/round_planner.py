@@ -106,13 +106,13 @@ class RoundPlanner:
         cost = self._executor.rehearse(mode)
         rehearsed = time.perf_counter()
         graphs.prepare([*shapes, *(replace(shape, shared=True) for shape in shapes if shared)])
+        if cost is None:
+            return None
         self.seconds = {
             "prefill (compile, time)": rehearsed - began,
             "kernels of rounds": graphs.warm_up_s,
             f"capture of {graphs.num_captured} graphs": graphs.capture_s,
         }
-        if cost is None:
-            return None
         if self.experts is None:
             self._time(shapes)
         else:

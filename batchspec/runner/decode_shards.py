@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import closing
+
+import pyarrow as pa
 
 from batchspec.dataset.reader import InputShard
 from batchspec.engine.engine import Engine
@@ -63,8 +65,16 @@ def decode_shards(
     yield from map(monitor.decoded, feed.complete())  # shards without one good row
 
 
-def commit_shard(job: Job, plan: WorkPlan, work: ShardWork | ShardWorkers, done: DecodedShard) -> None:
-    """Make the shard's table and publish its file. Raises InputError where the shard's input has changed since it was read."""
-    table = work.table(done.shard, done.completions) if done.completions else None  # None: every row is carried over
+def with_tables(
+    work: ShardWork | ShardWorkers, decoded: Iterable[DecodedShard]
+) -> Iterator[tuple[DecodedShard, Callable[[], pa.Table] | None]]:
+    """The same, each with what gives the table of its completions; None where every row is carried over."""
+    for done in decoded:
+        yield done, work.begin_table(done.shard, done.completions) if done.completions else None
+
+
+def commit_shard(job: Job, plan: WorkPlan, done: DecodedShard, table: Callable[[], pa.Table] | None) -> None:
+    """Publish the shard's file. Raises InputError where the shard's input has changed since it was read."""
+    made = None if table is None else table()
     job.source.check(done.shard.first_row, done.shard.first_row + done.shard.table.num_rows)
-    plan.commit(done.shard.index, done.completions, table)
+    plan.commit(done.shard.index, done.completions, made)

@@ -16,7 +16,7 @@ from batchspec.report.progress_bar import ProgressBar
 from batchspec.report.timeline import Timeline
 from batchspec.runner.adaptation import Adaptation
 from batchspec.runner.background_commit import commit_in_background
-from batchspec.runner.decode_shards import commit_shard, decode_shards
+from batchspec.runner.decode_shards import commit_shard, decode_shards, with_tables
 from batchspec.runner.oom_fallback import EngineWithFallback, OutOfMemoryGuard
 from batchspec.runner.run_monitor import RunMonitor
 from batchspec.runner.shard_work import ShardWork
@@ -92,11 +92,11 @@ class ShardRunner:
         smaller batch."""
         totals, beat = self.holder.engine.totals, self._watchdog.beat
         monitor = RunMonitor(self.progress, self._mean_output, totals, timeline, self._claims, beat, self._deadline)
-        decoded = self._decoded(others, monitor)
-        commits = commit_in_background(decoded, lambda done: commit_shard(self.job, self.plan, self.work, done))
+        decoded = with_tables(self.work, self._decoded(others, monitor))
+        commits = commit_in_background(decoded, lambda ready: commit_shard(self.job, self.plan, *ready))
         try:
             with OutOfMemoryGuard() as guard, closing(commits):
-                for done in commits:
+                for done, _ in commits:
                     self._committed(done)
         finally:
             self.work.settle()  # claims and journal are this thread's again

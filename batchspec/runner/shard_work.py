@@ -6,7 +6,7 @@ every process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -45,6 +45,10 @@ class ShardWork:
     def admitted(self, shards: Iterator[InputShard]) -> AdmittedShards:
         """The shards, in order, with what admission makes of their rows."""
         return AdmittedShards(AdmittedShard(shard, self.admission.admit(shard)) for shard in shards)
+
+    def begin_table(self, shard: InputShard, completions: Sequence[Completion]) -> Callable[[], pa.Table]:
+        """What gives the table. Workers begin with it at once; here it is made when it is asked for."""
+        return lambda: self.table(shard, completions)
 
     def table(self, shard: InputShard, completions: Sequence[Completion]) -> pa.Table:
         """The completions as output rows, with the texts that the engine left to it."""

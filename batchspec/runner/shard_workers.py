@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 
@@ -53,6 +53,7 @@ class ShardWorkers:
         for process in self._all:
             self._idle.put(process)
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="shard worker")
+        self._tables = ThreadPoolExecutor(num_workers, thread_name_prefix="shard table")
         self._reader, self._settling = ThreadPoolExecutor(1, thread_name_prefix="shard reader"), False
         for _ in self._all:
             self._submit("begin", shard_worker.prepare)
@@ -76,11 +77,11 @@ class ShardWorkers:
         self._reader.submit(lambda: None).result()
         self._settling = False
 
-    def table(self, shard: InputShard, completions: Sequence[Completion]) -> pa.Table:
-        """The completions as output rows. Waits for a worker."""
+    def begin_table(self, shard: InputShard, completions: Sequence[Completion]) -> Callable[[], pa.Table]:
+        """What waits for the table; the next worker that is free makes it, before it admits more rows."""
         what = f"make the table of shard {shard.index}"
-        made: pa.Table = _result(self._submit(what, shard_worker.table, shard, list(completions)).result())
-        return made
+        answer = self._tables.submit(lambda: self._ask(to_bytes((shard_worker.table, (shard, list(completions)))), what))
+        return lambda: cast(pa.Table, _result(answer.result()))
 
     def close(self) -> None:
         """End the workers, whatever they do."""
@@ -88,7 +89,8 @@ class ShardWorkers:
         for process in self._all:
             process.kill()
         self._reader.shutdown()
-        self._threads.shutdown(cancel_futures=True)
+        for threads in (self._threads, self._tables):
+            threads.shutdown(cancel_futures=True)
         for process in self._all:  # one that was started meanwhile
             process.kill()
 
