@@ -16,9 +16,10 @@ from batchspec.errors import ConfigError
 from batchspec.job import run_job
 from batchspec.prepare import make_engine, open_job, survey_first
 from batchspec.report.progress_bar import ProgressBar
-from batchspec.runner.decode_shards import decode_shards, shard_table
+from batchspec.runner.decode_shards import decode_shards
 from batchspec.runner.run_monitor import RunMonitor
 from batchspec.runner.run_shards import check_errors
+from batchspec.runner.shard_work import ShardWork
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
 
@@ -53,10 +54,10 @@ def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()
     opened = open_job(config, source)
     seen = survey_first(opened)
     with ProgressBar(seen.num_outputs(source.num_rows)) as progress:
-        engine = make_engine(opened, seen, progress)
+        engine, work = make_engine(opened, seen, progress), ShardWork.of(opened, "in-process")
+        monitor = RunMonitor(progress, seen.mean_output, engine.totals)
         tables = {
-            done.shard.index: shard_table(opened, done, attempt="in-process")
-            for done in decode_shards(opened, engine, RunMonitor(progress, seen.mean_output, engine.totals))
+            done.shard.index: work.table(done.shard, done.completions) for done in decode_shards(opened, engine, monitor, work)
         }
     frame = pl.from_arrow(pa.concat_tables([tables[index] for index in sorted(tables)]))
     assert isinstance(frame, pl.DataFrame)

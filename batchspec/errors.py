@@ -12,6 +12,7 @@ BatchspecError            1   base class; never raised itself
   StorageError           74   reading or writing failed; after the repair the same command continues
   Interrupted            75   a signal ended the run; the same command continues
     RankLost             75   a rank of the group that computes the model is gone; the same command continues
+    WorkerLost           75   a shard killed the processes that admit rows and make tables; the same command continues
 
 A message is one line and says what is wrong, where, the value, the limit and what to do.
 """
@@ -65,3 +66,7 @@ class Interrupted(BatchspecError):
 
 class RankLost(Interrupted):
     """Unlike after a signal, the run's work may have caused it: it counts as a crash (`supervise/leases.py`)."""
+
+
+class WorkerLost(Interrupted):
+    """Counts as a crash like RankLost: the next run finds the row that kills a process (`supervise/poison_rows.py`)."""

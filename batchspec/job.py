@@ -14,7 +14,9 @@ finish(output)          the card and the report, once no shard is missing       
 
 from __future__ import annotations
 
+import os
 import time
+from contextlib import closing
 from dataclasses import asdict
 
 from batchspec import terminal
@@ -29,6 +31,7 @@ from batchspec.prepare import Job, job_fingerprint, make_engine, open_job, recor
 from batchspec.report.card import dataset_card
 from batchspec.report.page import NEEDS_EXTRA, can_draw, write_report
 from batchspec.report.progress_bar import ProgressBar
+from batchspec.report.start_up import StartUp
 from batchspec.report.stats import JobStats, job_stats
 from batchspec.report.summary import RunSummary
 from batchspec.runner.adaptation import Adaptation
@@ -38,10 +41,15 @@ from batchspec.runner.new_retry import MAY_DIFFER, new_retry
 from batchspec.runner.oom_fallback import EngineWithFallback, MakeEngine
 from batchspec.runner.retry_plan import RetryPlan
 from batchspec.runner.run_shards import ShardRunner, check_errors
+from batchspec.runner.shard_work import ShardWork
+from batchspec.runner.shard_workers import ShardWorkers
 from batchspec.runstate.generations import Generation
 from batchspec.runstate.journal import Journaled, saved_rows
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.text import counted
+
+MOST_WORKERS = 4
+"""Processes that admit rows and make tables, by default: about 6,000 short chats a second."""
 
 
 def run_job(config: RunConfig, source: Source | None = None, *, group: Group | None = None) -> None:
@@ -50,8 +58,11 @@ def run_job(config: RunConfig, source: Source | None = None, *, group: Group | N
     source  replaces the dataset at input.path
     group   the processes that compute the target together, which this one leads
     """
+    start_up = StartUp()
+    start_up.done("imports and configuration")
     job = open_job(config, source, group=group)
     output = check_output(job)
+    start_up.done("checks")
     retry = new_retry(job, output)
     resumes = output.is_job() and not output.begins_anew(config.output.overwrite)
     finished = output.finished() if resumes else set()
@@ -60,7 +71,7 @@ def run_job(config: RunConfig, source: Source | None = None, *, group: Group | N
         say(f"{output.path}: already complete: {size_of(job, output)}{nothing_to_retry(config)}")
     else:
         try:
-            compute(job, output, finished, retry=retry)
+            compute(job, output, finished, retry=retry, start_up=start_up)
         except TooManyErrors:
             if output.missing():
                 raise  # raised after the last shard, the job is complete all the same: its card and report come first
@@ -86,16 +97,19 @@ def nothing_to_retry(config: RunConfig) -> str:
 
 
 def compute(
-    job: Job, output: OutputFolder, finished: set[int], make: MakeEngine = make_engine, retry: Generation | None = None
-) -> None:
+    job: Job, output: OutputFolder, finished: set[int], make: MakeEngine = make_engine, retry: Generation | None = None,
+    start_up: StartUp | None = None,
+) -> None:  # fmt: skip
     """Decode and commit every shard that is not `finished` and that no other run works on; prints and logs the speed.
 
     make   makes the engine; called when every check has passed
     retry  begins a retry: only its shards are computed
+    start_up  the phases of the run before
     Raises what `ShardRunner.run` raises.
     """
-    began = time.perf_counter()
+    began, start_up = time.perf_counter(), start_up or StartUp()
     seen = survey_first(job)
+    start_up.done("survey")
     if retry is not None:
         finished = finished - set(retry.shards)
     new_job = not output.is_job() or output.begins_anew(job.config.output.overwrite)
@@ -105,12 +119,13 @@ def compute(
     if not new_job:
         job = with_saved_scales(job, output)
     journaled = Journaled() if new_job or retry is not None else output.journal().read(finished)
-    with progress_bar(job, seen, finished, journaled) as progress:
+    with progress_bar(job, seen, finished, journaled, start_up) as progress, closing(shard_work(job, output.attempt)) as work:
         loading = time.perf_counter()
         holder = EngineWithFallback(job, seen, progress, make)
         adaptation = Adaptation(job, output, progress)
         adaptation.serve(holder.engine)
         start_up_s = time.perf_counter() - loading
+        start_up.done("engine")
         create_output(job, output, retry)  # no check can refuse the job from here on
         keep_scales(job, output, holder)
         plan = work_plan(job, output, is_retry=is_retry)
@@ -119,19 +134,34 @@ def compute(
         elif finished or journaled.num_rows:
             saved = saved_rows(journaled.num_rows, journaled.snapshots.values())
             progress.phase(f"{len(finished)} of {output.num_shards} shards are committed already, {saved}; the rest is computed")
-        ShardRunner(job, output, plan, holder, seen, progress, journaled, num_errors, adaptation).run()
-    report_speed(output, holder.engine.totals, seconds=time.perf_counter() - began - start_up_s, start_up_s=start_up_s)
+        ShardRunner(job, output, plan, work, holder, seen, progress, journaled, num_errors, adaptation).run()
+    seconds = time.perf_counter() - began - start_up_s
+    report_speed(output, holder.engine.totals, start_up, seconds=seconds, start_up_s=start_up_s)
+
+
+def shard_work(job: Job, attempt: str) -> ShardWork | ShardWorkers:
+    """What admits rows and makes tables: input.num_workers processes, or this one, where rows share the automata of structured
+    output too.
+    """
+    work, num_workers = ShardWork.of(job, attempt), job.config.input.num_workers
+    if num_workers is None:
+        num_workers = 0 if job.device.type == "cpu" else min(MOST_WORKERS, len(os.sched_getaffinity(0)) // 2)
+    if job.admission.constraints is not None:
+        num_workers = 0
+    return ShardWorkers(work, num_workers) if num_workers else work
 
 
 def work_plan(job: Job, output: OutputFolder, *, is_retry: bool) -> WorkPlan:
     """Which rows of a shard are computed: all of them, or those that the present retry is for."""
     if is_retry and output.generation is not None:
-        return RetryPlan(job.admission, output, output.generation)
-    return ComputeAll(job.admission, output)
+        return RetryPlan(output, output.generation)
+    return ComputeAll(output)
 
 
-def report_speed(output: OutputFolder, totals: EngineTotals, *, seconds: float, start_up_s: float) -> None:
-    """Print one line about the run that has ended, and keep it in the output folder's logs."""
+def report_speed(
+    output: OutputFolder, totals: EngineTotals, start_up: StartUp, *, seconds: float, start_up_s: float
+) -> None:  # fmt: skip
+    """Print a line about the run that has ended and one about its start, and keep them in the output folder's logs."""
     summary = RunSummary(
         seconds=seconds,
         start_up_s=start_up_s,
@@ -143,7 +173,9 @@ def report_speed(output: OutputFolder, totals: EngineTotals, *, seconds: float, 
         expert_correlation=totals.expert_correlation,
     )
     say(summary.line())
-    output.log_run(summary.facts())
+    if start_up.over:
+        say(start_up.line())
+    output.log_run({**summary.facts(), "start_up": start_up.facts()})
 
 
 def size_of(job: Job, output: OutputFolder) -> str:
@@ -165,10 +197,10 @@ def finish(output: OutputFolder, *, again: bool) -> JobStats:
     return stats
 
 
-def progress_bar(job: Job, seen: Survey, finished: set[int], journaled: Journaled) -> ProgressBar:
+def progress_bar(job: Job, seen: Survey, finished: set[int], journaled: Journaled, start_up: StartUp) -> ProgressBar:
     """A progress bar over the output rows of the whole job."""
     done = seen.num_outputs(len(finished) * job.shard_rows) + len(journaled.completions)
-    return ProgressBar(seen.num_outputs(job.source.num_rows), done=done)
+    return ProgressBar(seen.num_outputs(job.source.num_rows), done=done, start_up=start_up)
 
 
 def say(line: str) -> None:

@@ -310,12 +310,19 @@ def survey_first(job: Job) -> Survey:
 
 
 def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
-    """The engine for a job whose first rows were seen: see `load_engine`."""
-    return load_engine(job, seen.demand(job.source.num_rows, job.admission.max_len), progress)
+    """The engine for a job whose first rows were seen: see `load_engine`. Texts are left to who makes the tables."""
+    demand = seen.demand(job.source.num_rows, job.admission.max_len)
+    return load_engine(job, demand, progress, shares_prefix=seen.shares_prefix, defers_text=True)
 
 
-def load_engine(job: Job, demand: Demand, progress: ProgressBar) -> Engine:
-    """Load the weights, choose the shape from the memory that is left, set up the engine; says each step on the progress line."""
+def load_engine(
+    job: Job, demand: Demand, progress: ProgressBar, *, shares_prefix: bool = False, defers_text: bool = False
+) -> Engine:
+    """Load the weights, choose the shape from the memory that is left, set up the engine; says each step on the progress line.
+
+    shares_prefix  rows share a prefix of many pages
+    defers_text    as of `Engine`
+    """
     config = job.config
     dtype = str(job.dtype).removeprefix("torch.")
     check_memory(job)
@@ -324,7 +331,9 @@ def load_engine(job: Job, demand: Demand, progress: ProgressBar) -> Engine:
     lead = None if job.group is None else Lead(job.group.channel)
     if lead is not None:
         lead.send(load_message(job.device))
+    progress.start_up.done("earlier runs")
     target, weights = load_weights(job)
+    progress.start_up.done("weights")
     if job.spec.fp8_kv:
         source = give_scales(
             target, job.kv_scales, config.cache.scales, None if job.dummy else job.folder, job.tokenizer,
@@ -342,10 +351,14 @@ def load_engine(job: Job, demand: Demand, progress: ProgressBar) -> Engine:
     )
     if lead is not None:
         lead.send(Build(batch))
-    engine = build_engine(config, target, drafter, batch, tokenizer=job.tokenizer, lead=lead, vocabulary=vocabulary_of(job))
+    engine = build_engine(
+        config, target, drafter, batch, tokenizer=job.tokenizer, lead=lead, vocabulary=vocabulary_of(job), defers_text=defers_text
+    )
     if job.device.type == "cuda":
         progress.phase("compiling kernels and capturing the graphs of the rounds")
-        engine.prepare(usual_mode(config), shared=config.decode.n > 1)
+        progress.start_up.done("batch and drafter")
+        engine.prepare(usual_mode(config), shared=config.decode.n > 1 or shares_prefix)
+        progress.start_up.done("other preparations", engine.planner.seconds)
     return engine
 
 
@@ -358,11 +371,11 @@ def load_weights(job: JobModel) -> tuple[Target, Any]:
 
 def build_engine(
     config: RunConfig, target: Target, drafter: Drafter, batch: PackedBatch, *, tokenizer: Tokenizer | None = None,
-    lead: Lead | None = None, vocabulary: TokenSymbols | None = None,
+    lead: Lead | None = None, vocabulary: TokenSymbols | None = None, defers_text: bool = False,
 ) -> Engine:  # fmt: skip
     """The engine that these settings ask for, on the target's device; nothing is captured yet.
 
-    lead, vocabulary  as of `Engine`
+    lead, vocabulary, defers_text  as of `Engine`
     """
     decode, ablation, num_top = config.decode, config.ablation, config.output.logprobs
     return Engine(
@@ -378,6 +391,7 @@ def build_engine(
             uniform_slots=ablation.uniform_slots,
         ),
         decode=tokenizer.decode if tokenizer else None,
+        defers_text=defers_text,
         eos_ids=frozenset(target.spec.eos_ids) | frozenset(tokenizer.eos_ids if tokenizer else ()),
         penalties=decode.repetition_penalty != 1 or decode.presence_penalty != 0,
         refill_dead=ablation.dead_rows,

@@ -235,6 +235,8 @@ class Completion:
     """int32, ending with the EOS or with the tokens that completed the stop string."""
     text: str | None = None
     """Decoded answer, without the thought, the stop string and special tokens."""
+    text_due: bool = False
+    """`text` is the text of token_ids, special tokens left out, and is still to be decoded: by who makes the table."""
     reasoning: str | None = None
     """The text of the thought; None if there was none."""
     reasoning_truncated: bool | None = None

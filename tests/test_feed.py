@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from batchspec.dataset.columns import map_columns
 from batchspec.dataset.reader import InputShard, table_source
 from batchspec.packing.admit import Admission
 from batchspec.packing.feed import Feed
+from batchspec.packing.work_plan import AdmittedShard, AdmittedShards
 from batchspec.records import Completion, Request
 from tests.stand_ins import ByteTokenizer, small_spec
 
@@ -37,10 +39,14 @@ def feed_and_admission(
     )
     num_shards = -(-len(caps) // shard_rows)
     made = Feed(
-        source.shards(shard_rows), admission.admit, predicted=admission.predicted, num_shards=num_shards, shard_rows=shard_rows,
-        slots=slots, clock=clock,
+        source.shards(shard_rows), partial(admitted_here, admission), predicted=admission.predicted, num_shards=num_shards,
+        shard_rows=shard_rows, slots=slots, clock=clock,
     )  # fmt: skip
     return made, admission
+
+
+def admitted_here(admission: Admission, shards: Iterator[InputShard]) -> AdmittedShards:
+    return AdmittedShards(AdmittedShard(shard, admission.admit(shard)) for shard in shards)
 
 
 def done(request: Request, num_tokens: int = 1) -> Completion:

@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "packing",
         "prepare",
         "report.progress_bar",
-        "runner.decode_shards",
+        "runner.shard_work",
         "runner.oom_fallback",
     },
     "job": {"prepare", "runner", "dataset", "distributed.group", "engine.output_processor", "runstate", "packing", "report"},

@@ -60,6 +60,9 @@ def planner(
         return taken
 
     graphs: Any = SimpleNamespace(
+        warm_up_s=0.25,
+        capture_s=0.5,
+        num_captured=7,
         captures=dtype in GRAPH_DTYPES,
         prepared=prepared,
         prepare=prepared.extend,

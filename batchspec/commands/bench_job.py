@@ -6,13 +6,21 @@ and 512 output tokens with as much text; tokens of both and messages are written
 
 The budget is 5 % of the time that an engine of 100,000 output tokens a second takes for a row: 256 us. It is compared with the
 seconds of the run by the clock, start-up left out, and the journal: a run as fast as this one writes it more seldom by the row
-than a job would, so that a flush is timed by itself. `--tokenizer FOLDER` says what real tokens of such text cost; that is
-apart from the budget.
+than a job would, so that a flush is timed by itself.
+
+What matters to an engine is how much of a row's cost falls on the thread that launches its rounds. `engine_thread_us` is the
+CPU time of that thread by the row, start-up and the stand-in's own left out: `feed_us` of it in the stream of requests,
+`round_us` in what is reported after each round, `finish_us` for finished rows and shards. `other_threads_us` is the CPU time of
+the process's other threads, which can hold Python's global lock; `workers_us` that of processes that ended meanwhile.
+
+`--tokenizer FOLDER` uses a model's tokenizer and chat template in place of the stand-in, and rows leave the engine without their
+text, as from the real one; `--tokens 140` makes rows as short as GSM8K's; `input.num_workers` is `--workers`.
 """
 
 from __future__ import annotations
 
 import json
+import resource
 import threading
 import time
 from collections import deque
@@ -61,30 +69,43 @@ def main(argv: list[str]) -> int:
     parser = ArgumentParser(prog="batchspec bench --job-layer", description=__doc__.partition("\n")[0])
     parser.add_argument("dir", metavar="DIR", type=Path, help="made anew: input, model/ and the job's output")
     parser.add_argument("--rows", type=int, default=20_000)
-    parser.add_argument("--tokenizer", type=Path, help="a model's folder: what its tokenizer takes for such rows, apart")
+    parser.add_argument("--workers", type=int, default=0, help="input.num_workers")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a prompt, and of an output")
+    parser.add_argument("--tokenizer", type=Path, help="a model's folder: use its tokenizer and chat template")
     args = parser.parse_args(argv)
-    facts = measure(args.dir, args.rows)
-    if args.tokenizer:
-        facts |= tokenizing(Tokenizer(args.tokenizer))
-    terminal.show_json(facts)
+    tokenizer = Tokenizer(args.tokenizer) if args.tokenizer else None
+    terminal.show_json(measure(args.dir, args.rows, args.tokens, tokenizer, args.workers))
     return 0
 
 
-def measure(folder: Path, num_rows: int) -> dict[str, float]:
+def measure(
+    folder: Path, num_rows: int, num_tokens: int = TOKENS, tokenizer: Tokenizer | None = None, num_workers: int = 0
+) -> dict[str, float]:
     """Run the job; times in seconds, or microseconds by the row, memory in MB over the run's course."""
-    texts = some_texts()
-    job = make_job(folder, num_rows, texts)
+    texts = some_texts(num_tokens, None if tokenizer is None else vocabulary_words(tokenizer))
+    job = make_job(folder, num_rows, num_tokens, texts, tokenizer, num_workers)
     output = check_output(job)
-    engine = StandInEngine(texts)
+    engine = StandInEngine(texts, num_tokens, tokenizer)
     with sampled(resident_mb) as memory:
-        began, cpu = time.perf_counter(), time.process_time()
+        began, cpu, workers = time.perf_counter(), time.process_time(), children_s()
         compute(job, output, set(), make=engine.made)
-        seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu
+        seconds, cpu_s, workers_s = time.perf_counter() - began, time.process_time() - cpu, children_s() - workers
+        thread_s = time.thread_time() - engine.made_at[0]
+        threads_s = time.process_time() - engine.made_at[1] - thread_s
+    own_s = thread_s - engine.own_s
+    by_thread = {
+        "engine_thread_us": own_s,
+        "feed_us": engine.feed_s,
+        "round_us": engine.round_s,
+        "finish_us": own_s - engine.feed_s - engine.round_s,
+        "other_threads_us": threads_s,
+        "workers_us": workers_s,
+    }
     journal_s = journal_seconds(folder / "journal", engine.last)
     written = sum(path.stat().st_size for path in (folder / "out" / "data").iterdir())
     row_us = seconds / num_rows * 1e6
     # Rows wait for their shard to be committed: a flush finds at most those of a window.
-    journal_us = journal_s / len(engine.last) * min(1.0, WINDOW_SHARDS * job.shard_rows / (JOURNAL_S * TOK_S / TOKENS)) * 1e6
+    journal_us = journal_s / len(engine.last) * min(1.0, WINDOW_SHARDS * job.shard_rows / (JOURNAL_S * TOK_S / num_tokens)) * 1e6
     quarters = [max(part) for part in np.array_split(np.array(memory), 4)] if len(memory) >= 4 else [max(memory)] * 4
     return {
         "rows": num_rows,
@@ -95,21 +116,31 @@ def measure(folder: Path, num_rows: int) -> dict[str, float]:
         "row_us": round(row_us, 1),
         "cpu_us": round(cpu_s / num_rows * 1e6, 1),
         "journal_us": round(journal_us, 1),
-        "budget_us": round(TOKENS / TOK_S * SHARE * 1e6, 1),
-        "share": round((row_us + journal_us) / 1e6 / (TOKENS / TOK_S), 4),
+        "budget_us": round(num_tokens / TOK_S * SHARE * 1e6, 1),
+        "share": round((row_us + journal_us) / 1e6 / (num_tokens / TOK_S), 4),
+        **{name: round(value / num_rows * 1e6, 1) for name, value in by_thread.items()},
         **{f"resident_mb_q{i + 1}": round(float(value), 1) for i, value in enumerate(quarters)},
     }
 
 
-def some_texts() -> list[str]:
-    """Texts of 512 words of 3 characters and a space: as long as 512 tokens of English, and as compressible."""
+def some_texts(num_tokens: int, words: Sequence[str] | None = None) -> list[str]:
+    """Texts of so many words; by default of 3 characters and a space: as long as so many tokens of English, as compressible."""
     random = np.random.default_rng(0)
     letters = np.array(list("etaoinshrdlucmfwypvbgkjqxz"))
-    words = ["".join(word) for word in letters[np.minimum(random.geometric(0.12, (2000, 3)) - 1, 25)]]
-    return [" ".join(words[i] for i in random.integers(0, len(words), TOKENS)) for _ in range(POOL)]
+    words = words or ["".join(word) for word in letters[np.minimum(random.geometric(0.12, (2000, 3)) - 1, 25)]]
+    return [" ".join(words[i] for i in random.integers(0, len(words), num_tokens)) for _ in range(POOL)]
 
 
-def make_job(folder: Path, num_rows: int, texts: Sequence[str]) -> Job:
+def vocabulary_words(tokenizer: Tokenizer) -> list[str]:
+    """2,000 words that are one token each after a space."""
+    texts = (tokenizer.decode([token]) for token in range(300, 20_000))
+    words = [text[1:] for text in texts if text[:1] == " " and text[1:].isascii() and text[1:].isalpha()]
+    return words[:2000]
+
+
+def make_job(
+    folder: Path, num_rows: int, num_tokens: int, texts: Sequence[str], tokenizer: Tokenizer | None = None, num_workers: int = 0
+) -> Job:  # fmt: skip
     """A job on `num_rows` chats, checked as any other."""
     (folder / "model").mkdir(parents=True, exist_ok=True)
     (folder / "model" / "config.json").write_text(json.dumps({**COMMON, **SHAPES["llama8b"]}))
@@ -118,10 +149,11 @@ def make_job(folder: Path, num_rows: int, texts: Sequence[str]) -> Job:
         [
             f"model.path={folder}/model", "model.load_format=dummy", "model.dtype=float32", f"input.path={folder}/input.parquet",
             f"output.dir={folder}/out", "output.overwrite=true", "output.token_ids=true", "output.prompt_ids=true",
-            f"output.shard_rows={SHARD_ROWS}", f"decode.max_new_tokens={TOKENS}", "device=cpu",
+            f"output.shard_rows={SHARD_ROWS}", f"decode.max_new_tokens={num_tokens}", "device=cpu",
+            f"input.num_workers={num_workers}",
         ]
     )  # fmt: skip
-    return open_job(config, tokenizer=cast(Tokenizer, StandInTokenizer(texts)))
+    return open_job(config, tokenizer=tokenizer or cast(Tokenizer, StandInTokenizer(texts, num_tokens)))
 
 
 def write_input(path: Path, num_rows: int, texts: Sequence[str]) -> None:
@@ -140,9 +172,9 @@ class StandInTokenizer:
     added_ids: Mapping[str, int] = {}
     fingerprint, has_chat_template = "stand-in", True
 
-    def __init__(self, texts: Sequence[str]) -> None:
+    def __init__(self, texts: Sequence[str], num_tokens: int) -> None:
         random = np.random.default_rng(1)
-        self._ids: dict[str, list[int]] = {text: random.integers(3, 30000, TOKENS).tolist() for text in texts}
+        self._ids: dict[str, list[int]] = {text: random.integers(3, 30000, num_tokens).tolist() for text in texts}
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **_: Any) -> list[int]:
         return self._ids[str(messages[0]["content"])]
@@ -152,17 +184,27 @@ class StandInTokenizer:
 
 
 class StandInEngine:
-    """Ends every row at once, in the order in which slots would: a row leaves when SLOTS later ones are in."""
+    """Ends every row at once, in the order in which slots would: a row leaves when SLOTS later ones are in.
 
-    def __init__(self, texts: Sequence[str]) -> None:
+    tokenizer  of the job, which decodes the texts; None: texts are known
+    made_at  CPU time of this thread, and of the process, when the start-up was over
+    own_s, feed_s, round_s  CPU time of this thread in the stand-in itself, in the stream of requests, and after rounds
+    """
+
+    def __init__(self, texts: Sequence[str], num_tokens: int, tokenizer: Tokenizer | None = None) -> None:
         random = np.random.default_rng(2)
-        self._answers = [(text, random.integers(3, 30000, TOKENS).astype(np.int32)) for text in texts]
+        self._num_tokens, self._tokenizer = num_tokens, tokenizer
+        ids = (random.integers(3, 30000, num_tokens) if tokenizer is None else tokenizer.encode_part(text) for text in texts)
+        self._answers = [(text, np.array(tokens[:num_tokens], np.int32)) for text, tokens in zip(texts, ids, strict=True)]
         self.batch = SimpleNamespace(num_slots=SLOTS)
         self.totals = EngineTotals()
         self.on_round: Callable[[EngineTotals], None] | None = None
         self.last: deque[Completion] = deque(maxlen=1024)
+        self.own_s = self.feed_s = self.round_s = 0.0
+        self.made_at = 0.0, 0.0
 
     def made(self, job: Job, seen: Survey, progress: ProgressBar) -> Engine:
+        self.made_at = time.thread_time(), time.process_time()
         return cast(Engine, self)
 
     def stop(self) -> None:
@@ -173,34 +215,48 @@ class StandInEngine:
 
     def run(self, requests: Iterator[Request]) -> Generator[Completion]:
         live: deque[Request] = deque()
-        for request in requests:
+        while (request := self._next(requests)) is not None:
             live.append(request)
             if len(live) == SLOTS:
                 yield self._end(live.popleft(), SLOTS)
         while live:
             yield self._end(live.popleft(), len(live))
 
+    def _next(self, requests: Iterator[Request]) -> Request | None:
+        began = time.thread_time()
+        request = next(requests, None)
+        self.feed_s += time.thread_time() - began
+        return request
+
     def _end(self, request: Request, live_rows: int) -> Completion:
-        totals, rounds = self.totals, TOKENS // 2
-        totals.tokens, totals.live_rows = totals.tokens + TOKENS, live_rows
+        began = time.thread_time()
+        totals, rounds = self.totals, self._num_tokens // 2
+        totals.tokens, totals.live_rows = totals.tokens + self._num_tokens, live_rows
         totals.row_rounds, totals.accepted = totals.row_rounds + rounds, totals.accepted + rounds
         for _ in range(ROUNDS_A_ROW):
             totals.rounds += 1
             if self.on_round is not None:
                 self.on_round(totals)
+        reported = time.thread_time()
+        self.round_s += reported - began
+        completion = self._completion(request, rounds)
+        self.last.append(completion)
+        self.own_s += time.thread_time() - reported
+        return completion
+
+    def _completion(self, request: Request, rounds: int) -> Completion:
         text, token_ids = self._answers[request.row_index % POOL]
         stats = RowStats(
             drafter="lookup", draft_len=K, num_prefills=1, num_rounds=rounds, num_drafted=K * rounds, num_accepted=rounds,
             num_discarded=0, histogram=(0, rounds, 0, 0, 0), drafted_at=(rounds,) * K, accepted_at=(rounds, 0, 0, 0),
             prefill_s=0.1, decode_s=2.5, batch_id=0, slot=request.row_index % SLOTS,
         )  # fmt: skip
-        completion = Completion(
+        return Completion(
             request_id=request.request_id, row_index=request.row_index, sample_index=request.sample_index, shard=request.shard,
-            status="truncated", finish_reason="length", prompt_ids=request.prompt_ids, token_ids=token_ids, text=text,
-            seed=request.seed, predicted_tokens=request.predicted_tokens, stats=stats,
+            status="truncated", finish_reason="length", prompt_ids=request.prompt_ids, token_ids=token_ids,
+            text=text if self._tokenizer is None else None, text_due=self._tokenizer is not None, seed=request.seed,
+            predicted_tokens=request.predicted_tokens, stats=stats,
         )  # fmt: skip
-        self.last.append(completion)
-        return completion
 
 
 def journal_seconds(folder: Path, completions: Sequence[Completion]) -> float:
@@ -213,20 +269,10 @@ def journal_seconds(folder: Path, completions: Sequence[Completion]) -> float:
     return time.process_time() - began
 
 
-def tokenizing(tokenizer: Tokenizer) -> dict[str, float]:
-    """Microseconds of a row's tokens: the chat's to ids, and as many ids to text."""
-    texts = some_texts()[:200]
-    began = time.perf_counter()
-    ids = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
-    encoded = time.perf_counter()
-    for row in ids:
-        tokenizer.decode(row)
-    decoded = time.perf_counter()
-    return {
-        "tokens_of_a_chat": round(sum(map(len, ids)) / len(ids), 1),
-        "encode_us": round((encoded - began) / len(texts) * 1e6, 1),
-        "decode_us": round((decoded - encoded) / len(texts) * 1e6, 1),
-    }
+def children_s() -> float:
+    """CPU time of child processes that have ended, in seconds."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def resident_mb() -> float:

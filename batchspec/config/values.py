@@ -63,6 +63,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "packing.run_ahead": (0, 64, "null lets the planner choose"),
     "packing.expert_correlation": (math.ulp(0.0), 1.0, "1 is tokens that choose independently"),
     "input.limit": (1, math.inf, "null takes every row"),
+    "input.num_workers": (0, 64, "null lets batchspec choose"),
     "input.max_error_fraction": (0.0, 1.0, "1 ends a job of nothing but error rows alone"),
     "output.shard_rows": (1, 10_000_000, "null lets batchspec choose"),
     "output.logprobs": (0, 100, "null writes none"),

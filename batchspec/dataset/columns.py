@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from batchspec.dataset.reader import InputShard, Source, derived_id, locate
+from batchspec.dataset.reader import InputShard, Source, SourceFacts, derived_id, locate
 from batchspec.dataset.untyped_columns import as_text, is_csv, json_kinds
 from batchspec.errors import ConfigError, InputError
 
@@ -269,7 +269,7 @@ def _place(source: Source, row: int) -> str:
     return f"{file} row {at}"
 
 
-def request_ids(source: Source, columns: ColumnMap, shard: InputShard) -> list[str]:
+def request_ids(source: Source | SourceFacts, columns: ColumnMap, shard: InputShard) -> list[str]:
     """The id of every row of a shard: the id column as text, else `<file>:<row in the file>`."""
     name = columns.get("id")
     if name is not None:
@@ -281,7 +281,7 @@ def request_ids(source: Source, columns: ColumnMap, shard: InputShard) -> list[s
     return list(_derived_ids(source, shard.first_row, shard.first_row + shard.table.num_rows))
 
 
-def _derived_ids(source: Source, first: int, stop: int) -> Iterator[str]:
+def _derived_ids(source: Source | SourceFacts, first: int, stop: int) -> Iterator[str]:
     start = 0
     for file in source.files:
         for row in range(max(first - start, 0), min(stop - start, file.num_rows)):

@@ -63,6 +63,14 @@ class InputShard:
     """Row index in the whole input -> why the row cannot be read."""
 
 
+@dataclass(frozen=True, slots=True)
+class SourceFacts:
+    """What a `Source` is, without what reads it: it can be sent to another process."""
+
+    files: tuple[InputFile, ...]
+    schema: pa.Schema
+
+
 class Source(Protocol):
     """A dataset that can be read again and again, in the same order."""
 

@@ -49,6 +49,7 @@ def build_table(
     the time of the build.
     """
     completions = sorted(completions, key=lambda c: (c.row_index, c.sample_index))
+    assert not any(completion.text_due for completion in completions), "a text was never decoded"
     channels = think_tokens is None
     schema = output_schema(shard.table.schema, columns, output, channels=channels)
     input_fields = {field.name: field for field in shard.table.schema}

@@ -19,6 +19,7 @@ def completion_of(
     state: RequestState,
     *,
     decode: Decode | None,
+    defers_text: bool = False,
     drafter: str,
     eos_ids: frozenset[int],
     slot: int,
@@ -28,6 +29,7 @@ def completion_of(
     """The completion of a finished request.
 
     decode   token ids -> text; None without a tokenizer
+    defers_text  leave text that is simply that of all tokens to the caller (`Completion.text_due`)
     eos_ids  the model's EOS ids, which are not reported as stop_reason
     slot     the slot in which the request ended
     now      the host's clock in seconds
@@ -39,7 +41,8 @@ def completion_of(
         return _failure(state, _stats(state, drafter, slot, now, nodes))
     count = len(state.tokens)
     assert state.num_top is None or len(state.logprobs) >= count, (len(state.logprobs), count)
-    texts = _texts(state, decode)
+    text_due = defers_text and decode is not None and request.thinking is None and state.stop_string is None
+    texts = _Texts() if text_due else _texts(state, decode)
     parts = texts.parts
     stop_id = None if state.stop_id is None or state.stop_id in eos_ids else str(state.stop_id)
     top = None
@@ -56,6 +59,7 @@ def completion_of(
         prompt_ids=request.prompt_ids,
         token_ids=np.array(state.tokens, np.int32),
         text=texts.answer,
+        text_due=text_due,
         reasoning=texts.reasoning,
         tool_calls=texts.tool_calls,
         reasoning_truncated=None if parts is None else _cut_off(state, parts),

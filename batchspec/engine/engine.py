@@ -49,6 +49,7 @@ class Engine:
         device: torch.device,
         options: RoundOptions | None = None,
         decode: Decode | None = None,
+        defers_text: bool = False,
         eos_ids: frozenset[int] = frozenset(),
         penalties: bool = False,
         refill_dead: bool = True,
@@ -61,6 +62,7 @@ class Engine:
     ) -> None:
         """`decode` turns ids into text (needed for stop strings); `penalties` allocates penalty state.
 
+        defers_text  leave to the caller what text can wait (`Completion.text_due`)
         refill_dead  False: no new rows until all have ended (ablation)
         adaptive     choose the draft length of each round, 0 included, by measured times and acceptance (GPU only)
         overlap      prefill concurrently with the rounds, not between them (GPU only)
@@ -82,7 +84,7 @@ class Engine:
         self.on_round: Callable[[EngineTotals], None] | None = None
         """Called after each result that was processed."""
         self.hook = RoundHook()
-        self._decode, self._eos_ids = decode, eos_ids
+        self._decode, self._defers_text, self._eos_ids = decode, defers_text, eos_ids
         self._allocator_kind = SlotAllocator if refill_dead else StaticBatching
         self._stopping = False
         self._prefill_cost: PrefillCost | None = None
@@ -280,8 +282,8 @@ class Engine:
 
     def _completed(self, state: RequestState, *, slot: int, now: float) -> Completion:
         done = completion_of(
-            state, decode=self._decode, drafter=self.drafter.name, eos_ids=self._eos_ids, slot=slot, now=now,
-            nodes=self.executor.round.nodes,
+            state, decode=self._decode, defers_text=self._defers_text, drafter=self.drafter.name, eos_ids=self._eos_ids,
+            slot=slot, now=now, nodes=self.executor.round.nodes,
         )  # fmt: skip
         if done.prompt_ids is not None and done.token_ids is not None:  # no error
             self._finished_rows.append((done.prompt_ids, done.token_ids))

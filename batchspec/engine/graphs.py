@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,8 @@ class Graphs:
         self.captures = rows.tokens.is_cuda and round_.target.dtype in GRAPH_DTYPES
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, RoundResult]] = {}
         self._pool: Any = None
+        self.warm_up_s = self.capture_s = 0.0
+        """Seconds in which rounds were run for the first time, which compiles their kernels, and captured."""
 
     def run(self, shape: Shape) -> RoundResult:
         """One round over the first slots. The result's tensors are those of the graph: copy them before the next round."""
@@ -92,7 +95,9 @@ class Graphs:
         state: Sequence[torch.Tensor] = (self._rows.live, *self._round.drafter.state)
         before = [tensor.clone() for tensor in state]
         self._rows.live.zero_()
+        began = time.perf_counter()
         self._run(shape)
+        warmed_up = time.perf_counter()
         graph = torch.cuda.CUDAGraph()
         # The kernels of a graph keep the priority of the stream it was captured on.
         current = torch.cuda.current_stream()
@@ -103,6 +108,8 @@ class Graphs:
             torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
         ):
             result = self._run(shape)
+        self.warm_up_s += warmed_up - began
+        self.capture_s += time.perf_counter() - warmed_up
         self._pool = self._pool or graph.pool()
         for tensor, value in zip(state, before, strict=True):
             tensor.copy_(value)

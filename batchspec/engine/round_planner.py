@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -72,6 +73,8 @@ class RoundPlanner:
         self._max_len = executor.drafter.max_len
         self._windows = Counter((*executor.target.spec.windows, *executor.drafter.kv_windows))
         experts = executor.target.spec.experts
+        self.seconds: dict[str, float] = {}
+        """What `prepare` took, by its parts."""
         self.experts = None if experts is None else ExpertReads(*experts, expert_correlation)
         """What is known of the experts that rounds read; None for a target without experts."""
         self._num_rounds = 0
@@ -99,10 +102,17 @@ class RoundPlanner:
         shapes = [
             Shape(num_rows, k, mode, prepare_next=prepare_next) for num_rows in batch.row_buckets for k, prepare_next in kinds
         ]
+        began = time.perf_counter()
         cost = self._executor.rehearse(mode)
+        rehearsed = time.perf_counter()
         graphs.prepare([*shapes, *(replace(shape, shared=True) for shape in shapes if shared)])
         if cost is None:
             return None
+        self.seconds = {
+            "prefill (compile, time)": rehearsed - began,
+            "kernels of rounds": graphs.warm_up_s,
+            f"capture of {graphs.num_captured} graphs": graphs.capture_s,
+        }
         if self.experts is None:
             self._time(shapes)
         else:

@@ -46,6 +46,13 @@ class Templates:
             except RecursionError:
                 raise self._bad(name, ": it is nested too deeply") from None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy in another process has a rendering process of its own."""
+        return {**self.__dict__, "_process": None, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
     def __contains__(self, name: str) -> bool:
         return name in self._sources
 

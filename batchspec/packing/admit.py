@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from batchspec.config.schema import RunConfig
 from batchspec.config.values import violation
 from batchspec.dataset.columns import TYPES, ColumnMap, request_ids
-from batchspec.dataset.reader import InputShard, Source, locate
+from batchspec.dataset.reader import InputShard, Source, SourceFacts, locate
 from batchspec.dataset.untyped_columns import json_kinds
 from batchspec.errors import ConfigError
 from batchspec.model.thinking import find_think_tokens
@@ -61,6 +61,7 @@ class Admission:
 
     source     the dataset that the shards come from; messages name its files
     tokenizer  may be None for `prompt_ids` input without stop strings
+    It can be pickled: worker processes admit too (runner/shard_workers.py).
     Raises ConfigError when the configuration does not fit the model or the tokenizer.
     """
 
@@ -68,7 +69,8 @@ class Admission:
         self, config: RunConfig, *, source: Source, columns: ColumnMap, spec: ModelSpec, tokenizer: Tokenizer | None
     ) -> None:
         self.decode, self.input = config.decode, config.input
-        self.source, self.columns, self.tokenizer, self.vocab_size = source, columns, tokenizer, spec.vocab_size
+        self.source, self.columns = SourceFacts(source.files, source.schema), columns
+        self.tokenizer, self.vocab_size = tokenizer, spec.vocab_size
         self.max_len = job_max_len(config, spec)
         special_ids = tokenizer.special_ids if tokenizer else {}
         self.special_ids: Mapping[str, int] = {text: token for text, token in special_ids.items() if token < self.vocab_size}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from batchspec.dataset.reader import InputShard
 from batchspec.packing.planner import order_requests
-from batchspec.packing.work_plan import DecodedShard, PlanRows
+from batchspec.packing.work_plan import AdmitShards, AdmittedShard, AdmittedShards, DecodedShard, PlanRows, all_rows
 from batchspec.records import Completion, Request
 from batchspec.runstate.journal import Journaled
 
@@ -19,8 +19,8 @@ WINDOW_SLOTS = 2
 """A window holds at least this many input rows for each slot of the batch."""
 EARLY_S = 5.0
 """Admission of the next window begins this long before the present one is used up: a few rows with each request handed out.
-Admitting 2,000 chats at once would keep the GPU waiting for half a second. It does not begin earlier, because other runs may
-still claim the next shards."""
+Admitting 2,000 chats at once would keep the GPU waiting for half a second; shards at workers are not waited for. It does not
+begin earlier, because other runs may still claim the next shards."""
 
 
 @dataclass(slots=True)
@@ -35,10 +35,53 @@ class _OpenShard:
         return len(self.completions) + self.num_carried
 
 
-class Feed:
-    """Admits shards a window at a time, hands out their requests longest first, and tracks the unfinished rows of each shard.
+class _Window:
+    """The requests of one window, admitted as far as was asked for.
 
-    rows        gives what is done with each output row of a shard
+    planned   the requests of a shard, a list of no or one for each output row
+    num_rows  maximum number of input rows
+    """
+
+    def __init__(
+        self, shards: AdmittedShards, planned: Callable[[AdmittedShard], Iterator[list[Request]]], num_rows: int
+    ) -> None:
+        self._shards, self._planned, self._num_rows = shards, planned, num_rows
+        self._requests: list[Request] = []
+        self._waits = False
+        self._steps = self._admitted()
+
+    def admit_share(self, num_shares: int) -> None:
+        """Admit one of so many equal shares of the rows that are left, or less where that would have to wait for a worker."""
+        for took in itertools.islice(self._steps, -(-self._num_rows // num_shares)):
+            if not took:
+                return
+            self._num_rows -= 1
+
+    def admit_all(self) -> list[Request]:
+        """All requests of the window."""
+        self._waits = True
+        for _ in self._steps:
+            pass
+        return self._requests
+
+    def _admitted(self) -> Iterator[bool]:
+        """True for each output row that was taken; False while the next one is not there, unless it is waited for."""
+        while True:
+            while not (self._waits or self._shards.is_ready()):
+                yield False
+            admitted = next(self._shards, None)
+            if admitted is None:
+                return
+            for requests in self._planned(admitted):
+                self._requests += requests
+                yield True
+
+
+class Feed:
+    """Takes shards a window at a time, hands out their requests longest first, and tracks the unfinished rows of each shard.
+
+    admit       admits the rows of shards
+    rows        gives what is done with each output row of a shard; default: all are decoded
     predicted   returns a request with its present predicted output length
     num_shards  number of shards in `shards`
     shard_rows  input rows of a shard; the last shard may have fewer
@@ -53,8 +96,9 @@ class Feed:
     def __init__(
         self,
         shards: Iterator[InputShard],
-        rows: PlanRows,
+        admit: AdmitShards,
         *,
+        rows: PlanRows = all_rows,
         predicted: Callable[[Request], Request],
         num_shards: int,
         shard_rows: int,
@@ -62,7 +106,7 @@ class Feed:
         journaled: Journaled | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._shards, self._rows, self._predicted, self._clock = shards, rows, predicted, clock
+        self._shards, self._admit, self._rows, self._predicted, self._clock = shards, admit, rows, predicted, clock
         self._num_shards, self._shard_rows, self._slots = num_shards, shard_rows, slots
         self._window = max(WINDOW_SHARDS, -(-WINDOW_SLOTS * slots // shard_rows))
         self._num_windows = max(1, num_shards // self._window)
@@ -72,19 +116,16 @@ class Feed:
 
     def requests(self) -> Iterator[Request]:
         """Requests in decoding order: window by window, the longest of a window first."""
-        coming = self._admitted(0)
+        coming = self._coming(0)
         for window in range(1, self._num_windows + 1):
-            requests = order_requests(list(itertools.chain.from_iterable(coming)))
-            coming, ahead, rows = self._admitted(window), list[list[Request]](), self._num_rows(window)
+            requests = order_requests(coming.admit_all())
+            coming = self._coming(window)
             for number, request in enumerate(requests, 1):
                 # Predict again: rows that finished since the window was admitted improve the prediction.
                 yield self._predicted(request)
                 left = len(requests) - number
                 if self._ends_soon(left):
-                    some = list(itertools.islice(coming, -(-rows // (left + 1))))
-                    rows -= len(some)
-                    ahead += some
-            coming = itertools.chain(ahead, coming)
+                    coming.admit_share(left + 1)
 
     def _ends_soon(self, left: int) -> bool:
         """Whether the `left` remaining requests will be handed out within EARLY_S, at the pace since the slots were filled."""
@@ -101,20 +142,22 @@ class Feed:
         shards = self._window if window < self._num_windows - 1 else self._num_shards - window * self._window
         return shards * self._shard_rows
 
-    def _admitted(self, window: int) -> Iterator[list[Request]]:
-        """For each output row of a window a list of no or one request. Rows are admitted lazily."""
-        if window >= self._num_windows:
-            return
-        for shard in itertools.islice(self._shards, None if window == self._num_windows - 1 else self._window):
-            opened = _OpenShard(shard)
-            for planned in self._rows(shard):
-                entry = None if planned is None else self._journaled.known(planned)
-                opened.num_outputs += 1
-                opened.num_carried += entry is None
-                if isinstance(entry, Completion):
-                    opened.completions.append(entry)
-                yield [entry] if isinstance(entry, Request) else []
-            self._open[shard.index] = opened
+    def _coming(self, window: int) -> _Window:
+        """A window of which nothing is read yet."""
+        shards = self._window if window < self._num_windows - 1 else None if window < self._num_windows else 0
+        return _Window(self._admit(itertools.islice(self._shards, shards)), self._planned, self._num_rows(window))
+
+    def _planned(self, admitted: AdmittedShard) -> Iterator[list[Request]]:
+        """For each output row of a shard a list of no or one request."""
+        opened = _OpenShard(admitted.shard)
+        for planned in self._rows(admitted.shard, admitted.entries):
+            entry = None if planned is None else self._journaled.known(planned)
+            opened.num_outputs += 1
+            opened.num_carried += entry is None
+            if isinstance(entry, Completion):
+                opened.completions.append(entry)
+            yield [self._predicted(entry)] if isinstance(entry, Request) else []
+        self._open[admitted.shard.index] = opened
 
     def add(self, completion: Completion) -> None:
         """A request of an open shard has finished."""

@@ -11,6 +11,11 @@ import numpy as np
 from batchspec.packing.planner import Demand
 from batchspec.records import Completion, Ids, Request
 
+PREFIX_TOKENS = 128
+"""Rounds read a prefix of at least 8 pages of 16 tokens once for all rows that share it (engine/shared_prefix.py)."""
+PREFIX_ROWS = 1024
+"""Number of requests whose prefixes are compared."""
+
 
 @dataclass(slots=True)
 class Survey:
@@ -22,6 +27,10 @@ class Survey:
     predicted_tokens: array[int] = field(default_factory=lambda: array("i"))
     num_opened: int = 0
     """Number of requests whose prompt ends inside a thought, because the template opens it."""
+    shares_prefix: bool = False
+    """Two requests of different rows begin with the same PREFIX_TOKENS tokens."""
+    prefixes: dict[bytes, int] = field(default_factory=dict)
+    """The first PREFIX_TOKENS of some requests -> row of the first with them."""
     bad: dict[str, tuple[int, str]] = field(default_factory=dict)
     """code -> (number of rows, message of the first)"""
 
@@ -33,11 +42,17 @@ class Survey:
                 self.prompt_tokens.append(len(item.prompt_ids))
                 self.max_new_tokens.append(item.max_new_tokens)
                 self.predicted_tokens.append(item.predicted_tokens)
+                self._compare_prefix(item)
                 self.num_opened += item.thinking is not None and item.thinking.opened is True
             else:
                 assert item.error is not None
                 count, example = self.bad.get(item.error.code, (0, item.error.message))
                 self.bad[item.error.code] = (count + 1, example)
+
+    def _compare_prefix(self, request: Request) -> None:
+        if len(self.prompt_tokens) <= PREFIX_ROWS and len(request.prompt_ids) >= PREFIX_TOKENS:
+            row = self.prefixes.setdefault(request.prompt_ids[:PREFIX_TOKENS].tobytes(), request.row_index)
+            self.shares_prefix = self.shares_prefix or row != request.row_index
 
     def lengths(self, name: str) -> Ids:
         """One of the three lists as int32 [requests]."""

@@ -15,8 +15,40 @@ import pyarrow as pa
 from batchspec.dataset.reader import InputShard
 from batchspec.records import Completion, Request
 
-PlanRows = Callable[[InputShard], Iterator[Request | Completion | None]]
+PlanRows = Callable[[InputShard, Iterator[Request | Completion]], Iterator[Request | Completion | None]]
 """`WorkPlan.rows`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedShard:
+    """A shard with what admission makes of its rows, in this process as they are asked for, or in a worker process before."""
+
+    shard: InputShard
+    entries: Iterator[Request | Completion]
+    """As of `Admission.admit`."""
+
+
+class AdmittedShards(Iterator[AdmittedShard]):
+    """Shards that are admitted in this process, in order. Subclasses read some ahead."""
+
+    def __init__(self, shards: Iterator[AdmittedShard]) -> None:
+        self._shards = shards
+
+    def __next__(self) -> AdmittedShard:
+        return next(self._shards)
+
+    def is_ready(self) -> bool:
+        """Whether the next shard comes, or the end, without waiting for another thread or process. Its work begins now."""
+        return True
+
+
+AdmitShards = Callable[[Iterator[InputShard]], AdmittedShards]
+"""Admits shards. Nothing is read before the first call of a method of the result."""
+
+
+def all_rows(shard: InputShard, admitted: Iterator[Request | Completion]) -> Iterator[Request | Completion]:
+    """`WorkPlan.rows` of a plan that computes everything."""
+    return admitted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +65,14 @@ class DecodedShard:
 class WorkPlan(Protocol):
     """Which rows of a shard are computed, and how the shard's file is published."""
 
-    def rows(self, shard: InputShard) -> Iterator[Request | Completion | None]:
+    def rows(
+        self, shard: InputShard, admitted: Iterator[Request | Completion]
+    ) -> Iterator[Request | Completion | None]:  # fmt: skip
         """For each output row, in input order: a request to decode (with saved tokens to continue from, if any), a completion
         that needs no decoding (a bad row), or None for a row that is carried over unchanged.
 
-        shard  whole, or a slice of one
+        shard     whole, or a slice of one
+        admitted  what admission makes of its rows
         """
 
     def carries_over(self, shard: int) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, Self, TextIO
 from tqdm import tqdm
 
 from batchspec import terminal
+from batchspec.report.start_up import StartUp
 
 WINDOW_S = 60.0
 """The rate shown is the mean over this time."""
@@ -32,6 +33,7 @@ class ProgressBar:
 
     total_completions  of the whole job, `done` of them committed by earlier runs
     clock              seconds, monotonic
+    start_up           told about each phase until the first token
     The time left is computed from the expected number of tokens if `update` gets `mean_output`, else from completions.
     """
 
@@ -43,8 +45,10 @@ class ProgressBar:
         stream: TextIO | None = None,
         interval_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
+        start_up: StartUp | None = None,
     ) -> None:
         self.total, self.done = total_completions, done
+        self.start_up = start_up or StartUp()
         self.stream = stream or sys.stderr
         self.interval_s, self.clock = interval_s, clock
         self.tokens = self.accepted = self.rounds = self.live_rows = 0

@@ -5,6 +5,9 @@ compute_all.py         the plan of a job: every row is computed
 retry_plan.py          the plan of a retry: which rows are computed anew, which are carried over
 run_shards.py          claim, decode and commit shards until none is left (`ShardRunner`)
 decode_shards.py       one pass: rows through the engine, whole shards out
+shard_work.py          admission before decoding, the output table after it
+shard_workers.py       the same in worker processes, with shards read ahead
+shard_worker.py        such a process, and what is sent between the processes
 background_commit.py   commits in a thread while the next shards are decoded
 oom_fallback.py        the run's engine, and a smaller one when memory runs out
 run_monitor.py         what is reported after each round

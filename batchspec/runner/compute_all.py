@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 
 from batchspec.dataset.reader import InputShard
-from batchspec.packing.admit import Admission
+from batchspec.packing.work_plan import all_rows
 from batchspec.records import Completion, Request
 from batchspec.runstate.output_folder import OutputFolder
 
@@ -15,12 +15,12 @@ from batchspec.runstate.output_folder import OutputFolder
 class ComputeAll:
     """The `WorkPlan` of a job that is not a retry."""
 
-    def __init__(self, admission: Admission, output: OutputFolder) -> None:
-        self._admission, self._output = admission, output
+    def __init__(self, output: OutputFolder) -> None:
+        self._output = output
 
-    def rows(self, shard: InputShard) -> Iterator[Request | Completion]:
+    def rows(self, shard: InputShard, admitted: Iterator[Request | Completion]) -> Iterator[Request | Completion]:
         """As `WorkPlan.rows`; no row is carried over."""
-        return self._admission.admit(shard)
+        return all_rows(shard, admitted)
 
     def carries_over(self, shard: int) -> bool:
         """Never: the output has no row of the shard."""

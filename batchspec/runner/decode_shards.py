@@ -8,12 +8,13 @@ from contextlib import closing
 import pyarrow as pa
 
 from batchspec.dataset.reader import InputShard
-from batchspec.dataset.writer import build_table
 from batchspec.engine.engine import Engine
 from batchspec.packing.feed import Feed
-from batchspec.packing.work_plan import DecodedShard, PlanRows, WorkPlan
+from batchspec.packing.work_plan import DecodedShard, PlanRows, WorkPlan, all_rows
 from batchspec.prepare import Job
 from batchspec.runner.run_monitor import RunMonitor
+from batchspec.runner.shard_work import ShardWork
+from batchspec.runner.shard_workers import ShardWorkers
 from batchspec.runstate.journal import Journal, Journaled
 
 JOURNAL_S = 60.0
@@ -24,8 +25,9 @@ def decode_shards(
     job: Job,
     engine: Engine,
     monitor: RunMonitor,
+    work: ShardWork | ShardWorkers,
     *,
-    rows: PlanRows | None = None,
+    rows: PlanRows = all_rows,
     journal: Journal | None = None,
     journaled: Journaled | None = None,
     claim: Callable[[Iterator[InputShard]], Iterator[InputShard]] = iter,
@@ -33,7 +35,8 @@ def decode_shards(
 ) -> Iterator[DecodedShard]:
     """One pass over the input: every shard that is not in `skip`, as soon as its last row is done.
 
-    rows       what is done with each output row; default: all are admitted and decoded
+    work       admits the rows
+    rows       what is done with each output row; default: all are decoded
     journal    gets every row as it finishes; the caller removes the rows of shards that are committed
     journaled  what earlier runs did of these shards
     claim      leaves out shards as they are read: those of other runs
@@ -41,7 +44,8 @@ def decode_shards(
     num_shards = sum(index not in skip for index in range(-(-job.source.num_rows // job.shard_rows)))
     feed = Feed(
         claim(job.source.shards(job.shard_rows, skip)),
-        rows or job.admission.admit,
+        work.admitted,
+        rows=rows,
         predicted=job.admission.predicted,
         num_shards=num_shards,
         shard_rows=job.shard_rows,
@@ -61,27 +65,16 @@ def decode_shards(
     yield from map(monitor.decoded, feed.complete())  # shards without one good row
 
 
-def with_tables(job: Job, attempt: str, decoded: Iterable[DecodedShard]) -> Iterator[tuple[DecodedShard, pa.Table | None]]:
-    """The same, each with the table of its completions; None where every row is carried over."""
+def with_tables(
+    work: ShardWork | ShardWorkers, decoded: Iterable[DecodedShard]
+) -> Iterator[tuple[DecodedShard, Callable[[], pa.Table] | None]]:
+    """The same, each with what gives the table of its completions; None where every row is carried over."""
     for done in decoded:
-        yield done, shard_table(job, done, attempt) if done.completions else None
+        yield done, work.begin_table(done.shard, done.completions) if done.completions else None
 
 
-def commit_shard(job: Job, plan: WorkPlan, done: DecodedShard, table: pa.Table | None) -> None:
+def commit_shard(job: Job, plan: WorkPlan, done: DecodedShard, table: Callable[[], pa.Table] | None) -> None:
     """Publish the shard's file. Raises InputError where the shard's input has changed since it was read."""
+    made = None if table is None else table()
     job.source.check(done.shard.first_row, done.shard.first_row + done.shard.table.num_rows)
-    plan.commit(done.shard.index, done.completions, table)
-
-
-def shard_table(job: Job, done: DecodedShard, attempt: str) -> pa.Table:
-    """The completions as output rows; `attempt` names the run in their column `perf`."""
-    think = job.admission.think
-    return build_table(
-        done.shard,
-        done.completions,
-        columns=job.columns,
-        input=job.config.input,
-        output=job.config.output,
-        attempt=attempt,
-        think_tokens=None if job.admission.has_channels else (think.begin, think.end) if think else ("", ""),
-    )
+    plan.commit(done.shard.index, done.completions, made)

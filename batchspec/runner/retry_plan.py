@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchspec.dataset.reader import InputShard
-from batchspec.packing.admit import Admission
 from batchspec.records import Completion, Request, Snapshot
 from batchspec.runstate.generations import Generation
 from batchspec.runstate.output_folder import OutputFolder
@@ -42,8 +41,8 @@ class OldShard:
 class RetryPlan:
     """The `WorkPlan` of one retry."""
 
-    def __init__(self, admission: Admission, output: OutputFolder, generation: Generation) -> None:
-        self._admission, self._output, self._kind = admission, output, generation.retry
+    def __init__(self, output: OutputFolder, generation: Generation) -> None:
+        self._output, self._kind = output, generation.retry
         self._committed = output.committed()
         self._old: dict[int, OldShard] = {}
 
@@ -56,9 +55,10 @@ class RetryPlan:
             self._old[shard] = OldShard(*self._output.written(shard))
         return self._old[shard]
 
-    def rows(self, shard: InputShard) -> Iterator[Request | Completion | None]:
+    def rows(
+        self, shard: InputShard, admitted: Iterator[Request | Completion]
+    ) -> Iterator[Request | Completion | None]:  # fmt: skip
         """As `WorkPlan.rows`."""
-        admitted = self._admission.admit(shard)
         if not self.carries_over(shard.index):
             yield from admitted
             return

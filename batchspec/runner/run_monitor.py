@@ -73,6 +73,8 @@ class RunMonitor:
 
     def __call__(self, totals: EngineTotals) -> None:
         tokens, accepted, row_rounds = self._before
+        if totals.tokens > tokens and not self._progress.start_up.over:
+            self._progress.start_up.end("first rows")
         self._progress.update(
             tokens=totals.tokens - tokens,
             accepted=totals.accepted - accepted,

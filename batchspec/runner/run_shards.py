@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 
 from batchspec.cluster import slurm
 from batchspec.dataset.reader import InputShard
-from batchspec.errors import InputError, Interrupted, RankLost, TooManyErrors
+from batchspec.errors import InputError, Interrupted, RankLost, TooManyErrors, WorkerLost
 from batchspec.packing.survey import Survey
 from batchspec.packing.work_plan import DecodedShard, WorkPlan
 from batchspec.prepare import Job, JobModel
@@ -19,6 +19,8 @@ from batchspec.runner.background_commit import commit_in_background
 from batchspec.runner.decode_shards import commit_shard, decode_shards, with_tables
 from batchspec.runner.oom_fallback import EngineWithFallback, OutOfMemoryGuard
 from batchspec.runner.run_monitor import RunMonitor
+from batchspec.runner.shard_work import ShardWork
+from batchspec.runner.shard_workers import ShardWorkers
 from batchspec.runstate.claims import RENEW_S
 from batchspec.runstate.heartbeats import HeartbeatWriter
 from batchspec.runstate.journal import Journaled, saved_rows
@@ -34,16 +36,17 @@ class ShardRunner:
     """One run while it works.
 
     plan        what is done with the rows of a shard
+    work        admits rows and makes tables
     holder      the run's engine
     journaled   what earlier runs did of the shards to come
     num_errors  committed input rows with at least one error completion
     """
 
     def __init__(
-        self, job: Job, output: OutputFolder, plan: WorkPlan, holder: EngineWithFallback, seen: Survey, progress: ProgressBar,
-        journaled: Journaled, num_errors: int, adaptation: Adaptation,
+        self, job: Job, output: OutputFolder, plan: WorkPlan, work: ShardWork | ShardWorkers, holder: EngineWithFallback,
+        seen: Survey, progress: ProgressBar, journaled: Journaled, num_errors: int, adaptation: Adaptation,
     ) -> None:  # fmt: skip
-        self.job, self.output, self.plan, self.holder, self.progress = job, output, plan, holder, progress
+        self.job, self.output, self.plan, self.work, self.holder, self.progress = job, output, plan, work, holder, progress
         self.num_errors, self._adaptation = num_errors, adaptation
         self._mean_output, self._journaled = seen.mean_output, journaled
         self._unread: set[int] = set()
@@ -72,7 +75,7 @@ class ShardRunner:
                     self._pass(others, timeline)
                     if self._deadline.reached and not asked.name:
                         asked.name = "time limit"
-            except RankLost:
+            except (RankLost, WorkerLost):
                 self._journal.flush()
                 raise
             except KeyboardInterrupt:  # the second Ctrl-C: the engine may be in the middle of anything, its rows are not saved
@@ -89,11 +92,14 @@ class ShardRunner:
         smaller batch."""
         totals, beat = self.holder.engine.totals, self._watchdog.beat
         monitor = RunMonitor(self.progress, self._mean_output, totals, timeline, self._claims, beat, self._deadline)
-        decoded = with_tables(self.job, self.output.attempt, self._decoded(others, monitor))
+        decoded = with_tables(self.work, self._decoded(others, monitor))
         commits = commit_in_background(decoded, lambda ready: commit_shard(self.job, self.plan, *ready))
-        with OutOfMemoryGuard() as guard, closing(commits):
-            for done, _ in commits:
-                self._committed(done)
+        try:
+            with OutOfMemoryGuard() as guard, closing(commits):
+                for done, _ in commits:
+                    self._committed(done)
+        finally:
+            self.work.settle()  # claims and journal are this thread's again
         self._watchdog.pause()
         if guard.message:
             # Ranks of a group are in the middle of an exchange: nobody knows whether they agree on unfinished rows.
@@ -129,7 +135,15 @@ class ShardRunner:
             return (shard for shard, suspect in ours(shards) if not suspect)
 
         yield from decode_shards(
-            job, engine, monitor, rows=self.plan.rows, journal=journal, journaled=journaled, claim=without_suspects, skip=skip
+            job,
+            engine,
+            monitor,
+            self.work,
+            rows=self.plan.rows,
+            journal=journal,
+            journaled=journaled,
+            claim=without_suspects,
+            skip=skip,
         )
         suspects = attempts.suspect_shards() & set(range(self.output.num_shards)) - others
         if suspects and not engine.stopping:

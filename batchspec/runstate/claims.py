@@ -59,7 +59,9 @@ class Claims:
         self._process = this_process()
 
     def take(self, shard: int) -> bool:
-        """Claim a shard; returns whether this run holds it now. Raises StorageError."""
+        """Claim a shard; returns whether this run holds it now. Another thread may do so than the one that renews. Raises
+        StorageError.
+        """
         if shard in self._held:
             return True
         name = _name(shard)
@@ -116,9 +118,12 @@ class Claims:
         if self._clock() - self._renewed_at < RENEW_S:
             return
         self._renewed_at = self._clock()
-        ours = [shard for shard, claim in self.owners(self._held).items() if claim.get("owner") == self.attempt]
-        self._held = {shard: self._held[shard] + 1 for shard in ours}
-        for _ in for_each(self._store, ours, lambda shard: self._store.put(_name(shard), self._claim(self._held[shard]))):
+        before = dict(self._held)  # another thread may take shards meanwhile, which stay as they are
+        ours = [shard for shard, claim in self.owners(before).items() if claim.get("owner") == self.attempt]
+        for shard in before.keys() - ours:
+            self.forget(shard)
+        self._held.update((shard, before[shard] + 1) for shard in ours)
+        for _ in for_each(self._store, ours, lambda shard: self._store.put(_name(shard), self._claim(before[shard] + 1))):
             pass
 
     def forget(self, shard: int) -> None:

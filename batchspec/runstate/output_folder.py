@@ -24,6 +24,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pyarrow as pa
@@ -232,7 +233,7 @@ class OutputFolder(JobFolder):
         self._put_own(KV_SCALES, own, once=True)
         return self._store.read(KV_SCALES)
 
-    def log_run(self, facts: Mapping[str, float]) -> None:
+    def log_run(self, facts: Mapping[str, Any]) -> None:
         """Store the summary of a run that has ended. Raises StorageError, and OutputError as `check_own`."""
         self._put_own(f"_batchspec/logs/run-{self.attempt}.json", (json.dumps(dict(facts)) + "\n").encode())
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from batchspec.dataset.reader import InputShard
-from batchspec.errors import BatchspecError, DivergedError, RankLost, StorageError
+from batchspec.errors import BatchspecError, DivergedError, RankLost, StorageError, WorkerLost
 from batchspec.runstate.attempts import Attempts
 from batchspec.runstate.claims import Claims
 from batchspec.runstate.journal import Journal, Journaled
@@ -43,7 +43,7 @@ def released_at_end(claims: Claims, attempts: Attempts) -> Iterator[None]:
     suspect."""
     try:
         yield
-    except (RankLost, DivergedError):
+    except (RankLost, WorkerLost, DivergedError):
         _release_as_suspect(claims, attempts)
         raise
     except (BatchspecError, KeyboardInterrupt):

@@ -160,7 +160,8 @@ class SuspectShards:
 
     def _planned(self, shard: InputShard, row: int) -> Iterator[Request | Completion | None]:
         """`WorkPlan.rows` of one input row, with the saved work of earlier runs."""
-        for entry in self._plan.rows(_slice(shard, row)):
+        one = _slice(shard, row)
+        for entry in self._plan.rows(one, self._job.admission.admit(one)):
             yield None if entry is None else self._journaled.known(entry)
 
     @contextmanager

@@ -19,11 +19,10 @@ from batchspec.errors import CapacityError, ConfigError, EngineInUse, InputError
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.feed import Feed
 from batchspec.packing.predict import LengthPredictor
-from batchspec.packing.work_plan import DecodedShard
 from batchspec.prepare import Job, JobModel, job_of
 from batchspec.records import Completion, Request
-from batchspec.runner.decode_shards import shard_table
 from batchspec.runner.oom_fallback import OutOfMemoryGuard
+from batchspec.runner.shard_work import ShardWork
 from batchspec.warm.stream import Stream
 
 ATTEMPT = "in-process"
@@ -65,12 +64,14 @@ class Call:
         job = self.job
         num_shards = -(-job.source.num_rows // job.shard_rows)
         return Feed(
-            job.source.shards(job.shard_rows), self._admitted, predicted=job.admission.predicted, num_shards=num_shards,
-            shard_rows=job.shard_rows, slots=slots,
+            job.source.shards(job.shard_rows), ShardWork.of(job, ATTEMPT).admitted, rows=self._with_bad_rows_noted,
+            predicted=job.admission.predicted, num_shards=num_shards, shard_rows=job.shard_rows, slots=slots,
         ).requests()  # fmt: skip
 
-    def _admitted(self, shard: InputShard) -> Iterator[Request | Completion]:
-        for planned in self.job.admission.admit(shard):
+    def _with_bad_rows_noted(
+        self, shard: InputShard, admitted: Iterator[Request | Completion]
+    ) -> Iterator[Request | Completion]:  # fmt: skip
+        for planned in admitted:
             if isinstance(planned, Completion):
                 self._bad.append(planned)
             yield planned
@@ -124,7 +125,7 @@ class Call:
 
 def frame_of(job: Job, rows: InputShard, completions: Sequence[Completion]) -> pl.DataFrame:
     """Completions of these rows as a job would write them."""
-    frame = pl.from_arrow(shard_table(job, DecodedShard(shard=rows, completions=list(completions)), ATTEMPT))
+    frame = pl.from_arrow(ShardWork.of(job, ATTEMPT).table(rows, completions))
     assert isinstance(frame, pl.DataFrame)
     return frame
 

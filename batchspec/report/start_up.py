@@ -1,0 +1,54 @@
+"""Where the seconds go between the command and the first token."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+
+def process_age_s() -> float:
+    """Seconds since this process began, to a hundredth; since its processor first worked for it where /proc is missing."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19])
+        return float(Path("/proc/uptime").read_text(encoding="ascii").split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return time.process_time()
+
+
+class StartUp:
+    """Names each phase when it is over; the first began with the process.
+
+    age_s  seconds since the process began
+    """
+
+    def __init__(self, age_s: Callable[[], float] = process_age_s) -> None:
+        self.seconds: dict[str, float] = {}
+        """Phase -> its seconds, in the order of the phases."""
+        self.over = False
+        """The first token was there."""
+        self._age_s, self._from = age_s, 0.0
+
+    def done(self, phase: str, parts: Mapping[str, float] | None = None) -> None:
+        """The phase is over, unless the start-up is; `parts` of it are listed by their own names."""
+        if self.over:
+            return
+        now, parts = self._age_s(), parts or {}
+        for name, seconds in ({phase: now - self._from - sum(parts.values())} | dict(parts)).items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + max(0.0, seconds)
+        self._from = now
+
+    def end(self, phase: str) -> None:
+        """The last phase is over."""
+        self.done(phase)
+        self.over = True
+
+    def line(self) -> str:
+        """All phases, in one line."""
+        phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
+        return f"the first token came {sum(self.seconds.values()):.1f} s after the command: {phases}"
+
+    def facts(self) -> dict[str, float]:
+        """The phases for a file, in seconds."""
+        return {name: round(seconds, 2) for name, seconds in self.seconds.items()}

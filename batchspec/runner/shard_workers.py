@@ -1,0 +1,198 @@
+"""`ShardWork` in worker processes: tokenising a row and making its output take longer than an engine of many slots can spare.
+
+A thread of this process would not help: chat templates, checks and tables are Python code, which only one thread executes at a
+time, and the thread that launches the rounds would wait for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, cast
+
+import pyarrow as pa
+
+from batchspec.dataset.reader import InputShard
+from batchspec.errors import WorkerLost
+from batchspec.packing.work_plan import AdmittedShard, AdmittedShards
+from batchspec.records import Completion
+from batchspec.runner import shard_worker
+from batchspec.runner.shard_work import ShardWork
+from batchspec.runner.shard_worker import COMMAND, from_bytes, receive, send, to_bytes
+
+AHEAD = 2
+"""Shards read ahead for each worker: one that it works on and one that waits."""
+BLOCKED_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
+"""Signals that a batch system or a terminal sends to all processes of a job. The workers end with the run."""
+
+_Begun = tuple[InputShard, "Future[bytes]"]
+"""A shard, and the worker's answer."""
+
+log = logging.getLogger(__name__)
+
+
+class ShardWorkers:
+    """`ShardWork` with the same results, in `num_workers` processes; they start at once and import meanwhile.
+
+    A worker that dies is replaced, with a warning, and its shard is done again; where that kills the second worker too, the run
+    ends with WorkerLost.
+    """
+
+    def __init__(self, work: ShardWork, num_workers: int) -> None:
+        self._first_message, self._num_workers, self._closed = to_bytes(work), num_workers, False
+        self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
+        self._all = [_Process(self._first_message) for _ in range(num_workers)]
+        for process in self._all:
+            self._idle.put(process)
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="shard worker")
+        self._tables = ThreadPoolExecutor(num_workers, thread_name_prefix="shard table")
+        self._reader, self._settling = ThreadPoolExecutor(1, thread_name_prefix="shard reader"), False
+        for _ in self._all:
+            self._submit("begin", shard_worker.prepare)
+
+    def admitted(self, shards: Iterator[InputShard]) -> AdmittedShards:
+        """The shards, in order, with what admission makes of their rows.
+
+        A few are read ahead and admitted meanwhile. They are read in a thread: to claim a shard waits for a disk or a network.
+        """
+        return _ReadAhead(lambda: self._reader.submit(self._begin, shards), AHEAD * self._num_workers)
+
+    def _begin(self, shards: Iterator[InputShard]) -> _Begun | None:
+        """Read the next shard and have it admitted; None at the end. Only the reader's thread uses `shards`."""
+        if self._settling or (shard := next(shards, None)) is None:
+            return None
+        return shard, self._submit(f"admit shard {shard.index}", shard_worker.admit, shard)
+
+    def settle(self) -> None:
+        """Read nothing more of the shards that were given so far; from here on no thread uses them."""
+        self._settling = True
+        self._reader.submit(lambda: None).result()
+        self._settling = False
+
+    def begin_table(self, shard: InputShard, completions: Sequence[Completion]) -> Callable[[], pa.Table]:
+        """What waits for the table; the next worker that is free makes it, before it admits more rows."""
+        what = f"make the table of shard {shard.index}"
+        answer = self._tables.submit(lambda: self._ask(to_bytes((shard_worker.table, (shard, list(completions)))), what))
+        return lambda: cast(pa.Table, _result(answer.result()))
+
+    def close(self) -> None:
+        """End the workers, whatever they do."""
+        self._closed = self._settling = True
+        for process in self._all:
+            process.kill()
+        self._reader.shutdown()
+        for threads in (self._threads, self._tables):
+            threads.shutdown(cancel_futures=True)
+        for process in self._all:  # one that was started meanwhile
+            process.kill()
+
+    def _submit(self, what: str, task: Callable[..., Any], *arguments: Any) -> Future[bytes]:
+        return self._threads.submit(self._ask, to_bytes((task, arguments)), what)
+
+    def _ask(self, message: bytes, what: str) -> bytes:
+        process = self._idle.get()
+        try:
+            for last in (False, True):
+                answer = process.ask(message)
+                if answer is not None:
+                    return answer
+                died = f"worker process {process.pid} ended with {process.code()} while it was to {what}"
+                if last or self._closed:
+                    break
+                log.warning("%s: another one does it again", died)
+                self._all.remove(process)
+                process = _Process(self._first_message)
+                self._all.append(process)
+            raise WorkerLost(
+                f"{died}, and so did one before it; look for a lack of memory, and run the same command again, or with "
+                "input.num_workers=0 to find the row"
+            )
+        finally:
+            self._idle.put(process)
+
+
+class _ReadAhead(AdmittedShards):
+    """Shards that a thread reads and workers admit, up to `num_ahead` of them before they are asked for.
+
+    begin  has the next shard read
+    """
+
+    def __init__(self, begin: Callable[[], Future[_Begun | None]], num_ahead: int) -> None:
+        self._begin, self._num_ahead, self._ended = begin, num_ahead, False
+        self._ahead: deque[Future[_Begun | None]] = deque()
+
+    def __next__(self) -> AdmittedShard:
+        self._fill()
+        begun = self._ahead.popleft().result() if self._ahead else None
+        if begun is None:
+            self._ended = True
+            self._ahead.clear()
+            raise StopIteration
+        self._fill()
+        shard, answer = begun
+        return AdmittedShard(shard, iter(_result(answer.result())))
+
+    def is_ready(self) -> bool:
+        self._fill()
+        if not self._ahead or not self._ahead[0].done():
+            return not self._ahead
+        begun = self._ahead[0].result()
+        return begun is None or begun[1].done()
+
+    def _fill(self) -> None:
+        while len(self._ahead) < self._num_ahead and not self._ended:
+            self._ahead.append(self._begin())
+
+
+class _Process:
+    """One worker process."""
+
+    def __init__(self, first_message: bytes) -> None:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)  # a child process inherits the mask
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", COMMAND, repr(sys.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+            )  # fmt: skip
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self._greeting: bytes | None = first_message
+        self.pid = self._process.pid
+        weakref.finalize(self, self._process.kill)
+
+    def ask(self, message: bytes) -> bytes | None:
+        """The answer; None if the process has died."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            if self._greeting is not None:
+                send(self._process.stdin, self._greeting)  # type: ignore[arg-type]
+                self._greeting = None
+            send(self._process.stdin, message)  # type: ignore[arg-type]
+            return receive(self._process.stdout)  # type: ignore[arg-type]
+        except BrokenPipeError:
+            return None
+
+    def code(self) -> int:
+        """The exit code of a process that has died; negative: the signal."""
+        return self._process.wait()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def _result(answer: bytes) -> Any:
+    """What the worker returned; raises what it raised."""
+    succeeded, value = from_bytes(answer)
+    if not succeeded:
+        raise value
+    return value

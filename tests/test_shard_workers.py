@@ -1,0 +1,244 @@
+"""Worker processes admit rows and make tables as the run's own process does, in the same order, also where one of them dies."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchspec import run
+from batchspec.config.schema import RunConfig
+from batchspec.dataset.columns import map_columns
+from batchspec.dataset.reader import InputShard, table_source
+from batchspec.errors import InputError, Interrupted, WorkerLost
+from batchspec.model.tokenizer import Tokenizer
+from batchspec.packing.admit import Admission
+from batchspec.packing.work_plan import AdmittedShards
+from batchspec.records import Completion, Request, RowStats
+from batchspec.runner import shard_workers
+from batchspec.runner.shard_work import ShardWork
+from batchspec.runner.shard_worker import from_bytes, to_bytes
+from batchspec.runner.shard_workers import ShardWorkers
+from batchspec.runstate.output_folder import OutputFolder
+from tests.killing_tokenizer import KillingTokenizer
+from tests.models import make_checkpoint, make_tokenizer
+from tests.runs import make_prompts, run_apart, signalled_after_commits
+from tests.stand_ins import small_spec
+
+COLUMNS = {
+    "id": pa.string(), "prompt": pa.string(), "n": pa.int32(), "max_new_tokens": pa.int64(), "temperature": pa.float64(),
+    "stop": pa.list_(pa.string()), "topic": pa.string(),
+}  # fmt: skip
+
+
+def make_work(table: pa.Table, tokenizer: Any) -> tuple[ShardWork, Any]:
+    source, config = table_source(table), RunConfig()
+    config.decode.max_new_tokens, config.output.token_ids, config.output.prompt_ids = 40, True, True
+    columns = map_columns(source.schema, {})
+    admission = Admission(config, source=source, columns=columns, spec=small_spec(vocab_size=400), tokenizer=tokenizer)
+    work = ShardWork(admission=admission, columns=columns, input=config.input, output=config.output, attempt="one")
+    return work, source
+
+
+def facts(entry: Request | Completion) -> dict[str, Any]:
+    found = {name: getattr(entry, name) for name in entry.__slots__}
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in found.items()}
+
+
+def everything(shards: AdmittedShards) -> list[tuple[int, int, list[dict[str, Any]]]]:
+    return [(one.shard.index, one.shard.first_row, [facts(entry) for entry in one.entries]) for one in shards]
+
+
+def prompts(*texts: str) -> pa.Table:
+    return pa.table({"prompt": list(texts)})
+
+
+def rows() -> st.SearchStrategy[dict[str, Any]]:
+    """Good rows and bad ones: no prompt, none that fits, values out of range, stop strings that are none."""
+    return st.fixed_dictionaries(
+        {
+            "prompt": st.one_of(st.none(), st.text(max_size=12), st.just("word " * 600)),
+            "n": st.sampled_from([None, 1, 3]),
+            "max_new_tokens": st.sampled_from([None, 0, 7, 5000]),
+            "temperature": st.sampled_from([None, -1.0, 0.5]),
+            "stop": st.sampled_from([None, ["a", "b"], [""]]),
+            "topic": st.sampled_from([None, "x"]),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(make_tokenizer(tmp_path_factory.mktemp("model")))
+
+
+@settings(max_examples=40)
+@given(st.lists(rows(), min_size=1, max_size=12))
+def test_what_is_sent_between_processes_comes_out_as_it_went_in(tokenizer: Tokenizer, made: list[dict[str, Any]]) -> None:
+    table = pa.Table.from_pylist([{"id": f"q{i}", **row} for i, row in enumerate(made)], pa.schema(COLUMNS))
+    work, source = make_work(table, tokenizer)
+    copy: ShardWork = from_bytes(to_bytes(work))
+    for shard in source.shards(5):
+        sent: InputShard = from_bytes(to_bytes(shard))
+        assert sent.table.equals(shard.table)
+        assert sent.table.num_rows <= 5
+        entries = list(work.admission.admit(shard))
+        again = from_bytes(to_bytes(list(copy.admission.admit(sent))))
+        assert [facts(entry) for entry in again] == [facts(entry) for entry in entries]
+
+
+def completion_of(request: Request) -> Completion:
+    stats = RowStats(
+        drafter="lookup", draft_len=2, num_prefills=1, num_rounds=2, num_drafted=4, num_accepted=1, num_discarded=0,
+        histogram=(1, 1, 0), drafted_at=(2, 2), accepted_at=(1, 0), prefill_s=0.5, decode_s=1.5, batch_id=0, slot=3,
+    )  # fmt: skip
+    return Completion(
+        request_id=request.request_id, row_index=request.row_index, sample_index=request.sample_index, shard=request.shard,
+        status="ok", finish_reason="stop", prompt_ids=request.prompt_ids, token_ids=np.arange(9, 14, dtype=np.int32),
+        text_due=True,
+        seed=request.seed, predicted_tokens=request.predicted_tokens, stats=stats, logprobs=np.array([0.5, np.nan], np.float32),
+    )  # fmt: skip
+
+
+def test_workers_give_the_rows_errors_order_and_tables_of_the_plain_path(tokenizer: Tokenizer) -> None:
+    table = pa.table(
+        {
+            "id": [f"q{i}" for i in range(37)],
+            "messages": [None if i == 5 else [{"role": "user", "content": f"Say {i}"}] for i in range(37)],
+            "n": [3 if i == 7 else None for i in range(37)],
+            "topic": [f"t{i % 3}" for i in range(37)],
+        }
+    )
+    work, source = make_work(table, tokenizer)
+    with closing(ShardWorkers(work, 2)) as workers:
+        wanted, found = work.admitted(source.shards(4)), workers.admitted(source.shards(4))
+        assert everything(found) == everything(wanted)
+        for shard in source.shards(10):
+            entries = work.admission.admit(shard)
+            done = [entry if isinstance(entry, Completion) else completion_of(entry) for entry in entries][::-1]
+            made, plain = workers.begin_table(shard, done)(), work.table(shard, done)
+            assert made.schema == plain.schema
+            texts = [done.text_due and tokenizer.decode(range(9, 14)) for done in sorted(done, key=lambda done: done.row_index)]
+            assert made["completion"].to_pylist() == [text or None for text in texts]
+            assert made.drop_columns("perf").to_pylist() == plain.drop_columns("perf").to_pylist()
+            assert [row["slot"] for row in made["perf"].to_pylist()] == [row["slot"] for row in plain["perf"].to_pylist()]
+
+
+def test_no_more_is_read_than_was_asked_for_and_a_few_shards_ahead() -> None:
+    work, source = make_work(prompts(*"abcdefghijkl"), KillingTokenizer())
+    read: list[int] = []
+
+    def noted() -> Iterator[InputShard]:
+        for shard in source.shards(1):
+            read.append(shard.index)
+            yield shard
+
+    with closing(ShardWorkers(work, 1)) as workers:
+        shards = workers.admitted(noted())
+        assert read == []
+        while not shards.is_ready():
+            time.sleep(0.01)
+        assert next(shards).shard.index == 0
+        workers.settle()
+        before = list(read)
+        assert len(before) <= 1 + shard_workers.AHEAD
+        assert before == list(range(len(before)))
+        shards.is_ready()
+        workers.settle()
+        assert next(workers.admitted(source.shards(1))).shard.index == 0, "other shards are read after that"
+
+
+def test_what_reading_raises_is_raised_at_the_shard_that_could_not_be_read() -> None:
+    work, source = make_work(prompts("a", "b"), KillingTokenizer())
+
+    def damaged() -> Iterator[InputShard]:
+        yield from source.shards(1)
+        raise InputError("page 3 is damaged")
+
+    with closing(ShardWorkers(work, 1)) as workers:
+        shards = workers.admitted(damaged())
+        assert [next(shards).shard.index for _ in range(2)] == [0, 1]
+        with pytest.raises(InputError, match="page 3 is damaged"):
+            next(shards)
+
+
+def test_what_a_worker_raises_is_raised_here() -> None:
+    work, source = make_work(prompts("a"), KillingTokenizer())
+    (shard,) = source.shards(1)
+    with closing(ShardWorkers(work, 1)) as workers, pytest.raises(AttributeError, match="text_due"):
+        workers.begin_table(shard, [cast(Completion, "no completion")])()
+
+
+def test_a_worker_that_dies_is_named_and_its_shard_done_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    work, source = make_work(prompts("a", f"{tmp_path}/mark die once", "b"), KillingTokenizer())
+    with closing(ShardWorkers(work, 1)) as workers, caplog.at_level(logging.WARNING):
+        found = everything(workers.admitted(source.shards(1)))
+    assert found == everything(work.admitted(source.shards(1)))
+    assert [line for line in caplog.messages if "ended with -9 while it was to admit shard 1: another one does it again" in line]
+
+
+def test_a_shard_that_kills_two_workers_ends_the_run_with_one_line() -> None:
+    work, source = make_work(prompts("a", "now die", "b"), KillingTokenizer())
+    with closing(ShardWorkers(work, 1)) as workers:
+        shards = workers.admitted(source.shards(1))
+        assert next(shards).shard.index == 0
+        with pytest.raises(
+            WorkerLost, match=r"ended with -9 while it was to admit shard 1, and so did one before it; .*num_workers=0"
+        ):
+            next(shards)
+        assert next(shards).shard.index == 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(make_checkpoint(tmp_path_factory.mktemp("model"), "llama", dtype=torch.float64))
+
+
+def arguments(model: Path, folder: Path, *more: str) -> list[str]:
+    return [
+        f"model.path={model}", "model.dtype=float64", f"input.path={folder}/prompts.parquet", f"output.dir={folder}/out",
+        "output.shard_rows=3", "decode.max_new_tokens=6", "output.token_ids=true", "packing.max_num_seqs=4", *more,
+    ]  # fmt: skip
+
+
+def rows_of(out: Path) -> pl.DataFrame:
+    return pl.read_parquet(out / "data").drop("perf", "spec_decode", "usage")
+
+
+def test_a_job_with_workers_writes_the_rows_of_one_without_also_after_a_signal(model: Path, tmp_path: Path) -> None:
+    for name in ("with", "without"):
+        make_prompts((tmp_path / name).with_suffix(".parquet"), 20)
+        (tmp_path / name).mkdir()
+        (tmp_path / f"{name}.parquet").rename(tmp_path / name / "prompts.parquet")
+    assert run.main(arguments(model, tmp_path / "without")) == 0
+    command = arguments(model, tmp_path / "with", "input.num_workers=1")
+    code, said = run_apart(command, tmp_path / "log", partial(signalled_after_commits, 2, signal.SIGTERM))
+    assert code == Interrupted.exit_code, said
+    assert run.main(command) == 0
+    assert rows_of(tmp_path / "with" / "out").equals(rows_of(tmp_path / "without" / "out"))
+
+
+def test_after_workers_were_lost_the_shards_in_flight_are_suspects(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_prompts(tmp_path / "prompts.parquet", 9)
+    monkeypatch.setattr(shard_workers, "COMMAND", "import sys; sys.exit(9)")
+    assert run.main(arguments(model, tmp_path, "input.num_workers=1")) == WorkerLost.exit_code
+    assert "ended with 9 while it was to admit shard 0, and so did one before it" in capsys.readouterr().err
+    assert OutputFolder(str(tmp_path / "out")).attempts().suspect_shards() >= {0}
+    monkeypatch.undo()
+    assert run.main(arguments(model, tmp_path, "input.num_workers=1")) == 0
+    assert rows_of(tmp_path / "out")["request_id"].to_list() == [f"q{i}" for i in range(9)]
