@@ -117,7 +117,8 @@ class AdaptedWeights:
         delta, wide = self._deltas[name], torch.promote_types(self.dtype, torch.float32)
         a, b = (self._tensors[part].to(self.device, wide) for part in (delta.a, delta.b))
         product, own = (b @ a).mul_(delta.scale), self._slices.get(name)
-        return ((taken(product, own) if own else product) + self._source.stored(name).to(wide)).to(self.dtype)
+        part = taken(product, own).clone() if own else product  # a view would keep the whole product in memory
+        return part.add_(self._source.stored(name)).to(self.dtype)
 
 
 def adapted(source: Weights, adapter: Adapter | None, spec: ModelSpec) -> Weights:
