@@ -20,6 +20,9 @@ from torch import Tensor
 
 import batchspec
 from batchspec import cli, run
+from batchspec.commands.decode_again import other_cache
+from batchspec.config.compose import compose
+from batchspec.config.schema import CacheConfig
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.blocks.base import Shard
 from batchspec.model.lora import FILE, AdaptedWeights, adapted, open_adapter
@@ -27,6 +30,7 @@ from batchspec.model.shard import slices_of
 from batchspec.model.spec import EMBEDDING, load_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import Checkpoint, taken
+from batchspec.prepare import open_job
 from tests.models import make_checkpoint, make_tokenizer
 from tests.ranks import bits, on_ranks
 from tests.runs import make_jobs_quick, make_prompts
@@ -344,6 +348,9 @@ def test_a_job_with_an_adapter_is_that_of_the_merged_model_and_resumes_with_this
     assert str(adapter) not in card
     assert "LoRA" not in (tmp_path / "plain/README.md").read_text()
 
+    job = open_job(compose(words(base, "own", own)))
+    assert other_cache(job) == CacheConfig(dtype="fp8", scales="calibrate")
+
     capsys.readouterr()
     moved = shutil.copytree(adapter, tmp_path / "moved")
     assert run.main(words(base, "own", f"model.adapter={moved}")) == 0
@@ -364,7 +371,10 @@ def test_a_job_with_an_adapter_is_that_of_the_merged_model_and_resumes_with_this
     assert cli.main(["plan", *words(base, "new", own)]) == 0
     assert run.main(words(base, "new", own, "model.load_format=dummy")) == 2
     assert "model.load_format=dummy has no weights to merge it into" in capsys.readouterr().err
+    assert run.main(words(base, "new", own, "cache.dtype=fp8")) == 2
+    assert "with cache.dtype=fp8 needs cache.scales=calibrate" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+    assert cli.main(["plan", *words(base, "new", own, "cache.dtype=fp8", "cache.scales=calibrate")]) == 0
 
 
 def test_new_weights_of_a_warm_engine_are_merged_with_its_adapter(base: Path, adapter: Path, tmp_path: Path) -> None:

@@ -170,7 +170,14 @@ def _cache(config: RunConfig) -> None:
 
 
 def _adapter(config: RunConfig) -> None:
-    if config.model.adapter is not None and config.model.load_format == "dummy":
+    if config.model.adapter is None:
+        return
+    if config.cache.dtype == "fp8" and config.cache.scales != "calibrate":
+        raise ConfigError(
+            f"model.adapter={config.model.adapter} with cache.dtype=fp8 needs cache.scales=calibrate: K/V scales of a "
+            "checkpoint are those of the model without the adapter"
+        )
+    if config.model.load_format == "dummy":
         raise ConfigError(
             f"model.adapter={config.model.adapter}: model.load_format=dummy has no weights to merge it into; remove one"
         )
