@@ -31,6 +31,7 @@ from batchspec.model.files import ModelFiles
 from batchspec.model.hub import find_model
 from batchspec.model.kv_calibration import CALIBRATION, check_fp8_kv, give_scales
 from batchspec.model.kv_scales import KVScales
+from batchspec.model.lora import Adapter, open_adapter
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype
@@ -69,6 +70,8 @@ class JobModel:
     """Its checkpoint is judged, its weights are not read."""
     group: Group | None = None
     """The processes that compute the target together; None: this one alone."""
+    adapter: Adapter | None = None
+    """Merged into the target's weights when they are loaded."""
 
     @property
     def folder(self) -> Path:
@@ -141,6 +144,7 @@ def open_model(config: RunConfig, *, here: bool = True, group: Group | None = No
     assert config.model.path is not None
     model, dummy = find_model(config.model.path, config.model.revision), config.model.load_format == "dummy"
     spec = load_spec(model.folder) if dummy else judge_model(model)
+    adapter = None if config.model.adapter is None else open_adapter(config.model.adapter, spec)
     device = choose_device(config.device if here else "cpu")
     if config.cache.dtype == "fp8":
         spec = spec.with_fp8_kv()
@@ -152,7 +156,9 @@ def open_model(config: RunConfig, *, here: bool = True, group: Group | None = No
     drafter = open_drafter(config, spec)
     check_head(config.draft, drafter.head, spec)
     spec = part_of_group(spec, group)
-    return JobModel(config=config, files=model, spec=spec, device=device, dtype=dtype, drafter=drafter, group=group)
+    return JobModel(
+        config=config, files=model, spec=spec, device=device, dtype=dtype, drafter=drafter, group=group, adapter=adapter
+    )  # fmt: skip
 
 
 def part_of_group(spec: ModelSpec, group: Group | None) -> ModelSpec:
@@ -183,6 +189,8 @@ def job_fingerprint(job: Job) -> dict[str, str]:
         {
             "model.config": (job.folder / "config.json").read_text(encoding="utf-8"),
             "model.weights": "dummy" if job.dummy else weight_files(job.folder).fingerprint,
+            # Left out without one, so that jobs begun before this key existed resume.
+            **({} if job.adapter is None else {"model.adapter": job.adapter.fingerprint}),
             "model.tokenizer": None if job.tokenizer is None else job.tokenizer.fingerprint,
             "model.dtype": str(job.dtype).removeprefix("torch."),
             # As resolved on this device, and left out where plain, so that jobs begun before this key existed resume.
@@ -247,6 +255,7 @@ def recorded_facts(job: Job) -> dict[str, Any]:
         "device": device if job.group is None else f"{job.group.ranks} x {device}",
         "model": str(job.config.model.path),
         "drafter": job.config.draft.name,
+        **({} if job.adapter is None else {"adapter_sha256": job.adapter.digest}),
     }
 
 
@@ -365,7 +374,9 @@ def load_engine(
 def load_weights(job: JobModel) -> tuple[Target, Any]:
     """The target, and the drafter's weights, both in the device's memory."""
     ranks = None if job.group is None else job.group.collectives
-    target = Target.load(job.folder, job.spec, dtype=job.dtype, device=job.device, dummy=job.dummy, ranks=ranks)
+    target = Target.load(
+        job.folder, job.spec, dtype=job.dtype, device=job.device, dummy=job.dummy, ranks=ranks, adapter=job.adapter
+    )  # fmt: skip
     return target, job.drafter.load(dtype=job.dtype, device=job.device)
 
 

@@ -27,6 +27,7 @@ from batchspec.job import check_output
 from batchspec.prepare import job_fingerprint, open_job
 from tests.models import CHAT_TEMPLATE, make_checkpoint, make_thinking_tokenizer, make_tokenizer
 from tests.test_job import arguments, prompts
+from tests.test_lora import make_adapter
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,7 @@ def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CHANGES: dict[str, tuple[Any, str]] = {
+    "model.adapter": ("{folder}/adapter", "model.adapter"),
     "model.dtype": ("float32", "model.dtype"),
     "model.activations": ("fp8", "model.activations"),
     "model.max_len": (128, "model.max_len"),
@@ -120,6 +122,7 @@ def changed(config: RunConfig, key: str, value: Any) -> RunConfig:
 
 def test_another_value_of_any_key_that_makes_another_job_is_refused_by_name(finished: Path, model: Path, tmp_path: Path) -> None:
     (tmp_path / "other.jinja").write_text("{{ messages[0]['content'] }}")
+    make_adapter(tmp_path / "adapter", model, ["q_proj"])
     prompts().with_columns(topic=pl.lit("c")).write_parquet(tmp_path / "other.parquet")
     job = open_job(compose(arguments(model, finished.parent / "prompts.parquet", finished)))
     assert not check_output(job).missing()

@@ -24,7 +24,7 @@ from batchspec.config.values import (
 from batchspec.draft.registry import DRAFTERS, readers
 from batchspec.errors import ConfigError
 
-URLS = ("input.path", "output.dir", "model.path", "model.revision", "model.chat_template", "draft.path")
+URLS = ("input.path", "output.dir", "model.path", "model.revision", "model.adapter", "model.chat_template", "draft.path")
 
 READ_BY = readers()
 """Keys that not every drafter reads -> the drafters that do."""
@@ -51,6 +51,7 @@ def check(config: RunConfig, *, require: Iterable[str] = ()) -> None:
     _drafter(config)
     check_ranges(config, RANGES)
     _cache(config)
+    _adapter(config)
     _ranks(config)
     _decode(config)
     _thinking(config)
@@ -166,6 +167,20 @@ def _cache(config: RunConfig) -> None:
         raise ConfigError(f"cache.scales={scales} is not used by cache.dtype={config.cache.dtype}; set fp8 or remove the key")
     if scales == "checkpoint" and config.model.load_format == "dummy":
         raise ConfigError("cache.scales=checkpoint: model.load_format=dummy reads no checkpoint; use auto")
+
+
+def _adapter(config: RunConfig) -> None:
+    if config.model.adapter is None:
+        return
+    if config.cache.dtype == "fp8" and config.cache.scales != "calibrate":
+        raise ConfigError(
+            f"model.adapter={config.model.adapter} with cache.dtype=fp8 needs cache.scales=calibrate: K/V scales of a "
+            "checkpoint are those of the model without the adapter"
+        )
+    if config.model.load_format == "dummy":
+        raise ConfigError(
+            f"model.adapter={config.model.adapter}: model.load_format=dummy has no weights to merge it into; remove one"
+        )
 
 
 def _ranks(config: RunConfig) -> None:

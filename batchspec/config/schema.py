@@ -24,6 +24,8 @@ class ModelConfig:
     from PyPI."""
     revision: str | None = None
     """Branch, tag or commit of a hub id. null is the default branch."""
+    adapter: str | None = None
+    """Folder of a LoRA adapter, as PEFT saves it, that is merged into the model's weights when they are loaded. null is none."""
     dtype: str = "auto"
     """Data type of weights, activations and K/V. auto is the checkpoint's own, or float32 on a CPU without fast bfloat16."""
     activations: str = "auto"

@@ -18,7 +18,7 @@ from batchspec.config.renamed import RENAMED_VALUES
 from batchspec.draft.registry import DRAFTERS
 from batchspec.errors import ConfigError
 
-PATHS = ("input.path", "output.dir", "model.path", "model.chat_template", "draft.path", "cluster.log")
+PATHS = ("input.path", "output.dir", "model.path", "model.adapter", "model.chat_template", "draft.path", "cluster.log")
 """Keys of a job that name files and folders."""
 INT64 = (-(2**63), 2**63 - 1)
 SHIPPED = "pkg://"

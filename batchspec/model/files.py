@@ -125,7 +125,7 @@ def stored_tensors(files: ModelFiles) -> dict[str, StoredTensor]:
     """
     names = weight_names(files)
     with ThreadPoolExecutor(min(_REQUESTS, len(names))) as pool:
-        headers = list(pool.map(lambda name: _header(files, name), names))
+        headers = list(pool.map(lambda name: file_tensors(files, name), names))
     found: dict[str, StoredTensor] = {}
     for name, header in zip(names, headers, strict=True):
         if twice := sorted(found.keys() & header.keys()):
@@ -134,8 +134,8 @@ def stored_tensors(files: ModelFiles) -> dict[str, StoredTensor]:
     return found
 
 
-def _header(files: ModelFiles, name: str) -> dict[str, StoredTensor]:
-    """The tensors of one file. Raises CheckpointError for another format, or a length other than the header's."""
+def file_tensors(files: ModelFiles, name: str) -> dict[str, StoredTensor]:
+    """The tensors of one file by its header. Raises CheckpointError for another format, or a length other than the header's."""
     start, size = files.read(name, 0, 8)
 
     def broken(problem: str) -> CheckpointError:

@@ -20,6 +20,7 @@ from batchspec.kernels.gemm.lm_head import lm_head
 from batchspec.kernels.sampling.argmax import argmax
 from batchspec.model.decoder import LayerWeights, PagedAttend, PagedStore, ResidualStream
 from batchspec.model.kv_scales import heads_of_part
+from batchspec.model.lora import Adapter, adapted
 from batchspec.model.quant.base import Weights
 from batchspec.model.quant.plain import Linear
 from batchspec.model.rewrite import rewrite
@@ -79,13 +80,16 @@ class Target:
     @classmethod
     def load(
         cls, folder: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, dummy: bool = False,
-        ranks: Collectives | None = None,
+        ranks: Collectives | None = None, adapter: Adapter | None = None,
     ) -> Target:  # fmt: skip
-        """Read the folder's safetensors, or with `dummy` make noise of their shapes. Raises CheckpointError as those do."""
+        """Read the folder's safetensors, merged with an adapter if there is one, or with `dummy` make noise of their shapes.
+
+        Raises CheckpointError as those do.
+        """
         if dummy:
             return cls(spec, DummyWeights(spec, dtype=dtype, device=device), device, ranks)
         with Checkpoint(folder, spec, dtype=dtype, device=device) as weights:
-            return cls(spec, weights, device, ranks)
+            return cls(spec, adapted(weights, adapter, spec), device, ranks)
 
     @torch.no_grad()
     def rewrite(self, weights: Weights) -> None:

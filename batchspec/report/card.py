@@ -68,7 +68,7 @@ EXPORT = """
 TRL then computes the loss on the completion alone.
 """
 
-PATHS = ("model.path", "model.chat_template", "draft.path", "input.path", "output.dir")
+PATHS = ("model.path", "model.adapter", "model.chat_template", "draft.path", "input.path", "output.dir")
 UNLICENSED = "not stated; see the licences of the model and of the prompts"
 
 
@@ -106,6 +106,7 @@ def _facts(manifest: Manifest, stats: JobStats) -> dict[str, str]:
     revision = f" at {for_markdown(model['revision'])}" if model.get("revision") else ""
     facts = {
         "Model": for_markdown(last_part(model.get("path"))) + revision,
+        **({"LoRA adapter": adapter} if (adapter := _adapter(manifest)) else {}),
         "Chat template": for_markdown(last_part(template)) if template else "the checkpoint's own",
         "Sampling": sampling(manifest.config),
         "Source": files + more,
@@ -123,6 +124,12 @@ def _facts(manifest: Manifest, stats: JobStats) -> dict[str, str]:
         rates = ("-" if position.rate is None else f"{position.rate:.1%}" for position in stats.by_position)
         facts["Acceptance by position"] = ", ".join(rates)
     return facts
+
+
+def _adapter(manifest: Manifest) -> str:
+    """Name and digest of the adapter; empty without one."""
+    path, digest = manifest.config.get("model", {}).get("adapter"), manifest.recorded.get("adapter_sha256")
+    return f"{for_markdown(last_part(path))}, merged into the model (adapter_model.safetensors: sha256 {digest})" if path else ""
 
 
 def _license(manifest: Manifest) -> str | None:

@@ -32,6 +32,7 @@ from batchspec.errors import CapacityError, CheckpointError, ConfigError, Engine
 from batchspec.model.given import GivenWeights
 from batchspec.model.hub import find_model
 from batchspec.model.kv_calibration import give_scales
+from batchspec.model.lora import adapted
 from batchspec.model.quant.base import Weights
 from batchspec.model.spec import load_spec
 from batchspec.model.weights import Checkpoint, judge_model
@@ -158,6 +159,7 @@ class Engine:
 
         weights  a model folder or hub id with the same config.json, or all tensors by their names in a checkpoint, such as a
                  trainer's state_dict(), on any device
+        With model.adapter they are those of its base model, and the adapter is merged into them again.
         K/V of earlier calls are dropped, the drafter stays as it is. Memory for one more layer is needed for a while.
         Raises CheckpointError for other names, shapes or configurations, before anything is changed.
         """
@@ -172,6 +174,7 @@ class Engine:
             else:
                 folder = self._same_model(str(weights))
                 source = stack.enter_context(Checkpoint(folder, model.spec, dtype=model.dtype, device=model.device))
+            source = adapted(source, model.adapter, model.spec)
             self._half_loaded = True
             with engine.changing_target():
                 engine.target.rewrite(source)

@@ -1,0 +1,205 @@
+"""A LoRA adapter that PEFT saved, merged into the weights of its base model while they are loaded.
+
+    W' = W + s B A      W [N, K], B [N, r], A [r, K]; s = alpha / r, or alpha / sqrt(r) with use_rslora
+
+in fp32 (in a model of fp64 in fp64), rounded once to the model's dtype. After loading, the model is like any other of its shape:
+it takes no more memory or time, and nothing else knows of the adapter. The ranks of a model compute the product of whole matrices
+and keep their parts, so that they have the bits that one process has.
+Source: Hu et al. 2021 (arXiv 2106.09685); rank-stabilised scale: Kalajdzievski 2023 (arXiv 2312.03732).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from safetensors.torch import load as tensors_of
+from torch import Tensor
+
+from batchspec.errors import CheckpointError, ConfigError
+from batchspec.model.adapter_config import CONFIG, MERGE, LoraConfig, read_adapter_config
+from batchspec.model.blocks.base import FLOATS, Projection, projections
+from batchspec.model.config_values import shown
+from batchspec.model.files import LocalFiles, StoredTensor, file_tensors, listed
+from batchspec.model.quant.base import Weights
+from batchspec.model.shard import slices_of
+from batchspec.model.spec import OUTPUT, ModelSpec
+from batchspec.model.weights import taken
+
+FILE = "adapter_model.safetensors"
+_HEAD = OUTPUT.removesuffix(".weight")
+_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is added to one weight: scale * B A."""
+
+    a: str
+    """Name of A in the adapter's file."""
+    b: str
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter whose names and shapes fit its base model."""
+
+    path: Path
+    """The safetensors file."""
+    digest: str
+    """sha256 of the file."""
+    deltas: Mapping[str, Delta]
+    """By the name of the weight in the base model's checkpoint."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with everything that the merged weights depend on."""
+        scales = sorted((name, delta.scale) for name, delta in self.deltas.items())
+        return sha256(f"{self.digest} {scales}".encode()).hexdigest()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors of the file, on the CPU. Raises CheckpointError if it has changed since it was opened."""
+        content = _content(self.path)
+        if sha256(content).hexdigest() != self.digest:
+            raise CheckpointError(f"{shown(self.path)}: changed since this run checked it; run the command again")
+        return tensors_of(content)
+
+
+def open_adapter(path: str, spec: ModelSpec) -> Adapter:
+    """The adapter in this folder, checked against the shape of its base model; of the weights only headers and a digest are read.
+
+    Raises CheckpointError, in one line, for a folder or file that is not there or is broken, for keys and tensors that are not
+    built, and for names and shapes that do not fit the model; ConfigError for a path that is no folder.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model.adapter={path}: no such folder; give the folder of a PEFT LoRA adapter, of the hub a downloaded one "
+            "(hf download OWNER/NAME --local-dir FOLDER)"
+        )
+    config = read_adapter_config(folder)
+    files = LocalFiles(folder)
+    names = files.names()
+    if FILE not in names:
+        found = "adapter_model.bin is a pickle" if "adapter_model.bin" in names else f"no {FILE}"
+        raise CheckpointError(f"{files.where}: {found}; save the adapter again as safetensors (PEFT's save_pretrained)")
+    stored = file_tensors(files, FILE)
+    deltas = _deltas(files.where, config, spec.whole or spec, stored)
+    return Adapter(folder / FILE, sha256(_content(folder / FILE)).hexdigest(), deltas)
+
+
+class AdaptedWeights:
+    """The tensors of another source, those that the adapter names merged with it. spec: as of that source."""
+
+    def __init__(self, source: Weights, adapter: Adapter, spec: ModelSpec) -> None:
+        self._source, self._deltas, self._tensors = source, adapter.deltas, adapter.tensors()
+        self._slices = slices_of(spec) or {}
+        self.dtype, self.device = source.dtype, source.device
+
+    def tensor(self, name: str) -> Tensor:
+        return self._merged(name) if name in self._deltas else self._source.tensor(name)
+
+    def stored(self, name: str) -> Tensor:
+        return self._merged(name) if name in self._deltas else self._source.stored(name)
+
+    def entry(self, name: str, index: int) -> Tensor:
+        assert name not in self._deltas, name  # entries are those of experts
+        return self._source.entry(name, index)
+
+    @torch.no_grad()
+    def _merged(self, name: str) -> Tensor:
+        """In the model's dtype: the sum has no other that it could be rounded to once."""
+        delta, wide = self._deltas[name], torch.promote_types(self.dtype, torch.float32)
+        a, b = (self._tensors[part].to(self.device, wide) for part in (delta.a, delta.b))
+        product, own = (b @ a).mul_(delta.scale), self._slices.get(name)
+        part = taken(product, own).clone() if own else product  # a view would keep the whole product in memory
+        return part.add_(self._source.stored(name)).to(self.dtype)
+
+
+def adapted(source: Weights, adapter: Adapter | None, spec: ModelSpec) -> Weights:
+    """The source itself without an adapter."""
+    return source if adapter is None else AdaptedWeights(source, adapter, spec)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            f"{shown(path)}: cannot be read ({error.strerror or error}); correct its permissions or path"
+        ) from None
+
+
+def _deltas(where: str, config: LoraConfig, spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> dict[str, Delta]:
+    """Raises CheckpointError for tensors that are not pairs A, B of the model's projections, in the shapes that config says."""
+    others = [name for name in stored if not _NAME.fullmatch(name)]
+    if not stored:
+        raise CheckpointError(f"{where}/{FILE}: no tensors; save or download the adapter again")
+    if others:
+        raise CheckpointError(
+            f"{where}/{FILE}: {len(others)} tensors are not lora_A or lora_B of a projection: {listed(others)}; "
+            f"embeddings, DoRA, biases and modules saved whole are not supported: {MERGE}"
+        )
+    modules = dict.fromkeys(name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in stored)
+    known = {prefix + part.name: part for prefix, block in spec.blocks() for part in projections(block)}
+    known[_HEAD] = Projection(_HEAD, spec.vocab_size, spec.hidden_size)
+    _check_modules(where, config, spec, modules, known)
+    found = {}
+    for module in modules:
+        part, rank = known[module], config.rank_of(module)
+        a, b = (f"base_model.model.{module}.lora_{letter}.weight" for letter in "AB")
+        for name, shape in ((a, (rank, part.k)), (b, (part.rows, rank))):
+            _check_tensor(f"{where}/{FILE}", name, stored.get(name), shape, rank)
+        found[f"{module}.weight"] = Delta(a, b, config.scale_of(module))
+    return found
+
+
+def _check_modules(
+    where: str, config: LoraConfig, spec: ModelSpec, modules: Collection[str], known: Mapping[str, Projection]
+) -> None:
+    """Raises CheckpointError for modules whose weights cannot be merged, and for others than adapter_config.json names."""
+    experts = tuple(f"{prefix}{grouped.name}." for prefix, block in spec.blocks() for grouped in block.grouped)
+    if of_experts := [module for module in modules if f"{module}.".startswith(experts)]:
+        raise CheckpointError(f"{where}: {listed(of_experts)}: merging into MoE experts is not built; {MERGE}")
+    if unknown := [module for module in modules if module not in known]:
+        raise CheckpointError(
+            f"{where}: {len(unknown)} modules are no projections of the model: {listed(unknown)}; give the adapter's own base "
+            f"model ({CONFIG} says {config.base[:100]!r}) as model.path"
+        )
+    if spec.tie and _HEAD in modules:
+        raise CheckpointError(
+            f"{where}: {_HEAD} has an adapter, and it is the embedding too (tie_word_embeddings=true), which would "
+            "change with it; train one without it"
+        )
+    for module in modules:
+        weight, *_ = spec.formats.of(module).tensors(known[module])
+        if module != _HEAD and weight.dtypes != FLOATS:
+            raise CheckpointError(
+                f"{where}: {module} is {weight.dtypes[0]} in model.path; merging into FP8 or MXFP4 weights is not built; "
+                "use a bf16 checkpoint"
+            )
+    unnamed = [module for module in modules if not config.targets(module)]
+    missing = [module for module in known if config.targets_all and config.targets(module) and module not in modules]
+    for wrong, what in (
+        (unnamed, f"that target_modules of {CONFIG} does not name"),
+        (missing, f"of target_modules lack in {FILE}"),
+    ):
+        if wrong:
+            raise CheckpointError(f"{where}: {len(wrong)} modules {what}: {listed(wrong)}; save or download the adapter again")
+
+
+def _check_tensor(where: str, name: str, stored: StoredTensor | None, shape: tuple[int, ...], rank: int) -> None:
+    if stored is None:
+        raise CheckpointError(f"{where}: {name[:200]} is missing; save or download the adapter again")
+    if stored.shape != shape:
+        raise CheckpointError(
+            f"{where}: {name} is {list(stored.shape)}, and rank {rank} by {CONFIG} and the model need {list(shape)}; give the "
+            "adapter's own base model as model.path"
+        )
+    if stored.dtype not in FLOATS:
+        raise CheckpointError(f"{where}: {name} is {stored.dtype}; {', '.join(FLOATS)} are supported")
