@@ -38,6 +38,7 @@ from batchspec.model.target import Target, resolve_dtype
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.model.weights import judge_model, weight_files
 from batchspec.packing.admit import Admission
+from batchspec.packing.constraints import KINDS
 from batchspec.packing.cost import Rates, device_rates
 from batchspec.packing.planner import PAGE_SIZE, Demand, choose_batch, free_memory
 from batchspec.packing.survey import Survey
@@ -49,7 +50,6 @@ from batchspec.text import counted
 from batchspec.token_automaton import TokenSymbols
 from batchspec.tuning.table import table_in_use
 
-CONSTRAINT_KEYS = ("schema", "regex", "choice")
 CONSTRAINTS_VERSION = 1
 """Counts changes of what is written for a schema: a job that began with another one is another job."""
 SURVEY_ROWS = 512
@@ -199,7 +199,7 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "model.max_len": job.admission.max_len,
             "model.end_ids": sorted(job.admission.end_ids),
             "model.think_tokens": None if think is None else (think.begin_id, think.end_id),
-            **{f"decode.{key}": value for key, value in decode.items() if key not in CONSTRAINT_KEYS},
+            **{f"decode.{key}": value for key, value in decode.items() if key not in KINDS},
             **_constraint_parts(job),
             "draft.synthetic": config.draft.synthetic,
             "input.files": [file.identity for file in job.source.files],
@@ -443,5 +443,5 @@ def usual_mode(config: RunConfig) -> SamplingMode:
         repetition_penalty=decode.repetition_penalty,
         presence_penalty=decode.presence_penalty,
     )
-    constrained = any(getattr(decode, key) not in (None, []) for key in CONSTRAINT_KEYS)
+    constrained = any(getattr(decode, key) not in (None, []) for key in KINDS)
     return SamplingMode.of(params, decode.min_new_tokens, constrained=constrained)

@@ -60,7 +60,7 @@ def choose_ranks(config: RunConfig) -> int:
 
 
 def visible_gpus() -> list[str]:
-    """Number of GPUs that a process started here would see."""
+    """Names of the GPUs that a process started here would see, as CUDA_VISIBLE_DEVICES has them."""
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         return []
     named = os.environ.get("CUDA_VISIBLE_DEVICES")

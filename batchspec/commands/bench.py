@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 
 def _measure(args: argparse.Namespace, argv: Sequence[str], device: torch.device, group: Group | None = None) -> None:
-    """group: the ranks that compute the model together, of which this process is the leader."""
+    """group: the processes that compute the model together; this one is their leader. None: it computes alone."""
     bench = Bench(args, make_workload(args, device, group), device, group)
     if args.rounds is not None:
         found = bench_rounds.time_rounds(bench)

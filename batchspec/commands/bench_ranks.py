@@ -32,7 +32,7 @@ PROGRAM = ("-m", "batchspec.commands.bench_follower")
 EXCHANGE_S = 1800.0
 """Limit of an exchange over gloo: a rank may read its weights, or compile kernels, while another one waits."""
 POLL_S, GRACE_S, END_S = 0.1, 3.0, 10.0
-"""Seconds between looks at the followers; that the leader has to notice by itself that one is gone; that they have to end."""
+"""Seconds between two polls of the followers; for the leader to notice by itself that one has died; for all to end."""
 
 
 def lead(ranks: int, argv: Sequence[str], device: torch.device, measure: Callable[[Group], None]) -> NoReturn:

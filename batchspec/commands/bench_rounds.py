@@ -96,7 +96,7 @@ def _time(bench: Bench, way: Way, record: Record) -> dict[str, Any]:
         if bench.group is None or bench.group.rank == 0:
             record.profile = profile_calls(lambda: engine.executor.graphs.run(shape), profiled)
             row["profile"] = record.profile.summary()
-        else:  # a profiler here too would slow the rounds that rank 0 looks at
+        else:  # rank 0 profiles; a profiler on this rank too would slow its rounds
             for _ in range(profiled):
                 engine.executor.graphs.run(shape)
     return row

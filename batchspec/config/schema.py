@@ -100,7 +100,7 @@ class DecodeConfig:
     regex: str | None = None
     """Regular expression, in Python's syntax, that every answer must match as a whole."""
     choice: list[str] = field(default_factory=list)
-    """Texts of which every answer must be one."""
+    """The allowed answers: every answer is one of these texts."""
     thinking_token_budget: int | None = None
     """Maximum number of tokens of a reasoning block, after which its end token is forced. null is no limit but
     max_new_tokens."""

@@ -85,7 +85,7 @@ class RequestState:
         """The state of a new request, or of one that continues from an earlier run, which may have had a larger K."""
         resumed = request.resumed
         if resumed is not None and not _follows(request, resumed.tokens):
-            resumed = None  # written by a version that compiled another automaton: the row begins anew
+            resumed = None  # another version compiled another automaton, which allowed these tokens: decode the row anew
         longest = draft_len if resumed is None else max(draft_len, len(resumed.accepted) - 1)
         state = cls(request=request, draft_len=longest, finder=finder, num_top=num_top)
         if resumed is not None:

@@ -1,4 +1,4 @@
-"""The bytes that each token of a vocabulary stands for, exactly: what an output's text is made of, whatever tokens spell it.
+"""The exact bytes of each token of a vocabulary: joined, those of an output's tokens are its text.
 
 Known are byte-level vocabularies (GPT-2, Llama 3, Qwen, ...) and those of SentencePiece with byte fallback or without (Llama 2,
 Mistral, Gemma, ...). Does not import torch.

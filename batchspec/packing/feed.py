@@ -143,7 +143,7 @@ class Feed:
         return shards * self._shard_rows
 
     def _coming(self, window: int) -> _Window:
-        """A window of which nothing is read yet."""
+        """An empty window: none of its shards has been read yet."""
         shards = self._window if window < self._num_windows - 1 else None if window < self._num_windows else 0
         return _Window(self._admit(itertools.islice(self._shards, shards)), self._planned, self._num_rows(window))
 

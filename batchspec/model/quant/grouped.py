@@ -95,7 +95,7 @@ def tile_of(routing: Routing, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
 
 
 def rows_in_order(x: Tensor, routing: Routing) -> Tensor:
-    """The rows of x [T, H], of which `route` was told, in the order of the list of pairs: [P, H]."""
+    """The rows of x [T, H] in the order of the list of pairs: [P, H]. `route` has copied them where it was given x as rows_of."""
     return sort_rows(x, routing, interpret=not x.is_cuda) if routing.rows is None else routing.rows
 
 
