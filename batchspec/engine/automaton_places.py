@@ -77,7 +77,7 @@ class AutomatonPlaces:
         return found
 
     def _gap(self, num_words: int) -> int | None:
-        """Where the first gap of so many words begins; None: there is no such gap. Place 0 is never used: it means no constraint."""
+        """Where the first gap of so many words begins; None: there is none. Place 0 is never used: it means no constraint."""
         place = 1
         for one in sorted(self._residents.values(), key=lambda one: one.place):
             if one.place - place >= num_words:

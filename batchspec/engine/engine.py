@@ -139,7 +139,7 @@ class Engine:
         self.target.use_kv_scales(values)
 
     def _reset(self, requests: Iterator[Request | None]) -> None:
-        """Forget rows and results of an earlier run, which may have been left half-way; pages too, unless it kept its prefixes."""
+        """Forget rows and results of an earlier run, which may have been left half-way; pages too, unless prefixes are kept."""
         if self._lead is not None:
             self._lead.begin()
         self.executor.clear()
