@@ -70,9 +70,9 @@ def _of(name: str, up_n: int, down_n: int, stages: int, scales: bool, ahead: str
 
 
 SCALES, AHEAD = {"tma_scales": True}, {"ahead": True}
-FORMER, DEFAULT = Variant("former", rows_by_route=False, router_ahead=False), Variant("default", None)
+SORTED_APART, DEFAULT = Variant("rows sorted apart", rows_by_route=False, router_ahead=False), Variant("default", None)
 VARIANTS = (
-    FORMER,
+    SORTED_APART,
     Variant("router ahead", rows_by_route=False),
     Variant("and route copies rows"),
     Variant("scales by TMA", SCALES, SCALES),
@@ -161,7 +161,7 @@ def compile_rest(task: tuple[str, int]) -> str:
     layers = Layers(shape, torch.device("cuda"))
     layers.begin(tokens)
     with continue_on_error(f"{model} {tokens}"):
-        for variant in (FORMER, DEFAULT):
+        for variant in (SORTED_APART, DEFAULT):
             layers._route(0, variant)
     return ""
 
@@ -208,7 +208,7 @@ def times_of(layers: Layers, tokens: int, clock: GraphClock) -> dict[str, tuple[
 
 def shares_of(layers: Layers, tokens: int, clock: GraphClock, whole: dict[str, tuple[float, bool]]) -> list[str]:
     lines = []
-    for variant in (FORMER, DEFAULT):
+    for variant in (SORTED_APART, DEFAULT):
         layers.begin(tokens)
         layers.forward(variant, "keep")
         us = [whole[variant.name][0] - clock.us([partial(layers.forward, variant, part)], repeats=5) / LAYERS for part in PARTS]

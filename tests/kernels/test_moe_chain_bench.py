@@ -10,8 +10,8 @@ import torch
 from batchspec.kernels.benchmarks import moe_chain_bench
 from batchspec.kernels.benchmarks.moe_chain_bench import (
     DEFAULT,
-    FORMER,
     PARTS,
+    SORTED_APART,
     VARIANTS,
     Layers,
     shares_of,
@@ -62,5 +62,5 @@ def test_variants_are_those_of_the_units(device: torch.device) -> None:
     assert len(variants_of(MODELS["gpt-oss-120b"], 1)) == len(VARIANTS)
     assert len(variants_of(MODELS["gpt-oss-120b"], 512)) < len(VARIANTS)
     up, down = DEFAULT.tiles(MODELS["gpt-oss-120b"], 1)
-    assert up != FORMER.tiles(MODELS["gpt-oss-120b"], 1)[0]
-    assert down != FORMER.tiles(MODELS["gpt-oss-120b"], 1)[1]
+    assert up != SORTED_APART.tiles(MODELS["gpt-oss-120b"], 1)[0]
+    assert down != SORTED_APART.tiles(MODELS["gpt-oss-120b"], 1)[1]
