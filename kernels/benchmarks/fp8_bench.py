@@ -12,7 +12,6 @@ with the library alone, with the rule, and with the fastest of both, which is wh
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
+from batchspec.kernels.benchmarks.options import add_limits, json_lines, parse_on_gpu, parser_of
 from batchspec.kernels.benchmarks.timing import Call, GraphClock
 from batchspec.kernels.common.e4m3 import E4M3
 from batchspec.kernels.gemm.fp8_linear import fp8_linear, fp8_linear_reference, launch
@@ -190,24 +190,12 @@ def summary(found: dict[tuple[int, int, int], Timings], models: Iterable[str], t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m batchspec.kernels.gemm.fp8_linear")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser = parser_of("gemm.fp8_linear", MODELS, TOKENS)
     parser.add_argument("--rows", action="store_true", help="row scales instead of block scales")
-    parser.add_argument("--jobs", type=int, default=14, help="processes that compile")
-    parser.add_argument("--seconds", type=float, default=55, help="start no new case after this time")
-    parser.add_argument("--out", help="append each timing as JSON to this file")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("fp8_bench: no GPU here, nothing to time")
-        return
-
-    def save(row: dict[str, Any]) -> None:
-        if arguments.out:
-            with open(arguments.out, "a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-
-    bench(arguments, save)
+    add_limits(parser, seconds=55)
+    arguments = parse_on_gpu(parser)
+    if arguments is not None:
+        bench(arguments, json_lines(arguments.out))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ processes, into Triton's cache on disk.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +23,7 @@ from torch import Tensor
 
 from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.moe_weights import FORMATS, MODELS, MoeShape, Product, make_products
+from batchspec.kernels.benchmarks.options import add_limits, json_lines, parse_on_gpu, parser_of
 from batchspec.kernels.benchmarks.timing import Call, GraphClock
 from batchspec.kernels.moe.combine import combine_norm, combine_norm_reference
 from batchspec.kernels.moe.quantise import quantise_rows
@@ -234,30 +233,19 @@ def bench_all(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m batchspec.kernels.benchmarks.moe_bench")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser = parser_of("benchmarks.moe_bench", MODELS, TOKENS)
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
-    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--sweep", action="store_true", help="time other tiles too")
-    parser.add_argument("--jobs", type=int, default=14, help="processes that compile")
-    parser.add_argument("--seconds", type=float, default=300, help="start no new case after this time")
-    parser.add_argument("--out", help="append each timing as JSON to this file")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("moe_bench: no GPU here, nothing to time")
+    add_limits(parser, seconds=300)
+    arguments = parse_on_gpu(parser)
+    if arguments is None:
         return
     begin = time.monotonic()
-
-    def save(row: dict[str, Any]) -> None:
-        if arguments.out:
-            with open(arguments.out, "a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-
     cases = [(model, form) for model in arguments.models for form in MODELS[model].formats if form in arguments.formats]
     compile_ahead(cases, arguments.tokens, arguments.sweep, arguments.jobs)
     for model in arguments.models:
         bench_rest(model, MODELS[model], arguments.tokens, torch.device("cuda"))
-    bench_all(cases, arguments.tokens, arguments.sweep, begin + arguments.seconds, save)
+    bench_all(cases, arguments.tokens, arguments.sweep, begin + arguments.seconds, json_lines(arguments.out))
 
 
 if __name__ == "__main__":

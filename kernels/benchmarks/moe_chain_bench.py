@@ -10,7 +10,6 @@ H200.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from torch import Tensor
 from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.moe_bench import compile_one
 from batchspec.kernels.benchmarks.moe_weights import MODELS, MoeShape, make_products
+from batchspec.kernels.benchmarks.options import parse_on_gpu, parser_of
 from batchspec.kernels.benchmarks.timing import GraphClock
 from batchspec.kernels.moe.combine import combine_norm
 from batchspec.kernels.moe.experts_mxfp4 import experts_mxfp4_down, experts_mxfp4_up
@@ -217,13 +217,10 @@ def shares_of(layers: Layers, tokens: int, clock: GraphClock, whole: dict[str, t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m batchspec.kernels.benchmarks.moe_chain_bench")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["gpt-oss-120b", "gpt-oss-20b"])
-    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
-    parser.add_argument("--jobs", type=int, default=14, help="processes that compile")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("moe_chain_bench: no GPU here, nothing to time")
+    parser = parser_of("benchmarks.moe_chain_bench", MODELS, TOKENS)
+    parser.set_defaults(models=["gpt-oss-120b", "gpt-oss-20b"])
+    arguments = parse_on_gpu(parser)
+    if arguments is None:
         return
     device = torch.device("cuda")
     compile_ahead(arguments.models, arguments.tokens, arguments.jobs)

@@ -27,6 +27,15 @@ WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
+@triton.jit
+def give(own, x, num_values, epoch, BLOCK: tl.constexpr):
+    """Write this program's blocks of x to a region of the rank; nothing once an exchange has failed."""
+    lane = tl.arange(0, BLOCK).to(tl.int64)
+    for begins in range(tl.program_id(0) * BLOCK, tl.where(epoch < 0, 0, num_values), tl.num_programs(0) * BLOCK):
+        at = begins + lane
+        tl.store(own + at, tl.load(x + at, mask=at < num_values), mask=at < num_values)
+
+
 @triton.jit(do_not_specialize=["rank", "spins", "num_values"])
 def exchange_kernel(
     x, out, addresses, epochs, failed, report, rank, spins, num_values, num_bytes, RANKS: tl.constexpr, SUM: tl.constexpr,
@@ -39,10 +48,7 @@ def exchange_kernel(
     buffers, own_buffer = buffers_of(addresses, RANKS), buffer_of(addresses, rank, RANKS)
     await_earlier_alone(PDL)
     epoch, spins, count = begin(epochs, failed, spins)
-    own = region_of(own_buffer, count, 0, num_bytes, DTYPE)
-    for begins in range(first, tl.where(epoch < 0, 0, num_values), step):
-        at = begins + lane
-        tl.store(own + at, tl.load(x + at, mask=at < num_values), mask=at < num_values)
+    give(region_of(own_buffer, count, 0, num_bytes, DTYPE), x, num_values, epoch, BLOCK)
     send(addresses, rank, epoch, 0, RANKS)
     came = wait(addresses, failed, report, rank, epoch, spins, 0, RANKS)
     start_next(PDL)
@@ -73,12 +79,8 @@ def best_of_ranks_kernel(
     buffers, own_buffer = buffers_of(addresses, RANKS), buffer_of(addresses, rank, RANKS)
     await_earlier_alone(PDL)
     epoch, spins, count = begin(epochs, failed, spins)
-    own_scores = region_of(own_buffer, count, 0, num_bytes, DTYPE)
-    own_ids = region_of(own_buffer, count, 1, num_bytes, tl.int32)
-    for begins in range(first, tl.where(epoch < 0, 0, num_rows), step):
-        at = begins + lane
-        tl.store(own_scores + at, tl.load(scores + at, mask=at < num_rows), mask=at < num_rows)
-        tl.store(own_ids + at, tl.load(ids + at, mask=at < num_rows), mask=at < num_rows)
+    give(region_of(own_buffer, count, 0, num_bytes, DTYPE), scores, num_rows, epoch, BLOCK)
+    give(region_of(own_buffer, count, 1, num_bytes, tl.int32), ids, num_rows, epoch, BLOCK)
     send(addresses, rank, epoch, 0, RANKS)
     came = wait(addresses, failed, report, rank, epoch, spins, 0, RANKS)
     start_next(PDL)

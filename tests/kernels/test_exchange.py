@@ -72,6 +72,8 @@ def test_the_best_token_is_the_lowest_of_equals_on_every_rank(ranks: int, rows: 
     lay_down(peers, 1, scores, ids)
     expected = best_of_ranks_reference(scores, ids, flag_nonfinite=flag)
     for end in peers.ends:
+        for stage, own in enumerate((scores[end.rank], ids[end.rank])):
+            peers.data(end.rank, 1, stage, own).zero_()  # the rank writes its own
         out = torch.full((len(rows),), -7, dtype=torch.int32)
         best_of_ranks(scores[end.rank], ids[end.rank], end, out_ids=out, flag_nonfinite=flag, interpret=True)
         assert torch.equal(out, expected)
@@ -106,6 +108,17 @@ def test_a_rank_that_stays_away_is_noted() -> None:
         end.failed.zero_()
         call()
         assert end.lost() == 0
+
+
+def test_a_rank_that_lost_another_writes_no_data() -> None:
+    peers, x = Peers.make(2, 1 << 10), torch.ones(3)
+    end = peers.ends[1]
+    end.failed.fill_(1)
+    gather(x, end, out=torch.zeros(2, 3), interpret=True)
+    best_of_ranks(x, x.int(), end, out_ids=x.int(), interpret=True)
+    for number in (1, 2):
+        assert not peers.data(1, number, 0, x).any()
+        assert not peers.data(1, number, 1, x.int()).any()
 
 
 def test_wrong_arguments_are_refused() -> None:
