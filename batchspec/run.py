@@ -45,7 +45,7 @@ def run(config: RunConfig) -> int:
         return 0
     code = workers.supervise(config, devices)
     if task is not None and code == Interrupted.exit_code:
-        terminal.say(f"batchspec: {slurm.requeue(task, config.cluster.max_restarts)}")
+        terminal.notice(slurm.requeue(task, config.cluster.max_restarts))
     return code
 
 

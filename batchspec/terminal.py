@@ -1,6 +1,7 @@
 """Everything that batchspec prints goes through this module, which escapes control characters: no text can control the terminal.
 
 say    one line on stderr: messages of a run while it works
+notice the same, after the name of the program: about a run as a whole
 fail   an error on stderr, one line
 show   the result of a command on stdout, any number of lines; show_line: one line
 table, facts   lines of untrusted values: each value stays on its line
@@ -20,6 +21,9 @@ from typing import Any, Self, TextIO
 
 from batchspec.text import CELL_CHARS, MESSAGE_CHARS, for_terminal, one_line
 
+PREFIX = "batchspec: "
+"""Begins notices and errors."""
+
 _lock = threading.RLock()
 _status: StatusLine | None = None
 
@@ -29,9 +33,14 @@ def say(line: object, *, stream: TextIO | None = None) -> None:
     _write(one_line(line, MESSAGE_CHARS), stream or sys.stderr)
 
 
+def notice(line: object) -> None:
+    """Print one line about a run as a whole on stderr, after the name of the program."""
+    say(f"{PREFIX}{line}")
+
+
 def fail(error: object) -> None:
     """Print the error with which a command ends, as one line on stderr."""
-    say(f"batchspec: {error}")
+    notice(error)
 
 
 def print_traceback(text: str) -> None:

@@ -24,6 +24,7 @@ from batchspec.distributed.seat import Seat
 from batchspec.errors import Interrupted
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.overwrite import CREW
+from batchspec.terminal import PREFIX, notice
 
 PROGRAM = ("-m", "batchspec.cluster.worker")
 LEADER_END_S, FOLLOWER_END_S, STACKS_S = 30.0, 3.0, 2.0
@@ -121,7 +122,7 @@ class Crew:
         for line in lines:
             with self._lock:
                 done = done or line.startswith(f"{self._out}: ")
-                if done or (line.startswith("batchspec: ") and self.asked is None):
+                if done or (line.startswith(PREFIX) and self.asked is None):
                     if line in self._said:
                         continue
                     self._said.add(line)
@@ -152,7 +153,7 @@ class Crew:
             left = sum(other.rank == 0 and other.number != worker.number for other in self.live())
             others = f"; {left} other{'s take' if left > 1 else ' takes'} its shards over" if left else ""
             if (self._num > 1 or died) and (worker.group is None or first):
-                say(f"{worker.name()} {how}{'; its group ends' * first}{others}")
+                notice(f"{worker.name()} {how}{'; its group ends' * first}{others}")
 
     def end_groups(self) -> None:
         """Kill the remaining processes of a group some time after one of it ended: they wait for that one, or hang."""
@@ -166,7 +167,7 @@ class Crew:
             if ended and now - min(ended) > (FOLLOWER_END_S if worker.rank else LEADER_END_S):
                 assert worker.group is not None
                 own, leader = worker.group.progress(worker.rank), worker.group.progress(0)
-                say(
+                notice(
                     f"{worker.name()} does not end: it has begun {own.messages} of {leader.messages} steps and read "
                     f"{own.results % (1 << 32)} results; killed"
                 )
@@ -189,7 +190,3 @@ class Crew:
             reader.join(5)
         if self._meeting is not None:
             self._meeting.cleanup()
-
-
-def say(line: str) -> None:
-    terminal.say(f"batchspec: {line}")

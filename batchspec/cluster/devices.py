@@ -50,11 +50,10 @@ def choose_ranks(config: RunConfig) -> int:
     )  # fmt: skip
     if asked.returncode != 0:
         said = asked.stderr.strip().splitlines()
-        raise ConfigError(f"cluster.tensor_parallel=auto: {said[-1].removeprefix('batchspec: ') if said else 'no answer'}")
+        raise ConfigError(f"cluster.tensor_parallel=auto: {said[-1].removeprefix(terminal.PREFIX) if said else 'no answer'}")
     ranks = int(asked.stdout.split()[-1])
-    terminal.say(
-        f"batchspec: cluster.tensor_parallel=auto: {ranks} of {num_gpus} GPUs for each copy of the model; "
-        "`batchspec plan` compares"
+    terminal.notice(
+        f"cluster.tensor_parallel=auto: {ranks} of {num_gpus} GPUs for each copy of the model; `batchspec plan` compares"
     )
     return ranks
 

@@ -16,11 +16,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from batchspec.cluster.crew import Crew, Worker, say
+from batchspec.cluster.crew import Crew, Worker
 from batchspec.config.schema import RunConfig
 from batchspec.errors import BatchspecError, ConfigError, DivergedError, Interrupted, StorageError, TooManyErrors
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.supervise.signals import SIGNALS
+from batchspec.terminal import notice
 
 POLL_S = 0.1
 SAVING = 0.75
@@ -44,11 +45,11 @@ def supervise(config: RunConfig, devices: Sequence[str | None]) -> int:
                 _ask(crew, signal.SIGTERM)
             if crew.asked is not None and time.monotonic() - crew.asked_at > SAVING * config.cluster.signal_s:
                 for worker in crew.live():
-                    say(f"{worker.name()} did not end within {SAVING * config.cluster.signal_s:g} s of a signal: killed")
+                    notice(f"{worker.name()} did not end within {SAVING * config.cluster.signal_s:g} s of a signal: killed")
                     worker.process.kill()
                     worker.code = worker.process.wait()
         if crew.asked is not None:
-            say(f"{signal.Signals(crew.asked).name}: ended {time.monotonic() - crew.asked_at:.1f} s later")
+            notice(f"{signal.Signals(crew.asked).name}: ended {time.monotonic() - crew.asked_at:.1f} s later")
     return exit_code([_code(worker, crew.asked) for worker in deciding(crew.workers)], config)
 
 
@@ -101,7 +102,7 @@ def _code(worker: Worker, asked: int | None) -> int:
     if worker.code >= 0:
         return worker.code
     if asked == -worker.code:
-        say(f"{worker.name()}: {signal.Signals(asked).name} before anything was computed; run the same command again")
+        notice(f"{worker.name()}: {signal.Signals(asked).name} before anything was computed; run the same command again")
     return Interrupted.exit_code
 
 
@@ -115,7 +116,7 @@ def exit_code(codes: Sequence[int], config: RunConfig) -> int:
         return 0
     worst = next((code for code in DIED_CODES if code in codes), 1)
     if 0 in codes:
-        say(f"{config.output.dir}: some shards are left, and no worker; run the same command again")
+        notice(f"{config.output.dir}: some shards are left, and no worker; run the same command again")
     return worst
 
 

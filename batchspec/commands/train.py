@@ -49,7 +49,7 @@ def train(run: TrainRun) -> Path:
     """Train, or go on training, and write the head; its folder. Raises Interrupted after a signal, with a checkpoint written."""
     assert run.model.path is not None
     assert run.output.dir is not None
-    say, kind = _say, "parallel" if run.draft.parallel is True else "eagle3"
+    say, kind = terminal.notice, "parallel" if run.draft.parallel is True else "eagle3"
     sources = _sources(run)
     model, dummy = find_model(run.model.path, run.model.revision), run.model.load_format == "dummy"
     folder, spec = model.folder, load_spec(model.folder) if dummy else judge_model(model)
@@ -194,7 +194,3 @@ def _facts(run: TrainRun, spec: ModelSpec, folder: Path, sources: list[Source]) 
         "input.limit": run.input.limit,
     }
     return {**model, **data, "output.layout": run.output.layout, **draft, **keys}
-
-
-def _say(line: str) -> None:
-    terminal.say(f"batchspec: {line}")
