@@ -25,9 +25,10 @@ from batchspec.dataset.reader import Source
 from batchspec.distributed.group import Group
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.errors import TooManyErrors
+from batchspec.identity import job_fingerprint, recorded_facts
 from batchspec.packing.survey import Survey
 from batchspec.packing.work_plan import WorkPlan
-from batchspec.prepare import Job, job_fingerprint, make_engine, open_job, recorded_facts, survey_first
+from batchspec.prepare import Job, make_engine, open_job, survey_first
 from batchspec.report.card import dataset_card
 from batchspec.report.page import NEEDS_EXTRA, can_draw, write_report
 from batchspec.report.progress_bar import ProgressBar
@@ -110,6 +111,7 @@ def compute(
     began, start_up = time.perf_counter(), start_up or StartUp()
     seen = survey_first(job)
     start_up.done("survey")
+    surveyed_s = start_up.reached_s
     if retry is not None:
         finished = finished - set(retry.shards)
     new_job = not output.is_job() or output.begins_anew(job.config.output.overwrite)
@@ -120,12 +122,11 @@ def compute(
         job = with_saved_scales(job, output)
     journaled = Journaled() if new_job or retry is not None else output.journal().read(finished)
     with progress_bar(job, seen, finished, journaled, start_up) as progress, closing(shard_work(job, output.attempt)) as work:
-        loading = time.perf_counter()
         holder = EngineWithFallback(job, seen, progress, make)
         adaptation = Adaptation(job, output, progress)
         adaptation.serve(holder.engine)
-        start_up_s = time.perf_counter() - loading
         start_up.done("engine")
+        start_up_s = start_up.reached_s - surveyed_s
         create_output(job, output, retry)  # no check can refuse the job from here on
         keep_scales(job, output, holder)
         plan = work_plan(job, output, is_retry=is_retry)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from batchspec import __version__
 from batchspec.adapt.limits import check_head, check_weights, memory_bytes
 from batchspec.batch.automata import AutomataRoom
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.config.schema import TEMPLATE_DATE, CacheConfig, RunConfig
+from batchspec.config.schema import RunConfig
 from batchspec.dataset.columns import ColumnMap, check_ids, map_columns
 from batchspec.dataset.reader import Source, open_source
 from batchspec.dataset.schema import output_schema
@@ -29,14 +27,14 @@ from batchspec.errors import CapacityError, ConfigError
 from batchspec.model.blocks.base import Shard
 from batchspec.model.files import ModelFiles
 from batchspec.model.hub import find_model
-from batchspec.model.kv_calibration import CALIBRATION, check_fp8_kv, give_scales
+from batchspec.model.kv_calibration import check_fp8_kv, give_scales
 from batchspec.model.kv_scales import KVScales
 from batchspec.model.lora import Adapter, open_adapter
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype
 from batchspec.model.tokenizer import Tokenizer
-from batchspec.model.weights import judge_model, weight_files
+from batchspec.model.weights import judge_model
 from batchspec.packing.admit import Admission
 from batchspec.packing.constraints import KINDS
 from batchspec.packing.cost import Rates, device_rates
@@ -45,13 +43,10 @@ from batchspec.packing.survey import Survey
 from batchspec.records import PackedBatch, SamplingParams
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runstate.job_folder import default_shard_rows
-from batchspec.runstate.manifest import fingerprint
 from batchspec.text import counted
 from batchspec.token_automaton import TokenSymbols
 from batchspec.tuning.table import table_in_use
 
-CONSTRAINTS_VERSION = 1
-"""Counts changes of what is written for a schema: a job that began with another one is another job."""
 SURVEY_ROWS = 512
 """Number of rows that are surveyed to choose the shape of the batch."""
 
@@ -180,58 +175,6 @@ def open_tokenizer(folder: Path, config: RunConfig, columns: ColumnMap) -> Token
     return Tokenizer(folder, Path(template) if template else None, date=config.input.template_date)
 
 
-def job_fingerprint(job: Job) -> dict[str, str]:
-    """Everything that changes results. Drafter, slots, pages and versions do not; they may differ between the runs of one job."""
-    config, decode = job.config, asdict(job.config.decode)
-    think, channels = job.admission.think, job.admission.has_channels
-    schema = output_schema(job.source.schema, job.columns, config.output, channels=channels)
-    return fingerprint(
-        {
-            "model.config": (job.folder / "config.json").read_text(encoding="utf-8"),
-            "model.weights": "dummy" if job.dummy else weight_files(job.folder).fingerprint,
-            # Left out without one, so that jobs begun before this key existed resume.
-            **({} if job.adapter is None else {"model.adapter": job.adapter.fingerprint}),
-            "model.tokenizer": None if job.tokenizer is None else job.tokenizer.fingerprint,
-            "model.dtype": str(job.dtype).removeprefix("torch."),
-            # As resolved on this device, and left out where plain, so that jobs begun before this key existed resume.
-            **({"model.activations": "fp8"} if job.spec.formats.quantises else {}),
-            **_kv_parts(config.cache),
-            "model.max_len": job.admission.max_len,
-            "model.end_ids": sorted(job.admission.end_ids),
-            "model.think_tokens": None if think is None else (think.begin_id, think.end_id),
-            **{f"decode.{key}": value for key, value in decode.items() if key not in KINDS},
-            **_constraint_parts(job),
-            "draft.synthetic": config.draft.synthetic,
-            "input.files": [file.identity for file in job.source.files],
-            "input.columns": dict(sorted(job.columns.names.items())),
-            **{f"input.{key}": getattr(config.input, key) for key in ("chat", "on_overlong", "limit", "template_kwargs")},
-            # Left out at their defaults, so that jobs begun before these keys existed resume.
-            **({} if config.input.template_date == TEMPLATE_DATE else {"input.template_date": config.input.template_date}),
-            **({} if config.input.final_assistant == "error" else {"input.final_assistant": config.input.final_assistant}),
-            "output.schema": [(field.name, str(field.type)) for field in schema],
-            "output.messages": config.output.messages,
-            "output.reasoning_in_messages": config.output.reasoning_in_messages,
-            "output.logprobs": config.output.logprobs,
-        }
-    )
-
-
-def _constraint_parts(job: Job) -> dict[str, Any]:
-    """The job's own schema, regex or choice, left out where there is none, as above; of a file its content."""
-    constraints = job.admission.constraints
-    if constraints is None:
-        return {}
-    own = {} if constraints.of_job is None else {f"decode.{constraints.of_job[0]}": constraints.of_job[1]}
-    return own | {"decode.constraints": CONSTRAINTS_VERSION}
-
-
-def _kv_parts(cache: CacheConfig) -> dict[str, Any]:
-    """What changes results of how K and V are stored; keys at their defaults are left out, as above."""
-    parts = {"cache.dtype": cache.dtype, "cache.scales": cache.scales}
-    given = {key: value for key, value in parts.items() if value != "auto"}
-    return given | ({"cache.calibration": CALIBRATION} if cache.dtype == "fp8" else {})
-
-
 def device_facts(device: torch.device) -> str:
     """What decides how a kernel is launched: the kind of device, and the software."""
     kind = "cpu"
@@ -244,19 +187,6 @@ def device_facts(device: torch.device) -> str:
 def load_message(device: torch.device) -> Load:
     """What the leader of a group tells the others once the model's files are there. Raises ConfigError as `table_in_use`."""
     return Load(device_facts(device), table_in_use(device))
-
-
-def recorded_facts(job: Job) -> dict[str, Any]:
-    device = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu"
-    return {
-        "batchspec": __version__,
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
-        "device": device if job.group is None else f"{job.group.ranks} x {device}",
-        "model": str(job.config.model.path),
-        "drafter": job.config.draft.name,
-        **({} if job.adapter is None else {"adapter_sha256": job.adapter.digest}),
-    }
 
 
 def weight_bytes(job: JobModel) -> int:

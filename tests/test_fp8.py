@@ -14,6 +14,7 @@ from torch import Tensor
 
 from batchspec.config.compose import compose
 from batchspec.errors import CheckpointError, ConfigError
+from batchspec.identity import job_fingerprint
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens
 from batchspec.model.blocks.base import ProductSpec, Projection
 from batchspec.model.decoder import LayerWeights
@@ -25,7 +26,7 @@ from batchspec.model.quant.fp8_products import Activations, Fp8Linear, Fp8Weight
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model
-from batchspec.prepare import Job, job_fingerprint, open_job
+from batchspec.prepare import Job, open_job
 from tests.models import make_checkpoint, make_tokenizer
 from tests.runs import make_prompts
 from tests.test_target import Runner, prompts

@@ -23,8 +23,9 @@ from batchspec.engine.engine import Engine
 from batchspec.engine.scheduler import Scheduler
 from batchspec.engine.step import ScheduledRound
 from batchspec.errors import OutputError
+from batchspec.identity import job_fingerprint
 from batchspec.job import check_output
-from batchspec.prepare import job_fingerprint, open_job
+from batchspec.prepare import open_job
 from tests.models import CHAT_TEMPLATE, make_checkpoint, make_thinking_tokenizer, make_tokenizer
 from tests.test_job import arguments, prompts
 from tests.test_lora import make_adapter

@@ -45,9 +45,12 @@ def test_a_run_says_and_keeps_its_phases(tmp_path: Path, capsys: pytest.CaptureF
     assert run.main([*arguments, "decode.max_new_tokens=4"]) == 0
     (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("the first token came ")]
     (log,) = (tmp_path / "out/_batchspec/logs").glob("run-*[0-9a-f].json")
-    phases = json.loads(log.read_text())["start_up"]
+    run_log = json.loads(log.read_text())
+    phases = run_log["start_up"]
     assert [*phases] == ["imports and configuration", "checks", "survey", "earlier runs", "weights", "engine", "first rows"]
     assert [part.rpartition(" ")[0] for part in said.partition(": ")[2].split(", ")] == [*phases]
+    making = sum(phases[name] for name in ("earlier runs", "weights", "engine"))
+    assert run_log["start_up_s"] == pytest.approx(making, abs=0.02), "of the survey and of the first rows nothing"
 
 
 def requests(*prompts: list[int], same_row: bool = False) -> list[Request]:

@@ -17,27 +17,35 @@ def process_age_s() -> float:
         return time.process_time()
 
 
+def age_clock() -> Callable[[], float]:
+    """A clock of the seconds since this process began: its zero is right to a hundredth, differences are exact."""
+    began = time.perf_counter() - process_age_s()
+    return lambda: time.perf_counter() - began
+
+
 class StartUp:
     """Names each phase when it is over; the first began with the process.
 
-    age_s  seconds since the process began
+    age_s  a clock of the seconds since the process began
     """
 
-    def __init__(self, age_s: Callable[[], float] = process_age_s) -> None:
+    def __init__(self, age_s: Callable[[], float] | None = None) -> None:
         self.seconds: dict[str, float] = {}
         """Phase -> its seconds, in the order of the phases."""
         self.over = False
         """The first token was there."""
-        self._age_s, self._from = age_s, 0.0
+        self.reached_s = 0.0
+        """When the last phase was over, in seconds since the process began."""
+        self._age_s = age_s or age_clock()
 
     def done(self, phase: str, parts: Mapping[str, float] | None = None) -> None:
         """The phase is over, unless the start-up is; `parts` of it are listed by their own names."""
         if self.over:
             return
         now, parts = self._age_s(), parts or {}
-        for name, seconds in ({phase: now - self._from - sum(parts.values())} | dict(parts)).items():
+        for name, seconds in ({phase: now - self.reached_s - sum(parts.values())} | dict(parts)).items():
             self.seconds[name] = self.seconds.get(name, 0.0) + max(0.0, seconds)
-        self._from = now
+        self.reached_s = now
 
     def end(self, phase: str) -> None:
         """The last phase is over."""

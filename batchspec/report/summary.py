@@ -12,7 +12,7 @@ class RunSummary:
     seconds: float
     """From the first row read to the last commit, start_up_s left out."""
     start_up_s: float
-    """Loading the weights, planning, compiling and capturing."""
+    """Reading what earlier runs left, loading the weights, planning, compiling and capturing."""
     tokens: int
     """Tokens made in this run, without those that its rows had from earlier runs."""
     rounds: int

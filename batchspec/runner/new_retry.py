@@ -8,7 +8,8 @@ from dataclasses import asdict, replace
 import polars as pl
 
 from batchspec.errors import OutputError
-from batchspec.prepare import Job, job_fingerprint
+from batchspec.identity import job_fingerprint
+from batchspec.prepare import Job
 from batchspec.runstate.generations import Generation
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
