@@ -46,6 +46,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "mxfp4": {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router", "lm_head"]}},
 }  # fmt: skip
 SAMPLED = ["decode.temperature=0.9", "decode.top_p=0.95", "decode.repetition_penalty=1.1", "decode.stop=[a]"]
+ROUNDING = 1e-3
 COUNTS = [2, pytest.param(4, marks=pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs"))]
 
 
@@ -90,15 +91,27 @@ def frame_of(words: list[str], ranks: int, folder: Path) -> pl.DataFrame:
     return frame
 
 
-def assert_same_tokens(one: pl.DataFrame, group: pl.DataFrame) -> None:
-    """But for a row or two whose two likeliest tokens were equally likely up to the rounding of sums in fp32."""
-    gaps = []
-    for a, b, top in zip(one["token_ids"], group["token_ids"], one["top_logprobs"], strict=True):
-        if list(a) != list(b):
-            at = next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
-            gaps.append(top[at][0]["logprob"] - top[at][1]["logprob"])
+def assert_same_tokens(one: pl.DataFrame, group: pl.DataFrame, *, sampled: bool = False) -> None:
+    """But for a row or two in which two tokens were as likely up to the rounding of fp32 sums.
+
+    Until two rows part, both runs give each token the same log probability within ROUNDING. Where greedy rows part, the two
+    likeliest tokens are no further apart than twice the largest such difference.
+    """
+    gaps, moved = [], 0.0
+    for tokens, others, tops, tops_of_group in zip(
+        one["token_ids"], group["token_ids"], one["top_logprobs"], group["top_logprobs"], strict=True
+    ):
+        parted = next((i for i, (x, y) in enumerate(zip(tokens, others, strict=False)) if x != y), len(tokens))
+        assert parted < len(tokens) or len(tokens) == len(others)
+        for top, top_of_group in zip(list(tops)[: parted + 1], tops_of_group, strict=False):
+            found = {entry["id"]: entry["logprob"] for entry in top_of_group}
+            moved = max([moved, *(abs(entry["logprob"] - found.get(entry["id"], entry["logprob"])) for entry in top)])
+        if parted < len(tokens):
+            gaps.append(tops[parted][0]["logprob"] - tops[parted][1]["logprob"])
+    print(f"log probabilities differ by at most {moved:.2e}; gaps where rows part: {gaps}")
+    assert moved < ROUNDING
     assert len(gaps) <= 2
-    assert max(gaps, default=0.0) < 1e-4, gaps
+    assert sampled or max(gaps, default=0.0) <= 2 * moved, (gaps, moved)
 
 
 @pytest.mark.parametrize("ranks", COUNTS)
@@ -115,7 +128,7 @@ def test_a_group_writes_the_tokens_of_one_gpu(
     }.items():
         one = frame_of(words_of(model, data, tmp_path / f"{kind}-one", *more), 1, tmp_path)
         group = frame_of(words_of(model, data, tmp_path / f"{kind}-group", *more), ranks, tmp_path)
-        assert_same_tokens(one, group)
+        assert_same_tokens(one, group, sampled=kind == "drafts")
 
 
 @pytest.mark.parametrize("ranks", COUNTS)
