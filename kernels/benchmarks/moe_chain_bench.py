@@ -61,36 +61,11 @@ class Variant:
         return up._replace(**self.up or {}), down._replace(**self.down)
 
 
-def _of(name: str, up_n: int, down_n: int, stages: int, scales: bool, ahead: str = "", block_k: int = 128) -> Variant:
-    """ahead: which products fetch ahead"""
-    both = {"stages": stages, "tma_scales": scales, "block_k": block_k}
-    return Variant(
-        name, both | {"block_n": up_n, "ahead": "up" in ahead}, both | {"block_n": down_n, "ahead": "down" in ahead}, narrow=True
-    )
-
-
-SCALES, AHEAD = {"tma_scales": True}, {"ahead": True}
 SORTED_APART, DEFAULT = Variant("rows sorted apart", rows_by_route=False, router_ahead=False), Variant("default", None)
+SIX_STAGES = {"stages": 6, "block_n": 64}
 VARIANTS = (
-    SORTED_APART,
-    Variant("router ahead", rows_by_route=False),
-    Variant("and route copies rows"),
-    Variant("scales by TMA", SCALES, SCALES),
-    Variant("down ahead", {}, AHEAD),
-    Variant("scales by TMA, down ahead", SCALES, SCALES | AHEAD),
-    _of("64/64 rows, 6 stages", 64, 64, 6, False),
-    _of("64/64 rows, 6 stages, scales", 64, 64, 6, True),
-    _of("32/64 rows, 6 stages", 32, 64, 6, False),
-    _of("32/64 rows, 6 stages, scales", 32, 64, 6, True),
-    _of("32/64, 6, scales, up ahead", 32, 64, 6, True, "up"),
-    _of("32/64, 6, scales, both ahead", 32, 64, 6, True, "up down"),
-    _of("32/64, 4, scales, down ahead", 32, 64, 4, True, "down"),
-    _of("64/128, 5, scales, down ahead", 64, 128, 5, True, "down"),
-    _of("32/64 x 256, 3, scales", 32, 64, 3, True, "", 256),
-    _of("32/64 x 256, 4, down ahead", 32, 64, 4, True, "down", 256),
-    _of("32/64 x 256, 3, both ahead", 32, 64, 3, True, "up down", 256),
-    _of("32/64 x 256, 5, down ahead", 32, 64, 5, True, "down", 256),
-    DEFAULT,
+    SORTED_APART, Variant("router ahead", rows_by_route=False), Variant("and route copies rows"),
+    Variant("64/64 rows, 6 stages", SIX_STAGES, SIX_STAGES, narrow=True), DEFAULT,
 )  # fmt: skip
 
 

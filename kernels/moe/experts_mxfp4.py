@@ -22,7 +22,7 @@ from batchspec.kernels.moe.blocks import add_bias_and_gate, blocks_of, check_lau
 from batchspec.kernels.moe.experts_plain import experts_plain_down_reference, experts_plain_up_reference
 from batchspec.kernels.moe.gate import SWIGLU, Gate
 from batchspec.kernels.moe.mxfp4 import BLOCK, Mxfp4Weight, dequantise_mxfp4, mxfp4_shapes
-from batchspec.kernels.moe.mxfp4_steps import fetch_ahead, load_columns, load_scales, load_words, unpack_block, unpack_blocks
+from batchspec.kernels.moe.mxfp4_steps import load_columns, load_scales, load_words, unpack_block
 from batchspec.kernels.moe.tiles import ExpertTile
 from batchspec.kernels.moe.units import Routing, program_place
 
@@ -40,15 +40,14 @@ def wait_for(acc):
 def multiply(
     x, x_more, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k,
     SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, TWO: tl.constexpr,
-    BLOCK_T: tl.constexpr, MORE: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, TMA_SCALES: tl.constexpr,
-    BLOCKS: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK_T: tl.constexpr, MORE: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """One tile of BLOCK_N rows of W (gated: and as many of up) by BLOCK_T rows of x and the MORE rows after them.
 
     TWO: as two products of half the tile, gate and up in a gated one. The tensor cores run the first while the second's words
     are unpacked: Triton does not wait for a sum that only the next step of the loop uses, and the wait for the other covers both.
     Otherwise as one product of all rows.
-    BLOCKS: blocks of 128 columns of a step of the loop. After the last column of K come zeros, which do not change a sum.
+    After the last column of K come zeros, which do not change a sum.
     MORE: a further product of the same unpacked weights, as a tile of Triton has a power of two of rows; 0: none.
     """
     num_blocks = tl.cdiv(k, 128)
@@ -58,15 +57,13 @@ def multiply(
     up = tl.zeros([ROWS, BLOCK_T], tl.float32)
     acc_more = tl.zeros([ROWS, max(MORE, 1)], tl.float32)
     up_more = tl.zeros([ROWS, max(MORE, 1)], tl.float32)
-    for block in range(0, num_blocks, BLOCKS):
+    for block in range(num_blocks):
         at = block * 128
-        tokens = load_columns(x, begin, count, at, num_rows, k, BLOCK_T, BLOCKS * 128, TMA, INTERPRETED)
+        tokens = load_columns(x, begin, count, at, num_rows, k, BLOCK_T, 128, TMA, INTERPRETED)
         if MORE:
-            more = load_columns(
-                x_more, begin + BLOCK_T, count - BLOCK_T, at, num_rows, k, MORE, BLOCKS * 128, TMA, INTERPRETED
-            )  # fmt: skip
-        own = load_scales(w_scales, expert, first, n, num_blocks, block, GATED, BLOCK_N, BLOCKS, TMA_SCALES)
-        pair = load_words(w, expert, first, n, width, block * 32, GATED, BLOCK_N, BLOCKS * 32, TMA)
+            more = load_columns(x_more, begin + BLOCK_T, count - BLOCK_T, at, num_rows, k, MORE, 128, TMA, INTERPRETED)
+        own = load_scales(w_scales, expert, first, n, num_blocks, block, GATED, BLOCK_N)
+        pair = load_words(w, expert, first, n, width, block * 32, GATED, BLOCK_N, TMA)
         if TWO:
             a, b = tl.split(pair.permute(1, 2, 0))
             a_scales, b_scales = tl.split(own.reshape(2, ROWS).permute(1, 0))
@@ -80,10 +77,7 @@ def multiply(
             up = tl.dot(values, tokens, up, input_precision="ieee")
             up = up if INTERPRETED else wait_for(up)
         else:
-            if BLOCKS == 2:
-                values = unpack_blocks(pair.reshape(ROWS, 64), own, ROWS, INTERPRETED)
-            else:
-                values = unpack_block(pair.reshape(ROWS, 32), own, ROWS, INTERPRETED)
+            values = unpack_block(pair.reshape(ROWS, 32), own, ROWS, INTERPRETED)
             if MORE:
                 acc_more = tl.dot(values, more, acc_more, input_precision="ieee")
             acc = tl.dot(values, tokens, acc, input_precision="ieee")
@@ -117,35 +111,25 @@ MORE_ROWS = tl.constexpr((0, 0, 16, 0, 16, 32, 0, 0))
 JOINED_BELOW = tl.constexpr((0, 16, 32, 48, 64, 80, 96, 128))
 
 
-@triton.jit(do_not_specialize=["num_units", "num_rows", "num_experts"])
+@triton.jit(do_not_specialize=["num_units", "num_rows"])
 def experts_mxfp4_kernel(
-    x16, x32, x64, x128, x256, w, words, w_scales, bias, pairs, units, out, num_units, num_rows, num_experts, n, k,
+    x16, x32, x64, x128, x256, w, w_scales, bias, pairs, units, out, num_units, num_rows, n, k,
     SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, TWO: tl.constexpr,
     LOW: tl.constexpr, BLOCK_T: tl.constexpr, JOINED: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
-    TMA_SCALES: tl.constexpr, BLOCKS: tl.constexpr, AHEAD: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x16 to x256: x [num_rows, k] with blocks of so many rows, None where no height of the tile needs it.
 
     w: words [E * 2, n, words of a row] in a gated product with TMA, else [E * rows, words of a row].
-    words: the same as bytes, where AHEAD needs it.
-    w_scales: int32 [E, blocks, rows]; with TMA_SCALES [E * blocks, 2, n] in a gated product, else [E * blocks, rows].
+    w_scales: int32 [E, blocks, rows].
     JOINED: units of up to 48, 80 and 96 pairs run as 32 + 16, 64 + 16 and 64 + 32.
-    AHEAD: see `ExpertTile.ahead`.
     """
     unit, tile = program_place(num_units, tl.cdiv(n, BLOCK_N), GROUP)
     first = tile * BLOCK_N
-    if AHEAD and PDL and not GATED:
-        # The launch before is the first product, so `units` were complete before this launch began. If they were not, the wrong
-        # words of some expert would be fetched and the result stay right: what is computed depends on the loads after the wait.
-        early = tl.load(units + unit * 4, cache_modifier=".cg")
-        if tl.load(units + unit * 4 + 2, cache_modifier=".cg") > 0:
-            fetch_ahead(words, tl.minimum(tl.maximum(early, 0), num_experts - 1), first, n, k, GATED, BLOCK_N)
     await_earlier(PDL)
     expert = tl.load(units + unit * 4)
     begin = tl.load(units + unit * 4 + 1)
     count = tl.load(units + unit * 4 + 2)
-    if AHEAD and PDL and GATED and count > 0:
-        fetch_ahead(words, expert, first, n, k, GATED, BLOCK_N)
     blocks = ((x16, None), (x32, None), (x32, x16), (x64, None), (x64, x16), (x64, x32), (x128, None), (x256, None))
     for step in tl.static_range(8):  # unrolled
         if (JOINED or MORE_ROWS[step] == 0) and HEIGHT_OF[step] >= LOW and HEIGHT_OF[step] <= BLOCK_T:
@@ -153,7 +137,7 @@ def experts_mxfp4_kernel(
             if (count > (below if HEIGHT_OF[step] > LOW else 0)) & (count <= HEIGHT_OF[step]):
                 multiply(blocks[step][0], blocks[step][1], w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows,
                          n, k, SCATTER, GATED, LIMIT, ALPHA, TWO, FIRST_ROWS[step], MORE_ROWS[step], BLOCK_N, TMA,
-                         TMA_SCALES, BLOCKS, INTERPRETED)  # fmt: skip
+                         INTERPRETED)  # fmt: skip
 
 
 def experts_mxfp4_up(
@@ -166,7 +150,7 @@ def experts_mxfp4_up(
     weight   from `shuffle_mxfp4`, of a matrix [E, 2I, H], gate rows before up rows
     bias     bf16 or fp32 [E, 2I], or None
     routing  from `route` with unit_pairs=tile.block_t
-    tile     block_k is 128; or 256, which is 128 without `tma_scales`, if the rows of W make one block of 64 rows for 4 warps
+    tile     block_k is 128
     out      bf16 or fp32 [P, I], contiguous; None: a new tensor of x's dtype
 
     Returns out, in the order of the list. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
@@ -209,37 +193,26 @@ def launch(
         check(f"{kernel}: bias", bias, (num_experts, w_rows), torch.bfloat16, torch.float32)
     check_launch(kernel, routing, tile, num_experts)
     two = tile.block_n >= (32 * tile.warps if gate is None else 64)
-    if tile.block_k != BLOCK and (tile.block_k != 2 * BLOCK or two):
-        raise ValueError(f"{kernel}: block_k is {tile.block_k}; must be {BLOCK}, or {2 * BLOCK} with half of {tile.block_n} rows")
+    if tile.block_k != BLOCK:
+        raise ValueError(f"{kernel}: block_k is {tile.block_k}; must be {BLOCK}")
     if not len(routing.units):
         return
     flat = weight.words.view(torch.int16).view(num_experts * w_rows, -1)
     tma = tile.tma and x.data_ptr() % 16 == 0 and k * x.itemsize % 16 == 0 and flat.data_ptr() % 16 == 0
-    own_scales = weight.scales.view(torch.int32).view(-1, w_rows)
-    tma_scales = tma and tile.tma_scales and n % 4 == 0 and own_scales.data_ptr() % 16 == 0
-    if not tma_scales:
-        tile = tile._replace(block_k=BLOCK)
-    blocks = tile.block_k // BLOCK
     w: Tensor | TensorDescriptor = flat
-    w_scales: Tensor | TensorDescriptor = own_scales
     if tma:
-        w = TensorDescriptor.from_tensor(flat, [tile.block_n, tile.block_k // 4])
+        w = TensorDescriptor.from_tensor(flat, [tile.block_n, BLOCK // 4])
         if gate is not None:
-            w = TensorDescriptor.from_tensor(flat.view(-1, n, flat.shape[1]), [2, tile.block_n, tile.block_k // 4])
-    if tma_scales:
-        w_scales = TensorDescriptor.from_tensor(own_scales, [blocks, tile.block_n])
-        if gate is not None:
-            w_scales = TensorDescriptor.from_tensor(own_scales.view(-1, 2, n), [blocks, 2, tile.block_n])
-    ahead = tile.ahead and flat.data_ptr() % 16 == 0
+            w = TensorDescriptor.from_tensor(flat.view(-1, n, flat.shape[1]), [2, tile.block_n, BLOCK // 4])
     grid = (len(routing.units) * triton.cdiv(n, tile.block_n),)
     start = partial(experts_mxfp4_kernel.warmup, grid=grid) if compile_only else experts_mxfp4_kernel[grid]
     start(
-        *blocks_of(x, tile, tma), w, weight.words if ahead else None, w_scales, bias, routing.pairs, routing.units, out,
-        len(routing.units), num_pairs, num_experts, n, k,
+        *blocks_of(x, tile, tma), w, weight.scales.view(torch.int32), bias, routing.pairs, routing.units, out,
+        len(routing.units), num_pairs, n, k,
         SCATTER=gate is None, GATED=gate is not None, LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha,
         TWO=two, LOW=tile.low, BLOCK_T=tile.block_t, JOINED=tile.joined,
-        BLOCK_N=tile.block_n, GROUP=tile.group, TMA=tma, TMA_SCALES=tma_scales, BLOCKS=blocks, AHEAD=ahead,
-        INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **launch_args(x),
+        BLOCK_N=tile.block_n, GROUP=tile.group, TMA=tma, INTERPRETED=not x.is_cuda,
+        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **launch_args(x),
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ class ExpertTile(NamedTuple):
     """Rows of W, a multiple of 64. A gated product reads as many of the gate and as many of up; with MXFP4 weights it may have
     32, which make one block of 64 rows. If it is below 16 * warps, the warps divide the pairs among them too."""
     block_k: int
-    """Columns of W per step of the loop over K. MXFP4: 128, or 256 if the rows make one block of 64 and scales come by TMA."""
+    """Columns of W per step of the loop over K. MXFP4: 128."""
     stages: int
     """Steps of that loop that are loaded ahead (Triton's num_stages)."""
     warps: int
@@ -40,13 +40,6 @@ class ExpertTile(NamedTuple):
     """The narrowest tile over pairs, one of `heights` up to block_t. A unit takes the narrowest from here on that holds it."""
     joined: bool = False
     """MXFP4 only: use the heights of `JOINED` too."""
-    tma_scales: bool = False
-    """MXFP4 only: with `tma`, load the scales of weights by TMA descriptor too. Otherwise cp.async copies them, and the MEMBAR
-    that every step needs before TMA may write to its buffer follows copies that the step has just begun."""
-    ahead: bool = False
-    """MXFP4 only: with PDL, a program has the L2 cache fetch all words of its tile as soon as it knows its expert. The second
-    product knows it while the first one still runs, if that is the launch directly before it."""
-
     registers: int | None = None
     """MXFP4 only: most registers of a thread (Triton's maxnreg), so that more programs share a multiprocessor; None: no limit."""
 
@@ -136,8 +129,6 @@ def candidates(num_tokens: int, top_k: int, num_experts: int, *, gated: bool, dt
     """Tiles worth timing on a GPU like an H100, that of `expert_tile` first."""
     unit_pairs = unit_pairs_of(num_tokens, top_k, num_experts, dtype)
     found = [expert_tile(unit_pairs, max_units(num_tokens, top_k, num_experts, unit_pairs), gated=gated, dtype=dtype)]
-    if dtype == torch.uint8 and unit_pairs == 16:
-        found.append(ExpertTile(16, 32 if gated else 64, 256, 3, 4, tma_scales=True, ahead=not gated))
     mean = num_tokens * top_k / num_experts
     height = min(128, max(16, 1 << (max(1, round(mean)) - 1).bit_length()))  # the power of two that holds the mean
     heights = {height, min(256, 2 * height), max(16, height // 2)}

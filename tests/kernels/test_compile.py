@@ -583,22 +583,18 @@ for _blocked, _split, _t, _n, _warps, _tma in (
           out="*bf16", partials=PF32 if _split else None, arrived=PI32 if _split else None, num_tokens=I32, num_rows=I32, n=I32,
           k=I32, split=I32, scale_stride=I32, BLOCKED=_blocked, SPLIT=_split, BLOCK_T=_t, BLOCK_N=_n, GROUP=8, TMA=_tma,
           EVEN_K=_tma, STAGES=4, INTERPRETED=False)  # fmt: skip
-# (gated, lowest tile, pairs, rows of W, warps, TMA, for few units)
-for _gated, _low, _t, _n, _warps, _tma, _few in (
-    (True, 16, 64, 64, 4, True, False), (False, 16, 96, 128, 4, True, False), (True, 32, 128, 64, 4, True, False),
-    (False, 128, 128, 128, 8, True, False), (False, 16, 32, 128, 4, False, False), (True, 16, 16, 64, 4, False, False),
-    (True, 16, 16, 32, 4, True, True), (False, 16, 16, 64, 4, True, True),
+# (gated, lowest tile, pairs, rows of W, warps, TMA)
+for _gated, _low, _t, _n, _warps, _tma in (
+    (True, 16, 64, 64, 4, True), (False, 16, 96, 128, 4, True), (True, 32, 128, 64, 4, True),
+    (False, 128, 128, 128, 8, True), (False, 16, 32, 128, 4, False), (True, 16, 16, 64, 4, False), (True, 16, 16, 32, 4, True),
 ):  # fmt: skip
     _joined = _low < 64 <= _t
-    _lead = "2, " if _gated else ""
-    _scales = f"tensordesc<i32[2, {_lead}{_n}]>" if _few else PI32
-    _case(f"experts_mxfp4_kernel gated {_gated}, {_low} to {_t} pairs, TMA {_tma}, few {_few}", "experts_mxfp4", _warps,
-          **_tokens_of("bf16", _low, _t, 256 if _few else 128, _tma, _joined),
-          w=f"tensordesc<i16[{_lead}{_n}, {64 if _few else 32}]>" if _tma else "*i16",
-          words="*u8" if _few else None, w_scales=_scales, bias="*bf16", pairs=PI32, units=PI32, out="*bf16", num_units=I32,
-          num_rows=I32, num_experts=I32, n=I32, k=I32, SCATTER=not _gated, GATED=_gated, LIMIT=7.0 if _gated else None,
-          ALPHA=1.702, TWO=_n >= (64 if _gated else 32 * _warps), LOW=_low, BLOCK_T=_t, JOINED=_joined, BLOCK_N=_n, GROUP=8,
-          TMA=_tma, TMA_SCALES=_few, BLOCKS=2 if _few else 1, AHEAD=_few, INTERPRETED=False)  # fmt: skip
+    _case(f"experts_mxfp4_kernel gated {_gated}, {_low} to {_t} pairs, {_n} rows, TMA {_tma}", "experts_mxfp4", _warps,
+          **_tokens_of("bf16", _low, _t, 128, _tma, _joined),
+          w=f"tensordesc<i16[{'2, ' if _gated else ''}{_n}, 32]>" if _tma else "*i16", w_scales=PI32, bias="*bf16", pairs=PI32,
+          units=PI32, out="*bf16", num_units=I32, num_rows=I32, n=I32, k=I32, SCATTER=not _gated, GATED=_gated,
+          LIMIT=7.0 if _gated else None, ALPHA=1.702, TWO=_n >= (64 if _gated else 32 * _warps), LOW=_low, BLOCK_T=_t,
+          JOINED=_joined, BLOCK_N=_n, GROUP=8, TMA=_tma, INTERPRETED=False)  # fmt: skip
 
 _case("sample_kernel fp32, a part", "sample", 16, logits=PF32, row_ids=PI32, positions=PI64, keys=PI64, temperature=PF32,
       cutoff=PF32, out_ids=PI32, out_scores=PF32, out_tops=PF32, stride_row=I32, vocab=I32, first_id=I32, ACC="fp32",
@@ -714,8 +710,8 @@ SELDOM = frozenset({
     "verify_kernel bf16 D=64, tile 64, window 128, grouped False, tree False, early True, sinks True",
     "verify_kernel e4m3 D=128, tile 64, window 0, grouped True, tree False, early True, sinks False",
     "verify_kernel e4m3 D=128, tile 16, window 0, grouped False, tree False, early True, sinks False",
-    "experts_mxfp4_kernel gated True, 32 to 128 pairs, TMA True, few False",
-    "experts_mxfp4_kernel gated False, 128 to 128 pairs, TMA True, few False",
+    "experts_mxfp4_kernel gated True, 32 to 128 pairs, 64 rows, TMA True",
+    "experts_mxfp4_kernel gated False, 128 to 128 pairs, 128 rows, TMA True",
     "fp8_linear_kernel blocked True, split False, 128 tokens x 64, 4 warps",
     "fp8_linear_kernel blocked True, split True, 64 tokens x 128, 8 warps",
     "reduce_norm_kernel bf16, 2 ranks, share 0, FP8 whole True", "reduce_norm_kernel bf16, 4 ranks, share 2048, FP8 whole False",
