@@ -22,7 +22,7 @@ from batchspec.kernels.moe.blocks import add_bias_and_gate, blocks_of, check_lau
 from batchspec.kernels.moe.experts_plain import experts_plain_down_reference, experts_plain_up_reference
 from batchspec.kernels.moe.gate import SWIGLU, Gate
 from batchspec.kernels.moe.mxfp4 import BLOCK, Mxfp4Weight, dequantise_mxfp4, mxfp4_shapes
-from batchspec.kernels.moe.mxfp4_steps import load_columns, load_half, load_scales, load_words, unpack_block
+from batchspec.kernels.moe.mxfp4_steps import load_columns, load_scales, load_words, unpack_block
 from batchspec.kernels.moe.tiles import ExpertTile
 from batchspec.kernels.moe.units import Routing, program_place
 
@@ -46,7 +46,6 @@ def multiply(
 
     TWO: as two products of half the tile, gate and up in a gated one. The tensor cores run the first while the second's words
     are unpacked: Triton does not wait for a sum that only the next step of the loop uses, and the wait for the other covers both.
-    With TMA the second half is a copy of its own: the wait for it keeps ptxas from unpacking it before the first product begins.
     Otherwise as one product of all rows.
     After the last column of K come zeros, which do not change a sum.
     MORE: a further product of the same unpacked weights, as a tile of Triton has a power of two of rows; 0: none.
@@ -64,22 +63,21 @@ def multiply(
         if MORE:
             more = load_columns(x_more, begin + BLOCK_T, count - BLOCK_T, at, num_rows, k, MORE, 128, TMA, INTERPRETED)
         own = load_scales(w_scales, expert, first, n, num_blocks, block, GATED, BLOCK_N)
+        pair = load_words(w, expert, first, n, width, block * 32, GATED, BLOCK_N, TMA)
         if TWO:
-            a = load_half(w, expert, first, n, width, block * 32, 0, GATED, BLOCK_N, TMA)
+            a, b = tl.split(pair.permute(1, 2, 0))
             a_scales, b_scales = tl.split(own.reshape(2, ROWS).permute(1, 0))
             values = unpack_block(a, a_scales, ROWS, INTERPRETED)
             acc = tl.dot(values, tokens, acc, input_precision="ieee")
             if MORE:
                 acc_more = tl.dot(values, more, acc_more, input_precision="ieee")
-            b = load_half(w, expert, first, n, width, block * 32, 1, GATED, BLOCK_N, TMA)
             values = unpack_block(b, b_scales, ROWS, INTERPRETED)
             if MORE:
                 up_more = tl.dot(values, more, up_more, input_precision="ieee")
             up = tl.dot(values, tokens, up, input_precision="ieee")
             up = up if INTERPRETED else wait_for(up)
         else:
-            words = load_words(w, expert, first, n, width, block * 32, GATED, BLOCK_N, TMA)
-            values = unpack_block(words, own, ROWS, INTERPRETED)
+            values = unpack_block(pair.reshape(ROWS, 32), own, ROWS, INTERPRETED)
             if MORE:
                 acc_more = tl.dot(values, more, acc_more, input_precision="ieee")
             acc = tl.dot(values, tokens, acc, input_precision="ieee")
@@ -203,9 +201,9 @@ def launch(
     tma = tile.tma and x.data_ptr() % 16 == 0 and k * x.itemsize % 16 == 0 and flat.data_ptr() % 16 == 0
     w: Tensor | TensorDescriptor = flat
     if tma:
-        w = TensorDescriptor.from_tensor(flat, [tile.block_n // 2 if two else tile.block_n, BLOCK // 4])
+        w = TensorDescriptor.from_tensor(flat, [tile.block_n, BLOCK // 4])
         if gate is not None:
-            w = TensorDescriptor.from_tensor(flat.view(-1, n, flat.shape[1]), [1 if two else 2, tile.block_n, BLOCK // 4])
+            w = TensorDescriptor.from_tensor(flat.view(-1, n, flat.shape[1]), [2, tile.block_n, BLOCK // 4])
     grid = (len(routing.units) * triton.cdiv(n, tile.block_n),)
     start = partial(experts_mxfp4_kernel.warmup, grid=grid) if compile_only else experts_mxfp4_kernel[grid]
     start(

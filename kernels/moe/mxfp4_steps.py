@@ -10,31 +10,18 @@ from batchspec.kernels.moe.mxfp4 import unpack
 
 
 @triton.jit
-def load_words(w, expert, first, n, width, at, GATED: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr):
-    """A block of 32 columns of words: [2 * BLOCK_N, 32] of gate and up; of a plain product [BLOCK_N, 32]."""
+def load_words(
+    w, expert, first, n, width, at, GATED: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr
+):  # fmt: skip
+    """A block of 32 columns of words: [2, BLOCK_N, 32] of gate and up; of a plain product [2, BLOCK_N / 2, 32], its halves."""
     if GATED and TMA:  # one copy for gate and up: each copy costs the program a barrier
-        words = w.load([expert * 2, first, at]).reshape(2 * BLOCK_N, 32)
+        pair = w.load([expert * 2, first, at])
     elif GATED:
         gate = load_rows(w, expert, first, 2 * n, at, width, BLOCK_N, 32, TMA, True)
-        up = load_rows(w, expert, n + first, 2 * n, at, width, BLOCK_N, 32, TMA, True)
-        words = tl.join(gate, up).permute(2, 0, 1).reshape(2 * BLOCK_N, 32)
+        pair = tl.join(gate, load_rows(w, expert, n + first, 2 * n, at, width, BLOCK_N, 32, TMA, True)).permute(2, 0, 1)
     else:
-        words = load_rows(w, expert, first, n, at, width, BLOCK_N, 32, TMA, True)
-    return words
-
-
-@triton.jit
-def load_half(
-    w, expert, first, n, width, at, PART: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr
-):  # fmt: skip
-    """Rows of the gate (PART 0) or of up (1) [BLOCK_N, 32]; of a plain product a half of the rows [BLOCK_N / 2, 32]."""
-    if GATED and TMA:
-        words = w.load([expert * 2 + PART, first, at]).reshape(BLOCK_N, 32)
-    elif GATED:
-        words = load_rows(w, expert, PART * n + first, 2 * n, at, width, BLOCK_N, 32, TMA, True)
-    else:
-        words = load_rows(w, expert, first + PART * (BLOCK_N // 2), n, at, width, BLOCK_N // 2, 32, TMA, True)
-    return words
+        pair = load_rows(w, expert, first, n, at, width, BLOCK_N, 32, TMA, True).reshape(2, BLOCK_N // 2, 32)
+    return pair
 
 
 @triton.jit

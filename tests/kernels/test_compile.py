@@ -588,13 +588,12 @@ for _gated, _low, _t, _n, _warps, _tma in (
     (True, 16, 64, 64, 4, True), (False, 16, 96, 128, 4, True), (True, 32, 128, 64, 4, True),
     (False, 128, 128, 128, 8, True), (False, 16, 32, 128, 4, False), (True, 16, 16, 64, 4, False), (True, 16, 16, 32, 4, True),
 ):  # fmt: skip
-    _joined, _two = _low < 64 <= _t, _n >= (64 if _gated else 32 * _warps)
-    _box = f"{1 if _two else 2}, {_n}" if _gated else str(_n // 2 if _two else _n)
+    _joined = _low < 64 <= _t
     _case(f"experts_mxfp4_kernel gated {_gated}, {_low} to {_t} pairs, {_n} rows, TMA {_tma}", "experts_mxfp4", _warps,
           **_tokens_of("bf16", _low, _t, 128, _tma, _joined),
-          w=f"tensordesc<i16[{_box}, 32]>" if _tma else "*i16", w_scales=PI32, bias="*bf16", pairs=PI32,
+          w=f"tensordesc<i16[{'2, ' if _gated else ''}{_n}, 32]>" if _tma else "*i16", w_scales=PI32, bias="*bf16", pairs=PI32,
           units=PI32, out="*bf16", num_units=I32, num_rows=I32, n=I32, k=I32, SCATTER=not _gated, GATED=_gated,
-          LIMIT=7.0 if _gated else None, ALPHA=1.702, TWO=_two, LOW=_low, BLOCK_T=_t,
+          LIMIT=7.0 if _gated else None, ALPHA=1.702, TWO=_n >= (64 if _gated else 32 * _warps), LOW=_low, BLOCK_T=_t,
           JOINED=_joined, BLOCK_N=_n, GROUP=8, TMA=_tma, INTERPRETED=False)  # fmt: skip
 
 _case("sample_kernel fp32, a part", "sample", 16, logits=PF32, row_ids=PI32, positions=PI64, keys=PI64, temperature=PF32,
