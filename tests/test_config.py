@@ -97,10 +97,6 @@ def test_the_defaults_can_run_once_the_required_keys_are_given() -> None:
         ({"decode__top_p": 1.5}, "decode.top_p=1.5 must be above 0 and at most 1; 1 is off"),
         ({"cluster__tensor_parallel": 0}, "cluster.tensor_parallel=0 must be in 1 .. 8; 1, 2, 4 or 8 GPUs for each copy of"),
         ({"cluster__tensor_parallel": 3}, "cluster.tensor_parallel=3 must be auto, 1, 2, 4 or 8; 1 is one GPU per copy of the"),
-        (
-            {"cluster__tensor_parallel": 2, "draft__name": "eagle3", "draft__path": "h", "draft__adapt__every_shards": 4},
-            "draft.adapt.every_shards=4 with cluster.tensor_parallel=2 is not built: a head learns from all logits",
-        ),
         ({"decode__top_p": 0.0}, "decode.top_p=0.0 must be above 0"),
         ({"decode__temperature": float("nan")}, "decode.temperature=nan must be in 0 .. 100"),
         ({"decode__temperature": -1.0}, "decode.temperature=-1.0"),

@@ -40,6 +40,9 @@ def joined(host: Collectives) -> PeerCollectives:
 
 def exchange_all(host: Collectives, folder: Path) -> None:
     ranks = joined(host)
+    for tokens in (1, 10_000):
+        ranks.broadcast(given := noise(tokens, host.rank, tokens, WIDTH))
+        assert torch.equal(given, noise(tokens, 0, tokens, WIDTH))
     for apart in (False, True):
         for tokens in (1, 16, 200, 1000, 10_000):  # the last two are larger than the buffers of rounds, the last than all
             x = noise(tokens, host.rank, tokens, WIDTH)

@@ -155,9 +155,12 @@ def exchange_large(host: Collectives, folder: Path) -> None:
     ranks.reserve(ROUND_BYTES)
     for with_library in (False, True):
         ranks.lanes()[0].group = dist.group.WORLD if with_library else None
-        for shape in ((9, 1000), (4099,)):
+        for shape in ((9, 1000), (4099,), (0,)):
             x = noise(1, host.rank, *shape)
             kept = x.clone()
+            for by in (ranks, host):
+                by.broadcast(given := x.clone())
+                assert bits(given) == bits(noise(1, 0, *shape))
             assert bits(ranks.sum(x)) == bits(host.sum(x)), (with_library, shape)
             assert bits(ranks.gather(x)) == bits(host.gather(x))
             assert torch.equal(x, kept)

@@ -207,17 +207,6 @@ def test_as_many_copies_are_compared_as_the_job_asks_for(
                 devices.devices_of(config)
 
 
-def test_auto_leaves_out_what_settings_do_not_allow(job: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchspec.prepare.learning_bytes", lambda *_: 0)
-    _, made = ways_on_eight(job, EIGHT_HEADS)
-    learning = replace(job, draft=replace(job.draft, adapt=replace(job.draft.adapt, every_shards=4)))
-    learning.cluster.tensor_parallel = "auto"
-    found = plan_command.ways_of(replace(made.job, config=learning), made.survey, H200, 8)
-    assert best(found).ranks == 1
-    assert [way.seconds is None for way in found] == [False, True, True, True]
-    assert found[1].reason.startswith("draft.adapt.every_shards=4 with cluster.tensor_parallel=2 is not built")
-
-
 def test_auto_asks_plan_in_a_process_of_its_own(
     job: RunConfig,
     monkeypatch: pytest.MonkeyPatch,

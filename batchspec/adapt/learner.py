@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from batchspec.adapt.lessons import TeacherOfRanks
 from batchspec.draft.base import Rewritable
 from batchspec.draft.weights import normalised
+from batchspec.engine.lockstep import Lead
 from batchspec.model.target import Target
 from batchspec.train.data import Numbers, Row
 from batchspec.train.evaluate import Acceptance, acceptance
@@ -44,19 +47,22 @@ class Learner:
     """Trains the copy. Only `adopt` may be called in inference mode: the tensors that it writes may be inference tensors."""
 
     def __init__(
-        self, network: HeadNetwork, ids: Numbers, target: Target, drafter: Rewritable, *, lr: float, steps: int, batch_tokens: int
-    ) -> None:
+        self, network: HeadNetwork, ids: Numbers, target: Target, drafter: Rewritable, *, lr: float, steps: int,
+        batch_tokens: int, lead: Lead | None = None,
+    ) -> None:  # fmt: skip
         """
         network  the head with which `drafter` drafts
         ids      int64 [V'] target ids of its draft vocabulary
         steps    number of draft steps that are trained and measured
+        lead     of the leader of several ranks that compute the target
         """
         self.network, self.draft_vocab_ids = network, torch.from_numpy(ids)
         self._drafter, self._steps, self._batch_tokens, self.lr = drafter, steps, batch_tokens, lr
         self._device = target.device.type
         self._narrow = self._device == "cuda" and target.dtype is torch.bfloat16
         dtype = target.dtype if self._narrow else torch.promote_types(target.dtype, torch.float32)
-        self._teacher = Teacher(target, network.spec.aux_layer_ids, self.draft_vocab_ids, dtype)
+        made = Teacher if lead is None else partial(TeacherOfRanks, lead)
+        self._teacher = made(target, network.spec.aux_layer_ids, self.draft_vocab_ids, dtype)
         self.drafting = {name: tensor.detach().to(target.dtype, copy=True) for name, tensor in network.state_dict().items()}
         self._begin()
 

@@ -187,17 +187,6 @@ def _ranks(config: RunConfig) -> None:
     count = config.cluster.tensor_parallel
     if count not in (*TENSOR_PARALLEL, AUTO) or isinstance(count, bool):
         raise ConfigError(f"cluster.tensor_parallel={count} must be auto, 1, 2, 4 or 8; 1 is one GPU per copy of the model")
-    if count != AUTO:
-        check_ranks(config, count)
-
-
-def check_ranks(config: RunConfig, ranks: int) -> None:
-    """Raises ConfigError for settings that do not run where so many ranks compute the model, whatever the model is."""
-    if ranks > 1 and config.draft.adapt.every_shards:
-        raise ConfigError(
-            f"draft.adapt.every_shards={config.draft.adapt.every_shards} with cluster.tensor_parallel={ranks} is not built: "
-            "a head learns from all logits in one process; remove one"
-        )
 
 
 def _decode(config: RunConfig) -> None:

@@ -32,6 +32,10 @@ class Collectives(ABC):
     def gather(self, x: Tensor) -> Tensor:
         """x of every rank, [ranks, *x.shape], in the order of ranks."""
 
+    def broadcast(self, x: Tensor) -> None:
+        """Write rank 0's x, which is contiguous, to that of every other rank."""
+        x.copy_(self.gather(x)[0])
+
     def sum(self, x: Tensor) -> Tensor:
         """x of all ranks added up in the order of ranks, in fp32 (fp64 for fp64), rounded once to the dtype of x.
 
@@ -104,6 +108,11 @@ class GlooCollectives(Collectives):
             with _reported(self.rank):
                 dist.all_gather(list(found.unbind(0)), x.contiguous())
         return found
+
+    def broadcast(self, x: Tensor) -> None:
+        if x.numel():
+            with _reported(self.rank):
+                dist.broadcast(x, src=0)
 
 
 @contextmanager

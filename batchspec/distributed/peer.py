@@ -112,6 +112,16 @@ class PeerCollectives(Collectives):
             found.copy_(self._host.gather(x.cpu()))
         return found
 
+    def broadcast(self, x: Tensor) -> None:
+        if x.device.type != self._device.type:
+            self._host.broadcast(x)
+        elif self._lane.group is not None:
+            dist.broadcast(x, src=0, group=self._lane.group)
+        else:
+            given = x.cpu()
+            self._host.broadcast(given)
+            x.copy_(given)
+
     def sum(self, x: Tensor) -> Tensor:
         if x.device.type != self._device.type:
             return self._host.sum(x)

@@ -15,13 +15,13 @@ import torch
 from batchspec.batch.automata import AutomataRoom
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.page_tables import PagePools
-from batchspec.draft.base import Drafter
+from batchspec.draft.base import Drafter, Rewritable
 from batchspec.engine.allocator import SlotAllocator
 from batchspec.engine.automaton_places import AutomatonPlaces
 from batchspec.engine.completion import completion_of
 from batchspec.engine.executor import Executor
 from batchspec.engine.garbage import older_objects_frozen
-from batchspec.engine.lockstep import Lead
+from batchspec.engine.lockstep import HeadOfRanks, Lead
 from batchspec.engine.messages import Prepare, Scales, Step
 from batchspec.engine.output_processor import EngineTotals, OutputProcessor
 from batchspec.engine.prefill_cost import PrefillCost
@@ -73,8 +73,8 @@ class Engine:
         if vocabulary is not None and automata_room is None:
             automata_room = AutomataRoom(num_tokens=vocabulary.num_tokens)
         self._automata_room = automata_room
-        self._lead = lead
         self.target, self.drafter, self.batch, self.options = target, drafter, batch, options or RoundOptions()
+        self.lead = lead
         self.executor = Executor(
             target, drafter, batch, device=device, options=self.options, penalties=penalties, overlap=overlap,
             vocabulary=vocabulary, automata_room=automata_room,
@@ -103,8 +103,8 @@ class Engine:
 
         shared  capture the graphs of rows with shared prefixes too. What is not prepared is captured when it is first needed.
         """
-        if self._lead is not None:
-            self._lead.send(Prepare(mode, shared))
+        if self.lead is not None:
+            self.lead.send(Prepare(mode, shared))
         with self.executor.stream_of_rounds():
             self._prefill_cost = self.planner.prepare(mode, shared=shared)
 
@@ -133,15 +133,15 @@ class Engine:
 
     def use_kv_scales(self, values: torch.Tensor) -> None:
         """As of `Target`, on all ranks; only while no row has K or V."""
-        if self._lead is not None:
-            self._lead.send(Scales(values.tolist()))
+        if self.lead is not None:
+            self.lead.send(Scales(values.tolist()))
         self.pools.forget()
         self.target.use_kv_scales(values)
 
     def _reset(self, requests: Iterator[Request | None]) -> None:
         """Forget rows and results of an earlier run, which may have been left half-way; pages too, unless prefixes are kept."""
-        if self._lead is not None:
-            self._lead.begin()
+        if self.lead is not None:
+            self.lead.begin()
         self.executor.clear()
         self.planner.restart()
         groups, round_ = self.executor.cache.groups, self.executor.round
@@ -178,8 +178,8 @@ class Engine:
     def _step(self) -> Iterator[Completion]:
         """Schedule, execute, process."""
         step = self.scheduler.drain() if self._stopping else next(self._steps)
-        if self._lead is not None:
-            self._lead.send(Step(step))
+        if self.lead is not None:
+            self.lead.send(Step(step))
         self.executor.execute(step)
         for _ in range(step.num_reads):
             yield from self._process()
@@ -199,6 +199,12 @@ class Engine:
         """
         self._stopping = True
 
+    @property
+    def rewritable_head(self) -> Rewritable | None:
+        """The drafter's network, on all ranks; None if it has none. Rewritten in `changing_drafter`, or between two runs."""
+        head, ranks = self.drafter.rewritable, self.target.ranks
+        return head if head is None or self.lead is None or ranks is None else HeadOfRanks(self.lead, head, ranks)
+
     @contextmanager
     def changing_drafter(self) -> Iterator[None]:
         """Write the drafter's new weights within this block: in the stream of the rounds, and while no prefill reads them.
@@ -216,7 +222,7 @@ class Engine:
     @contextmanager
     def changing_target(self) -> Iterator[None]:
         """Write new weights of the target within this block, between two runs. K/V and measured acceptance are dropped."""
-        assert self._lead is None
+        assert self.lead is None
         try:
             self.executor.synchronise()  # the new weights may come from a stream of the caller's
             yield
@@ -237,8 +243,8 @@ class Engine:
         """
         if self.options.logprobs is not None:
             return []
-        if self._lead is not None:
-            self._lead.confirm()
+        if self.lead is not None:
+            self.lead.confirm()
         now = time.perf_counter()
         for state in self.slots.live:
             self.slots.flush(state)
@@ -248,8 +254,8 @@ class Engine:
     def _process(self) -> Iterator[Completion]:
         """Read the oldest result; requests that ended in it leave their slots and come out."""
         launch, result = self.scheduler.in_flight.popleft(), self.executor.read()
-        if self._lead is not None:
-            self._lead.read(result)
+        if self.lead is not None:
+            self.lead.read(result)
         slots, log = result.rows_of(launch.owners, self.slots.owner)
         now = time.perf_counter()
         self._processor.add(result, slots, log, now)
@@ -272,8 +278,8 @@ class Engine:
 
     def _finish(self, state: RequestState, finish: int, now: float) -> Completion:
         """`finish` is the device's reason; 0 if a stop string ended the request, which the device does not know yet."""
-        if self._lead is not None:
-            self._lead.confirm()
+        if self.lead is not None:
+            self.lead.confirm()
         slot = state.slot
         self.scheduler.end(state, on_device=bool(finish))
         if state.finish_reason is None:

@@ -8,15 +8,19 @@ it has read, and with it every emitted token.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.distributed.channel import Channel
+from batchspec.distributed.collectives import Collectives
+from batchspec.draft.base import Drafter, Rewritable
 from batchspec.engine.executor import Executor
-from batchspec.engine.messages import Begin, End, Message, Prepare, Scales, Step, decode, encode
+from batchspec.engine.messages import Begin, End, Lesson, Message, NewHead, Prepare, Scales, Step, decode, encode
 from batchspec.engine.results import PendingResult
 from batchspec.engine.vocabulary import DIVERGED
 from batchspec.errors import DivergedError
@@ -85,11 +89,27 @@ class Lead:
         )
 
 
+class HeadOfRanks:
+    """The drafter's network on all ranks: the leader's end of `Rewritable`."""
+
+    def __init__(self, lead: Lead, head: Rewritable, ranks: Collectives) -> None:
+        self._lead, self._head, self._ranks = lead, head, ranks
+
+    def rewrite(self, tensors: Mapping[str, Tensor]) -> None:
+        """As of `Rewritable`, on every rank. Raises RankLost."""
+        given = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        self._lead.send(NewHead([(name, list(tensor.shape)) for name, tensor in given.items()]))
+        for tensor in given.values():
+            self._ranks.broadcast(tensor)
+        self._head.rewrite(given)
+
+
 class Following(Protocol):
     """What a follower needs of an engine."""
 
     executor: Executor
     target: Target
+    drafter: Drafter
 
     def prepare(self, mode: SamplingMode, *, shared: bool = False) -> None:
         """As of `Engine`."""
@@ -105,25 +125,42 @@ class Beats(Protocol):
         """It is done, and the rank waits for more."""
 
 
+Teach = Callable[[Target, Lesson], object]
+"""A follower's part of a lesson."""
+
+
 @torch.inference_mode()
-def follow(channel: Channel, engine: Following, watchdog: Beats | None = None) -> None:
-    """Execute what the leader sends until it ends the run. Raises RankLost."""
-    digest = Digest()
+def follow(channel: Channel, engine: Following, watchdog: Beats | None = None, teach: Teach | None = None) -> None:
+    """Execute what the leader sends until it ends the run. Raises RankLost.
+
+    teach  where a head may learn
+    """
+    digest, drafter_version = Digest(), 0
     while True:
         if watchdog is not None:
             watchdog.pause()
         message = decode(channel.receive())
+        if watchdog is not None and isinstance(message, Step | Lesson | NewHead):
+            watchdog.beat()
         match message:
             case Step(step):
-                if watchdog is not None:
-                    watchdog.beat()
+                assert step.drafter_version == drafter_version, "the leader drafts with other weights"
                 with engine.executor.stream_of_rounds():
                     engine.executor.execute(step)
                     for _ in range(step.num_reads):
                         digest.add(engine.executor.read())
                         channel.tell(digest.number, digest.value)
+            case Lesson():
+                assert teach is not None
+                with engine.executor.stream_of_rounds():
+                    teach(engine.target, message)
+            case NewHead(shapes):
+                with engine.executor.stream_of_rounds(), engine.executor.prefill_paused():
+                    _rewrite_head(engine, shapes)
+                drafter_version += 1
             case Begin(number):
                 digest.begin(number)
+                drafter_version = 0
                 engine.executor.clear()
             case Scales(values):
                 engine.target.use_kv_scales(torch.tensor(values, dtype=torch.float32))
@@ -133,3 +170,14 @@ def follow(channel: Channel, engine: Following, watchdog: Beats | None = None) -
                 return
             case _:
                 raise AssertionError(message)
+
+
+def _rewrite_head(engine: Following, shapes: list[tuple[str, list[int]]]) -> None:
+    """The follower's end of `HeadOfRanks`."""
+    target, head = engine.target, engine.drafter.rewritable
+    assert target.ranks is not None
+    assert head is not None
+    tensors = {name: torch.empty(shape, dtype=target.dtype, device=target.device) for name, shape in shapes}
+    for tensor in tensors.values():
+        target.ranks.broadcast(tensor)
+    head.rewrite(tensors)

@@ -14,7 +14,7 @@ import numpy as np
 
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.step import Prefill, ScheduledStep
-from batchspec.records import PackedBatch, Request
+from batchspec.records import Ids, PackedBatch, Request
 from batchspec.tuning.table import Table
 
 
@@ -65,11 +65,27 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     step: ScheduledStep
 
 
+class Lesson(msgspec.Struct, frozen=True, tag=True):
+    """Take part in the target's forward pass over whole rows, from which a head on the leader learns."""
+
+    rows: list[Ids]
+    prompt_lens: list[int]
+    aux_layer_ids: tuple[int, ...]
+    probs: bool
+    """The logits of the completions' positions too."""
+
+
+class NewHead(msgspec.Struct, frozen=True, tag=True):
+    """The drafter's network gets these weights, which the leader broadcasts in this order: names and shapes."""
+
+    shapes: list[tuple[str, list[int]]]
+
+
 class End(msgspec.Struct, frozen=True, tag=True):
     """The run is over."""
 
 
-Message = Load | Calibrate | Scales | Build | Prepare | Begin | Step | End
+Message = Load | Calibrate | Scales | Build | Prepare | Begin | Step | Lesson | NewHead | End
 
 
 def encode(message: Message) -> bytes:

@@ -48,14 +48,16 @@ class Adaptation:
         if not self.on:
             return
         draft, target = self._job.config.draft, engine.target
-        head = engine.drafter.rewritable
+        head = engine.rewritable_head
         assert head is not None, "draft.adapt is read by drafters with a head alone"
         self._progress.phase(f"draft.adapt: making a copy of {draft.path} that learns")
         found = None if self._output.begins_anew(self._job.config.output.overwrite) else self._earlier(engine)
         network, ids = found or published_network(self._folder, target, aux_layers=draft.aux_layers, mask_id=None, seed=0)
         tokens = slice_tokens(self._job.device, engine.batch.max_len)
         try:
-            learner = Learner(network, ids, target, head, lr=draft.adapt.lr, steps=steps_learnt(draft), batch_tokens=tokens)
+            learner = Learner(
+                network, ids, target, head, lr=draft.adapt.lr, steps=steps_learnt(draft), batch_tokens=tokens, lead=engine.lead
+            )  # fmt: skip
             learner.rehearse()
         except torch.OutOfMemoryError as error:
             self._end(error)

@@ -6,6 +6,7 @@ import gc
 
 import torch
 
+from batchspec.adapt.lessons import take_part
 from batchspec.config.schema import RunConfig
 from batchspec.distributed.group import Group
 from batchspec.engine.lockstep import follow
@@ -62,7 +63,7 @@ def _follow(config: RunConfig, group: Group) -> None:
     watchdog = Watchdog(watchdog_s(model), lambda: 0)
     gc.freeze()  # a collection that traverses all of torch's objects would keep the other ranks waiting
     with watchdog.watching():
-        follow(group.channel, engine, watchdog)
+        follow(group.channel, engine, watchdog, teach=take_part)
 
 
 def compute_as_leader(message: Load, device: torch.device, rank: int) -> None:

@@ -55,17 +55,23 @@ def new_network(spec: HeadSpec, target: Target, draft_vocab_ids: Tensor, *, seed
     The final norm starts as the target's, scaled so that the logits of random hidden states have a standard deviation of 1:
     unscaled, the loss of SmolLM2-135M began at 22 nats.
     """
-    dtype = torch.promote_types(target.dtype, torch.float32)
-    network = network_of(spec, target.embedding.cpu()).to(dtype)
+    network, dtype = _random_network(spec, target, seed=seed), torch.promote_types(target.dtype, torch.float32)
+    with torch.no_grad():
+        rows, norm = _output_rows(target, draft_vocab_ids).to(dtype), target.final_norm.to("cpu", dtype)
+        network.lm_head.weight.copy_(rows)
+        network.norm.weight.copy_(norm / (rows * norm).norm(dim=1).mean())
+    return network.to(target.device)
+
+
+def _random_network(spec: HeadSpec, target: Target, *, seed: int) -> HeadNetwork:
+    """On the CPU; of the target only the embedding is read."""
+    network = network_of(spec, target.embedding.cpu()).to(torch.promote_types(target.dtype, torch.float32))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in network.parameters():
             if tensor.dim() > 1:
                 nn.init.normal_(tensor, std=_STD, generator=generator)
-        rows, norm = _output_rows(target, draft_vocab_ids).to(dtype), target.final_norm.to("cpu", dtype)
-        network.lm_head.weight.copy_(rows)
-        network.norm.weight.copy_(norm / (rows * norm).norm(dim=1).mean())
-    return network.to(target.device)
+    return network
 
 
 def _output_rows(target: Target, draft_vocab_ids: Tensor) -> Tensor:
@@ -120,7 +126,7 @@ def published_network(
     if wanted < had:
         raise ConfigError(f"train.layers={wanted}: the head {folder} has {had}; leave the key out, or ask for more")
     spec = replace(spec, num_layers=wanted, windows=(None,) * wanted)
-    network = new_network(spec, target, ids, seed=seed)
+    network = _random_network(spec, target, seed=seed)
     own = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in head.tensors.items()}
     if "mask_hidden" in own:
         own["mask_hidden"] = own["mask_hidden"].view(1, 1, -1)
@@ -128,4 +134,4 @@ def published_network(
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             network.get_parameter(f"layers.{i}.{name}.weight").detach().zero_()
     network.load_state_dict(network.state_dict() | own)
-    return network, ids.numpy()
+    return network.to(target.device), ids.numpy()

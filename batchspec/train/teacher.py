@@ -25,6 +25,8 @@ from batchspec.train.data import Row
 PAGE_SIZE = 16
 _CHUNK = 4096
 """Number of positions whose logits over the target's vocabulary are in memory at once."""
+RANKS_COPIES = 4
+"""Of logits while ranks exchange them: the rank's own, padded, those of all, and these in one piece."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -132,9 +134,11 @@ class Teacher:
         greedy_ids = torch.empty(len(hidden), dtype=torch.int64, device=self.draft_vocab_ids.device)
         wide = torch.promote_types(self.target.dtype, torch.float32)
         probs = torch.empty(len(hidden), len(self.draft_vocab_ids), dtype=wide, device=self.draft_vocab_ids.device)
-        for at in range(0, len(hidden), _CHUNK):
-            part = slice(at, at + _CHUNK)
-            logits = self.target.logits(hidden[part])
+        # Of several ranks the parts, and what they are exchanged in, are in memory besides.
+        chunk = _CHUNK if self.target.ranks is None else _CHUNK // RANKS_COPIES
+        for at in range(0, len(hidden), chunk):
+            part = slice(at, at + chunk)
+            logits = self.target.all_logits(hidden[part])
             greedy_ids[part] = logits.argmax(-1)
             probs[part] = logits.index_select(1, self.draft_vocab_ids).div_(self._temperature).softmax(-1)
         return greedy_ids, probs
