@@ -371,7 +371,7 @@ def load_engine(
         f"rows of at most {batch.max_len} tokens, draft={drafter.name} K={drafter.max_len}"
     )
     if lead is not None:
-        lead.send(Build(batch))
+        lead.send(Build(batch, vocabulary_of(job)))
     engine = build_engine(
         config, target, drafter, batch, tokenizer=job.tokenizer, lead=lead, vocabulary=vocabulary_of(job), defers_text=defers_text
     )

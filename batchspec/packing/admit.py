@@ -266,9 +266,6 @@ class Admission:
         constraint = None
         if self.constraints is not None:
             constraint = self.constraints.of_row(row)
-            if constraint is not None and stop:
-                said = f"stop={list(stop)} could cut an answer that must match a schema, regex or choice; leave one of them null"
-                raise BadRow("bad_parameter", said)
         base = hash64(self.decode.seed, request_id) if row.get("seed") is None else int(values["seed"])
         synthetic_len = synthetic_len_cell(row)
         may_end_early = bool(stop_ids or stop) or synthetic_len is not None

@@ -19,7 +19,7 @@ from batchspec.model.thinking import ThinkTokens
 from batchspec.packing.cells import BadRow, json_cell
 from batchspec.records import Request, Thinking
 from batchspec.structured.compiler import BadConstraint, Compiler
-from batchspec.token_automaton import BEGIN_THOUGHT, END_THOUGHT, TokenAutomaton
+from batchspec.token_automaton import BEGIN_THOUGHT, CHANNEL, CONSTRAIN, DEAD, END_THOUGHT, START, TokenAutomaton
 
 if TYPE_CHECKING:
     from batchspec.model.tokenizer import Tokenizer
@@ -64,22 +64,34 @@ class Constraints:
             made = self.compiler.compile(*request.constraint)
         except BadConstraint as error:
             raise BadRow(error.code, f"{request.constraint[0]}: {error}") from None
-        return replace(request, automaton=made, automaton_state=first_state(made, request.thinking))
+        state = first_state(made, request.thinking)
+        if state == DEAD:
+            raise BadRow(
+                "bad_parameter",
+                f"{request.constraint[0]}: the prompt ends in a message that is neither in the channel analysis nor in final; "
+                "with structured output no other one is written: end the prompt before that message",
+            )
+        return replace(request, automaton=made, automaton_state=state)
 
 
 def _compiler(tokenizer: Tokenizer, vocab_size: int, think: ThinkTokens | None, end_ids: Collection[int]) -> Compiler:
     """For constraints over the tokens of this model; arguments as of `Constraints`."""
-    marks = {}
+    marks, channels = {}, None if think is None else think.channels
     if think is not None:
         marks = {think.end_id: END_THOUGHT} | ({} if think.begin_id is None else {think.begin_id: BEGIN_THOUGHT})
+    if channels is not None:
+        marks |= {channels.start_id: START, channels.channel_id: CHANNEL}
+        marks |= {} if channels.constrain_id is None else {channels.constrain_id: CONSTRAIN}
     return Compiler(
         tokenizer.symbols(vocab_size, marks), tuple(sorted(end_ids)), thinks=think is not None,
-        may_begin=think is not None and think.begin_id is not None,
+        may_begin=think is not None and think.begin_id is not None, channels=channels is not None,
     )  # fmt: skip
 
 
 def first_state(automaton: TokenAutomaton, thinking: Thinking | None) -> int:
-    """The state in which the output of a row begins."""
+    """The state in which the output of a row begins; DEAD if it continues a message of harmony that may not be written."""
+    if thinking is not None and thinking.channels is not None:
+        return automaton.walk(automaton.either, thinking.header)
     if thinking is None or thinking.opened is False:
         return automaton.answer
     return automaton.thought if thinking.opened else automaton.either
@@ -96,23 +108,14 @@ def check_constraints(
     config: RunConfig, name: str, tokenizer: Tokenizer | None, think: ThinkTokens | None, end_ids: Collection[int]
 ) -> None:
     """Raises ConfigError if what `name` asks for is not built with another key of the job, or its model."""
-    decode = config.decode
     if tokenizer is None:
         raise ConfigError(f"{name} needs a tokenizer, and the model folder has none; remove it")
-    if config.cluster.tensor_parallel != 1:
-        raise ConfigError(f"{name} with cluster.tensor_parallel={config.cluster.tensor_parallel} is not built; remove one")
     if config.draft.synthetic is not None:
         raise ConfigError(f"{name} says nothing where draft.synthetic makes up what is accepted; remove one")
-    if decode.min_new_tokens:
-        raise ConfigError(
-            f"{name} decides where an answer may end, decode.min_new_tokens={decode.min_new_tokens} too; remove one"
-        )
     if not end_ids:
         raise ConfigError(
             f"{name} needs a token that ends an answer, and there is none; set decode.ignore_eos=false or decode.stop_ids"
         )
-    if think is not None and think.channels is not None:
-        raise ConfigError(f"{name} with the channels of harmony (gpt-oss) is not built; remove it")
 
 
 def job_constraint(decode: DecodeConfig) -> Constraint | None:

@@ -53,6 +53,7 @@ class Compiler:
 
     end_ids    tokens that end a row
     thinks     an answer may follow a thought, which may begin with a token if may_begin
+    channels   instead, an answer is a message in the final channel of harmony
     It can be pickled: the copy has kept nothing and starts processes of its own.
     """
 
@@ -60,6 +61,7 @@ class Compiler:
     end_ids: tuple[int, ...]
     thinks: bool
     may_begin: bool
+    channels: bool = False
     cpu_s: int = CPU_S
     memory_bytes: int = MEMORY_BYTES
     stats: CompileStats = field(default_factory=CompileStats)
@@ -73,7 +75,13 @@ class Compiler:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Compiler, (self.vocabulary, self.end_ids, self.thinks, self.may_begin, self.cpu_s, self.memory_bytes)
+        return Compiler, (*self._job.values(), self.cpu_s, self.memory_bytes)
+
+    @property
+    def _job(self) -> dict[str, Any]:
+        """What a process is told about the vocabulary."""
+        names = ("vocabulary", "end_ids", "thinks", "may_begin", "channels")
+        return {name: getattr(self, name) for name in names}
 
     def compile(self, kind: str, source: str) -> TokenAutomaton:
         """The automaton of a constraint: kind schema or choice (JSON text), or regex; waits for it. Raises BadConstraint."""
@@ -94,10 +102,7 @@ class Compiler:
                 self._kept.move_to_end(key)
                 return found
             if self._pool is None:
-                job = {
-                    "vocabulary": self.vocabulary, "end_ids": self.end_ids, "thinks": self.thinks, "may_begin": self.may_begin
-                }  # fmt: skip
-                self._pool = CompilePool(num_processes(), (job, self.memory_bytes, self.cpu_s))
+                self._pool = CompilePool(num_processes(), (self._job, self.memory_bytes, self.cpu_s))
             found = self._kept[key] = Future()
             answer = self._pool.submit((kind, source))
         answer.add_done_callback(partial(self._take, key, found))
