@@ -66,7 +66,7 @@ def samples(dfa: Dfa, count: int, seed: int = 0, most_bytes: int = 80) -> list[b
 @st.composite
 def regexes(draw: st.DrawFn, depth: int = 3) -> str:
     if depth == 0 or draw(st.integers(0, 3)) == 0:
-        return draw(st.sampled_from(["a", "b", "c", "[ab]", "[^a]", ".", "é", "\\w", ""]))
+        return draw(st.sampled_from(LEAVES))
     inner = regexes(depth=depth - 1)
     match draw(st.sampled_from(["seq", "alt", "repeat"])):
         case "seq":
@@ -75,7 +75,15 @@ def regexes(draw: st.DrawFn, depth: int = 3) -> str:
             return f"(?:{draw(inner)}|{draw(inner)})"
     least = draw(st.integers(0, 2))
     most = draw(st.sampled_from(["", *map(str, range(least, 4))]))
-    return f"(?:{draw(inner)}){{{least},{most}}}"
+    count = draw(st.sampled_from(["*", "+", "?", "*?", "??", f"{{{least}}}", f"{{,{most}}}", f"{{{least},{most}}}"]))
+    return f"(?:{draw(inner)}){count}"
+
+
+LEAVES = (
+    "a", "b", "c", "[ab]", "[^a]", ".", "é", "\\w", "", "\\x61", "\\141", "\\u00e9", "[\\x61-b]", "[]a-]", "[^]\\-c]",
+    "[\\d\\wé]", "(a)", "(?#(b)a", "a(?#x)+", "\\W", "a{", "{a}", "b{1", "[a-c-]", "\\-", "(?:)", "(|a)", "[\\ud800-\\udfffa]",
+    "\\N{LATIN SMALL LETTER B}",
+)  # fmt: skip
 
 
 @settings(max_examples=150, deadline=None)
@@ -86,6 +94,29 @@ def test_the_texts_of_a_regex_are_those_of_python(pattern: str, texts: list[str]
         assert matches(dfa, text.encode()) == bool(re.fullmatch(pattern, text, re.ASCII)), text
     for data in samples(dfa, 3, most_bytes=12):
         assert re.fullmatch(pattern, data.decode(), re.ASCII), data
+
+
+def test_a_group_may_have_a_name() -> None:
+    dfa = dfa_of(regex_node("a(?P<n_1>b|c)(?P<m>c)?"))
+    assert [matches(dfa, text) for text in (b"ab", b"acc", b"a", b"abb")] == [True, True, False, False]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.booleans(), regexes(depth=2), st.booleans()), min_size=1, max_size=3),
+    st.sampled_from(["{}", "({})", "(?:(?:{})|b)", "c({})", "({})a", "^(?:{})", "(?:{}|$)"]),
+    st.lists(st.text("abcé", max_size=5), min_size=5, max_size=12),
+)
+def test_the_anchors_of_a_search_are_those_of_python(parts: list[tuple[bool, str, bool]], around: str, texts: list[str]) -> None:
+    """Where they may be; else the expression is refused."""
+    pattern = around.format("|".join(f"{'^' * begins}{inner}{'$' * ends}" for begins, inner, ends in parts))
+    try:
+        dfa = dfa_of(regex_node(pattern, anywhere=True))
+    except BadRegex:
+        assert re.search(r"[^(|^]\^|\$[^)|$]|\(.*\^.*\)|\(.*\$.*\)", pattern), pattern
+        return
+    for text in texts:
+        assert matches(dfa, text.encode()) == bool(re.search(pattern, text, re.ASCII)), text
 
 
 @settings(max_examples=60, deadline=None)
@@ -118,7 +149,10 @@ def test_ranges_of_characters_are_ranges_of_their_bytes(low: int, high: int) -> 
 @pytest.mark.parametrize(
     ("pattern", "what"),
     [
-        ("(", "no regular expression"), ("a(?=b)", "lookahead"), (r"\bfoo", "inside"), (r"(a)\1", "groupref"), ("(?i)a", "flags"),
+        ("(", "no regular expression"), ("a(?=b)", "lookahead"), (r"\bfoo", "inside"), (r"(a)\1", "a group reference"),
+        ("(?i)a", "flags"), ("a++", "possessive"), ("(?>a)", "atomic"), ("(a)(?(1)b)", "condition"),
+        ("(?P<n>a)(?P=n)", "a group reference"),
+        ("(?<!a)b", "lookbehind"), ("(a|^b)*", "inside"), ("a$b", "inside"),
         ("a^b", "inside"), ("(?i:a)b", "flags"), ("a{200000}", "more than 100,000"),
     ],
 )  # fmt: skip
