@@ -141,14 +141,10 @@ def compute(
 
 
 def shard_work(job: Job, attempt: str) -> ShardWork | ShardWorkers:
-    """What admits rows and makes tables: input.num_workers processes, or this one, where rows share the automata of structured
-    output too.
-    """
+    """What admits rows and makes tables: input.num_workers processes, or this one."""
     work, num_workers = ShardWork.of(job, attempt), job.config.input.num_workers
     if num_workers is None:
         num_workers = 0 if job.device.type == "cpu" else min(MOST_WORKERS, len(os.sched_getaffinity(0)) // 2)
-    if job.admission.constraints is not None:
-        num_workers = 0
     return ShardWorkers(work, num_workers) if num_workers else work
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,11 @@ from batchspec.model.target import Target, resolve_dtype
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.model.weights import judge_model
 from batchspec.packing.admit import Admission
-from batchspec.packing.constraints import KINDS
+from batchspec.packing.constraints import KINDS, Constraints
 from batchspec.packing.cost import Rates, device_rates
 from batchspec.packing.planner import PAGE_SIZE, Demand, choose_batch, free_memory
 from batchspec.packing.survey import Survey
-from batchspec.records import PackedBatch, SamplingParams
+from batchspec.records import Completion, PackedBatch, Request, SamplingParams
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runstate.job_folder import default_shard_rows
 from batchspec.text import counted
@@ -118,10 +119,14 @@ def open_job(
     return job
 
 
-def job_of(model: JobModel, source: Source, columns: ColumnMap, tokenizer: Tokenizer | None) -> Job:
-    """The job of this model over this input. Raises ConfigError where their configurations do not fit each other."""
+def job_of(
+    model: JobModel, source: Source, columns: ColumnMap, tokenizer: Tokenizer | None, constraints: Constraints | None = None
+) -> Job:
+    """The job of this model over this input; constraints as of `Admission`. Raises ConfigError where their configurations do not
+    fit each other.
+    """
     config = model.config
-    admission = Admission(config, source=source, columns=columns, spec=model.spec, tokenizer=tokenizer)
+    admission = Admission(config, source=source, columns=columns, spec=model.spec, tokenizer=tokenizer, constraints=constraints)
     output_schema(source.schema, columns, config.output, channels=admission.has_channels)
     of_model = {item.name: getattr(model, item.name) for item in fields(model)}
     return Job(**of_model, source=source, columns=columns, tokenizer=tokenizer, admission=admission)
@@ -239,13 +244,20 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
 
 
 def survey_first(job: Job) -> Survey:
-    """Admit the first SURVEY_ROWS rows, as a sample of all."""
+    """Admit the first SURVEY_ROWS rows, as a sample of all. Their automata are compiled from now on, as the model is loaded."""
     seen = Survey()
     for shard in job.source.shards(job.shard_rows):
-        seen.add(shard.table.num_rows, job.admission.admit(shard))
+        seen.add(shard.table.num_rows, _begun(job.admission, job.admission.admit(shard)))
         if seen.num_rows >= SURVEY_ROWS:
             break
     return seen
+
+
+def _begun(admission: Admission, admitted: Iterable[Request | Completion]) -> Iterator[Request | Completion]:
+    for entry in admitted:
+        if isinstance(entry, Request):
+            admission.begin(entry)
+        yield entry
 
 
 def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
@@ -289,7 +301,7 @@ def load_engine(
         f"rows of at most {batch.max_len} tokens, draft={drafter.name} K={drafter.max_len}"
     )
     if lead is not None:
-        lead.send(Build(batch))
+        lead.send(Build(batch, vocabulary_of(job)))
     engine = build_engine(
         config, target, drafter, batch, tokenizer=job.tokenizer, lead=lead, vocabulary=vocabulary_of(job), defers_text=defers_text
     )

@@ -149,8 +149,10 @@ class Request:
     """Expected output length in tokens, used for packing only."""
     thinking: Thinking | None = None
     """None where the model has no think tokens."""
+    constraint: tuple[str, str] | None = None
+    """What the answer must match, its kind and its text as `packing/constraints.py` makes them; None: anything."""
     automaton: TokenAutomaton | None = None
-    """What the answer must match; None: anything."""
+    """That of the constraint, compiled; None until it is there. No engine takes a request whose automaton is missing."""
     automaton_state: int = 0
     """State in which the output begins."""
     resumed: Snapshot | None = None

@@ -16,11 +16,15 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int32]
 
-BEGIN_THOUGHT, END_THOUGHT, OTHER = 256, 257, 258
-"""Symbols after the 256 bytes: the two think tokens, and any other token that is no text (special, unknown)."""
-NUM_SYMBOLS = 259
+BEGIN_THOUGHT, END_THOUGHT, OTHER, START, CHANNEL, CONSTRAIN = range(256, 262)
+"""Symbols after the 256 bytes: the two think tokens; any other token that is no text (special, unknown); and with harmony, whose
+`<|message|>` and `<|end|>` are the first two, the tokens of these names."""
+NUM_SYMBOLS = 262
 MASK, FORCED, NEXT = 0, 1, 2
-"""Columns of a state's row: the number of its mask, the token that is drafted or -1, and from NEXT on the next state by class."""
+"""Columns of a state's row: the number of its mask, the token that is drafted (-1: several may come; ENDS), and from NEXT on the
+next state by class."""
+ENDS = -2
+"""In place of a forced token: the text can only end."""
 DEAD = 0
 """The state after a token that is not allowed. It allows every token, because nothing of what follows is kept."""
 
@@ -55,7 +59,7 @@ class TokenAutomaton:
 
     classes  int32 [NUM_SYMBOLS]      class of each symbol, 0 .. C-1
     table    int32 [S, 2 + C]         row s: the number of the state's mask; the longest token of the bytes that must come
-                                      next, -1 where more than one may; then the next state by class
+                                      next, -1 where more than one may, ENDS where none may; then the next state by class
     masks    int32 [M, ceil(V / 32)]  bit v % 32 of word v // 32: token v is allowed
     """
 
@@ -67,7 +71,7 @@ class TokenAutomaton:
     thought: int
     """State inside a thought, in which every token is allowed but those that end the row; DEAD without think tokens."""
     either: int
-    """State in which an answer or a thought may begin; DEAD without think tokens."""
+    """State in which an answer or a thought may begin, with harmony any message; DEAD without think tokens."""
     vocabulary: TokenSymbols
 
     @property

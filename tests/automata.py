@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 import torch
 
+from batchspec.model.target import Target
 from batchspec.records import Request
 from batchspec.structured.regex import regex_node
 from batchspec.structured.regular import Dfa, dfa_of, optional, text
@@ -73,9 +74,12 @@ def may_follow(pattern: str, out: Sequence[int], token: int, *, thought: bool | 
 
 
 @torch.inference_mode()
-def constrained_tokens(req: Request, pattern: str | None, *, thought: bool | None = None, window: int | None = 5) -> list[int]:
-    """The definition of a constrained output: one token at a time, the logits of all others than those allowed are -inf."""
-    target, prompt, params = tiny_target(window=window), req.prompt_ids.tolist(), req.sampling
+def constrained_tokens(
+    req: Request, pattern: str | None, *, thought: bool | None = None, window: int | None = 5, target: Target | None = None
+) -> list[int]:  # fmt: skip
+    """The definition of a constrained output: one token at a time, the logits of all others than those allowed are -inf. Before
+    min_new_tokens a stop id is not allowed either, unless nothing else is."""
+    target, prompt, params = target or tiny_target(window=window), req.prompt_ids.tolist(), req.sampling
     out: list[int] = []
     while len(out) < req.max_new_tokens:
         logits = full_logits(target, prompt + out).clone()
@@ -83,8 +87,12 @@ def constrained_tokens(req: Request, pattern: str | None, *, thought: bool | Non
             value = logits[token]
             logits[token] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
         if pattern is not None:
-            allowed = [may_follow(pattern, out, token, thought=thought) for token in range(VOCAB)]
-            logits[~torch.tensor(allowed, device=logits.device)] = -torch.inf
+            allowed = [token for token in range(VOCAB) if may_follow(pattern, out, token, thought=thought)]
+        else:
+            allowed = list(range(VOCAB))
+        if len(out) < req.min_new_tokens and set(allowed) - set(req.stop_ids):
+            allowed = [token for token in allowed if token not in req.stop_ids]
+        logits[[token for token in range(VOCAB) if token not in allowed]] = -torch.inf
         out.append(_draw(logits, params, req.seed, len(prompt) + len(out)))
         if out[-1] in req.stop_ids:
             break

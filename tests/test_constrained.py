@@ -22,6 +22,7 @@ from batchspec.engine.automaton_places import AutomatonPlaces
 from batchspec.engine.engine import Engine
 from batchspec.engine.round import RoundOptions
 from batchspec.records import Completion, Request, SamplingParams, Snapshot, Thinking
+from batchspec.token_automaton import ENDS, FORCED
 from tests.automata import BEGIN, END, EOS, TOKENS, VOCABULARY, automaton, constrained_tokens, may_follow, written
 from tests.automata import PATTERNS_OF_LETTERS as PATTERNS
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, packed, request, tiny_target
@@ -65,7 +66,10 @@ def jobs(draw: st.DrawFn) -> list[tuple[Request, str | None]]:
     for index in range(draw(st.integers(1, 6))):
         prompt = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9))
         cap = draw(st.integers(1, 14))
-        one = request(index, prompt, cap=cap, sampling=draw(st.sampled_from(SAMPLINGS)), predicted=draw(st.integers(1, cap)))
+        one = request(
+            index, prompt, cap=cap, sampling=draw(st.sampled_from(SAMPLINGS)), predicted=draw(st.integers(1, cap)),
+            min_new_tokens=draw(st.sampled_from([0, 0, 3, cap])),
+        )  # fmt: skip
         pattern = draw(st.sampled_from((None, *PATTERNS)))
         found.append((constrained(one, pattern), pattern))
     return found
@@ -197,6 +201,24 @@ def test_the_end_is_drawn_where_the_text_may_end_alone() -> None:
         state = made.walk(made.answer, out)
         assert made.allowed(state).tolist() == [may_follow("(ab)*", out, token) for token in range(len(TOKENS))]
         assert made.allowed(state)[EOS] == (written(out) in (b"", b"ab"))
+
+
+def test_before_its_minimum_a_text_ends_only_where_it_can_do_nothing_else() -> None:
+    done = run(
+        [
+            constrained(request(i, [i, 5], cap=20, min_new_tokens=6, sampling=SAMPLINGS[1]), pattern)
+            for i, pattern in enumerate(("[ab]{0,40}", "(ab|c)d"))
+        ],
+        ALL["lookup"](),
+    )
+    free, closed = tokens(done)[0], tokens(done)[1]
+    assert EOS not in free[:6]
+    assert len(closed) <= 4
+    assert closed[-1] == EOS
+    assert done[1].status == "ok"
+    made = automaton("(ab|c)d")
+    assert made.table[made.walk(made.answer, [5, 6]), FORCED] == ENDS
+    assert made.table[made.walk(made.answer, [5]), FORCED] == 6
 
 
 def test_an_automaton_keeps_its_place_while_a_row_follows_it() -> None:

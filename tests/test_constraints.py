@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +60,7 @@ def admit(
     columns = map_columns(source.schema, config.input.columns)
     spec = replace(small_spec(), vocab_size=400)
     admission = Admission(config, source=source, columns=columns, spec=spec, tokenizer=tokenizer)
-    return [made for shard in source.shards(20) for made in admission.admit(shard)]
+    return [made for shard in source.shards(20) for made in admission.admit_compiled(shard)]
 
 
 def writes(request: Request | Completion, tokenizer: Tokenizer, text: str) -> bool:
@@ -143,17 +145,13 @@ def test_a_constraint_that_cannot_be_met_is_an_error_row(
     assert isinstance(good, Request)
 
 
-def test_two_constraints_of_one_row_and_stop_strings_are_refused(tokenizer: Tokenizer) -> None:
+def test_two_constraints_of_one_row_are_refused(tokenizer: Tokenizer) -> None:
     names: dict[str, str | None] = {"schema": "schema", "regex": "regex"}
     table = prompts("a", schema=pa.array(["{}"]), regex=pa.array(["a"]))
     (bad,) = admit(tokenizer, table, input__columns=names)
     assert isinstance(bad, Completion)
     assert bad.error is not None
     assert "schema and regex are both given" in bad.error.message
-    (bad,) = admit(tokenizer, prompts("a", stop=pa.array([["x"]])), decode__regex="ax")
-    assert isinstance(bad, Completion)
-    assert bad.error is not None
-    assert "could cut an answer" in bad.error.message
 
 
 @pytest.mark.parametrize(
@@ -162,9 +160,7 @@ def test_two_constraints_of_one_row_and_stop_strings_are_refused(tokenizer: Toke
         ({"decode__schema": {"enum": []}}, "decode.schema: no text matches"), ({"decode__regex": "("}, "decode.regex: '\\('"),
         ({"decode__schema": "none.json"}, "cannot be read"), ({"decode__schema": "{"}, "is no JSON"),
         ({"decode__schema": [1]}, "must be a JSON Schema"),
-        ({"decode__regex": "a", "decode__min_new_tokens": 2}, "decode.min_new_tokens=2 too"),
         ({"decode__regex": "a", "decode__ignore_eos": True}, "needs a token that ends"),
-        ({"decode__regex": "a", "cluster__tensor_parallel": 2}, "tensor_parallel=2 is not built"),
         ({"decode__regex": "a", "draft__synthetic": [0.5]}, "draft.synthetic"),
     ],
 )  # fmt: skip
@@ -232,10 +228,93 @@ def test_every_completed_row_of_a_job_is_valid_whatever_drafts(
     assert " schemas = " in said or " schemas + " in said
 
 
-def test_a_warm_engine_refuses_what_it_was_not_made_for(model: Path) -> None:
+def test_a_stop_string_ends_an_answer_and_says_so_and_a_minimum_holds(model: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"row {i}", "stop": ["b"] if i % 2 else None} for i in range(8)]
+    pl.DataFrame(rows).write_parquet(tmp_path / "in.parquet")
+    keys = ["decode.regex=a{2}[ab]{0,30}", "decode.temperature=1", "decode.max_new_tokens=40", "decode.min_new_tokens=5"]
+    assert run.main([*arguments(model, tmp_path / "in.parquet", tmp_path / "out", "draft=lookup"), *keys]) == 0
+    found = pl.read_parquet(tmp_path / "out" / "data").sort("row_index")
+    stopped = 0
+    for row in found.iter_rows(named=True):
+        assert row["status"] == "ok"
+        if row["stop_reason"] == "b":
+            assert re.fullmatch("a{2,}", row["completion"])
+            stopped += 1
+        else:
+            assert re.fullmatch("a{2}[ab]{0,30}", row["completion"])
+            assert len(row["token_ids"]) > 5
+    assert stopped >= 2
+
+
+def test_a_warm_engine_takes_constraints_of_each_call_and_compiles_them_once(model: Path, tmp_path: Path) -> None:
+    own = {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"], "additionalProperties": False}
+    rows = [
+        {"id": f"q{i}", "prompt": f"row {i}", "schema": cell}
+        for i, cell in enumerate([None, json.dumps(own), json.dumps(NUMBER), '{"enum": []}', json.dumps(own)])
+    ]
+    keys = ["decode.temperature=1", "decode.max_new_tokens=24", "decode.ignore_eos=false"]
     with batchspec.Engine(
-        [f"model.path={model}", "model.dtype=float64", "model.max_len=64", "decode.max_new_tokens=8"]
+        [f"model.path={model}", "model.dtype=float64", "model.max_len=64", "input.columns.schema=schema", *keys]
     ) as engine:
-        with pytest.raises(ConfigError, match="in a warm engine is not built"):
-            engine.generate([{"prompt": "x", "response_format": '{"type": "json_object"}'}])
-        assert engine.generate([{"prompt": "x"}]).height == 1
+        found = engine.generate(rows)
+        assert found["status"].to_list()[3] == "error"
+        assert found["error"].to_list()[3]["code"] == "impossible"
+        for index, schema in ((1, own), (2, NUMBER), (4, own)):
+            assert found["status"][index] == "ok"
+            jsonschema.validate(json.loads(found["completion"][index]), schema)
+        assert engine.generate(rows)["completion"].to_list() == found["completion"].to_list()
+        streamed = {done.row_index: done.text for done in engine.stream(rows)}
+        assert [streamed[index] for index in (0, 1, 2, 4)] == [found["completion"][index] for index in (0, 1, 2, 4)]
+        assert engine._constraints is not None
+        assert engine._constraints.compiler.stats.num_compiled == 2
+        free = engine.generate(rows[:1])
+        assert free["completion"].to_list() == found["completion"].to_list()[:1]
+    pl.DataFrame(rows).write_parquet(tmp_path / "rows.parquet")
+    out = tmp_path / "out"
+    assert run.main([*arguments(model, tmp_path / "rows.parquet", out, "draft=none"), "input.columns.schema=schema", *keys]) == 0
+    assert pl.read_parquet(out / "data").sort("row_index")["completion"].to_list() == found["completion"].to_list()
+
+
+def test_the_turns_of_a_conversation_follow_the_row_s_schema_or_their_own(model: Path) -> None:
+    def next_turn(turn: batchspec.Turn) -> Any:
+        if turn.number == 2:
+            return None
+        own = {"regex": "[a-f]{3}", "schema": None} if turn.number else {}
+        return own | {"messages": [*turn.messages, {"role": "user", "content": "more"}]}
+
+    options = {
+        "model.path": str(model), "model.dtype": "float64", "model.max_len": 200, "decode.max_new_tokens": 12,
+        "input.columns": {"schema": "schema", "regex": "regex"},
+    }  # fmt: skip
+    rows = [
+        {"messages": [{"role": "user", "content": f"row {i}"}], "schema": json.dumps(NUMBER), "regex": None} for i in range(3)
+    ]
+    with batchspec.Engine(options) as engine:
+        found = engine.converse(pa.Table.from_pylist(rows), next_turn)
+    assert found["turn"].to_list() == [0, 1, 2] * 3
+    for turn, text in zip(found["turn"].to_list(), found["completion"].to_list(), strict=True):
+        assert re.fullmatch("[a-f]{3}" if turn == 2 else "[0-9]", text)
+
+
+def test_rows_do_not_wait_for_the_automata_of_other_rows(model: Path) -> None:
+    """The compiler is kept from finishing one schema until all other rows are done."""
+    rows = [{"prompt": f"row {i}", "schema": json.dumps({"enum": [i % 4]})} for i in range(12)]
+    with batchspec.Engine(
+        {"model.path": str(model), "model.dtype": "float64", "model.max_len": 64, "decode.max_new_tokens": 8,
+         "input.columns": {"schema": "schema"}}
+    ) as engine:  # fmt: skip
+        assert engine._constraints is not None
+        compiler = engine._constraints.compiler
+        begin, held = compiler.begin, Future[Any]()
+
+        def slow(kind: str, source: str) -> Future[Any]:
+            return held if json.loads(source) == {"enum": [0]} else begin(kind, source)
+
+        compiler.begin = slow  # type: ignore[method-assign]
+        order = []
+        for done in engine.stream(rows):
+            order.append(done.row_index)
+            if len(order) == 9:
+                held.set_result(begin("schema", json.dumps({"enum": [0]})).result())
+    assert sorted(order[:9]) == [index for index in range(12) if index % 4]
+    assert sorted(order[9:]) == [0, 4, 8]

@@ -39,7 +39,7 @@ def ended(tokens: int, prefill_s: float, decode_s: float) -> Any:
 
 
 def begun(deadline: Deadline, *predicted: int) -> list[int]:
-    return [request.predicted_tokens for request in deadline.requests(map(row, predicted))]
+    return [request.predicted_tokens for request in deadline.requests(map(row, predicted)) if request is not None]
 
 
 def test_without_a_limit_everything_is_begun() -> None:

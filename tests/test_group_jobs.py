@@ -9,7 +9,9 @@ import re
 import signal
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import polars as pl
 import pytest
 
@@ -68,6 +70,32 @@ def test_sampling_drafts_and_logprobs_on_two_ranks(model: Path, command: list[st
     one, two = (pl.read_parquet(tmp_path / name / "data").sort("request_id") for name in ("one", "two"))
     for a, b in zip(one["logprobs"], two["logprobs"], strict=True):
         assert list(a) == pytest.approx(list(b), abs=1e-5)
+
+
+def test_ranks_follow_the_schema_of_each_row(command: list[str], model: Path, tmp_path: Path) -> None:
+    schemas: list[dict[str, Any]] = [
+        {"enum": [i, i + 1]} if i % 3 else {"type": "array", "items": {"type": "boolean"}, "maxItems": i} for i in range(9)
+    ]
+    none: dict[str, Any] = {"enum": []}
+    rows = [{"id": f"s{i}", "prompt": f"row {i}", "schema": json.dumps(one)} for i, one in enumerate([*schemas, none])]
+    pl.DataFrame(rows).write_parquet(tmp_path / "in.parquet")
+    head = write_head(tmp_path / "head", tiny_design(load_spec(model)), random_tensors(tiny_design(load_spec(model))))
+    words = [
+        *[word for word in command if not word.startswith(("input.", "decode.ignore_eos", "draft="))],
+        f"input.path={tmp_path / 'in.parquet'}",
+        "input.columns.schema=schema", "decode.temperature=1", "decode.min_new_tokens=2", "draft=hybrid", f"draft.path={head}",
+        "draft.num_speculative_tokens=3", "input.max_error_fraction=1",
+    ]  # fmt: skip
+    assert run.main([*words, f"output.dir={tmp_path / 'one'}"]) == 0
+    code, said = run_apart([*words, f"output.dir={tmp_path / 'two'}", "cluster.tensor_parallel=2"], tmp_path / "log")
+    assert code == 0, said
+    one, two = (pl.read_parquet(tmp_path / name / "data").sort("row_index") for name in ("one", "two"))
+    assert one["token_ids"].to_list() == two["token_ids"].to_list()
+    assert two["status"].to_list()[9] == "error"
+    for row, schema in zip(two.iter_rows(named=True), schemas, strict=False):
+        if row["status"] == "ok":
+            jsonschema.validate(json.loads(row["completion"]), schema)
+    assert two["status"].to_list().count("ok") > 5
 
 
 def test_a_rank_that_is_killed_costs_no_row_and_the_other_group_goes_on(

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchspec.batch.automata import AutomataRoom
 from batchspec.batch.device_batch import SLOT_FIELDS, DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.distributed.channel import Channel, make_memory
@@ -34,11 +35,13 @@ from batchspec.engine.step import ScheduledStep
 from batchspec.engine.vocabulary import checksums
 from batchspec.errors import DivergedError, RankLost
 from batchspec.model.target import Target
-from batchspec.records import Completion, Thinking
-from tests.engines import DEVICE, packed, plain_tokens, request, tiny_spec
+from batchspec.records import Completion, SamplingParams, Thinking
+from tests.automata import PATTERNS_OF_LETTERS, VOCABULARY, constrained_tokens
+from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_spec
 from tests.engines import decode as letters
 from tests.ranks import on_ranks, part_of, whole_of
 from tests.replaying import scenario, state_digest
+from tests.test_constrained import constrained
 from tests.test_replay import recorded, requests_of_every_kind
 from tests.test_tensor_parallel import Loud
 from tests.test_vocabulary import drafter, expected_ids
@@ -52,6 +55,7 @@ def handle() -> Iterator[int]:
 
 
 SPEC = tiny_spec(5)
+ROOM = AutomataRoom(num_tokens=VOCAB, table_words=1 << 12, masks_bytes=1 << 11)
 BATCH = packed(4, num_pages=26, max_len=72, draft_len=7, prefill_tokens=24)
 
 
@@ -69,7 +73,10 @@ def group_run(
         end = Channel(handle, ranks.rank, count)
         target = part_of(SPEC, ranks, Loud)
         leading = Lead(end) if ranks.rank == 0 else None
-        engine = Engine(target, made(name, target), BATCH, device=DEVICE, decode=letters, penalties=True, lead=leading)
+        engine = Engine(
+            target, made(name, target), BATCH, device=DEVICE, decode=letters, penalties=True, lead=leading,
+            vocabulary=VOCABULARY, automata_room=ROOM,
+        )  # fmt: skip
         if leading is None:
             follower(engine)
             follow(end, engine)
@@ -126,6 +133,24 @@ def test_followers_have_the_leaders_tokens_whatever_the_clock_says(
     for one in requests_of_every_kind():
         if one.thinking is None:
             assert found[one.request_id] == plain_tokens(whole, one)
+
+
+@pytest.mark.parametrize(("name", "count"), [("none", 2), ("eagle3", 2), ("tree", 2), ("hybrid", 4)])
+def test_ranks_follow_automata_that_the_leader_sends(name: str, count: int, handle: int) -> None:
+    """Each masks its part of the vocabulary; more automata than there is room for come and go."""
+    samplings = (SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=0.9, top_k=3, top_p=0.8))
+    asked = [
+        (constrained(request(i, [i, 3, 7], cap=9 + i % 5, sampling=samplings[i % 3], min_new_tokens=i % 4), pattern), pattern)
+        for i, pattern in enumerate((*PATTERNS_OF_LETTERS, None, *PATTERNS_OF_LETTERS))
+    ]
+
+    def lead(engine: Engine, _: Lead) -> dict[int, list[int]]:
+        return {done.row_index: expected_ids(done) for done in engine.run(iter([one for one, _ in asked]))}
+
+    found, digests = group_run(handle, count, lead, name=name)
+    assert len(set(digests)) == 1
+    whole = whole_of(SPEC, Loud)
+    assert found == {one.row_index: constrained_tokens(one, pattern, target=whole) for one, pattern in asked}
 
 
 def test_an_engine_may_run_again_also_after_a_run_that_was_left(handle: int) -> None:
@@ -232,6 +257,11 @@ def test_messages_come_back_as_they_were() -> None:
         Begin(3 * RUN), End(),
     ]  # fmt: skip
     assert [decode(encode(message)) for message in others] == others
+    built = decode(encode(Build(BATCH, VOCABULARY)))
+    assert isinstance(built, Build)
+    assert built.vocabulary is not None
+    assert np.array_equal(built.vocabulary.symbols, VOCABULARY.symbols)
+    assert np.array_equal(built.vocabulary.starts, VOCABULARY.starts)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -241,7 +271,9 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, tuple):
         return len(one) == len(other) and all(map(same, one, other))
     if hasattr(one, "__dataclass_fields__"):
-        left_out = ("request_id", "stop", "thinking", "resumed") if type(one).__name__ == "Request" else ()
+        left_out = (
+            ("request_id", "stop", "thinking", "resumed", "constraint", "automaton") if type(one).__name__ == "Request" else ()
+        )
         return all(same(getattr(one, f.name), getattr(other, f.name)) for f in fields(one) if f.name not in left_out)
     return bool(one == other)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import pickle
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,13 @@ from hypothesis import strategies as st
 
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.structured import compile_process, regular
+from batchspec.structured import compiler as compiler_module
 from batchspec.structured.compiler import BadConstraint, Compiler
 from batchspec.structured.json_schema import schema_node
 from batchspec.structured.merge import BadSchema
 from batchspec.structured.regex import BadRegex, regex_node
 from batchspec.structured.regular import Chars, Dfa, Impossible, TooLarge, dfa_of, utf8_ranges
-from batchspec.token_automaton import DEAD, OTHER, TokenSymbols
+from batchspec.token_automaton import DEAD, OTHER, TokenAutomaton, TokenSymbols
 from tests.automata import EOS, PATTERNS_OF_LETTERS, TOKENS, VOCABULARY, automaton, may_follow
 from tests.models import make_tokenizer
 
@@ -62,7 +66,7 @@ def samples(dfa: Dfa, count: int, seed: int = 0, most_bytes: int = 80) -> list[b
 @st.composite
 def regexes(draw: st.DrawFn, depth: int = 3) -> str:
     if depth == 0 or draw(st.integers(0, 3)) == 0:
-        return draw(st.sampled_from(["a", "b", "c", "[ab]", "[^a]", ".", "é", "\\w", ""]))
+        return draw(st.sampled_from(LEAVES))
     inner = regexes(depth=depth - 1)
     match draw(st.sampled_from(["seq", "alt", "repeat"])):
         case "seq":
@@ -71,7 +75,15 @@ def regexes(draw: st.DrawFn, depth: int = 3) -> str:
             return f"(?:{draw(inner)}|{draw(inner)})"
     least = draw(st.integers(0, 2))
     most = draw(st.sampled_from(["", *map(str, range(least, 4))]))
-    return f"(?:{draw(inner)}){{{least},{most}}}"
+    count = draw(st.sampled_from(["*", "+", "?", "*?", "??", f"{{{least}}}", f"{{,{most}}}", f"{{{least},{most}}}"]))
+    return f"(?:{draw(inner)}){count}"
+
+
+LEAVES = (
+    "a", "b", "c", "[ab]", "[^a]", ".", "é", "\\w", "", "\\x61", "\\141", "\\u00e9", "[\\x61-b]", "[]a-]", "[^]\\-c]",
+    "[\\d\\wé]", "(a)", "(?#(b)a", "a(?#x)+", "\\W", "a{", "{a}", "b{1", "[a-c-]", "\\-", "(?:)", "(|a)", "[\\ud800-\\udfffa]",
+    "\\N{LATIN SMALL LETTER B}",
+)  # fmt: skip
 
 
 @settings(max_examples=150, deadline=None)
@@ -82,6 +94,29 @@ def test_the_texts_of_a_regex_are_those_of_python(pattern: str, texts: list[str]
         assert matches(dfa, text.encode()) == bool(re.fullmatch(pattern, text, re.ASCII)), text
     for data in samples(dfa, 3, most_bytes=12):
         assert re.fullmatch(pattern, data.decode(), re.ASCII), data
+
+
+def test_a_group_may_have_a_name() -> None:
+    dfa = dfa_of(regex_node("a(?P<n_1>b|c)(?P<m>c)?"))
+    assert [matches(dfa, text) for text in (b"ab", b"acc", b"a", b"abb")] == [True, True, False, False]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.booleans(), regexes(depth=2), st.booleans()), min_size=1, max_size=3),
+    st.sampled_from(["{}", "({})", "(?:(?:{})|b)", "c({})", "({})a", "^(?:{})", "(?:{}|$)"]),
+    st.lists(st.text("abcé", max_size=5), min_size=5, max_size=12),
+)
+def test_the_anchors_of_a_search_are_those_of_python(parts: list[tuple[bool, str, bool]], around: str, texts: list[str]) -> None:
+    """Where they may be; else the expression is refused."""
+    pattern = around.format("|".join(f"{'^' * begins}{inner}{'$' * ends}" for begins, inner, ends in parts))
+    try:
+        dfa = dfa_of(regex_node(pattern, anywhere=True))
+    except BadRegex:
+        assert re.search(r"[^(|^]\^|\$[^)|$]|\(.*\^.*\)|\(.*\$.*\)", pattern), pattern
+        return
+    for text in texts:
+        assert matches(dfa, text.encode()) == bool(re.search(pattern, text, re.ASCII)), text
 
 
 @settings(max_examples=60, deadline=None)
@@ -114,7 +149,10 @@ def test_ranges_of_characters_are_ranges_of_their_bytes(low: int, high: int) -> 
 @pytest.mark.parametrize(
     ("pattern", "what"),
     [
-        ("(", "no regular expression"), ("a(?=b)", "lookahead"), (r"\bfoo", "inside"), (r"(a)\1", "groupref"), ("(?i)a", "flags"),
+        ("(", "no regular expression"), ("a(?=b)", "lookahead"), (r"\bfoo", "inside"), (r"(a)\1", "a group reference"),
+        ("(?i)a", "flags"), ("a++", "possessive"), ("(?>a)", "atomic"), ("(a)(?(1)b)", "condition"),
+        ("(?P<n>a)(?P=n)", "a group reference"),
+        ("(?<!a)b", "lookbehind"), ("(a|^b)*", "inside"), ("a$b", "inside"),
         ("a^b", "inside"), ("(?i:a)b", "flags"), ("a{200000}", "more than 100,000"),
     ],
 )  # fmt: skip
@@ -280,17 +318,68 @@ def test_each_distinct_constraint_is_compiled_once(compiler: Compiler) -> None:
     assert compiler.stats.most_states == len(first.table)
 
 
+def test_several_are_compiled_at_a_time_and_nobody_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "num_processes", lambda: 2)
+    made = Compiler(VOCABULARY, (EOS,), thinks=False, may_begin=False)
+    slow = made.begin("regex", "(a|b)*a(a|b|c|d){9000}")
+    assert made.begin("regex", "(a|b)*a(a|b|c|d){9000}") is slow
+    quick = [made.begin("regex", f"a{{{count}}}") for count in range(1, 9)]
+    assert all(isinstance(one.result(60), TokenAutomaton) for one in quick)
+    assert not slow.done()
+    pool = made._pool
+    assert pool is not None
+    assert len({process.pid for process in pool.processes}) == 2
+    processes = [process._process for process in pool.processes]
+    pool.close()
+    with pytest.raises(RuntimeError):
+        slow.result(60)
+    assert all(process is not None and process.wait(20) == -signal.SIGKILL for process in processes)
+
+
+def test_the_processes_end_with_the_compiler() -> None:
+    made = Compiler(VOCABULARY, (EOS,), thinks=False, may_begin=False)
+    made.compile("regex", "ab")
+    assert made._pool is not None
+    processes = [each._process for each in made._pool.processes if each._process is not None]
+    del made
+    gc.collect()
+    assert [process.wait(20) for process in processes] == [-signal.SIGKILL]
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch, compiler: Compiler) -> None:
+    first = compiler.compile("regex", "ab")
+    monkeypatch.setattr(compiler_module, "KEPT_BYTES", 2 * first.nbytes)
+    for pattern in ("ba", "dc"):
+        compiler.compile("regex", pattern)
+        assert compiler.compile("regex", pattern).nbytes
+    assert compiler.compile("regex", "ab") is not first
+    assert compiler.stats.num_compiled == 4
+    assert len(compiler._kept) == len(compiler._sizes) <= 2
+    assert compiler._kept_bytes == sum(compiler._sizes.values())
+
+
+def test_a_compiler_that_was_sent_to_another_process_compiles_there(compiler: Compiler) -> None:
+    first = compiler.compile("regex", "a+b")
+    again = pickle.loads(pickle.dumps(compiler))
+    assert again.compile("regex", "a+b").table.tolist() == first.table.tolist()
+
+
 def test_a_constraint_that_takes_too_long_or_too_much_fails_alone(compiler: Compiler) -> None:
     compiler.cpu_s = 1
     with pytest.raises(BadConstraint, match=r"takes more than 1 s|more than 50,000 states") as refused:
         compiler.compile("regex", "(a|b)*a(a|b|c|d){9000}")
     assert refused.value.code == "large_schema"
     compiler.compile("regex", "ab")
-    process = compiler._process
-    assert process is not None
-    process.kill()
-    with pytest.raises(BadConstraint, match="too little memory"):
-        compiler.compile("regex", "cd")
+    assert compiler._pool is not None
+    processes = [each._process for each in compiler._pool.processes if each._process is not None]
+    assert processes
+    for process in processes:
+        process.kill()
+        process.wait()
+    found = [compiler.begin("regex", f"cd{{{count}}}").result() for count in range(1, 9)]
+    dead = [one for one in found if isinstance(one, BadConstraint)]
+    assert len(dead) == len(processes)
+    assert all("too little memory" in str(one) for one in dead)
     assert compiler.compile("regex", "cd|a").num_states > 2  # in a new process
 
 

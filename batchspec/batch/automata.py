@@ -48,7 +48,10 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AutomatonUpload:
-    """An automaton that comes to the device: words [N] go to `place` of the tables, masks [M, W] to rows mask_ids [M]."""
+    """An automaton that comes to the device: words [N] go to `place` of the tables, masks [M, W] to rows mask_ids [M].
+
+    A rank that was sent it has the masks as one line.
+    """
 
     place: int
     words: Ids
@@ -83,7 +86,7 @@ class Automata:
     def upload(self, new: AutomatonUpload) -> None:
         """In stream order: what was there before is read by no round that is launched later."""
         self.tables[new.place : new.place + len(new.words)] = self._sent(new.words)
-        self.masks[self._sent(new.mask_ids).long()] = self._sent(new.masks)
+        self.masks[self._sent(new.mask_ids).long()] = self._sent(new.masks).view(len(new.mask_ids), -1)
 
     def _sent(self, values: Ids) -> Tensor:
         host = torch.from_numpy(values)
@@ -92,12 +95,14 @@ class Automata:
 
     def constrain(
         self, logits: Tensor, row_ids: Tensor, states: Tensor, classes: Tensor, *, drafts: Tensor | None,
-        num_drafted: Tensor | None, draft_rows: Tensor | None, map_ids: Tensor | None,
+        num_drafted: Tensor | None, draft_rows: Tensor | None, map_ids: Tensor | None, first_id: int, positions: Tensor,
+        min_tokens: Tensor, stop_ids: Tensor,
     ) -> None:  # fmt: skip
         """See `constrain_logits`."""
         constrain_logits(
             logits, row_ids, states, classes, self.tables, self.masks, self.symbols, self.starts, drafts=drafts,
-            num_drafted=num_drafted, draft_rows=draft_rows, map_ids=map_ids,
+            num_drafted=num_drafted, draft_rows=draft_rows, map_ids=map_ids, first_id=first_id, positions=positions,
+            min_tokens=min_tokens, stop_ids=stop_ids,
         )  # fmt: skip
 
     def constrain_drafts(self, draft_ids: Tensor, draft_len: Tensor, states: Tensor, classes: Tensor) -> None:

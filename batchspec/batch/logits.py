@@ -118,10 +118,12 @@ def apply_penalties(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: T
 
 
 def forbid_stop_ids(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: Tensor | None = None) -> None:
-    """Stop ids get -inf at positions before the row's min_tokens, in place."""
+    """Stop ids get -inf at positions before the row's min_tokens, in place; of a row with an automaton `follow_automata` does it,
+    because its text may have to end before."""
     assert map_ids is None, "min_tokens is the target's alone"
     stop_ids = rows.stop_ids[at.row_ids].long()
-    early = (at.positions < rows.min_tokens[at.row_ids]).unsqueeze(1) & (stop_ids >= 0)
+    early = (at.positions < rows.min_tokens[at.row_ids]) & (rows.automaton_state[at.row_ids] == 0)
+    early = early.unsqueeze(1) & (stop_ids >= 0)
     if at.tokens is not None:
         stop_ids = stop_ids - at.tokens.start
         early &= (stop_ids >= 0) & (stop_ids < logits.shape[1])
@@ -133,12 +135,14 @@ def forbid_stop_ids(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: T
 
 
 def follow_automata(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: Tensor | None = None) -> None:
-    """Tokens that the row's automaton does not allow after its tokens and the drafts before the position get -inf, in place."""
+    """Tokens that the row's automaton does not allow after its tokens and the drafts before the position get -inf, in place; and
+    stop ids at positions before the row's min_tokens, unless its text can only end."""
     assert rows.automata is not None
-    assert at.tokens is None, "ranks that share the vocabulary have no automata"
     rows.automata.constrain(
         logits, at.row_ids, rows.automaton_state, rows.automaton_classes, drafts=at.drafts,
         num_drafted=at.num_drafted, draft_rows=at.draft_rows, map_ids=map_ids,
+        first_id=0 if at.tokens is None else at.tokens.start, positions=at.positions, min_tokens=rows.min_tokens,
+        stop_ids=rows.stop_ids,
     )  # fmt: skip
 
 

@@ -130,7 +130,7 @@ def requests_of(job: Job, wanted: set[tuple[int, int]]) -> Iterator[Request]:
     shards = {row // size for row, _ in wanted}
     skip = set(range(-(-job.source.num_rows // size))) - shards
     for shard in job.source.shards(size, skip):
-        for entry in job.admission.admit(shard):
+        for entry in job.admission.admit_compiled(shard):
             if isinstance(entry, Request) and (entry.row_index, entry.sample_index) in wanted:
                 yield entry
 

@@ -217,7 +217,7 @@ def survey_rows(job: Job, *, full: bool) -> Survey:
     seen = Survey()
     stride = 1 if full else max(1, job.source.num_rows // SAMPLE_ROWS)
     for shard in job.source.shards(SHARD_ROWS, skip=_AllBut(stride)):
-        seen.add(shard.table.num_rows, job.admission.admit(shard))
+        seen.add(shard.table.num_rows, job.admission.admit_compiled(shard))
     return seen
 
 

@@ -119,7 +119,7 @@ def _job(model: str, prompts: str, num_rows: int, num_tokens: int) -> Job:
 def _requests(job: Job, num_rows: int) -> list[Request]:
     """Admitted rows, greedy and without stop strings."""
     shards = job.source.shards(num_rows)
-    admitted = [item for shard in shards for item in job.admission.admit(shard) if isinstance(item, Request)]
+    admitted = [item for shard in shards for item in job.admission.admit_compiled(shard) if isinstance(item, Request)]
     if not admitted:
         raise InputError("--probe: no row of the prompts can be run; batchspec plan shows why")
     return [

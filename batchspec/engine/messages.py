@@ -15,6 +15,7 @@ import numpy as np
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.step import Prefill, ScheduledStep
 from batchspec.records import Ids, PackedBatch, Request
+from batchspec.token_automaton import TokenSymbols
 from batchspec.tuning.table import Table
 
 
@@ -43,6 +44,8 @@ class Build(msgspec.Struct, frozen=True, tag=True):
     """Make the engine."""
 
     batch: PackedBatch
+    vocabulary: TokenSymbols | None = None
+    """Of a job whose requests may have automata: ranks get these as uploads of their steps."""
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
@@ -105,7 +108,7 @@ def _stripped(prefill: Prefill) -> Prefill:
 
 def _on_device(request: Request) -> Request:
     """The request without what only the leader's host uses."""
-    return replace(request, request_id="", stop=(), thinking=None, automaton=None, resumed=None)
+    return replace(request, request_id="", stop=(), thinking=None, constraint=None, automaton=None, resumed=None)
 
 
 def _plain(value: Any) -> Any:

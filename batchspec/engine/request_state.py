@@ -83,6 +83,7 @@ class RequestState:
     @classmethod
     def of(cls, request: Request, draft_len: int, finder: StopFinder | None, *, num_top: int | None = None) -> RequestState:
         """The state of a new request, or of one that continues from an earlier run, which may have had a larger K."""
+        assert request.constraint is None or request.automaton is not None, f"{request.request_id!r}: nothing was compiled"
         resumed = request.resumed
         if resumed is not None and not _follows(request, resumed.tokens):
             resumed = None  # another version compiled another automaton, which allowed these tokens: decode the row anew

@@ -26,6 +26,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +38,9 @@ from batchspec.dataset.reader import InputShard, Source, SourceFacts, locate
 from batchspec.dataset.untyped_columns import json_kinds
 from batchspec.errors import ConfigError
 from batchspec.model.thinking import find_think_tokens
+from batchspec.packing.awaited import Compiling
 from batchspec.packing.cells import BadRow, number_cell, plain_cell, prompt_cell, row_values, synthetic_len_cell
-from batchspec.packing.constraints import Constraints, asked_by
+from batchspec.packing.constraints import Constraints, asked_by, check_constraints
 from batchspec.packing.predict import LengthPredictor
 from batchspec.packing.prompt_encoder import PromptEncoder
 from batchspec.records import MAX_STOP_IDS, Completion, Ids, Request, RowError, SamplingParams, Thinking
@@ -61,13 +64,15 @@ class Admission:
 
     source     the dataset that the shards come from; messages name its files
     tokenizer  may be None for `prompt_ids` input without stop strings
+    constraints  of another admission of the same configuration and model, which keep what they compiled; None: its own
     It can be pickled: worker processes admit too (runner/shard_workers.py).
     Raises ConfigError when the configuration does not fit the model or the tokenizer.
     """
 
     def __init__(
-        self, config: RunConfig, *, source: Source, columns: ColumnMap, spec: ModelSpec, tokenizer: Tokenizer | None
-    ) -> None:
+        self, config: RunConfig, *, source: Source, columns: ColumnMap, spec: ModelSpec, tokenizer: Tokenizer | None,
+        constraints: Constraints | None = None,
+    ) -> None:  # fmt: skip
         self.decode, self.input = config.decode, config.input
         self.source, self.columns = SourceFacts(source.files, source.schema), columns
         self.tokenizer, self.vocab_size = tokenizer, spec.vocab_size
@@ -93,18 +98,29 @@ class Admission:
         if tokenizer is None and (self.columns.prompt_kind != "prompt_ids" or self.decode.stop):
             raise ConfigError("decode.stop and text prompts need a tokenizer, and the model folder has none; use prompt_ids")
 
-        self.constraints = None
+        self.constraints: Constraints | None = None
         """What answers must match; None: no key and no column asks for structured output."""
-        if asked_by(config, columns) is not None:
-            self.constraints = Constraints(
-                config, columns, tokenizer, vocab_size=spec.vocab_size, think=self.think, end_ids=self.end_ids
-            )
+        if (asked := asked_by(config, columns)) is not None:
+            check_constraints(config, asked, tokenizer, self.think, self.end_ids)
+            self.constraints = constraints or self._own_constraints()
         self.encoder = PromptEncoder(self.input, columns, tokenizer, vocab_size=self.vocab_size, max_len=self.max_len)
         self.fields = {name: source.schema.field(column) for name, column in columns.names.items()}
         self.closing = self._closing()
         chat = self.columns.prompt_kind == "messages" or (self.columns.prompt_kind == "prompt" and self.input.chat)
         if chat and tokenizer is not None and not tokenizer.has_chat_template:
             raise ConfigError("a chat needs a template, and the model has none; set model.chat_template, or give plain prompts")
+
+    def _own_constraints(self) -> Constraints:
+        assert self.tokenizer is not None
+        return Constraints(
+            self.decode, self.tokenizer, vocab_size=self.vocab_size, think=self.think, end_ids=self.end_ids
+        )  # fmt: skip
+
+    def expect_constraints(self) -> None:
+        """Other rows, which another admission admits for the same engine, may have constraints, if the tokenizer allows any."""
+        if self.constraints is None and self.tokenizer is not None:
+            with suppress(ConfigError):
+                self.constraints = self._own_constraints()
 
     def _closing(self) -> tuple[int, ...]:
         """The tokens of the text that is forced when a thought has used its budget, before those that end the thought."""
@@ -140,7 +156,11 @@ class Admission:
         return request if predicted == request.predicted_tokens else replace(request, predicted_tokens=predicted)
 
     def admit(self, shard: InputShard) -> Iterator[Request | Completion]:
-        """For each row, in input order: its requests (samples 0 .. n-1), or one completion with the reason why it has none."""
+        """For each row, in input order: its requests (samples 0 .. n-1), or one completion with the reason why it has none.
+
+        Constraints are not compiled yet: `compiled` does that, and may refuse each sample of a row (bad_schema, impossible,
+        large_schema).
+        """
         ids = request_ids(self.source, self.columns, shard)
         for row_index, (request_id, row) in enumerate(zip(ids, self._rows(shard), strict=True), shard.first_row):
             try:
@@ -152,7 +172,8 @@ class Admission:
                 yield self._refused(bad, request_id, row_index, shard.index)
 
     def admit_turn(self, values: Mapping[str, Any], first: Request) -> Request | Completion:
-        """The request for a later turn of the conversation that `first` began, or a completion with the reason why it has none.
+        """The request for a later turn of the conversation that `first` began, or a completion with the reason why it has none;
+        waits for its automaton.
 
         values  cells under batchspec's names, parsed; the prompt column holds the whole chat
         """
@@ -162,10 +183,38 @@ class Admission:
                 problem = f"has no column {unknown[0]!r}" if unknown else f"has n={values['n']}; one answer continues it"
                 raise BadRow("bad_parameter", f"a turn {problem}; its columns are those of the input")
             (request,) = self._requests({**values, "n": 1}, first.request_id, first.row_index, first.shard)
-            return replace(request, sample_index=first.sample_index)
+            return self.compiled(replace(request, sample_index=first.sample_index))
         except BadRow as bad:
             refused = self._refused(bad, first.request_id, first.row_index, first.shard)
             return replace(refused, sample_index=first.sample_index)
+
+    @property
+    def compiling(self) -> Compiling | None:
+        """What makes admitted requests ready for the engine; None where they are, because no row can have a constraint."""
+        return None if self.constraints is None else self
+
+    def begin(self, request: Request) -> Future[Any] | None:
+        """Have the automaton of an admitted request compiled; done once `compiled` need not wait. None: it needs none."""
+        return None if self.constraints is None else self.constraints.begin(request)
+
+    def compiled(self, request: Request) -> Request | Completion:
+        """An admitted request that is ready for the engine, or the reason why there is none; waits for its automaton."""
+        if self.constraints is None:
+            return request
+        try:
+            return self.constraints.compiled(request)
+        except BadRow as bad:
+            refused = self._refused(bad, request.request_id, request.row_index, request.shard)
+            return replace(refused, sample_index=request.sample_index)
+
+    def admit_compiled(self, shard: InputShard) -> Iterator[Request | Completion]:
+        """As `admit`, with the automata of all requests, which are compiled first."""
+        entries = list(self.admit(shard))
+        for entry in entries:
+            if isinstance(entry, Request):
+                self.begin(entry)
+        for entry in entries:
+            yield self.compiled(entry) if isinstance(entry, Request) else entry
 
     def _refused(self, bad: BadRow, request_id: str, row_index: int, shard: int) -> Completion:
         file, place = locate(self.source.files, row_index)
@@ -214,12 +263,9 @@ class Admission:
             repetition_penalty=self.decode.repetition_penalty, presence_penalty=self.decode.presence_penalty,
         )  # fmt: skip
         thinking = self._thinking(prompt_ids, row.get("thinking_token_budget"))
-        automaton, automaton_state = None, 0
+        constraint = None
         if self.constraints is not None:
-            automaton, automaton_state = self.constraints.of_row(row, thinking)
-            if automaton is not None and stop:
-                said = f"stop={list(stop)} could cut an answer that must match a schema, regex or choice; leave one of them null"
-                raise BadRow("bad_parameter", said)
+            constraint = self.constraints.of_row(row)
         base = hash64(self.decode.seed, request_id) if row.get("seed") is None else int(values["seed"])
         synthetic_len = synthetic_len_cell(row)
         may_end_early = bool(stop_ids or stop) or synthetic_len is not None
@@ -230,7 +276,7 @@ class Admission:
                 max_new_tokens=max_new_tokens, min_new_tokens=min(self.decode.min_new_tokens, max_new_tokens),
                 sampling=sampling, stop_ids=stop_ids, stop=stop,
                 seed=hash64(base, sample_index) if sample_index else base, predicted_tokens=predicted,
-                thinking=thinking, synthetic_len=synthetic_len, automaton=automaton, automaton_state=automaton_state,
+                thinking=thinking, synthetic_len=synthetic_len, constraint=constraint,
             )  # fmt: skip
 
     def _thinking(self, prompt_ids: Ids, own: Any) -> Thinking | None:

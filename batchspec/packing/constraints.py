@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +17,9 @@ from batchspec.dataset.columns import ColumnMap
 from batchspec.errors import ConfigError
 from batchspec.model.thinking import ThinkTokens
 from batchspec.packing.cells import BadRow, json_cell
-from batchspec.records import Thinking
+from batchspec.records import Request, Thinking
 from batchspec.structured.compiler import BadConstraint, Compiler
-from batchspec.token_automaton import BEGIN_THOUGHT, DEAD, END_THOUGHT, TokenAutomaton
+from batchspec.token_automaton import BEGIN_THOUGHT, CHANNEL, CONSTRAIN, DEAD, END_THOUGHT, START, TokenAutomaton
 
 if TYPE_CHECKING:
     from batchspec.model.tokenizer import Tokenizer
@@ -32,43 +34,67 @@ class Constraints:
     """The constraints of a job's rows.
 
     end_ids  the tokens that end any row: the model's EOS ids and decode.stop_ids
-    Raises ConfigError if the job's own constraint cannot be met, or the job has a key that says otherwise.
+    Raises ConfigError if the job's own constraint cannot be met, or the bytes of the tokens are not known.
     """
 
     def __init__(
-        self, config: RunConfig, columns: ColumnMap, tokenizer: Tokenizer | None, *, vocab_size: int, think: ThinkTokens | None,
-        end_ids: Collection[int],
-    ) -> None:  # fmt: skip
-        self.of_job = job_constraint(config.decode)
-        name = asked_by(config, columns)
-        _check(config, name, think, end_ids)
-        if tokenizer is None:
-            raise ConfigError(f"{name} needs a tokenizer, and the model folder has none; remove it")
-        marks = {}
-        if think is not None:
-            marks = {think.end_id: END_THOUGHT} | ({} if think.begin_id is None else {think.begin_id: BEGIN_THOUGHT})
-        self.compiler = Compiler(
-            tokenizer.symbols(vocab_size, marks), tuple(sorted(end_ids)), thinks=think is not None,
-            may_begin=think is not None and think.begin_id is not None,
-        )  # fmt: skip
+        self, decode: DecodeConfig, tokenizer: Tokenizer, *, vocab_size: int, think: ThinkTokens | None, end_ids: Collection[int]
+    ) -> None:
+        self.of_job = job_constraint(decode)
+        self.compiler = _compiler(tokenizer, vocab_size, think, end_ids)
         if self.of_job is not None:
             try:
                 self.compiler.compile(*self.of_job)
             except BadConstraint as error:
                 raise ConfigError(f"decode.{self.of_job[0]}: {error}") from None
 
-    def of_row(self, row: Mapping[str, Any], thinking: Thinking | None) -> tuple[TokenAutomaton | None, int]:
-        """The row's automaton, if it has a constraint, and the state in which its output begins. Raises BadRow."""
-        found = row_constraint(row) if any(row.get(name) is not None for name in COLUMNS) else self.of_job
-        if found is None:
-            return None, DEAD
+    def of_row(self, row: Mapping[str, Any]) -> Constraint | None:
+        """The row's constraint, which is not compiled yet; None: it has none. Raises BadRow."""
+        return row_constraint(row) if any(row.get(name) is not None for name in COLUMNS) else self.of_job
+
+    def begin(self, request: Request) -> Future[Any] | None:
+        """Have the request's automaton compiled; done once it is there. None for a request without a constraint."""
+        return None if request.constraint is None else self.compiler.begin(*request.constraint)
+
+    def compiled(self, request: Request) -> Request:
+        """The request with its automaton and the state in which its output begins; waits for it. Raises BadRow."""
+        if request.constraint is None:
+            return request
         try:
-            made = self.compiler.compile(*found)
+            made = self.compiler.compile(*request.constraint)
         except BadConstraint as error:
-            raise BadRow(error.code, f"{found[0]}: {error}") from None
-        if thinking is None or thinking.opened is False:
-            return made, made.answer
-        return made, made.thought if thinking.opened else made.either
+            raise BadRow(error.code, f"{request.constraint[0]}: {error}") from None
+        state = first_state(made, request.thinking)
+        if state == DEAD:
+            raise BadRow(
+                "bad_parameter",
+                f"{request.constraint[0]}: the prompt ends in a message that is neither in the channel analysis nor in final; "
+                "with structured output no other one is written: end the prompt before that message",
+            )
+        return replace(request, automaton=made, automaton_state=state)
+
+
+def _compiler(tokenizer: Tokenizer, vocab_size: int, think: ThinkTokens | None, end_ids: Collection[int]) -> Compiler:
+    """For constraints over the tokens of this model; arguments as of `Constraints`."""
+    marks, channels = {}, None if think is None else think.channels
+    if think is not None:
+        marks = {think.end_id: END_THOUGHT} | ({} if think.begin_id is None else {think.begin_id: BEGIN_THOUGHT})
+    if channels is not None:
+        marks |= {channels.start_id: START, channels.channel_id: CHANNEL}
+        marks |= {} if channels.constrain_id is None else {channels.constrain_id: CONSTRAIN}
+    return Compiler(
+        tokenizer.symbols(vocab_size, marks), tuple(sorted(end_ids)), thinks=think is not None,
+        may_begin=think is not None and think.begin_id is not None, channels=channels is not None,
+    )  # fmt: skip
+
+
+def first_state(automaton: TokenAutomaton, thinking: Thinking | None) -> int:
+    """The state in which the output of a row begins; DEAD if it continues a message of harmony that may not be written."""
+    if thinking is not None and thinking.channels is not None:
+        return automaton.walk(automaton.either, thinking.header)
+    if thinking is None or thinking.opened is False:
+        return automaton.answer
+    return automaton.thought if thinking.opened else automaton.either
 
 
 def asked_by(config: RunConfig, columns: ColumnMap) -> str | None:
@@ -78,22 +104,18 @@ def asked_by(config: RunConfig, columns: ColumnMap) -> str | None:
     return f"decode.{given[0]}" if given is not None else None if mapped is None else f"column {columns.get(mapped)!r} ({mapped})"
 
 
-def _check(config: RunConfig, name: str | None, think: ThinkTokens | None, end_ids: Collection[int]) -> None:
-    decode = config.decode
-    if config.cluster.tensor_parallel != 1:
-        raise ConfigError(f"{name} with cluster.tensor_parallel={config.cluster.tensor_parallel} is not built; remove one")
+def check_constraints(
+    config: RunConfig, name: str, tokenizer: Tokenizer | None, think: ThinkTokens | None, end_ids: Collection[int]
+) -> None:
+    """Raises ConfigError if what `name` asks for is not built with another key of the job, or its model."""
+    if tokenizer is None:
+        raise ConfigError(f"{name} needs a tokenizer, and the model folder has none; remove it")
     if config.draft.synthetic is not None:
         raise ConfigError(f"{name} says nothing where draft.synthetic makes up what is accepted; remove one")
-    if decode.min_new_tokens:
-        raise ConfigError(
-            f"{name} decides where an answer may end, decode.min_new_tokens={decode.min_new_tokens} too; remove one"
-        )
     if not end_ids:
         raise ConfigError(
             f"{name} needs a token that ends an answer, and there is none; set decode.ignore_eos=false or decode.stop_ids"
         )
-    if think is not None and think.channels is not None:
-        raise ConfigError(f"{name} with the channels of harmony (gpt-oss) is not built; remove it")
 
 
 def job_constraint(decode: DecodeConfig) -> Constraint | None:

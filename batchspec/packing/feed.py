@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from batchspec.dataset.reader import InputShard
+from batchspec.packing.awaited import Awaited, Compiling
 from batchspec.packing.planner import order_requests
 from batchspec.packing.work_plan import AdmitShards, AdmittedShard, AdmittedShards, DecodedShard, PlanRows, all_rows
 from batchspec.records import Completion, Request
@@ -17,6 +18,8 @@ WINDOW_SHARDS = 4
 """A window holds at least this many shards. Requests are ordered by length inside a window."""
 WINDOW_SLOTS = 2
 """A window holds at least this many input rows for each slot of the batch."""
+AHEAD = 64
+"""Requests, or as many as there are slots, that may wait for their automata at a time."""
 EARLY_S = 5.0
 """Admission of the next window begins this long before the present one is used up: a few rows with each request handed out.
 Admitting 2,000 chats at once would keep the GPU waiting for half a second; shards at workers are not waited for. It does not
@@ -87,6 +90,9 @@ class Feed:
     shard_rows  input rows of a shard; the last shard may have fewer
     slots       number of slots of the batch
     journaled   saved work of earlier runs: finished rows are not decoded again, the others continue from their saved tokens
+    compiling   makes requests with constraints ready for the engine; None: no row has one
+    busy        whether the engine has unfinished requests; default: as many as were handed out and not added
+    refused     is told of the rows that `compiling` refuses
 
     Longest first pays when a window holds more rows than the batch: for 800 rows of 8K whose lengths are known, through 88 slots,
     windows of 64 rows take 5,454 rounds and windows of 176 rows take 4,853. The remainder of the input is merged into the last
@@ -104,6 +110,9 @@ class Feed:
         shard_rows: int,
         slots: int,
         journaled: Journaled | None = None,
+        compiling: Compiling | None = None,
+        busy: Callable[[], bool] | None = None,
+        refused: Callable[[Completion], None] = lambda refused: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._shards, self._admit, self._rows, self._predicted, self._clock = shards, admit, rows, predicted, clock
@@ -113,9 +122,29 @@ class Feed:
         self._journaled = journaled or Journaled()
         self._open: dict[int, _OpenShard] = {}
         self._handed_out, self._filled_at = 0, 0.0
+        self._compiling, self._busy, self._tell_refused = compiling, busy or self._has_unfinished, refused
+        self._num_unfinished = 0
 
-    def requests(self) -> Iterator[Request]:
-        """Requests in decoding order: window by window, the longest of a window first."""
+    def requests(self) -> Iterator[Request | None]:
+        """Requests in decoding order: window by window, the longest of a window first. Those whose automata are not compiled yet
+        come later; None: at present there is no other.
+        """
+        found: Iterator[Request | None] = self._in_order()
+        if self._compiling is not None:
+            ahead = max(AHEAD, self._slots)
+            found = Awaited(self._in_order(), self._compiling, refused=self._refuse, busy=self._busy, ahead=ahead)
+        for request in found:
+            self._num_unfinished += request is not None
+            yield request
+
+    def _has_unfinished(self) -> bool:
+        return self._num_unfinished > 0
+
+    def _refuse(self, completion: Completion) -> None:
+        self._open[completion.shard].completions.append(completion)
+        self._tell_refused(completion)
+
+    def _in_order(self) -> Iterator[Request]:
         coming = self._coming(0)
         for window in range(1, self._num_windows + 1):
             requests = order_requests(coming.admit_all())
@@ -161,6 +190,7 @@ class Feed:
 
     def add(self, completion: Completion) -> None:
         """A request of an open shard has finished."""
+        self._num_unfinished -= 1
         self._open[completion.shard].completions.append(completion)
 
     @property

@@ -51,6 +51,7 @@ def decode_shards(
         shard_rows=job.shard_rows,
         slots=engine.batch.num_slots,
         journaled=journaled,
+        compiling=job.admission.compiling,
     )
     engine.on_round = monitor
     with closing(engine.run(monitor.watch(feed))) as completions:

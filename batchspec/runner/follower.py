@@ -59,7 +59,7 @@ def _follow(config: RunConfig, group: Group) -> None:
         return
     assert isinstance(message, Build), message
     drafter = model.drafter.build(weights, target, slots=message.batch.num_slots)
-    engine = build_engine(config, target, drafter, message.batch)
+    engine = build_engine(config, target, drafter, message.batch, vocabulary=message.vocabulary)
     watchdog = Watchdog(watchdog_s(model), lambda: 0)
     gc.freeze()  # a collection that traverses all of torch's objects would keep the other ranks waiting
     with watchdog.watching():

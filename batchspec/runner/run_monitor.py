@@ -45,8 +45,10 @@ class RunMonitor:
         self._feed: Feed | None = None
         self.exhausted = False
 
-    def watch(self, feed: Feed) -> Iterator[Request]:
-        """The feed's requests that the deadline leaves time for; sets `exhausted` when there are no more."""
+    def watch(self, feed: Feed) -> Iterator[Request | None]:
+        """The feed's requests that the deadline leaves time for, None where there is none yet; sets `exhausted` when there are no
+        more.
+        """
         self._feed = feed
         for request in self.deadline.requests(feed.requests()):
             self._beat()

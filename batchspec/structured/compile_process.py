@@ -48,11 +48,12 @@ def single_bytes(vocabulary: TokenSymbols) -> NDArray[np.bool_]:
 
 
 def compiled(
-    kind: str, source: str, vocabulary: TokenSymbols, end_ids: tuple[int, ...], *, thinks: bool, may_begin: bool
-) -> TokenAutomaton:
+    kind: str, source: str, vocabulary: TokenSymbols, end_ids: tuple[int, ...], *, thinks: bool, may_begin: bool,
+    channels: bool = False,
+) -> TokenAutomaton:  # fmt: skip
     """Raises BadSchema, BadRegex, Impossible, TooLarge."""
     dfa = dfa_of(node_of(kind, source), AFTER_THOUGHT, single_bytes(vocabulary))
-    return over_tokens(dfa, vocabulary, end_ids, thinks=thinks, may_begin=may_begin)
+    return over_tokens(dfa, vocabulary, end_ids, thinks=thinks, may_begin=may_begin, channels=channels)
 
 
 def answer(kind: str, source: str, cpu_s: int, **job: Any) -> dict[str, Any]:

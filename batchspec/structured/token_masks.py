@@ -14,11 +14,13 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from batchspec.structured.channels import ChannelStates, with_letters
 from batchspec.structured.regular import MAX_STATES, Dfa, TooLarge
 from batchspec.token_automaton import (
     BEGIN_THOUGHT,
     DEAD,
     END_THOUGHT,
+    ENDS,
     FORCED,
     MASK,
     NEXT,
@@ -34,33 +36,42 @@ MAX_FORCED_BYTES = 32
 """Of a token that is drafted because nothing else can come."""
 
 
-def over_tokens(dfa: Dfa, vocabulary: TokenSymbols, end_ids: Collection[int], *, thinks: bool, may_begin: bool) -> TokenAutomaton:
+def over_tokens(
+    dfa: Dfa, vocabulary: TokenSymbols, end_ids: Collection[int], *, thinks: bool, may_begin: bool, channels: bool = False
+) -> TokenAutomaton:
     """The automaton over tokens whose texts are those of `dfa`, whose starts are that of an answer and of one after a thought.
 
     end_ids    tokens that end a row: allowed where the text may end, and nowhere else
     thinks     an answer may follow a thought, whose end is the symbol END_THOUGHT
     may_begin  a thought may begin with the symbol BEGIN_THOUGHT
+    channels   instead, an answer is a message in the final channel of harmony
     Raises TooLarge.
     """
+    dfa = with_letters(dfa) if channels else dfa
     num_states, num_classes = dfa.next.shape
-    thought, either = (num_states, num_states + 1) if thinks else (DEAD, DEAD)
     classes = np.zeros(NUM_SYMBOLS, np.int32)
     classes[:256] = dfa.classes
     classes[256:] = num_classes + np.arange(NUM_SYMBOLS - 256)
-    table = np.zeros((num_states + 2 * thinks, NEXT + num_classes + NUM_SYMBOLS - 256), np.int32)
-    table[:num_states, NEXT : NEXT + num_classes] = dfa.next
     answer, after_thought = dfa.starts
-    if thinks:
-        table[thought, NEXT:] = thought
-        table[thought, NEXT + classes[END_THOUGHT]] = after_thought
-        table[either] = table[answer]
+    thought, either, around = DEAD, DEAD, np.zeros((0, num_classes + NUM_SYMBOLS - 256), np.int32)
+    if channels:
+        states = ChannelStates(classes, around.shape[1], first=num_states, answer=answer)
+        thought, either, around = states.thought, states.outside, states.rows
+    elif thinks:
+        thought, either, around = num_states, num_states + 1, np.zeros((2, around.shape[1]), np.int32)
+        around[0] = thought
+        around[0, classes[END_THOUGHT]] = after_thought
+        around[1, :num_classes] = dfa.next[answer]
         if may_begin:
-            table[either, NEXT + classes[BEGIN_THOUGHT]] = thought
+            around[1, classes[BEGIN_THOUGHT]] = thought
+    table = np.zeros((num_states + len(around), NEXT + around.shape[1]), np.int32)
+    table[:num_states, NEXT : NEXT + num_classes] = dfa.next
+    table[num_states:, NEXT:] = around
     if table.size > MAX_TABLE_WORDS:
         raise TooLarge(f"its automaton has {num_states:,} states and {num_classes} classes of bytes, more than fit in 16 MiB")
     final = np.zeros(len(table), bool)
     final[:num_states] = dfa.final
-    if thinks:
+    if thinks and not channels:
         final[either] = final[answer]
     lengths = np.diff(vocabulary.starts)
     kinds = _told_apart(table[:, NEXT:], int(lengths.max(initial=1)))
@@ -68,18 +79,21 @@ def over_tokens(dfa: Dfa, vocabulary: TokenSymbols, end_ids: Collection[int], *,
     _, first, numbers = np.unique(np.stack((kinds, final), 1), axis=0, return_index=True, return_inverse=True)
     ends, mask = np.array(sorted(end_ids), np.int64), np.zeros(32 * words, bool)
     found: dict[bytes, int] = {}
-    of_kind = np.zeros(len(first), np.int32)
+    of_kind, ends_alone = np.zeros(len(first), np.int32), np.zeros(len(first), bool)
     for kind, state in enumerate(first.tolist()):
         mask[:] = state == DEAD
         if state != DEAD:
             _mark_allowed(table, classes, state, vocabulary, lengths, mask)
+            mask[ends] = False
+            ends_alone[kind] = final[state] and not mask.any()
             mask[ends] = final[state]
         of_kind[kind] = found.setdefault(np.packbits(mask, bitorder="little").tobytes(), len(found))
         if 4 * words * len(found) > MAX_MASKS_BYTES:
             raise TooLarge(f"its different sets of allowed tokens take more than {MAX_MASKS_BYTES >> 20} MiB")
     table[:, MASK] = of_kind[numbers.reshape(-1)]
-    table[:, FORCED] = -1
     table[:num_states, FORCED] = _forced(dfa, _token_of(vocabulary), frozenset(end_ids))
+    table[num_states:, FORCED] = -1
+    table[ends_alone[numbers.reshape(-1)], FORCED] = ENDS
     packed = np.frombuffer(b"".join(found), np.int32).reshape(len(found), words).copy()
     return TokenAutomaton(
         classes=classes, table=table, masks=packed, answer=answer, thought=thought, either=either, vocabulary=vocabulary
@@ -125,7 +139,7 @@ def _told_apart(following: NDArray[np.int32], steps: int) -> NDArray[np.int64]:
         if len(found) == count:
             break
         count = len(found)
-    assert count <= MAX_STATES + 3
+    assert count <= MAX_STATES + 50
     return kinds.reshape(-1)
 
 

@@ -55,9 +55,9 @@ class Deadline:
         """The same shards, until the end is reached."""
         return itertools.takewhile(lambda _: not self.reached, shards)
 
-    def requests(self, requests: Iterator[Request]) -> Iterator[Request]:
-        """The requests for which there is time."""
-        return (request for request in requests if self._reaches(self.need_s(request)))
+    def requests(self, requests: Iterator[Request | None]) -> Iterator[Request | None]:
+        """The requests for which there is time, and None where there is none yet."""
+        return (request for request in requests if request is None or self._reaches(self.need_s(request)))
 
     def check(self) -> None:
         """Stop the engine when the reserve is reached."""

@@ -161,7 +161,7 @@ class SuspectShards:
     def _planned(self, shard: InputShard, row: int) -> Iterator[Request | Completion | None]:
         """`WorkPlan.rows` of one input row, with the saved work of earlier runs."""
         one = _slice(shard, row)
-        for entry in self._plan.rows(one, self._job.admission.admit(one)):
+        for entry in self._plan.rows(one, self._job.admission.admit_compiled(one)):
             yield None if entry is None else self._journaled.known(entry)
 
     @contextmanager

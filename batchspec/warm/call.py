@@ -15,8 +15,9 @@ from batchspec.dataset.reader import InputShard, table_source
 from batchspec.dataset.schema import output_schema
 from batchspec.engine.engine import Engine
 from batchspec.engine.output_processor import EngineTotals
-from batchspec.errors import CapacityError, ConfigError, EngineInUse, InputError
+from batchspec.errors import CapacityError, EngineInUse, InputError
 from batchspec.model.tokenizer import Tokenizer
+from batchspec.packing.constraints import Constraints
 from batchspec.packing.feed import Feed
 from batchspec.packing.predict import LengthPredictor
 from batchspec.prepare import Job, JobModel, job_of
@@ -37,27 +38,29 @@ class Call:
     """The rows of one call, checked; `run` may be called once.
 
     predictor  of output lengths; it lasts longer than the call
+    constraints  those of the engine, which keep what they compiled; None: it takes none
     Raises ConfigError or InputError, as a job over these rows would.
     """
 
-    def __init__(self, model: JobModel, tokenizer: Tokenizer | None, predictor: LengthPredictor, table: pa.Table) -> None:
+    def __init__(
+        self, model: JobModel, tokenizer: Tokenizer | None, predictor: LengthPredictor, table: pa.Table,
+        constraints: Constraints | None = None,
+    ) -> None:  # fmt: skip
         source = table_source(table)
         columns = map_columns(source.schema, model.config.input.columns)
         check_ids(source, columns)
-        self.job: Job = job_of(model, source, columns, tokenizer)
-        if self.job.admission.constraints is not None:
-            raise ConfigError(
-                "structured output (decode.schema, regex, choice, or a column for them) in a warm engine is not built; use "
-                "batchspec.generate or `batchspec run`, or hide the column: input.columns.response_format=null"
-            )
+        self.job: Job = job_of(model, source, columns, tokenizer, constraints)
         self.job.admission.predictor = predictor
         self.rows = next(source.shards(source.num_rows))
         self.cancelled = threading.Event()
         self.stream: weakref.ref[Stream] | None = None
         self._bad: list[Completion] = []
+        self._num_unfinished = 0
+        """Requests that the engine has, of later turns too."""
 
-    def requests(self, slots: int) -> Iterator[Request]:
-        """The requests of all rows, admitted a window at a time, in the order in which a job decodes them.
+    def requests(self, slots: int) -> Iterator[Request | None]:
+        """The requests of all rows, admitted a window at a time, in the order in which a job decodes them, but for those whose
+        automata are compiled meanwhile. None: at present there is none.
 
         slots  of the batch
         """
@@ -66,6 +69,7 @@ class Call:
         return Feed(
             job.source.shards(job.shard_rows), ShardWork.of(job, ATTEMPT).admitted, rows=self._with_bad_rows_noted,
             predicted=job.admission.predicted, num_shards=num_shards, shard_rows=job.shard_rows, slots=slots,
+            compiling=job.admission.compiling, busy=lambda: self._num_unfinished > 0, refused=self._bad.append,
         ).requests()  # fmt: skip
 
     def _with_bad_rows_noted(
@@ -87,6 +91,7 @@ class Call:
         with OutOfMemoryGuard() as guard, closing(engine.run(self._checked(requests))) as completions:
             try:
                 for completion in completions:
+                    self._num_unfinished -= 1
                     self.job.admission.observe(completion)
                     yield from self._bad_rows()
                     yield completion
@@ -112,6 +117,7 @@ class Call:
     def _checked(self, requests: Iterable[Request | None]) -> Iterator[Request | None]:
         for request in requests:
             self.check()
+            self._num_unfinished += request is not None
             yield request
 
     def _bad_rows(self) -> Iterator[Completion]:

@@ -105,15 +105,26 @@ class Conversations:
             pool.shutdown(wait=False, cancel_futures=True)  # without waiting for a tool that nobody needs any more
         return self._output()
 
-    def _requests(self, first: Iterator[Request]) -> Iterator[Request | None]:
-        """Turns that are ready, then new rows. None while only completions can make more; waits while only `next_turn` can."""
+    def _requests(self, first: Iterator[Request | None]) -> Iterator[Request | None]:
+        """Turns that are ready, then new rows. None while only completions, or automata that are compiled, can make more; waits
+        while only `next_turn` can.
+        """
+        more = True
         while True:
             while not self._answers.empty():
                 self._take(*self._answers.get())
             if self._ready:
                 self._num_decoding += 1
                 yield self._ready.popleft()
-            elif (request := next(first, None)) is not None:
+            elif more:
+                try:
+                    request = next(first)
+                except StopIteration:
+                    more = False
+                    continue
+                if request is None:
+                    yield None
+                    continue
                 self._open[request.row_index, request.sample_index] = _Conversation(request, self._first_chat(request.row_index))
                 self._num_decoding += 1
                 yield request

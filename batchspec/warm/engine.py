@@ -74,6 +74,7 @@ class Engine:
         self._tokenizer = open_tokenizer(self._model.folder, config, _IDS)
         self._predictor = LengthPredictor()
         opened = self._without_rows()
+        self._constraints = opened.admission.constraints
         fetch_weights(self._model)
         self._channels = opened.admission.has_channels
         with OutOfMemoryGuard() as guard:
@@ -91,7 +92,9 @@ class Engine:
         config = self._model.config
         model = replace(self._model, config=replace(config, output=replace(config.output, passthrough="none")))
         some = table_source(pa.table({"prompt_ids": pa.array([[0]], pa.list_(pa.int32()))}))
-        return job_of(model, some, _IDS, self._tokenizer)
+        job = job_of(model, some, _IDS, self._tokenizer)
+        job.admission.expect_constraints()
+        return job
 
     @property
     def shape(self) -> PackedBatch:
@@ -213,7 +216,7 @@ class Engine:
         self.close()
 
     def _call(self, table: pa.Table) -> Call:
-        return Call(self._model, self._tokenizer, self._predictor, table)
+        return Call(self._model, self._tokenizer, self._predictor, table, self._constraints)
 
     def _no_rows(self, table: pa.Table) -> pl.DataFrame:
         return empty_frame(self._model, table, channels=self._channels)

@@ -4,7 +4,8 @@
     logits[t, v] = -inf where bit v % 32 of masks[tables[s]][v // 32] is 0,  s = the row's state walked over the drafts before t
 
 `tables` holds class maps and rows of states of all automata, one after the other; a state is the place of its row, and 0 is no
-constraint. A position after a draft that is not allowed has state 0: nothing of what follows is kept.
+constraint. A position after a draft that is not allowed has state 0: nothing of what follows is kept. Before a row's minimum of
+tokens its stop ids are masked too, unless its text can only end.
 Bound by memory: only the masked logits are written and no logit is read. A walk reads a token's bytes one after the other, some 5
 loads that depend on each other's results, from L2.
 Source: token masks of an automaton, Willard and Louf 2023 (arXiv 2307.09702); here they stay on the device.
@@ -25,6 +26,8 @@ from batchspec.kernels.common.checks import FLOATS, check
 BLOCK = 2048
 BLOCKS = 8
 """Of a program: a walk is shared by so many blocks of the vocabulary."""
+ENDS = -2
+"""In place of a forced token: the text can only end."""
 
 
 @triton.jit
@@ -40,10 +43,11 @@ def walk(state, classes, token, tables, symbols, starts, num_tokens):
     return state
 
 
-@triton.jit(do_not_specialize=["vocab", "num_tokens", "width"])
+@triton.jit(do_not_specialize=["vocab", "first_id", "num_tokens", "width", "num_stop_ids"])
 def constrain_logits_kernel(
-    logits, row_ids, states, classes, drafts, num_drafted, draft_rows, map_ids, tables, masks, symbols, starts,
-    stride_row, draft_stride, mask_stride, vocab, num_tokens, width, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    logits, row_ids, states, classes, drafts, num_drafted, draft_rows, map_ids, positions, min_tokens, stop_ids, tables, masks,
+    symbols, starts, stride_row, draft_stride, mask_stride, vocab, first_id, num_tokens, width, num_stop_ids,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ids + t).to(tl.int64)
@@ -57,14 +61,21 @@ def constrain_logits_kernel(
             state = walk(state, class_map, tl.load(drafts + line * draft_stride + j), tables, symbols, starts, num_tokens)
     if state > 0:
         mask = masks + tl.load(tables + state).to(tl.int64) * mask_stride
+        num_masked = 0
+        if positions is not None:
+            early = tl.load(positions + t) < tl.load(min_tokens + row)
+            num_masked = tl.where(early & (tl.load(tables + state + 1) != -2), num_stop_ids, 0).to(tl.int32)  # ENDS
         first = tl.program_id(1) * BLOCK * BLOCKS
         for block in range(0, BLOCKS):
             lane = first + block * BLOCK + tl.arange(0, BLOCK)
-            ids = lane
+            ids = first_id + lane
             if map_ids is not None:
                 ids = tl.load(map_ids + lane, mask=lane < vocab, other=0).to(tl.int32)
             word = tl.load(mask + (ids >> 5), mask=lane < vocab, other=0)
             forbidden = ((word >> (ids & 31)) & 1) == 0
+            if stop_ids is not None:
+                for i in range(0, num_masked):
+                    forbidden = forbidden | (ids == tl.load(stop_ids + row * num_stop_ids + i))
             minus = tl.full([BLOCK], float("-inf"), logits.dtype.element_ty)
             tl.store(logits + t * stride_row + lane, minus, mask=(lane < vocab) & forbidden)
 
@@ -72,7 +83,8 @@ def constrain_logits_kernel(
 def constrain_logits(
     logits: Tensor, row_ids: Tensor, states: Tensor, classes: Tensor, tables: Tensor, masks: Tensor, symbols: Tensor,
     starts: Tensor, *, drafts: Tensor | None = None, num_drafted: Tensor | None = None, draft_rows: Tensor | None = None,
-    map_ids: Tensor | None = None, interpret: bool = False,
+    map_ids: Tensor | None = None, first_id: int = 0, positions: Tensor | None = None, min_tokens: Tensor | None = None,
+    stop_ids: Tensor | None = None, interpret: bool = False,
 ) -> None:  # fmt: skip
     """Set the logits of tokens that a row's automaton does not allow to -inf, in place.
 
@@ -80,14 +92,17 @@ def constrain_logits(
     row_ids      int32 [T]   batch row of each position
     states       int32 [R]   place in `tables` of each row's state after its committed tokens; 0: the row has no constraint
     classes      int32 [R]   place in `tables` of the class map of each row's automaton
-    tables       int32 [N]   class maps and rows of states; a state's row is the number of its mask, a forced token or -1, and the
-                 next places by class
+    tables       int32 [N]   class maps and rows of states; a state's row is the number of its mask, a forced token, -1 or ENDS,
+                 and the next places by class
     masks        int32 [M, W]  bit v % 32 of word v // 32: token v is allowed
     symbols      int32 [B], starts int32 [num_tokens + 1]: the symbols of token v are symbols[starts[v] : starts[v + 1]]
     drafts       int32 [L, K] tokens drafted in this round, rows may be slices of wider ones; None: there are none
     num_drafted  int64 [T]   how many of them come before the position
     draft_rows   int32 or int64 [T]  row of `drafts`; None: row_ids
-    map_ids      int32 or int64 [V]  token of each column; None: its number
+    map_ids      int32 or int64 [V]  token of each column; None: first_id plus its number
+    positions    int64 [T]   position of the token that is drawn; None: there is no minimum of tokens
+    min_tokens   int32 [R]   at positions before it no stop id is allowed, unless the text can only end
+    stop_ids     int32 [R, N]  of each row, -1: none
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
@@ -107,18 +122,30 @@ def constrain_logits(
         check("constrain_logits: draft_rows", draft_rows, (num_rows,), torch.int32, torch.int64)
     if map_ids is not None:
         check("constrain_logits: map_ids", map_ids, (vocab,), torch.int32, torch.int64)
-    elif vocab > starts.numel() - 1:
-        raise ValueError(f"constrain_logits: logits have {vocab} columns, and there are symbols of {starts.numel() - 1} tokens")
+    elif first_id + vocab > starts.numel() - 1:
+        raise ValueError(
+            f"constrain_logits: logits have {vocab} columns from token {first_id} on, and there are symbols of "
+            f"{starts.numel() - 1} tokens"
+        )
+    num_stop_ids = 0
+    if positions is not None and min_tokens is not None and stop_ids is not None:
+        num_stop_ids = stop_ids.shape[1]
+        check("constrain_logits: positions", positions, (num_rows,), torch.int64)
+        check("constrain_logits: min_tokens", min_tokens, (batch,), torch.int32)
+        check("constrain_logits: stop_ids", stop_ids, (batch, num_stop_ids), torch.int32)
+    elif not (positions is None and min_tokens is None and stop_ids is None):
+        raise ValueError("constrain_logits: positions, min_tokens and stop_ids come together; give all or none")
     if not (logits.is_cuda or interpret):
         constrain_logits_reference(
             logits, row_ids, states, classes, tables, masks, symbols, starts, drafts=drafts, num_drafted=num_drafted,
-            draft_rows=draft_rows, map_ids=map_ids,
+            draft_rows=draft_rows, map_ids=map_ids, first_id=first_id, positions=positions, min_tokens=min_tokens,
+            stop_ids=stop_ids,
         )  # fmt: skip
     elif num_rows:
         constrain_logits_kernel[(num_rows, triton.cdiv(vocab, BLOCK * BLOCKS))](
-            logits, row_ids, states, classes, drafts, num_drafted, draft_rows, map_ids, tables, masks, symbols, starts,
-            logits.stride(0), 0 if drafts is None else drafts.stride(0), masks.stride(0), vocab, starts.numel() - 1,
-            0 if drafts is None else drafts.shape[1], BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=8,
+            logits, row_ids, states, classes, drafts, num_drafted, draft_rows, map_ids, positions, min_tokens, stop_ids, tables,
+            masks, symbols, starts, logits.stride(0), 0 if drafts is None else drafts.stride(0), masks.stride(0), vocab, first_id,
+            starts.numel() - 1, 0 if drafts is None else drafts.shape[1], num_stop_ids, BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=8,
         )  # fmt: skip
 
 
@@ -230,7 +257,8 @@ def walk_reference(state: Tensor, classes: Tensor, token: Tensor, tables: Tensor
 def constrain_logits_reference(
     logits: Tensor, row_ids: Tensor, states: Tensor, classes: Tensor, tables: Tensor, masks: Tensor, symbols: Tensor,
     starts: Tensor, *, drafts: Tensor | None = None, num_drafted: Tensor | None = None, draft_rows: Tensor | None = None,
-    map_ids: Tensor | None = None,
+    map_ids: Tensor | None = None, first_id: int = 0, positions: Tensor | None = None, min_tokens: Tensor | None = None,
+    stop_ids: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The same in plain torch."""
     state, class_map = states[row_ids], classes[row_ids]
@@ -240,9 +268,15 @@ def constrain_logits_reference(
             after = walk_reference(state, class_map, drafts[:, j][line], tables, symbols, starts)
             state = torch.where(num_drafted > j, after, state)
     constrained = (state > 0).nonzero().squeeze(1)
-    ids = torch.arange(logits.shape[1], device=logits.device) if map_ids is None else map_ids.long()
-    words = masks[tables[state[constrained].long()].long()][:, ids >> 5]
+    ids = first_id + torch.arange(logits.shape[1], device=logits.device) if map_ids is None else map_ids.long()
+    place = state[constrained].long()
+    words = masks[tables[place].long()][:, ids >> 5]
     forbidden = (words >> (ids & 31).int()) & 1 == 0
+    if positions is not None and min_tokens is not None and stop_ids is not None:
+        rows = row_ids[constrained].long()
+        early = (positions[constrained] < min_tokens[rows]) & (tables[place + 1] != ENDS)
+        for stop_id in stop_ids[rows].unbind(1):
+            forbidden |= early[:, None] & (ids == stop_id[:, None])
     logits[constrained] = logits[constrained].masked_fill_(forbidden, -torch.inf)
 
 

@@ -70,8 +70,9 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
     for _drafts, _map in ((PI32, None), (None, PI64)):
         _case(f"constrain_logits_kernel {_dtype}, map {_map}", "constrain", 8, logits=f"*{_dtype}", row_ids=PI32, states=PI32,
               classes=PI32, drafts=_drafts, num_drafted=None if _drafts is None else PI64, draft_rows=None, map_ids=_map,
+              positions=_drafts and PI64, min_tokens=_drafts and PI32, stop_ids=_drafts and PI32,
               tables=PI32, masks=PI32, symbols=PI32, starts=PI32, stride_row=I32, draft_stride=I32, mask_stride=I32, vocab=I32,
-              num_tokens=I32, width=I32, BLOCK=2048, BLOCKS=8)  # fmt: skip
+              first_id=I32, num_tokens=I32, width=I32, num_stop_ids=I32, BLOCK=2048, BLOCKS=8)  # fmt: skip
     _case(f"kv_write_kernel {_dtype}", "kv_write", 4, k=f"*{_dtype}", v=f"*{_dtype}", kv=f"*{_dtype}", scales=None,
           slot_mapping=PI64, k_stride_t=I32, k_stride_h=I32, v_stride_t=I32, v_stride_h=I32, kv_stride_part=I64,
           kv_stride_slot=I32, NUM_HEADS=3, HEAD_DIM=64, HEADS=4, DIM=64, INTERPRETED=False)  # fmt: skip

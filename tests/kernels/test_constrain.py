@@ -49,7 +49,7 @@ def states_of(device: torch.device) -> tuple[Tensor, Tensor, list[tuple[TokenAut
     )  # fmt: skip
 
 
-def tables(made: Automata) -> dict[str, Tensor]:
+def tables(made: Automata) -> dict[str, Any]:
     return {"tables": made.tables, "symbols": made.symbols, "starts": made.starts}
 
 
@@ -100,6 +100,53 @@ def test_a_draft_vocabulary_is_masked_by_its_tokens(kind: torch.dtype, interpret
     constrain_logits(logits, row_ids, states, classes, masks=made.masks, map_ids=map_ids, interpret=interpret, **tables(made))
     for line, (one, state) in zip(logits.isneginf().tolist(), rows, strict=True):
         assert line == [one is not None and state != DEAD and not one.allowed(state)[int(token)] for token in map_ids]
+
+
+def test_a_rank_masks_its_part_of_the_vocabulary(interpret: bool, device: torch.device) -> None:
+    made, (states, classes, _) = uploaded(device), states_of(device)
+    row_ids = torch.arange(7, dtype=torch.int32, device=device)
+    whole = torch.zeros(7, VOCAB, device=device)
+    constrain_logits(whole, row_ids, states, classes, masks=made.masks, interpret=interpret, **tables(made))
+    for part in (slice(0, 11), slice(11, VOCAB), slice(7, 9)):
+        logits = torch.zeros(7, part.stop - part.start, device=device)
+        constrain_logits(
+            logits, row_ids, states, classes, masks=made.masks, first_id=part.start, interpret=interpret, **tables(made)
+        )
+        assert torch.equal(logits, whole[:, part])
+    with pytest.raises(ValueError, match="columns from token 3 on"):
+        constrain_logits(whole, row_ids, states, classes, masks=made.masks, first_id=3, interpret=interpret, **tables(made))
+
+
+@pytest.mark.parametrize("first", [0, 4])
+def test_stop_ids_are_masked_before_the_minimum_unless_the_text_can_only_end(
+    first: int, interpret: bool, device: torch.device
+) -> None:
+    made, (states, classes, rows) = uploaded(device), states_of(device)
+    one = both()[0]
+    rows[1] = one, one.walk(one.answer, [5, 6])  # after the `d` nothing but the end can come
+    states[1] = place_of(one, rows[1][1], PLACES[0])
+    row_ids = torch.arange(7, dtype=torch.int32, device=device).repeat(2)
+    positions = torch.tensor([9] * 7 + [10] * 7, device=device)
+    min_tokens = torch.full((7,), 10, dtype=torch.int32, device=device)
+    stop_ids = torch.tensor([[-1, EOS, 30]] * 7, dtype=torch.int32, device=device)
+    logits = torch.zeros(14, VOCAB - first, device=device)
+    constrain_logits(
+        logits, row_ids, states, classes, masks=made.masks, first_id=first, positions=positions, min_tokens=min_tokens,
+        stop_ids=stop_ids, interpret=interpret, **tables(made),
+    )  # fmt: skip
+    only_end = 0
+    for t in range(14):
+        own, state = rows[t % 7]
+        if own is None or state == DEAD:
+            assert not logits[t].any()
+            continue
+        allowed = set(np.flatnonzero(own.allowed(state)).tolist())
+        if t < 7 and allowed - {EOS, 30}:
+            allowed -= {EOS, 30}
+        elif t < 7:
+            only_end += 1
+        assert (~logits[t].isneginf()).nonzero().flatten().tolist() == sorted(i - first for i in allowed if i >= first), t
+    assert only_end == 1
 
 
 def test_a_vocabulary_of_several_blocks_and_programs(interpret: bool, device: torch.device) -> None:

@@ -1,0 +1,80 @@
+"""The states around an answer in harmony, the format of gpt-oss: headers, the analysis channel, and the final one.
+
+A row writes messages in the channel `analysis`, whose text is free, and then one in the channel `final`: its text is the answer.
+No message in another channel, which would be part of the answer too (`engine/channels.py`), and no tool call may be written.
+
+outside   --start--> "assistant" --> role        --channel--> name
+role      --message--> the answer                --channel--> name
+name      "analysis" --message--> thought
+name      "final" --> (" ", constrain and small letters) --message--> the answer
+thought   any token but those that end the row --> thought; --end--> outside; --start--> "assistant"; --channel--> name
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchspec.structured.regular import Dfa
+from batchspec.token_automaton import BEGIN_THOUGHT, CHANNEL, CONSTRAIN, END_THOUGHT, OTHER, START
+
+MESSAGE, END = BEGIN_THOUGHT, END_THOUGHT
+LETTERS = b"abcdefghijklmnopqrstuvwxyz"
+TOLD_APART = frozenset(LETTERS + b" ")
+
+
+def with_letters(dfa: Dfa) -> Dfa:
+    """The same automaton, with a class of its own for each byte that a header is read by."""
+    own = np.array([byte if byte in TOLD_APART else 256 for byte in range(256)])
+    _, first, classes = np.unique(np.stack((dfa.classes, own), 1), axis=0, return_index=True, return_inverse=True)
+    return Dfa(dfa.next[:, dfa.classes[first]], classes.reshape(-1).astype(np.int32), dfa.final, dfa.starts)
+
+
+class ChannelStates:
+    """Rows that follow the states of an answer.
+
+    classes  [NUM_SYMBOLS] class of each symbol; num_classes of them
+    first    number of the first of these states; answer: that in which an answer begins
+    """
+
+    def __init__(self, classes: NDArray[np.int32], num_classes: int, *, first: int, answer: int) -> None:
+        self._classes, self._first, self._width = classes, first, num_classes
+        self._rows: list[NDArray[np.int32]] = []
+        self.outside, self.thought, name = self._state(), self._state(), self._state()
+        role = self._spell("assistant", self._state(from_=(self.outside, self.thought), symbols=[START]))
+        for before in (self.outside, self.thought, role):
+            self._go(before, [CHANNEL], name)
+        self._go(role, [MESSAGE], answer)
+        self._go(self.thought, [*range(256), OTHER, CONSTRAIN, MESSAGE], self.thought)
+        self._go(self.thought, [END], self.outside)
+        self._go(self._spell("analysis", name), [MESSAGE], self.thought)
+        self._final(self._spell("final", name), answer)
+
+    @property
+    def rows(self) -> NDArray[np.int32]:
+        """int32 [states, classes] the next states."""
+        return np.stack(self._rows)
+
+    def _final(self, named: int, answer: int) -> None:
+        spaced = self._state(from_=(named,), symbols=[ord(" ")])
+        kind = self._state(from_=(named, spaced), symbols=[CONSTRAIN])
+        self._go(kind, LETTERS, kind)
+        for before in (named, kind):
+            self._go(before, [MESSAGE], answer)
+
+    def _state(self, from_: tuple[int, ...] = (), symbols: list[int] | None = None) -> int:
+        self._rows.append(np.zeros(self._width, np.int32))
+        made = self._first + len(self._rows) - 1
+        for before in from_:
+            self._go(before, symbols or [], made)
+        return made
+
+    def _go(self, state: int, symbols: list[int] | bytes, target: int) -> None:
+        self._rows[state - self._first][self._classes[list(symbols)]] = target
+
+    def _spell(self, word: str, state: int) -> int:
+        for byte in word.encode():
+            row = self._rows[state - self._first]
+            known = int(row[self._classes[byte]])
+            state = known or self._state(from_=(state,), symbols=[byte])
+        return state

@@ -1,0 +1,152 @@
+"""Processes that compile constraints at the same time, each asked by a thread of its own.
+
+A process has limits of CPU time and memory, because what it compiles comes from the input; one that exceeds a limit dies alone,
+and the next constraint gets a new one. They start when they are first needed and end with the run.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+BLOCKED_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
+"""Signals that a batch system or a terminal sends to all processes of a job. The processes block them; they end with the run."""
+PASSED_ENVIRONMENT = ("PATH", "TZ", "PYTHON", "LD_LIBRARY_PATH", "LANG", "LC_")
+MOST_PROCESSES = 8
+
+Answer = dict[str, Any]
+"""The tables of an automaton and `seconds`, or `error` and `code`: see compile_process.py."""
+
+
+def num_processes() -> int:
+    """Half of the CPUs that this process may use, at least one and at most MOST_PROCESSES."""
+    return min(MOST_PROCESSES, max(1, len(os.sched_getaffinity(0)) // 2))
+
+
+class CompilePool:
+    """`num` processes. first_message is the first one that each gets: (arguments of `compiled`, memory in bytes, CPU seconds)."""
+
+    def __init__(self, num: int, first_message: tuple[Any, int, int]) -> None:
+        self._tasks: queue.SimpleQueue[tuple[tuple[str, str], Future[Answer]] | None] = queue.SimpleQueue()
+        self.processes = [CompileProcess(first_message) for _ in range(num)]
+        for process in self.processes:
+            threading.Thread(target=_serve, args=(self._tasks, process.ask), name="compile", daemon=True).start()
+        self.close = weakref.finalize(self, _end, self._tasks, self.processes)
+        """Ends the processes and what they compile at present; called with the pool's end too."""
+
+    def submit(self, request: tuple[str, str]) -> Future[Answer]:
+        """The answer to (kind, text). It raises RuntimeError where no process can be started."""
+        answer: Future[Answer] = Future()
+        self._tasks.put((request, answer))
+        return answer
+
+
+def _serve(
+    tasks: queue.SimpleQueue[tuple[tuple[str, str], Future[Answer]] | None], ask: Callable[[tuple[str, str]], Answer]
+) -> None:  # fmt: skip
+    """A thread: answers tasks until there is a None. It holds no reference to the pool, which therefore ends with its user."""
+    while (task := tasks.get()) is not None:
+        request, answer = task
+        try:
+            found = ask(request)
+        except BaseException as error:
+            answer.set_exception(error)
+        else:
+            answer.set_result(found)
+        del task, request, answer
+
+
+def _end(tasks: queue.SimpleQueue[Any], processes: list[CompileProcess]) -> None:
+    for _ in processes:
+        tasks.put(None)
+    for process in processes:
+        process.close()
+
+
+class CompileProcess:
+    """One process at a time; another one takes the place of one that died. One thread at a time may ask."""
+
+    def __init__(self, first_message: tuple[Any, int, int]) -> None:
+        self._first_message, self._cpu_s = first_message, first_message[2]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock, self._closed = threading.Lock(), False
+
+    @property
+    def pid(self) -> int | None:
+        """None before the first question, and after the process has died."""
+        return None if self._process is None else self._process.pid
+
+    def ask(self, request: tuple[str, str]) -> Answer:
+        """The answer of the process; one that died has used up its time or its memory."""
+        process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            pickle.dump(request, process.stdin)
+            process.stdin.flush()
+            found: Answer = pickle.load(process.stdout)
+        except (BrokenPipeError, EOFError, pickle.UnpicklingError):
+            code = self._code()
+            if self._closed:
+                raise RuntimeError("the process that compiles schemas was closed") from None
+            if code >= 0:  # it never ends by itself while it is asked
+                raise RuntimeError(
+                    f"the process that compiles schemas ended with {code}; try python -m batchspec.structured.compile_process"
+                ) from None
+            why = {
+                -signal.SIGXCPU: f"compiling it takes more than {self._cpu_s} s",
+                -signal.SIGKILL: "the machine has too little memory",
+            }
+            found = {"code": "large_schema", "error": why.get(code, f"the process that compiles it ended with {code}")}
+        return found
+
+    def close(self) -> None:
+        """End it, whatever it does. No other one is started."""
+        with self._lock:
+            self._closed = True
+            if self._process is not None:
+                self._process.kill()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        environ = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ENVIRONMENT)}
+        environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # each thread reserves memory
+        environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the process that compiles schemas was closed")
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)  # a child process inherits the mask
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "batchspec.structured.compile_process"],
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ,
+                )  # fmt: skip
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            self._process = process
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # found again, with its code, when it is asked
+            pickle.dump(self._first_message, process.stdin)
+        return process
+
+    def _code(self) -> int:
+        """The exit code of the process that has died; negative: the signal."""
+        with self._lock:
+            process, self._process = self._process, None
+        assert process is not None
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except BrokenPipeError:
+                    continue
+        return process.wait()
