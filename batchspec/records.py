@@ -15,6 +15,8 @@ Ids = NDArray[np.int32]
 MAX_STOP_IDS = 16
 """Maximum number of stop ids of a row, including the model's EOS ids: the width of a tensor on the device."""
 
+MAX_LOGIT_BIAS = 1024
+"""Maximum number of tokens of a row whose logits are biased: the width of two tensors on the device."""
 
 LEAST_TEMPERATURE = 1e-7
 """Lower temperatures count as 0. The noise spans 26 units, so at this temperature it only decides between logits at most 2.6e-6
@@ -23,7 +25,7 @@ apart, which is the rounding error of an fp32 logit near 20. A logit divided by 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters of a row, applied in this order: penalties, temperature, top-k, top-p, min-p."""
+    """Sampling parameters of a row, applied in this order: logit bias, penalties, temperature, top-k, top-p, min-p."""
 
     temperature: float = 0.0
     """0 is greedy; top-k, top-p and min-p then have no effect. Values below LEAST_TEMPERATURE become 0."""
@@ -37,6 +39,10 @@ class SamplingParams:
     """Divide positive and multiply negative logits of tokens seen in prompt or output; 1 is off."""
     presence_penalty: float = 0.0
     """Subtract from the logits of tokens seen in the output; 0 is off."""
+    frequency_penalty: float = 0.0
+    """Subtract from the logit of a token, once for each time it is in the output; 0 is off."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit), each token once, at most MAX_LOGIT_BIAS."""
 
     def __post_init__(self) -> None:
         if self.temperature < LEAST_TEMPERATURE:

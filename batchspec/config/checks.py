@@ -19,6 +19,7 @@ from batchspec.config.values import (
     check_given,
     check_ranges,
     check_saved,
+    logit_bias,
     value_of,
 )
 from batchspec.draft.registry import DRAFTERS, readers
@@ -216,6 +217,10 @@ def _decode(config: RunConfig) -> None:
         raise ConfigError(f"decode.{given[0]} and decode.{given[1]} are both given, and an answer follows one; remove one")
     if "" in decode.stop:
         raise ConfigError(f"decode.stop={decode.stop} holds an empty string, which ends every output at once; remove it")
+    try:
+        logit_bias(decode.logit_bias)
+    except ValueError as error:
+        raise ConfigError(f"decode.logit_bias {error}") from None
     if any(token < 0 for token in decode.stop_ids):
         raise ConfigError(f"decode.stop_ids={decode.stop_ids} must be token ids, at least 0; remove the negative ones")
 

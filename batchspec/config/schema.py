@@ -85,6 +85,12 @@ class DecodeConfig:
     is off."""
     presence_penalty: float = 0.0
     """Amount subtracted from the logits of tokens in the output. 0 is off."""
+    frequency_penalty: float = 0.0
+    """Amount subtracted from the logit of a token for each time that it is in the output (OpenAI's definition). 0 is off. Unlike
+    repetition_penalty, neither this nor presence_penalty counts the prompt, and both subtract where that divides."""
+    logit_bias: Any = None
+    """What is added to the logits of tokens, by token id, from -100 to 100, e.g. {1734: -100, 99: 2.5}: -100 bans a token, 100
+    forces it. The column logit_bias, JSON text or a map, replaces it for its row. null is none."""
     seed: int = 0
     """Seed of the job, from which each row's sampling noise is derived."""
     n: int = 1

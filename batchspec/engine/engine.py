@@ -60,7 +60,7 @@ class Engine:
         vocabulary: TokenSymbols | None = None,
         automata_room: AutomataRoom | None = None,
     ) -> None:
-        """`decode` turns ids into text (needed for stop strings); `penalties` allocates penalty state.
+        """`decode` turns ids into text (needed for stop strings); `penalties` allocates penalty state at once.
 
         defers_text  leave to the caller what text can wait (`Completion.text_due`)
         refill_dead  False: no new rows until all have ended (ablation)

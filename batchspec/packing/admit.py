@@ -36,7 +36,16 @@ from batchspec.dataset.reader import InputShard, Source, SourceFacts, locate
 from batchspec.dataset.untyped_columns import json_kinds
 from batchspec.errors import ConfigError
 from batchspec.model.thinking import find_think_tokens
-from batchspec.packing.cells import BadRow, number_cell, plain_cell, prompt_cell, row_values, synthetic_len_cell
+from batchspec.packing.cells import (
+    BadRow,
+    bias_cell,
+    checked_biases,
+    number_cell,
+    plain_cell,
+    prompt_cell,
+    row_values,
+    synthetic_len_cell,
+)
 from batchspec.packing.constraints import Constraints, asked_by
 from batchspec.packing.predict import LengthPredictor
 from batchspec.packing.prompt_encoder import PromptEncoder
@@ -45,6 +54,13 @@ from batchspec.records import MAX_STOP_IDS, Completion, Ids, Request, RowError, 
 if TYPE_CHECKING:
     from batchspec.model.spec import ModelSpec
     from batchspec.model.tokenizer import Tokenizer
+
+
+SAMPLING = (
+    "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "seed", "n",
+)  # fmt: skip
+"""Numbers that a row may have of its own."""
 
 
 def hash64(*parts: int | str) -> int:
@@ -93,6 +109,10 @@ class Admission:
         if tokenizer is None and (self.columns.prompt_kind != "prompt_ids" or self.decode.stop):
             raise ConfigError("decode.stop and text prompts need a tokenizer, and the model folder has none; use prompt_ids")
 
+        try:
+            self.logit_bias = checked_biases(self.decode.logit_bias, self.vocab_size)
+        except BadRow as error:
+            raise ConfigError(f"decode.{error}") from None
         self.constraints = None
         """What answers must match; None: no key and no column asks for structured output."""
         if asked_by(config, columns) is not None:
@@ -211,7 +231,9 @@ class Admission:
         sampling = SamplingParams(
             temperature=values["temperature"], top_k=min(int(values["top_k"]), self.vocab_size),
             top_p=values["top_p"], min_p=values["min_p"],
-            repetition_penalty=self.decode.repetition_penalty, presence_penalty=self.decode.presence_penalty,
+            repetition_penalty=values["repetition_penalty"], presence_penalty=values["presence_penalty"],
+            frequency_penalty=values["frequency_penalty"],
+            logit_bias=bias_cell(row, self.logit_bias, self.vocab_size),
         )  # fmt: skip
         thinking = self._thinking(prompt_ids, row.get("thinking_token_budget"))
         automaton, automaton_state = None, 0
@@ -248,7 +270,7 @@ class Admission:
     def _values(self, row: dict[str, Any]) -> dict[str, float]:
         """The sampling values of a row: the row's own, or else the job's."""
         values: dict[str, float] = {}
-        for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n"):
+        for name in SAMPLING:
             own, usual = row.get(name), getattr(self.decode, name)
             if own is None:
                 values[name] = usual

@@ -8,7 +8,7 @@ L layers, e bytes a number:
               Factor 1.5 for fragmentation by the allocator
     a round   the same for R S tokens, in the graphs' pool; 3 * 4 R S V of fp32 logits and their copies for sampling
     attention 4 S NH (D + 2) for each (row, 512 keys): partial results, merged by log-sum-exp
-    state     R (5 max_len + V): token buffers, page table, seen tokens of penalties
+    state     R (5 max_len + 4 V): token buffers, page table, counts of tokens for penalties
     graphs    16 MB for each (row bucket, draft length), at most 13 draft lengths
     exchanges 4 e R S H + 128 MiB, of a model that several GPUs compute: buffers that they read from each other
     fixed     2 GB: workspaces of matrix products and attention, compiled kernels, fragmentation
@@ -18,7 +18,7 @@ L layers, e bytes a number:
               its logits, and the gradients of lm_head with the saved activations of each step: k (V' H (e + 4) + 1.5 e T (5 H
               + 8 NH D + 4 I))
 
-Llama-3.1-8B, T = 16384, R = 92, S = 4: 4.5 + 0.1 + 0.6 + 0.1 + 0.0 + 0.7 + 2 = 8.0 GB of the 132 that one H200 has after the
+Llama-3.1-8B, T = 16384, R = 92, S = 4: 4.5 + 0.1 + 0.6 + 0.1 + 0.1 + 0.7 + 2 = 8.1 GB of the 132 that one H200 has after the
 weights; the pages hold 900 thousand tokens, 80 rows of 8192 + 3072.
 """
 
@@ -49,7 +49,7 @@ def reserve_bytes(
     logits = 4 * LOGIT_COPIES * verified * spec.num_logits
     chunks = slots * -(-max_len // CHUNK_TOKENS)
     partials = 4 * chunks * (draft_len + 1) * max(a.inner_size + 2 * a.num_heads for a in spec.attentions)
-    state = slots * (5 * max_len + spec.vocab_size)
+    state = slots * (5 * max_len + 4 * spec.vocab_size)
     graphs = GRAPH_BYTES * num_buckets * min(draft_len + 1, MOST_LENGTHS)
     exchanges = 0 if spec.shard.ranks == 1 else 4 * dtype.itemsize * verified * spec.hidden_size + PREFILL_EXCHANGE_BYTES
     return round(passes) + logits + partials + state + graphs + exchanges + FIXED_BYTES
