@@ -56,6 +56,7 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "output.messages": config.output.messages,
             "output.reasoning_in_messages": config.output.reasoning_in_messages,
             "output.logprobs": config.output.logprobs,
+            **({} if config.output.prompt_logprobs is None else {"output.prompt_logprobs": config.output.prompt_logprobs}),
         }
     )
 

@@ -319,7 +319,8 @@ def build_engine(
 
     lead, vocabulary, defers_text  as of `Engine`
     """
-    ablation, num_top = config.ablation, config.output.logprobs
+    ablation, scores = config.ablation, config.decode.max_new_tokens == 0
+    num_top = config.output.prompt_logprobs if scores else config.output.logprobs
     return Engine(
         target,
         drafter,
@@ -327,6 +328,7 @@ def build_engine(
         device=target.device,
         options=RoundOptions(
             logprobs=None if num_top is None else min(num_top, target.spec.vocab_size),
+            scores=scores,
             coupled=config.draft.coupled is not False,
             synthetic=tuple(config.draft.synthetic) if config.draft.synthetic else None,
             argmax=ablation.argmax,

@@ -15,6 +15,8 @@ Ids = NDArray[np.int32]
 MAX_STOP_IDS = 16
 """Maximum number of stop ids of a row, including the model's EOS ids: the width of a tensor on the device."""
 
+SCORED_TOKENS = 512
+"""Number of positions whose logits are in memory at once while prompts are scored."""
 MAX_LOGIT_BIAS = 1024
 """Maximum number of tokens of a row whose logits are biased: the width of two tensors on the device."""
 
@@ -141,7 +143,7 @@ class Request:
     prompt_ids: Ids
     """int32 [prompt_len], at least one token."""
     max_new_tokens: int
-    """At least 1; prompt_len + max_new_tokens <= model.max_len."""
+    """prompt_len + max_new_tokens <= model.max_len. 0: the prompt is scored, as are those of all requests of the engine."""
     min_new_tokens: int
     """Stop ids are not drawn before this many tokens."""
     sampling: SamplingParams
@@ -255,6 +257,10 @@ class Completion:
     """[num tokens] log-softmax of the raw logits for each emitted token; NaN for forced tokens."""
     top_logprobs: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
     """ids and logprobs, each [num tokens, N], likeliest first; ids are -1 for forced tokens."""
+    prompt_logprobs: NDArray[np.float32] | None = None
+    """[prompt tokens] of a scored prompt; NaN for the first token."""
+    prompt_top_logprobs: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
+    """ids and logprobs, each [prompt tokens, N], likeliest first; ids are -1 for the first token."""
     seed: int | None = None
     predicted_tokens: int | None = None
     cached_tokens: int = 0

@@ -97,6 +97,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "output.token_ids": (False, "output.schema"),
     "output.prompt_ids": (False, "output.schema"),
     "output.logprobs": (1, "output.logprobs"),
+    "output.prompt_logprobs": (1, "output.prompt_logprobs"),
     "output.passthrough": ("none", "output.schema"),
 }
 """Keys that make another job -> another value, and what the refusal names."""

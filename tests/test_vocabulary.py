@@ -192,7 +192,7 @@ def completions(target: Target, name: str, kind: str) -> dict[str, Completion]:
 
 
 @pytest.mark.parametrize("name", ["none", "lookup", "window", "eagle3", "shared head", "parallel", "tree", "hybrid", "pard"])
-@pytest.mark.parametrize("kind", ["greedy", "drawn", "filtered", "penalised"])
+@pytest.mark.parametrize("kind", ["greedy", "drawn", "filtered", "penalised", "biased"])
 def test_an_engine_of_ranks_emits_the_same_tokens(name: str, kind: str) -> None:
     spec = tiny_spec(5)
     expected = completions(whole_of(spec, Loud), name, kind)

@@ -69,7 +69,7 @@ class DecodeConfig:
     """Sampling and the end of a completion. A column of the input overrides some of these keys for its row."""
 
     max_new_tokens: int = 1024
-    """Maximum number of output tokens of a completion."""
+    """Maximum number of output tokens of a completion. 0 decodes nothing and scores the prompts: `output.prompt_logprobs`."""
     min_new_tokens: int = 0
     """Number of output tokens before which no stop id is drawn."""
     temperature: float = 0.0
@@ -205,6 +205,9 @@ class OutputConfig:
     logprobs: int | None = None
     """Number of most likely tokens per position whose log-probabilities are written. 0 writes those of the emitted tokens
     alone; null writes none."""
+    prompt_logprobs: int | None = None
+    """Where prompts are scored (decode.max_new_tokens=0): number of most likely tokens per prompt position whose
+    log-probabilities are written. 0, or null there, writes those of the prompt's own tokens alone."""
     passthrough: Any = "all"
     """Input columns that are copied to the output."""
     license: str | None = None

@@ -115,7 +115,7 @@ class Admission:
             raise ConfigError(f"decode.{error}") from None
         self.constraints = None
         """What answers must match; None: no key and no column asks for structured output."""
-        if asked_by(config, columns) is not None:
+        if asked_by(config, columns) is not None and self.decode.max_new_tokens:
             self.constraints = Constraints(
                 config, columns, tokenizer, vocab_size=spec.vocab_size, think=self.think, end_ids=self.end_ids
             )
@@ -223,6 +223,7 @@ class Admission:
         values = self._values(row)
         stop, stop_ids = self._stops(row.get("stop"))
         max_new_tokens = int(values["max_new_tokens"])
+        self._check_scored(max_new_tokens, int(values["n"]))
         room = self.max_len - max_new_tokens
         if room < 1:
             said = f"max_new_tokens={max_new_tokens} leaves no room for a prompt in model.max_len={self.max_len}; lower it"
@@ -235,7 +236,7 @@ class Admission:
             frequency_penalty=values["frequency_penalty"],
             logit_bias=bias_cell(row, self.logit_bias, self.vocab_size),
         )  # fmt: skip
-        thinking = self._thinking(prompt_ids, row.get("thinking_token_budget"))
+        thinking = self._thinking(prompt_ids, row.get("thinking_token_budget")) if max_new_tokens else None
         automaton, automaton_state = None, 0
         if self.constraints is not None:
             automaton, automaton_state = self.constraints.of_row(row, thinking)
@@ -254,6 +255,17 @@ class Admission:
                 seed=hash64(base, sample_index) if sample_index else base, predicted_tokens=predicted,
                 thinking=thinking, synthetic_len=synthetic_len, automaton=automaton, automaton_state=automaton_state,
             )  # fmt: skip
+
+    def _check_scored(self, max_new_tokens: int, num_samples: int) -> None:
+        """All rows of a job are scored, or none."""
+        scores = self.decode.max_new_tokens == 0
+        if scores != (max_new_tokens == 0):
+            whole = (
+                "a job that scores prompts" if scores else "a job that decodes; decode.max_new_tokens=0 scores all its prompts"
+            )
+            raise BadRow("bad_parameter", f"max_new_tokens={max_new_tokens} in {whole}; leave it null")
+        if scores and num_samples > 1:
+            raise BadRow("bad_parameter", f"n={num_samples} in a job that scores prompts; leave it null")
 
     def _thinking(self, prompt_ids: Ids, own: Any) -> Thinking | None:
         think, budget = self.think, self.decode.thinking_token_budget
