@@ -19,6 +19,8 @@ from batchspec.runstate.manifest import fingerprint
 
 CONSTRAINTS_VERSION = 1
 """Counts changes of what is written for a schema: a job that began with another one is another job."""
+NEWER_KEYS = ("frequency_penalty", "logit_bias")
+"""Keys of `decode` that are younger than jobs which may still resume."""
 
 
 def job_fingerprint(job: Job) -> dict[str, str]:
@@ -40,7 +42,8 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "model.max_len": job.admission.max_len,
             "model.end_ids": sorted(job.admission.end_ids),
             "model.think_tokens": None if think is None else (think.begin_id, think.end_id),
-            **{f"decode.{key}": value for key, value in decode.items() if key not in KINDS},
+            **{f"decode.{key}": value for key, value in decode.items() if key not in (*KINDS, *NEWER_KEYS)},
+            **_newer_parts(job),
             **_constraint_parts(job),
             "draft.synthetic": config.draft.synthetic,
             "input.files": [file.identity for file in job.source.files],
@@ -53,8 +56,16 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "output.messages": config.output.messages,
             "output.reasoning_in_messages": config.output.reasoning_in_messages,
             "output.logprobs": config.output.logprobs,
+            **({} if config.output.prompt_logprobs is None else {"output.prompt_logprobs": config.output.prompt_logprobs}),
         }
     )
+
+
+def _newer_parts(job: Job) -> dict[str, Any]:
+    """Those of NEWER_KEYS that are not off."""
+    decode = job.config.decode
+    parts = {"decode.frequency_penalty": decode.frequency_penalty, "decode.logit_bias": job.admission.logit_bias}
+    return {key: value for key, value in parts.items() if value}
 
 
 def _constraint_parts(job: Job) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from batchspec.adapt.limits import check_head, check_weights, memory_bytes
 from batchspec.batch.automata import AutomataRoom
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.config.schema import RunConfig
+from batchspec.config.values import logit_bias
 from batchspec.dataset.columns import ColumnMap, check_ids, map_columns
 from batchspec.dataset.reader import Source, open_source
 from batchspec.dataset.schema import output_schema
@@ -330,7 +331,8 @@ def build_engine(
 
     lead, vocabulary, defers_text  as of `Engine`
     """
-    decode, ablation, num_top = config.decode, config.ablation, config.output.logprobs
+    ablation, scores = config.ablation, config.decode.max_new_tokens == 0
+    num_top = config.output.prompt_logprobs if scores else config.output.logprobs
     return Engine(
         target,
         drafter,
@@ -338,6 +340,7 @@ def build_engine(
         device=target.device,
         options=RoundOptions(
             logprobs=None if num_top is None else min(num_top, target.spec.vocab_size),
+            scores=scores,
             coupled=config.draft.coupled is not False,
             synthetic=tuple(config.draft.synthetic) if config.draft.synthetic else None,
             argmax=ablation.argmax,
@@ -346,7 +349,6 @@ def build_engine(
         decode=tokenizer.decode if tokenizer else None,
         defers_text=defers_text,
         eos_ids=frozenset(target.spec.eos_ids) | frozenset(tokenizer.eos_ids if tokenizer else ()),
-        penalties=decode.repetition_penalty != 1 or decode.presence_penalty != 0,
         refill_dead=ablation.dead_rows,
         adaptive=config.draft.adaptive is not False,
         overlap=ablation.overlap,
@@ -384,6 +386,8 @@ def usual_mode(config: RunConfig) -> SamplingMode:
         min_p=decode.min_p,
         repetition_penalty=decode.repetition_penalty,
         presence_penalty=decode.presence_penalty,
+        frequency_penalty=decode.frequency_penalty,
+        logit_bias=tuple(logit_bias(decode.logit_bias).items()),
     )
     constrained = any(getattr(decode, key) not in (None, []) for key in KINDS)
     return SamplingMode.of(params, decode.min_new_tokens, constrained=constrained)

@@ -15,6 +15,10 @@ Ids = NDArray[np.int32]
 MAX_STOP_IDS = 16
 """Maximum number of stop ids of a row, including the model's EOS ids: the width of a tensor on the device."""
 
+SCORED_TOKENS = 512
+"""Number of positions whose logits are in memory at once while prompts are scored."""
+MAX_LOGIT_BIAS = 1024
+"""Maximum number of tokens of a row whose logits are biased: the width of two tensors on the device."""
 
 LEAST_TEMPERATURE = 1e-7
 """Lower temperatures count as 0. The noise spans 26 units, so at this temperature it only decides between logits at most 2.6e-6
@@ -23,7 +27,7 @@ apart, which is the rounding error of an fp32 logit near 20. A logit divided by 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters of a row, applied in this order: penalties, temperature, top-k, top-p, min-p."""
+    """Sampling parameters of a row, applied in this order: logit bias, penalties, temperature, top-k, top-p, min-p."""
 
     temperature: float = 0.0
     """0 is greedy; top-k, top-p and min-p then have no effect. Values below LEAST_TEMPERATURE become 0."""
@@ -37,6 +41,10 @@ class SamplingParams:
     """Divide positive and multiply negative logits of tokens seen in prompt or output; 1 is off."""
     presence_penalty: float = 0.0
     """Subtract from the logits of tokens seen in the output; 0 is off."""
+    frequency_penalty: float = 0.0
+    """Subtract from the logit of a token, once for each time it is in the output; 0 is off."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit), each token once, at most MAX_LOGIT_BIAS."""
 
     def __post_init__(self) -> None:
         if self.temperature < LEAST_TEMPERATURE:
@@ -135,7 +143,7 @@ class Request:
     prompt_ids: Ids
     """int32 [prompt_len], at least one token."""
     max_new_tokens: int
-    """At least 1; prompt_len + max_new_tokens <= model.max_len."""
+    """prompt_len + max_new_tokens <= model.max_len. 0: the prompt is scored, as are those of all requests of the engine."""
     min_new_tokens: int
     """Stop ids are not drawn before this many tokens."""
     sampling: SamplingParams
@@ -251,6 +259,10 @@ class Completion:
     """[num tokens] log-softmax of the raw logits for each emitted token; NaN for forced tokens."""
     top_logprobs: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
     """ids and logprobs, each [num tokens, N], likeliest first; ids are -1 for forced tokens."""
+    prompt_logprobs: NDArray[np.float32] | None = None
+    """[prompt tokens] of a scored prompt; NaN for the first token."""
+    prompt_top_logprobs: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
+    """ids and logprobs, each [prompt tokens, N], likeliest first; ids are -1 for the first token."""
     seed: int | None = None
     predicted_tokens: int | None = None
     cached_tokens: int = 0

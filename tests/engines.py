@@ -155,11 +155,13 @@ def _next_token(target: Target, req: Request, out: Sequence[int]) -> int:
     """The token after the prompt and `out`."""
     prompt, params = req.prompt_ids.tolist(), req.sampling
     logits = full_logits(target, [*prompt, *out]).clone()
+    for token, bias in params.logit_bias:
+        logits[token] += bias
     for token in {*prompt, *out}:
         value = logits[token]
         logits[token] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
     for token in set(out):
-        logits[token] -= params.presence_penalty
+        logits[token] -= params.presence_penalty + params.frequency_penalty * out.count(token)
     if len(out) < req.min_new_tokens:
         logits[list(req.stop_ids)] = -torch.inf
     return _draw(logits, params, req.seed, len(prompt) + len(out))

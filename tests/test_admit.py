@@ -91,6 +91,54 @@ def test_a_row_s_own_values_have_precedence_over_the_job_s() -> None:
     assert (usual.max_new_tokens, usual.stop, usual.sampling.top_k) == (16, ("END",), 7)
 
 
+BIAS_KINDS = {
+    "text": pa.array(['{"65": -3, "7": 2.5}', None, "{}"]),
+    "map": pa.array([[("65", -3.0), ("7", 2.5)], None, []], pa.map_(pa.string(), pa.float64())),
+    "map of ids": pa.array([[(65, -3.0), (7, 2.5)], None, []], pa.map_(pa.int64(), pa.float64())),
+    "struct": pa.array([{"65": -3.0, "7": 2.5}, None, {}]),
+}
+
+
+@pytest.mark.parametrize("kind", BIAS_KINDS)
+def test_penalties_and_biases_of_a_row_replace_the_job_s(kind: str) -> None:
+    numbers = {
+        "frequency_penalty": pa.array([0.5, None, 0]), "presence_penalty": pa.array([1, None, None]),
+        "repetition_penalty": pa.array([1.2, None, None]),
+    }  # fmt: skip
+    table = prompts("a", "b", "c", logit_bias=BIAS_KINDS[kind], **numbers)
+    own, usual, off = requests(table, decode__logit_bias={9: 1, 8: 0}, decode__frequency_penalty=0.25)
+    assert own.sampling.logit_bias == ((7, 2.5), (65, -3.0))
+    assert (own.sampling.frequency_penalty, own.sampling.presence_penalty, own.sampling.repetition_penalty) == (0.5, 1, 1.2)
+    assert (usual.sampling.logit_bias, usual.sampling.frequency_penalty) == (((9, 1.0),), 0.25)
+    assert (off.sampling.logit_bias, off.sampling.frequency_penalty) == ((), 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ('{"x": 1}', "logit_bias names 'x', which is no token id"),
+        ('{"-1": 1}', "logit_bias names '-1', which is no token id"),
+        ('{"5": 100.5}', "logit_bias adds 100.5 to token 5, which must be in -100 .. 100"),
+        ('{"5": NaN}', "logit_bias adds nan to token 5"),
+        ('{"5": true}', "logit_bias adds True to token 5"),
+        ('{"5": null}', "logit_bias adds None to token 5"),
+        ('{"999999": 1}', "logit_bias names token 999999, outside the vocabulary 0 .. "),
+        ("[5]", "logit_bias must be an object, not"),
+        (str({str(i): 1 for i in range(1025)}).replace("'", '"'), "logit_bias names 1,025 tokens, and at most 1,024 fit"),
+    ],
+)
+def test_a_bias_that_cannot_be_honoured_is_an_error_row(value: str, said: str) -> None:
+    bad = one_bad(prompts("a", logit_bias=pa.array([value])))
+    assert bad.error is not None
+    assert bad.error.code == "bad_parameter"
+    assert said in bad.error.message
+
+
+def test_biases_of_a_job_outside_the_vocabulary_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^decode.logit_bias names token 999999, outside the vocabulary"):
+        admit(prompts("a"), decode__logit_bias={"999999": 1})
+
+
 def test_a_synthetic_end_is_known_to_the_device_and_to_nobody_else() -> None:
     ends, capped, usual = requests(prompts("a", "b", "c", synthetic_len=pa.array([5, 99, None])))
     assert [item.synthetic_len for item in (ends, capped, usual)] == [5, 99, None]

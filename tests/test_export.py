@@ -184,12 +184,12 @@ def test_openai_s_requests_become_an_input_that_batchspec_maps(tmp_path: Path, c
     assert main(["--from-openai", str(written(tmp_path / "in.jsonl", requests)), str(file)]) == 0
     assert capsys.readouterr().out.startswith(f"{file}: 3 rows with id, messages, max_new_tokens, temperature, top_p, seed, n,")
     mapped = map_columns(pq.read_schema(file), {})
-    names = {"id", "messages", "max_new_tokens", "temperature", "top_p", "seed", "n", "stop", "tools"}
+    names = {"id", "messages", "max_new_tokens", "temperature", "top_p", "seed", "n", "frequency_penalty", "stop", "tools"}
     assert set(mapped.names) == names
     rows = pl.read_parquet(file).to_dicts()
     assert rows[0] == {
         "id": "r-1", "messages": [turn("user", "hi")], "max_new_tokens": 7, "temperature": 1.0, "top_p": 0.5, "seed": 3, "n": 2,
-        "stop": ["END"], "tools": None,
+        "frequency_penalty": 0.0, "stop": ["END"], "tools": None,
     }  # fmt: skip
     assert (rows[1]["max_new_tokens"], rows[1]["stop"], json.loads(rows[1]["tools"])) == (9, ["x", "y"], [tool])
     assert rows[2]["messages"] == [turn("system", "be brief"), turn("user", "ab")]
@@ -207,7 +207,10 @@ def test_openai_s_requests_become_an_input_that_batchspec_maps(tmp_path: Path, c
             json.dumps(request(response_format={"type": "grammar"})),
             r"response_format.type=\"grammar\" is not text, json_object or",
         ),
-        (json.dumps(request(presence_penalty=0.5)), r"body.presence_penalty=0.5 has no column"),
+        (json.dumps(request(tool_choice="none")), r"body.tool_choice=\"none\" has no column"),
+        (json.dumps(request(presence_penalty="much")), r"body.presence_penalty=\"much\" is not a number"),
+        (json.dumps(request(logit_bias={"x": 1})), r"body.logit_bias names 'x', which is no token id"),
+        (json.dumps(request(logit_bias={"5": 101})), r"body.logit_bias adds 101 to token 5, which must be in -100 .. 100"),
         (json.dumps(request(n=1.5)), r"body.n=1.5 is not a whole number"),
         (json.dumps(request(max_tokens=True)), r"body.max_tokens=true is not a whole number"),
         (json.dumps(request(seed=1 << 63)), "does not fit in 64 bits"),
@@ -228,6 +231,18 @@ def test_a_line_that_cannot_be_honoured_is_named_and_nothing_is_written(tmp_path
     assert list(tmp_path.iterdir()) == [source]
 
 
+def test_penalties_and_biases_are_columns(tmp_path: Path) -> None:
+    more = {"frequency_penalty": 0.5, "presence_penalty": -1, "repetition_penalty": 1.1, "logit_bias": {"5": -100, "7": 2.5}}
+    requests = [request(**more), request(logit_bias={}, presence_penalty=None) | {"custom_id": "r-2"}]
+    file = tmp_path / "input.parquet"
+    assert main(["--from-openai", str(written(tmp_path / "in.jsonl", requests)), str(file)]) == 0
+    assert {*more} < map_columns(pq.read_schema(file), {}).names.keys()
+    first, second = pl.read_parquet(file).to_dicts()
+    assert json.loads(first["logit_bias"]) == more["logit_bias"]
+    assert (first["frequency_penalty"], first["presence_penalty"], first["repetition_penalty"]) == (0.5, -1.0, 1.1)
+    assert {second[name] for name in more} == {None}
+
+
 def test_a_response_format_is_a_column(tmp_path: Path) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}, "strict": True}}
     formats = [form, {"type": "text"}, {"type": "json_object"}]
@@ -240,8 +255,8 @@ def test_a_response_format_is_a_column(tmp_path: Path) -> None:
 
 
 def test_a_key_that_the_user_drops_is_left_out(tmp_path: Path) -> None:
-    source = written(tmp_path / "in.jsonl", [request(presence_penalty=0.5)])
-    assert main(["--from-openai", str(source), str(tmp_path / "x.parquet"), "--drop", "presence_penalty"]) == 0
+    source = written(tmp_path / "in.jsonl", [request(tool_choice="none")])
+    assert main(["--from-openai", str(source), str(tmp_path / "x.parquet"), "--drop", "tool_choice"]) == 0
     assert pl.read_parquet(tmp_path / "x.parquet").columns == ["id", "messages"]
 
 

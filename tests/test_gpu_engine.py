@@ -46,6 +46,7 @@ SAMPLINGS = (
     SamplingParams(temperature=0.9),
     SamplingParams(temperature=0.8, top_k=12, top_p=0.9),
     SamplingParams(repetition_penalty=1.2),
+    SamplingParams(frequency_penalty=0.5, logit_bias=((3, 1.5), (7, -2.5))),
 )
 
 

@@ -26,7 +26,7 @@ from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.engine.engine import Engine
 from batchspec.records import Completion, Request, SamplingParams
-from tests.engines import DEVICE, VOCAB, packed, request, tiny_target
+from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_target
 from tests.replaying import DRAFTERS, SLOTS, head, lookup
 
 TARGET = partial(tiny_target, window=5)
@@ -182,6 +182,36 @@ def test_a_rule_that_reads_drafts_holds_along_them(name: str, sampling: Sampling
     assert all(token % modulus == following(before, modulus) for before, token in drafted)
 
 
+COUNTED = SamplingParams(frequency_penalty=1.5, presence_penalty=0.5)
+BIASED = SamplingParams(logit_bias=((30, -100.0), (4, 2.5), (9, 1.5)))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "extra", [COUNTED, BIASED, replace(COUNTED, logit_bias=BIASED.logit_bias)], ids=["counts", "bias", "both"]
+)
+@pytest.mark.parametrize("name", ALL)
+def test_counts_and_biases_of_rows_are_those_of_plain_decoding(name: str, extra: SamplingParams, temperature: float) -> None:
+    """Beside rows that have none; verified positions count the drafts before them. tests/engines.py has the definition."""
+    usual = SamplingParams(temperature=temperature)
+    own = replace(extra, temperature=temperature)
+    requests = [request(i, [i, 5, 30], cap=20, sampling=own if i in (1, 2) else usual) for i in range(6)]
+    found = tokens(run(ALL[name](), requests))
+    assert found == {each.row_index: plain_tokens(TARGET(), each) for each in requests}
+    assert found != {row: plain_tokens(TARGET(), replace(requests[row], sampling=usual)) for row in found}
+
+
+@pytest.mark.parametrize("name", ["eagle3", "parallel", "tree", "window", "pard"])
+def test_drafters_with_logits_draft_no_token_that_a_bias_bans(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    banned = {2, 7, 11, 12, 19, 23, 30}
+    sampling = SamplingParams(logit_bias=tuple((token, -100.0) for token in banned))
+    drafter, requests = ALL[name](), [request(i, [i, 5, 30], cap=20, sampling=sampling, min_new_tokens=1) for i in range(3)]
+    drafted = note_drafts(drafter, monkeypatch)
+    assert not banned & {token for line in tokens(run(drafter, requests)).values() for token in line}
+    assert drafted
+    assert not banned & {token for _, token in drafted}
+
+
 FORCED = {**of_heads(whole_vocabulary), **OF_MODELS}
 
 
@@ -242,7 +272,8 @@ def test_drafts_are_given_to_rules_only_where_one_reads_them(monkeypatch: pytest
     assert given(min_tokens=True).drafts is not None
 
 
-def test_drafters_follow_automata_alone() -> None:
-    """Penalties and min_tokens are the target's alone: drafts of greedy rows without a schema stay plain argmaxes."""
+def test_drafters_follow_automata_and_biases_alone() -> None:
+    """Penalties and min_tokens are the target's alone: drafts of greedy rows without schema or bias stay plain argmaxes."""
     assert not adjusts_drafts(SamplingMode(random=True, filters=True, penalties=True, min_tokens=True))
     assert adjusts_drafts(SamplingMode(constrained=True))
+    assert adjusts_drafts(SamplingMode(biased=True))

@@ -51,6 +51,9 @@ SAMPLINGS = (
     SamplingParams(temperature=0.9, top_k=9, top_p=0.9, repetition_penalty=1.2),
     SamplingParams(temperature=1.0, min_p=0.6),
     SamplingParams(presence_penalty=0.5),
+    SamplingParams(frequency_penalty=0.75),
+    SamplingParams(temperature=0.8, frequency_penalty=0.5, presence_penalty=0.25, logit_bias=((3, 1.5), (7, -2.5))),
+    SamplingParams(repetition_penalty=1.25, logit_bias=((0, -100.0), (5, 2.25), (VOCAB - 1, 3.0))),
 )
 
 

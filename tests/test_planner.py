@@ -64,7 +64,7 @@ def test_what_one_h200_holds_back_is_the_sum_of_its_parts() -> None:
     held = reserve_bytes(
         LLAMA_8B, dtype=torch.bfloat16, slots=92, num_buckets=11, draft_len=3, prefill_tokens=16_384, max_len=11_264
     )
-    a_pass, a_round, logits, attention, state, graphs, fixed = 4.530e9, 0.102e9, 0.566e9, 0.135e9, 0.017e9, 0.704e9, 2e9
+    a_pass, a_round, logits, attention, state, graphs, fixed = 4.530e9, 0.102e9, 0.566e9, 0.135e9, 0.052e9, 0.704e9, 2e9
     assert held == pytest.approx(a_pass + a_round + logits + attention + state + graphs + fixed, abs=2e6)
 
 
@@ -90,7 +90,9 @@ def test_the_buffers_of_rows_fit_what_is_held_back_for_them() -> None:
         held = reserve_bytes(
             small_spec(), dtype=torch.float32, slots=8, num_buckets=1, draft_len=3, prefill_tokens=8, max_len=max_len
         )
-        tensors = [getattr(rows, field.name) for field in fields(rows) if field.name not in ("page_tables", "automata")]
+        tensors = [
+            getattr(rows, field.name) for field in fields(rows) if field.name not in ("page_tables", "automata", "vocab_size")
+        ]
         sizes.append((sum(tensor.nbytes for tensor in (*tensors, *rows.page_tables)), held))
     needed, held = (more - less for less, more in zip(*sizes, strict=True))
     assert needed <= held <= 1.3 * needed

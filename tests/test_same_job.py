@@ -71,6 +71,8 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "decode.min_p": (0.1, "decode.min_p"),
     "decode.repetition_penalty": (1.1, "decode.repetition_penalty"),
     "decode.presence_penalty": (0.5, "decode.presence_penalty"),
+    "decode.frequency_penalty": (0.5, "decode.frequency_penalty"),
+    "decode.logit_bias": ({5: -1}, "decode.logit_bias"),
     "decode.seed": (1, "decode.seed"),
     "decode.n": (2, "decode.n"),
     "decode.stop": (["x"], "decode.stop"),
@@ -95,6 +97,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "output.token_ids": (False, "output.schema"),
     "output.prompt_ids": (False, "output.schema"),
     "output.logprobs": (1, "output.logprobs"),
+    "output.prompt_logprobs": (1, "output.prompt_logprobs"),
     "output.passthrough": ("none", "output.schema"),
 }
 """Keys that make another job -> another value, and what the refusal names."""

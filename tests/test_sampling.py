@@ -14,12 +14,13 @@ from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogit
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from batchspec.batch.device_batch import DeviceBatch
-from batchspec.batch.logits import LogitRows, apply_penalties, forbid_stop_ids, mark_output
+from batchspec.batch.logits import LogitRows, add_bias, apply_penalties, forbid_stop_ids, mark_output
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.ablation import greedy_by_softmax
 from batchspec.engine.sampling import choose, cutoffs
 from batchspec.kernels.sampling import cutoff
 from batchspec.records import LEAST_TEMPERATURE, PackedBatch, SamplingParams
+from tests.engines import request
 
 VOCAB = 700  # more than QUICK_TOP, so that both the quick and the full sort run
 
@@ -97,7 +98,8 @@ def test_a_kept_set_does_not_depend_on_the_rows_beside_it(monkeypatch: object) -
 def seen_of(rows: DeviceBatch, prompt: list[int], output: list[int]) -> None:
     rows.seen.zero_()
     rows.seen[0, prompt] = 1
-    rows.seen[0, output] = 3
+    for token in output:
+        rows.seen[0, token] = (rows.seen[0, token] | 1) + 2
 
 
 @settings(deadline=None, max_examples=50)
@@ -113,6 +115,7 @@ def test_penalties_after_drafts_equal_those_of_committed_tokens(
     rows = make_rows(1, vocab=10)
     rows.repetition.fill_(1.3)
     rows.presence.fill_(0.7)
+    rows.frequency.fill_(0.45)
     seen_of(rows, prompt, output)
     logits = torch.randn(4, 10, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     together = logits.clone()
@@ -124,7 +127,8 @@ def test_penalties_after_drafts_equal_those_of_committed_tokens(
     for place in range(4):
         emitted = output + drafts[:place]
         expected: Tensor = repetition(torch.tensor([prompt + emitted]), logits[place : place + 1].clone())
-        expected[0, sorted(set(emitted))] -= float(rows.presence[0])
+        for token in set(emitted):
+            expected[0, token] -= float(rows.presence[0]) + emitted.count(token) * float(rows.frequency[0])
         torch.testing.assert_close(together[place : place + 1], expected)
 
 
@@ -133,6 +137,47 @@ def test_committed_tokens_are_marked_and_those_after_the_stop_are_not() -> None:
     seen_of(rows, [0, 5], [])
     mark_output(rows, torch.tensor([[5, 1, 2], [4, -1, -1]], dtype=torch.int32), torch.tensor([2, 1], dtype=torch.int32))
     assert rows.seen.tolist() == [[1, 3, 0, 0, 0, 3], [0, 0, 0, 0, 3, 0]]
+    mark_output(rows, torch.tensor([[5, 5, 2], [1, -1, -1]], dtype=torch.int32), torch.tensor([3, 0], dtype=torch.int32))
+    assert rows.seen.tolist() == [[1, 3, 3, 0, 0, 7], [0, 0, 0, 0, 3, 0]]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    biases=st.lists(st.dictionaries(st.integers(0, 9), st.floats(-100, 100, width=32), max_size=10), min_size=1, max_size=3),
+    row_ids=st.lists(st.integers(0, 2), min_size=1, max_size=5),
+    mapped=st.none() | st.lists(st.integers(0, 9), min_size=1, max_size=10, unique=True),
+)
+def test_a_bias_is_added_to_the_logits_of_its_token_alone(
+    biases: list[dict[int, float]], row_ids: list[int], mapped: list[int] | None
+) -> None:
+    """Of the target's columns, and of those of a head that drafts other tokens."""
+    rows, row_ids = make_rows(3, vocab=10), [row % len(biases) for row in row_ids]
+    begin_biased(rows, biases)
+    columns = list(range(10)) if mapped is None else mapped
+    logits = torch.randn(len(row_ids), len(columns), dtype=torch.float64)
+    expected = [
+        [line[j] + biases[row].get(token, 0) for j, token in enumerate(columns)]
+        for row, line in zip(row_ids, logits.tolist(), strict=True)
+    ]
+    at = LogitRows(torch.tensor(row_ids, dtype=torch.int32), torch.zeros(len(row_ids), dtype=torch.int64))
+    add_bias(logits, at, rows, None if mapped is None else torch.tensor(mapped, dtype=torch.int32))
+    assert logits.tolist() == expected
+
+
+def begin_biased(rows: DeviceBatch, biases: list[dict[int, float]]) -> None:
+    requests = [request(i, [1], cap=1, sampling=SamplingParams(logit_bias=tuple(bias.items()))) for i, bias in enumerate(biases)]
+    rows.begin(range(len(biases)), requests, [[]] * len(biases))
+
+
+def test_a_slot_forgets_the_counts_and_the_biases_of_its_last_row() -> None:
+    rows = make_rows(1, vocab=10)
+    begin_biased(rows, [{3: 1.0, 4: 2.0}])
+    rows.seen.fill_(9)
+    penalised = request(0, [2, 2], cap=9, sampling=SamplingParams(frequency_penalty=1.0, logit_bias=((5, 7.0),)))
+    rows.begin([0], [penalised], [[4, 5, 4]])
+    assert rows.seen.tolist() == [[0, 0, 1, 0, 5, 3, 0, 0, 0, 0]]
+    assert rows.bias_ids[0, :3].tolist() == [5, -1, -1]
+    assert rows.bias[0, :3].tolist() == [7, 0, 0]
 
 
 def test_stop_ids_are_forbidden_exactly_before_min_tokens() -> None:

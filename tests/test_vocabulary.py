@@ -60,18 +60,21 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
     rows = make_rows(count, vocab=WIDTH)
     settings_of_rows: dict[str, list[float]] = {
         "temperature": [0.0, 0.5, 1.0], "top_k": [0, 1, 7, 40, 100], "top_p": [1.0, 0.9, 0.2], "min_p": [0.0, 0.1],
-        "repetition": [1.0, 1.5], "presence": [0.0, 0.7], "min_tokens": [0, 50],
+        "repetition": [1.0, 1.5], "presence": [0.0, 0.7], "frequency": [0.0, 0.5], "min_tokens": [0, 50],
     }  # fmt: skip
     for name, values in settings_of_rows.items():
         getattr(rows, name).copy_(torch.tensor([draw(st.sampled_from(values)) for _ in range(count)]))
-    rows.seen.copy_(torch.randint(0, 4, (count, WIDTH), generator=noise))
+    rows.seen.copy_(torch.randint(0, 8, (count, WIDTH), generator=noise))
+    rows.provide(SamplingMode(biased=True))
+    rows.bias_ids[:, :9] = torch.stack([torch.randperm(WIDTH, generator=noise)[:9] for _ in range(count)])
+    rows.bias[:, :9] = torch.randn(count, 9, generator=noise) * 3
     rows.stop_ids[:, :3] = torch.randint(0, WIDTH, (count, 3), generator=noise)
     rows.keys.copy_(torch.randint(0, 2**40, (count,), generator=noise))
     at = LogitRows(
         torch.arange(count, dtype=torch.int32), torch.arange(20, 20 + count),
         torch.randint(0, WIDTH, (count, 3), generator=noise, dtype=torch.int32), torch.randint(0, 4, (count,), generator=noise),
     )  # fmt: skip
-    flags = {name: draw(st.booleans()) for name in ("penalties", "min_tokens")}
+    flags = {name: draw(st.booleans()) for name in ("penalties", "biased", "min_tokens")}
     random = draw(st.booleans())
     return {"logits": logits, "rows": rows, "at": at, "mode": SamplingMode(random=random, filters=random, **flags)}
 
@@ -172,7 +175,8 @@ def requests(kind: str) -> list[Request]:
         "greedy": SamplingParams(),
         "drawn": SamplingParams(temperature=1.0),
         "filtered": SamplingParams(temperature=0.9, top_k=12, top_p=0.9, min_p=0.02),
-        "penalised": SamplingParams(temperature=0.7, repetition_penalty=1.3, presence_penalty=0.2),
+        "penalised": SamplingParams(temperature=0.7, repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.3),
+        "biased": SamplingParams(temperature=0.7, logit_bias=((2, -100.0), (9, 1.5), (VOCAB - 1, 2.0))),
     }
     asked = [request(i, [i, 2, 3, i, 2], cap=14, sampling=sampling[kind], stop_ids=(7,), min_new_tokens=3) for i in range(4)]
     return [*asked, request(4, [9, 1], cap=20, sampling=sampling[kind], stop=("AB",))]
@@ -188,7 +192,7 @@ def completions(target: Target, name: str, kind: str) -> dict[str, Completion]:
 
 
 @pytest.mark.parametrize("name", ["none", "lookup", "window", "eagle3", "shared head", "parallel", "tree", "hybrid", "pard"])
-@pytest.mark.parametrize("kind", ["greedy", "drawn", "filtered", "penalised"])
+@pytest.mark.parametrize("kind", ["greedy", "drawn", "filtered", "penalised", "biased"])
 def test_an_engine_of_ranks_emits_the_same_tokens(name: str, kind: str) -> None:
     spec = tiny_spec(5)
     expected = completions(whole_of(spec, Loud), name, kind)

@@ -373,3 +373,18 @@ def test_a_recipe_gives_its_keys_without_its_input_and_output() -> None:
     config = warm_config(["decode.max_new_tokens=7"], job="demo")
     assert (config.decode.max_new_tokens, config.input.path, config.output.dir) == (7, None, None)
     assert config.draft.name == "eagle3"
+
+
+def test_calls_bring_penalties_and_biases_of_their_own(shared: batchspec.Engine, words: list[str]) -> None:
+    """The engine was made without any."""
+    table = rows(6).with_columns(
+        frequency_penalty=pl.Series([1.5, None, None, 0.5, None, 0.0, 2.0, None]),
+        logit_bias=pl.Series([None, '{"5": 100}', None, '{"5": -100, "7": 2.5}', None, "{}", '{"5": 101}', None]),
+    )
+    plain = shared.generate(rows(6))
+    found = shared.generate(table)
+    assert same(found, batchspec.generate(table, overrides=words))
+    assert found["token_ids"].to_list()[1] == [5] * 12
+    changed = [a != b for a, b in zip(found["token_ids"].to_list(), plain["token_ids"].to_list(), strict=True)]
+    assert changed[2] is False
+    assert shared.generate(rows(6))["token_ids"].to_list() == plain["token_ids"].to_list()

@@ -114,3 +114,14 @@ def test_tokens_are_those_of_plain_decoding_whatever_the_window_keeps() -> None:
         done = {c.request_id: c.token_ids.tolist() for c in engine.run(iter(asked)) if c.token_ids is not None}
         assert done == expected
         assert 0 < engine.totals.accepted < engine.totals.drafted
+
+
+def test_drafts_so_far_past_the_end_of_the_longest_row_that_their_window_holds_no_key_cost_nothing() -> None:
+    """The target has layers of its own window, and a row of all max_len tokens: drafts at its end see no page."""
+    target = tiny_target(window=5)
+    asked = request(0, [1, 2], cap=2)
+    drafter = WindowDrafter(target, 7, slots=1, window=1)
+    engine = Engine(target, drafter, packed(1, page_size=2, max_len=4, draft_len=7), device=target.device)
+    (done,) = engine.run(iter([asked]))
+    assert done.token_ids is not None
+    assert done.token_ids.tolist() == plain_tokens(target, asked)

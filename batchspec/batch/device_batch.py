@@ -12,11 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from batchspec.batch.automata import Automata, Constraint
+from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.kernels.rounds.move_rows import move_rows
-from batchspec.records import MAX_STOP_IDS, PackedBatch, Request
+from batchspec.records import MAX_LOGIT_BIAS, MAX_STOP_IDS, PackedBatch, Request
 
-SEEN_PROMPT_OR_OUTPUT = 1
-SEEN_OUTPUT = 2
+SEEN = 1
+"""Bit of a token that is in prompt or output."""
+ONCE_IN_OUTPUT = 2
+"""How much each occurrence in the output adds."""
 
 
 def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -46,10 +49,10 @@ class SlotField:
     per_group: bool = False
     """The field is a tuple of tensors, one for each K/V group."""
 
-    def padded(self, values: Sequence[Any], width: int) -> NDArray[np.int32]:
+    def padded(self, values: Sequence[Any], width: int) -> NDArray[Any]:
         """The rows of several requests, padded with `initial`."""
         width = max(map(len, values)) if self.long else width
-        rows = np.full((len(values), width), self.initial, np.int32)
+        rows = np.full((len(values), width), self.initial, np.float32 if self.dtype.is_floating_point else np.int32)
         for row, value in zip(rows, values, strict=True):
             row[: len(value)] = value
         return rows
@@ -100,19 +103,31 @@ class DeviceBatch:
     """float32 [R] repetition penalty, 1 is off"""
     presence: Tensor = field(metadata=declared(dtype=torch.float32, begin=lambda r, _: r.sampling.presence_penalty))
     """float32 [R] presence penalty, 0 is off"""
+    frequency: Tensor = field(metadata=declared(dtype=torch.float32, begin=lambda r, _: r.sampling.frequency_penalty))
+    """float32 [R] frequency penalty, 0 is off"""
+    bias_ids: Tensor = field(
+        metadata=declared(width="biases", initial=-1, begin=lambda r, _: [token for token, _ in r.sampling.logit_bias])
+    )
+    """int32 [R, MAX_LOGIT_BIAS] tokens whose logits are biased, -1 where unused; [R, 0] before a row has any"""
+    bias: Tensor = field(
+        metadata=declared(dtype=torch.float32, width="biases", begin=lambda r, _: [bias for _, bias in r.sampling.logit_bias])
+    )
+    """float32 [R, MAX_LOGIT_BIAS] what is added to the logit of each"""
     stop_ids: Tensor = field(metadata=declared(width="stop_ids", initial=-1, begin=lambda r, _: r.stop_ids))
     """int32 [R, MAX_STOP_IDS] -1 where unused"""
     page_tables: tuple[Tensor, ...] = field(metadata=declared(width="pages", per_group=True))
     """By K/V group int32 [R, pages of max_len and of the lookahead slots], the scratch page where nothing is granted yet. Entries
     that a group's window has passed name pages that the row has given back: nothing reads them."""
-    seen: Tensor = field(metadata=declared(dtype=torch.uint8, width="seen"))
-    """uint8 [R, V] bits SEEN_*; [R, 0] in a job without penalties"""
+    seen: Tensor = field(metadata=declared(width="seen"))
+    """int32 [R, V] ONCE_IN_OUTPUT for each time that the token is in the output, and SEEN if it is in prompt or output; [R, 0]
+    before a row has penalties"""
     automaton_classes: Tensor = field(metadata=declared())
     """int32 [R] place of the class map of the row's automaton in the tables of `automata`"""
     automaton_state: Tensor = field(metadata=declared())
     """int32 [R] place of the state after the committed tokens; 0: the row has no constraint, or has ended"""
     automata: Automata | None = None
     """The tables of all automata; None in a job without constraints."""
+    vocab_size: int = 0
 
     @classmethod
     def allocate(
@@ -135,6 +150,7 @@ class DeviceBatch:
             "stop_ids": MAX_STOP_IDS,
             "pages": -(-(batch.max_len + num_lookahead_slots) // batch.page_size),
             "seen": vocab_size if penalties else 0,
+            "biases": 0,
         }
         made: dict[str, Any] = {}
         for name, spec in SLOT_FIELDS.items():
@@ -144,7 +160,16 @@ class DeviceBatch:
                 for _ in range(num_groups if spec.per_group else 1)
             )
             made[name] = tensors if spec.per_group else tensors[0]
-        return cls(**made, automata=automata)
+        return cls(**made, automata=automata, vocab_size=vocab_size)
+
+    def provide(self, mode: SamplingMode) -> None:
+        """Allocate the state that `mode` needs and that few jobs have: done once, before a graph of such a mode is captured."""
+        wanted = [("seen", self.vocab_size)] if mode.penalties else []
+        wanted += [("bias_ids", MAX_LOGIT_BIAS), ("bias", MAX_LOGIT_BIAS)] if mode.biased else []
+        for name, width in wanted:
+            spec, tensor = SLOT_FIELDS[name], getattr(self, name)
+            if tensor.shape[1] != width:
+                setattr(self, name, torch.full((len(tensor), width), spec.initial, dtype=spec.dtype, device=tensor.device))
 
     def _tensors(self, name: str) -> tuple[Tensor, ...]:
         """The tensors of a field."""
@@ -157,10 +182,11 @@ class DeviceBatch:
         for name, spec in SLOT_FIELDS.items():
             first = tuple(tensor[:num_rows] for tensor in self._tensors(name))
             views[name] = first if spec.per_group else first[0]
-        return DeviceBatch(**views, automata=self.automata)
+        return DeviceBatch(**views, automata=self.automata, vocab_size=self.vocab_size)
 
     def begin(self, slots: Sequence[int], requests: Sequence[Request], outputs: Sequence[Sequence[int]]) -> None:
         """Put requests into slots, not live yet; `outputs` are the tokens that each has emitted already."""
+        self.provide(SamplingMode.union(SamplingMode.of(request.sampling, 0) for request in requests))
         device = self.tokens.device
         index = upload(slots, torch.int64, device)
         for name, spec in SLOT_FIELDS.items():
@@ -171,10 +197,10 @@ class DeviceBatch:
                 continue
             tensor = getattr(self, name)
             values = [spec.begin(request, output) for request, output in zip(requests, outputs, strict=True)]
-            if spec.width:
+            if spec.width and tensor.shape[1]:
                 rows = spec.padded(values, tensor.shape[1])
                 tensor[index, : rows.shape[1]] = upload(rows, spec.dtype, device)
-            else:
+            elif not spec.width:
                 tensor[index] = upload(values, spec.dtype, device)
         if self.seen.shape[1]:
             self._mark_seen(slots, requests, outputs)
@@ -204,8 +230,9 @@ class DeviceBatch:
     def _mark_seen(self, slots: Sequence[int], requests: Sequence[Request], outputs: Sequence[Sequence[int]]) -> None:
         for slot, request, output in zip(slots, requests, outputs, strict=True):
             line = self.seen[slot]
-            line[upload(request.prompt_ids, torch.int64, line.device)] = SEEN_PROMPT_OR_OUTPUT
-            line[upload(output, torch.int64, line.device)] = SEEN_PROMPT_OR_OUTPUT | SEEN_OUTPUT
+            line[upload(request.prompt_ids, torch.int64, line.device)] = SEEN
+            tokens, counts = np.unique(np.array(output, np.int64), return_counts=True)
+            line[upload(tokens, torch.int64, line.device)] = upload(ONCE_IN_OUTPUT * counts + SEEN, line.dtype, line.device)
 
     def grant(self, grants: Sequence[tuple[int, int, Sequence[Sequence[int]]]]) -> None:
         """Write newly granted pages into the tables: slot, first column, and by group the pages from there on."""

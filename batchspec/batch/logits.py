@@ -1,6 +1,6 @@
 """What masks or biases logits before a choice: one list of rules for the target and, where a rule says so, for drafters.
 
-A new rule (a bias by token) is one `LogitRule` in RULES, a flag of `SamplingMode` that asks for it, and the
+A new rule is one `LogitRule` in RULES, a flag of `SamplingMode` that asks for it, and the
 state that it needs in `DeviceBatch`. Legend: T rows of logits, R batch rows, V vocabulary, K draft_len.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchspec.batch.device_batch import SEEN_OUTPUT, SEEN_PROMPT_OR_OUTPUT, DeviceBatch
+from batchspec.batch.device_batch import ONCE_IN_OUTPUT, SEEN, DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
 
 
@@ -97,7 +97,11 @@ def drafters_read_drafts(mode: SamplingMode) -> bool:
 
 
 def apply_penalties(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: Tensor | None = None) -> None:
-    """Repetition penalty (CTRL, arXiv 1909.05858: tokens of prompt and output) and presence penalty (of the output), in place.
+    """Repetition penalty, then frequency and presence penalty, in place.
+
+        repetition  l / r if l > 0 else l * r     of tokens in prompt or output (CTRL, arXiv 1909.05858)
+        others      l - f * count - p * (count > 0)    count of the token in the output, the prompt left out
+        (https://platform.openai.com/docs/guides/text-generation, "Frequency and presence penalties")
 
     Draft tokens before the position count as output: the penalty of a token is the same whether it was committed in this round
     or long ago.
@@ -107,14 +111,30 @@ def apply_penalties(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: T
     for tokens, before in at.drafts_before():
         ids = tokens.unsqueeze(1)
         mark = seen.gather(1, ids)
-        seen.scatter_(1, ids, torch.where(before.unsqueeze(1), mark | (SEEN_PROMPT_OR_OUTPUT | SEEN_OUTPUT), mark))
+        seen.scatter_(1, ids, torch.where(before.unsqueeze(1), (mark | SEEN) + ONCE_IN_OUTPUT, mark))
     if at.tokens is not None:
         seen = seen[:, at.tokens]
-    repetition = rows.repetition[at.row_ids].unsqueeze(1).to(logits.dtype)
-    presence = rows.presence[at.row_ids].unsqueeze(1).to(logits.dtype)
+    repetition, presence, frequency = (
+        value[at.row_ids].unsqueeze(1).to(logits.dtype) for value in (rows.repetition, rows.presence, rows.frequency)
+    )
     penalised = torch.where(logits > 0, logits / repetition, logits * repetition)
-    torch.where((seen & SEEN_PROMPT_OR_OUTPUT) > 0, penalised, logits, out=logits)
-    logits.sub_(presence * ((seen & SEEN_OUTPUT) > 0))
+    torch.where(seen > 0, penalised, logits, out=logits)
+    count = seen // ONCE_IN_OUTPUT
+    logits.sub_(frequency * count).sub_(presence * (count > 0))
+
+
+def add_bias(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: Tensor | None = None) -> None:
+    """Add the row's bias to the logits of its biased tokens, in place."""
+    ids, bias = rows.bias_ids[at.row_ids].long(), rows.bias[at.row_ids].to(logits.dtype)
+    biased = logits if map_ids is None else logits.new_zeros((len(ids), rows.vocab_size))
+    if at.tokens is not None:
+        ids = ids - at.tokens.start
+    inside = (ids >= 0) & (ids < biased.shape[1])
+    # Unused entries add 0, each to another token: hundreds of additions to one address would wait for each other.
+    spread = torch.arange(ids.shape[1], device=ids.device) % biased.shape[1]
+    biased.scatter_add_(1, torch.where(inside, ids, spread), torch.where(inside, bias, 0))
+    if map_ids is not None:
+        logits.add_(biased[:, map_ids.long()])
 
 
 def forbid_stop_ids(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: Tensor | None = None) -> None:
@@ -147,15 +167,15 @@ def follow_automata(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: T
 
 
 def mark_output(rows: DeviceBatch, tokens: Tensor, kept: Tensor) -> None:
-    """Mark committed tokens as seen, for the penalties: the first kept[r] of tokens[r]. tokens int32 [R, S], kept int32 [R]."""
+    """Count committed tokens, for the penalties: the first kept[r] of tokens[r]. tokens int32 [R, S], kept int32 [R]."""
     for j in range(tokens.shape[1]):
         ids = tokens[:, j].clamp(min=0).long().unsqueeze(1)
         mark = rows.seen.gather(1, ids)
-        counts = (kept > j).unsqueeze(1)
-        rows.seen.scatter_(1, ids, torch.where(counts, mark | (SEEN_PROMPT_OR_OUTPUT | SEEN_OUTPUT), mark))
+        rows.seen.scatter_(1, ids, torch.where((kept > j).unsqueeze(1), (mark | SEEN) + ONCE_IN_OUTPUT, mark))
 
 
 RULES: list[LogitRule] = [
+    LogitRule(lambda mode: mode.biased, add_bias, of_drafters=True),
     LogitRule(lambda mode: mode.penalties, apply_penalties, reads_drafts=True),
     LogitRule(lambda mode: mode.min_tokens, forbid_stop_ids),
     LogitRule(lambda mode: mode.constrained, follow_automata, reads_drafts=True, of_drafters=True),

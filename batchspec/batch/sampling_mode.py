@@ -15,6 +15,7 @@ class SamplingMode:
     random: bool = False
     filters: bool = False
     penalties: bool = False
+    biased: bool = False
     min_tokens: bool = False
     constrained: bool = False
 
@@ -24,7 +25,8 @@ class SamplingMode:
         return cls(
             random=p.temperature > 0,
             filters=p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0),
-            penalties=p.repetition_penalty != 1 or p.presence_penalty != 0,
+            penalties=p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0,
+            biased=bool(p.logit_bias),
             min_tokens=min_new_tokens > 0,
             constrained=constrained,
         )

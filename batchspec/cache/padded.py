@@ -51,6 +51,7 @@ class TorchPlan:
             for r, (begin, end, kv_len) in enumerate(zip(begins, begins[1:], lengths, strict=False))
             if end > begin and kv_len > 0
         ]
+        rows = [row for row in rows if row.num_pages > 0]  # the window of a draft far past the row's end holds no key
         sees = _Sight(batch, self._window, self._sink, kv.layout.dtype)
         self._parts = [_LongRow(row, batch, kv, sees) for row in rows if row.num_q > _SHORT]
         short = sorted((row for row in rows if row.num_q <= _SHORT), key=lambda row: (-row.num_pages, row.index))

@@ -10,7 +10,8 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from batchspec.batch.logits import LogitRows, apply_penalties, forbid_stop_ids
+from batchspec.batch.logits import LogitRows, adjust_logits
+from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.page_tables import RowPages
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.schema import CacheConfig
@@ -163,9 +164,7 @@ def _scores(engine: Engine, request: Request, output: list[int]) -> Tensor:
     logits = engine.executor.round.target.logits(hidden[-1:])
     position = torch.tensor([count], device=logits.device)
     places = LogitRows(torch.zeros(1, dtype=torch.int32, device=logits.device), position)
-    if rows.seen.shape[1]:
-        apply_penalties(logits, places, rows)
-    forbid_stop_ids(logits, places, rows)
+    adjust_logits(logits, places, rows, SamplingMode.of(request.sampling, request.min_new_tokens))
     if request.sampling.temperature == 0:
         return logits[0]
     noise = gumbel_reference(rows.keys[:1], position, logits.shape[1])[0]

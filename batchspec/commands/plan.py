@@ -114,7 +114,12 @@ class Plan:
         pages_bytes = kv_bytes(batch, spec, job.dtype, layers)
         pages = " + ".join(f"{count:,}" for count in (batch.num_pages, *batch.more_pages))
         dtype, accepted = str(job.dtype).removeprefix("torch."), job.drafter.assumed_accepted
-        output = float(self.survey.lengths("predicted_tokens").mean()) * self.num_completions
+        kind = "prompt" if self._scores else "output"
+        tokens = float(self.survey.lengths("prompt_tokens" if self._scores else "predicted_tokens").mean()) * self.num_completions
+        assumed = (
+            f"outputs half as long as max_new_tokens (all of it up to {SHORT_TOKENS}, and where nothing else ends a row), "
+            f"{accepted:g} draft tokens kept a round, "
+        ) * (not self._scores)
         total_s = ahead.prefill_s + ahead.decode_s
         kept = f"({spec.formats.kept}, the rest {dtype})" if spec.formats.kept else f"in {dtype}"
         return [
@@ -124,14 +129,23 @@ class Plan:
             f"drafter {job.config.draft.name} ({job.drafter.shape}), prefill passes of {batch.prefill_tokens:,} tokens",
             f"pages        {pages} of {batch.page_size} tokens, {_bytes(pages_bytes)}{', K and V in e4m3' * spec.fp8_kv}",
             self._memory(batch, pages_bytes),
-            f"rounds       {ahead.rounds:,} of {ahead.round_s * 1e3:.1f} ms, {_duration(ahead.decode_s)}; "
-            f"each reads {_bytes(ahead.weights_read_bytes)} of weights and {_bytes(ahead.kv_read_bytes)} of K/V",
+            *self._rounds(ahead),
             f"prefill      {_duration(ahead.prefill_s)}",
-            f"together     {_duration(total_s)}, {output:,.0f} output tokens, {output / total_s:,.0f} tok/s",
-            f"assumed      outputs half as long as max_new_tokens (all of it up to {SHORT_TOKENS}, "
-            f"and where nothing else ends a row), "
-            f"{accepted:g} draft tokens kept a round, no common prefixes; device: {self.rates.name}",
+            f"together     {_duration(total_s)}, {tokens:,.0f} {kind} tokens, {tokens / total_s:,.0f} tok/s",
+            f"assumed      {assumed}no common prefixes; device: {self.rates.name}",
         ]
+
+    def _rounds(self, ahead: Forecast) -> list[str]:
+        if self._scores:
+            return ["rounds       none: prompts are scored, nothing is decoded"]
+        return [
+            f"rounds       {ahead.rounds:,} of {ahead.round_s * 1e3:.1f} ms, {_duration(ahead.decode_s)}; "
+            f"each reads {_bytes(ahead.weights_read_bytes)} of weights and {_bytes(ahead.kv_read_bytes)} of K/V"
+        ]
+
+    @property
+    def _scores(self) -> bool:
+        return self.job.config.decode.max_new_tokens == 0
 
     def _memory(self, batch: PackedBatch, pages_bytes: int) -> str:
         """What the run will allocate, and what is free now. On a CPU passes and rounds take memory that is not planned."""
@@ -142,7 +156,9 @@ class Plan:
             "state of the drafter": learning_bytes(job, batch.max_len),
             "schemas": automata_bytes(job),
             "K/V": pages_bytes,
-            "passes, rounds and graphs": held_back_bytes(batch, job.spec, job.dtype) if job.device.type == "cuda" else 0,
+            "passes, rounds and graphs": held_back_bytes(batch, job.spec, job.dtype, scores=self._scores)
+            if job.device.type == "cuda"
+            else 0,
         }
         text = " + ".join(f"{_bytes(size)} {name}" for name, size in parts.items() if size)
         return f"memory       {text} = {_bytes(sum(parts.values()))} of {_bytes(free_memory(job.device))} that are free"

@@ -19,6 +19,7 @@ from batchspec.config.values import (
     check_given,
     check_ranges,
     check_saved,
+    logit_bias,
     value_of,
 )
 from batchspec.draft.registry import DRAFTERS, readers
@@ -54,6 +55,7 @@ def check(config: RunConfig, *, require: Iterable[str] = ()) -> None:
     _adapter(config)
     _ranks(config)
     _decode(config)
+    _scoring(config)
     _thinking(config)
     _date(config)
     _names(config)
@@ -205,8 +207,33 @@ def _decode(config: RunConfig) -> None:
         raise ConfigError(f"decode.{given[0]} and decode.{given[1]} are both given, and an answer follows one; remove one")
     if "" in decode.stop:
         raise ConfigError(f"decode.stop={decode.stop} holds an empty string, which ends every output at once; remove it")
+    try:
+        logit_bias(decode.logit_bias)
+    except ValueError as error:
+        raise ConfigError(f"decode.logit_bias {error}") from None
     if any(token < 0 for token in decode.stop_ids):
         raise ConfigError(f"decode.stop_ids={decode.stop_ids} must be token ids, at least 0; remove the negative ones")
+
+
+def _scoring(config: RunConfig) -> None:
+    """decode.max_new_tokens=0: nothing is decoded, so what says how is refused."""
+    decode, output, usual = config.decode, config.output, RunConfig()
+    if decode.max_new_tokens:
+        if output.prompt_logprobs is not None:
+            raise ConfigError(
+                f"output.prompt_logprobs={output.prompt_logprobs} with decode.max_new_tokens={decode.max_new_tokens} "
+                "is not built: prompts are scored by a job of their own; set decode.max_new_tokens=0 or remove it"
+            )
+        return
+    if config.draft.name != "none":
+        raise ConfigError(f"draft={config.draft.name} with decode.max_new_tokens=0 drafts nothing: prompts are scored; remove it")
+    for key in (
+        "decode.n", "decode.stop", "decode.schema", "decode.regex", "decode.choice", "decode.thinking_token_budget",
+        "output.logprobs", "ablation.overlap",
+    ):  # fmt: skip
+        if (value := value_of(config, key)) != value_of(usual, key):
+            instead = "; prompts have output.prompt_logprobs" if key == "output.logprobs" else ""
+            raise ConfigError(f"{key}={value} with decode.max_new_tokens=0 says nothing: no token is decoded{instead}; remove it")
 
 
 def _thinking(config: RunConfig) -> None:

@@ -32,6 +32,7 @@ Choices = Mapping[str, tuple[str, ...]]
 FREE_TYPES: dict[str, str] = {
     "model.think_tokens": "auto, none, or a list of one or two tokens",
     "decode.schema": "map, JSON text, path, or null",
+    "decode.logit_bias": "map of token ids to numbers -100 .. 100, or null",
     "draft.coupled": "auto, true, false",
     "draft.parallel": "auto, true, false",
     "input.path": "string or list of strings",

@@ -69,7 +69,7 @@ class DecodeConfig:
     """Sampling and the end of a completion. A column of the input overrides some of these keys for its row."""
 
     max_new_tokens: int = 1024
-    """Maximum number of output tokens of a completion."""
+    """Maximum number of output tokens of a completion. 0 decodes nothing and scores the prompts: `output.prompt_logprobs`."""
     min_new_tokens: int = 0
     """Number of output tokens before which no stop id is drawn."""
     temperature: float = 0.0
@@ -85,6 +85,12 @@ class DecodeConfig:
     is off."""
     presence_penalty: float = 0.0
     """Amount subtracted from the logits of tokens in the output. 0 is off."""
+    frequency_penalty: float = 0.0
+    """Amount subtracted from the logit of a token for each time that it is in the output (OpenAI's definition). 0 is off. Unlike
+    repetition_penalty, neither this nor presence_penalty counts the prompt, and both subtract where that divides."""
+    logit_bias: Any = None
+    """What is added to the logits of tokens, by token id, from -100 to 100, e.g. {1734: -100, 99: 2.5}: -100 bans a token, 100
+    forces it. The column logit_bias, JSON text or a map, replaces it for its row. null is none."""
     seed: int = 0
     """Seed of the job, from which each row's sampling noise is derived."""
     n: int = 1
@@ -199,6 +205,9 @@ class OutputConfig:
     logprobs: int | None = None
     """Number of most likely tokens per position whose log-probabilities are written. 0 writes those of the emitted tokens
     alone; null writes none."""
+    prompt_logprobs: int | None = None
+    """Where prompts are scored (decode.max_new_tokens=0): number of most likely tokens per prompt position whose
+    log-probabilities are written. 0, or null there, writes those of the prompt's own tokens alone."""
     passthrough: Any = "all"
     """Input columns that are copied to the output."""
     license: str | None = None

@@ -13,6 +13,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.overrides import list_keys
 from batchspec.config.renamed import GROUPS_RENAMED, renamed
 from batchspec.config.schema import RunConfig
@@ -61,7 +62,16 @@ def from_hydra(cfg: DictConfig) -> RunConfig:
     """
     config = typed(cfg, RunConfig)
     config.input.path = shipped_prompts(config.input.path)
+    if config.decode.max_new_tokens == 0:
+        _score(config)
     return config
+
+
+def _score(config: RunConfig) -> None:
+    """Defaults of a job that scores prompts."""
+    if config.draft.name == RunConfig().draft.name:
+        config.draft = DraftConfig(name="none")
+    config.output.prompt_logprobs = config.output.prompt_logprobs or 0
 
 
 def from_dict(values: Mapping[str, Any]) -> RunConfig:

@@ -17,10 +17,13 @@ from typing import Any
 from batchspec.config.renamed import RENAMED_VALUES
 from batchspec.draft.registry import DRAFTERS
 from batchspec.errors import ConfigError
+from batchspec.records import MAX_LOGIT_BIAS
 
 PATHS = ("input.path", "output.dir", "model.path", "model.adapter", "model.chat_template", "draft.path", "cluster.log")
 """Keys of a job that name files and folders."""
 INT64 = (-(2**63), 2**63 - 1)
+BIASES = (-100.0, 100.0)
+"""What decode.logit_bias may add: OpenAI's range."""
 SHIPPED = "pkg://"
 """Prefix of paths of files that the package contains."""
 MAX_TREE_NODES, MAX_TREE_PLACES = 63, 64
@@ -45,7 +48,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "draft.adapt.every_shards": (0, math.inf, "0 leaves the head as it is"),
     "draft.adapt.time_share": (math.ulp(0.0), 1.0, "0.1 is usual, 1 is no limit"),
     "draft.adapt.lr": (math.ulp(0.0), 1.0, "2e-3 is usual"),
-    "decode.max_new_tokens": (1, math.inf, "give the maximum number of output tokens"),
+    "decode.max_new_tokens": (0, math.inf, "give the maximum number of output tokens; 0 scores prompts"),
     "decode.min_new_tokens": (0, math.inf, "0 is off"),
     "decode.thinking_token_budget": (0, math.inf, "null is no limit"),
     "decode.temperature": (0.0, 100.0, "0 is greedy, 1 the model's own distribution"),
@@ -54,6 +57,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "decode.min_p": (0.0, 1.0, "0 is off"),
     "decode.repetition_penalty": (0.01, 100.0, "1 is off"),
     "decode.presence_penalty": (-100.0, 100.0, "0 is off"),
+    "decode.frequency_penalty": (-100.0, 100.0, "0 is off"),
     "decode.seed": (*INT64, "give a 64-bit integer"),
     "decode.n": (1, 4096, "1 is one completion a row"),
     "packing.max_num_seqs": (1, 4096, "null lets the planner choose"),
@@ -67,6 +71,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "input.max_error_fraction": (0.0, 1.0, "1 ends a job of nothing but error rows alone"),
     "output.shard_rows": (1, 10_000_000, "null lets batchspec choose"),
     "output.logprobs": (0, 100, "null writes none"),
+    "output.prompt_logprobs": (0, 100, "0 writes those of the prompt's own tokens alone"),
     "cluster.tensor_parallel": (1, 8, "1, 2, 4 or 8 GPUs for each copy of the model"),
     "cluster.max_restarts": (0, math.inf, "0 is never"),
     "cluster.signal_s": (1, 65535, "120 is enough to save and to requeue"),
@@ -119,6 +124,28 @@ def violation(key: str, value: float, ranges: Mapping[str, tuple[float, float, s
     else:
         limit = f"in {low:g} .. {high:g}" if low > 1e-300 or low <= 0 else f"above 0 and at most {high:g}"
     return f"{key}={value} must be {limit}; {advice}"
+
+
+def logit_bias(value: Any) -> dict[int, float]:
+    """Token id -> what is added to its logit, of a map whose ids may be text; nothing for None.
+
+    Raises ValueError, a sentence without its subject, for what is no such map.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"must be a map of token ids to numbers, not {str(value)[:40]!r}; write {{1734: -100}}")
+    low, high = BIASES
+    found: dict[int, float] = {}
+    for token, bias in value.items():
+        if not re.fullmatch(r"\d{1,10}", str(token)):
+            raise ValueError(f"names {str(token)[:40]!r}, which is no token id; write {{1734: -100}}")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not low <= bias <= high:
+            raise ValueError(f"adds {str(bias)[:40]} to token {token}, which must be in {low:g} .. {high:g}; correct it")
+        found[int(token)] = float(bias)
+    if len(found) > MAX_LOGIT_BIAS:
+        raise ValueError(f"names {len(found):,} tokens, and at most {MAX_LOGIT_BIAS:,} fit; shorten it")
+    return found
 
 
 def check_given(config: Any, keys: Mapping[str, str]) -> None:

@@ -26,6 +26,7 @@ _JSON = {
     "id": ("text", "number"), "messages": ("list", "text"), "prompt": ("text",), "prompt_ids": ("list",),
     "schema": ("object", "text"), "regex": ("text",), "choice": ("list", "text"), "response_format": ("object", "text"),
     "stop": ("text", "list"), "system": ("text",), "tools": ("text", "list", "object"), "template_kwargs": ("object", "text"),
+    "logit_bias": ("object", "text"),
 }  # fmt: skip
 """Kinds of JSON values allowed in a column of JSON text; columns that are not listed take numbers."""
 
@@ -70,6 +71,10 @@ def _is_object(kind: pa.DataType) -> bool:
     return is_text(kind) or bool(pa.types.is_struct(kind))
 
 
+def _is_biases(kind: pa.DataType) -> bool:
+    return _is_object(kind) or bool(pa.types.is_map(kind))
+
+
 def _is_tools(kind: pa.DataType) -> bool:
     return _is_object(kind) or (is_list(kind) and _is_object(kind.value_type))
 
@@ -84,6 +89,10 @@ TYPES: Mapping[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "top_p": (_is_number, "float or integer"),
     "top_k": (_is_number, "integer"),
     "min_p": (_is_number, "float or integer"),
+    "repetition_penalty": (_is_number, "float or integer"),
+    "presence_penalty": (_is_number, "float or integer"),
+    "frequency_penalty": (_is_number, "float or integer"),
+    "logit_bias": (_is_biases, "JSON string, map or struct of numbers"),
     "seed": (_is_number, "integer"),
     "n": (_is_number, "integer"),
     "thinking_token_budget": (_is_number, "integer"),

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
+from batchspec.config.values import logit_bias
 from batchspec.dataset.json_text import parse
 from batchspec.dataset.messages import BadChat, Message, read_chat
 from batchspec.errors import InputError
@@ -32,6 +33,10 @@ COLUMNS = {
     "min_p": pa.float64(),
     "seed": pa.int64(),
     "n": pa.int64(),
+    "repetition_penalty": pa.float64(),
+    "presence_penalty": pa.float64(),
+    "frequency_penalty": pa.float64(),
+    "logit_bias": pa.string(),
     "stop": pa.list_(pa.string()),
     "tools": pa.string(),
     "template_kwargs": pa.string(),
@@ -40,7 +45,8 @@ COLUMNS = {
 """Columns of a batchspec input that a request line may fill."""
 NUMBERS = {
     "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "temperature": "temperature", "top_p": "top_p",
-    "top_k": "top_k", "min_p": "min_p", "seed": "seed", "n": "n",
+    "top_k": "top_k", "min_p": "min_p", "seed": "seed", "n": "n", "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
 }  # fmt: skip
 """Key of a body -> column."""
 TURN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
@@ -51,8 +57,7 @@ OF_TEMPLATE = ("reasoning_effort",)
 WITHOUT_EFFECT = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """Keys of a body that change no token."""
 NEUTRAL = {
-    "stream": False, "frequency_penalty": 0, "presence_penalty": 0, "logprobs": False, "top_logprobs": 0, "tool_choice": "auto",
-    "parallel_tool_calls": True,
+    "stream": False, "logprobs": False, "top_logprobs": 0, "tool_choice": "auto", "parallel_tool_calls": True,
 }  # fmt: skip
 """Keys of a body that batchspec has no column for, and the value that asks for nothing."""
 
@@ -85,6 +90,8 @@ def parse_request(text: str, where: str, drop: Sequence[str] = ()) -> dict[str, 
             row["template_kwargs"] = json.dumps(_template_kwargs(body, where), ensure_ascii=False)
         elif key == "response_format":
             row |= _response_format(value, f"{where}: body.{key}")
+        elif key == "logit_bias":
+            row |= _logit_bias(value, f"{where}: body.{key}")
         elif key == "stop":
             row["stop"] = _strings(value, f"{where}: body.stop")
         elif key not in NEUTRAL or value != NEUTRAL[key]:
@@ -93,6 +100,15 @@ def parse_request(text: str, where: str, drop: Sequence[str] = ()) -> dict[str, 
                 f"set it for the whole job if there is a key for it, and pass --drop {key}"
             )
     return row
+
+
+def _logit_bias(biases: Any, where: str) -> dict[str, str]:
+    """JSON text of the map; nothing for an empty one. Admission knows the vocabulary."""
+    try:
+        found = logit_bias(biases)
+    except ValueError as error:
+        raise InputError(f"{where} {error}") from None
+    return {"logit_bias": json.dumps(found)} if found else {}
 
 
 def _response_format(form: Any, where: str) -> dict[str, str]:

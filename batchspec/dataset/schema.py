@@ -82,6 +82,9 @@ def _own_fields(output: OutputConfig, messages: pa.DataType, channels: bool) -> 
         "tool_calls": channels,
         "logprobs": output.logprobs is not None,
         "top_logprobs": bool(output.logprobs),
+        "prompt_logprob_sum": output.prompt_logprobs is not None,
+        "prompt_logprobs": output.prompt_logprobs is not None,
+        "prompt_top_logprobs": bool(output.prompt_logprobs),
     }
     fields = [
         pa.field("request_id", pa.string(), nullable=False),
@@ -99,6 +102,9 @@ def _own_fields(output: OutputConfig, messages: pa.DataType, channels: bool) -> 
         pa.field("token_ids", ids),
         pa.field("logprobs", pa.list_(pa.float32())),
         pa.field("top_logprobs", TOP_LOGPROBS),
+        pa.field("prompt_logprob_sum", pa.float64()),
+        pa.field("prompt_logprobs", pa.list_(pa.float32())),
+        pa.field("prompt_top_logprobs", TOP_LOGPROBS),
         pa.field("usage", USAGE),
         pa.field("seed", pa.int64()),
         pa.field("error", ERROR),

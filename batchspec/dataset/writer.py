@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from batchspec.config.schema import InputConfig, OutputConfig
 from batchspec.dataset.columns import ColumnMap, is_list, is_text
@@ -20,7 +21,7 @@ from batchspec.dataset.messages import THINKING_FIELD, BadChat, Message, kept_tu
 from batchspec.dataset.reader import InputShard
 from batchspec.dataset.schema import messages_type, output_schema
 from batchspec.dataset.untyped_columns import as_text, json_kinds, value_of
-from batchspec.records import Completion, RowStats
+from batchspec.records import Completion, Ids, RowStats
 
 GROUP_BYTES = 128 << 20
 GROUP_ROWS = 8192
@@ -73,8 +74,11 @@ def build_table(
     values: dict[str, Callable[[Completion], Any]] = {
         "messages": turns_of,
         "completion": attrgetter("text"),
-        "logprobs": _logprobs,
-        "top_logprobs": _top_logprobs,
+        "logprobs": lambda completion: _logprobs(completion.logprobs),
+        "top_logprobs": lambda completion: _top_logprobs(completion.top_logprobs),
+        "prompt_logprob_sum": _prompt_sum,
+        "prompt_logprobs": lambda completion: _logprobs(completion.prompt_logprobs),
+        "prompt_top_logprobs": lambda completion: _top_logprobs(completion.prompt_top_logprobs),
         "usage": _usage,
         "error": _error,
         "spec_decode": lambda completion: _spec_decode(completion.stats),
@@ -197,15 +201,19 @@ def _with_thought(completion: Completion, think_tokens: tuple[str, str]) -> str:
     return thought if unfinished else f"{thought}{think_tokens[1]}\n\n{completion.text}"
 
 
-def _logprobs(completion: Completion) -> list[float | None] | None:
-    values = completion.logprobs
+def _prompt_sum(completion: Completion) -> float | None:
+    values = completion.prompt_logprobs
+    return None if values is None else float(values[1:].sum(dtype=np.float64))
+
+
+def _logprobs(values: NDArray[np.float32] | None) -> list[float | None] | None:
     return None if values is None else [None if value != value else value for value in values.tolist()]
 
 
-def _top_logprobs(completion: Completion) -> list[list[dict[str, Any]]] | None:
-    if completion.top_logprobs is None:
+def _top_logprobs(top: tuple[Ids, NDArray[np.float32]] | None) -> list[list[dict[str, Any]]] | None:
+    if top is None:
         return None
-    ids, logprobs = completion.top_logprobs
+    ids, logprobs = top
     return [
         [{"id": token, "logprob": value} for token, value in zip(*place, strict=True) if token >= 0]
         for place in zip(ids.tolist(), logprobs.tolist(), strict=True)

@@ -20,7 +20,7 @@ from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.slots import SlotTable
 from batchspec.errors import CapacityError
-from batchspec.records import PackedBatch
+from batchspec.records import PackedBatch, Request
 
 SHORT_CAP_TOKENS = 512
 """Requests that may emit at most this many tokens are promised pages for all of them at once."""
@@ -40,6 +40,7 @@ class SlotAllocator:
         num_lookahead_slots: int = 0,
         prefill_cost: PrefillCost | None = None,
         automata: AutomatonPlaces | None = None,
+        scores: bool = False,
     ) -> None:
         """
         requests             None: no request has come yet, others may later
@@ -48,7 +49,9 @@ class SlotAllocator:
         num_lookahead_slots  K/V positions after a row's last token that it needs pages for too: what a tree of drafts takes
         prefill_cost         None: the default one
         automata             None: no request has one
+        scores               requests end with their prefill, so a free slot is filled at once
         """
+        self._scores = scores
         self._automata = automata
         self.batch, self.pools = batch, pools
         self.slots = slots or SlotTable(batch.num_slots, batch.max_len, batch.draft_len, num_groups=pools.groups.num_groups)
@@ -146,8 +149,8 @@ class SlotAllocator:
 
         Waiting then costs as much as the pass, which is the least of both together (Harris 1913, economic order quantity).
         """
-        if num_free == self.batch.num_slots:
-            return True
+        if num_free == self.batch.num_slots or self._scores:
+            return num_free > 0
         if not num_free or (state := self._peek()) is None:
             return False
         self._idle += round_s * num_free / self.batch.num_slots
@@ -170,7 +173,7 @@ class SlotAllocator:
                 f" the pool has {self.pools.most_columns}; raise packing.pages or packing.memory_gb"
             )
         if state.prefix_hashes is None:  # a request that waits for pages asks again every round
-            state.prefix_hashes = prefix_hashes(request.prompt_ids, self.batch.page_size, lookahead=self._lookahead)
+            state.prefix_hashes = self._hashes(request)
         hashes = state.prefix_hashes
         # The last prompt token is always computed: its logits give the first output token.
         prefix = self.pools.match(hashes[: (len(request.prompt_ids) - 1) // self.batch.page_size])
@@ -187,6 +190,16 @@ class SlotAllocator:
         state.pages, state.num_shared_pages = prefix, prefix.num_columns
         self.pools.admit(state.pages, num_columns, hashes)
         return True
+
+    def _hashes(self, request: Request) -> list[bytes]:
+        """Of the prompt's full pages, as far as they may be shared.
+
+        Where prompts are scored the last shared token is computed again, and its window may reach a key that the next token's
+        does not, and that no shared page holds.
+        """
+        if self._scores and self.pools.any_window:
+            return []
+        return prefix_hashes(request.prompt_ids, self.batch.page_size, lookahead=self._lookahead)
 
     def grow(self, state: RequestState, num_tokens: int) -> Columns | None:
         """Pages so that `num_tokens` (at most the limit and the lookahead slots) fit: the new ones, or None when a pool has too

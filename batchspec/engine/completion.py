@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.stop_strings import Decode
@@ -37,6 +38,8 @@ def completion_of(
     """
     request = state.request
     assert state.finish_reason is not None
+    if state.prompt_logprobs is not None:
+        return _scored(state, state.prompt_logprobs, _stats(state, drafter, slot, now, nodes))
     if state.finish_reason == "error":
         return _failure(state, _stats(state, drafter, slot, now, nodes))
     count = len(state.tokens)
@@ -73,11 +76,36 @@ def completion_of(
     )
 
 
-def _failure(state: RequestState, stats: RowStats) -> Completion:
+def _scored(state: RequestState, logprobs: NDArray[np.float32], stats: RowStats) -> Completion:
+    """The completion of a prompt that was scored: no token, and the numbers of the prompt's."""
+    request = state.request
+    bad = np.flatnonzero(~np.isfinite(logprobs[1:]))
+    if len(bad):
+        return _failure(state, stats, f"position {bad[0] + 1} (prompt token {bad[0] + 1})")
+    return Completion(
+        request_id=request.request_id,
+        row_index=request.row_index,
+        sample_index=request.sample_index,
+        shard=request.shard,
+        status="ok",
+        finish_reason="length",
+        prompt_ids=request.prompt_ids,
+        token_ids=np.array([], np.int32),
+        prompt_logprobs=logprobs,
+        prompt_top_logprobs=state.prompt_top,
+        seed=request.seed,
+        predicted_tokens=request.predicted_tokens,
+        cached_tokens=state.cached_tokens,
+        stats=stats,
+    )
+
+
+def _failure(state: RequestState, stats: RowStats, where: str | None = None) -> Completion:
     """The completion of a row whose logits were not finite. Its tokens are dropped, because they may come from damaged
-    numbers."""
+    numbers. where: None: at its newest token."""
     emitted_in_all = stats.num_prefills + stats.num_accepted + stats.num_rounds
     request, emitted = state.request, len(state.tokens)
+    where = where or f"position {len(request.prompt_ids) + emitted} (output token {emitted})"
     return Completion(
         request_id=request.request_id,
         row_index=request.row_index,
@@ -94,8 +122,8 @@ def _failure(state: RequestState, stats: RowStats) -> Completion:
             code=NON_FINITE,
             stage="decode",
             message=(
-                f"the model's logits at position {len(request.prompt_ids) + emitted} (output token {emitted}) hold NaN or "
-                "+inf, or no finite value; check the weights and model.dtype, or drop the row"
+                f"the model's logits at {where} hold NaN or +inf, or no finite value; check the weights "
+                "and model.dtype, or drop the row"
             ),
             retryable=True,
         ),

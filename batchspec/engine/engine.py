@@ -29,6 +29,7 @@ from batchspec.engine.request_state import RequestState
 from batchspec.engine.round import RoundOptions
 from batchspec.engine.round_planner import RoundPlanner
 from batchspec.engine.scheduler import RoundHook, Scheduler
+from batchspec.engine.scoring import PromptScores
 from batchspec.engine.slots import SlotTable
 from batchspec.engine.static_batching import StaticBatching
 from batchspec.engine.stop_strings import Decode, StopFinder
@@ -60,7 +61,7 @@ class Engine:
         vocabulary: TokenSymbols | None = None,
         automata_room: AutomataRoom | None = None,
     ) -> None:
-        """`decode` turns ids into text (needed for stop strings); `penalties` allocates penalty state.
+        """`decode` turns ids into text (needed for stop strings); `penalties` allocates penalty state at once.
 
         defers_text  leave to the caller what text can wait (`Completion.text_due`)
         refill_dead  False: no new rows until all have ended (ablation)
@@ -84,6 +85,11 @@ class Engine:
         self.on_round: Callable[[EngineTotals], None] | None = None
         """Called after each result that was processed."""
         self.hook = RoundHook()
+        self._scores: PromptScores | None = None
+        if self.options.scores:
+            assert not overlap, "nothing is decoded that prefill could overlap"
+            assert drafter.max_len == 0, "nothing is decoded that could be drafted"
+            self._scores = PromptScores(batch.num_pages, batch.page_size, self.options.logprobs or 0)
         self._decode, self._defers_text, self._eos_ids = decode, defers_text, eos_ids
         self._allocator_kind = SlotAllocator if refill_dead else StaticBatching
         self._stopping = False
@@ -154,7 +160,7 @@ class Engine:
         )
         self._ended_at_once: list[RequestState] = []
         self.slots = SlotTable(self.batch.num_slots, self.batch.max_len, self.drafter.max_len, num_groups=groups.num_groups)
-        self._processor = OutputProcessor(self.slots)
+        self._processor = OutputProcessor(self.slots, scores=self.options.scores)
         self._allocator = self._allocator_kind(
             self.batch,
             self.pools,
@@ -164,6 +170,7 @@ class Engine:
             num_lookahead_slots=self.executor.round.num_lookahead_slots,
             prefill_cost=self._prefill_cost,
             automata=None if self._automata_room is None else AutomatonPlaces(self._automata_room),
+            scores=self.options.scores,
         )
         self.scheduler = Scheduler(
             self._allocator,
@@ -258,6 +265,9 @@ class Engine:
             self.lead.read(result)
         slots, log = result.rows_of(launch.owners, self.slots.owner)
         now = time.perf_counter()
+        if self._scores is not None:
+            self._scores.add(launch, result.result, self.slots)
+            self.totals.tokens += sum(segment.end - segment.begin for segment in launch.segments)
         self._processor.add(result, slots, log, now)
         self.totals.add(result, log)
         self.totals.live_rows = len(self.slots.live)
@@ -281,6 +291,8 @@ class Engine:
         if self.lead is not None:
             self.lead.confirm()
         slot = state.slot
+        if self._scores is not None:
+            state.prompt_logprobs, state.prompt_top = self._scores.of(state)
         self.scheduler.end(state, on_device=bool(finish))
         if state.finish_reason is None:
             state.end(finish)

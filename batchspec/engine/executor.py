@@ -51,7 +51,7 @@ class Executor:
         vocabulary: TokenSymbols | None = None,
         automata_room: AutomataRoom | None = None,
     ) -> None:
-        """penalties: allocate their state; overlap: prefill may run concurrently with rounds (GPU only).
+        """penalties: allocate their state at once; overlap: prefill may run concurrently with rounds (GPU only).
 
         vocabulary, automata_room  of a job whose requests may have automata
         """
@@ -138,6 +138,7 @@ class Executor:
         self.rows.live.zero_()
         if not self.graphs.captures:
             return None
+        self.rows.provide(mode)
         batch = self.batch
         if batch.num_slots > 1:  # compiles the move of a row
             self.rows.move([(1, 0)], self.drafter.state)

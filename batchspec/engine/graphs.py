@@ -87,6 +87,7 @@ class Graphs:
         return seconds
 
     def _run(self, shape: Shape) -> RoundResult:
+        self._rows.provide(shape.mode)
         shared = self._prefix_groups.first(shape.num_rows) if shape.shared else None
         return self._round.run(self._rows.first(shape.num_rows), shape.mode, shape.draft_len, shared, shape.prepare_next)
 

@@ -22,6 +22,7 @@ class EngineTotals:
     row_rounds: int = 0
     """Rounds times the rows that lived in them."""
     tokens: int = 0
+    """Output tokens; where prompts are scored, prompt tokens."""
     accepted: int = 0
     drafted: int = 0
     prefill_tokens: int = 0
@@ -53,8 +54,9 @@ class EngineTotals:
 class OutputProcessor:
     """Requests with stop strings get each token at once (`RequestState`), the others in bulk (`SlotTable`)."""
 
-    def __init__(self, slots: SlotTable) -> None:
-        self._slots = slots
+    def __init__(self, slots: SlotTable, *, scores: bool = False) -> None:
+        """scores: results have no logprobs of output tokens, but of prompts (`PromptScores`)."""
+        self._slots, self._scores = slots, scores
 
     def add(self, result: PendingResult, slots: Slots, log: RoundLog, now: float) -> None:
         """A result that has arrived: line i of its log is that of the row in slots[i]; now in seconds of the host's clock."""
@@ -71,7 +73,7 @@ class OutputProcessor:
             elapsed = result.seconds_since(result.began)
             for slot in slots.tolist():
                 table.at(slot).note_prefill(elapsed, now)
-        if result.result.logprobs is not None:
+        if result.result.logprobs is not None and not self._scores:
             for slot, kept in zip(slots.tolist(), log.num_kept.tolist(), strict=True):
                 _keep_logprobs(table.at(slot), result.result, slot, kept)
 

@@ -18,6 +18,7 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.draft.base import Drafter
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.round import Drafts, Round, RoundResult
+from batchspec.engine.score_pass import scored
 from batchspec.engine.step import Segment
 from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
 
@@ -79,6 +80,8 @@ def prefill_chunk(round_: Round, rows: DeviceBatch, segments: Sequence[Segment],
     """
     ranks = round_.target.ranks
     with nullcontext() if ranks is None else ranks.apart():
+        if round_.options.scores:
+            return _score_chunk(round_, rows, segments)
         return _prefill_chunk(round_, rows, segments, mode)
 
 
@@ -103,6 +106,18 @@ def _prefill_chunk(round_: Round, rows: DeviceBatch, segments: Sequence[Segment]
     own_batch = batch.of_group(round_.cache.groups.draft_group)
     carried = round_.drafter.prefill(own_batch, slot_ids, aux_hidden_states, rows, round_.cache)
     return Prefilled(result, mask, slot_ids, carried)
+
+
+def _score_chunk(round_: Round, rows: DeviceBatch, segments: Sequence[Segment]) -> Prefilled:
+    """The same where prompts are scored: all tokens go through to the end, and no row emits a token."""
+    batch, slot_ids = flat_batch(rows, segments, round_.cache.page_size)
+    begin = 0
+    for segment in segments:
+        batch.slot_mapping[begin : begin + segment.num_kept] = 0  # page 0, which nobody reads
+        begin += segment.end - segment.begin
+    hidden, _ = round_.target.forward(batch, round_.cache)
+    next_ids = rows.tokens[slot_ids[batch.row_ids], (batch.positions + 1).clamp(max=rows.tokens.shape[1] - 1)]
+    return Prefilled(scored(round_, rows, segments, hidden, next_ids), None, slot_ids, ())
 
 
 def rehearse(round_: Round, rows: DeviceBatch, *, max_tokens: int, longest: int, mode: SamplingMode) -> PrefillCost:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.page_tables import RowPages
@@ -46,6 +47,9 @@ class RequestState:
     """Hashes of the prompt's full pages; None until they are needed."""
     tokens: list[int] = field(default_factory=list)
     """Output tokens, up to the latest flush of the slot."""
+    prompt_logprobs: NDArray[np.float32] | None = None
+    """Of a prompt that was scored, and those of the likeliest tokens: as of `Completion`."""
+    prompt_top: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     num_prefills: int = 0

@@ -34,6 +34,8 @@ class RoundOptions:
 
     logprobs: int | None = None
     """None: no logprobs; 0: those of the emitted tokens; N: those of the N likeliest tokens too."""
+    scores: bool = False
+    """Every prompt is scored and nothing is decoded; `logprobs` is then about prompt tokens."""
     coupled: bool = True
     """Whether drafts of sampled rows share the noise of the target's draws."""
     synthetic: tuple[float, ...] | None = None
@@ -47,8 +49,8 @@ class RoundResult:
     """The results of a round that the host reads, on the device or copied to the host.
 
     log           int32 [R, 5+K] accepted_len (-1: dead row), draft_len, kept, finish, then the emitted tokens, -1 after them
-    logprobs      float32 [R, S] of the emitted tokens
-    top_ids       int32 [R, S, N] and top_logprobs float32 [R, S, N], likeliest first
+    logprobs      float32 [R, S] of the emitted tokens; [T] of a pass that scores prompts, of the token after each of its T
+    top_ids       int32 [R, S, N] and top_logprobs float32 [R, S, N], likeliest first; [T, N] of such a pass
     experts_read  int32 [layers with experts] how many had tokens, of the rounds that are counted
     """
 
@@ -256,6 +258,9 @@ class Round:
     def choose(self, logits: Tensor, places: LogitRows, rows: DeviceBatch, mode: SamplingMode) -> Tensor:
         """The target's choice of each row of logits, int32 [T]: see `sampling.choose`."""
         return choose(logits, places, rows, mode, greedy=self.greedy_of_logits)
+
+    def mark_diverged(self, hidden: Tensor, log: Tensor, slot_ids: Tensor) -> None:
+        """Write lines of `log` int32 [R, 5] that no leader accepts for these slots, where ranks have different `hidden`."""
 
     def logprobs_of(self, raw: Tensor, target_ids: Tensor) -> Logprobs:
         """Logprobs of the chosen tokens and of as many of the likeliest as the options ask for."""

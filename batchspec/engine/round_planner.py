@@ -19,6 +19,7 @@ from batchspec.engine.expert_reads import ExpertReads, counted
 from batchspec.engine.graphs import Shape
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.results import Ints, PendingResult
+from batchspec.engine.step import Segment
 from batchspec.records import PackedBatch
 
 
@@ -41,6 +42,8 @@ class Launch:
     """Prefill or other work ran concurrently: the round's time says nothing of other rounds."""
     counts_experts: bool = False
     """The result says how many experts the round read."""
+    segments: tuple[Segment, ...] = ()
+    """What a pass that scores prompts computed, in the order of its numbers."""
 
 
 class RoundClock:
@@ -105,6 +108,8 @@ class RoundPlanner:
         began = time.perf_counter()
         cost = self._executor.rehearse(mode)
         rehearsed = time.perf_counter()
+        if self._executor.round.options.scores:  # there are no rounds
+            return cost
         graphs.prepare([*shapes, *(replace(shape, shared=True) for shape in shapes if shared)])
         if cost is None:
             return None

@@ -19,9 +19,10 @@ from batchspec.engine.output_processor import EngineTotals
 from batchspec.engine.prefill import chunks
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.round_planner import Launch, RoundPlanner
+from batchspec.engine.scoring import reread
 from batchspec.engine.shared_prefix import PrefixGroups
 from batchspec.engine.slots import FREE
-from batchspec.engine.step import PageGrant, Prefill, Refill, ScheduledRound, ScheduledStep
+from batchspec.engine.step import PageGrant, Prefill, Refill, ScheduledRound, ScheduledStep, Segment
 from batchspec.records import Ids
 
 
@@ -59,6 +60,7 @@ class Scheduler:
         self.slots, self.batch = allocator.slots, allocator.batch
         self._allocator, self._planner, self._executor, self._totals = allocator, planner, executor, totals
         self._hook = hook
+        self._scores = executor.round.options.scores
         self._prefix_groups = PrefixGroups(self.batch.num_slots)
         self.in_flight: deque[Launch] = deque()
         """Launches whose results are not read yet, the oldest first."""
@@ -77,11 +79,19 @@ class Scheduler:
         """
         while True:
             yield from self._refill()
+            if self._scores:
+                yield self._read_scores()
+                continue
             yield from self._compact()
             if self.slots.live:
                 yield from self._round()
             if not self.slots.live:
                 yield self._step(read_all=True)
+
+    def _read_scores(self) -> ScheduledStep:
+        """Reads all passes but the newest: while that one runs, its successors are scheduled into the slots that are free."""
+        waiting = len(self.in_flight)
+        return self._step(num_reads=max(waiting - 1, min(1, waiting)))
 
     def drain(self) -> ScheduledStep:
         """Ends the run instead: nothing more is launched, what is launched is read."""
@@ -142,11 +152,18 @@ class Scheduler:
                     num_cached=num_cached, constraint=self._allocator.constraint(state),
                 )
             )  # fmt: skip
-        spans = [(refill.slot, refill.num_cached, state.num_tokens) for refill, state in zip(refills, group, strict=True)]
+        again = int(self._scores)  # the last shared token, whose hidden state gives the number of the first token after it
+        spans = [
+            (refill.slot, max(0, refill.num_cached - again), state.num_tokens)
+            for refill, state in zip(refills, group, strict=True)
+        ]
+        passes = tuple(tuple(segments) for segments in chunks(spans, self.batch.prefill_tokens))
+        if self._scores:
+            passes = reread(passes, {refill.slot: refill.num_cached for refill in refills})
         mode = SamplingMode.union([state.mode for state in group])
         return Prefill(
             refills=tuple(refills),
-            passes=tuple(tuple(segments) for segments in chunks(spans, self.batch.prefill_tokens)),
+            passes=passes,
             mode=mode,
             overlaps=self._executor.can_overlap and not mode.penalties,  # penalties count tokens of all rows in one tensor
             uploads=self._allocator.automata_to_upload(),
@@ -225,6 +242,8 @@ class Scheduler:
                 ending = [segment.slot for segment in segments if segment.last]
                 if prefill.overlaps:
                     self._passes.append(ending)
+                elif self._scores:
+                    self._note_prefill([segment.slot for segment in segments], segments)
                 else:
                     self._note_prefill(ending)
         if read_all:
@@ -238,9 +257,9 @@ class Scheduler:
             drafter_version=self.drafter_version, finished=finished, killed=killed, num_reads=num_reads, **fields
         )
 
-    def _note_prefill(self, ending: list[int]) -> None:
-        """The result of a pass is on its way, if any row's tokens ended in it."""
-        if ending:
+    def _note_prefill(self, slots: list[int], segments: tuple[Segment, ...] = ()) -> None:
+        """The result of a pass is on its way, if there is one for any of these slots."""
+        if slots:
             owners = np.full_like(self.slots.owner, FREE)
-            owners[ending] = self.slots.owner[ending]
-            self.in_flight.append(Launch(owners=owners, is_prefill=True))
+            owners[slots] = self.slots.owner[slots]
+            self.in_flight.append(Launch(owners=owners, is_prefill=True, segments=segments))

@@ -24,6 +24,8 @@ class Segment:
     begin: int
     end: int
     last: bool
+    num_kept: int = 0
+    """Tokens at its front whose K/V are in a shared page: they are computed again, and not written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,11 @@ class SharedVocabulary(Round):
     def logprobs_of(self, raw: Tensor, target_ids: Tensor) -> Logprobs:
         return logprobs_of_ranks(raw, target_ids, self.options.logprobs or 0, *self._part)
 
+    def mark_diverged(self, hidden: Tensor, log: Tensor, slot_ids: Tensor) -> None:
+        sums = self._part[2].gather(checksums(hidden))
+        line = torch.tensor([0, 0, 0, 0, DIVERGED], dtype=log.dtype, device=log.device)
+        log[slot_ids] = torch.where((sums == sums[0]).all(), log[slot_ids], line)
+
     @property
     def _part(self) -> tuple[slice, int, Collectives]:
         """The tokens of this rank, the number of all tokens, and the ranks."""

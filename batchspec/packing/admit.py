@@ -39,7 +39,16 @@ from batchspec.dataset.untyped_columns import json_kinds
 from batchspec.errors import ConfigError
 from batchspec.model.thinking import find_think_tokens
 from batchspec.packing.awaited import Compiling
-from batchspec.packing.cells import BadRow, number_cell, plain_cell, prompt_cell, row_values, synthetic_len_cell
+from batchspec.packing.cells import (
+    BadRow,
+    bias_cell,
+    checked_biases,
+    number_cell,
+    plain_cell,
+    prompt_cell,
+    row_values,
+    synthetic_len_cell,
+)
 from batchspec.packing.constraints import Constraints, asked_by, check_constraints
 from batchspec.packing.predict import LengthPredictor
 from batchspec.packing.prompt_encoder import PromptEncoder
@@ -48,6 +57,13 @@ from batchspec.records import MAX_STOP_IDS, Completion, Ids, Request, RowError, 
 if TYPE_CHECKING:
     from batchspec.model.spec import ModelSpec
     from batchspec.model.tokenizer import Tokenizer
+
+
+SAMPLING = (
+    "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "seed", "n",
+)  # fmt: skip
+"""Numbers that a row may have of its own."""
 
 
 def hash64(*parts: int | str) -> int:
@@ -98,9 +114,14 @@ class Admission:
         if tokenizer is None and (self.columns.prompt_kind != "prompt_ids" or self.decode.stop):
             raise ConfigError("decode.stop and text prompts need a tokenizer, and the model folder has none; use prompt_ids")
 
+        try:
+            self.logit_bias = checked_biases(self.decode.logit_bias, self.vocab_size)
+        except BadRow as error:
+            raise ConfigError(f"decode.{error}") from None
         self.constraints: Constraints | None = None
         """What answers must match; None: no key and no column asks for structured output."""
-        if (asked := asked_by(config, columns)) is not None:
+        asked = asked_by(config, columns)
+        if asked is not None and self.decode.max_new_tokens:
             check_constraints(config, asked, tokenizer, self.think, self.end_ids)
             self.constraints = constraints or self._own_constraints()
         self.encoder = PromptEncoder(self.input, columns, tokenizer, vocab_size=self.vocab_size, max_len=self.max_len)
@@ -252,6 +273,7 @@ class Admission:
         values = self._values(row)
         stop, stop_ids = self._stops(row.get("stop"))
         max_new_tokens = int(values["max_new_tokens"])
+        self._check_scored(max_new_tokens, int(values["n"]))
         room = self.max_len - max_new_tokens
         if room < 1:
             said = f"max_new_tokens={max_new_tokens} leaves no room for a prompt in model.max_len={self.max_len}; lower it"
@@ -260,9 +282,11 @@ class Admission:
         sampling = SamplingParams(
             temperature=values["temperature"], top_k=min(int(values["top_k"]), self.vocab_size),
             top_p=values["top_p"], min_p=values["min_p"],
-            repetition_penalty=self.decode.repetition_penalty, presence_penalty=self.decode.presence_penalty,
+            repetition_penalty=values["repetition_penalty"], presence_penalty=values["presence_penalty"],
+            frequency_penalty=values["frequency_penalty"],
+            logit_bias=bias_cell(row, self.logit_bias, self.vocab_size),
         )  # fmt: skip
-        thinking = self._thinking(prompt_ids, row.get("thinking_token_budget"))
+        thinking = self._thinking(prompt_ids, row.get("thinking_token_budget")) if max_new_tokens else None
         constraint = None
         if self.constraints is not None:
             constraint = self.constraints.of_row(row)
@@ -279,6 +303,17 @@ class Admission:
                 thinking=thinking, synthetic_len=synthetic_len, constraint=constraint,
             )  # fmt: skip
 
+    def _check_scored(self, max_new_tokens: int, num_samples: int) -> None:
+        """All rows of a job are scored, or none."""
+        scores = self.decode.max_new_tokens == 0
+        if scores != (max_new_tokens == 0):
+            whole = (
+                "a job that scores prompts" if scores else "a job that decodes; decode.max_new_tokens=0 scores all its prompts"
+            )
+            raise BadRow("bad_parameter", f"max_new_tokens={max_new_tokens} in {whole}; leave it null")
+        if scores and num_samples > 1:
+            raise BadRow("bad_parameter", f"n={num_samples} in a job that scores prompts; leave it null")
+
     def _thinking(self, prompt_ids: Ids, own: Any) -> Thinking | None:
         think, budget = self.think, self.decode.thinking_token_budget
         if own is not None:
@@ -294,7 +329,7 @@ class Admission:
     def _values(self, row: dict[str, Any]) -> dict[str, float]:
         """The sampling values of a row: the row's own, or else the job's."""
         values: dict[str, float] = {}
-        for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n"):
+        for name in SAMPLING:
             own, usual = row.get(name), getattr(self.decode, name)
             if own is None:
                 values[name] = usual

@@ -7,13 +7,17 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchspec.config.values import logit_bias
 from batchspec.dataset.json_text import BadJson, BadText, called, parse
 from batchspec.dataset.messages import BadChat, messages_of, without_nulls
 from batchspec.dataset.untyped_columns import is_csv, json_kinds, value_of
 from batchspec.records import Ids
 
+Biases = tuple[tuple[int, float], ...]
+"""(token id, what is added to its logit)."""
 NUMBERS = (
-    "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n", "thinking_token_budget", "synthetic_len"
+    "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "seed", "n", "thinking_token_budget", "synthetic_len",
 )  # fmt: skip
 """Columns that hold numbers."""
 
@@ -109,6 +113,24 @@ def number_cell(name: str, own: Any, *, whole: bool) -> float:
     if whole and isinstance(own, float) and abs(own) >= 2**53:
         raise BadRow("bad_parameter", f"{name}={own!r} is a float and may have lost digits; write the column as integers")
     return int(own) if whole else float(own)
+
+
+def bias_cell(row: Mapping[str, Any], usual: Biases, vocab_size: int) -> Biases:
+    """The row's own logit_bias, else `usual`."""
+    own = json_cell(row, "logit_bias", dict)
+    return usual if own is None else checked_biases(own, vocab_size)
+
+
+def checked_biases(given: Any, vocab_size: int) -> Biases:
+    """The biases of a map, by ascending token id, those of 0 left out."""
+    try:
+        found = logit_bias(given)
+    except ValueError as error:
+        raise BadRow("bad_parameter", f"logit_bias {error}") from None
+    if found and max(found) >= vocab_size:
+        said = f"logit_bias names token {max(found)}, outside the vocabulary 0 .. {vocab_size - 1}; remove it"
+        raise BadRow("bad_parameter", said)
+    return tuple(sorted((token, bias) for token, bias in found.items() if bias))
 
 
 def json_cell(row: Mapping[str, Any], name: str, kind: type) -> Any:

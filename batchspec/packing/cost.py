@@ -186,17 +186,19 @@ def round_seconds(
     return products_s + attention_s + rates.overhead_s + exchange_seconds(spec, dtype, tokens)
 
 
-def prefill_seconds(spec: ModelSpec, rates: Rates, *, dtype: torch.dtype, prompt_tokens: float, pass_tokens: int) -> float:
+def prefill_seconds(
+    spec: ModelSpec, rates: Rates, *, dtype: torch.dtype, prompt_tokens: float, pass_tokens: int, scores: bool = False
+) -> float:
     """Seconds to prefill one prompt, as its share of passes of `pass_tokens` tokens.
 
-    Logits are computed after the prompt's last token alone. A token attends to half of the prompt on average; in a layer with a
-    window, to the keys within it.
+    Logits are computed after the prompt's last token alone, or after every token where prompts are scored. A token attends to
+    half of the prompt on average; in a layer with a window, to the keys within it.
     """
     share = prompt_tokens / pass_tokens
     reach = [prompt_tokens if window is None else min(window, prompt_tokens) for window in spec.windows]
     keys = [most * (1 - most / (2 * prompt_tokens)) for most in reach]
     attention_s = _attention_flop(spec, prompt_tokens, keys) / rates.flop_s(pass_tokens)
-    pass_s = _products_s(spec, rates, dtype, pass_tokens, outputs=1 / share) + rates.overhead_s
+    pass_s = _products_s(spec, rates, dtype, pass_tokens, outputs=None if scores else 1 / share) + rates.overhead_s
     return share * (pass_s + exchange_seconds(spec, dtype, pass_tokens)) + attention_s
 
 

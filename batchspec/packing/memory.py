@@ -6,9 +6,10 @@ L layers, e bytes a number:
     a pass    1.5 e T (6 H + A + 6 H)   residual, norm, output and three aux hidden states; A numbers inside the largest block:
               3 I of a gated MLP, 2 (NH + 2 KVH) D + NH D of attention (`activation_size`); the drafter's inputs.
               Factor 1.5 for fragmentation by the allocator
-    a round   the same for R S tokens, in the graphs' pool; 3 * 4 R S V of fp32 logits and their copies for sampling
+    a round   the same for R S tokens, in the graphs' pool; 3 * 4 R S V of fp32 logits and their copies for sampling, for at least
+              512 tokens where prompts are scored
     attention 4 S NH (D + 2) for each (row, 512 keys): partial results, merged by log-sum-exp
-    state     R (5 max_len + V): token buffers, page table, seen tokens of penalties
+    state     R (5 max_len + 4 V): token buffers, page table, counts of tokens for penalties
     graphs    16 MB for each (row bucket, draft length), at most 13 draft lengths
     exchanges 4 e R S H + 128 MiB, of a model that several GPUs compute: buffers that they read from each other
     fixed     2 GB: workspaces of matrix products and attention, compiled kernels, fragmentation
@@ -18,7 +19,7 @@ L layers, e bytes a number:
               its logits, and the gradients of lm_head with the saved activations of each step: k (V' H (e + 4) + 1.5 e T (5 H
               + 8 NH D + 4 I))
 
-Llama-3.1-8B, T = 16384, R = 92, S = 4: 4.5 + 0.1 + 0.6 + 0.1 + 0.0 + 0.7 + 2 = 8.0 GB of the 132 that one H200 has after the
+Llama-3.1-8B, T = 16384, R = 92, S = 4: 4.5 + 0.1 + 0.6 + 0.1 + 0.1 + 0.7 + 2 = 8.1 GB of the 132 that one H200 has after the
 weights; the pages hold 900 thousand tokens, 80 rows of 8192 + 3072.
 """
 
@@ -27,6 +28,7 @@ from __future__ import annotations
 import torch
 
 from batchspec.model.spec import ModelSpec
+from batchspec.records import SCORED_TOKENS
 
 FIXED_BYTES = 2 * 10**9
 PREFILL_EXCHANGE_BYTES = 1 << 27
@@ -41,15 +43,23 @@ LESSON_TOKENS = 4096
 
 
 def reserve_bytes(
-    spec: ModelSpec, *, dtype: torch.dtype, slots: int, num_buckets: int, draft_len: int, prefill_tokens: int, max_len: int
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    slots: int,
+    num_buckets: int,
+    draft_len: int,
+    prefill_tokens: int,
+    max_len: int,
+    scores: bool = False,
 ) -> int:
-    """Bytes of everything but weights and pages; the formula is in the module's docstring."""
+    """Bytes of everything but weights and pages; the formula is in the module's docstring. scores: prompts are scored."""
     verified = slots * (draft_len + 1)
     passes = _activation_bytes(spec, dtype, prefill_tokens) + _activation_bytes(spec, dtype, verified)
-    logits = 4 * LOGIT_COPIES * verified * spec.num_logits
+    logits = 4 * LOGIT_COPIES * (max(verified, SCORED_TOKENS) if scores else verified) * spec.num_logits
     chunks = slots * -(-max_len // CHUNK_TOKENS)
     partials = 4 * chunks * (draft_len + 1) * max(a.inner_size + 2 * a.num_heads for a in spec.attentions)
-    state = slots * (5 * max_len + spec.vocab_size)
+    state = slots * (5 * max_len + 4 * spec.vocab_size)
     graphs = GRAPH_BYTES * num_buckets * min(draft_len + 1, MOST_LENGTHS)
     exchanges = 0 if spec.shard.ranks == 1 else 4 * dtype.itemsize * verified * spec.hidden_size + PREFILL_EXCHANGE_BYTES
     return round(passes) + logits + partials + state + graphs + exchanges + FIXED_BYTES

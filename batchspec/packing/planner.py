@@ -46,6 +46,8 @@ class Demand:
     """Longest prompt + max_new_tokens if all rows were surveyed, else the maximum that the job allows."""
     longest_prompt: int | None = None
     """Longest prompt of the surveyed rows."""
+    scores: bool = False
+    """Prompts are scored: the logits of all tokens are computed, and nothing is decoded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +135,7 @@ def forecast(
 
     Half of a mean output is added for the last rows, which run in a nearly empty batch.
     """
-    row_rounds = demand.output_tokens / (1 + accepted)
+    row_rounds = 0.0 if demand.scores else demand.output_tokens / (1 + accepted)
     rounds = demand.num_completions * row_rounds / batch.num_slots + row_rounds / 2
     context = demand.prompt_tokens + demand.output_tokens / 2
     rows, places = batch.num_slots, batch.draft_len + 1
@@ -142,18 +144,20 @@ def forecast(
     )
     weights = read_bytes(spec, dtype, rows * places, correlation=correlation)
     kv_bytes = kv_read_bytes(spec, dtype=dtype, rows=rows, context_tokens=context, tokens_per_row=places)
-    prefill_s = prefill_seconds(spec, rates, dtype=dtype, prompt_tokens=demand.prompt_tokens, pass_tokens=batch.prefill_tokens)
+    prefill_s = prefill_seconds(
+        spec, rates, dtype=dtype, prompt_tokens=demand.prompt_tokens, pass_tokens=batch.prefill_tokens, scores=demand.scores
+    )
     return Forecast(
         rounds=round(rounds), round_s=round_s, weights_read_bytes=weights, kv_read_bytes=kv_bytes,
         prefill_s=demand.num_completions * prefill_s, decode_s=rounds * round_s,
     )  # fmt: skip
 
 
-def held_back_bytes(batch: PackedBatch, spec: ModelSpec, dtype: torch.dtype) -> int:
+def held_back_bytes(batch: PackedBatch, spec: ModelSpec, dtype: torch.dtype, *, scores: bool = False) -> int:
     """GPU memory that passes, rounds and graphs of this batch take."""
     return reserve_bytes(
         spec, dtype=dtype, slots=batch.num_slots, num_buckets=len(batch.row_buckets), draft_len=batch.draft_len,
-        prefill_tokens=min(batch.prefill_tokens, batch.num_slots * batch.max_len), max_len=batch.max_len,
+        prefill_tokens=min(batch.prefill_tokens, batch.num_slots * batch.max_len), max_len=batch.max_len, scores=scores,
     )  # fmt: skip
 
 
@@ -247,6 +251,7 @@ def _held_back(
             draft_len=draft_len,
             prefill_tokens=min(tokens, slots * demand.max_tokens),
             max_len=demand.max_tokens,
+            scores=demand.scores,
         )
         if packing.max_num_batched_tokens or tokens <= CPU_PREFILL or reserve <= free_bytes // 4:
             return tokens, reserve

@@ -83,4 +83,5 @@ class Survey:
             output_tokens=self.mean_output,
             max_tokens=int((prompts + caps).max()) if self.num_rows == num_rows else max_len,
             longest_prompt=int(prompts.max()),
+            scores=not caps.any(),
         )

@@ -12,7 +12,18 @@ from tqdm import tqdm
 from batchspec.report.status import RunStatus
 from batchspec.report.timeline import Course
 
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "seed", "n", "max_new_tokens")
+SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "n",
+    "max_new_tokens",
+)
 
 
 def sampling(config: Mapping[str, Any]) -> str:

@@ -150,6 +150,8 @@ class Engine:
         threads    that call it while rows decode; with more than one it must be safe to call from several
         Raises what next_turn raises, and as `generate`.
         """
+        if self._model.config.decode.max_new_tokens == 0:
+            raise ConfigError("decode.max_new_tokens=0 scores prompts, and a conversation needs answers; make another engine")
         table = table_of(data)
         if not table.num_rows:
             return with_turns(self._no_rows(table), [])
@@ -247,4 +249,7 @@ def expected_demand(job: Job) -> Demand:
     max_len, decode = job.admission.max_len, job.config.decode
     prompt = min(PROMPT_TOKENS, max_len - decode.max_new_tokens)
     output = decode.max_new_tokens if decode.ignore_eos else LengthPredictor().predict(decode.max_new_tokens)
-    return Demand(num_completions=GPU_SLOTS, prompt_tokens=float(prompt), output_tokens=float(output), max_tokens=max_len)
+    return Demand(
+        num_completions=GPU_SLOTS, prompt_tokens=float(prompt), output_tokens=float(output), max_tokens=max_len,
+        scores=decode.max_new_tokens == 0,
+    )  # fmt: skip

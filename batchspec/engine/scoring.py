@@ -1,0 +1,74 @@
+"""Scoring prompts: prefill passes that give the log-probability of every prompt token, and no round.
+
+The log-probability of token i is computed from the hidden state of token i - 1, and depends on tokens 0 .. i alone: like K and V.
+So the numbers of a page's tokens lie beside the page, and rows that share the page share them. A row whose first pages are shared
+needs one hidden state more than it has tokens of its own: that of the last shared token, which is computed again without writing
+its K and V.
+
+N likeliest tokens. What a pass does: `score_pass.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchspec.engine.request_state import RequestState
+from batchspec.engine.round import RoundResult
+from batchspec.engine.round_planner import Launch
+from batchspec.engine.slots import SlotTable
+from batchspec.engine.step import Segment
+
+
+def reread(passes: Sequence[Sequence[Segment]], num_cached: dict[int, int]) -> tuple[tuple[Segment, ...], ...]:
+    """The passes, with the tokens marked whose K and V are in a shared page; num_cached: by slot."""
+    return tuple(
+        tuple(replace(one, num_kept=max(0, min(one.end, num_cached[one.slot]) - one.begin)) for one in segments)
+        for segments in passes
+    )
+
+
+class PromptScores:
+    """The numbers of all prompt tokens whose pages hold K and V, on the host."""
+
+    def __init__(self, num_pages: int, page_size: int, num_top: int) -> None:
+        shape = (num_pages, page_size)
+        self._page_size, self._num_top = page_size, num_top
+        self._logprobs = np.empty(shape, np.float32)
+        self._top_ids, self._top = np.empty((*shape, num_top), np.int32), np.empty((*shape, num_top), np.float32)
+
+    def add(self, launch: Launch, result: RoundResult, slots: SlotTable) -> None:
+        """A pass that has arrived."""
+        assert result.logprobs is not None
+        place = 0
+        for segment in launch.segments:
+            begin, place = place, place + segment.end - segment.begin
+            if launch.owners[segment.slot] != slots.owner[segment.slot]:
+                continue
+            state = slots.at(segment.slot)
+            first, end = segment.begin + 1, min(segment.end + 1, len(state.request.prompt_ids))
+            where, count = self._where(state, first, end), max(0, end - first)
+            self._logprobs[where] = result.logprobs[begin : begin + count].numpy()
+            if result.top_ids is not None and result.top_logprobs is not None:
+                self._top_ids[where] = result.top_ids[begin : begin + count].numpy()
+                self._top[where] = result.top_logprobs[begin : begin + count].numpy()
+
+    def of(self, state: RequestState) -> tuple[NDArray[np.float32], tuple[NDArray[np.int32], NDArray[np.float32]] | None]:
+        """float32 [tokens] of a row whose passes have arrived, and ids and values [tokens, N] of the likeliest ones. The first
+        token has none: NaN, and ids of -1."""
+        count = len(state.request.prompt_ids)
+        where = self._where(state, 1, count)
+        logprobs = np.concatenate((np.full(1, np.nan, np.float32), self._logprobs[where]))
+        if not self._num_top:
+            return logprobs, None
+        none = np.full((1, self._num_top), -1, np.int32), np.full((1, self._num_top), np.nan, np.float32)
+        return logprobs, (np.concatenate((none[0], self._top_ids[where])), np.concatenate((none[1], self._top[where])))
+
+    def _where(self, state: RequestState, first: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Page and place in it of the row's tokens first .. end-1."""
+        tokens = np.arange(first, max(first, end))
+        pages = np.array(state.pages.tables[0], np.int64)
+        return pages[tokens // self._page_size], tokens % self._page_size
