@@ -12,6 +12,7 @@ from batchspec import __version__
 from batchspec.config.schema import TEMPLATE_DATE, CacheConfig
 from batchspec.dataset.schema import output_schema
 from batchspec.model.kv_calibration import CALIBRATION
+from batchspec.model.one_order import ORDER_VERSION
 from batchspec.model.weights import weight_files
 from batchspec.packing.constraints import KINDS
 from batchspec.prepare import Job
@@ -40,7 +41,8 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "model.max_len": job.admission.max_len,
             "model.end_ids": sorted(job.admission.end_ids),
             "model.think_tokens": None if think is None else (think.begin_id, think.end_id),
-            **{f"decode.{key}": value for key, value in decode.items() if key not in KINDS},
+            **{f"decode.{key}": value for key, value in decode.items() if key not in (*KINDS, "deterministic")},
+            **({"decode.deterministic": ORDER_VERSION} if config.decode.deterministic else {}),  # left out without, as above
             **_constraint_parts(job),
             "draft.synthetic": config.draft.synthetic,
             "input.files": [file.identity for file in job.source.files],
