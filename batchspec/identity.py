@@ -12,6 +12,7 @@ from batchspec import __version__
 from batchspec.config.schema import TEMPLATE_DATE, CacheConfig
 from batchspec.dataset.schema import output_schema
 from batchspec.model.kv_calibration import CALIBRATION
+from batchspec.model.one_order import ORDER_VERSION
 from batchspec.model.weights import weight_files
 from batchspec.packing.constraints import KINDS
 from batchspec.prepare import Job
@@ -42,7 +43,8 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "model.max_len": job.admission.max_len,
             "model.end_ids": sorted(job.admission.end_ids),
             "model.think_tokens": None if think is None else (think.begin_id, think.end_id),
-            **{f"decode.{key}": value for key, value in decode.items() if key not in (*KINDS, *NEWER_KEYS)},
+            **{f"decode.{key}": value for key, value in decode.items() if key not in (*KINDS, *NEWER_KEYS, "deterministic")},
+            **({"decode.deterministic": ORDER_VERSION} if config.decode.deterministic else {}),  # left out without, as above
             **_newer_parts(job),
             **_constraint_parts(job),
             "draft.synthetic": config.draft.synthetic,

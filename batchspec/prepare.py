@@ -32,6 +32,7 @@ from batchspec.model.hub import find_model
 from batchspec.model.kv_calibration import check_fp8_kv, give_scales
 from batchspec.model.kv_scales import KVScales
 from batchspec.model.lora import Adapter, open_adapter
+from batchspec.model.one_order import in_one_order
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype
@@ -154,6 +155,8 @@ def open_model(config: RunConfig, *, here: bool = True, group: Group | None = No
         raise ConfigError("draft.adaptive=true goes by times measured on a GPU, and this job runs on the CPU; remove the key")
     dtype = resolve_dtype(config.model.dtype, spec, device)
     spec = spec.on(device, dtype, config.model.activations)
+    if config.decode.deterministic:
+        spec = in_one_order(spec, device, dtype, here=here)
     drafter = open_drafter(config, spec)
     check_head(config.draft, drafter.head, spec)
     spec = part_of_group(spec, group)

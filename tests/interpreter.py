@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 from triton.runtime import interpreter
 
@@ -34,3 +36,20 @@ def make_interpreter_quick() -> None:
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+@contextmanager
+def dots_of_one_order() -> Iterator[None]:
+    """In this block a product of tiles sums each number in the order of K, as tensor cores do.
+
+    The interpreter calls a library, whose sums depend on where in the tile a row is.
+    """
+
+    def dot(_: Any, a: Any, b: Any, d: Any, *__: Any) -> Any:
+        total = d.data.copy()
+        for place in range(a.data.shape[-1]):
+            total += a.data[..., :, place, None] * b.data[..., None, place, :]
+        return interpreter.TensorHandle(total, d.dtype.scalar)
+
+    with patch.object(interpreter.InterpreterBuilder, "create_dot", dot):
+        yield

@@ -69,6 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "identity": {
         "dataset.schema",
         "model.kv_calibration",
+        "model.one_order",
         "model.weights",
         "packing.constraints",
         "prepare",

@@ -82,6 +82,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "decode.choice": (["a"], "decode.choice"),
     "decode.thinking_token_budget": (5, "decode.thinking_token_budget"),
     "decode.thinking_closing": ("so", "decode.thinking_closing"),
+    "decode.deterministic": (True, "decode.deterministic"),
     "decode.ignore_eos": (True, "model.end_ids"),
     "input.path": ("{folder}/other.parquet", "input.files"),
     "input.columns": ({"stop": None}, "input.columns"),

@@ -9,6 +9,7 @@ from torch import Tensor
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.flash import fits_flash, plan_flash
 from batchspec.cache.layout import LayerKV
+from batchspec.cache.ordered import plan_ordered
 from batchspec.cache.padded import TorchPlan
 from batchspec.cache.verify import fits_verify, plan_verify
 
@@ -31,7 +32,12 @@ def attend(q: Tensor, kv: LayerKV, batch: FlatBatch, *, scale: float, window: in
 
 
 def plan_attention(batch: FlatBatch, kv: LayerKV, *, num_heads: int, window: int | None, sink: int = 0) -> AttentionPlan:
-    """The plan that all layers with this window share for this batch. `kv` may be that of any of these layers."""
+    """The plan that all layers with this window share for this batch. `kv` may be that of any of these layers.
+
+    A layout that is `ordered` decides for all. A sink has drafts alone, on which no token depends.
+    """
+    if kv.layout.ordered and not sink:
+        return plan_ordered(batch, kv, num_heads=num_heads, window=window)
     if kv.pages.is_cuda and fits_verify(batch, kv.layout.dtype):
         return plan_verify(batch, kv, num_heads=num_heads, window=window, sink=sink, shared=batch.shared)
     if fits_flash(batch, kv, sink):

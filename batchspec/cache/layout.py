@@ -26,6 +26,8 @@ class KVLayout:
     head_dim: int
     page_size: int
     """Tokens."""
+    ordered: bool = False
+    """Attention sums in one order whatever the batch (decode.deterministic), which `cache/ordered.py` plans."""
 
     @property
     def stored(self) -> torch.dtype:

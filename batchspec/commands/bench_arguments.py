@@ -57,6 +57,7 @@ def parse(argv: list[str], description: str | None = None) -> argparse.Namespace
     add("--prefill-tokens", type=int, default=0, help="tokens of a prefill pass; 0: as a job")
     add("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     add("--kv", default="auto", choices=["auto", "fp8"], help="cache.dtype: fp8 stores K and V as e4m3, scales calibrated")
+    add("--deterministic", action="store_true", help="decode.deterministic: sums of one order; compare with a run without it")
     add("--device", default="auto", choices=["auto", "cpu"])
     add(
         "--tensor-parallel",
@@ -109,6 +110,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--chat and --eos need --model: random prompts are no chats and dummy weights end nothing")
     if args.eos and args.against_transformers:
         raise ConfigError("--eos with --against-transformers: a static batch waits for its longest row; leave one out")
+    if args.deterministic and (args.kv == "fp8" or args.tensor_parallel > 1 or not TREES.keys().isdisjoint(args.draft)):
+        raise ConfigError("--deterministic is not built with --kv fp8, --tensor-parallel above 1 or a tree; leave one out")
     if args.rounds is not None:
         bench_rounds.check(args)
         args.gen = bench_rounds.tokens_needed(args)

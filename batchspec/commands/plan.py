@@ -9,7 +9,7 @@ import numpy as np
 
 from batchspec import terminal
 from batchspec.cluster.devices import visible_gpus
-from batchspec.config.checks import AUTO, TENSOR_PARALLEL
+from batchspec.config.checks import AUTO, TENSOR_PARALLEL, check_ranks
 from batchspec.config.compose import launch
 from batchspec.config.schema import RunConfig
 from batchspec.distributed.group import check_reach
@@ -184,6 +184,7 @@ def ways_of(job: Job, seen: Survey, rates: Rates, num_gpus: int) -> list[Way]:
     demand = seen.demand(job.source.num_rows, job.admission.max_len)
 
     def predict(ranks: int, replicas: int) -> tuple[PackedBatch, Forecast]:
+        check_ranks(job.config, ranks)
         if job.device.type == "cuda":
             for copy in range(replicas):
                 check_reach(range(ranks * copy, ranks * (copy + 1)))

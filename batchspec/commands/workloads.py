@@ -20,6 +20,7 @@ from batchspec.distributed.group import Group
 from batchspec.engine.lockstep import Lead
 from batchspec.errors import ConfigError
 from batchspec.model.kv_calibration import check_e4m3, give_scales
+from batchspec.model.one_order import in_one_order
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype
 from batchspec.model.tokenizer import Tokenizer
@@ -91,7 +92,8 @@ def _draw(count: int, prompt_len: int, vocab_size: int, *, lognormal_cap: int = 
 def _dummy(args: argparse.Namespace, device: torch.device, group: Group | None) -> Workload:
     spec = shape_spec(args.shape)
     dtype = resolve_dtype(args.dtype, spec, device)
-    part = part_of_group(spec.on(device, dtype), group)
+    spec = spec.on(device, dtype)
+    part = part_of_group(in_one_order(spec, device, dtype) if args.deterministic else spec, group)
     count = args.requests or args.batch
     if count % args.samples:
         raise ConfigError(f"--samples {args.samples}: {count} requests are no multiple of it; change --batch or --requests")
@@ -125,7 +127,7 @@ def _real(args: argparse.Namespace, device: torch.device, group: Group | None) -
     given = {
         "model": {"path": args.model, "dtype": args.dtype},
         "input": source,
-        "decode": {"max_new_tokens": args.gen},
+        "decode": {"max_new_tokens": args.gen, "deterministic": args.deterministic},
         "device": device.type,
     }
     config = from_dict(given)

@@ -167,6 +167,8 @@ def _cache(config: RunConfig) -> None:
     scales = config.cache.scales
     if scales != "auto" and config.cache.dtype != "fp8":
         raise ConfigError(f"cache.scales={scales} is not used by cache.dtype={config.cache.dtype}; set fp8 or remove the key")
+    if config.cache.dtype == "fp8" and config.decode.deterministic:
+        raise ConfigError("cache.dtype=fp8 with decode.deterministic=true is not built; remove one")
     if scales == "checkpoint" and config.model.load_format == "dummy":
         raise ConfigError("cache.scales=checkpoint: model.load_format=dummy reads no checkpoint; use auto")
 
@@ -189,6 +191,14 @@ def _ranks(config: RunConfig) -> None:
     count = config.cluster.tensor_parallel
     if count not in (*TENSOR_PARALLEL, AUTO) or isinstance(count, bool):
         raise ConfigError(f"cluster.tensor_parallel={count} must be auto, 1, 2, 4 or 8; 1 is one GPU per copy of the model")
+    if count != AUTO:
+        check_ranks(config, count)
+
+
+def check_ranks(config: RunConfig, ranks: int) -> None:
+    """Raises ConfigError for settings that do not run where so many ranks compute the model, whatever the model is."""
+    if ranks > 1 and config.decode.deterministic:
+        raise ConfigError(f"decode.deterministic=true with cluster.tensor_parallel={ranks} is not built; set it to 1")
 
 
 def _decode(config: RunConfig) -> None:
@@ -205,6 +215,10 @@ def _decode(config: RunConfig) -> None:
     given = [key for key in ("schema", "regex", "choice") if getattr(decode, key) not in (None, [])]
     if len(given) > 1:
         raise ConfigError(f"decode.{given[0]} and decode.{given[1]} are both given, and an answer follows one; remove one")
+    if decode.deterministic and config.draft.name == "tree":
+        raise ConfigError(
+            "decode.deterministic=true with draft=tree is not built: a tree's keys lie in another order; use draft=eagle3"
+        )
     if "" in decode.stop:
         raise ConfigError(f"decode.stop={decode.stop} holds an empty string, which ends every output at once; remove it")
     try:

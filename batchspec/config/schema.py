@@ -112,6 +112,10 @@ class DecodeConfig:
     max_new_tokens."""
     thinking_closing: str = ""
     """Text inserted before a forced end of a reasoning block, e.g. '\\nTime is up, so I answer now.\\n'."""
+    deterministic: bool = False
+    """Give each row the same tokens in bfloat16 too, bit for bit, in every batch and with every drafter. All sums then have an
+    order that depends on the row alone, not on K, slots, preemption or restarts. It takes a GPU of the Hopper generation, and
+    some of its speed; in float64 it changes nothing. Not with FP8 weights or K/V, draft=tree or several GPUs per model."""
     ignore_eos: bool = False
     """Go on after the model's EOS ids. The stop ids and stop strings of the user still end a completion."""
 

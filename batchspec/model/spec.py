@@ -67,7 +67,15 @@ class ModelSpec:
 
     def kv_layout(self, dtype: torch.dtype, page_size: int) -> KVLayout:
         """How each of its layers keeps keys and values, computed in `dtype`."""
-        return KVLayout(dtype=dtype, fp8=self.fp8_kv, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, page_size=page_size)
+        return KVLayout(
+            dtype=dtype, fp8=self.fp8_kv, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, page_size=page_size,
+            ordered=self.ordered,
+        )  # fmt: skip
+
+    @property
+    def ordered(self) -> bool:
+        """Sums have one order, whatever batch a row is in: see `in_one_order`."""
+        return self.formats.ordered
 
     @property
     def num_layers(self) -> int:
@@ -140,6 +148,11 @@ class ModelSpec:
     def with_fp8_kv(self) -> ModelSpec:
         """The same with K and V stored as e4m3, which needs a scale of each head: see `Target.kv_scales`."""
         return replace(self, fp8_kv=True, whole=None if self.whole is None else self.whole.with_fp8_kv())
+
+    def in_one_order(self) -> ModelSpec:
+        """The same with every product and attention summed in an order that depends on the row alone (decode.deterministic), in
+        bf16. Raises ConfigError for weight formats that have no such kernels."""
+        return replace(self, formats=self.formats.in_one_order())
 
     def blocks(self) -> Iterator[tuple[str, BlockSpec]]:
         """Each block with the prefix of its names in the checkpoint, in the order of the forward."""

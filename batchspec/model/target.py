@@ -22,6 +22,7 @@ from batchspec.model.decoder import LayerWeights, PagedAttend, PagedStore, Resid
 from batchspec.model.kv_scales import heads_of_part
 from batchspec.model.lora import Adapter, adapted
 from batchspec.model.quant.base import Weights
+from batchspec.model.quant.ordered import OrderedHead
 from batchspec.model.quant.plain import Linear
 from batchspec.model.rewrite import rewrite
 from batchspec.model.rope import rope_frequencies, rope_of
@@ -61,8 +62,9 @@ class Target:
         head = self._embedding[spec.vocab_part] if spec.tie else weights.tensor(OUTPUT)
         # Logits are reduced and kept in fp32: rounded to bf16 they would tie, and ties fall differently in other batch shapes.
         self._head_dtype = torch.float64 if self.dtype is torch.float64 else torch.float32
+        self._ordered_head = OrderedHead(head) if spec.ordered else None
         # A GPU multiplies bf16 into fp32 itself; elsewhere the head is kept in the dtype of the logits.
-        self._narrow_head = head if head.is_cuda and head.dtype is torch.bfloat16 else None
+        self._narrow_head = head if (head.is_cuda and head.dtype is torch.bfloat16) or spec.ordered else None
         self._head = Linear(head.to(self._head_dtype)) if self._narrow_head is None else None
         self._ropes = list(dict.fromkeys(spec.ropes))
         self._rope_ids = [self._ropes.index(rope) for rope in spec.ropes]
@@ -214,6 +216,8 @@ class Target:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] of `forward` -> fp32 [N, V] (fp64 for an fp64 model); of a rank the logits of `spec.vocab_part` alone."""
+        if self._ordered_head is not None:
+            return self._ordered_head.logits(hidden)
         if self._head is None:
             assert self._narrow_head is not None
             return torch.mm(hidden, self._narrow_head.t(), out_dtype=torch.float32)
@@ -237,6 +241,9 @@ class Target:
                 self.logits(hidden), self.spec.vocab_part.start, self.ranks, vocab, flag_nonfinite=flag_nonfinite
             )
         out = torch.empty(hidden.shape[0], dtype=torch.int32, device=hidden.device)
+        if self._ordered_head is not None:
+            self._ordered_head.greedy(hidden, out_ids=out, vocab=vocab, flag_nonfinite=flag_nonfinite)
+            return out
         tile = None
         if self._narrow_head is not None:
             tile = gemm_tile("lm_head", hidden.shape[0], self._narrow_head.shape[0], self._narrow_head.shape[1], hidden.device)

@@ -1,9 +1,9 @@
 """Every choice of how a kernel runs that can change the last bits of a result: tiles, cuts along K, splits of attention.
 
-Model, drafters and cache ask here and nowhere else. Today all choices go by speed: products as measured on this GPU
+Model, drafters and cache ask here and nowhere else. Most choices go by speed: products as measured on this GPU
 (`batchspec.tuning.table`), dense FP8 products and attention by shape (`batchspec.kernels.gemm.fp8_tiles`,
 `batchspec.kernels.attention.settings`). They depend on the number of tokens and rows of a batch, so the bits of a row may depend
-on its neighbours; what must not would fix every answer of this module.
+on its neighbours. Those named `ordered_...` are for decode.deterministic: what they choose by the batch changes no bit.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from functools import cache
 
 import torch
 
-from batchspec.kernels.attention.settings import work_shape
+from batchspec.kernels.attention.settings import ordered_work_shape, work_shape
 from batchspec.kernels.attention.work_list import WorkShape
-from batchspec.kernels.gemm import fp8_tiles, scaled_mm
+from batchspec.kernels.gemm import fp8_tiles, ordered_tiles, scaled_mm
 from batchspec.kernels.gemm.fp8_tiles import Fp8Tile
 from batchspec.kernels.gemm.tiles import Tile
 from batchspec.kernels.moe import tiles
@@ -28,6 +28,16 @@ def gemm_tile(op: str, tokens: int, rows: int, k: int, device: torch.device) -> 
     Raises ConfigError where a table of tuned products is not valid. Does not synchronise.
     """
     return measured_tile(op, tokens, rows, k, device)
+
+
+def ordered_segments(rows: int, k: int) -> int:
+    """Parts of K that `ordered_linear` sums apart for a weight [rows, k], whatever it is multiplied with."""
+    return ordered_tiles.segments_of(rows, k)
+
+
+def ordered_tile(tokens: int, n: int, segments: int, *, gated: bool = False) -> Tile:
+    """How `ordered_linear`, gated `ordered_swiglu`, with n outputs is cut for so many tokens; no bit depends on it."""
+    return ordered_tiles.ordered_tile(tokens, n, segments, gated=gated)
 
 
 FAST_DTYPES = (torch.bfloat16,)
@@ -83,6 +93,23 @@ def attention_shape(
         num_rows=num_rows, max_q=max_q, max_kv=max_kv, num_heads=num_heads, kv_heads=kv_heads, head_dim=head_dim,
         page_size=page_size, dtype=dtype, fp8=fp8, num_sms=_num_sms(device), window=window or 0, sink=sink,
     )  # fmt: skip
+
+
+def ordered_attention_shape(
+    *, num_rows: int, max_q: int, max_kv: int, num_heads: int, kv_heads: int, head_dim: int, page_size: int,
+    device: torch.device, window: int | None,
+) -> WorkShape:  # fmt: skip
+    """Tiles of `ordered_attention`; its keys are split at the same places in every batch."""
+    return ordered_work_shape(
+        num_rows=num_rows, max_q=max_q, max_kv=max_kv, num_heads=num_heads, kv_heads=kv_heads, head_dim=head_dim,
+        page_size=page_size, num_sms=_num_sms(device), window=window or 0,
+    )  # fmt: skip
+
+
+@cache
+def has_same_bits_in_all_tiles(device: torch.device) -> bool:
+    """Whether tensor cores give a row the same bits in tiles of any size: measured on the Hopper generation alone."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @cache

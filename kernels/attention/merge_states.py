@@ -48,9 +48,10 @@ def partials_of(work: AttentionWork, head_dim: int) -> Partials:
 @triton.jit
 def merge_states_kernel(
     part_out, part_lse, row_parts, cu_seqlens_q, sink_logits, out, KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILES: tl.constexpr, LINES: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILES: tl.constexpr, LINES: tl.constexpr, PARTS: tl.constexpr,
+    AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, tile of LINES pairs, K/V head); the loads of PARTS parts are in flight at once."""
+    """Program (row, tile of LINES pairs, K/V head); the loads of PARTS * AHEAD parts are in flight at once."""
     await_earlier(PDL)
     head = tl.program_id(0) % KV_HEADS
     row = tl.program_id(0) // KV_HEADS // TILES
@@ -66,7 +67,7 @@ def merge_states_kernel(
     peak = tl.full([LINES], -1e30, tl.float32)
     mass = tl.zeros([LINES], tl.float32)
     acc = tl.zeros([LINES, DIM], tl.float32)
-    for at in range(0, parts, PARTS):
+    for at in tl.range(0, parts, PARTS, loop_unroll_factor=AHEAD):
         part = at + tl.arange(0, PARTS)
         line = (first + part[:, None] * num_lanes + lane[None, :]).to(tl.int64) * KV_HEADS + head
         exists = (part < parts)[:, None] & (lane < num_lanes)[None, :]
@@ -99,6 +100,7 @@ def merge_states(
     max_q: int,
     out: Tensor,
     sink_logits: Tensor | None = None,
+    in_order: bool = False,
     interpret: bool = False,
 ) -> None:
     """Write the output of every row that was computed in parts; other rows of `out` stay unchanged.
@@ -109,6 +111,7 @@ def merge_states(
     cu_seqlens_q  int32 [R+1]     row r's flat tokens in `out`
     max_q      maximum number of flat tokens of a row
     sink_logits  fp32 [NH] or None: joins the denominator of each softmax once (`verify_attention`)
+    in_order   add one part after another, as `ordered_prefill.py` does: further parts without keys change no bit
     out        fp32, bf16 or fp16 [T, NH, D]  NH a multiple of KVH: a row has NH / KVH pairs for each flat token and K/V head
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
@@ -128,8 +131,8 @@ def merge_states(
         tiles = triton.cdiv(max_q * heads, LINES)
         merge_states_kernel[(num_rows * tiles * kv_heads,)](
             part_out, part_lse, row_parts, cu_seqlens_q, sink_logits, out, KV_HEADS=kv_heads, HEADS=heads, HEAD_DIM=head_dim,
-            DIM=max(16, triton.next_power_of_2(head_dim)), TILES=tiles, LINES=LINES, PARTS=PARTS, num_warps=1,
-            **launch_args(out),
+            DIM=max(16, triton.next_power_of_2(head_dim)), TILES=tiles, LINES=LINES, PARTS=1 if in_order else PARTS,
+            AHEAD=PARTS if in_order else 1, num_warps=1, enable_fp_fusion=not in_order, **launch_args(out),
         )  # fmt: skip
 
 

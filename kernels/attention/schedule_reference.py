@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from batchspec.kernels.attention.work_list import AttentionWork
+from batchspec.kernels.attention.work_list import AttentionWork, WorkShape
 
 FIELDS = 8
 """Number of fields of an item."""
@@ -22,9 +22,11 @@ def split_kv_schedule_reference(work: AttentionWork, positions: Tensor, targets:
     group_of, common, starts = [-1] * len(work.kv_len), list[int](), [0]
     if shared is not None:
         group_of, common, starts = shared.row_group.tolist(), shared.shared_len.tolist(), shared.group_start.tolist()
+    if shape.part:
+        common = [length // shape.part * shape.part for length in common]
     widths = [(stop - start) * shape.max_q * heads for start, stop in pairwise(starts)]
     group_tiles = [triton.cdiv(width, shape.group_tile) for width in widths]
-    group_cuts = _cut(common, group_tiles, targets[1], shape.chunk, min_chunk, shape.group_block)
+    group_cuts = _cuts(shape, [0] * len(common), common, group_tiles, targets[1], min_chunk, shape.group_block)
 
     begins, lengths = work.cu_seqlens_q.tolist(), work.kv_len.tolist()
     places = [stop - begin for begin, stop in pairwise(begins)]
@@ -32,14 +34,15 @@ def split_kv_schedule_reference(work: AttentionWork, positions: Tensor, targets:
     first = [common[group] if group >= 0 and length else 0 for group, length in zip(group_of, lengths, strict=True)]
     if shape.window:
         lows = [int(positions[begin]) - shape.window + 1 if length else 0 for begin, length in zip(begins, lengths, strict=False)]
-        lows = [max(low, 0) // shape.page_size * shape.page_size for low in lows]
+        align = shape.block if shape.part else shape.page_size
+        lows = [max(low, 0) // align * align for low in lows]
         first = [low if low > shape.sink else 0 for low in lows]
     tiles = [triton.cdiv(num_q * heads, shape.tile) for num_q in places]
     keys = [length - low for length, low in zip(lengths, first, strict=True)]
 
     line = 0
     listed: list[list[tuple[int, ...]]] = []
-    for row, cuts in enumerate(_cut(keys, tiles, targets[0], shape.chunk, min_chunk, shape.block)):
+    for row, cuts in enumerate(_cuts(shape, first, keys, tiles, targets[0], min_chunk, shape.block)):
         above = len(group_cuts[group_of[row]]) if group_of[row] >= 0 and lengths[row] else 0
         parts = above + len(cuts) if above + len(cuts) > 1 else 0
         work.row_parts[row] = torch.tensor((line, parts))
@@ -55,10 +58,26 @@ def split_kv_schedule_reference(work: AttentionWork, positions: Tensor, targets:
         for group, cuts in enumerate(group_cuts)
     ]
     for kind, (out, units) in enumerate(((work.items, listed), (work.group_items, groups))):
-        units.sort(key=lambda unit: -triton.cdiv(unit[0][3] - unit[0][2], shape.block) if unit else 0)
+        if shape.part:  # all items are of one length: rows stay in order, before those without keys
+            units.sort(key=lambda unit: not unit or not unit[0][3])
+        else:
+            units.sort(key=lambda unit: -triton.cdiv(unit[0][3] - unit[0][2], shape.block) if unit else 0)
         lines = [item for unit in units for item in unit]
         out[: len(lines)] = torch.tensor(lines, dtype=torch.int32).view(-1, FIELDS)
         work.counts[kind] = len(lines)
+
+
+def _cuts(
+    shape: WorkShape, first: list[int], keys: list[int], tiles: list[int], target: int, min_chunk: int, block: int
+) -> list[list[tuple[int, int]]]:
+    """For each unit, the (begin, end) of its items, counted from its first key."""
+    if not shape.part:
+        return _cut(keys, tiles, target, shape.chunk, min_chunk, block)
+    cuts = []
+    for low, num in zip(first, keys, strict=True):
+        at = [low, *range(low // shape.part * shape.part + shape.part, low + num, shape.part), low + num]
+        cuts.append([(begin - low, end - low) for begin, end in pairwise(at)] if num else [])
+    return cuts
 
 
 def _cut(keys: list[int], tiles: list[int], target: int, chunk: int, min_chunk: int, block: int) -> list[list[tuple[int, int]]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from batchspec.kernels.attention.ordered_step import PART, block_of
 from batchspec.kernels.attention.work_list import WorkShape
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -92,3 +93,22 @@ def work_shape(
         group_tile=group_tile, group_block=group_config.block, programs=num_sms * config.per_sm,
         group_programs=num_sms * group_config.per_sm,
     )  # fmt: skip
+
+
+def ordered_work_shape(
+    *, num_rows: int, max_q: int, max_kv: int, num_heads: int, kv_heads: int, head_dim: int, page_size: int, num_sms: int,
+    window: int = 0,
+) -> WorkShape:  # fmt: skip
+    """The same for `ordered_attention`: the tile goes by the number of queries, and no bit depends on it."""
+    heads = num_heads // kv_heads
+    lanes, block = max_q * heads, block_of(head_dim)
+    return WorkShape(
+        max_q=max_q, max_kv=max_kv, kv_heads=kv_heads, heads_per_kv=heads, page_size=page_size, window=window,
+        tile=ordered_tile_of(lanes), block=block, group_tile=ordered_tile_of(min(num_rows, SAMPLES) * lanes), group_block=block,
+        programs=num_sms, group_programs=num_sms, part=PART,
+    )  # fmt: skip
+
+
+def ordered_tile_of(lanes: int) -> int:
+    """Number of (query, head) pairs in a program's tile, for a row or a group with `lanes` pairs."""
+    return min(64, max(16, 1 << (lanes - 1).bit_length()))

@@ -12,6 +12,8 @@ This way, few rows fill the GPU exactly once (a second, partial wave of programs
 items long enough to hide the start and end of a program; and many short rows are one item each, which needs no merge. Items are
 listed by falling length: the GPU starts them in that order, so that the last ones to finish are short. A windowed row lists only
 the keys that its first query still sees. Dead rows and padding get an item without keys, which zeroes their output.
+With `WorkShape.part` items end at its multiples instead, so that what is summed together depends on the row alone: a window
+begins at a multiple of the block, and of a shared prefix whole parts are read once.
 Bound by launch latency: each program ranks its unit among all others, one launch, no host read.
 """
 
@@ -52,10 +54,10 @@ def pick(values, at_index):
 
 
 @triton.jit
-def list_items(out_items, index, unit, num_items, tiles, first, length, end, first_part, sinks, start, count,
+def list_items(out_items, index, unit, num_items, tiles, first, low, length, end, first_part, sinks, start, count,
                LANES: tl.constexpr):  # fmt: skip
-    """Write the items of one unit, from `index` on. The tiles of a part are adjacent, so that the later ones find the keys in the
-    cache."""
+    """Write the items of one unit, from `index` on: keys from `low` on, cut at first, first + length, ... The tiles of a part are
+    adjacent, so that the later ones find the keys in the cache."""
     for at in range(0, num_items, LANES):
         lane = at + tl.arange(0, LANES)
         exists = lane < num_items
@@ -64,7 +66,7 @@ def list_items(out_items, index, unit, num_items, tiles, first, length, end, fir
         item = out_items + (index + lane) * 8
         tl.store(item, tl.zeros([LANES], tl.int32) + unit, mask=exists)
         tl.store(item + 1, lane - part * tiles, mask=exists)
-        tl.store(item + 2, begin, mask=exists)
+        tl.store(item + 2, tl.maximum(begin, low), mask=exists)
         tl.store(item + 3, tl.minimum(begin + length, end), mask=exists)
         tl.store(item + 4, tl.where(first_part < 0, -1, first_part + part), mask=exists)
         tl.store(item + 5, tl.where(part == 0, sinks, 0), mask=exists)
@@ -78,7 +80,7 @@ def split_kv_schedule_kernel(
     num_rows, num_groups, num_flat_tokens, target, group_target, chunk, min_chunk,
     HEADS: tl.constexpr, MAX_Q: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, GROUP_TILE: tl.constexpr, GROUP_BLOCK: tl.constexpr, WAVES: tl.constexpr,
-    ROWS: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
+    PART: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program r < num_rows lists the items of row r, program num_rows the padding after the last row, each other program a
     group."""
@@ -96,7 +98,8 @@ def split_kv_schedule_kernel(
     shared_parts = tl.zeros([ROWS], tl.int32)
     if WINDOW > 0:
         low = tl.load(positions + begin, mask=alive, other=0).to(tl.int32) - (WINDOW - 1)
-        low = tl.maximum(low, 0) // PAGE_SIZE * PAGE_SIZE
+        ALIGN: tl.constexpr = BLOCK if PART > 0 else PAGE_SIZE
+        low = tl.maximum(low, 0) // ALIGN * ALIGN
         first = tl.where(low > SINK, low, 0)
     if GROUPS > 0:
         groups = tl.arange(0, GROUPS)
@@ -104,7 +107,11 @@ def split_kv_schedule_kernel(
         member = tl.load(group_start + groups, mask=groups < num_groups, other=0)
         members = tl.load(group_start + groups + 1, mask=groups < num_groups, other=0) - member
         group_tiles = tl.cdiv(members * (MAX_Q * HEADS), GROUP_TILE)
-        group_chunk = chunk_of(common, group_tiles, group_target, chunk, min_chunk, WAVES, GROUP_BLOCK)
+        if PART > 0:
+            common = common // PART * PART
+            group_chunk = PART
+        else:
+            group_chunk = chunk_of(common, group_tiles, group_target, chunk, min_chunk, WAVES, GROUP_BLOCK)
         if program > num_rows:
             unit = program - num_rows - 1
             group_size = item_len(common, group_chunk, GROUP_BLOCK)
@@ -113,19 +120,27 @@ def split_kv_schedule_kernel(
             longer = (group_size > unit_size) | ((group_size == unit_size) & (groups < unit))
             list_items(
                 out_group_items, tl.sum(tl.where(longer, listed, 0), 0), unit, pick(listed, groups == unit),
-                pick(group_tiles, groups == unit), 0, unit_size, pick(common, groups == unit), 0, 0, pick(member, groups == unit),
-                pick(members, groups == unit), LANES,
+                pick(group_tiles, groups == unit), 0, 0, unit_size, pick(common, groups == unit), 0, 0,
+                pick(member, groups == unit), pick(members, groups == unit), LANES,
             )  # fmt: skip
             if unit == 0:
                 tl.store(out_counts + 1, tl.sum(listed, 0))
         group = tl.load(row_group + rows, mask=exists, other=-1)
         first = tl.load(shared_len + group, mask=alive & (group >= 0), other=0)
+        if PART > 0:
+            first = first // PART * PART
         shared_parts = tl.cdiv(first, tl.maximum(item_len(first, group_chunk, GROUP_BLOCK), 1))
 
     keys = tl.where(alive, length - first, 0)
     tiles = tl.where(alive, tl.cdiv(places * HEADS, TILE), tl.minimum(places, 1))
-    size = item_len(keys, chunk_of(keys, tiles, target, chunk, min_chunk, WAVES, BLOCK), BLOCK)
-    parts = tl.where(alive, tl.cdiv(keys, tl.maximum(size, 1)), 1)
+    if PART > 0:
+        origin = first // PART * PART
+        size = tl.where(alive, PART, 0)
+        parts = tl.where(alive, tl.cdiv(length - origin, PART), 1)
+    else:
+        origin = first
+        size = item_len(keys, chunk_of(keys, tiles, target, chunk, min_chunk, WAVES, BLOCK), BLOCK)
+        parts = tl.where(alive, tl.cdiv(keys, tl.maximum(size, 1)), 1)
     all_parts = parts + shared_parts
     if program <= num_rows:
         mine = rows == program
@@ -140,8 +155,8 @@ def split_kv_schedule_kernel(
             sinks = tl.where(my_first > 0, SINK, 0)
         list_items(
             out_items, tl.sum(tl.where(ahead, parts * tiles, 0), 0), program, pick(parts * tiles, mine), pick(tiles, mine),
-            my_first, my_size, pick(tl.where(alive, length, 0), mine), first_part, sinks, pick(begin, mine), pick(places, mine),
-            LANES,
+            pick(origin, mine), my_first, my_size, pick(tl.where(alive, length, 0), mine), first_part, sinks, pick(begin, mine),
+            pick(places, mine), LANES,
         )  # fmt: skip
         if program < num_rows:
             tl.store(out_row_parts + 2 * program, tl.sum(tl.where(rows < program, lines, 0), 0))
@@ -199,7 +214,7 @@ def split_kv_schedule(
         num_rows, num_groups, num_flat_tokens, target, group_target, shape.chunk, min_chunk,
         HEADS=shape.heads_per_kv, MAX_Q=shape.max_q if num_groups else 1, WINDOW=shape.window, SINK=shape.sink,
         PAGE_SIZE=shape.page_size, TILE=shape.tile, BLOCK=shape.block, GROUP_TILE=shape.group_tile,
-        GROUP_BLOCK=shape.group_block, WAVES=WAVES, ROWS=max(LEAST_ROWS, triton.next_power_of_2(num_rows + 1)),
+        GROUP_BLOCK=shape.group_block, WAVES=WAVES, PART=shape.part, ROWS=max(LEAST_ROWS, triton.next_power_of_2(num_rows + 1)),
         GROUPS=triton.next_power_of_2(num_groups) if num_groups else 0, LANES=LANES, num_warps=4,
         **launch_args(kv_len),
     )  # fmt: skip
@@ -224,6 +239,8 @@ def _bounds(
     Many rows, none of them much longer than a chunk, fill the GPU without a split, which saves the launch of a merge.
     """
     lanes = num_flat_tokens * shape.heads_per_kv
+    if shape.part:
+        return _part_bounds(shape, num_rows, lanes, num_groups)
     tiles = min(num_rows * triton.cdiv(shape.max_q * shape.heads_per_kv, shape.tile), lanes // shape.tile + num_rows)
     read = min(shape.max_kv, shape.window + shape.max_q + shape.page_size) if shape.window else shape.max_kv
     whole = shape.max_whole if num_rows * shape.kv_heads * 3 >= shape.programs * 2 else shape.short
@@ -234,3 +251,14 @@ def _bounds(
     group_cuts = min(WAVES * group_target, group_tiles * triton.cdiv(shape.max_kv, max(shape.min_chunk, shape.group_block)))
     num_lines = cuts * shape.tile + group_cuts * shape.group_tile + 2 * lanes
     return tiles + 1 + cuts, group_tiles + group_cuts, num_lines
+
+
+def _part_bounds(shape: WorkShape, num_rows: int, lanes: int, num_groups: int) -> tuple[int, int, int]:
+    """The same of a shape with parts: how many depends on the longest row alone."""
+    tiles = min(num_rows * triton.cdiv(shape.max_q * shape.heads_per_kv, shape.tile), lanes // shape.tile + num_rows)
+    parts = triton.cdiv(shape.max_kv, shape.part)
+    if shape.window:
+        parts = min(parts, (shape.window + shape.max_q + shape.block) // shape.part + 2)
+    shared = shape.max_kv // shape.part
+    group_tiles = triton.cdiv(num_rows * shape.max_q * shape.heads_per_kv, shape.group_tile) + num_groups
+    return tiles * parts + 1, group_tiles * shared if num_groups else 0, lanes * parts if parts > 1 else 0

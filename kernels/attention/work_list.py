@@ -55,6 +55,9 @@ class WorkShape:
     """If no row is longer than this number of keys, none is split: a merge would cost as much as it saves."""
     max_whole: int = 2048
     """The same bound if there are enough rows to fill the GPU."""
+    part: int = 0
+    """Keys of an item where every row is cut at the multiples of this number, a multiple of block and group_block, whatever else
+    is in the batch (`ordered_step.py`); 0: items go by the load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -381,6 +381,16 @@ for _op, _dtype, _tma, _m, _n, _warps, _split, _even in (
           arrived=PI32 if _split else None, num_tokens=I32, n=I32, k=I32, units_per_program=I32, stride_x=I32, stride_w=I32,
           stride_out=I32, eps="fp32", BLOCK_M=_m, BLOCK_N=_n, BLOCK_K=64, TMA=_tma, EVEN_K=_even, GATED=_gated, SPLIT=_split,
           INTERPRETED=False)  # fmt: skip
+for _out, _tma, _m, _n, _warps, _segments, _split, _gated in (
+    ("bf16", True, 64, 64, 4, 2, True, False), ("fp32", False, 256, 128, 8, 1, False, False),
+    ("bf16", False, 128, 128, 8, 2, False, False), ("bf16", True, 128, 128, 8, 1, False, True),
+):  # fmt: skip
+    _x, _w = (f"tensordesc<bf16[{rows}, 64]>" if _tma else "*bf16" for rows in (_m, _n))
+    _case(f"ordered_kernel bf16, out {_out}, {_segments} segments, split {_split}, gated {_gated}", "ordered", _warps, x=_x, w=_w,
+          bias=None if _gated else "*bf16", out=f"*{_out}", partials=PF32 if _split else None,
+          arrived=PI32 if _split else None, num_tokens=I32, n=I32, k=I32, segment_blocks=I32, stride_x=I32, stride_w=I32,
+          stride_out=I32, BLOCK_M=_m, BLOCK_N=_n, BLOCK_K=64, SEGMENTS=_segments, SPLIT=_split, GROUP=16, TMA=_tma, EVEN_K=True,
+          GATED=_gated, INTERPRETED=False)  # fmt: skip
 for _dtype, _tma in (("bf16", True), ("bf16", False), ("fp32", False)):
     _x = f"tensordesc<{_dtype}[64, 64]>" if _tma else f"*{_dtype}"
     _case(f"lm_head_kernel {_dtype}, TMA {_tma}", "lm_head", 4, x=_x, w=_x, top=PF32, top_ids=PI32, num_tokens=I32, width=I32,
@@ -445,9 +455,9 @@ for _stored, _dim, _tile, _block, _warps, _window, _grouped, _tree, _early, _sin
         INTERPRETED=False,
         EARLY=_early,
     )
-for _groups in (0, 64):
+for _groups, _part in ((0, 0), (64, 0), (0, 1024), (64, 1024)):
     _case(
-        f"split_kv_schedule_kernel groups {_groups}",
+        f"split_kv_schedule_kernel groups {_groups}, part {_part}",
         "split_kv_schedule",
         4,
         cu_seqlens_q=PI32,
@@ -477,11 +487,12 @@ for _groups in (0, 64):
         GROUP_TILE=64,
         GROUP_BLOCK=64,
         WAVES=5,
+        PART=_part,
         ROWS=128,
         GROUPS=_groups,
         LANES=64,
     )
-for _sink_logits in (None, PF32):
+for _sink_logits in (None, PF32):  # without them one part after another, as where the order is fixed
     _case(
         f"merge_states_kernel sinks {_sink_logits}",
         "merge_states",
@@ -498,7 +509,8 @@ for _sink_logits in (None, PF32):
         DIM=128,
         TILES=4,
         LINES=4,
-        PARTS=8,
+        PARTS=8 if _sink_logits else 1,
+        AHEAD=1 if _sink_logits else 4,
     )
 for _stages in (1, 4):
     _case(f"cutoff_kernel {_stages} stages", "cutoff", 32, logits=PF32, row_ids=PI32, temperature=PF32, top_k=PI32, top_p=PF32,
@@ -596,6 +608,20 @@ for _gated, _low, _t, _n, _warps, _tma in (
           units=PI32, out="*bf16", num_units=I32, num_rows=I32, n=I32, k=I32, SCATTER=not _gated, GATED=_gated,
           LIMIT=7.0 if _gated else None, ALPHA=1.702, TWO=_n >= (64 if _gated else 32 * _warps), LOW=_low, BLOCK_T=_t,
           JOINED=_joined, BLOCK_N=_n, GROUP=8, TMA=_tma, INTERPRETED=False)  # fmt: skip
+
+for _dim, _tile, _window, _grouped, _warps in ((128, 16, 0, False, 4), (64, 32, 128, False, 4), (128, 64, 0, True, 4)):
+    _case(f"ordered_attention_kernel D={_dim}, tile {_tile}, window {_window}, grouped {_grouped}", "ordered_attention", _warps,
+          q="*bf16", kv="*bf16", page_table=PI32, positions=PI64, cu_seqlens_q=PI32, kv_len=PI32, row_order=PI32, items=PI32,
+          num_items=PI32, row_parts=PI32, sink_logits=PF32 if _window else None, out="*bf16", part_out=PF32, part_lse=PF32,
+          scale="fp32", max_pages=I32, max_q=I32, q_stride_t=I32, q_stride_h=I32, kv_stride_part=I64, kv_stride_page=I32,
+          KV_HEADS=8, HEADS=4, HEAD_DIM=_dim, DIM=_dim, PAGE_SIZE=16, WINDOW=_window, TILE=_tile, BLOCK=64, GROUPED=_grouped,
+          WIDE=False, EARLY=not _window)  # fmt: skip
+for _dim, _window, _parted in ((128, 0, True), (64, 128, True), (96, 0, False)):
+    _case(f"ordered_prefill_kernel D={_dim}, window {_window}, parted {_parted}", "ordered_prefill", 8, q="*bf16", kv="*bf16",
+          page_table=PI32, positions=PI64, cu_seqlens_q=PI32, kv_len=PI32, sink_logits=PF32 if _window else None, out="*bf16",
+          scale="fp32", max_pages=I32, num_tiles=I32, q_stride_t=I32, q_stride_h=I32, kv_stride_part=I64, kv_stride_page=I32,
+          KV_HEADS=8, HEADS=4, HEAD_DIM=_dim, DIM=128 if _dim > 64 else 64, PAGE_SIZE=16, WINDOW=_window, TILE=128, BLOCK=64,
+          PART=1024, PARTED=_parted, WIDE=False)  # fmt: skip
 
 _case("sample_kernel fp32, a part", "sample", 16, logits=PF32, row_ids=PI32, positions=PI64, keys=PI64, temperature=PF32,
       cutoff=PF32, out_ids=PI32, out_scores=PF32, out_tops=PF32, stride_row=I32, vocab=I32, first_id=I32, ACC="fp32",

@@ -121,13 +121,16 @@ def kernel_equals_the_loop(data: st.DataObject, device: torch.device) -> None:
     shape |= {"window": window, "sink": data.draw(st.sampled_from([0, 4])) if window else 0}
     shape |= {"min_chunk": data.draw(st.sampled_from([16, 48])), "programs": data.draw(st.sampled_from([1, 8, 60]))}
     shape |= {"chunk": data.draw(st.sampled_from([16, 1024]))}
+    part = data.draw(st.sampled_from([0, 0, 32, 96]))
+    shape |= {"part": part, "group_block": 16} if part else {}
     heads = data.draw(st.sampled_from([(3, 1), (4, 2), (16, 1)]))
     lengths = [(num_q, keys if alive else 0) for num_q, keys, alive in rows]
-    lengths[0] = (1, 40)
+    lengths[0] = (1, 60)
     case = make_case(lengths, heads=heads, head_dim=16, padding=data.draw(st.integers(0, 3)), device=device, **shape)
     if not window and data.draw(st.booleans()):
         members = [row for row, (num_q, keys) in enumerate(lengths) if not (num_q and keys) or keys - num_q >= 16]
-        case = share(case, [(members, 16)] if members else [])
+        shortest = min((keys - num_q for num_q, keys in (lengths[row] for row in members) if num_q and keys), default=16)
+        case = share(case, [(members, data.draw(st.integers(1, shortest // 16)) * 16)] if members else [])
     kernel, loop = case.work(interpret=True), case.work(interpret=False)
     assert kernel.counts.tolist() == loop.counts.tolist()
     assert int(kernel.counts[0]) <= len(kernel.items)
@@ -160,10 +163,34 @@ def covers_every_key_once(work: AttentionWork, positions: list[int], rows: list[
             first = positions[begins[row]]
             needed = {key for key in range(length) if not shape.window or key > first - shape.window or key < shape.sink}
             prefix = int(work.shared.shared_len[work.shared.row_group[row]]) if in_group(work, row) and work.shared else 0
+            prefix = prefix // shape.part * shape.part if shape.part else prefix
             assert needed - set(range(prefix)) <= set(keys)
             assert all(key >= prefix for key in keys)
         assert {item[1] for item in mine} == set(range(tiles))
         assert all(end - first <= shape.page_size * 100 and first % PAGE_SIZE == 0 for _, _, first, end, *_ in mine)
+
+
+def test_with_parts_a_row_is_cut_at_the_same_keys_in_any_batch(interpret: bool, device: torch.device) -> None:
+    def cuts_of(rows: list[tuple[int, int]], **shape: Any) -> list[list[int]]:
+        case = make_case(rows, device=device, part=64, tile=16, block=16, group_block=16, **shape)
+        tiles = [item for item in items_of(case.work(interpret=interpret)) if item[:2] == [0, 0]]
+        return sorted(item[2:5] for item in tiles)
+
+    alone = cuts_of([(1, 200)], programs=1000)
+    assert alone == [[0, 64, 0], [64, 128, 1], [128, 192, 2], [192, 200, 3]]
+    assert cuts_of([(1, 200), (3, 30), (1, 150)], programs=1) == alone
+    assert cuts_of([(9, 208)], programs=1)[:3] == alone[:3]  # more queries: the last part alone grows
+    # The windows of the first of 3 queries and of the first of 9 begin at keys 128 and 131: both in the block from 128 on.
+    assert cuts_of([(3, 200)], window=70) == [[128, 192, 0], [192, 200, 1]]
+    assert cuts_of([(9, 209)], window=70) == [[128, 192, 0], [192, 209, 1]]
+
+
+def test_with_parts_whole_parts_of_a_shared_prefix_are_read_once(interpret: bool, device: torch.device) -> None:
+    case = make_case([(1, 200), (1, 190), (1, 40)], device=device, part=64, tile=16, block=16, group_block=16)
+    work = share(case, [([0, 1], 144)]).work(interpret=interpret)
+    assert [item[2:5] for item in items_of(work, group=True)] == [[0, 64, 0], [64, 128, 1]]
+    assert sorted(item[2:5] for item in items_of(work) if item[0] == 0) == [[128, 192, 2], [192, 200, 3]]
+    assert work.row_parts[:, 1].tolist() == [4, 3, 0]
 
 
 def in_group(work: AttentionWork, row: int) -> bool:

@@ -12,6 +12,7 @@ from batchspec.errors import ConfigError
 from batchspec.model.blocks.base import BlockSpec, projections
 from batchspec.model.quant.base import WeightFormat
 from batchspec.model.quant.fp8 import Fp8
+from batchspec.model.quant.ordered import ORDERED
 from batchspec.model.quant.plain import PLAIN
 from batchspec.tuning.policy import has_fast_experts
 
@@ -25,12 +26,15 @@ class Formats:
     """Names of modules that are stored plain, with all modules inside them."""
     plain_patterns: tuple[str, ...] = ()
     """Regular expressions: a projection whose name begins with a match is stored plain."""
+    ordered: bool = False
+    """Plain products have one order of sums (decode.deterministic): the job's choice, not the checkpoint's."""
 
     def of(self, name: str) -> WeightFormat:
         """The format of the projection with this name, as in `model.layers.0.self_attn.q_proj`."""
         path = f".{name}."
         plain = any(f".{module}." in path for module in self.plain_modules)
-        return PLAIN if plain or any(re.match(pattern, name) for pattern in self.plain_patterns) else self.quantised
+        plain = plain or self.quantised is PLAIN or any(re.match(pattern, name) for pattern in self.plain_patterns)
+        return (ORDERED if self.ordered else PLAIN) if plain else self.quantised
 
     def unit_of(self, block: BlockSpec, prefix: str) -> int:
         """Numbers between the two products of an MLP that one rank holds together: no block of their weights is divided."""
@@ -64,6 +68,12 @@ class Formats:
         """Whether the projection with this name quantises activations."""
         own = self.of(name)
         return isinstance(own, Fp8) and own.quantises
+
+    def in_one_order(self) -> Formats:
+        """These formats with sums of one order. Raises ConfigError where products that are not plain have no such kernels."""
+        if isinstance(self.quantised, Fp8):
+            raise ConfigError("decode.deterministic=true with FP8 weights is not built; use a checkpoint in bfloat16")
+        return replace(self, ordered=True)
 
     def with_fp8_activations(self) -> Formats:
         """These formats with activations quantised as the checkpoint says.

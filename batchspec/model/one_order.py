@@ -1,0 +1,52 @@
+"""decode.deterministic: which models and devices it is built for."""
+
+from __future__ import annotations
+
+import torch
+
+from batchspec.errors import ConfigError
+from batchspec.kernels.moe.route import MAX_EXPERTS, MAX_TOP_K
+from batchspec.model.blocks.moe import MoeSpec
+from batchspec.model.quant.grouped import ROW_BYTES
+from batchspec.model.spec import ModelSpec
+from batchspec.tuning.policy import has_same_bits_in_all_tiles
+
+ORDER_VERSION = 1
+"""Of the order of sums: a job that was begun with another one is not continued."""
+
+
+def in_one_order(spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, here: bool = True) -> ModelSpec:
+    """The model with sums whose order depends on the row alone. In float64 it stays as it is: there no token shows the order.
+
+    here  False: the job will run on another machine, whose devices are unknown
+    Raises ConfigError for devices, dtypes and weight formats for which it is not built.
+    """
+    if dtype is torch.float64:
+        return spec
+    asked = "decode.deterministic=true"
+    if here and device.type != "cuda":
+        raise ConfigError(f"{asked} on a CPU needs model.dtype=float64, and it is {_name(dtype)}; set it, or use a GPU")
+    if here and dtype is not torch.bfloat16:
+        raise ConfigError(f"{asked} on a GPU is built for model.dtype=bfloat16, and it is {_name(dtype)}; set it")
+    if here and not has_same_bits_in_all_tiles(device):
+        raise ConfigError(
+            f"{asked} is built for GPUs of the Hopper generation (compute capability 9.0), and this is "
+            f"{torch.cuda.get_device_name(device)}; remove it, or set model.dtype=float64"
+        )
+    for _, block in spec.blocks():
+        if isinstance(block, MoeSpec):
+            _check_experts(block, asked)
+    return spec.in_one_order()
+
+
+def _check_experts(block: MoeSpec, asked: str) -> None:
+    """Raises ConfigError for experts that no kernel computes."""
+    odd = [grouped.k for grouped in block.grouped if grouped.k * torch.bfloat16.itemsize % ROW_BYTES]
+    many = block.experts.num_experts > MAX_EXPERTS or block.router.top_k > MAX_TOP_K
+    if odd or many:
+        what = f"rows of {odd[0]} numbers" if odd else f"{block.experts.num_experts} experts, {block.router.top_k} a token,"
+        raise ConfigError(f"{asked}: experts with {what} are computed by the library, in no fixed order; remove it")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

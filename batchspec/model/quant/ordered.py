@@ -1,0 +1,77 @@
+"""Plain weights whose products have one order of sums (decode.deterministic), at every number of tokens, prefill included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from batchspec.kernels.gemm.lm_head import lm_head
+from batchspec.kernels.gemm.ordered import ordered_linear, ordered_swiglu
+from batchspec.model.blocks.forward import Product
+from batchspec.model.quant.base import Weights, joined_bias
+from batchspec.model.quant.plain import Plain
+from batchspec.tuning.policy import ordered_segments, ordered_tile
+
+
+class OrderedPlain(Plain):
+    """`Plain` in a model in bf16; files are the same. Experts are those of `Plain`: no choice of theirs changes bits."""
+
+    def load(self, weights: Weights, names: Sequence[str], *, bias: bool) -> Product:
+        weight = torch.cat([weights.tensor(f"{name}.weight") for name in names])
+        return OrderedLinear(weight, joined_bias(weights, names) if bias else None)
+
+
+ORDERED = OrderedPlain()
+
+
+class OrderedLinear(Product):
+    """x [T, in] -> x @ weight.T + bias [T, out], in bf16. Norms and residual sums stay apart: fused, they would round otherwise.
+
+    Never the library's product, whose order of sums goes by the number of tokens.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._weight, self._bias = weight, bias
+        self._segments = ordered_segments(*weight.shape)
+
+    def rewrite(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Replace weight and bias by others of the same shapes, in place: captured graphs read the new numbers."""
+        self._weight.copy_(weight)
+        if self._bias is not None:
+            assert bias is not None
+            self._bias.copy_(bias)
+
+    def __call__(self, x: Tensor, row_ids: Tensor | None = None) -> Tensor:
+        tile = ordered_tile(x.shape[0], self._weight.shape[0], self._segments)
+        return ordered_linear(
+            x, self._weight, self._bias, segments=self._segments, tile=tile, interpret=not x.is_cuda
+        )  # fmt: skip
+
+    def swiglu(self, x: Tensor, row_ids: Tensor | None = None) -> Tensor:
+        tile = ordered_tile(x.shape[0], self._weight.shape[0] // 2, self._segments, gated=True)
+        return ordered_swiglu(
+            x, self._weight, self._bias, segments=self._segments, tile=tile, interpret=not x.is_cuda
+        )  # fmt: skip
+
+
+class OrderedHead:
+    """The output matrix: logits of a token, or its greedy choice, by its hidden state alone. The sum over H is one segment."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden bf16 [N, H] -> fp32 [N, V]."""
+        out = torch.empty(hidden.shape[0], self.weight.shape[0], dtype=torch.float32, device=hidden.device)
+        tile = ordered_tile(hidden.shape[0], self.weight.shape[0], 1)
+        return ordered_linear(hidden, self.weight, segments=1, tile=tile, out=out, interpret=not hidden.is_cuda)
+
+    def greedy(self, hidden: Tensor, *, out_ids: Tensor, vocab: int | None, flag_nonfinite: bool) -> None:
+        """The tokens int32 [N] of the largest of these logits, as the kernel `lm_head`."""
+        tile = ordered_tile(hidden.shape[0], self.weight.shape[0], 1)
+        lm_head(
+            hidden, self.weight, out_ids=out_ids, tile=tile, vocab=vocab, flag_nonfinite=flag_nonfinite,
+            interpret=not hidden.is_cuda,
+        )  # fmt: skip

@@ -1,0 +1,163 @@
+"""Verify attention whose sums have one order in any batch: what `verify_attention.py` computes, for chains and windows.
+
+A row's keys are cut at multiples of PART (`ordered_step.py`), and its parts are merged one after another, in the order of keys.
+A query's bits are then those of `ordered_prefill.py`, and depend neither on the other rows nor on the other queries of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchspec.kernels.attention.merge_states import Partials, merge_states, partials_of
+from batchspec.kernels.attention.ordered_step import WARPS, attend_part
+from batchspec.kernels.attention.settings import ordered_work_shape, work_shape
+from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
+from batchspec.kernels.attention.tile import lanes_of, write_lines, zero_tokens
+from batchspec.kernels.attention.verify_attention import verify_attention, verify_attention_reference
+from batchspec.kernels.attention.work_list import AttentionWork
+from batchspec.kernels.benchmarks.timing import Bench
+from batchspec.kernels.common.checks import check
+from batchspec.kernels.common.pdl import await_earlier, launch_args
+
+STAGES = 3
+
+
+@triton.jit(do_not_specialize=["max_pages", "max_q"])
+def ordered_attention_kernel(
+    q, kv, page_table, positions, cu_seqlens_q, kv_len, row_order, items, num_items, row_parts, sink_logits, out, part_out,
+    part_lse, scale, max_pages, max_q, q_stride_t, q_stride_h, kv_stride_part, kv_stride_page,
+    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr, WIDE: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One item of the work list and one K/V head, as `verify_kernel`."""
+    if not EARLY:
+        await_earlier(PDL)
+    index = tl.program_id(0) // KV_HEADS
+    head = tl.program_id(0) % KV_HEADS
+    item = items + index * 8
+    unit, tile = tl.load(item), tl.load(item + 1)
+    first, end, part = tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
+    begin, count = tl.load(item + 6), tl.load(item + 7)
+    if index >= tl.load(num_items):
+        await_earlier(EARLY)
+        return
+    if end == 0:  # a dead row, or the padding after the last row
+        await_earlier(EARLY)
+        zero_tokens(out, begin, begin + count, head, HEADS, KV_HEADS, TILE, HEAD_DIM, DIM)
+        return
+
+    lane, row, first_place, num_lanes, inside = lanes_of(
+        tile, unit, begin, count, cu_seqlens_q, kv_len, row_order, max_q, HEADS, TILE, GROUPED
+    )
+    table_row = unit
+    if GROUPED:
+        table_row = tl.max(tl.where(inside, row, -1), 0)
+        if table_row < 0:
+            await_earlier(EARLY)
+            return
+    table = page_table + table_row.to(tl.int64) * max_pages
+    token = (first_place + lane // HEADS).to(tl.int64)
+    position = tl.load(positions + token, mask=inside, other=-1).to(tl.int32)
+    await_earlier(EARLY)
+
+    q_head = head * HEADS + lane % HEADS
+    d = tl.arange(0, DIM)
+    within = inside[:, None] & (d < HEAD_DIM)[None, :]
+    query = tl.load(q + (token * q_stride_t + q_head * q_stride_h)[:, None] + d[None, :], mask=within, other=0.0)
+    if WIDE:
+        query = query.to(tl.float32)
+    stop = tl.minimum(end, tl.max(position, 0) + 1)
+    peak, mass, acc = attend_part(
+        query, first, stop, end, table, kv + head * HEAD_DIM, position, scale, kv_stride_part, kv_stride_page, WINDOW, PAGE_SIZE,
+        KV_HEADS, HEAD_DIM, DIM, TILE, BLOCK, WIDE,
+    )  # fmt: skip
+    write_lines(
+        out, part_out, part_lse, row_parts, sink_logits, peak, mass, acc, part, token, q_head, lane, row, num_lanes, head, d,
+        inside, within, KV_HEADS, HEADS, HEAD_DIM,
+    )  # fmt: skip
+
+
+def ordered_attention(
+    q: Tensor, kv: Tensor, page_table: Tensor, positions: Tensor, work: AttentionWork, partials: Partials, *, scale: float,
+    out: Tensor, sink_logits: Tensor | None = None, early: bool = False, interpret: bool = False,
+) -> None:  # fmt: skip
+    """Attention of T queries over the pages of their rows, for one layer; arguments as of `verify_attention`.
+
+    q     bf16 [T, NH, D]
+    work  made with a `WorkShape` that has `part`
+
+    Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides, and for a work list without parts or
+    with sink keys.
+    """
+    shape, (num_flat_tokens, num_heads, head_dim), num_rows = work.shape, q.shape, work.kv_len.shape[0]
+    check("ordered_attention: q", q, (num_flat_tokens, shape.kv_heads * shape.heads_per_kv, head_dim), torch.bfloat16, rows=True)
+    check("ordered_attention: kv[0]", kv[0], (kv.shape[1], shape.page_size, shape.kv_heads, head_dim), torch.bfloat16)
+    check("ordered_attention: page_table", page_table, (num_rows, page_table.shape[1]), torch.int32)
+    check("ordered_attention: positions", positions, (num_flat_tokens,), torch.int64)
+    check("ordered_attention: out", out, (num_flat_tokens, num_heads, head_dim), torch.bfloat16)
+    if sink_logits is not None:
+        check("ordered_attention: sink_logits", sink_logits, (num_heads,), torch.float32)
+    if not shape.part or shape.sink:
+        raise ValueError(f"ordered_attention: part={shape.part}, sink={shape.sink}; use a shape with parts and without sink keys")
+    if not (q.is_cuda or interpret):
+        verify_attention_reference(q, kv, page_table, positions, work, scale=scale, out=out, sink_logits=sink_logits)
+        return
+    args = launch_args(q)
+
+    def launch(items: Tensor, kind: int, tile: int, block: int) -> None:
+        row_order = work.shared.row_order if kind and work.shared else work.cu_seqlens_q
+        ordered_attention_kernel[(items.shape[0] * shape.kv_heads,)](
+            q, kv, page_table, positions, work.cu_seqlens_q, work.kv_len, row_order, items, work.counts[kind:], work.row_parts,
+            sink_logits, out, partials.out, partials.lse, scale * math.log2(math.e), page_table.shape[1], shape.max_q,
+            q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), KV_HEADS=shape.kv_heads, HEADS=shape.heads_per_kv,
+            HEAD_DIM=head_dim, DIM=max(16, triton.next_power_of_2(head_dim)), PAGE_SIZE=shape.page_size, WINDOW=shape.window,
+            TILE=tile, BLOCK=block, GROUPED=bool(kind), WIDE=not q.is_cuda, EARLY=early and args["PDL"], num_warps=WARPS[tile],
+            num_stages=STAGES, enable_fp_fusion=False, **args,
+        )  # fmt: skip
+
+    if len(work.group_items):
+        launch(work.group_items, 1, shape.group_tile, shape.group_block)
+    launch(work.items, 0, shape.tile, shape.block)
+    if work.num_lines:
+        merge_states(
+            partials.out, partials.lse, work.row_parts, work.cu_seqlens_q, max_q=shape.max_q, out=out, sink_logits=sink_logits,
+            in_order=True, interpret=interpret,
+        )  # fmt: skip
+
+
+def main() -> None:
+    """Beside `verify_attention`, on the same rows."""
+    bench = Bench("ordered_attention")
+    shapes = ((64, 1, 8448), (64, 4, 8448), (256, 1, 1280), (256, 4, 1280), (4, 4, 8448)) if bench.on_gpu else ((2, 1, 64),)
+    for rows, queries, keys in shapes:
+        common: dict[str, Any] = {
+            "num_rows": rows, "max_q": queries, "max_kv": keys, "num_heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 16,
+            "num_sms": torch.cuda.get_device_properties(bench.device).multi_processor_count if bench.on_gpu else 1,
+        }  # fmt: skip
+        pages = triton.cdiv(keys, 16)
+        kv = torch.randn(2, rows * pages, 16, 8, 128, device=bench.device).bfloat16()
+        q = torch.randn(rows * queries, 32, 128, device=bench.device).bfloat16()
+        table = torch.randperm(rows * pages, device=bench.device).int().view(rows, pages)
+        lengths = torch.full((rows,), keys, dtype=torch.int32, device=bench.device)
+        starts = torch.arange(0, rows * queries + 1, queries, dtype=torch.int32, device=bench.device)
+        positions = (keys - queries + torch.arange(queries, device=bench.device)).repeat(rows)
+        out = torch.empty_like(q)
+        ways = (("", ordered_attention, ordered_work_shape(**common)),
+                ("verify_attention ", verify_attention, work_shape(**common, dtype=q.dtype)))  # fmt: skip
+        for name, attend, shape in ways:
+            work = split_kv_schedule(starts, lengths, positions, shape=shape)
+            call = partial(attend, q, kv, table, positions, work, partials_of(work, 128), scale=0.1, out=out)
+            reference = partial(verify_attention_reference, q, kv, table, positions, work, scale=0.1, out=torch.empty_like(q))
+            bench.row(f"{name}R={rows} S={queries} keys={keys}", [call], [reference], num_bytes=kv.nbytes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Attention over one part of a row's keys, with one order of sums whatever tile the query is in.
+
+    s = q K', p = 2^(s * scale - peak')    mass' = mass * f + p 1    acc' = acc * f + p V    with f = 2^(peak - peak')
+
+as in `softmax_step.py`, but: blocks begin at multiples of BLOCK, which is one number for all tiles; the sum of weights is a
+product with ones, because a sum over a tile's columns goes by how its warps divide them; and no product is fused with a sum
+unless it is written so (launch with enable_fp_fusion=False). Keys that a query does not see change none of its bits. Tensor cores
+of the Hopper generation give the same bits by mma.sync and by wgmma, in tiles of any size (`benchmarks/bits_bench.py`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from batchspec.kernels.attention.softmax_step import page_of, seen_keys
+
+PART = 1024
+"""Keys of a part: rows are cut at its multiples, whatever else is in the batch."""
+WARPS = {16: 4, 32: 4, 64: 4, 128: 8}
+"""Warps of a tile of so many lines."""
+ONES = tl.constexpr(16)  # the fewest columns of a product
+
+
+def block_of(head_dim: int) -> int:
+    """Keys that are read at once."""
+    return 64 if head_dim <= 128 else 32
+
+
+@triton.jit
+def attend_part(
+    query, first, stop, end, table, base, position, scale, kv_stride_part, kv_stride_page,
+    WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """(peak, mass, acc) of a tile over the keys first .. stop-1, first a multiple of BLOCK; of them the row has those below end.
+
+    base   address of K's head in page 0
+    scale  of the scores, times log2(e)
+    """
+    key = tl.arange(0, BLOCK)
+    d = tl.arange(0, DIM)
+    peak = tl.full([TILE], -1e30, tl.float32)  # finite, so that a query that sees no key of this part does not get NaN
+    mass = tl.zeros([TILE, ONES], tl.float32)
+    acc = tl.zeros([TILE, DIM], tl.float32)
+    page = page_of(table, first + key, end, PAGE_SIZE)
+    for at in range(first, stop, BLOCK):
+        next_page = page_of(table, at + BLOCK + key, end, PAGE_SIZE)  # one step ahead, as in `verify_attention.py`
+        keys = at + key
+        place = page.to(tl.int64) * kv_stride_page + (keys % PAGE_SIZE) * (KV_HEADS * HEAD_DIM)
+        place = base + place[:, None] + d[None, :]
+        inside = (keys < end)[:, None]
+        if HEAD_DIM != DIM:
+            inside = inside & (d < HEAD_DIM)[None, :]
+        k = tl.load(place, mask=inside, other=0.0)
+        v = tl.load(place + kv_stride_part, mask=inside, other=0.0)
+        if WIDE:
+            k = k.to(tl.float32)
+        s = tl.dot(query, tl.trans(k), input_precision="ieee")
+        s = tl.where(seen_keys(keys, end, position, position, position, False, WINDOW, 0), s, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(s, 1) * scale)
+        p = tl.exp2(tl.fma(s, tl.zeros_like(s) + scale, tl.zeros_like(s) - new_peak[:, None])).to(v.dtype)
+        ones = tl.full([BLOCK, ONES], 1.0, v.dtype)
+        if WIDE:
+            p, v, ones = p.to(tl.float32), v.to(tl.float32), ones.to(tl.float32)
+        shrink = tl.exp2(peak - new_peak)[:, None]
+        mass = tl.dot(p, ones, mass * shrink, input_precision="ieee")
+        acc = tl.dot(p, v, acc * shrink, input_precision="ieee")
+        peak, page = new_peak, next_page
+    return peak, tl.max(mass, 1), acc  # all columns of mass are the same

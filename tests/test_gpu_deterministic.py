@@ -1,0 +1,265 @@
+"""decode.deterministic on a GPU: a row's bits are its own, from each product to K/V, logits and tokens.
+
+`tests/test_deterministic.py` runs on a GPU too: engines with every drafter. Here are real sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from batchspec.batch.flat_batch import FlatBatch, HostLayout
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.cache.groups import KVGroups
+from batchspec.cache.pages import KVCache
+from batchspec.draft.base import Drafter
+from batchspec.draft.chain import ChainDrafter
+from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.none import NoDrafter
+from batchspec.draft.weights import dummy_head, dummy_spec
+from batchspec.engine import allocator
+from batchspec.engine.engine import Engine
+from batchspec.kernels.attention.merge_states import partials_of
+from batchspec.kernels.attention.ordered_attention import ordered_attention
+from batchspec.kernels.attention.ordered_prefill import ordered_prefill
+from batchspec.kernels.attention.settings import ordered_work_shape
+from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
+from batchspec.kernels.benchmarks.bits_bench import BLOCKS, COUNTS, GATED_BLOCKS
+from batchspec.kernels.gemm.lm_head import lm_head
+from batchspec.kernels.gemm.ordered import ordered_linear, ordered_swiglu
+from batchspec.kernels.gemm.split_k import MAX_TILES
+from batchspec.kernels.gemm.tiles import HEAD, Tile
+from batchspec.kernels.norm_rope.norm import add_norm, rms_norm
+from batchspec.kernels.sampling.argmax import argmax
+from batchspec.model.fused import silu_and_mul
+from batchspec.model.target import Target
+from batchspec.records import SamplingParams
+from batchspec.tuning.policy import ordered_segments, ordered_tile
+from tests.engines import packed, request, tiny_spec
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view(torch.int16 if x.itemsize == 2 else torch.int32)
+
+
+def noise(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape, device="cuda") * scale).bfloat16()
+
+
+@pytest.mark.parametrize(("n", "k"), [(576, 1536), (960, 576), (6144, 4096)])
+@pytest.mark.parametrize("segments", [1, 2])
+def test_no_tile_and_no_number_of_tokens_changes_the_bits_of_a_product(n: int, k: int, segments: int) -> None:
+    if segments > 1 and k % 256:
+        pytest.skip("its K has no such segments")
+    x, w = noise(max(COUNTS), k), noise(n, k, scale=k**-0.5)
+    wanted: Tensor | None = None
+    for block in BLOCKS:
+        for tma in (False, True):
+            for split in {1, segments}:
+                tile = Tile(*block, tma, split)
+                for tokens in COUNTS:
+                    if split > 1 and -(-tokens // block[0]) * -(-n // block[1]) > MAX_TILES:
+                        continue
+                    out = ordered_linear(x[:tokens], w, segments=segments, tile=tile, out=torch.empty(tokens, n, device="cuda"))
+                    if wanted is None:
+                        wanted = ordered_linear(x, w, segments=segments, tile=tile, out=torch.empty(len(x), n, device="cuda"))
+                        torch.testing.assert_close(wanted, F.linear(x.float(), w.float()), atol=1e-3, rtol=1e-3)
+                    assert torch.equal(bits(out), bits(wanted[:tokens])), (tile, tokens)
+
+
+def test_the_fused_activation_has_the_bits_of_two_kernels_at_every_number_of_tokens() -> None:
+    x, w = noise(max(COUNTS), 1024), noise(1536, 1024, scale=1 / 32)
+    wanted = silu_and_mul(ordered_linear(x, w, segments=1, tile=Tile(64, 64, 64, 4, 4, True)))
+    for block in GATED_BLOCKS:
+        for tokens in COUNTS:
+            found = ordered_swiglu(x[:tokens], w, segments=1, tile=Tile(*block, True))
+            assert torch.equal(bits(found), bits(wanted[:tokens])), (block, tokens)
+
+
+def test_the_tiles_that_are_chosen_give_the_same_bits_at_every_number_of_tokens() -> None:
+    for n, k, gated in ((6144, 4096, False), (4096, 14336, False), (28672, 4096, True), (576, 1536, False), (3072, 576, True)):
+        x, w, segments = noise(max(COUNTS), k), noise(n, k, scale=k**-0.5), ordered_segments(n, k)
+        multiply, width = (ordered_swiglu, n // 2) if gated else (ordered_linear, n)
+        wanted = multiply(x, w, segments=segments, tile=ordered_tile(len(x), width, segments, gated=gated))
+        for tokens in range(1, 2048, 97):
+            tile = ordered_tile(tokens, width, segments, gated=gated)
+            found = multiply(x[-tokens:], w, segments=segments, tile=tile)
+            assert torch.equal(bits(found), bits(wanted[-tokens:])), (n, k, tokens)
+
+
+def test_a_greedy_token_is_that_of_the_logits_whatever_computes_them() -> None:
+    x, w = noise(1024, 576), noise(49152, 576, scale=0.05)
+    logits = ordered_linear(x, w, segments=1, tile=ordered_tile(1024, 49152, 1), out=torch.empty(1024, 49152, device="cuda"))
+    wanted = torch.empty(1024, dtype=torch.int32, device="cuda")
+    argmax(logits, out_ids=wanted)
+    for block in HEAD:
+        for tokens in (1, 64, 300, 1024):
+            found = torch.empty(tokens, dtype=torch.int32, device="cuda")
+            lm_head(x[:tokens], w, out_ids=found, tile=Tile(*block, True))
+            assert torch.equal(found, wanted[:tokens]), (block, tokens)
+
+
+def test_norms_and_activations_have_the_bits_of_the_row_alone() -> None:
+    x, residual, weight = noise(4096, 576), noise(4096, 576), noise(576)
+    normed, sums = torch.empty_like(x), residual.clone()
+    add_norm(x, sums, weight, 1e-5, out=normed)
+    apart = torch.empty_like(x)
+    rms_norm(residual + x, weight, 1e-5, out=apart)
+    assert torch.equal(bits(apart), bits(normed))
+    for tokens in COUNTS:
+        own, out = residual[:tokens].clone(), torch.empty(tokens, 576, dtype=x.dtype, device="cuda")
+        add_norm(x[:tokens], own, weight, 1e-5, out=out)
+        assert torch.equal(bits(out), bits(normed[:tokens]))
+        assert torch.equal(bits(own), bits(sums[:tokens]))
+        assert torch.equal(bits(silu_and_mul(x[:tokens])), bits(silu_and_mul(x)[:tokens]))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (9, 3, 64), (64, 8, 64), (16, 2, 256)])
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_a_query_has_the_same_bits_in_prefill_and_in_any_round(
+    heads: int, kv_heads: int, dim: int, window: int, with_sinks: bool
+) -> None:
+    length, page_size = 4200, 16
+    pages = -(-length // page_size)
+    kv, q = noise(2, pages + 1, page_size, kv_heads, dim), noise(length, heads, dim)
+    sinks = torch.linspace(-2, 2, heads, device="cuda") if with_sinks else None
+    table = (torch.randperm(pages, device="cuda") + 1).int().view(1, pages)
+    positions = torch.arange(length, device="cuda")
+
+    def prefilled(begin: int, end: int) -> Tensor:
+        out = torch.full((end - begin, heads, dim), torch.nan, dtype=q.dtype, device="cuda")
+        bounds, kv_len = (torch.tensor(values, dtype=torch.int32, device="cuda") for values in ([0, end - begin], [end]))
+        ordered_prefill(
+            q[begin:end], kv, table, positions[begin:end], bounds, kv_len, scale=dim**-0.5, max_q=end - begin, max_kv=end,
+            out=out, window=window, sink_logits=sinks,
+        )  # fmt: skip
+        return out
+
+    def in_round(begins: list[int], num_q: int, max_kv: int) -> Tensor:
+        """Rows of this one prompt, each with num_q queries from begins[row] on."""
+        rows = len(begins)
+        shape = ordered_work_shape(
+            num_rows=rows, max_q=num_q, max_kv=max_kv, num_heads=heads, kv_heads=kv_heads, head_dim=dim, page_size=page_size,
+            num_sms=132, window=window,
+        )  # fmt: skip
+        own = torch.cat([positions[begin : begin + num_q] for begin in begins])
+        starts = torch.arange(0, rows * num_q + 1, num_q, dtype=torch.int32, device="cuda")
+        lengths = torch.tensor([begin + num_q for begin in begins], dtype=torch.int32, device="cuda")
+        work = split_kv_schedule(starts, lengths, own, shape=shape)
+        out = torch.full((rows * num_q, heads, dim), torch.nan, dtype=q.dtype, device="cuda")
+        ordered_attention(
+            q[own], kv, table.repeat(rows, 1), own, work, partials_of(work, dim), scale=dim**-0.5, out=out, sink_logits=sinks
+        )
+        return out
+
+    whole = prefilled(0, length)
+    assert whole.isfinite().all()
+    for begin, end in ((0, 100), (0, 1024), (100, 1300), (1000, 3100), (3100, 4200)):
+        assert torch.equal(bits(prefilled(begin, end)), bits(whole[begin:end])), (begin, end)
+    begins = [0, 5, 700, 1019, 1020, 1023, 1024, 2040, 4000, 4190]
+    for num_q in (1, 2, 4, 8, 10):
+        for own in (begins, begins[-1:], begins[:3] * 30):
+            found = in_round(own, num_q, length).view(len(own), num_q, heads, dim)
+            for row, begin in enumerate(own):
+                assert torch.equal(bits(found[row]), bits(whole[begin : begin + num_q])), (num_q, begin)
+
+
+@cache
+def target() -> Target:
+    spec = tiny_spec(
+        None, hidden_size=1024, num_heads=16, num_kv_heads=4, head_dim=64, intermediate_size=2048, vocab_size=5000,
+        max_len=4096, dtype="bfloat16",
+    )  # fmt: skip
+    device = torch.device("cuda")
+    return Target.load(Path(), spec.in_one_order(), dtype=torch.bfloat16, device=device, dummy=True)
+
+
+def test_keys_values_and_logits_are_those_of_a_prompt_in_one_pass_however_it_is_cut() -> None:
+    own, length = target(), 1500
+    ids = torch.randint(0, 5000, (length,), dtype=torch.int32, device="cuda")
+
+    def computed(cuts: list[int]) -> tuple[Tensor, Tensor]:
+        """K/V of all positions, and the logits, the tokens going through the model in passes that end at `cuts`."""
+        cache = KVCache.allocate(
+            own.spec.kv_layout(own.dtype, 16), groups=KVGroups.single(own.spec.num_layers), num_pages=(length // 16 + 2,),
+            device=own.device,
+        )  # fmt: skip
+        table = torch.arange(1, length // 16 + 2, dtype=torch.int32, device="cuda").view(1, -1)
+        found = []
+        for begin, end in zip([0, *cuts], cuts, strict=False):
+            positions = torch.arange(begin, end, device="cuda")
+            batch = FlatBatch(
+                token_ids=ids[begin:end], row_ids=torch.zeros(end - begin, dtype=torch.int32, device="cuda"),
+                positions=positions, slot_mapping=positions + 16,
+                cu_seqlens_q=torch.tensor([0, end - begin], dtype=torch.int32, device="cuda"),
+                kv_len=torch.tensor([end], dtype=torch.int32, device="cuda"), page_table=table, max_q=end - begin, max_kv=end,
+                host=HostLayout([end - begin], [end]),
+            )  # fmt: skip
+            found.append(own.logits(own.forward(batch, cache)[0]))
+        pages = torch.stack([cache.layer(i).pages for i in range(own.spec.num_layers)])
+        return pages.flatten(2, 3)[:, :, 16 : length + 16], torch.cat(found)
+
+    kv, logits = computed([length])
+    for cuts in (
+        [700, length],
+        [64, 65, 1023, 1024, 1025, length],
+        [1400, *range(1401, length + 1)],
+        [1, 2, 10, 1000, 1004, length],
+    ):
+        other_kv, other_logits = computed(cuts)
+        assert torch.equal(bits(other_kv), bits(kv)), cuts[:3]
+        assert torch.equal(bits(other_logits), bits(logits)), cuts[:3]
+
+
+def test_no_drafter_number_of_slots_or_preemption_changes_a_token() -> None:
+    own = target()
+    samplings = (SamplingParams(), SamplingParams(temperature=0.8), SamplingParams(temperature=0.7, top_p=0.9, top_k=40))
+    generator = torch.Generator().manual_seed(1)
+    asked = [
+        request(
+            i,
+            torch.randint(0, 5000, (int(length),), generator=generator).tolist(),
+            cap=60,
+            sampling=samplings[i % 3],
+            predicted=5,
+        )
+        for i, length in enumerate(torch.randint(1, 1400, (40,), generator=generator))
+    ]
+    head = dummy_head(
+        replace(dummy_spec(own.spec, draft_vocab_size=3000, parallel=False), aux_layer_ids=(0, 1, 2)), dtype=torch.bfloat16,
+        device=own.device,
+    )  # fmt: skip
+
+    def run(slots: int, pages: int, draft_len: int, name: str, prefill_tokens: int) -> dict[str, list[int]]:
+        drafter: Drafter = NoDrafter()
+        if name == "lookup":
+            drafter = LookupDrafter(draft_len, min_ngram=1, max_ngram=3)
+        elif name == "chain":
+            drafter = ChainDrafter(head, own, draft_len, slots=slots)
+        batch = packed(
+            slots, page_size=16, max_len=1600, num_pages=pages, draft_len=draft_len, prefill_tokens=prefill_tokens,
+            row_buckets=(1, slots) if slots > 1 else (1,),
+        )  # fmt: skip
+        engine = Engine(own, drafter, batch, device=own.device)
+        engine.prepare(SamplingMode(random=True))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(allocator, "SHORT_CAP_TOKENS", 4)
+            done = list(engine.run(iter(asked)))
+        if pages < 1000:
+            assert sum(one.stats.num_prefills for one in done if one.stats is not None) > len(asked), "no row was preempted"
+        return {one.request_id: one.token_ids.tolist() for one in done if one.token_ids is not None}
+
+    wanted = run(1, 2000, 0, "none", 4096)
+    for slots, pages, draft_len, name, prefill_tokens in (
+        (40, 5000, 0, "none", 4096), (40, 5000, 3, "chain", 1000), (16, 5000, 7, "lookup", 300), (13, 400, 2, "chain", 4096),
+    ):  # fmt: skip
+        assert run(slots, pages, draft_len, name, prefill_tokens) == wanted, (slots, name)
