@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 
 from batchspec import run
 from batchspec.commands import bench
+from batchspec.commands.bench_arguments import parse
+from batchspec.commands.bench_engines import Bench, ways
+from batchspec.commands.bench_schemas import following, symbols_of
 from batchspec.commands.profile import read_trace
 from batchspec.commands.shapes import COMMON, SHAPES
-from batchspec.commands.workloads import make_job
+from batchspec.commands.workloads import make_job, make_workload
 from batchspec.errors import ConfigError
 from tests.models import make_checkpoint, make_tokenizer
 
@@ -129,6 +132,38 @@ def test_trees_ranked_by_sums_and_by_products_run_side_by_side_with_their_chain(
         assert 1 + sum(row["accepted_by_position"]) == pytest.approx(row["mean_acceptance_length"], abs=2e-3)
         assert row["mean_acceptance_length_of_requests"] >= 1
         assert row["tok_s_of_requests"] > 0
+
+
+@pytest.mark.parametrize("mode", [[], ["--rounds", "4"]])
+def test_rows_follow_schemas_without_ending_before_the_others(shape: Path, tmp_path: Path, mode: list[str]) -> None:
+    rows = lines(
+        shape, tmp_path / "o.jsonl", "--schemas", "0", "3", "--draft", "none", "lookup", "eagle3", "--k", "2", *mode
+    )  # fmt: skip
+    names = ["none", "none schemas=3", "lookup K=2", "lookup K=2 schemas=3", "eagle3 K=2", "eagle3 K=2 schemas=3"]
+    assert [row["variant"] for row in rows] == names
+    if mode:
+        assert all(row["round_us"] > 0 for row in rows)
+        return
+    assert [row["tokens"] for row in rows] == [48] * 6
+    assert rows[3]["mean_acceptance_length"] > rows[2]["mean_acceptance_length"], "what must come is drafted"
+
+
+def test_what_rows_of_schemas_write_is_what_their_patterns_allow(shape: Path) -> None:
+    args = parse(["o", "n", "--shape", str(shape), "--schemas", "3", "--batch", "4", "--prompt", "8", "--gen", "40"])
+    bench_ = Bench(args, make_workload(args, torch.device("cpu")), torch.device("cpu"))
+    (way,) = ways(args)
+    automata = bench_.automata(way)
+    assert len({id(one) for one in automata}) == 3
+    symbols = symbols_of(None, 320)
+    requests = [following(one, automata[i % 3]) for i, one in enumerate(bench_.workload.requests)]
+    for done in bench_.engine(way).run(iter(requests)):
+        assert done.token_ids is not None
+        text = b"".join(
+            bytes(symbols.symbols[symbols.starts[token] : symbols.starts[token + 1]].tolist())
+            for token in done.token_ids.tolist()
+        ).decode()
+        begun = f'{{"field_{done.row_index % 3}": "'
+        assert text[: len(begun)] == begun[: len(text)]
 
 
 @pytest.mark.parametrize(("past", "drafters"), [(8, ["eagle3"]), (33, ["eagle3", "parallel", "window", "tree"])])

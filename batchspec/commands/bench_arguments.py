@@ -45,6 +45,10 @@ def parse(argv: list[str], description: str | None = None) -> argparse.Namespace
     add("--topk", type=int, default=10, help="branches of a draft tree, whose levels are --k")
     add("--nodes", type=int, help="nodes of a draft tree that are verified; 60, or all that grow")
     add("--temperature", nargs="+", default=[0.0], type=float, help="of the draws; 0 is greedy")
+    add(
+        "--schemas", nargs="+", default=[0], type=int,
+        help="rows follow so many distinct schemas, one each; 0: none. A variant for each number: --schemas 0 100",
+    )  # fmt: skip
     add("--accept", default="", help="synthetic acceptance by position, unconditional: .6,.28,.12; cut to each --k")
     add("--window", type=int, help="newest keys that the head reads (all without it), or the drafting model")
     add("--corpus-tokens", type=int, default=0, help="lookup, hybrid: newest tokens of ended rows that drafts are copied from")
@@ -95,6 +99,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--accept {args.accept} must be non-increasing: a draft token is accepted only after accepted ones")
     if any(violation("decode.temperature", heat) for heat in args.temperature):
         raise ConfigError(f"--temperature {args.temperature} must be in 0 .. 100; 0 is greedy")
+    if any(number < 0 for number in args.schemas):
+        raise ConfigError(f"--schemas {args.schemas} are numbers of distinct schemas; 0 is the way without them")
     if args.against_transformers and not args.model:
         raise ConfigError("--against-transformers needs --model: dummy weights exist only inside batchspec")
     if args.against_transformers and importlib.util.find_spec("transformers") is None:

@@ -8,10 +8,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
 from typing import Any
 
 import torch
 
+from batchspec.commands.bench_schemas import compiled, symbols_of
 from batchspec.commands.workloads import Workload
 from batchspec.config.draft_schema import DraftConfig, TreeConfig
 from batchspec.config.schema import AblationConfig, ModelConfig, RunConfig
@@ -26,6 +29,7 @@ from batchspec.errors import ConfigError
 from batchspec.packing.planner import CPU_PREFILL, GPU_PREFILL, GPU_RUN_AHEAD, PAGE_SIZE, free_memory, row_buckets
 from batchspec.prepare import build_engine
 from batchspec.records import PackedBatch
+from batchspec.token_automaton import TokenAutomaton, TokenSymbols
 
 OPTIONS = ("coupled", "dead_positions", "uniform_slots", "argmax", "dead_rows", "overlap", "sharing")
 TREES = {"tree": LOGPROB, "tree-products": PROB}
@@ -51,24 +55,29 @@ class Way:
     draft_len: int | None
     options: Mapping[str, bool]
     temperature: float = 0.0
+    schemas: int = 0
+    """Distinct schemas that its rows follow, one each; 0: none does."""
 
     @property
     def name(self) -> str:
         length = "" if self.draft == "none" else f" K={'auto' if self.draft_len is None else self.draft_len}"
         heat = f" T={self.temperature:g}" if self.temperature else ""
+        heat += f" schemas={self.schemas}" if self.schemas else ""
         return self.draft + length + heat + "".join(f" {key}={str(value).lower()}" for key, value in self.options.items())
 
 
 def ways(args: argparse.Namespace) -> Iterator[Way]:
-    """Every drafter with every draft length and temperature, and again with each set of --opt that applies to it."""
+    """Every drafter with every draft length, temperature and number of schemas, and again with each set of --opt that applies to
+    it.
+    """
     for draft in args.draft:
         reads = DRAFTERS[SETTINGS.get(draft, {}).get("name", draft)].reads
         for length in [0] if draft == "none" else args.k:
-            for temperature in args.temperature:
+            for temperature, schemas in product(args.temperature, args.schemas):
                 for options in [{}, *args.opt]:
                     fits = "ablation.dead_positions" in reads or "dead_positions" not in options
                     if fits and (temperature or "coupled" not in options):
-                        yield Way(draft, length, options, temperature)
+                        yield Way(draft, length, options, temperature, schemas)
 
 
 def parse_options(text: str) -> dict[str, bool]:
@@ -128,6 +137,7 @@ class Bench:
     lead: Lead | None = None
     """Of the leader of a group, if the others follow its engines."""
     _weights: dict[Any, Any] = field(default_factory=dict)
+    _automata: tuple[int, list[TokenAutomaton]] = (0, [])
 
     def __post_init__(self) -> None:
         """Ranks make the buffers of their exchanges once: to enlarge them would make the graphs of other engines invalid."""
@@ -158,7 +168,19 @@ class Bench:
         drafter = self.drafter(way, config)
         batch = self.batch(drafter)
         batch = batch if buckets is None else replace(batch, row_buckets=buckets)
-        return build_engine(config, self.workload.target, drafter, batch, lead=self.lead)
+        vocabulary = self._symbols if way.schemas else None
+        return build_engine(config, self.workload.target, drafter, batch, lead=self.lead, vocabulary=vocabulary)
+
+    @cached_property
+    def _symbols(self) -> TokenSymbols:
+        return symbols_of(self.workload.tokenizer, self.workload.target.spec.vocab_size)
+
+    def automata(self, way: Way) -> list[TokenAutomaton]:
+        """Those that the rows follow, in turn; none without schemas."""
+        if way.schemas and self._automata[0] != way.schemas:
+            end_ids = self.workload.requests[0].stop_ids
+            self._automata = way.schemas, compiled(self._symbols, way.schemas, end_ids)
+        return self._automata[1] if way.schemas else []
 
     def free_memory(self) -> int:
         """Bytes that are free on the device; in a group those of the rank that has least."""

@@ -2,7 +2,7 @@
 
 All slots hold live rows with a past of --prompt tokens whose K/V is noise: a round's time depends on how much there is to read,
 not on what it says. Rows go on as --accept lets them, or as the drafts happen to be right. With K = 0 a drafter keeps its K/V
-warm and drafts nothing.
+warm and drafts nothing. With --schemas each row is somewhere in the text of its schema.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from batchspec import terminal
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.commands.bench_engines import Bench, Way, ways
+from batchspec.commands.bench_schemas import begin_anywhere
 from batchspec.commands.bench_variants import Record, clock
 from batchspec.commands.profile import PROFILED_ROUNDS, profile_calls
 from batchspec.engine.engine import Engine
@@ -70,11 +71,13 @@ def _time(bench: Bench, way: Way, record: Record) -> dict[str, Any]:
     args = bench.args
     engine = bench.engine(way, buckets=(args.batch,))
     draft_len, rows = engine.drafter.max_len if way.draft_len else 0, engine.executor.rows
-    shape = Shape(args.batch, draft_len, SamplingMode(), prepare_next=draft_len > 0)
+    shape = Shape(args.batch, draft_len, SamplingMode(constrained=way.schemas > 0), prepare_next=draft_len > 0)
     engine.executor.graphs.prepare([shape])
     with engine.executor.dead_tokens_routed():
         dead_s = engine.executor.graphs.seconds(shape)
     _begin(engine, args.prompt)
+    if automata := bench.automata(way):
+        begin_anywhere(engine, automata, bench.workload.requests[0])
     for _ in range(WARM_ROUNDS):
         engine.executor.graphs.run(shape)
     before, began = int(rows.num_tokens.sum()), clock(bench.device)
@@ -85,6 +88,7 @@ def _time(bench: Bench, way: Way, record: Record) -> dict[str, Any]:
         bench.group.collectives.check()
     tokens = int(rows.num_tokens.sum()) - before
     assert bool(rows.live.all()), "a row ended: the rounds were not all alike"
+    assert not automata or bool((rows.automaton_state > 0).all()), "a row has left its automaton"
     row = {
         "past": args.prompt, "rounds": args.rounds, "round_us": round(seconds / args.rounds * 1e6, 1),
         "dead_rows_us": round(dead_s * 1e6, 1), "mean_acceptance_length": round(tokens / args.rounds / args.batch, 3),

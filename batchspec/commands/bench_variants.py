@@ -12,6 +12,7 @@ import torch
 
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.commands.bench_engines import Bench, Way, ways
+from batchspec.commands.bench_schemas import following
 from batchspec.commands.profile import Profile, profile_rounds
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.engine import Engine
@@ -72,7 +73,10 @@ class EngineVariant:
     def open(self) -> None:
         if self._engine is not None:
             return
-        self.build().prepare(SamplingMode(random=self._way.temperature > 0), shared=self._bench.args.samples > 1)
+        mode = SamplingMode(random=self._way.temperature > 0, constrained=self._way.schemas > 0)
+        self.build().prepare(mode, shared=self._bench.args.samples > 1)
+        if automata := self._bench.automata(self._way):
+            self._requests = [following(one, automata[i % len(automata)]) for i, one in enumerate(self._requests)]
         self._decode(self._requests[:WARM_ROWS], WARM_TOKENS)
 
     def build(self) -> Engine:

@@ -32,11 +32,14 @@ MEDIAN_LOG, SIGMA = 6.685, 0.7
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The target, its folder (of a real model) and the requests, greedy; only with --eos do they stop before their cap."""
+    """The target, its folder and tokenizer (of a real model) and the requests, greedy; only with --eos do they stop before their
+    cap.
+    """
 
     target: Target
     folder: Path
     requests: list[Request]
+    tokenizer: Tokenizer | None = None
 
     def unshared(self) -> list[Request]:
         """The same requests, but no two begin alike: the first prompt token of each differs from its siblings'."""
@@ -144,7 +147,7 @@ def _real(args: argparse.Namespace, device: torch.device, group: Group | None) -
     target = _load(job.folder, job.spec, job.dtype, device, group)
     count = args.requests or len(found)
     repeated = [replace(found[i % len(found)], request_id=str(i), row_index=i, seed=i) for i in range(count)]
-    return Workload(_with_kv(target, args, device, job.tokenizer), job.folder, repeated)
+    return Workload(_with_kv(target, args, device, job.tokenizer), job.folder, repeated, job.tokenizer)
 
 
 def _load(

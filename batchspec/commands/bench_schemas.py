@@ -1,0 +1,81 @@
+"""What rows of `batchspec bench --schemas N` follow: N distinct patterns of a list of JSON objects that never has to end.
+
+A row without --eos decodes --gen tokens, so that rounds with and without schemas have the same number of rows. A shape has no
+tokenizer: its vocabulary is made up, of all bytes and of words in them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+from batchspec.batch.automata import AutomataRoom, Constraint
+from batchspec.engine.automaton_places import AutomatonPlaces
+from batchspec.engine.engine import Engine
+from batchspec.model.tokenizer import Tokenizer
+from batchspec.records import Request
+from batchspec.structured.compiler import Compiler
+from batchspec.token_automaton import TokenAutomaton, TokenSymbols
+
+LONGEST_START = 60
+"""Rows of single rounds begin after up to so many tokens, wherever these lead."""
+PIECES = (*"abcdefghijklmnopqrstuvwxyz", " ", " ", "e", "t", '"', '": ', ", ", "{", "}", "0", "17")
+
+
+def symbols_of(tokenizer: Tokenizer | None, vocab_size: int) -> TokenSymbols:
+    """The vocabulary's bytes, by the tokenizer or made up."""
+    return _made_up(vocab_size) if tokenizer is None else tokenizer.symbols(vocab_size, {})
+
+
+@cache
+def _made_up(vocab_size: int) -> TokenSymbols:
+    rng = random.Random(0)
+    words = ("".join(rng.choices(PIECES, k=rng.randint(2, 6))).encode() for _ in range(vocab_size))
+    return TokenSymbols.of([bytes([token]) if token < 256 else word for token, word in enumerate(words)])
+
+
+def pattern(number: int) -> str:
+    """One item after the other: a key of its own, text, a number and one of three words."""
+    return rf'(\{{"field_{number}": "[^"\\\n]{{0,60}}", "count": [0-9]{{1,4}}, "kind": "(red|green|blue)"\}}, )*'
+
+
+def compiled(symbols: TokenSymbols, num: int, end_ids: Sequence[int]) -> list[TokenAutomaton]:
+    """The automata of `num` patterns. end_ids: tokens that may end a row after an item."""
+    compiler = Compiler(symbols, tuple(end_ids), thinks=False, may_begin=False)
+    for number in range(num):
+        compiler.begin("regex", pattern(number))
+    return [compiler.compile("regex", pattern(number)) for number in range(num)]
+
+
+def begin_anywhere(engine: Engine, automata: Sequence[TokenAutomaton], request: Request) -> None:
+    """Every slot of the engine follows one of the automata, each from the state after some tokens of its own."""
+    rows = engine.executor.rows
+    assert rows.automata is not None
+    places = AutomatonPlaces(AutomataRoom(num_tokens=automata[0].vocabulary.num_tokens))
+    found: list[tuple[int, Constraint]] = []
+    for slot in range(len(rows.live)):
+        automaton = automata[slot % len(automata)]
+        places.hold(automaton)
+        at = places.constraint(following(request, automaton), _drawn(automaton, slot))
+        assert at is not None
+        found.append((slot, at))
+    for upload in places.take_uploads():
+        rows.automata.upload(upload)
+    rows.constrain(found)
+
+
+def following(request: Request, automaton: TokenAutomaton) -> Request:
+    """The request, whose output follows the automaton."""
+    return replace(request, automaton=automaton, automaton_state=automaton.answer)
+
+
+def _drawn(automaton: TokenAutomaton, seed: int) -> list[int]:
+    """Tokens that are allowed one after the other."""
+    rng, state = random.Random(seed), automaton.answer
+    tokens: list[int] = []
+    for _ in range(rng.randint(0, LONGEST_START)):
+        tokens.append(int(rng.choice(automaton.allowed(state).nonzero()[0])))
+        state = automaton.walk(state, tokens[-1:])
+    return tokens
