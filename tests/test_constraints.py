@@ -30,6 +30,7 @@ from tests.models import make_checkpoint, make_thinking_tokenizer, make_tokenize
 from tests.stand_ins import small_spec
 from tests.test_admit import job, prompts
 from tests.test_job import arguments
+from tests.test_loops import load
 
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 9}
 PERSON = {
@@ -221,6 +222,17 @@ def test_every_completed_row_of_a_job_is_valid_whatever_drafts(
     for row in found[0].iter_rows(named=True):
         if row["status"] == "ok":
             jsonschema.validate(json.loads(row["completion"]), own[row["row_index"]] or PERSON)
+    checks, words = load("check_schemas"), [str(tmp_path / "none"), "--column", "wanted", "--schema", f"{tmp_path}/person.json"]
+    assert checks.main(words) == 0
+    counts, _ = checks.check(tmp_path / "none", "wanted", json.dumps(PERSON))
+    assert counts["valid"] == statuses.count("ok")
+    assert counts["error impossible"] == 1
+    other_schema = json.dumps({"type": "null"})
+    counts, shown = checks.check(tmp_path / "none", "nothing", other_schema)
+    assert counts["invalid"] == statuses.count("ok")
+    assert other_schema in shown[0]
+    (tmp_path / "null.json").write_text(other_schema)
+    assert checks.main([str(tmp_path / "none"), "--column", "nothing", "--schema", f"{tmp_path}/null.json"]) == 1
     capsys.readouterr()
     assert plan.main([*arguments(model, data, tmp_path / "plan", "draft=none"), *keys]) == 0
     said = capsys.readouterr().out

@@ -1,0 +1,80 @@
+"""Validate every completion of a job with JSON schemas by the package jsonschema, which batchspec itself does not use.
+
+    python jobs/check_schemas.py OUT [--column schema] [--schema FILE]
+
+OUT is the output folder of a job with `input.columns.schema=COLUMN` (and that column in the output, as by default) or with
+`decode.schema=FILE`. Counted are rows by status, and of those with status ok how many are valid. A row that a stop string ended
+may have been cut, and is counted by itself. Exit code 1 if a row with status ok is not valid. Needs `pip install jsonschema`.
+
+Ten thousand rows:
+
+    python -m batchspec.run model.path=MODEL input.path=rows.parquet input.columns.schema=schema output.dir=OUT \
+        decode=sampled decode.max_new_tokens=1024 input.max_error_fraction=1
+    python jobs/check_schemas.py OUT
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+from jsonschema.protocols import Validator
+from jsonschema.validators import Draft202012Validator, validator_for
+
+SHOWN = 5
+
+
+@lru_cache(maxsize=1000)
+def validator(schema: str) -> Validator:
+    made = json.loads(schema)
+    return validator_for(made, default=Draft202012Validator)(made)
+
+
+def verdict(row: dict[str, Any], schema: str | None) -> str:
+    """How a row is counted: its status, or valid, invalid, free (it has no schema) or stopped."""
+    if row["status"] != "ok":
+        code = row["error"]["code"] if row["error"] else ""
+        return f"{row['status']} {code}".strip()
+    if schema is None:
+        return "free"
+    if row["finish_reason"] == "stop" and row["stop_reason"] is not None and not row["stop_reason"].isdigit():
+        return "stopped"
+    try:
+        value = json.loads(row["completion"])
+    except ValueError:
+        return "invalid"
+    return "valid" if validator(schema).is_valid(value) else "invalid"
+
+
+def check(out: Path, column: str, usual: str | None) -> tuple[Counter[str], list[str]]:
+    """The numbers of rows by verdict, and the first lines about invalid ones."""
+    frame = pl.scan_parquet(out / "data")
+    own = [column] if column in frame.collect_schema().names() else []
+    names = ["request_id", "status", "error", "finish_reason", "stop_reason", "completion", *own]
+    counts, shown = Counter[str](), list[str]()
+    for row in frame.select(names).collect().iter_rows(named=True):
+        schema = row.get(column) or usual
+        found = verdict(row, schema)
+        counts[found] += 1
+        if found == "invalid" and len(shown) < SHOWN:
+            shown.append(f"{row['request_id']}: {row['completion'][:200]!r} is not valid by {str(schema)[:200]}")
+    return counts, shown
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--column", default="schema", help="column of the output that holds each row's schema, as JSON text")
+    parser.add_argument("--schema", type=Path, help="the schema of rows without one of their own")
+    args = parser.parse_args(argv)
+    counts, shown = check(args.out, args.column, args.schema.read_text(encoding="utf-8") if args.schema else None)
+    print("\n".join([*shown, *(f"{count:>9,}  {name}" for name, count in counts.most_common())]))
+    return 1 if counts["invalid"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
