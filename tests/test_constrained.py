@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from batchspec.batch.automata import AutomataRoom, Constraint
 from batchspec.batch.device_batch import DeviceBatch
@@ -21,6 +22,8 @@ from batchspec.engine import allocator
 from batchspec.engine.automaton_places import AutomatonPlaces
 from batchspec.engine.engine import Engine
 from batchspec.engine.round import RoundOptions
+from batchspec.engine.sampling import greedy_sample as choose_greedily
+from batchspec.model.target import Target
 from batchspec.records import Completion, Request, SamplingParams, Snapshot, Thinking
 from batchspec.token_automaton import ENDS, FORCED
 from tests.automata import BEGIN, END, EOS, TOKENS, VOCABULARY, automaton, constrained_tokens, may_follow, written
@@ -91,6 +94,36 @@ def test_tokens_are_those_of_the_definition_whatever_drafts(name: str, data: st.
         if pattern is not None and out.status == "ok":
             assert out.token_ids is not None
             assert re.fullmatch(pattern, written(out.token_ids.tolist()).decode(), re.ASCII)
+
+
+@pytest.mark.parametrize("name", ["none", "lookup", "eagle3", "tree", "hybrid"])
+def test_a_product_that_masks_by_itself_chooses_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where the logits of greedy rows are not written out; here the masks are applied to them."""
+    greedy_sample, told = Target.greedy_sample, [0]
+
+    def masked(self: Target, hidden: Tensor, vocab: int | None = None, *, allowed: Any = None, **flags: Any) -> Tensor:
+        if allowed is None:
+            return greedy_sample(self, hidden, vocab, **flags)
+        masks, lines = allowed
+        told[0] += 1
+        ids = torch.arange(VOCAB, device=hidden.device)
+        forbidden = ((masks[lines.clamp(min=0).long()][:, ids >> 5] >> (ids & 31).int()) & 1 == 0) & (lines >= 0)[:, None]
+        return choose_greedily(self.logits(hidden).masked_fill(forbidden, -torch.inf))
+
+    monkeypatch.setattr(Target, "greedy_sample", masked)
+    monkeypatch.setattr(Target, "masks_in_product", lambda *_: True)
+    patterns = (*PATTERNS, None)
+    job = [(constrained(request(i, [i, 7], cap=12), pattern), pattern) for i, pattern in enumerate(patterns)]
+    assert tokens(run([req for req, _ in job], ALL[name]())) == {
+        req.row_index: constrained_tokens(req, pattern) for req, pattern in job
+    }
+    assert told[0] > 5
+    told[0] = 0
+    least = [(replace(req, min_new_tokens=4), pattern) for req, pattern in job[:2]]  # these need the logits
+    assert tokens(run([req for req, _ in least], ALL[name]())) == {
+        req.row_index: constrained_tokens(req, pattern) for req, pattern in least
+    }
+    assert not told[0]
 
 
 @pytest.mark.parametrize("right", [True, False])

@@ -147,6 +147,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "runner",
         "runstate",
         "storage",
+        "structured.compiler",
         "supervise",
         "train",
         "tuning",

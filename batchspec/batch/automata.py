@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchspec.kernels.sampling.constrain import advance_states, constrain_drafts, constrain_logits
+from batchspec.kernels.sampling.constrain import advance_states, constrain_drafts, constrain_logits, mask_rows
 from batchspec.records import Ids
 from batchspec.token_automaton import DEAD, MASK, NEXT, NUM_SYMBOLS, TokenAutomaton, TokenSymbols
 
@@ -104,6 +104,18 @@ class Automata:
             num_drafted=num_drafted, draft_rows=draft_rows, map_ids=map_ids, first_id=first_id, positions=positions,
             min_tokens=min_tokens, stop_ids=stop_ids,
         )  # fmt: skip
+
+    def allowed(
+        self, row_ids: Tensor, states: Tensor, classes: Tensor, *, drafts: Tensor | None, num_drafted: Tensor | None,
+        draft_rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The masks of all automata, and the row of them for each position int32 [T]: see `mask_rows`."""
+        found = torch.empty_like(row_ids)
+        mask_rows(
+            row_ids, states, classes, self.tables, self.symbols, self.starts, out_rows=found, drafts=drafts,
+            num_drafted=num_drafted, draft_rows=draft_rows,
+        )  # fmt: skip
+        return self.masks, found
 
     def constrain_drafts(self, draft_ids: Tensor, draft_len: Tensor, states: Tensor, classes: Tensor) -> None:
         """See `constrain_drafts`."""

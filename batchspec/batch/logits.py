@@ -166,6 +166,15 @@ def follow_automata(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: T
     )  # fmt: skip
 
 
+def allowed_by_automata(at: LogitRows, rows: DeviceBatch) -> tuple[Tensor, Tensor]:
+    """What `follow_automata` leaves to rows without a minimum of tokens: masks, and the row of them for each position."""
+    assert rows.automata is not None
+    return rows.automata.allowed(
+        at.row_ids, rows.automaton_state, rows.automaton_classes, drafts=at.drafts, num_drafted=at.num_drafted,
+        draft_rows=at.draft_rows,
+    )  # fmt: skip
+
+
 def mark_output(rows: DeviceBatch, tokens: Tensor, kept: Tensor) -> None:
     """Count committed tokens, for the penalties: the first kept[r] of tokens[r]. tokens int32 [R, S], kept int32 [R]."""
     for j in range(tokens.shape[1]):

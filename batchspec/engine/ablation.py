@@ -23,6 +23,9 @@ class SoftmaxChoice(Round):
     def greedy_of_hidden(self, hidden: Tensor) -> Tensor:
         return greedy_by_softmax(self.target.all_logits(hidden))
 
+    def masks_in_product(self, hidden: Tensor) -> bool:
+        return False
+
     def greedy_of_logits(self, logits: Tensor) -> Tensor:
         ranks = self.target.ranks
         return greedy_by_softmax(logits if ranks is None else gather_logits(logits, self.target.spec, ranks))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
-from batchspec.batch.logits import LogitRows, adjusts, adjusts_drafts, mark_output
+from batchspec.batch.logits import LogitRows, adjusts, adjusts_drafts, allowed_by_automata, mark_output
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.batch.uniform_layout import UniformLayout
 from batchspec.cache.pages import KVCache
@@ -249,6 +249,9 @@ class Round:
         """Target ids int32 [T], NO_TOKEN for logits that are not finite; and the raw logits if logprobs are wanted."""
         if places is None:
             return self.greedy_of_hidden(hidden), None
+        if mode == SamplingMode(constrained=True) and self.options.logprobs is None and self.masks_in_product(hidden):
+            allowed = allowed_by_automata(places, rows)
+            return self.target.greedy_sample(hidden, flag_nonfinite=True, allowed=allowed), None
         logits = self.target.logits(hidden)
         raw = None
         if self.options.logprobs is not None:
@@ -269,6 +272,10 @@ class Round:
     def greedy_of_hidden(self, hidden: Tensor) -> Tensor:
         """The greedy choice of each row of `hidden` [T, H], int32 [T]."""
         return self.target.greedy_sample(hidden, flag_nonfinite=True)
+
+    def masks_in_product(self, hidden: Tensor) -> bool:
+        """Whether the greedy choice among the tokens that automata allow needs no logits."""
+        return self.target.masks_in_product(hidden)
 
     def greedy_of_logits(self, logits: Tensor) -> Tensor:
         """The greedy choice of each row of logits [T, V], int32 [T]."""

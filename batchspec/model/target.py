@@ -17,6 +17,7 @@ from batchspec.cache.pages import KVCache
 from batchspec.distributed.collectives import Collectives
 from batchspec.errors import ConfigError
 from batchspec.kernels.gemm.lm_head import lm_head
+from batchspec.kernels.gemm.tiles import Tile
 from batchspec.kernels.sampling.argmax import argmax
 from batchspec.model.decoder import LayerWeights, PagedAttend, PagedStore, ResidualStream
 from batchspec.model.kv_scales import heads_of_part
@@ -230,11 +231,15 @@ class Target:
         return logits if self.ranks is None else gather_logits(logits, self.spec, self.ranks)
 
     @torch.inference_mode()
-    def greedy_sample(self, hidden: Tensor, vocab: int | None = None, *, flag_nonfinite: bool = False) -> Tensor:
+    def greedy_sample(
+        self, hidden: Tensor, vocab: int | None = None, *, flag_nonfinite: bool = False,
+        allowed: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
         """int32 [N]: the token of each row's largest logit, the lowest id of equals. On a GPU the logits are not written out.
 
         vocab           of the first so many tokens, None: of all
         flag_nonfinite  NO_TOKEN where the logits hold NaN or +inf, or no finite value; else NaN counts as -inf
+        allowed         masks and mask_rows of `lm_head`, only where `masks_in_product`: other tokens are not chosen
         """
         if self.ranks is not None:
             return greedy_of_ranks(
@@ -242,17 +247,30 @@ class Target:
             )
         out = torch.empty(hidden.shape[0], dtype=torch.int32, device=hidden.device)
         if self._ordered_head is not None:
+            assert allowed is None
             self._ordered_head.greedy(hidden, out_ids=out, vocab=vocab, flag_nonfinite=flag_nonfinite)
             return out
-        tile = None
-        if self._narrow_head is not None:
-            tile = gemm_tile("lm_head", hidden.shape[0], self._narrow_head.shape[0], self._narrow_head.shape[1], hidden.device)
+        tile = self._head_tile(hidden)
         if tile is None:
+            assert allowed is None
             argmax(self.logits(hidden), out_ids=out, vocab=vocab, flag_nonfinite=flag_nonfinite)
         else:
             assert self._narrow_head is not None
-            lm_head(hidden, self._narrow_head, out_ids=out, tile=tile, vocab=vocab, flag_nonfinite=flag_nonfinite)
+            masks, mask_rows = allowed or (None, None)
+            lm_head(
+                hidden, self._narrow_head, out_ids=out, tile=tile, vocab=vocab, flag_nonfinite=flag_nonfinite, masks=masks,
+                mask_rows=mask_rows,
+            )  # fmt: skip
         return out
+
+    def masks_in_product(self, hidden: Tensor) -> bool:
+        """Whether `greedy_sample` of these rows writes no logits, so that it must be told which tokens are allowed."""
+        return self.ranks is None and self._ordered_head is None and self._head_tile(hidden) is not None
+
+    def _head_tile(self, hidden: Tensor) -> Tile | None:
+        """The tile of the product that chooses tokens itself; None: logits are written out."""
+        head = self._narrow_head
+        return None if head is None else gemm_tile("lm_head", hidden.shape[0], head.shape[0], head.shape[1], hidden.device)
 
 
 class _Range(TypedDict):

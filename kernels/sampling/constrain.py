@@ -43,13 +43,11 @@ def walk(state, classes, token, tables, symbols, starts, num_tokens):
     return state
 
 
-@triton.jit(do_not_specialize=["vocab", "first_id", "num_tokens", "width", "num_stop_ids"])
-def constrain_logits_kernel(
-    logits, row_ids, states, classes, drafts, num_drafted, draft_rows, map_ids, positions, min_tokens, stop_ids, tables, masks,
-    symbols, starts, stride_row, draft_stride, mask_stride, vocab, first_id, num_tokens, width, num_stop_ids,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    t = tl.program_id(0).to(tl.int64)
+@triton.jit
+def state_before(
+    t, row_ids, states, classes, drafts, num_drafted, draft_rows, tables, symbols, starts, draft_stride, num_tokens, width
+):
+    """The state of the row of position t, walked over the drafts before it."""
     row = tl.load(row_ids + t).to(tl.int64)
     state, class_map = tl.load(states + row), tl.load(classes + row)
     if drafts is not None:
@@ -59,6 +57,20 @@ def constrain_logits_kernel(
         count = tl.where(state > 0, tl.minimum(tl.load(num_drafted + t), width), 0).to(tl.int32)
         for j in range(0, count):
             state = walk(state, class_map, tl.load(drafts + line * draft_stride + j), tables, symbols, starts, num_tokens)
+    return state
+
+
+@triton.jit(do_not_specialize=["vocab", "first_id", "num_tokens", "width", "num_stop_ids"])
+def constrain_logits_kernel(
+    logits, row_ids, states, classes, drafts, num_drafted, draft_rows, map_ids, positions, min_tokens, stop_ids, tables, masks,
+    symbols, starts, stride_row, draft_stride, mask_stride, vocab, first_id, num_tokens, width, num_stop_ids,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    row = tl.load(row_ids + t).to(tl.int64)
+    state = state_before(
+        t, row_ids, states, classes, drafts, num_drafted, draft_rows, tables, symbols, starts, draft_stride, num_tokens, width
+    )
     if state > 0:
         mask = masks + tl.load(tables + state).to(tl.int64) * mask_stride
         num_masked = 0
@@ -113,13 +125,7 @@ def constrain_logits(
         check(f"constrain_logits: {name}", tensor, (batch,), torch.int32)
     _check_tables("constrain_logits", tables, symbols, starts)
     check("constrain_logits: masks", masks, (masks.shape[0], -(-(starts.numel() - 1) // 32)), torch.int32)
-    if (drafts is None) != (num_drafted is None):
-        raise ValueError("constrain_logits: drafts and num_drafted come together; give both or neither")
-    if drafts is not None and num_drafted is not None:
-        check("constrain_logits: drafts", drafts, tuple(drafts.shape), torch.int32, rows=True)
-        check("constrain_logits: num_drafted", num_drafted, (num_rows,), torch.int64)
-    if draft_rows is not None:
-        check("constrain_logits: draft_rows", draft_rows, (num_rows,), torch.int32, torch.int64)
+    _check_drafts("constrain_logits", num_rows, drafts, num_drafted, draft_rows)
     if map_ids is not None:
         check("constrain_logits: map_ids", map_ids, (vocab,), torch.int32, torch.int64)
     elif first_id + vocab > starts.numel() - 1:
@@ -146,6 +152,43 @@ def constrain_logits(
             logits, row_ids, states, classes, drafts, num_drafted, draft_rows, map_ids, positions, min_tokens, stop_ids, tables,
             masks, symbols, starts, logits.stride(0), 0 if drafts is None else drafts.stride(0), masks.stride(0), vocab, first_id,
             starts.numel() - 1, 0 if drafts is None else drafts.shape[1], num_stop_ids, BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=8,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens", "width"])
+def mask_rows_kernel(
+    row_ids, states, classes, drafts, num_drafted, draft_rows, tables, symbols, starts, out_rows, draft_stride, num_tokens, width
+):
+    t = tl.program_id(0).to(tl.int64)
+    state = state_before(
+        t, row_ids, states, classes, drafts, num_drafted, draft_rows, tables, symbols, starts, draft_stride, num_tokens, width
+    )
+    tl.store(out_rows + t, tl.load(tables + state, mask=state > 0, other=-1))
+
+
+def mask_rows(
+    row_ids: Tensor, states: Tensor, classes: Tensor, tables: Tensor, symbols: Tensor, starts: Tensor, *, out_rows: Tensor,
+    drafts: Tensor | None = None, num_drafted: Tensor | None = None, draft_rows: Tensor | None = None, interpret: bool = False,
+) -> None:  # fmt: skip
+    """Which row of the masks each position's logits follow: for a product that masks them itself (`gemm/lm_head.py`).
+
+    out_rows  int32 [T]  -1: every token is allowed
+    The others as of `constrain_logits`. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    """
+    num_rows = row_ids.shape[0]
+    check("mask_rows: row_ids", row_ids, (num_rows,), torch.int32)
+    check("mask_rows: out_rows", out_rows, (num_rows,), torch.int32)
+    for name, tensor in (("states", states), ("classes", classes)):
+        check(f"mask_rows: {name}", tensor, (states.numel(),), torch.int32)
+    _check_tables("mask_rows", tables, symbols, starts)
+    _check_drafts("mask_rows", num_rows, drafts, num_drafted, draft_rows)
+    if not (row_ids.is_cuda or interpret):
+        state = _states_before(row_ids, states, classes, tables, symbols, starts, drafts, num_drafted, draft_rows)
+        out_rows.copy_(torch.where(state > 0, tables[state.long()], -1))
+    elif num_rows:
+        mask_rows_kernel[(num_rows,)](
+            row_ids, states, classes, drafts, num_drafted, draft_rows, tables, symbols, starts, out_rows,
+            0 if drafts is None else drafts.stride(0), starts.numel() - 1, 0 if drafts is None else drafts.shape[1], num_warps=1,
         )  # fmt: skip
 
 
@@ -235,6 +278,18 @@ def advance_states(
         )
 
 
+def _check_drafts(
+    kernel: str, num_rows: int, drafts: Tensor | None, num_drafted: Tensor | None, draft_rows: Tensor | None
+) -> None:
+    if (drafts is None) != (num_drafted is None):
+        raise ValueError(f"{kernel}: drafts and num_drafted come together; give both or neither")
+    if drafts is not None and num_drafted is not None:
+        check(f"{kernel}: drafts", drafts, tuple(drafts.shape), torch.int32, rows=True)
+        check(f"{kernel}: num_drafted", num_drafted, (num_rows,), torch.int64)
+    if draft_rows is not None:
+        check(f"{kernel}: draft_rows", draft_rows, (num_rows,), torch.int32, torch.int64)
+
+
 def _check_tables(kernel: str, tables: Tensor, symbols: Tensor, starts: Tensor) -> None:
     for name, tensor in (("tables", tables), ("symbols", symbols), ("starts", starts)):
         check(f"{kernel}: {name}", tensor, (tensor.numel(),), torch.int32)
@@ -254,6 +309,20 @@ def walk_reference(state: Tensor, classes: Tensor, token: Tensor, tables: Tensor
     return state.int()
 
 
+def _states_before(
+    row_ids: Tensor, states: Tensor, classes: Tensor, tables: Tensor, symbols: Tensor, starts: Tensor, drafts: Tensor | None,
+    num_drafted: Tensor | None, draft_rows: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The states [T] of all positions, walked over the drafts before them."""
+    state, class_map = states[row_ids], classes[row_ids]
+    if drafts is not None and num_drafted is not None:
+        line = row_ids if draft_rows is None else draft_rows
+        for j in range(drafts.shape[1]):
+            after = walk_reference(state, class_map, drafts[:, j][line], tables, symbols, starts)
+            state = torch.where(num_drafted > j, after, state)
+    return state
+
+
 def constrain_logits_reference(
     logits: Tensor, row_ids: Tensor, states: Tensor, classes: Tensor, tables: Tensor, masks: Tensor, symbols: Tensor,
     starts: Tensor, *, drafts: Tensor | None = None, num_drafted: Tensor | None = None, draft_rows: Tensor | None = None,
@@ -261,12 +330,7 @@ def constrain_logits_reference(
     stop_ids: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The same in plain torch."""
-    state, class_map = states[row_ids], classes[row_ids]
-    if drafts is not None and num_drafted is not None:
-        line = row_ids if draft_rows is None else draft_rows
-        for j in range(drafts.shape[1]):
-            after = walk_reference(state, class_map, drafts[:, j][line], tables, symbols, starts)
-            state = torch.where(num_drafted > j, after, state)
+    state = _states_before(row_ids, states, classes, tables, symbols, starts, drafts, num_drafted, draft_rows)
     constrained = (state > 0).nonzero().squeeze(1)
     ids = first_id + torch.arange(logits.shape[1], device=logits.device) if map_ids is None else map_ids.long()
     place = state[constrained].long()

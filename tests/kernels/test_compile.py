@@ -123,6 +123,8 @@ for _dtype in ("bf16", "fp16"):
         out_v=_values,
         **_STEP_SIZES,
     )
+_case("mask_rows_kernel", "constrain", 1, row_ids=PI32, states=PI32, classes=PI32, drafts=PI32, num_drafted=PI64, draft_rows=None,
+      tables=PI32, symbols=PI32, starts=PI32, out_rows=PI32, draft_stride=I32, num_tokens=I32, width=I32)  # fmt: skip
 _case("constrain_drafts_kernel", "constrain", 1, draft_ids=PI32, draft_len=PI32, states=PI32, classes=PI32, tables=PI32,
       masks=PI32, symbols=PI32, starts=PI32, draft_stride=I32, mask_stride=I32, num_tokens=I32, width=I32)  # fmt: skip
 _case("advance_states_kernel", "constrain", 1, states=PI32, classes=PI32, tokens=PI32, kept=PI32, live=PI32, tables=PI32,
@@ -393,9 +395,11 @@ for _out, _tma, _m, _n, _warps, _segments, _split, _gated in (
           GATED=_gated, INTERPRETED=False)  # fmt: skip
 for _dtype, _tma in (("bf16", True), ("bf16", False), ("fp32", False)):
     _x = f"tensordesc<{_dtype}[64, 64]>" if _tma else f"*{_dtype}"
-    _case(f"lm_head_kernel {_dtype}, TMA {_tma}", "lm_head", 4, x=_x, w=_x, top=PF32, top_ids=PI32, num_tokens=I32, width=I32,
-          vocab=I32, num_parts=I32, k=I32, stride_x=I32, stride_w=I32, BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, TMA=_tma, EVEN_K=True,
-          FLAG=True, INTERPRETED=False)  # fmt: skip
+    for _masks in (None, PI32):
+        _case(f"lm_head_kernel {_dtype}, TMA {_tma}, masks {_masks}", "lm_head", 4, x=_x, w=_x, masks=_masks, mask_rows=_masks,
+              top=PF32, top_ids=PI32, num_tokens=I32, width=I32, vocab=I32, num_parts=I32, k=I32, stride_x=I32, stride_w=I32,
+              mask_stride=I32, BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, TMA=_tma, EVEN_K=True, FLAG=True,
+              INTERPRETED=False)  # fmt: skip
 for _map in (None, PI32, PI64):
     _case(f"first_top_kernel map {_map}", "lm_head", 4, top=PF32, top_ids=PI32, map_ids=_map, out_ids=PI32, out_stride=I32,
           num_parts=I32, FLAG=_map is None, BLOCK=1024)  # fmt: skip

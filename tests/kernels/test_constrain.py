@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from batchspec.batch.automata import Automata, AutomataRoom, AutomatonUpload, place_of
-from batchspec.kernels.sampling.constrain import BLOCK, BLOCKS, advance_states, constrain_drafts, constrain_logits
+from batchspec.kernels.sampling.constrain import BLOCK, BLOCKS, advance_states, constrain_drafts, constrain_logits, mask_rows
 from batchspec.token_automaton import DEAD, FORCED, TokenAutomaton
 from tests.automata import EOS, VOCABULARY, automaton
 from tests.engines import VOCAB
@@ -77,6 +77,16 @@ def test_logits_are_masked_after_the_drafts_before(
         draft_rows=torch.arange(35, device=device) if by_line else None, interpret=interpret, **tables(made),
     )  # fmt: skip
     masked = 0
+    found = torch.full((35,), 99, dtype=torch.int32, device=device)
+    mask_rows(
+        row_ids[order] if by_line else row_ids, states, classes, drafts=lines, out_rows=found,
+        num_drafted=num_drafted[order] if by_line else num_drafted,
+        draft_rows=torch.arange(35, device=device) if by_line else None, interpret=interpret, **tables(made),
+    )  # fmt: skip
+    for t in range(35):
+        words = made.masks[found[t]] if found[t] >= 0 else torch.full_like(made.masks[0], -1)
+        bits = np.unpackbits(words.cpu().numpy().view(np.uint8), bitorder="little")[:VOCAB]
+        assert torch.equal(logits[t].isneginf().cpu(), torch.from_numpy(bits == 0))
     for t in range(35):
         source = int(order[t]) if by_line else t
         one, state = rows[int(row_ids[source])]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,12 +23,12 @@ TILE = Tile(16, 16, 32, 2, 4, False)
 
 def choose(
     hidden: Tensor, weight: Tensor, interpret: bool, vocab: int | None = None, map_ids: Tensor | None = None, tile: Tile = TILE,
-    flag_nonfinite: bool = False,
+    flag_nonfinite: bool = False, masks: Tensor | None = None, mask_rows: Tensor | None = None,
 ) -> list[int]:  # fmt: skip
     out_ids = torch.full((len(hidden),), POISON, dtype=torch.int32, device=hidden.device)
     lm_head(
         hidden, weight, out_ids=out_ids, vocab=vocab, map_ids=map_ids, tile=tile, flag_nonfinite=flag_nonfinite,
-        interpret=interpret,
+        masks=masks, mask_rows=mask_rows, interpret=interpret,
     )  # fmt: skip
     return [int(i) for i in out_ids]
 
@@ -163,3 +166,50 @@ def test_wrong_arguments_are_refused() -> None:
         lm_head(hidden, weight, out_ids=out_ids, map_ids=torch.zeros(8))
     with pytest.raises(ValueError, match="splits H"):
         lm_head(hidden, weight, out_ids=out_ids, tile=TILE._replace(split=2))
+
+
+def bits_of(allowed: Tensor) -> Tensor:
+    """int32 [M, ceil(V / 32)] of bool [M, V]; bits after V are set, which must not matter."""
+    padded = torch.nn.functional.pad(allowed.cpu(), (0, -allowed.shape[1] % 32), value=True).numpy()
+    return torch.from_numpy(np.packbits(padded, axis=1, bitorder="little").view(np.int32).copy()).to(allowed.device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "width", "vocab"), [(1, 70, 64), (21, 130, 130), (40, 77, 75)])
+def test_rows_choose_among_the_tokens_that_their_masks_allow(
+    tokens: int, width: int, vocab: int, dtype: torch.dtype, interpret: bool, device: torch.device
+) -> None:
+    """Bit for bit the choice among the same logits with -inf where a mask forbids."""
+    noise = torch.Generator().manual_seed(tokens)
+    hidden, weight = (torch.randn(n, 32, generator=noise).to(device, dtype) for n in (tokens, width))
+    allowed = torch.rand(7, vocab, generator=noise) < torch.tensor([0.0, 0.02, 0.1, 0.5, 0.9, 1.0, 0.5])[:, None]
+    allowed[6] = torch.arange(vocab) == vocab - 1
+    allowed = allowed.to(device)
+    lines = (torch.arange(tokens) % 8 - 1).int().to(device)
+    everywhere = torch.ones(tokens, vocab, dtype=torch.bool, device=device)
+    free = choose(hidden, weight, interpret, vocab=vocab)
+    found = choose(hidden, weight, interpret, vocab=vocab, masks=bits_of(allowed), mask_rows=lines, flag_nonfinite=True)
+    chosen = torch.where((lines >= 0)[:, None], allowed[lines.clamp(min=0).long()], everywhere)
+    logits = hidden.float() @ weight[:vocab].float().t()
+    best = logits.masked_fill(~chosen, -INF)
+    for row, token in enumerate(found):
+        if not chosen[row].any():
+            assert token == NO_TOKEN
+        else:
+            assert chosen[row, token]
+            assert best[row, token] == pytest.approx(float(best[row].max()), abs=1e-4)
+        if lines[row] < 0 or chosen[row, free[row]]:
+            assert token == free[row]
+
+
+def test_what_a_mask_forbids_may_be_nan(interpret: bool, device: torch.device) -> None:
+    weight = torch.tensor([[NAN], [3.0], [2.0], [INF]], device=device)
+    allowed = torch.tensor([[0, 1, 1, 0], [1, 0, 1, 0], [0, 0, 1, 1], [0, 0, 1, 0]], device=device) > 0
+    lines = torch.tensor([0, 1, 2, 3, -1], dtype=torch.int32, device=device)
+    masks: dict[str, Any] = {"masks": bits_of(allowed), "mask_rows": lines}
+    found = choose(torch.ones(5, 1, device=device), weight, interpret, flag_nonfinite=True, **masks)
+    assert found == [1, NO_TOKEN, NO_TOKEN, 2, NO_TOKEN]
+    with pytest.raises(ValueError, match="come together"):
+        choose(torch.ones(5, 1, device=device), weight, interpret, masks=bits_of(allowed))
+    with pytest.raises(ValueError, match="32 bits, and there are 40 tokens"):
+        choose(torch.ones(5, 1, device=device), torch.ones(40, 1, device=device), interpret, **masks)
