@@ -1,4 +1,4 @@
-"""Kernels are compiled before the first request: rows that move in the middle of a run cause no compilation."""
+"""Kernels are compiled before the first request: no pass of prefill and no row that moves in the middle of a run compiles one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.test_gpu_experts import BF16, GPU, spec_of
 compiled, seen = [], []
 
 def on_compile(**event):
-    compiled.append(event["fn"].name)
+    compiled.append(event["repr"])
 
 spec = spec_of(sys.argv[1])
 target = Target(spec, DummyWeights(spec, dtype=BF16, device=GPU), GPU)
@@ -43,16 +43,16 @@ for done in engine.run(iter(requests)):
     seen.append(done.request_id)
 assert first > 0, "nothing was compiled: the hook does not work"
 assert len(seen) == len(requests)
-print("late moves:", compiled[first:].count("move_rows_kernel"), "of", compiled[first:])
+print("compiled late:", *compiled[first:], sep="\\n")
 """
 
 
 @pytest.mark.parametrize("drafter", ["none", "lookup"])
 @pytest.mark.parametrize("form", ["bf16", "fp8 blocks", "mxfp4"])
-def test_no_move_of_rows_is_compiled_after_the_first_row(form: str, drafter: str) -> None:
+def test_nothing_is_compiled_after_the_first_row(form: str, drafter: str) -> None:
     """In a process of its own, because an earlier test may have compiled what is missing."""
     paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run([sys.executable, "-c", SCRIPT, form, drafter], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.startswith("late moves: 0 of ")
+    assert done.stdout == "compiled late:\n"

@@ -22,9 +22,6 @@ from batchspec.engine.score_pass import scored
 from batchspec.engine.step import Segment
 from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
 
-REHEARSED_TOKENS = (64, 256, 1024, 4096)
-"""Of passes that compile kernels only; besides a short pass and the largest."""
-
 
 def chunks(spans: Iterable[tuple[int, int, int]], max_tokens: int) -> Iterator[list[Segment]]:
     """Cut (slot, begin, end) spans into passes of at most `max_tokens` tokens, in order.
@@ -125,8 +122,9 @@ def rehearse(round_: Round, rows: DeviceBatch, *, max_tokens: int, longest: int,
 
     longest  tokens of a row of the pass: long rows take another attention kernel, which compiles for a minute the first time
     The shortest of several times counts: a short pass takes little but launches, and one stall of the host, as by a garbage
-    collection, may take longer. Kernels are compiled and the largest pass has its memory before the first request comes; the
-    sizes between compile what depends on the number of tokens or rows. Only while no row is live, on a GPU.
+    collection, may take longer. Kernels are compiled and the largest pass has its memory before the first request comes. What a
+    kernel is compiled for changes at most once where the number of tokens or rows doubles, so passes of all powers of two compile
+    all of it. Only while no row is live, on a GPU.
     """
     for table in rows.page_tables:
         table.zero_()
@@ -141,9 +139,10 @@ def rehearse(round_: Round, rows: DeviceBatch, *, max_tokens: int, longest: int,
         prefill_chunk(round_, rows, [Segment(0, 0, few, True)], mode)
 
     largest = min(max_tokens, len(slots) * longest)
-    for num_tokens in REHEARSED_TOKENS:
-        if num_tokens < largest:
-            launch(num_tokens)
+    num_tokens = 1
+    while num_tokens < largest:
+        launch(num_tokens)
+        num_tokens *= 2
     num_rows = 2
     while num_rows <= rows.live.shape[0] and num_rows * few < largest:
         prefill_chunk(round_, rows, [Segment(slot, 0, few, True) for slot in range(num_rows)], mode)
