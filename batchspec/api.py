@@ -39,8 +39,8 @@ def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()
     config = compose([*recipe, *overrides], require=("model.path",))
     if config.cluster.tensor_parallel not in (1, AUTO):
         raise ConfigError(
-            f"cluster.tensor_parallel={config.cluster.tensor_parallel}: a call computes in its own process; use `batchspec run`, "
-            "which starts one per GPU"
+            f"cluster.tensor_parallel={config.cluster.tensor_parallel}: this call computes in its own process; use "
+            "batchspec.Engine or `batchspec run`, which start one per GPU"
         )
     source = table_source(table_of(data), config.input.limit)
     if config.output.dir is not None:

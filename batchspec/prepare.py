@@ -31,13 +31,13 @@ from batchspec.model.files import ModelFiles
 from batchspec.model.hub import find_model
 from batchspec.model.kv_calibration import check_fp8_kv, give_scales
 from batchspec.model.kv_scales import KVScales
-from batchspec.model.lora import Adapter, open_adapter
+from batchspec.model.lora import Adapter, adapted, open_adapter
 from batchspec.model.one_order import in_one_order
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype
 from batchspec.model.tokenizer import Tokenizer
-from batchspec.model.weights import judge_model
+from batchspec.model.weights import Checkpoint, judge_model
 from batchspec.packing.admit import Admission
 from batchspec.packing.constraints import KINDS, Constraints
 from batchspec.packing.cost import Rates, device_rates
@@ -324,6 +324,12 @@ def load_weights(job: JobModel) -> tuple[Target, Any]:
         job.folder, job.spec, dtype=job.dtype, device=job.device, dummy=job.dummy, ranks=ranks, adapter=job.adapter
     )  # fmt: skip
     return target, job.drafter.load(dtype=job.dtype, device=job.device)
+
+
+def rewrite_weights(job: JobModel, target: Target, folder: Path) -> None:
+    """Replace the target's weights, or a rank's part of them, in place by those of a folder. Raises as `Target.rewrite`."""
+    with Checkpoint(folder, job.spec, dtype=job.dtype, device=job.device) as weights:
+        target.rewrite(adapted(weights, job.adapter, job.spec))
 
 
 def build_engine(

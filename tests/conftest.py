@@ -63,6 +63,7 @@ LONG = (
     "test_probe.py",
     "test_plan.py",
     "test_warm.py",
+    "test_warm_ranks.py",
 )
 """Files that take ten seconds or more, the longest first."""
 

@@ -1,4 +1,5 @@
-"""A worker process in which something goes wrong: `python -m tests.rank_faults NUMBER SHARING SEAT`, in place of the real one.
+"""A process in which something goes wrong: `python -m tests.rank_faults NUMBER SHARING SEAT` in place of a worker, or with `warm`
+before its own words in place of a rank of a warm engine.
 
 The environment says what: FAULT is KIND RANK STEP. From that step of that rank's on
 
@@ -23,6 +24,7 @@ from batchspec.engine.executor import Executor
 from batchspec.engine.step import ScheduledStep
 from batchspec.runner import follower
 from batchspec.supervise.leave import leave
+from batchspec.warm import leader
 from tests.runs import put
 
 KIND, RANK, STEP = os.environ["FAULT"].split()
@@ -58,6 +60,9 @@ def make_faulty() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[3] == RANK:
+    warm = sys.argv[1] == "warm"
+    if warm:
+        sys.argv.pop(1)
+    if sys.argv[1 if warm else 3] == RANK:
         make_faulty()
-    leave(guarded(worker.main))
+    leave(guarded(leader.main if warm else worker.main))

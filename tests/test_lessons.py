@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +70,7 @@ def group(handle: int, count: int, head: Path, lead: Callable[[Engine, Lead, Lea
         leading = Lead(end) if ranks.rank == 0 else None
         engine = Engine(target, drafter, BATCH, device=DEVICE, lead=leading)
         if leading is None:
-            follow(end, engine, teach=take_part)
+            follow(end, engine, lesson=partial(take_part, target))
             return None, weights_of(drafter)
         try:
             found = lead(engine, leading, learner_of(head, engine, leading))

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import batchspec
+from batchspec.engine.engine import Engine as BatchEngine
 from batchspec.errors import CapacityError, CheckpointError, ConfigError, EngineInUse, InputError
 from batchspec.model.files import LocalFiles
 from batchspec.model.target import Target
@@ -75,6 +76,12 @@ def shared(words: list[str]) -> Iterator[batchspec.Engine]:
 @pytest.fixture(scope="module")
 def expected(words: list[str]) -> pl.DataFrame:
     return batchspec.generate(rows(), overrides=words)
+
+
+def here(engine: batchspec.Engine) -> BatchEngine:
+    """The engine that computes in this process."""
+    assert isinstance(engine._engine, BatchEngine)
+    return engine._engine
 
 
 def same(found: pl.DataFrame, wanted: pl.DataFrame) -> bool:
@@ -234,8 +241,7 @@ def test_closing_frees_the_weights_and_pages_and_ends_what_is_open(model: Path) 
     engine = batchspec.Engine({"model.path": str(model), "decode": {"max_new_tokens": 4}, "packing.max_num_seqs": 2})
     stream = engine.stream(rows())
     next(stream)
-    loaded = engine._engine
-    assert loaded is not None
+    loaded = here(engine)
     held: list[weakref.ref[Any]] = [weakref.ref(loaded.executor), weakref.ref(loaded.target)]
     del loaded
     engine.close()
@@ -290,14 +296,14 @@ def test_scales_of_fp8_keys_and_values_are_those_of_the_new_weights(words: list[
         name: 9 * tensor if "v_proj" in name else tensor for name, tensor in load_file(other / "model.safetensors").items()
     }
     with batchspec.Engine(fp8) as engine:
-        before = engine._loaded.target.all_kv_scales
+        before = here(engine).target.all_kv_scales
         engine.load_weights(tensors)
-        after, swapped = engine._loaded.target.all_kv_scales, engine.generate(rows())
+        after, swapped = here(engine).target.all_kv_scales, engine.generate(rows())
         engine.load_weights(model)
         assert before is not None
         assert after is not None
         assert not torch.equal(before, after)
-        back = engine._loaded.target.all_kv_scales
+        back = here(engine).target.all_kv_scales
         assert back is not None
         assert torch.equal(back, before)
         assert not same(engine.generate(rows()), swapped)
@@ -338,8 +344,7 @@ def test_weights_that_are_half_loaded_answer_nothing(words: list[str], other: Pa
         ("input.path=a.parquet", "each call brings its own rows"),
         ("output.dir=out", "returns its rows and writes nothing"),
         ("resume=error", "nothing is stored"),
-        ("cluster.tensor_parallel=2", "one GPU"),
-        ("cluster.workers=2", "one GPU"),
+        ("cluster.workers=2", "one copy of the model"),
         ("input.max_error_fraction=0.1", "error rows come back as rows"),
         ("draft.adapt.every_shards=4", "a head learns from committed shards"),
     ],

@@ -20,7 +20,7 @@ from batchspec import terminal
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import to_json
 from batchspec.distributed.channel import Channel, make_memory
-from batchspec.distributed.seat import Seat
+from batchspec.distributed.seat import Seat, ending
 from batchspec.errors import Interrupted
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.overwrite import CREW
@@ -149,11 +149,10 @@ class Crew:
             if worker.code in (0, Interrupted.exit_code) or worker.abort_at is not None or self.asked is not None:
                 continue
             died = worker.code < 0
-            how = f"was killed by {signal.Signals(-worker.code).name}" if died else f"ended with exit code {worker.code}"
             left = sum(other.rank == 0 and other.number != worker.number for other in self.live())
             others = f"; {left} other{'s take' if left > 1 else ' takes'} its shards over" if left else ""
             if (self._num > 1 or died) and (worker.group is None or first):
-                notice(f"{worker.name()} {how}{'; its group ends' * first}{others}")
+                notice(f"{worker.name()} {ending(worker.code)}{'; its group ends' * first}{others}")
 
     def end_groups(self) -> None:
         """Kill the remaining processes of a group some time after one of it ended: they wait for that one, or hang."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -24,7 +23,7 @@ from batchspec import terminal
 from batchspec.config.compose import reported
 from batchspec.distributed.channel import Channel, make_memory
 from batchspec.distributed.group import Group, joined
-from batchspec.distributed.seat import Seat
+from batchspec.distributed.seat import Seat, ending
 from batchspec.errors import ConfigError, Interrupted, RankLost
 from batchspec.supervise.leave import leave
 
@@ -129,5 +128,5 @@ class Followers:
 def _how(ended: Sequence[tuple[int, int]], followers: int) -> str:
     """How the first rank ended; the others end because of it, with the code of one who lost another."""
     rank, code = min(ended, key=lambda one: (one[1] > 0, one[1] == RankLost.exit_code, one[0]))
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}, see its message above"
+    how = ending(code) if code < 0 else f"{ending(code)}, see its message above"
     return f"--tensor-parallel {followers + 1}: rank {rank} {how}; nothing was written, run the same command again"

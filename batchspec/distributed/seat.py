@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from pathlib import Path
+
+
+def ending(code: int) -> str:
+    """How a process ended, for people: by its exit code as Popen has it."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import torch
 
@@ -114,13 +114,19 @@ class Engine:
         with self.executor.stream_of_rounds():
             self._prefill_cost = self.planner.prepare(mode, shared=shared)
 
-    @torch.inference_mode()
     def run(self, requests: Iterator[Request | None]) -> Generator[Completion]:
         """Decode every request; completions come in the order in which rows end.
 
         requests  asked for the next one while slots are free. None: there is none yet, but completions to come may make more;
                   the iterator waits by itself where no request is unfinished
         """
+        with closing(self.steps(requests)) as steps:
+            for done in steps:
+                yield from done
+
+    @torch.inference_mode()
+    def steps(self, requests: Iterator[Request | None]) -> Generator[list[Completion]]:
+        """As `run`: the completions of each step, often none."""
         if not self.planner.ready:
             self.prepare(SamplingMode())
         with self.executor.stream_of_rounds():
@@ -133,7 +139,7 @@ class Engine:
                     finished = self._finished
                 if finished and not self.slots.live and self.keeps_prefixes:
                     self._kept_pools = self.pools
-                yield from done
+                yield done
                 if finished:
                     return
 
@@ -229,7 +235,6 @@ class Engine:
     @contextmanager
     def changing_target(self) -> Iterator[None]:
         """Write new weights of the target within this block, between two runs. K/V and measured acceptance are dropped."""
-        assert self.lead is None
         try:
             self.executor.synchronise()  # the new weights may come from a stream of the caller's
             yield

@@ -20,10 +20,24 @@ from batchspec.distributed.channel import Channel
 from batchspec.distributed.collectives import Collectives
 from batchspec.draft.base import Drafter, Rewritable
 from batchspec.engine.executor import Executor
-from batchspec.engine.messages import Begin, End, Lesson, Message, NewHead, Prepare, Scales, Step, decode, encode
+from batchspec.engine.messages import (
+    Begin,
+    Calibrate,
+    End,
+    Lesson,
+    Message,
+    NewHead,
+    NewWeights,
+    Prepare,
+    Scales,
+    Step,
+    decode,
+    encode,
+)
 from batchspec.engine.results import PendingResult
 from batchspec.engine.vocabulary import DIVERGED
 from batchspec.errors import DivergedError
+from batchspec.model.kv_calibration import calibrate
 from batchspec.model.target import Target
 
 RUN = 1 << 32
@@ -125,15 +139,14 @@ class Beats(Protocol):
         """It is done, and the rank waits for more."""
 
 
-Teach = Callable[[Target, Lesson], object]
-"""A follower's part of a lesson."""
-
-
 @torch.inference_mode()
-def follow(channel: Channel, engine: Following, watchdog: Beats | None = None, teach: Teach | None = None) -> None:
+def follow(
+    channel: Channel, engine: Following, watchdog: Beats | None = None, *, lesson: Callable[[Lesson], object] | None = None,
+    new_weights: Callable[[NewWeights], object] | None = None,
+) -> None:  # fmt: skip
     """Execute what the leader sends until it ends the run. Raises RankLost.
 
-    teach  where a head may learn
+    lesson, new_weights  execute these messages, where the leader may send them
     """
     digest, drafter_version = Digest(), 0
     while True:
@@ -151,9 +164,16 @@ def follow(channel: Channel, engine: Following, watchdog: Beats | None = None, t
                         digest.add(engine.executor.read())
                         channel.tell(digest.number, digest.value)
             case Lesson():
-                assert teach is not None
+                assert lesson is not None
                 with engine.executor.stream_of_rounds():
-                    teach(engine.target, message)
+                    lesson(message)
+            case NewWeights():
+                assert new_weights is not None
+                engine.executor.synchronise()
+                new_weights(message)
+                engine.executor.synchronise()
+            case Calibrate(prompts):
+                calibrate(engine.target, prompts)
             case NewHead(shapes):
                 with engine.executor.stream_of_rounds(), engine.executor.prefill_paused():
                     _rewrite_head(engine, shapes)

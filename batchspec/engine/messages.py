@@ -84,11 +84,17 @@ class NewHead(msgspec.Struct, frozen=True, tag=True):
     shapes: list[tuple[str, list[int]]]
 
 
+class NewWeights(msgspec.Struct, frozen=True, tag=True):
+    """Replace the target's weights by those of this folder, which has the same config.json."""
+
+    folder: str
+
+
 class End(msgspec.Struct, frozen=True, tag=True):
     """The run is over."""
 
 
-Message = Load | Calibrate | Scales | Build | Prepare | Begin | Step | Lesson | NewHead | End
+Message = Load | Calibrate | Scales | Build | Prepare | Begin | Step | Lesson | NewHead | NewWeights | End
 
 
 def encode(message: Message) -> bytes:

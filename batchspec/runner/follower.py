@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -13,7 +15,17 @@ from batchspec.engine.lockstep import follow
 from batchspec.engine.messages import Build, Calibrate, End, Load, Scales, decode
 from batchspec.errors import CapacityError, ConfigError
 from batchspec.model.kv_calibration import calibrate
-from batchspec.prepare import build_engine, check_memory, device_facts, free_bytes, load_weights, open_model
+from batchspec.model.target import Target
+from batchspec.prepare import (
+    JobModel,
+    build_engine,
+    check_memory,
+    device_facts,
+    free_bytes,
+    load_weights,
+    open_model,
+    rewrite_weights,
+)
 from batchspec.runner.oom_fallback import OutOfMemoryGuard
 from batchspec.runner.run_shards import watchdog_s
 from batchspec.supervise.watchdog import Watchdog
@@ -63,7 +75,16 @@ def _follow(config: RunConfig, group: Group) -> None:
     watchdog = Watchdog(watchdog_s(model), lambda: 0)
     gc.freeze()  # a collection that traverses all of torch's objects would keep the other ranks waiting
     with watchdog.watching():
-        follow(group.channel, engine, watchdog, teach=take_part)
+        follow(
+            group.channel, engine, watchdog, lesson=partial(take_part, target),
+            new_weights=lambda message: _rewrite(model, target, Path(message.folder)),
+        )  # fmt: skip
+
+
+def _rewrite(model: JobModel, target: Target, folder: Path) -> None:
+    rewrite_weights(model, target, folder)
+    assert model.group is not None
+    model.group.least(0)  # the leader waits until all have read the folder
 
 
 def compute_as_leader(message: Load, device: torch.device, rank: int) -> None:

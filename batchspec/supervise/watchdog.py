@@ -28,13 +28,17 @@ class Watchdog:
     """Ends the process if `beat`, which reports progress, is not called in time. It has its own thread, because a hanging thread
     cannot end itself."""
 
-    def __init__(self, limit_s: float, save: Callable[[], object], lost: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self, limit_s: float, save: Callable[[], object], lost: Callable[[], bool] | None = None, *,
+        advice: str = "run the same command again to go on",
+    ) -> None:  # fmt: skip
         """
         limit_s  seconds without `beat`; 0 is off
         save     called before the process ends, while the main thread hangs
         lost     whether a rank of this process's group is gone; None: there is no group
+        advice   the end of its last message
         """
-        self._limit_s, self._save, self._lost = limit_s, save, lost
+        self._limit_s, self._save, self._lost, self._advice = limit_s, save, lost, advice
         self._beaten_at, self._lost_at = math.inf, math.inf
 
     def beat(self) -> None:
@@ -79,5 +83,5 @@ class Watchdog:
             saved = f"{self._save()} more rows are saved"
         except BatchspecError as error:
             saved = str(error)
-        terminal.fail(f"{why}; the stacks above show where it hangs; {saved}; run the same command again to go on")
+        terminal.fail(f"{why}; the stacks above show where it hangs; {saved}; {self._advice}")
         os._exit(Interrupted.exit_code)

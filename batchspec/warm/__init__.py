@@ -1,6 +1,9 @@
 """The warm engine: a model that stays loaded between calls, each with rows in memory.
 
 engine.py         `batchspec.Engine`: loads once, generates, swaps weights
+loading.py        the model of an engine: its checks without rows, its weights
+ranks.py          an engine whose model several processes compute; leader.py: such a process; wire.py: what they tell each other
+weights.py        tensors in memory as files that these processes read
 options.py        options as Python values; keys of a job that a call has no use for
 call.py           one call: rows -> requests -> completions -> frame
 stream.py         the completions of a call as they end, for plain and asynchronous loops

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
+from typing import Protocol
 
 import polars as pl
 import pyarrow as pa
@@ -13,7 +14,6 @@ import pyarrow as pa
 from batchspec.dataset.columns import ColumnMap, check_ids, map_columns
 from batchspec.dataset.reader import InputShard, table_source
 from batchspec.dataset.schema import output_schema
-from batchspec.engine.engine import Engine
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.errors import CapacityError, EngineInUse, InputError
 from batchspec.model.tokenizer import Tokenizer
@@ -21,7 +21,7 @@ from batchspec.packing.constraints import Constraints
 from batchspec.packing.feed import Feed
 from batchspec.packing.predict import LengthPredictor
 from batchspec.prepare import Job, JobModel, job_of
-from batchspec.records import Completion, Request
+from batchspec.records import Completion, PackedBatch, Request
 from batchspec.runner.oom_fallback import OutOfMemoryGuard
 from batchspec.runner.shard_work import ShardWork
 from batchspec.warm.stream import Stream
@@ -32,6 +32,16 @@ ATTEMPT = "in-process"
 
 class Cancelled(EngineInUse):
     """The call was given up while it ran."""
+
+
+class Decoder(Protocol):
+    """An engine, here or of ranks."""
+
+    batch: PackedBatch
+    on_round: Callable[[EngineTotals], None] | None
+
+    def run(self, requests: Iterator[Request | None]) -> Generator[Completion]:
+        """As of `engine.Engine`."""
 
 
 class Call:
@@ -80,7 +90,7 @@ class Call:
                 self._bad.append(planned)
             yield planned
 
-    def run(self, engine: Engine, requests: Iterable[Request | None] | None = None) -> Generator[Completion]:
+    def run(self, engine: Decoder, requests: Iterable[Request | None] | None = None) -> Generator[Completion]:
         """The completions of all requests as they end, bad rows among them.
 
         requests  None: those of the rows

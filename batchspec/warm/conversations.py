@@ -21,12 +21,11 @@ import pyarrow as pa
 from batchspec.dataset.columns import PROMPTS, ColumnMap
 from batchspec.dataset.messages import BadChat, Message, read_chat
 from batchspec.dataset.reader import InputShard
-from batchspec.engine.engine import Engine
 from batchspec.errors import ConfigError
 from batchspec.packing.admit import hash64
 from batchspec.packing.cells import BadRow
 from batchspec.records import Completion, Request
-from batchspec.warm.call import Call, frame_of
+from batchspec.warm.call import Call, Decoder, frame_of
 
 POLL_S = 0.1
 """How often a call that waits for `next_turn` alone looks whether it is cancelled."""
@@ -91,7 +90,7 @@ class Conversations:
         """Requests that the engine has, and completions of it that `frame` has not seen yet."""
         self._turns: list[_Ended] = []
 
-    def frame(self, engine: Engine) -> pl.DataFrame:
+    def frame(self, engine: Decoder) -> pl.DataFrame:
         """One row for each turn: the output columns of a job, and `turn` after `sample_index`.
 
         Raises what `next_turn` raises; the other conversations are given up then.

@@ -1,8 +1,8 @@
-"""`batchspec.Engine`: a model that is loaded once and answers call after call, in this process.
+"""`batchspec.Engine`: a model that is loaded once and answers call after call, in this process or in ranks that it starts.
 
 The shape of its batch is planned once, without rows to survey: the keys of `packing` as given, and else what the planner of jobs
-chooses for endless rows of at most model.max_len tokens, with prompts of PROMPT_TOKENS and outputs of half of
-decode.max_new_tokens. Rows that are longer than model.max_len become error rows.
+chooses for endless rows of at most model.max_len tokens (`loading.expected_demand`). Rows that are longer than that become error
+rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,33 +23,29 @@ import torch
 from torch import Tensor
 
 from batchspec.config.overrides import overrides_of
-from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.in_memory import table_of
-from batchspec.dataset.reader import table_source
 from batchspec.engine.engine import Engine as BatchEngine
 from batchspec.engine.output_processor import EngineTotals
-from batchspec.errors import CapacityError, CheckpointError, ConfigError, EngineInUse
+from batchspec.errors import CheckpointError, ConfigError, EngineInUse
+from batchspec.model.blocks.base import Shard
 from batchspec.model.given import GivenWeights
 from batchspec.model.hub import find_model
 from batchspec.model.kv_calibration import give_scales
 from batchspec.model.lora import adapted
 from batchspec.model.quant.base import Weights
+from batchspec.model.shard import part_of
 from batchspec.model.spec import load_spec
 from batchspec.model.weights import Checkpoint, judge_model
-from batchspec.packing.planner import GPU_SLOTS, Demand
 from batchspec.packing.predict import LengthPredictor
-from batchspec.prepare import Job, JobModel, fetch_weights, job_of, load_engine, open_model, open_tokenizer
+from batchspec.prepare import JobModel, open_model
 from batchspec.records import Completion, PackedBatch
-from batchspec.report.progress_bar import ProgressBar
-from batchspec.runner.oom_fallback import OutOfMemoryGuard
 from batchspec.warm.call import Call, empty_frame
 from batchspec.warm.conversations import Conversations, NextTurn, with_turns
+from batchspec.warm.loading import load, open_warm
 from batchspec.warm.options import Options, warm_config
+from batchspec.warm.ranks import EngineOfRanks
 from batchspec.warm.stream import Stream
-
-PROMPT_TOKENS = 1024
-"""Prompts for which the shape is planned, where model.max_len leaves room for them."""
-_IDS = ColumnMap(names={"prompt_ids": "prompt_ids"}, prompt_kind="prompt_ids")
+from batchspec.warm.weights import check_scales, written
 
 
 class Engine:
@@ -58,6 +54,9 @@ class Engine:
     options  Hydra override strings, or a dictionary of keys: {"model.path": "smollm2-135m", "decode": {"n": 4}}
     job      name of a recipe; its own input, output, cluster and resume keys are not read
     keys     more of the dictionary: model={"path": ...}, draft="eagle3"
+
+    With cluster.tensor_parallel the model is cut over so many GPUs. Each has a process, this one holds no GPU memory. When one of
+    them ends or hangs, the call raises RankLost with its name, and the engine has ended.
 
     The keys are those of a job, and so are columns, error rows and tokens. One call at a time: another one, from whatever thread,
     raises EngineInUse. Raises ConfigError, CheckpointError and CapacityError as `batchspec run` would exit with.
@@ -68,33 +67,17 @@ class Engine:
         config = warm_config([*given, *overrides_of(keys)] if keys else given, job)
         self._in_use, self._half_loaded = threading.Lock(), False
         self._running: Call | None = None
-        self._model: JobModel = open_model(config)
-        if config.requires_gpu and self._model.device.type == "cpu":
-            raise ConfigError("requires_gpu=true: torch sees no GPU on this machine; set requires_gpu=false to try it on the CPU")
-        self._tokenizer = open_tokenizer(self._model.folder, config, _IDS)
         self._predictor = LengthPredictor()
-        opened = self._without_rows()
+        self._model: JobModel = open_model(config)
+        opened = open_warm(self._model)
+        self._tokenizer, self._channels = opened.tokenizer, opened.admission.has_channels
         self._constraints = opened.admission.constraints
-        fetch_weights(self._model)
-        self._channels = opened.admission.has_channels
-        with OutOfMemoryGuard() as guard:
-            engine = load_engine(opened, expected_demand(opened), ProgressBar(0))
-            engine.keeps_prefixes = True
-            self._engine: BatchEngine | None = engine
-        if guard.message:
-            raise CapacityError(
-                f"out of memory while the engine was made ({guard.message}); set packing.memory_gb, packing.max_num_seqs, "
-                "packing.max_num_batched_tokens or model.max_len lower"
-            )
-
-    def _without_rows(self) -> Job:
-        """A job that has no rows yet: all checks of the configuration that need none."""
-        config = self._model.config
-        model = replace(self._model, config=replace(config, output=replace(config.output, passthrough="none")))
-        some = table_source(pa.table({"prompt_ids": pa.array([[0]], pa.list_(pa.int32()))}))
-        job = job_of(model, some, _IDS, self._tokenizer)
-        job.admission.expect_constraints()
-        return job
+        self._engine: BatchEngine | EngineOfRanks | None = None
+        if (ranks := config.cluster.tensor_parallel) == 1:
+            self._engine = load(opened)
+        else:
+            part_of(opened.spec, Shard(0, ranks))  # refused here, before processes are started
+            self._engine = EngineOfRanks(config)
 
     @property
     def shape(self) -> PackedBatch:
@@ -169,12 +152,15 @@ class Engine:
         Raises CheckpointError for other names, shapes or configurations, before anything is changed.
         """
         with self._exclusive(loads=True) as engine, ExitStack() as stack:
+            if isinstance(engine, EngineOfRanks):
+                given = stack.enter_context(self._folder_of(weights))
+                engine.rewrite(given, is_checkpoint=not isinstance(weights, Mapping))
+                return
             model, scales = self._model, self._model.config.cache.scales
             source: Weights
             if isinstance(weights, Mapping):
                 folder = None
-                if model.spec.fp8_kv and scales == "checkpoint":
-                    raise ConfigError("cache.scales=checkpoint: tensors in memory bring no K/V scales; give a folder")
+                check_scales(model)
                 source = GivenWeights(weights, model.spec, dtype=model.dtype, device=model.device)
             else:
                 folder = self._same_model(str(weights))
@@ -186,6 +172,17 @@ class Engine:
                 if model.spec.fp8_kv:
                     give_scales(engine.target, None, scales, folder, self._tokenizer)
             self._half_loaded = False
+
+    @contextmanager
+    def _folder_of(self, weights: str | Path | Mapping[str, Tensor]) -> Iterator[Path]:
+        """A folder from which other processes can read these weights. Raises as `load_weights`."""
+        if isinstance(weights, Mapping):
+            check_scales(self._model)
+            GivenWeights(weights, self._model.spec, dtype=self._model.dtype, device=torch.device("cpu"))
+            with written(weights, self._model.folder) as folder:
+                yield folder
+        else:
+            yield self._same_model(str(weights))
 
     def _same_model(self, path: str) -> Path:
         """The folder of a checkpoint whose config.json says the same as that of model.path. Raises CheckpointError."""
@@ -206,6 +203,8 @@ class Engine:
         if (call := self._running) is not None:
             call.give_up()
         with self._in_use:
+            if isinstance(self._engine, EngineOfRanks):
+                self._engine.close()
             self._engine = None
         gc.collect()
         if self._model.device.type == "cuda":
@@ -224,13 +223,15 @@ class Engine:
         return empty_frame(self._model, table, channels=self._channels)
 
     @property
-    def _loaded(self) -> BatchEngine:
+    def _loaded(self) -> BatchEngine | EngineOfRanks:
         if self._engine is None:
             raise EngineInUse("this engine is closed; make another one")
+        if isinstance(self._engine, EngineOfRanks):
+            self._engine.check()
         return self._engine
 
     @contextmanager
-    def _exclusive(self, call: Call | None = None, *, loads: bool = False) -> Iterator[BatchEngine]:
+    def _exclusive(self, call: Call | None = None, *, loads: bool = False) -> Iterator[BatchEngine | EngineOfRanks]:
         """The engine is of this call within the block. Raises EngineInUse where it is not free."""
         if not self._in_use.acquire(blocking=False):
             raise EngineInUse("a call is running or a stream is open; finish or close it: an engine does one call at a time")
@@ -242,14 +243,3 @@ class Engine:
         finally:
             self._running = None
             self._in_use.release()
-
-
-def expected_demand(job: Job) -> Demand:
-    """Rows as the module's docstring says."""
-    max_len, decode = job.admission.max_len, job.config.decode
-    prompt = min(PROMPT_TOKENS, max_len - decode.max_new_tokens)
-    output = decode.max_new_tokens if decode.ignore_eos else LengthPredictor().predict(decode.max_new_tokens)
-    return Demand(
-        num_completions=GPU_SLOTS, prompt_tokens=float(prompt), output_tokens=float(output), max_tokens=max_len,
-        scores=decode.max_new_tokens == 0,
-    )  # fmt: skip

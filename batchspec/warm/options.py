@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from batchspec.config.checks import AUTO
 from batchspec.config.compose import compose
 from batchspec.config.overrides import overrides_of
 from batchspec.config.schema import RunConfig
@@ -23,10 +24,12 @@ NOT_HERE = {
     "output.overwrite": "each call returns its rows and writes nothing",
     "output.license": "each call returns its rows and writes nothing",
     "resume": "nothing is stored that could be resumed",
-    "cluster": "it computes in its own process, on one GPU",
+    "cluster": "it computes with one copy of the model",
     "draft.adapt": "a head learns from committed shards, and there are none",
 }
 """Keys, or groups of them, that a warm engine does not take, and why."""
+TAKEN = ("cluster.tensor_parallel", "cluster.watchdog_s")
+"""Of those groups the keys that it does take."""
 
 
 def warm_config(options: Options, job: str | None = None) -> RunConfig:
@@ -41,11 +44,13 @@ def warm_config(options: Options, job: str | None = None) -> RunConfig:
     recipe = [] if job is None else [f"+job={job}"]
     given = overrides_of(options) if isinstance(options, Mapping) else list(options)
     config = compose([*recipe, *given], require=("model.path",))
+    if config.cluster.tensor_parallel == AUTO:
+        raise ConfigError(f"cluster.tensor_parallel={AUTO} compares what rows would take, and there are none; give 1, 2, 4 or 8")
     usual = RunConfig()
     before = compose(recipe) if recipe else usual
     for key in keys():
         why = next((why for name, why in NOT_HERE.items() if key == name or key.startswith(f"{name}.")), None)
-        if why is None:
+        if why is None or key in TAKEN:
             continue
         value = value_of(config, key)
         if value not in (value_of(usual, key), value_of(before, key)):

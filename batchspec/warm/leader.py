@@ -1,0 +1,223 @@
+"""A rank of a warm engine's model: `python -m batchspec.warm.leader SEAT [PIPE]`, started by ranks.py.
+
+SEAT is the process's place in the group, four words (`distributed/seat.py`). Rank 0 leads: PIPE is the file descriptor of its end
+of the pipe to the engine. The others follow it. All end at once when the engine's process does: nothing is saved.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from batchspec.cli import guarded
+from batchspec.config.compose import reported
+from batchspec.config.schema import RunConfig
+from batchspec.config.typed import from_json
+from batchspec.distributed.group import Group, joined
+from batchspec.distributed.seat import Seat
+from batchspec.engine.engine import Engine
+from batchspec.engine.lockstep import Lead
+from batchspec.engine.messages import Calibrate, End, NewWeights
+from batchspec.engine.output_processor import EngineTotals
+from batchspec.errors import BatchspecError, CapacityError, RankLost
+from batchspec.model.kv_calibration import give_scales
+from batchspec.packing.planner import host_share
+from batchspec.prepare import Job, open_model, rewrite_weights, vocabulary_of
+from batchspec.records import Request
+from batchspec.runner.follower import run_follower
+from batchspec.runner.oom_fallback import OutOfMemoryGuard
+from batchspec.runner.run_shards import watchdog_s
+from batchspec.supervise.leave import leave
+from batchspec.supervise.watchdog import Watchdog
+from batchspec.token_automaton import TokenAutomaton
+from batchspec.warm.loading import load, open_warm
+from batchspec.warm.wire import (
+    Ask,
+    Ended,
+    Failed,
+    FromLeader,
+    Given,
+    GoOn,
+    Loaded,
+    Progress,
+    Rewritten,
+    Run,
+    Stop,
+    Stopped,
+    ToLeader,
+    Weights,
+)
+
+EXCHANGE_S = 7 * 24 * 3600.0
+"""Limit of an exchange between ranks: the watchdog, which knows when there is work, ends a hanging rank before."""
+TELL_S = 0.05
+"""Seconds between two messages about the progress of a run."""
+
+
+class GivenUp(Exception):
+    """The engine's process has given up the run."""
+
+
+def main() -> int:
+    """Lead or follow until the engine is closed; returns the exit code."""
+    config, seat = from_json(sys.stdin.readline()), Seat.of(sys.argv[1:5])
+    faulthandler.enable()  # SIGABRT prints the stacks
+    threading.Thread(target=_watch, daemon=True).start()
+    gpu = config.device != "cpu" and torch.cuda.is_available()
+    if not gpu and config.packing.memory_gb is None:
+        config.packing.memory_gb = host_share() / seat.ranks / 1e9
+    pipe = Connection(int(sys.argv[5])) if seat.rank == 0 else None
+
+    def run() -> None:
+        with joined(seat, limit_s=EXCHANGE_S, gpu=gpu) as group:
+            if pipe is None:
+                return run_follower(config, group)
+            with OutOfMemoryGuard() as guard:
+                _lead(config, group, pipe)
+            if guard.message:
+                raise CapacityError(
+                    f"rank 0: out of memory ({guard.message}); make an engine with a lower packing.max_num_seqs, "
+                    "packing.memory_gb or packing.max_num_batched_tokens"
+                )
+
+    if pipe is None:
+        return reported(run)
+    try:
+        run()
+    except (EOFError, BrokenPipeError):
+        return 0  # the engine is closed
+    except BatchspecError as error:
+        with suppress(OSError):
+            pipe.send(Failed(type(error), str(error)))
+        return error.exit_code
+    return 0
+
+
+def _lead(config: RunConfig, group: Group, pipe: Connection) -> None:
+    lead, job = Lead(group.channel), open_warm(open_model(config, group=group))
+    watchdog = Watchdog(watchdog_s(job), lambda: 0, lost=group.channel.is_lost, advice="the engine ends: make another one")
+    try:
+        engine = load(job)
+        with watchdog.watching():
+            Leader(job, engine, group, pipe, watchdog).serve()
+    finally:
+        with suppress(RankLost):
+            lead.send(End())
+
+
+class Leader:
+    """Serves the engine of the other end of the pipe."""
+
+    def __init__(self, job: Job, engine: Engine, group: Group, pipe: Connection, watchdog: Watchdog) -> None:
+        self._job, self._engine, self._group, self._pipe, self._watchdog = job, engine, group, pipe, watchdog
+        self._told_at = 0.0
+
+    def serve(self) -> None:
+        """Raises EOFError when the engine is closed, and what ends a group."""
+        self._send(Loaded(self._engine.batch))
+        while True:
+            match self._receive():
+                case Run():
+                    self._run()
+                case Weights(folder, is_checkpoint):
+                    self._rewrite(Path(folder), is_checkpoint=is_checkpoint)
+                    self._send(Rewritten())
+                case Stop():  # it crossed the end of the run
+                    self._send(Stopped(self._totals))
+                case message:
+                    raise AssertionError(message)
+
+    def _run(self) -> None:
+        self._engine.on_round = self._look
+        try:
+            with closing(self._engine.steps(self._requests())) as steps:
+                while True:
+                    message = self._receive()
+                    if isinstance(message, Stop):
+                        raise GivenUp
+                    assert isinstance(message, GoOn), message
+                    done = next((done for done in steps if done), None)
+                    self._send(Ended(done or (), self._totals, over=done is None))
+                    if done is None:
+                        return
+        except GivenUp:
+            self._send(Stopped(self._totals))
+        finally:
+            self._engine.on_round = None
+
+    def _requests(self) -> Iterator[Request | None]:
+        over, automata, vocabulary = False, list[TokenAutomaton](), vocabulary_of(self._job)
+        while not over:
+            self._send(Ask())
+            message = self._receive()
+            if isinstance(message, Stop):
+                raise GivenUp
+            assert isinstance(message, Given), message
+            over = message.over
+            for automaton in message.automata:
+                assert vocabulary is not None
+                automata.append(replace(automaton, vocabulary=vocabulary))
+            for request, number in zip(message.requests, message.follows, strict=True):
+                yield request if request is None or number < 0 else replace(request, automaton=automata[number])
+
+    def _look(self, totals: EngineTotals) -> None:
+        """After each result that was read."""
+        self._watchdog.beat()
+        if self._pipe.poll():
+            message = self._receive()
+            assert isinstance(message, Stop), message
+            raise GivenUp
+        if time.monotonic() - self._told_at >= TELL_S:
+            self._told_at = time.monotonic()
+            self._send(Progress(self._totals))
+
+    def _rewrite(self, folder: Path, *, is_checkpoint: bool) -> None:
+        engine, job, lead = self._engine, self._job, self._engine.lead
+        assert lead is not None
+        lead.send(NewWeights(str(folder)))
+        with engine.changing_target():
+            rewrite_weights(job, engine.target, folder)
+            self._group.least(0)  # all have read the folder, which may be deleted now
+            if job.spec.fp8_kv:
+                give_scales(
+                    engine.target, None, job.config.cache.scales, folder if is_checkpoint else None, job.tokenizer,
+                    tell=lambda prompts: lead.send(Calibrate(prompts)),
+                )  # fmt: skip
+                assert engine.target.all_kv_scales is not None
+                engine.use_kv_scales(engine.target.all_kv_scales)
+
+    @property
+    def _totals(self) -> EngineTotals:
+        """As far as the other end shows them: without events of the GPU."""
+        return replace(self._engine.totals, _group=None)
+
+    def _send(self, message: FromLeader) -> None:
+        self._pipe.send(message)
+
+    def _receive(self) -> ToLeader:
+        """The next message; the ranks have nothing to do until it comes."""
+        self._watchdog.pause()
+        message: ToLeader = self._pipe.recv()
+        self._watchdog.beat()
+        return message
+
+
+def _watch() -> None:
+    """The engine's process holds the other end open while the engine is."""
+    while os.read(0, 1):  # not sys.stdin: its lock would be held when the interpreter ends
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    leave(guarded(main))

@@ -1,0 +1,58 @@
+"""A warm engine's model: the checks of its configuration, which need no rows, and the engine with its weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pyarrow as pa
+
+from batchspec.dataset.columns import ColumnMap
+from batchspec.dataset.reader import table_source
+from batchspec.engine.engine import Engine
+from batchspec.errors import CapacityError, ConfigError
+from batchspec.packing.planner import GPU_SLOTS, Demand
+from batchspec.packing.predict import LengthPredictor
+from batchspec.prepare import Job, JobModel, fetch_weights, job_of, load_engine, open_tokenizer
+from batchspec.report.progress_bar import ProgressBar
+from batchspec.runner.oom_fallback import OutOfMemoryGuard
+
+PROMPT_TOKENS = 1024
+"""Prompts for which the shape is planned, where model.max_len leaves room for them."""
+_IDS = ColumnMap(names={"prompt_ids": "prompt_ids"}, prompt_kind="prompt_ids")
+
+
+def open_warm(model: JobModel) -> Job:
+    """A job that has no rows yet: all checks of the configuration that need none. Downloads the weights. Raises as `open_job`."""
+    config = model.config
+    if config.requires_gpu and model.device.type == "cpu":
+        raise ConfigError("requires_gpu=true: torch sees no GPU on this machine; set requires_gpu=false to try it on the CPU")
+    tokenizer = open_tokenizer(model.folder, config, _IDS)
+    some = table_source(pa.table({"prompt_ids": pa.array([[0]], pa.list_(pa.int32()))}))
+    bare = replace(model, config=replace(config, output=replace(config.output, passthrough="none")))
+    job = job_of(bare, some, _IDS, tokenizer)
+    job.admission.expect_constraints()
+    fetch_weights(model)
+    return replace(job, config=config)
+
+
+def load(job: Job) -> Engine:
+    """The engine with its weights. Raises CheckpointError and CapacityError."""
+    with OutOfMemoryGuard() as guard:
+        engine = load_engine(job, expected_demand(job), ProgressBar(0))
+        engine.keeps_prefixes = True
+        return engine
+    raise CapacityError(
+        f"out of memory while the engine was made ({guard.message}); set packing.memory_gb, packing.max_num_seqs, "
+        "packing.max_num_batched_tokens or model.max_len lower"
+    )
+
+
+def expected_demand(job: Job) -> Demand:
+    """Endless rows of at most model.max_len tokens, with prompts of PROMPT_TOKENS and outputs of half of max_new_tokens."""
+    max_len, decode = job.admission.max_len, job.config.decode
+    prompt = min(PROMPT_TOKENS, max_len - decode.max_new_tokens)
+    output = decode.max_new_tokens if decode.ignore_eos else LengthPredictor().predict(decode.max_new_tokens)
+    return Demand(
+        num_completions=GPU_SLOTS, prompt_tokens=float(prompt), output_tokens=float(output), max_tokens=max_len,
+        scores=decode.max_new_tokens == 0,
+    )  # fmt: skip

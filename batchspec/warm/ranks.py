@@ -1,0 +1,267 @@
+"""The engine of a warm engine whose model several ranks compute: processes of their own, and a pipe to their leader.
+
+What the engine's own process does is what it does with one GPU: it admits rows and makes tables. It holds no GPU memory and joins
+no process group, so a trainer may have one here; when a rank is lost, what ends is the ranks, not this process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import fields, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TypeVar
+
+from batchspec.cluster.devices import devices_of
+from batchspec.config.schema import RunConfig
+from batchspec.config.typed import to_json
+from batchspec.distributed.channel import Channel, make_memory
+from batchspec.distributed.seat import Seat, ending
+from batchspec.engine.output_processor import EngineTotals
+from batchspec.errors import EngineInUse, RankLost
+from batchspec.records import Completion, PackedBatch, Request
+from batchspec.token_automaton import TokenAutomaton, TokenSymbols
+from batchspec.warm.wire import (
+    Ask,
+    Ended,
+    Failed,
+    FromLeader,
+    Given,
+    GoOn,
+    Loaded,
+    Progress,
+    Rewritten,
+    Run,
+    Stop,
+    Stopped,
+    ToLeader,
+    Weights,
+)
+
+PROGRAM = ("-m", "batchspec.warm.leader")
+POLL_S = 0.05
+"""How often a call looks whether it was given up, and whether a rank has ended."""
+REQUESTS = 32
+"""Requests that the leader gets at once, at most."""
+END_S, STACKS_S = 3.0, 2.0
+"""Seconds that ranks have to end by themselves after one has; then SIGABRT makes them print their stacks, SIGKILL ends them."""
+NO_VOCABULARY = TokenSymbols.of([])
+M = TypeVar("M")
+
+
+class EngineOfRanks:
+    """What `warm` needs of an engine. Raises ConfigError for too few GPUs, and what the leader raises while it loads."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.totals = EngineTotals()
+        self.on_round: Callable[[EngineTotals], None] | None = None
+        self._lost = ""
+        self._automata: dict[int, tuple[int, TokenAutomaton]] = {}
+        """Of the run, by their ids: the number of each. The entry keeps it alive, so that its id is its own."""
+        self._processes: list[subprocess.Popen[str]] = []
+        self._folder = TemporaryDirectory(prefix="batchspec-")
+        self._pipe, other = Pipe()
+        ranks, handle = config.cluster.tensor_parallel, make_memory()
+        self._channel = Channel(handle, None, ranks)
+        self._end = weakref.finalize(self, _end, self._processes, self._pipe, self._folder)
+        try:
+            devices = devices_of(replace(config, cluster=replace(config.cluster, workers=1)))
+            for rank in range(ranks):
+                seat = Seat(rank, ranks, handle, Path(self._folder.name) / "meeting")
+                self._processes.append(_start(config, seat, devices, other if rank == 0 else None))
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(handle)
+            other.close()
+        try:
+            self.batch: PackedBatch = self._answer(Loaded).batch
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, requests: Iterator[Request | None]) -> Generator[Completion]:
+        """As of `engine.Engine`. Raises RankLost where a rank has ended or hangs: the engine cannot be used again then."""
+        self._send(Run())
+        runs, self._automata = True, {}
+        try:
+            while runs:
+                self._send(GoOn())
+                ended = self._answer(Ended, requests)
+                runs = not ended.over
+                yield from ended.completions
+        finally:
+            if runs and not self._lost:
+                self._give_up()
+
+    def rewrite(self, folder: Path, *, is_checkpoint: bool) -> None:
+        """Replace the target's weights on all ranks. Raises RankLost."""
+        self._send(Weights(str(folder), is_checkpoint))
+        self._answer(Rewritten)
+
+    def close(self) -> None:
+        """End all ranks; returns when they have ended, and their memory is free."""
+        self._lost = self._lost or "this engine is closed; make another one"
+        self._end()
+
+    def _give_up(self) -> None:
+        self.on_round = None
+        try:
+            self._send(Stop())
+            while not isinstance(message := self._receive(), Stopped):
+                pass
+            self._take(message.totals)
+        except KeyboardInterrupt:  # nobody knows what the leader does now
+            self.close()
+            raise
+
+    def _answer(self, kind: type[M], requests: Iterator[Request | None] | None = None) -> M:
+        """The leader's next message of this kind; the others are answered."""
+        while True:
+            message = self._receive()
+            if isinstance(message, kind):
+                if isinstance(message, Ended):
+                    self._take(message.totals)
+                return message
+            match message:
+                case Progress(totals):
+                    self._take(totals)
+                case Ask():
+                    assert requests is not None
+                    self._send(self._given(requests))
+                case Failed(error, text):
+                    if issubclass(error, RankLost):  # by another one's end
+                        self._lose()
+                    self._lose(text)
+                    raise error(text)
+                case _:
+                    raise AssertionError(message)
+
+    def _given(self, requests: Iterator[Request | None]) -> Given:
+        """Requests as far as there are any now."""
+        found, follows, new = list[Request | None](), list[int](), list[TokenAutomaton]()
+        for request in itertools.islice(requests, REQUESTS):
+            automaton = None if request is None else request.automaton
+            if automaton is not None and id(automaton) not in self._automata:
+                self._automata[id(automaton)] = len(self._automata), automaton
+                new.append(replace(automaton, vocabulary=NO_VOCABULARY))
+            follows.append(-1 if automaton is None else self._automata[id(automaton)][0])
+            found.append(None if request is None else replace(request, automaton=None))
+            if request is None:
+                break
+        over = len(found) < REQUESTS and (not found or found[-1] is not None)
+        return Given(found, follows, new, over)
+
+    def _take(self, totals: EngineTotals) -> None:
+        for item in fields(totals):
+            setattr(self.totals, item.name, getattr(totals, item.name))
+        if self.on_round is not None:
+            self.on_round(self.totals)
+
+    def _receive(self) -> FromLeader:
+        """The next message. Raises RankLost, and what `on_round` raises while there is none."""
+        self.check()
+        while True:
+            gone = any(process.poll() is not None for process in self._processes)
+            try:
+                if self._pipe.poll(0 if gone else POLL_S):
+                    message: FromLeader = self._pipe.recv()
+                    return message
+            except (EOFError, ConnectionError):
+                gone = True
+            if gone:
+                self._lose()
+            elif self.on_round is not None:
+                self.on_round(self.totals)
+
+    def _send(self, message: ToLeader) -> None:
+        self.check()
+        with suppress(BrokenPipeError):  # `_receive` says which rank is gone
+            self._pipe.send(message)
+
+    def check(self) -> None:
+        """Raises EngineInUse if it is closed, or has ended because a rank is gone."""
+        if self._lost:
+            raise EngineInUse(self._lost)
+
+    def _lose(self, why: str = "") -> None:
+        """A rank is gone: those that wait for it end by themselves, the others print their stacks and are killed.
+
+        why  what the leader raised; where it is not known, raises RankLost with the name of the rank that is gone or hangs
+        """
+        self._channel.lose(0)
+        ends = time.monotonic() + END_S
+        while any(process.poll() is None for process in self._processes) and time.monotonic() < ends:
+            time.sleep(POLL_S)
+        codes = [process.poll() for process in self._processes]
+        for process in self._processes:
+            process.send_signal(signal.SIGABRT)
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STACKS_S)
+        self._end()
+        said = why or _culprit(codes)
+        self._lost = f"{said}; the engine has ended, make another one"
+        if not why:
+            raise RankLost(f"{said}; what it said, and its stack if it had time for it, is on stderr; make another engine")
+
+
+def _culprit(codes: Sequence[int | None]) -> str:
+    """Which rank is why others ended. Those that waited for it in vain end with RankLost's code, as one does whose watchdog saw
+    that nothing goes on.
+
+    codes  of the ranks, by Popen; None: it does not end by itself
+    """
+    waited = (0, RankLost.exit_code)
+
+    def order(rank: int) -> tuple[bool, bool, bool]:
+        code = codes[rank]
+        return code is None or code >= 0, code is None or code in waited, code is not None
+
+    rank = min(range(len(codes)), key=order)
+    code = codes[rank]
+    return f"rank {rank} of this engine {'hangs' if code is None else ending(code)}"
+
+
+def _start(config: RunConfig, seat: Seat, devices: Sequence[str | None], pipe: Connection | None) -> subprocess.Popen[str]:
+    env, handles = dict(os.environ), [seat.handle]
+    named = [name for name in devices if name is not None]
+    if named:  # ranks of a group read each other's memory; CUDA takes no GPU twice
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(named))
+    else:
+        env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // seat.ranks)))
+    words = [sys.executable, *PROGRAM, *seat.words()]
+    if pipe is not None:
+        words.append(str(pipe.fileno()))
+        handles.append(pipe.fileno())
+    process = subprocess.Popen(
+        words, env=env, pass_fds=handles, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True
+    )
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):
+        process.stdin.write(to_json(config) + "\n")
+        process.stdin.flush()  # left open: when it closes, the rank knows that this process is gone
+    return process
+
+
+def _end(processes: Sequence[subprocess.Popen[str]], pipe: Connection, folder: TemporaryDirectory[str]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):
+            process.stdin.close()
+    pipe.close()
+    folder.cleanup()
