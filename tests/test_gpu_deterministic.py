@@ -228,7 +228,7 @@ def test_no_drafter_number_of_slots_or_preemption_changes_a_token() -> None:
         request(
             i,
             torch.randint(0, 5000, (int(length),), generator=generator).tolist(),
-            cap=60,
+            cap=150,
             sampling=samplings[i % 3],
             predicted=5,
         )
