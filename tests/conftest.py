@@ -29,6 +29,7 @@ settings.load_profile("batchspec")
 
 LONG = (
     "test_compile.py",
+    "test_deterministic.py",
     "test_group_jobs.py",
     "test_job.py",
     "test_workers.py",

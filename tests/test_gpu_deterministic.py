@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine import allocator
 from batchspec.engine.engine import Engine
+from batchspec.engine.round import RoundOptions
 from batchspec.kernels.attention.merge_states import partials_of
 from batchspec.kernels.attention.ordered_attention import ordered_attention
 from batchspec.kernels.attention.ordered_prefill import ordered_prefill
@@ -220,7 +222,7 @@ def test_keys_values_and_logits_are_those_of_a_prompt_in_one_pass_however_it_is_
         assert torch.equal(bits(other_logits), bits(logits)), cuts[:3]
 
 
-def test_no_drafter_number_of_slots_or_preemption_changes_a_token() -> None:
+def test_no_drafter_number_of_slots_or_preemption_changes_a_token_or_a_logprob() -> None:
     own = target()
     samplings = (SamplingParams(), SamplingParams(temperature=0.8), SamplingParams(temperature=0.7, top_p=0.9, top_k=40))
     generator = torch.Generator().manual_seed(1)
@@ -228,7 +230,7 @@ def test_no_drafter_number_of_slots_or_preemption_changes_a_token() -> None:
         request(
             i,
             torch.randint(0, 5000, (int(length),), generator=generator).tolist(),
-            cap=60,
+            cap=150,
             sampling=samplings[i % 3],
             predicted=5,
         )
@@ -239,7 +241,7 @@ def test_no_drafter_number_of_slots_or_preemption_changes_a_token() -> None:
         device=own.device,
     )  # fmt: skip
 
-    def run(slots: int, pages: int, draft_len: int, name: str, prefill_tokens: int) -> dict[str, list[int]]:
+    def run(slots: int, pages: int, draft_len: int, name: str, prefill_tokens: int) -> dict[str, Any]:
         drafter: Drafter = NoDrafter()
         if name == "lookup":
             drafter = LookupDrafter(draft_len, min_ngram=1, max_ngram=3)
@@ -249,16 +251,21 @@ def test_no_drafter_number_of_slots_or_preemption_changes_a_token() -> None:
             slots, page_size=16, max_len=1600, num_pages=pages, draft_len=draft_len, prefill_tokens=prefill_tokens,
             row_buckets=(1, slots) if slots > 1 else (1,),
         )  # fmt: skip
-        engine = Engine(own, drafter, batch, device=own.device)
+        engine = Engine(own, drafter, batch, device=own.device, options=RoundOptions(logprobs=0))
         engine.prepare(SamplingMode(random=True))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(allocator, "SHORT_CAP_TOKENS", 4)
             done = list(engine.run(iter(asked)))
         if pages < 1000:
             assert sum(one.stats.num_prefills for one in done if one.stats is not None) > len(asked), "no row was preempted"
-        return {one.request_id: one.token_ids.tolist() for one in done if one.token_ids is not None}
+        return {
+            one.request_id: (one.token_ids.tolist(), one.logprobs.tolist())
+            for one in done
+            if one.token_ids is not None and one.logprobs is not None
+        }
 
     wanted = run(1, 2000, 0, "none", 4096)
+    assert len(wanted) == len(asked)
     for slots, pages, draft_len, name, prefill_tokens in (
         (40, 5000, 0, "none", 4096), (40, 5000, 3, "chain", 1000), (16, 5000, 7, "lookup", 300), (13, 400, 2, "chain", 4096),
     ):  # fmt: skip

@@ -74,6 +74,7 @@ def job_of(out: str | Path, dtype: str | None, device: str | None, *, other_kv: 
 
     dtype, device  to decode with; None: those of the job
     other_kv       with the other cache.dtype: the model's for a job in fp8, fp8 for any other
+    Each of the three also decodes without decode.deterministic, whose bits are those of the job's own dtype, device and cache.
     Raises OutputError if there is no job, or the input or the model have changed.
     """
     output = OutputFolder(out)
@@ -86,6 +87,8 @@ def job_of(out: str | Path, dtype: str | None, device: str | None, *, other_kv: 
     config.model.dtype, config.device = dtype or config.model.dtype, device or config.device
     config.packing.max_num_seqs, config.packing.run_ahead = 1, None
     config.packing.pages = config.packing.memory_gb = None
+    if other_kv or dtype is not None or device is not None:
+        config.decode.deterministic = False
     if other_kv:
         config.cache = other_cache(as_run)
     return with_saved_scales(open_job(config), output)

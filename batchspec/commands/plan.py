@@ -26,6 +26,8 @@ from batchspec.prepare import Job, automata_bytes, check_memory, learning_bytes,
 from batchspec.records import Ids, PackedBatch
 from batchspec.text import MESSAGE_CHARS, counted, one_line
 
+COST = "`batchspec bench --deterministic` measures it"
+"""Of decode.deterministic."""
 SAMPLE_ROWS = 10_000
 SHARD_ROWS = 500
 BAR = 40
@@ -131,6 +133,7 @@ class Plan:
             self._memory(batch, pages_bytes),
             *self._rounds(ahead),
             f"prefill      {_duration(ahead.prefill_s)}",
+            *([f"deterministic  bf16 sums of one order; these times leave out its cost: {COST}"] if spec.ordered else []),
             f"together     {_duration(total_s)}, {tokens:,.0f} {kind} tokens, {tokens / total_s:,.0f} tok/s",
             f"assumed      {assumed}no common prefixes; device: {self.rates.name}",
         ]

@@ -2,11 +2,12 @@
 
 batchspec promises equal tokens, up to rounding. For each row that differs, the first difference is printed with its gap: how far
 apart the scores (logit + temperature * noise) of the two tokens are. The last line has the share of rows that differ and the
-quantiles of the gaps. A gap near the rounding error of the dtype is a tie resolved
-the other way; a large gap is an error. --dtype and --device decode the rows in another precision or on another device: the share
-of rows that differ then measures the effect of the precision. --kv decodes them with the other K/V cache (the
-model's data type for a job with cache.dtype=fp8, fp8 for any other) and adds the mean KL divergence of the next token between the
-two caches, over the written tokens. --files instead reads every output file and finds those that a disk or a copy has changed.
+quantiles of the gaps. A gap near the rounding error of the dtype is a tie resolved the other way; a large gap is an error, and
+with decode.deterministic every difference is one. --dtype and --device decode the rows in another precision or on another device
+(without decode.deterministic): the share of rows that differ then measures the effect of the precision. --kv decodes them with
+the other K/V cache (the model's data type for a job with cache.dtype=fp8, fp8 for any other) and adds the mean KL divergence of
+the next token between the two caches, over the written tokens. --files instead reads every output file and finds those that a
+disk or a copy has changed.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ def main(argv: list[str]) -> int:
         report = compare_kv(args.out, args.rows, dtype=args.dtype, device=args.device)
         terminal.show("\n".join([*map(line_of, report.differences), *report.lines()]))
         return 0
-    checked, differences = verify(args.out, args.rows, dtype=args.dtype, device=args.device)
+    checked, differences, exact = verify(args.out, args.rows, dtype=args.dtype, device=args.device)
     for difference in differences:
         terminal.show(line_of(difference))
     terminal.show(f"{checked} completions decoded again one at a time and without speculation: {summary(differences, checked)}")
-    if differences:
+    if exact and differences:
+        terminal.show("the job has decode.deterministic=true: every difference is an error of batchspec; please report it")
+    elif differences:
         rounding = "about 1e-4 in float32, 0.1 in bfloat16"
         terminal.show(f"a gap up to the rounding error of the logits ({rounding}) is a tie resolved the other way")
     return 1 if differences else 0
@@ -71,11 +74,13 @@ def check_files(out: str | Path) -> int:
 
 def verify(
     out: str | Path, num_rows: int, *, dtype: str | None = None, device: str | None = None
-) -> tuple[int, list[Difference]]:
-    """The number of completions decoded again, and the differences. Raises OutputError without a job or token_ids.
+) -> tuple[int, list[Difference], bool]:
+    """The number of completions decoded again, the differences, and whether there may be none (decode.deterministic).
+
+    Raises OutputError without a job or token_ids.
 
     dtype, device  for the second decoding; None: those of the job
     """
     job, written = job_of(out, dtype, device), written_tokens(out, num_rows)
     found = [difference for _, difference in decode_again(plain_engine(job), job, written)]
-    return len(written), [difference for difference in found if difference is not None]
+    return len(written), [difference for difference in found if difference is not None], job.config.decode.deterministic

@@ -215,9 +215,10 @@ def _decode(config: RunConfig) -> None:
     given = [key for key in ("schema", "regex", "choice") if getattr(decode, key) not in (None, [])]
     if len(given) > 1:
         raise ConfigError(f"decode.{given[0]} and decode.{given[1]} are both given, and an answer follows one; remove one")
-    if decode.deterministic and config.draft.name == "tree":
+    if decode.deterministic and config.draft.tree.topk > 1:
         raise ConfigError(
-            "decode.deterministic=true with draft=tree is not built: a tree's keys lie in another order; use draft=eagle3"
+            f"decode.deterministic=true with draft.tree.topk={config.draft.tree.topk} is not built: a tree's keys lie in another "
+            "order; use draft=eagle3"
         )
     if "" in decode.stop:
         raise ConfigError(f"decode.stop={decode.stop} holds an empty string, which ends every output at once; remove it")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from batchspec.batch.logits import LogitRows
+from batchspec.kernels.sampling.log_normaliser import log_normaliser
 
 
 class Logprobs(NamedTuple):
@@ -27,7 +28,8 @@ def logprobs_of(raw: Tensor, target_ids: Tensor, num_top: int) -> Logprobs:
     target_ids  int32 [T] chosen tokens; NO_TOKEN counts as token 0
     num_top     N
     """
-    normaliser = torch.logsumexp(raw, 1, keepdim=True)
+    normaliser = torch.empty(raw.shape[0], 1, dtype=raw.dtype, device=raw.device)
+    log_normaliser(raw, out=normaliser[:, 0])
     chosen = (raw.gather(1, target_ids.clamp(min=0).long().unsqueeze(1)) - normaliser).squeeze(1).float()
     if not num_top:
         return Logprobs(chosen, None, None)

@@ -627,6 +627,7 @@ for _dim, _window, _parted in ((128, 0, True), (64, 128, True), (96, 0, False)):
           KV_HEADS=8, HEADS=4, HEAD_DIM=_dim, DIM=128 if _dim > 64 else 64, PAGE_SIZE=16, WINDOW=_window, TILE=128, BLOCK=64,
           PART=1024, PARTED=_parted, WIDE=False)  # fmt: skip
 
+_case("log_normaliser_kernel", "log_normaliser", 16, logits=PF32, out=PF32, stride_row=I32, vocab=I32, BLOCK=4096)
 _case("sample_kernel fp32, a part", "sample", 16, logits=PF32, row_ids=PI32, positions=PI64, keys=PI64, temperature=PF32,
       cutoff=PF32, out_ids=PI32, out_scores=PF32, out_tops=PF32, stride_row=I32, vocab=I32, first_id=I32, ACC="fp32",
       BLOCK=4096)  # fmt: skip

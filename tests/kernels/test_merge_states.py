@@ -56,6 +56,25 @@ def test_a_query_that_no_part_saw_gets_finite_values(interpret: bool, device: to
     assert not out.any()
 
 
+def test_in_order_parts_without_keys_change_no_bit(device: torch.device) -> None:
+    """Before, between and after parts with keys: another row's parts, or another batch's, decide how many there are."""
+    part_out, part_lse = torch.randn(7, 1, 64, device=device), torch.randn(7, 1, device=device) * 3
+
+    def merged(places: list[int], num_parts: int, *, in_order: bool) -> torch.Tensor:
+        values, lse = torch.zeros(num_parts, 1, 64, device=device), torch.full((num_parts, 1), -1e30, device=device)
+        values[places], lse[places] = part_out, part_lse
+        out = torch.full((1, 1, 64), float("nan"), device=device)
+        ints = torch.tensor([[0, num_parts]], dtype=torch.int32, device=device)
+        starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
+        merge_states(values, lse, ints, starts, max_q=1, out=out, in_order=in_order, interpret=True)
+        return out.view(torch.int32)
+
+    wanted = merged([*range(7)], 7, in_order=True)
+    for places, num_parts in (([*range(1, 8)], 8), ([*range(7)], 9), ([0, 1, 3, 4, 6, 8, 10], 12)):
+        assert torch.equal(merged(places, num_parts, in_order=True), wanted)
+    assert not torch.equal(merged([*range(1, 8)], 8, in_order=False), merged([*range(7)], 7, in_order=False))
+
+
 def test_wrong_arguments_are_refused() -> None:
     part_out, part_lse, out = torch.zeros(2, 1, 16), torch.zeros(2, 1), torch.zeros(1, 1, 16)
     row_parts, cu_seqlens_q = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)

@@ -36,13 +36,6 @@ class OrderedLinear(Product):
         self._weight, self._bias = weight, bias
         self._segments = ordered_segments(*weight.shape)
 
-    def rewrite(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Replace weight and bias by others of the same shapes, in place: captured graphs read the new numbers."""
-        self._weight.copy_(weight)
-        if self._bias is not None:
-            assert bias is not None
-            self._bias.copy_(bias)
-
     def __call__(self, x: Tensor, row_ids: Tensor | None = None) -> Tensor:
         tile = ordered_tile(x.shape[0], self._weight.shape[0], self._segments)
         return ordered_linear(

@@ -1,0 +1,173 @@
+"""decode.deterministic: what it is built for, what is refused by name, and what depends on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from batchspec import prepare, run
+from batchspec.commands import decode_again
+from batchspec.commands import plan as plan_command
+from batchspec.commands import verify as verify_command
+from batchspec.commands.bench_arguments import parse
+from batchspec.commands.shapes import COMMON, SHAPES
+from batchspec.config.checks import check
+from batchspec.config.compose import compose
+from batchspec.config.schema import RunConfig
+from batchspec.errors import ConfigError
+from batchspec.kernels.gemm.ordered_tiles import MIN_SEGMENT, SEGMENT_UNIT, ordered_tile, segments_of
+from batchspec.model import one_order
+from batchspec.model.one_order import in_one_order
+from batchspec.model.quant.ordered import OrderedLinear
+from batchspec.model.quant.plain import PLAIN
+from batchspec.model.spec import ModelSpec, read_spec
+from batchspec.packing.cost import H200
+from batchspec.tuning import policy
+from tests.models import make_checkpoint, make_tokenizer
+from tests.stand_ins import LLAMA_8B
+from tests.test_job import arguments, prompts
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+ON = "decode.deterministic=true"
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_order, "has_same_bits_in_all_tiles", lambda device: True)
+
+
+def config_with(*overrides: str) -> RunConfig:
+    return compose(["model.path=m", "input.path=i", "output.dir=o", ON, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["cache.dtype=fp8"], "cache.dtype=fp8 with decode.deterministic=true is not built; remove one"),
+        (["cluster.tensor_parallel=2"], "decode.deterministic=true with cluster.tensor_parallel=2 is not built; set it to 1"),
+        (["draft=tree", "draft.path=head"], "decode.deterministic=true with draft.tree.topk=10 is not built"),
+    ],
+)
+def test_what_is_not_built_is_refused_before_anything_is_read(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        check(config_with(*overrides))
+    assert "\n" not in str(caught.value)
+
+
+def test_chains_and_other_drafters_are_not() -> None:
+    for drafter in ("none", "lookup"):
+        check(config_with(f"draft={drafter}"))
+
+
+def test_a_bfloat16_model_on_hopper_sums_in_one_order_everywhere(hopper: None) -> None:
+    spec = in_one_order(LLAMA_8B, CUDA, torch.bfloat16)
+    assert spec.ordered
+    assert spec.kv_layout(torch.bfloat16, 16).ordered
+    assert spec.formats.of("model.layers.0.self_attn.q_proj") is not PLAIN
+    assert not LLAMA_8B.ordered
+    assert not LLAMA_8B.kv_layout(torch.bfloat16, 16).ordered
+    assert LLAMA_8B.formats.of("model.layers.0.self_attn.q_proj") is PLAIN
+    assert spec.weight_bytes(torch.bfloat16) == LLAMA_8B.weight_bytes(torch.bfloat16)
+
+
+def test_devices_and_dtypes_without_it_are_refused_and_float64_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert in_one_order(LLAMA_8B, CPU, torch.float64) is LLAMA_8B
+    with pytest.raises(ConfigError, match=r"on a CPU needs model.dtype=float64, and it is bfloat16"):
+        in_one_order(LLAMA_8B, CPU, torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"on a GPU is built for model.dtype=bfloat16, and it is float32"):
+        in_one_order(LLAMA_8B, CUDA, torch.float32)
+    monkeypatch.setattr(one_order, "has_same_bits_in_all_tiles", lambda device: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    with pytest.raises(ConfigError, match=r"Hopper generation \(compute capability 9.0\), and this is Some GPU"):
+        in_one_order(LLAMA_8B, CUDA, torch.bfloat16)
+    assert in_one_order(LLAMA_8B, CPU, torch.bfloat16, here=False).ordered  # another machine will run it
+
+
+def spec_of(shape: str) -> ModelSpec:
+    return read_spec(COMMON | SHAPES[shape], "config.json")
+
+
+def test_fp8_weights_are_refused_and_experts_in_mxfp4_are_not(hopper: None) -> None:
+    with pytest.raises(ConfigError, match=r"decode.deterministic=true with FP8 weights is not built"):
+        in_one_order(spec_of("llama8b-fp8"), CUDA, torch.bfloat16)
+    name = next(name for name in SHAPES if "oss" in name)
+    found = in_one_order(spec_of(name), CUDA, torch.bfloat16)
+    assert type(found.formats.of("model.layers.0.self_attn.q_proj")) is not type(PLAIN)
+
+
+def test_experts_that_the_library_computes_are_refused(hopper: None) -> None:
+    shape = {
+        **COMMON, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 100, "head_dim": 32, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 36, "intermediate_size": 64, "norm_topk_prob": True,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="experts with rows of 36 numbers are computed by the library"):
+        in_one_order(read_spec(shape, "config.json"), CUDA, torch.bfloat16)
+    assert in_one_order(read_spec(shape | {"moe_intermediate_size": 40}, "config.json"), CUDA, torch.bfloat16).ordered
+
+
+def test_segments_depend_on_the_weight_alone_and_fit_every_tile() -> None:
+    assert [segments_of(rows, 4096) for rows in (28672, 8192, 6144, 4096, 2048, 1024)] == [1, 1, 2, 2, 4, 4]
+    assert segments_of(4096, 14336) == 2
+    assert [segments_of(576, k) for k in (576, 1536, 2048)] == [1, 1, 2]
+    for rows, k in ((6144, 4096), (2048, 8192), (576, 1536), (960, 576), (100, 3072)):
+        segments = segments_of(rows, k)
+        assert segments == 1 or (k % (segments * SEGMENT_UNIT) == 0 and k // segments >= MIN_SEGMENT)
+        for tokens in (1, 64, 65, 128, 200, 512, 1024, 16384):
+            for gated in (False, True):
+                tile = ordered_tile(tokens, rows, segments, gated=gated)
+                assert tile.block_m >= 64
+                assert tile.split in (1, segments)
+                assert not tile.per_sm
+                assert SEGMENT_UNIT % tile.block_k == 0
+
+
+def test_products_take_their_segments_from_the_weight() -> None:
+    assert OrderedLinear(torch.zeros(64, 2048, dtype=torch.bfloat16))._segments == 2
+
+
+def test_the_bench_refuses_what_is_not_built() -> None:
+    for given in (["--kv", "fp8"], ["--draft", "tree"]):
+        with pytest.raises(ConfigError, match="--deterministic is not built with"):
+            parse(["out.jsonl", "name", "--deterministic", *given], "")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_checkpoint(tmp_path_factory.mktemp("model"), "llama", dtype=torch.float64, num_hidden_layers=1)
+    return make_tokenizer(folder)
+
+
+def test_a_job_in_float64_runs_is_verified_and_is_another_job_than_one_without_it(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts().write_parquet(tmp_path / "prompts.parquet")
+    out = tmp_path / "out"
+    given = arguments(model, tmp_path / "prompts.parquet", out, "output.token_ids=true")
+    assert run.main([*given, ON]) == 0
+    assert run.main(given) == 2
+    assert "decode.deterministic: 1 -> (none)" in capsys.readouterr().err
+    assert verify_command.verify(out, 3)[1:] == ([], True)
+    job = decode_again.job_of(out, "float32", None)  # another dtype has bits of its own
+    assert not job.config.decode.deterministic
+
+
+def test_plan_refuses_it_on_a_cpu_and_says_on_a_gpu_that_it_costs(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hopper: None
+) -> None:
+    prompts().write_parquet(tmp_path / "prompts.parquet")
+    given: list[Any] = arguments(model, tmp_path / "prompts.parquet", tmp_path / "out", ON, "model.dtype=bfloat16")
+    with pytest.raises(ConfigError, match=r"on a CPU needs model.dtype=float64"):
+        plan_command.plan(compose(given))
+    free = 140 * 10**9
+    for module in (plan_command, prepare):
+        monkeypatch.setattr(module, "free_memory", lambda device, weights=0: free - weights)
+    monkeypatch.setattr(prepare, "choose_device", lambda name: CUDA)
+    monkeypatch.setattr(policy, "is_hopper", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    monkeypatch.setattr(plan_command, "device_rates", lambda *_, **__: H200)
+    monkeypatch.setattr(plan_command, "visible_gpus", lambda: ["0"])
+    assert "deterministic  bf16 sums of one order" in plan_command.plan(compose(given)).text()
