@@ -34,6 +34,10 @@ def main(argv: Sequence[str]) -> int:
         gpus, ranks = config.cluster.gpus, config.cluster.tensor_parallel
         if ranks != AUTO and 0 < gpus < ranks:
             raise ConfigError(f"cluster.gpus={gpus} is less than cluster.tensor_parallel={ranks}; raise cluster.gpus")
+        if config.output.push_to_hub is not None:
+            from batchspec.storage.hub_push import check_push
+
+            check_push(config.output.push_to_hub)
         if not unseen:
             from batchspec.prepare import open_job  # imports torch, so only after the configuration was checked
 
