@@ -32,7 +32,7 @@ from batchspec.prepare import Job, make_engine, open_job, survey_first
 from batchspec.report.card import dataset_card
 from batchspec.report.page import NEEDS_EXTRA, can_draw, write_report
 from batchspec.report.progress_bar import ProgressBar
-from batchspec.report.push import push_output
+from batchspec.report.push import check_wish, push_output
 from batchspec.report.start_up import StartUp
 from batchspec.report.stats import JobStats, job_stats
 from batchspec.report.summary import RunSummary
@@ -48,7 +48,6 @@ from batchspec.runner.shard_workers import ShardWorkers
 from batchspec.runstate.generations import Generation
 from batchspec.runstate.journal import Journaled, saved_rows
 from batchspec.runstate.output_folder import OutputFolder
-from batchspec.storage.hub_push import check_push
 from batchspec.text import counted
 
 MOST_WORKERS = 4
@@ -63,8 +62,7 @@ def run_job(config: RunConfig, source: Source | None = None, *, group: Group | N
     """
     start_up = StartUp()
     start_up.done("imports and configuration")
-    if config.output.push_to_hub is not None:
-        check_push(config.output.push_to_hub)
+    check_wish(config.output)
     job = open_job(config, source, group=group)
     output = check_output(job)
     start_up.done("checks")

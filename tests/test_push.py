@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from batchspec.commands import push as command
 from batchspec.config.compose import compose
 from batchspec.dataset.reader import open_source
 from batchspec.errors import ConfigError, OutputError, StorageError
+from batchspec.runstate.output_folder import OutputFolder
 from batchspec.storage import hub_push
 from tests.models import make_checkpoint, make_tokenizer
 from tests.push_lab import CUT, CUT_AFTER, TOKEN, PushHub, running_push_hub
@@ -94,6 +96,19 @@ def test_a_push_again_sends_nothing(hub: PushHub, out: Path, capsys: pytest.Capt
     assert capsys.readouterr().out.splitlines()[1].endswith("has all of it already")
     assert hub.datasets[REPO].num_commits == 1
     assert hub.num("PUT", "/upload/") == 4
+
+
+def test_a_job_on_an_object_store_is_read_from_there(hub: PushHub, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(self: OutputFolder, names: Sequence[str]) -> Iterator[tuple[str, Callable[[], bytes]]]:
+        return ((name, partial(self._store.read, name)) for name in names)
+
+    monkeypatch.setattr(OutputFolder, "contents", read)
+    monkeypatch.setattr(hub_push, "IN_MEMORY", 2)
+    for _ in range(2):
+        assert command.main([str(out), REPO]) == 0
+        assert holds(hub, out)
+    assert hub.num("PUT", "/upload/") == 4
+    assert hub.datasets[REPO].num_commits == 1
 
 
 FAULTS: list[tuple[str, str, int]] = [

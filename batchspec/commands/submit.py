@@ -34,13 +34,11 @@ def main(argv: Sequence[str]) -> int:
         gpus, ranks = config.cluster.gpus, config.cluster.tensor_parallel
         if ranks != AUTO and 0 < gpus < ranks:
             raise ConfigError(f"cluster.gpus={gpus} is less than cluster.tensor_parallel={ranks}; raise cluster.gpus")
-        if config.output.push_to_hub is not None:
-            from batchspec.storage.hub_push import check_push
-
-            check_push(config.output.push_to_hub)
         if not unseen:
             from batchspec.prepare import open_job  # imports torch, so only after the configuration was checked
+            from batchspec.report.push import check_wish
 
+            check_wish(config.output)
             open_job(config, fetch=False, here=False)
         command = sbatch_line(config.cluster, overrides)
         terminal.show(shlex.join(command))

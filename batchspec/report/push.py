@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from batchspec.config.schema import OutputConfig
 from batchspec.errors import OutputError
 from batchspec.report.card import dataset_card
 from batchspec.report.stats import job_stats
@@ -16,6 +17,12 @@ from batchspec.storage.remote_files import Stamp
 
 _PART = re.compile(r"data/part-\d{5,18}\.parquet")
 _TAG = b"\n- batchspec\n"
+
+
+def check_wish(output: OutputConfig) -> None:
+    """Raises ConfigError where output.push_to_hub is given and no push could succeed."""
+    if output.push_to_hub is not None:
+        check_push(output.push_to_hub)
 
 
 def push_output(
@@ -38,8 +45,8 @@ def push_output(
     if not names:
         raise OutputError(f"{output.path} has no committed shard yet; run the job first")
     card = card_for(repo, output.card() if output.has_card() and not missing else _card(output))
-    files = [PushedFile(name=name, num_bytes=size, content=content) for name, size, content in output.contents(names)]
-    files.append(PushedFile(name="README.md", num_bytes=len(card), content=lambda: card))
+    files = [PushedFile(name=name, content=content) for name, content in output.contents(names)]
+    files.append(PushedFile(name="README.md", content=lambda: card))
     return push(
         repo, files, private=private, is_ours=partial(_is_ours, overwrite=overwrite),
         message=f"Push {len(names):,} files of a job",

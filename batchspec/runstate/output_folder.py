@@ -302,15 +302,10 @@ class OutputFolder(JobFolder):
         """Whether the card was written, and after the latest retry if there was one."""
         return self._store.exists("README.md") and (self.generation is None or self._generations.has_card(self.generation))
 
-    def contents(self, names: Sequence[str]) -> Iterator[tuple[str, int, Path | Callable[[], bytes]]]:
-        """Name, bytes and content of files: a path on this machine, or a function that reads the file from its store."""
+    def contents(self, names: Sequence[str]) -> Iterator[tuple[str, Path | Callable[[], bytes]]]:
+        """Name and content of files: a path on this machine, or a function that reads the file from its store."""
         for name in names:
-            if "://" not in self.path:
-                path = Path(self.path, name)
-                yield name, path.stat().st_size, path
-            else:
-                tail = self._store.tail(name, 1)
-                yield name, 0 if tail is None else tail.size, partial(self._store.read, name)
+            yield name, partial(self._store.read, name) if "://" in self.path else Path(self.path, name)
 
     def card(self) -> bytes:
         """README.md as it is. Raises StorageError."""

@@ -22,10 +22,8 @@ from batchspec.storage.retry import retried
 from batchspec.text import counted
 
 REPO = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}", re.ASCII)
-AT_ONCE_BYTES = 1 << 28
-"""Contents that are in memory at once, of files that have no path on this machine."""
-AT_ONCE = 16
-"""Files whose contents go up together."""
+AT_ONCE, IN_MEMORY = 16, 4
+"""Files whose contents go up together, and how many of these may have no path on this machine."""
 T = TypeVar("T")
 
 
@@ -34,7 +32,6 @@ class PushedFile:
     """One file: its name in the dataset, and its content."""
 
     name: str
-    num_bytes: int
     content: Path | Callable[[], bytes]
     """A path on this machine, or a function that reads the bytes."""
 
@@ -111,12 +108,11 @@ def push(
 
 
 def _groups(files: Sequence[PushedFile]) -> Iterator[list[PushedFile]]:
-    """At most AT_ONCE files, and about AT_ONCE_BYTES of those that are read into memory."""
+    """At most AT_ONCE files, IN_MEMORY of them without a path."""
     group: list[PushedFile] = []
     for file in files:
         group.append(file)
-        in_memory = sum(one.num_bytes for one in group if not isinstance(one.content, Path))
-        if len(group) == AT_ONCE or in_memory >= AT_ONCE_BYTES:
+        if len(group) == AT_ONCE or sum(not isinstance(one.content, Path) for one in group) == IN_MEMORY:
             yield group
             group = []
     if group:
@@ -141,7 +137,7 @@ def _same(there: Stamp | None, content: Path | bytes) -> bool:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without the progress bars of huggingface_hub, one a file."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     before = are_progress_bars_disabled()
     disable_progress_bars()

@@ -154,8 +154,8 @@ class RemotePlace:
         place = self._at(self.path / name)
         if not place.is_file():
             return None
-        with place.open() as file:
-            return io.BufferedReader(file).read(most)  # type: ignore[arg-type]
+        with io.BufferedReader(RemoteFile(place, place.stamp().size_bytes)) as file:
+            return file.read(most)
 
     def _at(self, path: PurePosixPath, size: int | None = None) -> RemotePlace:
         return RemotePlace(self.remote, path, size)
