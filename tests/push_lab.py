@@ -169,7 +169,8 @@ class _Handler(BaseHTTPRequestHandler):
                 case "lfsFile":
                     files[value["path"]] = self.server.blobs[value["oid"]]
                 case "deletedFile":
-                    del files[value["path"]]
+                    if files.pop(value["path"], None) is None:
+                        return 404, b'{"error": "A file with this name does not exist"}', {"X-Error-Code": "EntryNotFound"}
         dataset.files, dataset.num_commits = files, dataset.num_commits + 1
         told = {"commitUrl": f"{self.server.url}/datasets/{repo}/commit/{dataset.sha}", "commitOid": dataset.sha, "success": True}
         return 200, json.dumps(told).encode(), {}

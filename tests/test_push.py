@@ -176,6 +176,15 @@ def test_a_changed_job_replaces_its_files_and_deletes_the_old_ones(
     assert dataset.files["notes.txt"] == b"mine"
 
 
+def test_a_commit_whose_answer_is_lost_is_not_made_twice(hub: PushHub, out: Path) -> None:
+    """Its second try would delete what is deleted already."""
+    assert command.main([str(out), REPO]) == 0
+    hub.datasets[REPO].files |= {"data/part-00077.parquet": b"of a longer job", "data/part-00001.parquet": b"other"}
+    hub.fault = first_only("POST", "/commit/", CUT_AFTER)
+    assert command.main([str(out), REPO]) == 0
+    assert holds(hub, out)
+
+
 @pytest.mark.parametrize("file", ["data/train.parquet", "README.md"])
 def test_another_dataset_is_left_alone(hub: PushHub, out: Path, file: str) -> None:
     assert command.main([str(out), REPO]) == 0

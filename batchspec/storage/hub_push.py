@@ -101,9 +101,18 @@ def push(
         if new:
             hub.tried("sending files to", lambda new=new: api.preupload_lfs_files(repo, new, repo_type="dataset"))  # type: ignore[misc]
         operations += new
-    num_sent = len(operations) - len(stale)
+    num_sent, tries = len(operations) - len(stale), list[int]()
+
+    def commit() -> None:
+        """Of a try before, whose answer was lost, the commit may be there: what it deleted cannot be deleted again."""
+        now = hub.listed()[0] if tries else there
+        tries.append(1)
+        gone = {name for name in stale if name not in now}
+        left = [one for one in operations if one.path_in_repo not in gone]
+        api.create_commit(repo, left, commit_message=message, repo_type="dataset")
+
     if operations:
-        hub.tried("committing to", lambda: api.create_commit(repo, operations, commit_message=message, repo_type="dataset"))
+        hub.tried("committing to", commit)
     return Pushed(url=str(made), num_sent=num_sent, num_deleted=len(stale))
 
 
@@ -166,14 +175,14 @@ class _Hub:
 
     def files(self) -> tuple[dict[str, Stamp], bool]:
         """What the dataset holds now, by name, and whether it is private."""
+        return self.tried("listing", self.listed)
+
+    def listed(self) -> tuple[dict[str, Stamp], bool]:
+        """The same in one try."""
         root = f"datasets/{self._repo}"
-
-        def listed() -> tuple[dict[str, Stamp], bool]:
-            hub = HubFiles(root, self._repo, None)
-            entries = hub.walk(root)
-            return {entry.path.removeprefix(f"{root}/"): hub.stamp(entry.path) for entry in entries}, hub.is_private
-
-        return self.tried("listing", listed)
+        hub = HubFiles(root, self._repo, None)
+        entries = hub.walk(root)
+        return {entry.path.removeprefix(f"{root}/"): hub.stamp(entry.path) for entry in entries}, hub.is_private
 
     def read(self, name: str) -> bytes:
         """A small file of it."""
