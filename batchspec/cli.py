@@ -32,6 +32,7 @@ COMMANDS = {
     "inspect": ("batchspec.commands.inspect", "OUT ID [--sample N]: one request in full"),
     "export": ("batchspec.commands.export", "OUT --to FORMAT FILE, or --from-openai FILE.jsonl OUT.parquet"),
     "compact": ("batchspec.commands.compact", "OUT FOLDER: write the rows of a finished job as a few large Parquet files"),
+    "push": ("batchspec.commands.push", "OUT ORG/NAME: the rows and the card of a finished job as a dataset of the hub"),
     "prompts": ("batchspec.commands.prompts", "--open MODEL | --from OUT FILE.parquet: let a chat model write prompts itself"),
     "submit": ("batchspec.commands.submit", "run a job as a Slurm array: prints the sbatch command, --go runs it"),
     "train": (

@@ -9,7 +9,7 @@ compute(job, ...)       one run:
   create_output(job, ..)  the manifest: from here on the folder is a job                              runstate/
   work_plan(job, ..)      which rows are computed and which are carried over                          runner/
   ShardRunner.run()       claim shards, decode them, commit each once, until none is left             runner/, supervise/
-finish(output)          the card and the report, once no shard is missing                             report/
+finish(output)          the card and the report, once no shard is missing; the push to a hub           report/
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from batchspec.prepare import Job, make_engine, open_job, survey_first
 from batchspec.report.card import dataset_card
 from batchspec.report.page import NEEDS_EXTRA, can_draw, write_report
 from batchspec.report.progress_bar import ProgressBar
+from batchspec.report.push import check_wish, push_output
 from batchspec.report.start_up import StartUp
 from batchspec.report.stats import JobStats, job_stats
 from batchspec.report.summary import RunSummary
@@ -61,6 +62,7 @@ def run_job(config: RunConfig, source: Source | None = None, *, group: Group | N
     """
     start_up = StartUp()
     start_up.done("imports and configuration")
+    check_wish(config.output)
     job = open_job(config, source, group=group)
     output = check_output(job)
     start_up.done("checks")
@@ -81,6 +83,8 @@ def run_job(config: RunConfig, source: Source | None = None, *, group: Group | N
             return
         say(f"{output.path}: done, {size_of(job, output)}")
     stats = finish(output, again=not complete)
+    if config.output.push_to_hub is not None:
+        say(push_output(output, config.output.push_to_hub, private=config.output.push_private).line())
     errors = stats.by_status.get("error", 0)
     if errors:
         say(f"{output.path}: {counted(errors, 'error row')}; the column `error` says why")

@@ -243,6 +243,48 @@ def test_penalties_and_biases_are_columns(tmp_path: Path) -> None:
     assert {second[name] for name in more} == {None}
 
 
+PREFILLED = [turn("user", "Count"), turn("assistant", "One, ")]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": PREFILLED, "continue_final_message": True, "add_generation_prompt": False},
+        {"messages": PREFILLED, "continue_final_message": True},
+        {"messages": [PREFILLED[0], {**PREFILLED[1], "prefix": True}]},
+        {"messages": [PREFILLED[0], {**PREFILLED[1], "partial": True}], "add_generation_prompt": None},
+    ],
+)
+def test_an_answer_that_continues_the_last_message_is_a_column(tmp_path: Path, body: dict[str, Any]) -> None:
+    file = tmp_path / "input.parquet"
+    plain = request(continue_final_message=False, add_generation_prompt=True) | {"custom_id": "r-2"}
+    assert main(["--from-openai", str(written(tmp_path / "in.jsonl", [request(**body), plain])), str(file)]) == 0
+    first, second = pl.read_parquet(file).to_dicts()
+    assert (first["messages"], first["final_assistant"]) == (PREFILLED, "continue")
+    assert second["final_assistant"] is None
+    assert "final_assistant" in map_columns(pq.read_schema(file), {}).names
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"continue_final_message": True}, "the last message is not the assistant's"),
+        ({"messages": PREFILLED, "continue_final_message": True, "add_generation_prompt": True}, "asks for no answer"),
+        ({"add_generation_prompt": False}, "asks for no answer"),
+        ({"continue_final_message": "yes"}, "neither true nor false"),
+        (
+            {"messages": [{**turn("user", "x"), "prefix": True}]},
+            r"body.messages\[0\].prefix is for a last message of",
+        ),
+        ({"messages": [{**PREFILLED[1], "prefix": True}, PREFILLED[0]]}, r"messages\[0\].prefix is for a last message"),
+    ],
+)
+def test_a_prefix_that_nothing_can_continue_is_named(tmp_path: Path, body: dict[str, Any], said: str) -> None:
+    source = written(tmp_path / "in.jsonl", [request(**body)])
+    with pytest.raises(InputError, match=said):
+        main(["--from-openai", str(source), str(tmp_path / "input.parquet")])
+
+
 def test_a_response_format_is_a_column(tmp_path: Path) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}, "strict": True}}
     formats = [form, {"type": "text"}, {"type": "json_object"}]

@@ -376,3 +376,40 @@ def test_graph_of_a_chain_round_holds_no_general_kernel_of_torch(tmp_path: Path)
     assert any("verify" in name for name in names)
     for word in ("scan", "cumsum", "FillFunctor", "direct_copy", "CatArray", "softmax", "SoftMax", "copy_kernel_cuda"):
         assert not [name for name in names if word in name], names
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "windows"])
+def test_prompts_are_scored_on_the_card_as_on_the_cpu(kind: str) -> None:
+    """Long and short passes, shared prefixes, more rows than slots; both in the same dtype."""
+    windows = (9, None) if kind == "windows" else (None, None)
+    dtype, atol = (torch.bfloat16, 0.1) if kind == "bf16" else (torch.float32, 2e-3)
+    asked = [replace(one, max_new_tokens=0, predicted_tokens=0, stop=(), stop_ids=()) for one in requests(40, stops=False)]
+    found: dict[str, dict[int, Completion]] = {}
+    for name, batch in (("cuda", shape(8, prefill_tokens=64)), ("cpu", shape(8, run_ahead=0))):
+        model = windowed_target(name, windows, dtype)
+        options = RoundOptions(logprobs=4, scores=True)
+        engine = Engine(model, NoDrafter(), replace(batch, draft_len=0), device=model.device, options=options, adaptive=True)
+        engine.prepare(SamplingMode())
+        found[name] = {done.row_index: done for done in engine.run(iter(asked))}
+        assert engine.executor.graphs.num_captured == 0
+    assert found["cuda"].keys() == found["cpu"].keys() == set(range(40))
+    shared = sum(done.cached_tokens for done in found["cuda"].values())
+    assert (shared > 0) == (kind != "windows")
+    for row, done in found["cuda"].items():
+        one = found["cpu"][row]
+        assert done.prompt_logprobs is not None and one.prompt_logprobs is not None  # noqa: PT018
+        np.testing.assert_allclose(done.prompt_logprobs, one.prompt_logprobs, atol=atol)
+        assert done.prompt_top_logprobs is not None and one.prompt_top_logprobs is not None  # noqa: PT018
+        np.testing.assert_allclose(done.prompt_top_logprobs[1], one.prompt_top_logprobs[1], atol=atol)
+
+
+def test_rows_with_counts_and_biases_come_after_graphs_without_them_were_captured() -> None:
+    """As in later calls of a warm engine: the state is allocated then, and graphs of their mode are captured."""
+    plain = requests(12, samplings=(SamplingParams(), SamplingParams(temperature=0.9)))
+    more = requests(
+        12, samplings=(SamplingParams(frequency_penalty=0.7), SamplingParams(logit_bias=((3, 2.5), (9, -100.0)))), seed=1
+    )
+    engine = Engine(target("cuda"), NoDrafter(), shape(4), device=torch.device("cuda"), decode=decode)
+    engine.prepare(SamplingMode())
+    for asked in (plain, more, plain):
+        assert tokens(list(engine.run(iter(asked)))) == alone(asked)

@@ -203,7 +203,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "hydra": ("run", "config"),
     "omegaconf": ("config.compose", "config.typed"),
-    "yaml": ("config.compose", "config.reference", "report"),
+    "yaml": ("config.compose", "config.reference", "dataset.hub_splits", "report"),
     "flashinfer": ("cache.flash",),
     "matplotlib": ("report.pictures",),
     "msgspec": ("dataset", "runstate", "storage", "engine.messages"),

@@ -242,6 +242,19 @@ def test_a_chat_that_ends_with_the_assistant_is_refused_continued_or_answered_an
     assert [turn["content"] for turn in dropped.output()[0]["messages"]] == ["Count", "ok"]
 
 
+def test_a_row_says_for_itself_what_becomes_of_its_final_assistant(tmp_path: Path) -> None:
+    rows = [{**PREFILL, "id": final or "none", "final_assistant": final} for final in ("continue", "drop", None, "no")]
+    read = Read(lines(tmp_path / "in.jsonl", *rows))
+    assert list(read.errors) == ["none", "no"]
+    assert "the column final_assistant says so for its row" in read.errors["none"]
+    assert "final_assistant='no' must be one of error, continue, drop" in read.errors["no"]
+    assert [row.get("continue", False) for row in read.template.rows] == [True, False]
+    said = {row["request_id"]: [turn["content"] for turn in row["messages"]] for row in read.output()}
+    assert said["continue"] == ["Count", "One, ok"]
+    assert said["drop"] == ["Count", "ok"]
+    assert said["none"] == ["Count", "One, "]
+
+
 SHAREGPT = [
     {"from": "system", "value": "s"}, {"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"},
     {"from": "human", "value": "again"},

@@ -112,8 +112,11 @@ def export(output: OutputFolder, target: Path, form: str, statuses: set[str]) ->
     if form == "openai":
         lines = (response_line(list(samples), model) for _, samples in groupby(rows, itemgetter("row_index")))
     else:
-        goes_on = kept == "full" and config.get("input", {}).get("final_assistant") == "continue"
-        lines = (_training_line(row, form, whole=kept == "full", goes_on=goes_on) for row in rows)
+        given, whole = config.get("input", {}).get("final_assistant") == "continue", kept == "full"
+        thinks = config.get("output", {}).get("reasoning_in_messages", False)
+        lines = (
+            _training_line(row, form, whole=whole, goes_on=whole and (given or (not thinks and _goes_on(row)))) for row in rows
+        )
         if target.suffix == ".jsonl":
             lines = ({name: [_as_openai(turn) for turn in turns] for name, turns in line.items()} for line in lines)
     if target.suffix == ".parquet":
@@ -150,6 +153,12 @@ def _training_line(row: Line, form: str, *, whole: bool, goes_on: bool) -> dict[
     prompt = row["messages"][:-1] if whole else row["messages"]
     answer = row["messages"][-1:] if goes_on else [_answer(row, whole)]
     return {"messages": prompt + answer} if form == "chat" else {"prompt": prompt, "completion": answer}
+
+
+def _goes_on(row: Line) -> bool:
+    """Whether the answer continues a turn of the prompt, by the column final_assistant."""
+    said: str = row["messages"][-1].get("content") or ""
+    return len(said) > len(row["completion"]) and said.endswith(row["completion"])
 
 
 def _answer(row: Line, whole: bool) -> dict[str, Any]:

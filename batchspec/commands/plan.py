@@ -24,6 +24,7 @@ from batchspec.packing.replicas import Way, best, ways
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, automata_bytes, check_memory, learning_bytes, open_job, plan_batch
 from batchspec.records import Ids, PackedBatch
+from batchspec.report.push import check_wish
 from batchspec.text import MESSAGE_CHARS, counted, one_line
 
 COST = "`batchspec bench --deterministic` measures it"
@@ -210,6 +211,7 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
     tokenizer  instead of the model folder's own
     Raises InputError, CheckpointError, ConfigError or CapacityError as the run would.
     """
+    check_wish(config.output)
     job = open_job(config, tokenizer=tokenizer, fetch=False)
     seen = survey_rows(job, full=full)
     demand = seen.demand(job.source.num_rows, job.admission.max_len)

@@ -240,6 +240,8 @@ def _scoring(config: RunConfig) -> None:
                 "is not built: prompts are scored by a job of their own; set decode.max_new_tokens=0 or remove it"
             )
         return
+    if decode.deterministic:
+        raise ConfigError("decode.deterministic=true with decode.max_new_tokens=0 is not built; remove one")
     if config.draft.name != "none":
         raise ConfigError(f"draft={config.draft.name} with decode.max_new_tokens=0 drafts nothing: prompts are scored; remove it")
     for key in (

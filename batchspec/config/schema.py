@@ -161,6 +161,11 @@ class InputConfig:
     path: Any = None
     """Parquet, JSON-lines or CSV file, folder, glob or list of them, local or remote (required). `pkg://demo` is the demo's
     input."""
+    config_name: str | None = None
+    """Config (subset) of a dataset of the hub, hf://datasets/ORG/NAME, as in datasets.load_dataset. null: its only one, or the
+    default."""
+    split: str | None = None
+    """Split of a dataset of the hub, e.g. train. null: its only one; if there are several, they are listed."""
     columns: dict[str, str | None] = field(default_factory=dict)
     """Names of input columns by batchspec's own names, e.g. {id: question_id, prompt: text}. null hides a column of that
     name."""
@@ -216,6 +221,11 @@ class OutputConfig:
     """Input columns that are copied to the output."""
     license: str | None = None
     """Licence of the output for the dataset card, by its name on the hub, e.g. apache-2.0. null: the card states none."""
+    push_to_hub: str | None = None
+    """Dataset of the Hugging Face hub, ORG/NAME, that gets the rows and the card when the job is complete, with the token of the
+    environment (HF_TOKEN). The run that ends the job pushes; `batchspec push` does it later."""
+    push_private: bool = True
+    """Whether the dataset of output.push_to_hub is private. A public one is then refused."""
     overwrite: bool = False
     """Delete the job in output.dir and start anew."""
 

@@ -26,7 +26,7 @@ _JSON = {
     "id": ("text", "number"), "messages": ("list", "text"), "prompt": ("text",), "prompt_ids": ("list",),
     "schema": ("object", "text"), "regex": ("text",), "choice": ("list", "text"), "response_format": ("object", "text"),
     "stop": ("text", "list"), "system": ("text",), "tools": ("text", "list", "object"), "template_kwargs": ("object", "text"),
-    "logit_bias": ("object", "text"),
+    "logit_bias": ("object", "text"), "final_assistant": ("text",),
 }  # fmt: skip
 """Kinds of JSON values allowed in a column of JSON text; columns that are not listed take numbers."""
 
@@ -104,6 +104,7 @@ TYPES: Mapping[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "system": (is_text, "string"),
     "tools": (_is_tools, "JSON string, struct or list of structs"),
     "template_kwargs": (_is_object, "JSON string or struct"),
+    "final_assistant": (is_text, "string: error, continue or drop"),
     "synthetic_len": (_is_number, "integer"),
 }
 """batchspec's names, which column types each takes, and how an error calls them."""

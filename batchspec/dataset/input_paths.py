@@ -9,26 +9,41 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from batchspec.dataset.formats import KNOWN, format_of
-from batchspec.errors import InputError
-from batchspec.storage.places import LocalPlace, Place, place_of
+from batchspec.dataset.hub_splits import files_of_split
+from batchspec.errors import ConfigError, InputError
+from batchspec.storage.places import LocalPlace, Place, RemotePlace, place_of
+
+CARD_BYTES = 1 << 20
+"""How much of a dataset's card is read: its YAML comes first."""
 
 
-def find_files(entries: list[Any]) -> dict[str, Place]:
+def find_files(entries: list[Any], config_name: str | None = None, split: str | None = None) -> dict[str, Place]:
     """Relative name -> place of every data file that the entries of input.path name, sorted by name.
 
-    Raises InputError if an entry does not exist or has no data files, if entries are on several file systems, or if a file is
-    named twice.
+    config_name, split  of entries that are whole datasets of the hub; None: the only one
+    Raises ConfigError if these are given for another entry, InputError if an entry does not exist or has no data files, if
+    entries are on several file systems, or if a file is named twice.
     """
     found: list[Place] = []
     roots: list[str] = []
     for entry in entries:
         place = place_of(str(entry))
+        whole = isinstance(place, RemotePlace) and place.is_hub_dataset
+        if not whole and (config_name, split) != (None, None):
+            key = "input.split" if config_name is None else "input.config_name"
+            raise ConfigError(
+                f"{key}={split if config_name is None else config_name} is for a whole dataset of the hub, "
+                f"hf://datasets/ORG/NAME[@REVISION], and input.path {entry} is none; remove the key, or the path after the name"
+            )
         if place.is_file():
             if format_of(place.path) is None:
                 raise InputError(f"input.path {entry}: no data by its name; names end in one of {KNOWN}")
             root, files = place.path.parent, [place]
         elif place.is_dir():
             root, files = place.path, _data_files(place.path, place.files())
+            if whole and files:
+                assert isinstance(place, RemotePlace)
+                files = _of_split(place, files, config_name, split)
         elif glob.has_magic(str(entry)):
             above, matching = place.glob()
             root, files = above.path, _data_files(above.path, matching)
@@ -54,6 +69,12 @@ def find_files(entries: list[Any]) -> dict[str, Place]:
         twice = next(path for path in paths if paths.count(path) > 1)
         raise InputError(f"input.path names {twice} twice; name each file once")
     return dict(sorted(names.items()))
+
+
+def _of_split(dataset: RemotePlace, files: list[Place], config_name: str | None, split: str | None) -> list[Place]:
+    named = {place.path.relative_to(dataset.path).as_posix(): place for place in files}
+    card = (dataset.read("README.md", CARD_BYTES) or b"").decode("utf-8", "replace")
+    return [named[name] for name in files_of_split(list(named), card, config_name, split, f"input.path {dataset}")]
 
 
 def _is_text(name: str) -> bool:

@@ -22,7 +22,7 @@ from batchspec.dataset.untyped_columns import json_kinds
 Message = dict[str, Any]
 
 FINAL = ("error", "continue", "drop")
-"""What becomes of a chat that ends with the assistant's turn: input.final_assistant."""
+"""What becomes of a chat that ends with the assistant's turn: input.final_assistant, or the row's own column."""
 TOOL_FIELDS = ("name", "tool_calls", "tool_call_id")
 """Fields of a message in the output besides role and content, if the input's messages may have them; tool_calls is JSON text."""
 THINKING_FIELD = "thinking"
@@ -58,7 +58,7 @@ def read_chat(prompt: Any, system: str | None = None, final: str = "error") -> l
     elif final == "error":
         raise BadChat(
             "the chat ends with an assistant's turn; set input.final_assistant=continue to have the model go on with it, or drop "
-            "to have it answer the turns before"
+            "to have it answer the turns before; the column final_assistant says so for its row"
         )
     return turns
 

@@ -41,6 +41,7 @@ COLUMNS = {
     "tools": pa.string(),
     "template_kwargs": pa.string(),
     "response_format": pa.string(),
+    "final_assistant": pa.string(),
 }
 """Columns of a batchspec input that a request line may fill."""
 NUMBERS = {
@@ -51,9 +52,13 @@ NUMBERS = {
 """Key of a body -> column."""
 TURN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 """Keys of a message that chat templates read."""
+PREFIX = ("prefix", "partial")
+"""Keys of a last message that the answer continues."""
 TEMPLATE_KWARGS = "chat_template_kwargs"
 OF_TEMPLATE = ("reasoning_effort",)
 """Keys of a body that are arguments of the chat template."""
+GOES_ON, ADDS_ANSWER = "continue_final_message", "add_generation_prompt"
+"""vLLM's keys of a body: the answer continues the last message; the template begins an answer of its own (true)."""
 WITHOUT_EFFECT = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """Keys of a body that change no token."""
 NEUTRAL = {
@@ -79,6 +84,7 @@ def parse_request(text: str, where: str, drop: Sequence[str] = ()) -> dict[str, 
     if url not in URLS:
         raise InputError(f"{where}: url {url!r} is not {URLS[0]}, the one endpoint that batchspec takes; leave the line out")
     row: dict[str, Any] = {"id": str(custom_id), "messages": _messages(messages, where)}
+    row |= _prefix(messages, where) if messages else {}
     for key, value in body.items():
         if value is None or key in ("messages", *WITHOUT_EFFECT, *drop):
             continue
@@ -94,12 +100,38 @@ def parse_request(text: str, where: str, drop: Sequence[str] = ()) -> dict[str, 
             row |= _logit_bias(value, f"{where}: body.{key}")
         elif key == "stop":
             row["stop"] = _strings(value, f"{where}: body.stop")
+        elif key in (GOES_ON, ADDS_ANSWER):
+            row |= _final_assistant(body, f"{where}: body.{key}")
         elif key not in NEUTRAL or value != NEUTRAL[key]:
             raise InputError(
                 f"{where}: body.{key}={json.dumps(value)[:60]} has no column in a batchspec input; "
                 f"set it for the whole job if there is a key for it, and pass --drop {key}"
             )
     return row
+
+
+def _final_assistant(body: Line, where: str) -> dict[str, str]:
+    """What vLLM's two keys ask for; they contradict each other where both are true, or false."""
+    goes_on, adds = body.get(GOES_ON) or False, body.get(ADDS_ANSWER)
+    if not isinstance(goes_on, bool) or adds not in (None, True, False):
+        raise InputError(f"{where} is neither true nor false; correct the line")
+    if (adds is True and goes_on) or (adds is False and not goes_on):
+        raise InputError(
+            f"{where}: {ADDS_ANSWER}={json.dumps(adds)} with {GOES_ON}={json.dumps(goes_on)} asks for no answer; correct it"
+        )
+    if goes_on and (body["messages"][-1] or {}).get("role") != "assistant":
+        raise InputError(f"{where}: the last message is not the assistant's, so nothing can continue it; correct the line")
+    return {"final_assistant": "continue"} if goes_on else {}
+
+
+def _prefix(turns: Sequence[Line], where: str) -> dict[str, str]:
+    """What `prefix` or `partial` of the last message asks for: the answer continues it (DeepSeek's, Mistral's, Qwen's)."""
+    for i, turn in enumerate(turns):
+        for name in PREFIX:
+            value = turn.get(name)
+            if value not in (None, True, False) or (value and (i + 1 < len(turns) or turn.get("role") != "assistant")):
+                raise InputError(f"{where}: body.messages[{i}].{name} is for a last message of the assistant; correct the line")
+    return {"final_assistant": "continue"} if any(turns[-1].get(name) for name in PREFIX) else {}
 
 
 def _logit_bias(biases: Any, where: str) -> dict[str, str]:
@@ -130,15 +162,20 @@ def _messages(turns: Any, where: str) -> list[Message]:
     if not isinstance(turns, list):
         raise InputError(f"{where}: body.messages is no list of messages")
     for i, turn in enumerate(turns):
-        other = [key for key in turn if key not in TURN_KEYS and turn[key] is not None] if isinstance(turn, dict) else []
+        known = (*TURN_KEYS, *PREFIX)
+        other = [key for key in turn if key not in known and turn[key] is not None] if isinstance(turn, dict) else []
         if other:
             raise InputError(
                 f"{where}: body.messages[{i}].{other[0]} has no place in a batchspec input; leave the line out or rewrite it"
             )
     try:
-        return read_chat(turns, final="continue")
+        return read_chat([_without_prefix(turn) for turn in turns], final="continue")
     except BadChat as error:
         raise InputError(f"{where}: body.messages: {error}") from None
+
+
+def _without_prefix(turn: Any) -> Any:
+    return {key: value for key, value in turn.items() if key not in PREFIX} if isinstance(turn, dict) else turn
 
 
 def filled(row: Line) -> set[str]:

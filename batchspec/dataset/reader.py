@@ -104,7 +104,7 @@ def open_source(config: InputConfig) -> Source:
     if not config.path:
         raise ConfigError("input.path is not set; give a Parquet, JSON-lines or CSV file, a folder, a glob or a list of them")
     entries = [config.path] if isinstance(config.path, str | os.PathLike) else list(config.path)
-    found = find_files(entries)
+    found = find_files(entries, config.config_name, config.split)
     remote = any(isinstance(place, RemotePlace) for place in found.values())
     with ThreadPoolExecutor(OPENED_AT_ONCE if remote else 1) as pool:
         share = DIGEST_BYTES // len(found)

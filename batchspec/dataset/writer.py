@@ -69,7 +69,7 @@ def build_table(
         if output.reasoning_in_messages and completion.reasoning is not None:
             own = {THINKING_FIELD: completion.reasoning}
             answer |= own if think_tokens is None else {"content": _with_thought(completion, think_tokens)}
-        return _messages(prompt, answer, input.final_assistant == "continue")
+        return _messages(prompt, answer)
 
     values: dict[str, Callable[[Completion], Any]] = {
         "messages": turns_of,
@@ -154,12 +154,13 @@ def _prompt_turns(shard: InputShard, columns: ColumnMap, input: InputConfig, nam
     prompts = _values(table, columns.prompt_column)
     system = columns.get("system") if kind == "messages" or input.chat else None
     systems = [None] * table.num_rows if system is None else _values(table, system)
-    final = "drop" if input.final_assistant == "drop" else "continue"  # a row that is refused keeps all its turns
+    own = columns.get("final_assistant")
+    finals = [None] * table.num_rows if own is None else _values(table, own)
     if kind == "prompt":
         prompts = [[{"role": "user", "content": text}] if isinstance(text, str) else None for text in prompts]
     return [
-        _turns(prompt, text if isinstance(text, str) else None, final, names)
-        for prompt, text in zip(prompts, systems, strict=True)
+        _turns(prompt, text if isinstance(text, str) else None, final or input.final_assistant, names)
+        for prompt, text, final in zip(prompts, systems, finals, strict=True)
     ]
 
 
@@ -181,15 +182,17 @@ def _values(table: pa.Table, name: str) -> list[Any]:
 def _turns(prompt: Any, system: str | None, final: str, names: Sequence[str]) -> list[Turn] | None:
     try:
         messages = messages_of(prompt)
-        return None if messages is None else [kept_turn(turn, names) for turn in read_chat(messages, system, final)]
+        keep = "drop" if final == "drop" else "continue"  # a row that is refused keeps all its turns
+        return None if messages is None else [kept_turn(turn, names) for turn in read_chat(messages, system, keep)]
     except BadChat:
         return None
 
 
-def _messages(prompt: list[Turn] | None, answer: Turn, goes_on: bool) -> list[Turn] | None:
+def _messages(prompt: list[Turn] | None, answer: Turn) -> list[Turn] | None:
+    """The chat with its answer, which continues a final assistant turn: only a row that goes on with one has an answer."""
     if prompt is None:
         return None
-    if goes_on and prompt and prompt[-1]["role"] == "assistant":
+    if prompt and prompt[-1]["role"] == "assistant":
         return [*prompt[:-1], {**prompt[-1], **answer, "content": f"{prompt[-1]['content']}{answer['content']}"}]
     return [*prompt, {"role": "assistant", **answer}]
 

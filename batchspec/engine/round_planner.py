@@ -82,7 +82,7 @@ class RoundPlanner:
         """What is known of the experts that rounds read; None for a target without experts."""
         self._num_rounds = 0
         self._lengths = None
-        if adaptive and executor.graphs.captures:
+        if adaptive and executor.graphs.captures and not executor.round.options.scores:
             self._lengths = DraftLengths(self._max_len, executor.round.draft_lens, self.experts, executor.round.nodes)
         self._clock = RoundClock()
         self._round_s: dict[int, float] = {}

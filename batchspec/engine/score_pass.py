@@ -36,12 +36,11 @@ def score(round_: Round, hidden: Tensor, next_ids: Tensor) -> Logprobs:
 def scored(round_: Round, rows: DeviceBatch, segments: Sequence[Segment], hidden: Tensor, next_ids: Tensor) -> RoundResult:
     """The result of a pass over `segments`: the numbers of its T tokens in order, and a log that ends the rows that end here.
 
-    hidden [T, H], next_ids int [T]: the token after each
+    hidden [T, H], next_ids int [T]: the token after each. Does not synchronise.
     """
     device, found = rows.live.device, score(round_, hidden, next_ids)
     log = torch.full((rows.live.shape[0], 5), -1, dtype=torch.int32, device=device)
     if ending := [segment.slot for segment in segments if segment.last]:
-        end = torch.tensor([0, 0, 0, FULL, -1], dtype=torch.int32, device=device)
-        log[upload(ending, torch.int64, device)] = end
+        log[upload(ending, torch.int64, device)] = upload([0, 0, 0, FULL, -1], torch.int32, device)
     round_.mark_diverged(hidden, log, upload([segment.slot for segment in segments], torch.int64, device))
     return RoundResult(log, found.chosen, found.top_ids, found.top)

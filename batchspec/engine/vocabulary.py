@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.device_batch import DeviceBatch, upload
 from batchspec.batch.logits import LogitRows, adjust_logits
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.distributed.collectives import Collectives
@@ -61,7 +61,7 @@ class SharedVocabulary(Round):
 
     def mark_diverged(self, hidden: Tensor, log: Tensor, slot_ids: Tensor) -> None:
         sums = self._part[2].gather(checksums(hidden))
-        line = torch.tensor([0, 0, 0, 0, DIVERGED], dtype=log.dtype, device=log.device)
+        line = upload([0, 0, 0, 0, DIVERGED], log.dtype, log.device)
         log[slot_ids] = torch.where((sums == sums[0]).all(), log[slot_ids], line)
 
     @property

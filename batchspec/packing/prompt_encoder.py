@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from batchspec.config.schema import InputConfig
 from batchspec.dataset.columns import ColumnMap
-from batchspec.dataset.messages import BadChat, read_chat
+from batchspec.dataset.messages import FINAL, BadChat, read_chat
 from batchspec.model.text_bytes import LongText
 from batchspec.packing.cells import BadRow, json_cell
 from batchspec.records import Ids
@@ -36,7 +36,7 @@ class PromptEncoder:
         """The token ids of a row's prompt, int32 [prompt_len], at least one and at most `room`.
 
         prompt  the prompt cell
-        row     all cells; system, tools and template_kwargs are read
+        row     all cells; system, tools, template_kwargs and final_assistant are read
         room    tokens that max_new_tokens leaves for the prompt in max_len
         Raises BadRow for a prompt that cannot be encoded, or is too long and not to be truncated.
         """
@@ -52,11 +52,20 @@ class PromptEncoder:
             return self._checked_ids(prompt)
         chat = self.columns.prompt_kind == "messages" or self.input.chat
         system, tools = row.get("system"), json_cell(row, "tools", list)
-        if not chat and (system is not None or tools is not None):
-            raise BadRow("bad_parameter", "system and tools need a chat; set input.chat=true or leave them null")
+        final = row.get("final_assistant")
+        if not chat and (system, tools, final) != (None, None, None):
+            said = "system, tools and final_assistant need a chat; set input.chat=true or leave them null"
+            raise BadRow("bad_parameter", said)
+        if final not in (None, *FINAL):
+            said = f"final_assistant={str(final)[:40]!r} must be one of {', '.join(FINAL)}; correct it or leave it null"
+            raise BadRow("bad_parameter", said)
         kwargs = (json_cell(row, "template_kwargs", dict) if chat else None) or {}
         with _refused_as("chat template" if chat else "tokenizer"):
-            ids = self._encode_chat(prompt, system, tools, kwargs, room) if chat else self._encode_text(prompt, room)
+            ids = (
+                self._encode_chat(prompt, system, tools, kwargs, room, final or self.input.final_assistant)
+                if chat
+                else self._encode_text(prompt, room)
+            )
         if not ids:
             raise BadRow("empty_prompt", "the prompt has no tokens; drop the row")
         return self._known(np.asarray(ids, dtype=np.int64), "the prompt's text")
@@ -68,11 +77,13 @@ class PromptEncoder:
         except LongText as error:
             raise self._too_long(str(error), room) from None
 
-    def _encode_chat(self, prompt: Any, system: str | None, tools: Any, kwargs: dict[str, Any], room: int) -> list[int]:
+    def _encode_chat(
+        self, prompt: Any, system: str | None, tools: Any, kwargs: dict[str, Any], room: int, final: str
+    ) -> list[int]:
         assert self.tokenizer is not None
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
-            turns = read_chat(messages, system, self.input.final_assistant)
+            turns = read_chat(messages, system, final)
         except BadChat as error:
             raise BadRow("bad_messages", str(error)) from None
         try:

@@ -21,8 +21,9 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +301,11 @@ class OutputFolder(JobFolder):
     def has_card(self) -> bool:
         """Whether the card was written, and after the latest retry if there was one."""
         return self._store.exists("README.md") and (self.generation is None or self._generations.has_card(self.generation))
+
+    def contents(self, names: Sequence[str]) -> Iterator[tuple[str, Path | Callable[[], bytes]]]:
+        """Name and content of files: a path on this machine, or a function that reads the file from its store."""
+        for name in names:
+            yield name, partial(self._store.read, name) if "://" in self.path else Path(self.path, name)
 
     def card(self) -> bytes:
         """README.md as it is. Raises StorageError."""

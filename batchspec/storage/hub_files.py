@@ -29,9 +29,10 @@ class HubFiles:
     scheme = "hf"
 
     def __init__(self, root: str, repo: str, revision: str | None) -> None:
-        self._root, self._repo, self._revision = root, repo, revision
+        self.root, self._repo, self._revision = root, repo, revision
         self.errors = _errors()
         self._commit = ""
+        self.is_private = False
         self._files: dict[str, Stamp] = {}
 
     def kind(self, path: str) -> Kind:
@@ -53,7 +54,7 @@ class HubFiles:
         name = self._name(path)
         within = f"{name}/" if name else ""
         found = ((each, stamp) for each, stamp in self._files.items() if each.startswith(within))
-        return [RemoteEntry(f"{self._root}/{each}", stamp.size_bytes) for each, stamp in found]
+        return [RemoteEntry(f"{self.root}/{each}", stamp.size_bytes) for each, stamp in found]
 
     def open(self, path: str) -> Opened:
         from huggingface_hub import hf_hub_url
@@ -67,7 +68,7 @@ class HubFiles:
         return True
 
     def passing(self) -> Callable[[Exception], bool]:
-        return _passing
+        return may_pass
 
     def explain(self, error: Exception) -> str:
         from huggingface_hub import errors
@@ -83,12 +84,7 @@ class HubFiles:
             raise InputError(f"{what}: HF_HUB_OFFLINE is set; unset it, or give files of this machine")
         if isinstance(error, ValueError):
             raise InputError(f"{what}: no dataset can have that name; input.path must be {FORM}")
-        status = _status(error)
-        if status in (401, 403):
-            return f"access denied (HTTP status {status}); check {LOG_IN}"
-        if status:
-            return f"HTTP status {status}; check {ENDPOINT} and the hub's health"
-        return f"no whole answer ({type(error).__name__}); check {ENDPOINT} and the network"
+        return reason_of(error)
 
     def _list(self) -> None:
         """Ask for the commit and its files, in one request, the first time that anything is asked."""
@@ -102,10 +98,11 @@ class HubFiles:
             each.rfilename: Stamp(int(each.size or 0), str(each.lfs.sha256 if each.lfs else each.blob_id))
             for each in info.siblings or ()
         }
+        self.is_private = bool(info.private)
         self._commit = str(info.sha)
 
     def _name(self, path: str) -> str:
-        return path.removeprefix(self._root).strip("/")
+        return path.removeprefix(self.root).strip("/")
 
 
 @dataclass(slots=True)
@@ -153,7 +150,18 @@ def _status(error: Exception) -> int | None:
     return number if isinstance(number, int) else None
 
 
-def _passing(error: Exception) -> bool:
+def reason_of(error: Exception) -> str:
+    """What an answer that may pass says."""
+    status = _status(error)
+    if status in (401, 403):
+        return f"access denied (HTTP status {status}); check {LOG_IN}"
+    if status:
+        return f"HTTP status {status}; check {ENDPOINT} and the hub's health"
+    return f"no whole answer ({type(error).__name__}); check {ENDPOINT} and the network"
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether an error of huggingface_hub may pass."""
     if (status := _status(error)) is not None:
         return status in (408, 429) or status >= 500
     from huggingface_hub import errors

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 from batchspec.errors import ConfigError, InputError, StorageError
 from batchspec.storage.cloud_client import SCHEMES
 from batchspec.storage.cloud_files import cloud_files
-from batchspec.storage.hub_files import hub_files
+from batchspec.storage.hub_files import HubFiles, hub_files
 from batchspec.storage.remote_files import READ, Kind, RemoteFiles, Stamp, arrow_files, s3_files
 from batchspec.storage.retry import retried
 from batchspec.storage.s3_client import GONE, NO_BUCKET
@@ -131,7 +131,7 @@ class RemotePlace:
         root, pattern = self._at(PurePosixPath(*above)), self.path.parts[len(above) :]
         if not root.is_dir():
             return root, iter(())
-        return root, (file for file in root.files() if _matches(file.path.parts[len(above) :], pattern))
+        return root, (file for file in root.files() if matches(file.path.parts[len(above) :], pattern))
 
     def check_bucket(self) -> None:
         with suppress(StorageError):  # access to objects is possible without access to the bucket
@@ -143,6 +143,19 @@ class RemotePlace:
 
     def open(self) -> BinaryIO:
         return RemoteFile(self, self.stamp().size_bytes if self.known_size is None else self.known_size)  # type: ignore[return-value]
+
+    @property
+    def is_hub_dataset(self) -> bool:
+        """It is a whole dataset of the Hugging Face hub."""
+        return isinstance(self.remote, HubFiles) and str(self.path) == self.remote.root
+
+    def read(self, name: str, most: int) -> bytes | None:
+        """The first `most` bytes of a file of this folder; None if there is none of that name."""
+        place = self._at(self.path / name)
+        if not place.is_file():
+            return None
+        with io.BufferedReader(RemoteFile(place, place.stamp().size_bytes)) as file:
+            return file.read(most)
 
     def _at(self, path: PurePosixPath, size: int | None = None) -> RemotePlace:
         return RemotePlace(self.remote, path, size)
@@ -209,9 +222,10 @@ class RemoteFile(io.RawIOBase):
         return data
 
 
-def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+def matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether a path matches a pattern, part by part; `**` stands for any number of parts."""
     if not pattern:
         return not parts
     if pattern[0] == "**":
-        return any(_matches(parts[i:], pattern[1:]) for i in range(len(parts) + 1))
-    return bool(parts) and fnmatch.fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
+        return any(matches(parts[i:], pattern[1:]) for i in range(len(parts) + 1))
+    return bool(parts) and fnmatch.fnmatchcase(parts[0], pattern[0]) and matches(parts[1:], pattern[1:])

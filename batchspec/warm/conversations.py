@@ -29,7 +29,7 @@ from batchspec.warm.call import Call, Decoder, frame_of
 
 POLL_S = 0.1
 """How often a call that waits for `next_turn` alone looks whether it is cancelled."""
-OF_FIRST_TURN = {"id", "n", "seed", "system", *PROMPTS}
+OF_FIRST_TURN = {"id", "n", "seed", "system", "final_assistant", *PROMPTS}
 """Columns whose cells later turns do not take from their row: the chat holds the system's turn, each turn has its own noise."""
 
 
@@ -198,7 +198,7 @@ class Conversations:
         values = next(self._job.admission.cells(self._shard(row_index)))
         prompt = values[self._kind]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return read_chat(messages, values.get("system"), self._job.config.input.final_assistant)
+        return read_chat(messages, values.get("system"), values.get("final_assistant") or self._job.config.input.final_assistant)
 
     def _with_answer(self, chat: list[Message], completion: Completion) -> list[Message]:
         answer: Message = {"role": "assistant", "content": completion.text}

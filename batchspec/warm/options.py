@@ -22,6 +22,8 @@ NOT_HERE = {
     "output.dir": "each call returns its rows and writes nothing",
     "output.shard_rows": "each call returns its rows and writes nothing",
     "output.overwrite": "each call returns its rows and writes nothing",
+    "output.push_to_hub": "each call returns its rows and writes nothing",
+    "output.push_private": "each call returns its rows and writes nothing",
     "output.license": "each call returns its rows and writes nothing",
     "resume": "nothing is stored that could be resumed",
     "cluster": "it computes with one copy of the model",

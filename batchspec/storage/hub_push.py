@@ -1,0 +1,211 @@
+"""Files to a dataset of the Hugging Face hub, in one commit: readers see the files of before, or all of the new ones.
+
+Contents go up first, some at a time, and the commit that names them comes last. What the hub has already is not sent again, so a
+push that was killed goes on where it ended, and one that had ended does nothing. The token is huggingface_hub's: HF_TOKEN, or the
+one of `hf auth login`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from batchspec.errors import ConfigError, OutputError, StorageError
+from batchspec.storage.hub_files import HubFiles, may_pass, reason_of
+from batchspec.storage.remote_files import Stamp
+from batchspec.storage.retry import retried
+from batchspec.text import counted
+
+REPO = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}", re.ASCII)
+AT_ONCE, IN_MEMORY = 16, 4
+"""Files whose contents go up together, and how many of these may have no path on this machine."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushedFile:
+    """One file: its name in the dataset, and its content."""
+
+    name: str
+    content: Path | Callable[[], bytes]
+    """A path on this machine, or a function that reads the bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pushed:
+    url: str
+    num_sent: int
+    """Files that the hub did not have."""
+    num_deleted: int
+
+    def line(self) -> str:
+        """For people."""
+        if not (self.num_sent or self.num_deleted):
+            return f"{self.url}: has all of it already"
+        deleted = f", {self.num_deleted:,} old ones deleted" if self.num_deleted else ""
+        return f"{self.url}: {counted(self.num_sent, 'file')} sent{deleted}"
+
+
+def check_push(repo: str) -> None:
+    """Raises ConfigError for a name that no dataset can have, without a token, and where huggingface_hub is switched off."""
+    from huggingface_hub import constants, get_token
+
+    if not REPO.fullmatch(repo) or ".." in repo or "--" in repo:
+        raise ConfigError(f"{repo!r} is no name of a dataset; give ORG/NAME, or USER/NAME")
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigError(f"{repo}: HF_HUB_OFFLINE is set, and a push needs the hub; unset it")
+    if get_token() is None:
+        raise ConfigError(f"{repo}: a push needs a token that may write; set HF_TOKEN, or log in (hf auth login)")
+
+
+def push(
+    repo: str,
+    files: Sequence[PushedFile],
+    *,
+    private: bool,
+    is_ours: Callable[[Mapping[str, Stamp], Callable[[str], bytes]], str | None],
+    deletes: Callable[[str], bool],
+    message: str,
+) -> Pushed:
+    """Make the dataset if it is not there, and give it these files.
+
+    private  of a dataset that is made; one that is there must not be public then
+    is_ours  of the files that are there and a function that reads one: why they must stay; None: they may be replaced
+    deletes  whether a file that is there and not among `files` is deleted
+    Raises ConfigError and OutputError for what trying again does not mend, StorageError for the rest.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    hub = _Hub(repo)
+    api = HfApi()
+    made = hub.tried("making", lambda: api.create_repo(repo, repo_type="dataset", private=private, exist_ok=True))
+    there, is_private = hub.files()
+    if private and not is_private:
+        raise ConfigError(f"{repo} is public on the hub; make it private there, or push to it as public")
+    if (why := is_ours(there, hub.read)) is not None:
+        raise OutputError(f"{repo}: {why}")
+    names = {file.name for file in files}
+    stale = [name for name in there if name not in names and deletes(name)]
+    operations: list[Any] = [CommitOperationDelete(name) for name in stale]
+    for group in _groups(files):
+        new = []
+        for file in group:
+            content = file.content if isinstance(file.content, Path) else file.content()
+            if not _same(there.get(file.name), content):
+                new.append(CommitOperationAdd(file.name, content))
+        if new:
+            hub.tried("sending files to", lambda new=new: api.preupload_lfs_files(repo, new, repo_type="dataset"))  # type: ignore[misc]
+        operations += new
+    num_sent, tries = len(operations) - len(stale), list[int]()
+
+    def commit() -> None:
+        """Of a try before, whose answer was lost, the commit may be there: what it deleted cannot be deleted again."""
+        now = hub.listed()[0] if tries else there
+        tries.append(1)
+        gone = {name for name in stale if name not in now}
+        left = [one for one in operations if one.path_in_repo not in gone]
+        api.create_commit(repo, left, commit_message=message, repo_type="dataset")
+
+    if operations:
+        hub.tried("committing to", commit)
+    return Pushed(url=str(made), num_sent=num_sent, num_deleted=len(stale))
+
+
+def _groups(files: Sequence[PushedFile]) -> Iterator[list[PushedFile]]:
+    """At most AT_ONCE files, IN_MEMORY of them without a path."""
+    group: list[PushedFile] = []
+    for file in files:
+        group.append(file)
+        if len(group) == AT_ONCE or sum(not isinstance(one.content, Path) for one in group) == IN_MEMORY:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _same(there: Stamp | None, content: Path | bytes) -> bool:
+    """Whether the hub has this content: it knows large files by their sha256, small ones by git's sha1."""
+    size = content.stat().st_size if isinstance(content, Path) else len(content)
+    if there is None or there.size_bytes != size:
+        return False
+    digest = hashlib.sha256() if len(there.mark) == 64 else hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
+    if isinstance(content, bytes):
+        digest.update(content)
+    else:
+        with content.open("rb") as file:
+            while part := file.read(1 << 22):
+                digest.update(part)
+    return digest.hexdigest() == there.mark
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the progress bars of huggingface_hub, one a file."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    before = are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not before:
+            enable_progress_bars()
+
+
+class _Hub:
+    """Requests about one dataset, with retries."""
+
+    def __init__(self, repo: str) -> None:
+        self._repo = repo
+
+    def tried(self, doing: str, act: Callable[[], T]) -> T:
+        what = f"{doing} hf://datasets/{self._repo}"
+        try:
+            with _quiet():
+                return retried(what, act, lambda error: may_pass(_cause(error)), lambda error: reason_of(_cause(error)))
+        except (StorageError, ConfigError, OutputError):
+            raise
+        except Exception as error:  # huggingface_hub raises many kinds
+            raise _refused(self._repo, what, _cause(error)) from error
+
+    def files(self) -> tuple[dict[str, Stamp], bool]:
+        """What the dataset holds now, by name, and whether it is private."""
+        return self.tried("listing", self.listed)
+
+    def listed(self) -> tuple[dict[str, Stamp], bool]:
+        """The same in one try."""
+        root = f"datasets/{self._repo}"
+        hub = HubFiles(root, self._repo, None)
+        entries = hub.walk(root)
+        return {entry.path.removeprefix(f"{root}/"): hub.stamp(entry.path) for entry in entries}, hub.is_private
+
+    def read(self, name: str) -> bytes:
+        """A small file of it."""
+        root = f"datasets/{self._repo}"
+
+        def content() -> bytes:
+            file = HubFiles(root, self._repo, None).open(f"{root}/{name}")
+            return file.read_at(file.size(), 0) if file.size() else b""
+
+        return self.tried("reading", content)
+
+
+def _cause(error: Exception) -> Exception:
+    """The error of a file that went up in a thread of huggingface_hub."""
+    return error.__cause__ if type(error) is RuntimeError and isinstance(error.__cause__, Exception) else error
+
+
+def _refused(repo: str, what: str, error: Exception) -> Exception:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status in (401, 403, 404):
+        return ConfigError(
+            f"{what}: refused (HTTP status {status}); check the name, and that the token (HF_TOKEN, or hf auth "
+            "login) may write there"
+        )
+    said = " ".join(str(error).split())[:200] or type(error).__name__
+    return StorageError(f"{what} failed ({said}); run the same command again after that is mended")

@@ -1,0 +1,280 @@
+"""The rows and the card of a job go to a dataset of the hub: once, in one commit, and on after any failure."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+
+from batchspec import run
+from batchspec.cli import main as cli
+from batchspec.commands import push as command
+from batchspec.config.compose import compose
+from batchspec.dataset.reader import open_source
+from batchspec.errors import ConfigError, OutputError, StorageError
+from batchspec.runstate.output_folder import OutputFolder
+from batchspec.storage import hub_push
+from tests.models import make_checkpoint, make_tokenizer
+from tests.push_lab import CUT, CUT_AFTER, TOKEN, PushHub, running_push_hub
+from tests.test_remote_input import set_endpoint, set_times
+
+REPO = "org/answers"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(make_checkpoint(tmp_path_factory.mktemp("model"), "llama", dtype=torch.float64))
+
+
+def words(model: Path, folder: Path, out: Path, *more: str) -> list[str]:
+    pl.DataFrame({"prompt": [f"Say word{i}" for i in range(7)]}).write_parquet(folder / "in.parquet")
+    keys = ["draft=none", "decode.max_new_tokens=3", "output.shard_rows=2", f"output.dir={out}", *more]
+    return [f"model.path={model}", f"input.path={folder}/in.parquet", *keys]
+
+
+@pytest.fixture(scope="module")
+def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job of four shards."""
+    folder = tmp_path_factory.mktemp("job")
+    assert run.main(words(model, folder, folder / "out")) == 0
+    return folder / "out"
+
+
+@pytest.fixture
+def out(finished: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(finished, tmp_path / "out")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[PushHub]:
+    set_times(monkeypatch, deadline_s=20.0)
+    with running_push_hub() as server:
+        set_endpoint(monkeypatch, server.server_port)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr("huggingface_hub.hf_api.ENDPOINT", server.url, raising=False)
+        monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", server.url, raising=False)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield server
+
+
+def shards(out: Path) -> dict[str, bytes]:
+    return {f"data/{file.name}": file.read_bytes() for file in (out / "data").iterdir()}
+
+
+def holds(hub: PushHub, out: Path) -> bool:
+    files = hub.datasets[REPO].files
+    return {name: data for name, data in files.items() if name.startswith("data/")} == shards(out) and "README.md" in files
+
+
+def test_a_job_becomes_a_private_dataset_whose_card_names_its_files(
+    hub: PushHub, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli(["push", str(out), REPO]) == 0
+    assert capsys.readouterr().out == f"{hub.url}/datasets/{REPO}: 5 files sent\n"
+    dataset = hub.datasets[REPO]
+    assert dataset.private
+    assert dataset.num_commits == 1
+    assert holds(hub, out)
+    card = dataset.files["README.md"].decode()
+    assert "configs:\n- config_name: default\n  data_files:\n  - split: train\n    path: data/*.parquet\n" in card
+    assert f'datasets.load_dataset("{REPO}", split="train")' in card
+    assert 'load_dataset("FOLDER"' not in card
+    config = compose([f"input.path=hf://datasets/{REPO}", "input.split=train"], require=())
+    assert open_source(config.input).num_rows == 7  # batchspec reads it by the card
+
+
+def test_a_push_again_sends_nothing(hub: PushHub, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        assert cli(["push", str(out), REPO]) == 0
+    assert capsys.readouterr().out.splitlines()[1].endswith("has all of it already")
+    assert hub.datasets[REPO].num_commits == 1
+    assert hub.num("PUT", "/upload/") == 4
+
+
+def test_a_job_on_an_object_store_is_read_from_there(hub: PushHub, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(self: OutputFolder, names: Sequence[str]) -> Iterator[tuple[str, Callable[[], bytes]]]:
+        return ((name, partial(self._store.read, name)) for name in names)
+
+    monkeypatch.setattr(OutputFolder, "contents", read)
+    monkeypatch.setattr(hub_push, "IN_MEMORY", 2)
+    for _ in range(2):
+        assert command.main([str(out), REPO]) == 0
+        assert holds(hub, out)
+    assert hub.num("PUT", "/upload/") == 4
+    assert hub.datasets[REPO].num_commits == 1
+
+
+FAULTS: list[tuple[str, str, int]] = [
+    ("POST", "/api/repos/create", 503), ("GET", "/api/datasets/", 429), ("GET", "/api/datasets/", CUT),
+    ("POST", "/preupload/", 500), ("POST", "/objects/batch", 502), ("PUT", "/upload/", 503), ("PUT", "/upload/", CUT),
+    ("PUT", "/upload/", CUT_AFTER), ("POST", "/commit/", 500), ("POST", "/commit/", 429), ("POST", "/commit/", CUT),
+    ("POST", "/commit/", CUT_AFTER), ("POST", "/api/validate-yaml", CUT),
+]  # fmt: skip
+
+
+def first_only(method: str, part: str, fault: int) -> Callable[[str, str], int | None]:
+    left = [fault]
+    return lambda asked, path: left.pop() if left and asked == method and part in path else None
+
+
+@pytest.mark.parametrize(("method", "part", "fault"), FAULTS)
+def test_a_request_that_fails_once_is_repeated(hub: PushHub, out: Path, method: str, part: str, fault: int) -> None:
+    hub.fault = first_only(method, part, fault)
+    assert command.main([str(out), REPO]) == 0
+    assert holds(hub, out)
+    assert hub.num("PUT", "/upload/") <= 5  # what came up is not sent again
+
+
+def test_a_push_that_was_killed_goes_on_and_shows_nothing_until_its_end(
+    hub: PushHub, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_push, "AT_ONCE", 1)
+
+    class Killed(BaseException):
+        pass
+
+    groups = hub_push._groups
+
+    def two_groups(files: Any) -> Iterator[Any]:
+        for number, group in enumerate(groups(files)):
+            if number == 2:
+                raise Killed
+            yield group
+
+    monkeypatch.setattr(hub_push, "_groups", two_groups)
+    with pytest.raises(Killed):
+        command.main([str(out), REPO])
+    assert hub.num("PUT", "/upload/") == 2
+    assert hub.datasets[REPO].files.keys() == {".gitattributes"}
+    monkeypatch.setattr(hub_push, "_groups", groups)
+    assert command.main([str(out), REPO]) == 0
+    assert holds(hub, out)
+    assert hub.num("PUT", "/upload/") == 4
+
+
+def test_a_changed_job_replaces_its_files_and_deletes_the_old_ones(
+    hub: PushHub, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main([str(out), REPO]) == 0
+    dataset = hub.datasets[REPO]
+    dataset.files |= {
+        "data/part-00077.parquet": b"of a longer job",
+        "data/part-00001.parquet": b"other rows",
+        "notes.txt": b"mine",
+    }
+    capsys.readouterr()
+    assert command.main([str(out), REPO]) == 0
+    assert capsys.readouterr().out.endswith(": 1 file sent, 1 old ones deleted\n")
+    assert holds(hub, out)
+    assert dataset.files["notes.txt"] == b"mine"
+
+
+def test_a_commit_whose_answer_is_lost_is_not_made_twice(hub: PushHub, out: Path) -> None:
+    """Its second try would delete what is deleted already."""
+    assert command.main([str(out), REPO]) == 0
+    hub.datasets[REPO].files |= {"data/part-00077.parquet": b"of a longer job", "data/part-00001.parquet": b"other"}
+    hub.fault = first_only("POST", "/commit/", CUT_AFTER)
+    assert command.main([str(out), REPO]) == 0
+    assert holds(hub, out)
+
+
+@pytest.mark.parametrize("file", ["data/train.parquet", "README.md"])
+def test_another_dataset_is_left_alone(hub: PushHub, out: Path, file: str) -> None:
+    assert command.main([str(out), REPO]) == 0
+    dataset = hub.datasets[REPO]
+    dataset.files[file] = b"---\nlicense: mit\n---\n# of somebody\n"
+    before = dict(dataset.files)
+    with pytest.raises(OutputError, match=rf"^org/answers: it holds {re.escape(file)}, which no job of batchspec made; .*--over"):
+        command.main([str(out), REPO])
+    assert dataset.files == before
+    assert command.main([str(out), REPO, "--overwrite"]) == 0
+    assert holds(hub, out)
+
+
+def test_an_unfinished_job_is_pushed_only_on_demand(hub: PushHub, out: Path) -> None:
+    (out / "data/part-00002.parquet").unlink()
+    (out / "README.md").unlink()
+    with pytest.raises(OutputError, match="1 of 4 shards are missing; run the job to its end, or push what is there with --inc"):
+        command.main([str(out), REPO])
+    assert not hub.datasets
+    assert command.main([str(out), REPO, "--incomplete"]) == 0
+    assert holds(hub, out)
+
+
+def test_a_private_push_never_goes_to_a_public_dataset(hub: PushHub, out: Path) -> None:
+    assert command.main([str(out), REPO, "--public"]) == 0
+    assert not hub.datasets[REPO].private
+    with pytest.raises(ConfigError, match="org/answers is public on the hub; make it private there, or push to it as public"):
+        command.main([str(out), REPO])
+
+
+@pytest.mark.parametrize(("status", "kind"), [(401, ConfigError), (403, ConfigError), (400, StorageError)])
+def test_what_trying_again_does_not_mend_is_said_at_once(hub: PushHub, out: Path, status: int, kind: type[Exception]) -> None:
+    hub.fault = lambda method, path: status if "/commit/" in path else None
+    with pytest.raises(kind) as caught:
+        command.main([str(out), REPO])
+    assert "\n" not in str(caught.value)
+    assert TOKEN not in str(caught.value)
+    assert hub.num("POST", "/commit/") == 1
+
+
+def test_a_hub_that_fails_for_long_ends_the_command_with_74(
+    hub: PushHub, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_times(monkeypatch, deadline_s=0.5)
+    hub.fault = lambda method, path: 503 if "/commit/" in path else None
+    assert cli(["push", str(out), REPO]) == 74
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "committing to hf://datasets/org/answers failed for" in said
+    hub.fault = lambda method, path: None
+    assert cli(["push", str(out), REPO]) == 0
+    assert holds(hub, out)
+    assert hub.num("PUT", "/upload/") == 4
+
+
+@pytest.mark.parametrize("repo", ["answers", "org/", "a/b/c", "org/a b", "org/a..b", "https://hub/org/name"])
+def test_a_name_that_no_dataset_has_is_refused(hub: PushHub, out: Path, repo: str) -> None:
+    with pytest.raises(ConfigError, match="is no name of a dataset; give ORG/NAME"):
+        command.main([str(out), repo])
+    assert not hub.requests
+
+
+def test_without_a_token_nothing_is_asked(hub: PushHub, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    with pytest.raises(ConfigError, match="a push needs a token that may write; set HF_TOKEN"):
+        command.main([str(out), REPO])
+    assert not hub.requests
+
+
+def test_a_job_pushes_when_it_is_complete_and_when_it_is_run_again(
+    hub: PushHub, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = words(model, tmp_path, tmp_path / "out", f"output.push_to_hub={REPO}")
+    set_times(monkeypatch, deadline_s=0.5)
+    hub.fault = lambda method, path: 503 if "/upload/" in path else None
+    assert run.main(arguments) == 74  # the job is done, the push is not
+    hub.fault = lambda method, path: None
+    assert run.main(arguments) == 0
+    assert "already complete" in (said := capsys.readouterr().err)
+    assert f"/datasets/{REPO}: 5 files sent" in said
+    assert holds(hub, tmp_path / "out")
+    assert hub.datasets[REPO].private
+    assert TOKEN not in "".join(file.read_text("utf-8", "replace") for file in (tmp_path / "out").rglob("*") if file.is_file())
+
+
+def test_a_job_that_could_not_push_is_refused_before_it_begins(
+    hub: PushHub, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    assert run.main(words(model, tmp_path, tmp_path / "out", f"output.push_to_hub={REPO}")) == 2
+    for name in ("plan", "submit"):
+        assert cli([name, *words(model, tmp_path, tmp_path / "out", f"output.push_to_hub={REPO}")]) == 2
+    assert capsys.readouterr().err.count("a push needs a token") == 3
+    assert not (tmp_path / "out").exists()
