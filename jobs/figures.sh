@@ -8,6 +8,8 @@
 # lengths window     round time by K; by K and window        job     192 prompts of 8K with lognormal outputs, Parquet to Parquet
 # moe                gpt-oss and Qwen3-30B-A3B (SHAPES)      fp8     Llama-8B in FP8, with K/V in bf16 and in FP8
 # one_row            gpt-oss-120b, one row: round time by K in parallel and as a chain
+# ranks              2 GPUs: gpt-oss-120b, 64, 256, 512 rows in all: a copy with half of them, one cut over both, what plan takes
+# replicas           38,000 short rows of an 8B on one GPU and on all (ROWS), Parquet to Parquet
 # Of SmolLM2-135M, with HEADS=folder (eagle3/, parallel/: jobs/train_head.sh) and DATA=folder (gsm8k_test, gsm8k_train, specbench
 # .parquet: one user turn per row in the column `prompt`; the last without the questions that are of GSM8K):
 # gsm8k              the test questions, with and without a head    drafters  acceptance of every drafter
@@ -75,6 +77,57 @@ figure_fp8() {
 }
 figure_one_row() {
     rates=.6,.5,.4,.3,.25,.2,.15,.1 dummy gpt-oss-120b --batch 1 --prompt 4096 --rounds 200 --draft none parallel eagle3 --k 3 4 5 6 7 8
+}
+figure_ranks() {
+    local rows folder
+    for rows in 64 256 512; do
+        folder=$out/ranks-$rows
+        dummy gpt-oss-120b --batch $((rows / 2)) --prompt 1024 --gen 256 --draft none
+        dummy gpt-oss-120b --batch "$rows" --prompt 1024 --gen 256 --draft none --tensor-parallel 2
+        [ -e "$folder" ] || bench --make-job "$folder" --shape gpt-oss-120b --requests "$rows" --prompt 1024 --gen 256 > /dev/null
+        "$python" -m batchspec.cli plan model.path="$folder/model" model.load_format=dummy input.path="$folder/known.parquet" \
+            draft=none decode=greedy decode.max_new_tokens=256 decode.ignore_eos=true | sed -n '/^GPUs/,$p'
+    done
+    "$python" - "$out/$section.jsonl" <<'PYTHON'
+import json
+import sys
+
+lines = [json.loads(line) for line in open(sys.argv[1])]
+for copy, cut in zip(lines[-6::2], lines[-5::2], strict=True):
+    print(f"{cut['batch']} rows: two copies {2 * copy['decode_tok_s']:,.0f} tok/s, cut over two {cut['decode_tok_s']:,.0f}")
+PYTHON
+}
+figure_replicas() { # prompts and outputs as long as those of GSM8K
+    local folder=$out/replicas-input
+    [ -e "$folder" ] || bench --make-job "$folder" --shape llama8b --requests 1 --prompt 1 --gen 32 > /dev/null
+    "$python" - "$folder/short.parquet" "${ROWS:-38000}" <<'PYTHON'
+import sys
+import numpy as np
+import polars as pl
+
+chance, rows = np.random.default_rng(0), int(sys.argv[2])
+prompts = [chance.integers(10, 30000, size).tolist() for size in chance.integers(60, 180, rows)]
+outputs = chance.lognormal(4.8, 0.45, rows).clip(32, 384).astype(int)
+pl.DataFrame({"id": [f"q{i}" for i in range(rows)], "prompt_ids": prompts, "max_new_tokens": outputs}).write_parquet(sys.argv[1])
+PYTHON
+    for workers in 1 auto; do
+        rm -rf "$out/replicas-$workers"
+        run "replicas-$workers" model.path="$folder/model" model.load_format=dummy model.max_len=1024 decode=greedy draft=none \
+            decode.ignore_eos=true decode.max_new_tokens=384 input.path="$folder/short.parquet" output.messages=none \
+            cluster.workers="$workers"
+    done
+    "$python" - "$out" <<'PYTHON'
+import json
+import sys
+from pathlib import Path
+
+longest = {}
+for workers in ("1", "auto"):
+    logs = [json.loads(log.read_text()) for log in Path(sys.argv[1], f"replicas-{workers}/_batchspec/logs").glob("run-*[0-9a-f].json")]
+    longest[workers] = max(log["seconds"] for log in logs)
+    print(f"{len(logs)} GPUs: {longest[workers]:.1f} s from the first row to the last commit, {sum(log['tokens'] for log in logs):,} tokens")
+print(f"{longest['1'] / longest['auto']:.2f} times as fast")
+PYTHON
 }
 upcycled() { # in a checkout: tests.upcycle makes the models
     [ -e "$out/made" ] || "$python" -m tests.upcycle make "$model" "$out/made"

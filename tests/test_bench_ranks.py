@@ -156,6 +156,25 @@ def test_a_model_that_cannot_be_cut_is_one_line(tmp_path: Path) -> None:
     )
 
 
+def test_of_the_shapes_these_alone_cannot_be_cut(tmp_path: Path) -> None:
+    """Over eight GPUs an expert of Qwen3-30B-A3B in FP8 has six blocks. One GPU holds that model."""
+    refused = {}
+    for name, shape in SHAPES.items():
+        (tmp_path / "config.json").write_text(json.dumps({**COMMON, **shape, "num_hidden_layers": 2}))
+        spec = shape_spec(str(tmp_path / "config.json"))
+        for ranks in (2, 4, 8):
+            try:
+                for rank in range(ranks):
+                    cut(spec, Shard(rank, ranks))
+            except ConfigError as error:
+                refused[name, ranks] = str(error).partition(";")[0]
+    odd = "num_key_value_heads 3 and {} ranks: one must be a multiple of the other"
+    assert refused == {
+        **{("smol135m", ranks): odd.format(ranks) for ranks in (2, 4, 8)},
+        ("qwen3-30b-a3b-fp8", 8): "the size of an expert 768 cannot be cut into 8 parts in blocks of 128",
+    }
+
+
 @pytest.mark.parametrize(
     ("name", "billions", "inner"),
     [

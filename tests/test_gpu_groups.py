@@ -16,9 +16,13 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
+from safetensors.torch import load_file
 
+import batchspec
+from batchspec.errors import RankLost
 from batchspec.model.spec import load_spec
 from batchspec.model.weights import weight_files
+from batchspec.warm.ranks import EngineOfRanks
 from tests.heads import random_tensors, tiny_design, write_head
 from tests.models import make_checkpoint, make_tokenizer
 
@@ -217,3 +221,43 @@ def test_a_head_that_learns_drafts_with_the_same_weights_on_all_gpus(
         part.unlink()
     assert_same_tokens(one, frame_of(words, ranks, tmp_path))
     assert "draft.adapt: going on from _batchspec/heads/" in (tmp_path / f"log{ranks}").read_text()
+
+
+@pytest.mark.parametrize("ranks", COUNTS)
+def test_a_warm_engine_of_ranks_answers_as_one_gpu_and_frees_all_memory(
+    ranks: int, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(str(index % torch.cuda.device_count()) for index in range(ranks)))
+    model, other = models["llama"], make_checkpoint(tmp_path / "other", "llama", seed=7, **SHAPES["llama"])
+    words = [
+        f"model.path={model}", "model.dtype=float32", "model.max_len=256", "decode.max_new_tokens=60", "decode.ignore_eos=true",
+        "output.token_ids=true", "output.logprobs=2", "packing.max_num_seqs=16", "packing.memory_gb=1", "draft=none",
+    ]  # fmt: skip
+    rows = {"prompt": [f"{i} and {i * i}, " * (1 + i % 7) for i in range(ROWS)]}
+    tensors = load_file(other / "model.safetensors")
+    with batchspec.Engine(words) as engine:
+        one = engine.generate(rows)
+        engine.load_weights(other)
+        swapped = engine.generate(rows)
+    torch.cuda.synchronize()
+    free = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
+    with batchspec.Engine([*words, f"cluster.tensor_parallel={ranks}"]) as engine:
+        assert_same_tokens(one, engine.generate(rows))
+        with engine.stream(rows) as stream:
+            next(stream)
+        engine.load_weights(tensors)
+        assert_same_tokens(swapped, engine.generate(rows))
+        engine.load_weights(model)
+        assert_same_tokens(one, engine.generate(rows))
+    after = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
+    assert all(now >= before - (64 << 20) for now, before in zip(after, free, strict=True))
+
+    engine = batchspec.Engine([*words, f"cluster.tensor_parallel={ranks}"])
+    inner = engine._engine
+    assert isinstance(inner, EngineOfRanks)
+    stream = engine.stream({"prompt": rows["prompt"], "max_new_tokens": [150] * ROWS})
+    next(stream)
+    inner._processes[1].kill()
+    with pytest.raises(RankLost, match="rank 1 of this engine was killed by SIGKILL"):
+        list(stream)
+    assert [process.poll() for process in inner._processes].count(None) == 0

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
@@ -107,6 +108,31 @@ def test_the_figure_of_adaptation_compares_two_jobs_over_one_half_trained_head(t
     assert plain.draft.path == learns.draft.path == str(tmp_path / "out" / "half")
     assert (plain.draft.adapt.every_shards, learns.draft.adapt.every_shards) == (0, 1)
     assert plain.packing.max_num_seqs == learns.packing.max_num_seqs
+
+
+def test_the_figure_of_ranks_compares_two_copies_with_one_that_is_cut_over_two_gpus(tmp_path: Path) -> None:
+    lines = recorded(tmp_path, "ranks")
+    timed = [bench_arguments.parse(line[3:]) for line in lines if line[2:3] == ["bench"] and "--make-job" not in line]
+    assert [(args.batch, args.tensor_parallel) for args in timed] == [(32, 1), (64, 2), (128, 1), (256, 2), (256, 1), (512, 2)]
+    assert len({(args.shape, args.prompt, args.gen, *args.draft) for args in timed}) == 1
+    plans = [compose(line[3:]) for line in lines if line[2:3] == ["plan"]]
+    made = [bench_arguments.parse(line[3:]) for line in lines if "--make-job" in line]
+    assert [args.requests for args in made] == [64, 256, 512]
+    for plan, job in zip(plans, made, strict=True):
+        assert plan.input.path == str(job.make_job / "known.parquet")
+        assert (plan.decode.max_new_tokens, job.shape, job.prompt, job.gen) == (
+            256,
+            timed[0].shape,
+            timed[0].prompt,
+            timed[0].gen,
+        )
+
+
+def test_the_figure_of_replicas_runs_one_job_on_one_gpu_and_on_all(tmp_path: Path) -> None:
+    jobs = [compose(line[2:]) for line in recorded(tmp_path, "replicas") if line[1] == "batchspec.run"]
+    assert [job.cluster.workers for job in jobs] == [1, "auto"]
+    one, all_of_them = (replace(job, cluster=jobs[0].cluster, output=jobs[0].output) for job in jobs)
+    assert one == all_of_them
 
 
 def test_the_figure_of_quantised_models_compares_each_with_the_model_that_it_was_made_from(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from batchspec.cluster import devices
 from batchspec.commands import plan as plan_command
 from batchspec.commands import ranks as ranks_command
 from batchspec.commands import submit
+from batchspec.commands.workloads import shape_spec
 from batchspec.config.schema import PackingConfig, RunConfig
 from batchspec.config.typed import to_json
 from batchspec.errors import CapacityError, ConfigError
@@ -68,6 +69,27 @@ def test_a_model_that_one_gpu_does_not_hold_is_cut() -> None:
     assert best(found).ranks in (2, 4)
     with pytest.raises(CapacityError, match="the weights do not fit"):
         best(compared(LLAMA_70B, 1))
+
+
+def test_gpt_oss_120b_is_cut_for_few_rows_and_copied_for_many() -> None:
+    """On two GPUs: with few rows what is read is weights, most experts by both copies. `figures.sh ranks` measures it."""
+    spec = shape_spec("gpt-oss-120b")
+    assert spec.formats.quantised is not None
+    spec = replace(spec, formats=replace(spec.formats, quantised=spec.formats.quantised.for_kernels()))  # as on a GPU
+    asked = {"prompt_tokens": 1024, "output_tokens": 256, "max_tokens": 1280}
+    assert {rows: best(compared(spec, 2, num_completions=rows, **asked)).ranks for rows in (64, 256, 512, 20_000)} == {
+        64: 2, 256: 2, 512: 2, 20_000: 1
+    }  # fmt: skip
+
+
+def test_short_rows_of_an_8b_go_to_copies() -> None:
+    asked = {"num_completions": 38_000, "prompt_tokens": 120, "output_tokens": 135, "max_tokens": 564}
+    found = compared(LLAMA_8B, 4, **asked)
+    assert best(found).ranks == 1
+    one, four = compared(LLAMA_8B, 1, **asked)[0], found[0]
+    assert one.seconds is not None
+    assert four.seconds is not None
+    assert one.seconds / four.seconds > 3.6
 
 
 def test_a_tie_goes_to_fewer_ranks() -> None:

@@ -3,7 +3,8 @@
 What ranks exchange per flat position: for a greedy token one logit and one id; for a draw its score, its id and the largest
 logit; for top-k, top-p and min-p as many of the largest logits as decide the cutoff, and a log-sum-exp; for logprobs a
 log-sum-exp, the chosen token's logit and the candidates for the likeliest ones. No rank gathers the logits of all tokens, unless
-a cutoff needs nearly all, or on a GPU any cutoff. Noise is keyed by the token's id: ranks draw what one process does.
+a cutoff needs nearly all. On a GPU a cutoff is searched for by sums over the ranks (`cutoff_of_ranks.py`); in float64, which only
+tests use there, all are exchanged. Noise is keyed by the token's id: ranks draw what one process does.
 
 Besides, ranks compare a checksum of each position's last hidden state, which every rank has as a whole: because they exchange
 their choices, they would agree on tokens even if their states had come to differ, and the tokens would be wrong.
@@ -120,7 +121,7 @@ def cutoffs_of_ranks(logits: Tensor, row_ids: Tensor, rows: DeviceBatch, vocab: 
     def total(temperature: Tensor) -> Tensor:
         return torch.logsumexp(ranks.gather(torch.logsumexp(finite / temperature, 1)), 0)
 
-    # On a GPU, where the host reads nothing, all are exchanged at once.
+    # On a GPU the host reads nothing, so in float64 all are exchanged at once.
     few = vocab if logits.is_cuda else min(QUICK_TOP, vocab)
     return cutoff_of_largest(
         largest, total, row_ids, rows.temperature, rows.top_k, rows.top_p, rows.min_p,
