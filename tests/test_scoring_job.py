@@ -71,7 +71,9 @@ def check_rows(found: pl.DataFrame, model: Path, num_top: int) -> int:
 
 
 @pytest.mark.parametrize("num_top", [0, 3])
-def test_a_job_writes_the_logprobs_that_transformers_computes(model: Path, tmp_path: Path, num_top: int) -> None:
+def test_a_job_writes_the_logprobs_that_transformers_computes(
+    model: Path, tmp_path: Path, num_top: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     texts().write_parquet(tmp_path / "in.parquet")
     out = tmp_path / "out"
     words = [*options(model, output__prompt_logprobs=num_top), f"input.path={tmp_path}/in.parquet", f"output.dir={out}"]
@@ -88,6 +90,10 @@ def test_a_job_writes_the_logprobs_that_transformers_computes(model: Path, tmp_p
     assert run.main(words) == 0  # nothing left to compute
     for command in (["stats", str(out)], ["status", str(out)], ["inspect", str(out), "q1"], ["report", str(out)]):
         assert cli(command) == 0, command
+    assert cli(["export", str(out), "--to", "chat", str(tmp_path / "x.jsonl")]) == 2
+    said = capsys.readouterr().err
+    assert "holds scores of prompts and no answer" in said
+    assert "left out); no round\n" in said
 
 
 def test_prompts_that_fill_max_len_and_pages_for_one_row_are_enough(model: Path, tmp_path: Path) -> None:

@@ -39,8 +39,12 @@ class RunSummary:
         return (
             f"{self.tokens:,} tokens in {round(self.seconds, 3):.2f} s from the first row read to the last commit, "
             f"{self.tok_s:,.1f} tok/s (start-up, {self.start_up_s:.1f} s, left out); "
-            f"mean acceptance length {self.mean_acceptance_length:.3f}, "
-            f"{self.rounds:,} rounds, {self.mean_live_rows:.1f} live rows a round"
+            + (
+                f"mean acceptance length {self.mean_acceptance_length:.3f}, "
+                f"{self.rounds:,} rounds, {self.mean_live_rows:.1f} live rows a round"
+                if self.rounds
+                else "no round"
+            )
             + ("" if self.expert_correlation is None else f"; packing.expert_correlation {self.expert_correlation:.3g}")
         )
 
