@@ -130,6 +130,7 @@ class Leader:
                 case Run():
                     self._run()
                 case Weights(folder, is_checkpoint):
+                    self._watchdog.pause()  # a large checkpoint on a slow disk takes its time
                     self._rewrite(Path(folder), is_checkpoint=is_checkpoint)
                     self._send(Rewritten())
                 case Stop():  # it crossed the end of the run

@@ -122,7 +122,7 @@ class EngineOfRanks:
             while not isinstance(message := self._receive(), Stopped):
                 pass
             self._take(message.totals)
-        except KeyboardInterrupt:  # nobody knows what the leader does now
+        except BaseException:  # Ctrl-C: nobody knows what the leader does now
             self.close()
             raise
 
