@@ -27,62 +27,85 @@ from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 
 STAGES = 3
+MAX_ITEMS = 4096
+"""Longer lists are divided among as many programs. They have room for rows of the job's greatest length, and few are so long."""
 
 
-@triton.jit(do_not_specialize=["max_pages", "max_q"])
-def ordered_attention_kernel(
-    q, kv, page_table, positions, cu_seqlens_q, kv_len, row_order, items, num_items, row_parts, sink_logits, out, part_out,
+@triton.jit
+def attend_item(
+    index, head, q, kv, page_table, positions, cu_seqlens_q, kv_len, row_order, items, row_parts, sink_logits, out, part_out,
     part_lse, scale, max_pages, max_q, q_stride_t, q_stride_h, kv_stride_part, kv_stride_page,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr, WIDE: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One item of the work list and one K/V head, as `verify_kernel`."""
-    if not EARLY:
-        await_earlier(PDL)
-    index = tl.program_id(0) // KV_HEADS
-    head = tl.program_id(0) % KV_HEADS
+    """One item of the work list and one K/V head. Waits for earlier launches if EARLY."""
     item = items + index * 8
     unit, tile = tl.load(item), tl.load(item + 1)
     first, end, part = tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
     begin, count = tl.load(item + 6), tl.load(item + 7)
-    if index >= tl.load(num_items):
-        await_earlier(EARLY)
-        return
     if end == 0:  # a dead row, or the padding after the last row
         await_earlier(EARLY)
         zero_tokens(out, begin, begin + count, head, HEADS, KV_HEADS, TILE, HEAD_DIM, DIM)
-        return
+    else:
+        lane, row, first_place, num_lanes, inside = lanes_of(
+            tile, unit, begin, count, cu_seqlens_q, kv_len, row_order, max_q, HEADS, TILE, GROUPED
+        )
+        table_row = unit
+        if GROUPED:  # the page tables of all live members begin with the same pages; without any, nothing is written
+            table_row = tl.maximum(tl.max(tl.where(inside, row, -1), 0), 0)
+        table = page_table + table_row.to(tl.int64) * max_pages
+        token = (first_place + lane // HEADS).to(tl.int64)
+        position = tl.load(positions + token, mask=inside, other=-1).to(tl.int32)
+        await_earlier(EARLY)
 
-    lane, row, first_place, num_lanes, inside = lanes_of(
-        tile, unit, begin, count, cu_seqlens_q, kv_len, row_order, max_q, HEADS, TILE, GROUPED
-    )
-    table_row = unit
-    if GROUPED:
-        table_row = tl.max(tl.where(inside, row, -1), 0)
-        if table_row < 0:
+        q_head = head * HEADS + lane % HEADS
+        d = tl.arange(0, DIM)
+        within = inside[:, None] & (d < HEAD_DIM)[None, :]
+        query = tl.load(q + (token * q_stride_t + q_head * q_stride_h)[:, None] + d[None, :], mask=within, other=0.0)
+        if WIDE:
+            query = query.to(tl.float32)
+        stop = tl.minimum(end, tl.max(position, 0) + 1)
+        peak, mass, acc = attend_part(
+            query, first, stop, end, table, kv + head * HEAD_DIM, position, scale, kv_stride_part, kv_stride_page, WINDOW,
+            PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, TILE, BLOCK, WIDE,
+        )  # fmt: skip
+        write_lines(
+            out, part_out, part_lse, row_parts, sink_logits, peak, mass, acc, part, token, q_head, lane, row, num_lanes, head, d,
+            inside, within, KV_HEADS, HEADS, HEAD_DIM,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["max_pages", "max_q", "stride"])
+def ordered_attention_kernel(
+    q, kv, page_table, positions, cu_seqlens_q, kv_len, row_order, items, num_items, row_parts, sink_logits, out, part_out,
+    part_lse, scale, max_pages, max_q, stride, q_stride_t, q_stride_h, kv_stride_part, kv_stride_page,
+    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr, WIDE: tl.constexpr,
+    STRIDED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (item, K/V head). STRIDED: it takes further items, `stride` apart."""
+    if not EARLY:
+        await_earlier(PDL)
+    index = tl.program_id(0) // KV_HEADS
+    head = tl.program_id(0) % KV_HEADS
+    count = tl.load(num_items)
+    if STRIDED:
+        for at in range(index, count, stride):
+            attend_item(
+                at, head, q, kv, page_table, positions, cu_seqlens_q, kv_len, row_order, items, row_parts, sink_logits, out,
+                part_out, part_lse, scale, max_pages, max_q, q_stride_t, q_stride_h, kv_stride_part, kv_stride_page, KV_HEADS,
+                HEADS, HEAD_DIM, DIM, PAGE_SIZE, WINDOW, TILE, BLOCK, GROUPED, WIDE, False,
+            )  # fmt: skip
+    else:
+        if index >= count:
             await_earlier(EARLY)
             return
-    table = page_table + table_row.to(tl.int64) * max_pages
-    token = (first_place + lane // HEADS).to(tl.int64)
-    position = tl.load(positions + token, mask=inside, other=-1).to(tl.int32)
-    await_earlier(EARLY)
-
-    q_head = head * HEADS + lane % HEADS
-    d = tl.arange(0, DIM)
-    within = inside[:, None] & (d < HEAD_DIM)[None, :]
-    query = tl.load(q + (token * q_stride_t + q_head * q_stride_h)[:, None] + d[None, :], mask=within, other=0.0)
-    if WIDE:
-        query = query.to(tl.float32)
-    stop = tl.minimum(end, tl.max(position, 0) + 1)
-    peak, mass, acc = attend_part(
-        query, first, stop, end, table, kv + head * HEAD_DIM, position, scale, kv_stride_part, kv_stride_page, WINDOW, PAGE_SIZE,
-        KV_HEADS, HEAD_DIM, DIM, TILE, BLOCK, WIDE,
-    )  # fmt: skip
-    write_lines(
-        out, part_out, part_lse, row_parts, sink_logits, peak, mass, acc, part, token, q_head, lane, row, num_lanes, head, d,
-        inside, within, KV_HEADS, HEADS, HEAD_DIM,
-    )  # fmt: skip
+        attend_item(
+            index, head, q, kv, page_table, positions, cu_seqlens_q, kv_len, row_order, items, row_parts, sink_logits, out,
+            part_out, part_lse, scale, max_pages, max_q, q_stride_t, q_stride_h, kv_stride_part, kv_stride_page, KV_HEADS, HEADS,
+            HEAD_DIM, DIM, PAGE_SIZE, WINDOW, TILE, BLOCK, GROUPED, WIDE, EARLY,
+        )  # fmt: skip
 
 
 def ordered_attention(
@@ -114,12 +137,15 @@ def ordered_attention(
 
     def launch(items: Tensor, kind: int, tile: int, block: int) -> None:
         row_order = work.shared.row_order if kind and work.shared else work.cu_seqlens_q
-        ordered_attention_kernel[(items.shape[0] * shape.kv_heads,)](
+        programs = min(len(items), MAX_ITEMS)
+        strided = programs < len(items)
+        ordered_attention_kernel[(programs * shape.kv_heads,)](
             q, kv, page_table, positions, work.cu_seqlens_q, work.kv_len, row_order, items, work.counts[kind:], work.row_parts,
             sink_logits, out, partials.out, partials.lse, scale * math.log2(math.e), page_table.shape[1], shape.max_q,
-            q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), KV_HEADS=shape.kv_heads, HEADS=shape.heads_per_kv,
+            programs, q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), KV_HEADS=shape.kv_heads, HEADS=shape.heads_per_kv,
             HEAD_DIM=head_dim, DIM=max(16, triton.next_power_of_2(head_dim)), PAGE_SIZE=shape.page_size, WINDOW=shape.window,
-            TILE=tile, BLOCK=block, GROUPED=bool(kind), WIDE=not q.is_cuda, EARLY=early and args["PDL"], num_warps=WARPS[tile],
+            TILE=tile, BLOCK=block, GROUPED=bool(kind), WIDE=not q.is_cuda, STRIDED=strided,
+            EARLY=early and not strided and args["PDL"], num_warps=WARPS[tile],
             num_stages=STAGES, enable_fp_fusion=False, **args,
         )  # fmt: skip
 

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from batchspec.kernels.attention.softmax_step import page_of, seen_keys
 
-PART = 1024
+PART = 2048
 """Keys of a part: rows are cut at its multiples, whatever else is in the batch."""
 WARPS = {16: 4, 32: 4, 64: 4, 128: 8}
 """Warps of a tile of so many lines."""

@@ -10,8 +10,9 @@ WIDE_ROWS = 8192
 """Rows of a weight that fill a GPU with tiles of 64 without segments."""
 SEGMENT_UNIT = 128
 """The largest block_k of a tile, of which a segment is a multiple."""
-FILL = 132
-"""Programs that fill a GPU of the Hopper generation."""
+FILL = 88
+"""Programs that fill a GPU of the Hopper generation well enough, two thirds of its 132 multiprocessors: with fewer, smaller tiles
+take less time."""
 
 
 def segments_of(rows: int, k: int) -> int:
@@ -34,23 +35,29 @@ def ordered_tile(tokens: int, n: int, segments: int, *, gated: bool = False) -> 
         base = _gated(tokens, n)
     elif tokens <= 64:
         base = Tile(64, 128, 128, 4, 4, False) if n >= 2 * WIDE_ROWS else Tile(64, 64, 128, 4, 4, False)
+    elif _tiles(tokens, n, 128, 64) * segments < FILL:
+        base = Tile(64, 64, 128, 4, 4, True)
+    elif tokens <= 128 and n < 2 * WIDE_ROWS:
+        base = Tile(128, 64, 64, 5, 4, True)
     elif tokens <= 128:
-        base = Tile(128, 128, 64, 3, 4, True) if n >= 2 * WIDE_ROWS else Tile(128, 64, 64, 5, 4, True)
+        base = Tile(128, 128, 64, 3, 4, True)
+    elif _tiles(tokens, n, 128, 128) * segments < FILL:
+        base = Tile(128, 64, 64, 5, 4, True)
     elif segments > 1 or _tiles(tokens, n, 256, 128) < FILL:
         base = Tile(128, 128, 64, 5, 8, True)
     else:
         base = Tile(256, 128, 64, 4, 8, True)
-    if segments > 1 and _tiles(tokens, n, base.block_m, base.block_n) < 2 * FILL:
+    if segments > 1 and _tiles(tokens, n, base.block_m, base.block_n) < 3 * FILL:
         return base._replace(split=segments)
     return base
 
 
 def _gated(tokens: int, n: int) -> Tile:
-    if tokens <= 64:
+    if tokens <= 64 or _tiles(tokens, n, 128, 64) < FILL:
         return Tile(64, 64, 64, 4, 4, True)
-    if tokens <= 128:
+    if tokens <= 128 or _tiles(tokens, n, 128, 128) < FILL:
         return Tile(128, 64, 64, 3, 4, True)
-    return Tile(128, 128, 64, 4, 8, True) if _tiles(tokens, n, 128, 128) >= FILL else Tile(128, 64, 64, 5, 8, True)
+    return Tile(128, 128, 64, 4, 8, True)
 
 
 def _tiles(tokens: int, n: int, block_m: int, block_n: int) -> int:

@@ -617,9 +617,9 @@ for _dim, _tile, _window, _grouped, _warps in ((128, 16, 0, False, 4), (64, 32, 
     _case(f"ordered_attention_kernel D={_dim}, tile {_tile}, window {_window}, grouped {_grouped}", "ordered_attention", _warps,
           q="*bf16", kv="*bf16", page_table=PI32, positions=PI64, cu_seqlens_q=PI32, kv_len=PI32, row_order=PI32, items=PI32,
           num_items=PI32, row_parts=PI32, sink_logits=PF32 if _window else None, out="*bf16", part_out=PF32, part_lse=PF32,
-          scale="fp32", max_pages=I32, max_q=I32, q_stride_t=I32, q_stride_h=I32, kv_stride_part=I64, kv_stride_page=I32,
-          KV_HEADS=8, HEADS=4, HEAD_DIM=_dim, DIM=_dim, PAGE_SIZE=16, WINDOW=_window, TILE=_tile, BLOCK=64, GROUPED=_grouped,
-          WIDE=False, EARLY=not _window)  # fmt: skip
+          scale="fp32", max_pages=I32, max_q=I32, stride=I32, q_stride_t=I32, q_stride_h=I32, kv_stride_part=I64,
+          kv_stride_page=I32, KV_HEADS=8, HEADS=4, HEAD_DIM=_dim, DIM=_dim, PAGE_SIZE=16, WINDOW=_window, TILE=_tile, BLOCK=64,
+          GROUPED=_grouped, WIDE=False, STRIDED=_window > 0, EARLY=not _window)  # fmt: skip
 for _dim, _window, _parted in ((128, 0, True), (64, 128, True), (96, 0, False)):
     _case(f"ordered_prefill_kernel D={_dim}, window {_window}, parted {_parted}", "ordered_prefill", 8, q="*bf16", kv="*bf16",
           page_table=PI32, positions=PI64, cu_seqlens_q=PI32, kv_len=PI32, sink_logits=PF32 if _window else None, out="*bf16",

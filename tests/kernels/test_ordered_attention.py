@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from batchspec.kernels.attention import ordered_attention as attention_module
 from batchspec.kernels.attention import ordered_prefill as prefill_module
 from batchspec.kernels.attention.merge_states import partials_of
 from batchspec.kernels.attention.ordered_attention import ordered_attention
@@ -134,6 +135,20 @@ def test_a_shared_prefix_that_is_read_once_changes_no_bit(device: torch.device) 
     wanted = in_round(apart, interpret=True)
     for group_tile in (16, 64):
         assert torch.equal(in_round(case, interpret=True, group_tile=group_tile), wanted)
+
+
+def test_programs_that_take_several_items_change_no_bit(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = share(case_of([(3, 300), (3, 290), (2, 0), (1, 40)], device, padding=2), [([0, 1], 272)])
+    wanted = in_round(case, interpret=True)
+    for most in (1, 3):
+        monkeypatch.setattr(attention_module, "MAX_ITEMS", most)
+        assert torch.equal(in_round(case, interpret=True), wanted)
+
+
+def test_a_group_without_live_members_writes_nothing(device: torch.device) -> None:
+    case = share(case_of([(1, 200), (1, 0), (1, 0)], device), [([1, 2], 128)])
+    apart = replace(case, shared=None)
+    assert torch.equal(in_round(case, interpret=True), in_round(apart, interpret=True))
 
 
 def test_a_key_that_is_not_finite_harms_only_queries_that_see_it(interpret: bool, device: torch.device) -> None:
