@@ -4,8 +4,8 @@
     y[t, n] = (p_0 + p_1) + p_2 ...        p_s = the sum over part s, in steps of 16 as the tensor cores take them, from its start
 
 A tile says only which program computes which part of y: all segments of a tile in one program, or a program for each, whose parts
-the last one to finish adds up in order (`split_k.py`). Few tokens need the second to fill the GPU, many the first. Tiles of fewer
-than 64 tokens do not exist: Triton multiplies them with other instructions, which round differently.
+the last one to finish adds up in order (`split_k.py`). Few tokens need the second to fill the GPU, many the first. Tiles have at
+least 64 tokens: Triton multiplies fewer with other instructions, and the bits of those products were not compared.
 One kernel gives y in x's dtype, SwiGLU of it, or logits in fp32. `python -m batchspec.kernels.benchmarks.bits_bench` compares the
 bits of all tiles on this GPU and times them.
 """
