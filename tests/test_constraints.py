@@ -212,8 +212,11 @@ def test_every_completed_row_of_a_job_is_valid_whatever_drafts(
         "decode.max_new_tokens=60", "input.max_error_fraction=1",
     ]  # fmt: skip
     found = []
-    for drafter in ("none", "lookup"):
-        assert run.main([*arguments(model, data, tmp_path / drafter, f"draft={drafter}"), *keys]) == 0
+    for drafter, num_workers in (("none", 0), ("lookup", 1)):
+        assert (
+            run.main([*arguments(model, data, tmp_path / drafter, f"draft={drafter}"), *keys, f"input.num_workers={num_workers}"])
+            == 0
+        )
         found.append(pl.read_parquet(tmp_path / drafter / "data").sort("row_index"))
     assert found[0]["completion"].to_list() == found[1]["completion"].to_list()
     statuses = found[0]["status"].to_list()
