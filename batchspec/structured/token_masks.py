@@ -8,6 +8,7 @@ partition as many steps as the longest token has bytes (Moore 1956), and one wal
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
@@ -25,6 +26,7 @@ from batchspec.token_automaton import (
     MASK,
     NEXT,
     NUM_SYMBOLS,
+    Ids,
     TokenAutomaton,
     TokenSymbols,
 )
@@ -73,8 +75,8 @@ def over_tokens(
     final[:num_states] = dfa.final
     if thinks and not channels:
         final[either] = final[answer]
-    lengths = np.diff(vocabulary.starts)
-    kinds = _told_apart(table[:, NEXT:], int(lengths.max(initial=1)))
+    trie = _trie_of(vocabulary)
+    kinds = _told_apart(table[:, NEXT:], int(np.diff(vocabulary.starts).max(initial=1)))
     words = -(-vocabulary.num_tokens // 32)
     _, first, numbers = np.unique(np.stack((kinds, final), 1), axis=0, return_index=True, return_inverse=True)
     ends, mask = np.array(sorted(end_ids), np.int64), np.zeros(32 * words, bool)
@@ -83,7 +85,7 @@ def over_tokens(
     for kind, state in enumerate(first.tolist()):
         mask[:] = state == DEAD
         if state != DEAD:
-            _mark_allowed(table, classes, state, vocabulary, lengths, mask)
+            mask[: vocabulary.num_tokens] = _allowed(table, classes, state, trie)
             mask[ends] = False
             ends_alone[kind] = final[state] and not mask.any()
             mask[ends] = final[state]
@@ -143,20 +145,49 @@ def _told_apart(following: NDArray[np.int32], steps: int) -> NDArray[np.int64]:
     return kinds.reshape(-1)
 
 
-def _mark_allowed(
-    table: NDArray[np.int32], classes: NDArray[np.int32], state: int, vocabulary: TokenSymbols, lengths: NDArray[np.int32],
-    mask: NDArray[np.bool_],
-) -> None:  # fmt: skip
-    """Mark the tokens whose walks from `state` do not die: all of them at once, symbol by symbol."""
-    symbols, starts = vocabulary.symbols, vocabulary.starts
-    tokens = np.arange(vocabulary.num_tokens)
-    states = np.full(len(tokens), state, np.int32)
-    step = 0
-    while len(tokens):
-        states = table[states, NEXT + classes[symbols[starts[tokens] + step]]]
-        step += 1
-        live = states != DEAD
-        done = live & (lengths[tokens] == step)
-        mask[tokens[done]] = True
-        live &= ~done
-        tokens, states = tokens[live], states[live]
+@dataclass(frozen=True, slots=True, eq=False)
+class _Trie:
+    """All tokens of a vocabulary as one tree of symbols. Node 0 is the root; the children of a node follow each other.
+
+    symbols [N] of each node, first_child and num_children [N], ends [V] the node at which a token ends
+    """
+
+    symbols: Ids
+    first_child: Ids
+    num_children: Ids
+    ends: Ids
+
+
+@lru_cache(maxsize=1)
+def _trie_of(vocabulary: TokenSymbols) -> _Trie:
+    """Level by level: the tokens that are longer than a level are sorted by their node and their next symbol."""
+    lengths = np.diff(vocabulary.starts)
+    at, tokens = np.zeros(len(lengths), np.int64), np.arange(len(lengths))
+    symbols, parents, count, depth = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)], 1, 0
+    while len(tokens := tokens[lengths[tokens] > depth]):
+        keys = at[tokens] * NUM_SYMBOLS + vocabulary.symbols[vocabulary.starts[tokens] + depth]
+        found, numbers = np.unique(keys, return_inverse=True)
+        at[tokens] = count + numbers.reshape(-1)
+        symbols.append(found % NUM_SYMBOLS)
+        parents.append(found // NUM_SYMBOLS)
+        count, depth = count + len(found), depth + 1
+    parent = np.concatenate(parents)[1:]
+    num_children = np.bincount(parent, minlength=count)
+    first_child = 1 + np.searchsorted(parent, np.arange(count))
+    return _Trie(*(part.astype(np.int32) for part in (np.concatenate(symbols), first_child, num_children, at)))
+
+
+def _allowed(table: NDArray[np.int32], classes: NDArray[np.int32], state: int, trie: _Trie) -> NDArray[np.bool_]:
+    """bool [V]: the tokens whose walks from `state` do not die. A beginning that several tokens share is walked once."""
+    nodes, states = np.zeros(1, np.int32), np.full(1, state, np.int32)
+    reached = np.zeros(len(trie.symbols), bool)
+    while len(nodes):
+        counts = trie.num_children[nodes]
+        begin = np.cumsum(counts) - counts
+        children = np.repeat(trie.first_child[nodes] - begin, counts) + np.arange(counts.sum())
+        after = table[np.repeat(states, counts), NEXT + classes[trie.symbols[children]]]
+        live = after != DEAD
+        nodes, states = children[live], after[live]
+        reached[nodes] = True
+    found: NDArray[np.bool_] = reached[trie.ends]
+    return found
