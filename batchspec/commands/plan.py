@@ -104,7 +104,7 @@ class Plan:
             return ["structured   no row asks for it"]
         return [
             f"structured   {counted(stats.num_compiled, 'distinct constraint')} compiled in "
-            f"{stats.seconds / stats.num_compiled:.2f} s each, the slowest in {stats.longest_s:.2f} s; at most "
+            f"{stats.seconds / stats.num_compiled:.2f} s of CPU time each, the slowest in {stats.longest_s:.2f} s; at most "
             f"{stats.most_states:,} states and {_bytes(stats.largest_bytes)} each; masked on the device"
         ]
 

@@ -42,6 +42,7 @@ class CompileStats:
 
     num_compiled: int = 0
     seconds: float = 0.0
+    """Of CPU time, as `longest_s`."""
     longest_s: float = 0.0
     most_states: int = 0
     largest_bytes: int = 0
