@@ -39,7 +39,7 @@ from batchspec.model.target import Target, resolve_dtype
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.model.weights import Checkpoint, judge_model
 from batchspec.packing.admit import Admission
-from batchspec.packing.constraints import KINDS, Constraints
+from batchspec.packing.constraints import Constraints, asked_by
 from batchspec.packing.cost import Rates, device_rates
 from batchspec.packing.planner import PAGE_SIZE, Demand, choose_batch, free_memory
 from batchspec.packing.survey import Survey
@@ -312,7 +312,7 @@ def load_engine(
     if job.device.type == "cuda":
         progress.phase("compiling kernels and capturing the graphs of the rounds")
         progress.start_up.done("batch and drafter")
-        engine.prepare(usual_mode(config), shared=config.decode.n > 1 or shares_prefix)
+        engine.prepare(usual_mode(job), shared=config.decode.n > 1 or shares_prefix)
         progress.start_up.done("other preparations", engine.planner.seconds)
     return engine
 
@@ -385,9 +385,9 @@ def check_memory(job: JobModel) -> None:
         )
 
 
-def usual_mode(config: RunConfig) -> SamplingMode:
-    """How the job's rows choose tokens; a row whose own columns ask for more gets graphs of its own."""
-    decode = config.decode
+def usual_mode(job: Job) -> SamplingMode:
+    """How the job's rows choose tokens, by its keys and its columns of schemas; rows that ask for more get graphs of their own."""
+    decode = job.config.decode
     params = SamplingParams(
         temperature=decode.temperature,
         top_k=decode.top_k,
@@ -398,5 +398,4 @@ def usual_mode(config: RunConfig) -> SamplingMode:
         frequency_penalty=decode.frequency_penalty,
         logit_bias=tuple(logit_bias(decode.logit_bias).items()),
     )
-    constrained = any(getattr(decode, key) not in (None, []) for key in KINDS)
-    return SamplingMode.of(params, decode.min_new_tokens, constrained=constrained)
+    return SamplingMode.of(params, decode.min_new_tokens, constrained=asked_by(job.config, job.columns) is not None)
