@@ -18,7 +18,7 @@ from batchspec.packing.constraints import KINDS
 from batchspec.prepare import Job
 from batchspec.runstate.manifest import fingerprint
 
-CONSTRAINTS_VERSION = 1
+CONSTRAINTS_VERSION = 2
 """Counts changes of what is written for a schema: a job that began with another one is another job."""
 NEWER_KEYS = ("frequency_penalty", "logit_bias")
 """Keys of `decode` that are younger than jobs which may still resume."""

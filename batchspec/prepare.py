@@ -26,6 +26,7 @@ from batchspec.engine.lockstep import Lead
 from batchspec.engine.messages import Build, Calibrate, Load, Scales
 from batchspec.engine.round import RoundOptions
 from batchspec.errors import CapacityError, ConfigError
+from batchspec.lazy_automaton import Expanding
 from batchspec.model.blocks.base import Shard
 from batchspec.model.files import ModelFiles
 from batchspec.model.hub import find_model
@@ -46,6 +47,7 @@ from batchspec.packing.survey import Survey
 from batchspec.records import Completion, PackedBatch, Request, SamplingParams
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runstate.job_folder import default_shard_rows
+from batchspec.structured.expander import Expander
 from batchspec.text import counted
 from batchspec.token_automaton import TokenSymbols
 from batchspec.tuning.table import table_in_use
@@ -307,8 +309,9 @@ def load_engine(
     if lead is not None:
         lead.send(Build(batch, vocabulary_of(job)))
     engine = build_engine(
-        config, target, drafter, batch, tokenizer=job.tokenizer, lead=lead, vocabulary=vocabulary_of(job), defers_text=defers_text
-    )
+        config, target, drafter, batch, tokenizer=job.tokenizer, lead=lead, vocabulary=vocabulary_of(job),
+        expanding=expanding_of(job), defers_text=defers_text,
+    )  # fmt: skip
     if job.device.type == "cuda":
         progress.phase("compiling kernels and capturing the graphs of the rounds")
         progress.start_up.done("batch and drafter")
@@ -334,11 +337,12 @@ def rewrite_weights(job: JobModel, target: Target, folder: Path) -> None:
 
 def build_engine(
     config: RunConfig, target: Target, drafter: Drafter, batch: PackedBatch, *, tokenizer: Tokenizer | None = None,
-    lead: Lead | None = None, vocabulary: TokenSymbols | None = None, defers_text: bool = False,
+    lead: Lead | None = None, vocabulary: TokenSymbols | None = None, expanding: Expanding | None = None,
+    defers_text: bool = False,
 ) -> Engine:  # fmt: skip
     """The engine that these settings ask for, on the target's device; nothing is captured yet.
 
-    lead, vocabulary, defers_text  as of `Engine`
+    lead, vocabulary, expanding, defers_text  as of `Engine`
     """
     ablation, scores = config.ablation, config.decode.max_new_tokens == 0
     num_top = config.output.prompt_logprobs if scores else config.output.logprobs
@@ -364,7 +368,15 @@ def build_engine(
         expert_correlation=config.packing.expert_correlation,
         lead=lead,
         vocabulary=vocabulary,
+        expanding=expanding,
     )
+
+
+def expanding_of(job: Job) -> Expanding | None:
+    """What finds states of lazy automata; None in a job without structured output."""
+    if job.admission.constraints is None:
+        return None
+    return Expander(job.admission.constraints.compiler.job)
 
 
 def vocabulary_of(job: Job) -> TokenSymbols | None:
@@ -386,8 +398,8 @@ def check_memory(job: JobModel) -> None:
 
 
 def usual_mode(job: Job) -> SamplingMode:
-    """How the job's rows choose tokens, by its keys and its columns of schemas; rows that ask for more get graphs of their own."""
-    decode = job.config.decode
+    """How the rows of a job choose tokens, by its keys and columns of schemas; rows that ask for more get graphs of their own."""
+    decode, constraints = job.config.decode, job.admission.constraints
     params = SamplingParams(
         temperature=decode.temperature,
         top_k=decode.top_k,
@@ -398,4 +410,6 @@ def usual_mode(job: Job) -> SamplingMode:
         frequency_penalty=decode.frequency_penalty,
         logit_bias=tuple(logit_bias(decode.logit_bias).items()),
     )
-    return SamplingMode.of(params, decode.min_new_tokens, constrained=asked_by(job.config, job.columns) is not None)
+    constrained = asked_by(job.config, job.columns) is not None
+    waits = constraints is not None and constraints.of_job_waits
+    return SamplingMode.of(params, decode.min_new_tokens, constrained=constrained, waits=waits)

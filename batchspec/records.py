@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from batchspec.lazy_automaton import LazyAutomaton
 from batchspec.token_automaton import TokenAutomaton
 
 Ids = NDArray[np.int32]
@@ -159,7 +160,7 @@ class Request:
     """None where the model has no think tokens."""
     constraint: tuple[str, str] | None = None
     """What the answer must match, its kind and its text as `packing/constraints.py` makes them; None: anything."""
-    automaton: TokenAutomaton | None = None
+    automaton: TokenAutomaton | LazyAutomaton | None = None
     """That of the constraint, compiled; None until it is there. No engine takes a request whose automaton is missing."""
     automaton_state: int = 0
     """State in which the output begins."""

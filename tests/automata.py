@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
@@ -27,6 +27,12 @@ PATTERNS_OF_LETTERS = (
     "(ab|c)*d", "[a-d]{3,9}", "a?b?c?d?", "abcab", "(a|bb)+(cd)?", "\\n?[^a]*a", "é+d", "(abc|dab){2,3}", "d|dd|ddd", "[ab]*",
 )  # fmt: skip
 VOCABULARY = TokenSymbols.of(TOKENS)
+
+
+def finite(made: object) -> TokenAutomaton:
+    """What was compiled, which has a table of all its states."""
+    assert isinstance(made, TokenAutomaton), made
+    return made
 
 
 def written(tokens: Sequence[int]) -> bytes:
@@ -73,23 +79,29 @@ def may_follow(pattern: str, out: Sequence[int], token: int, *, thought: bool | 
     return not {EOS, BEGIN, END} & set(answer) and state_after(pattern, written(answer), after_thought=after) > 0
 
 
-@torch.inference_mode()
 def constrained_tokens(
     req: Request, pattern: str | None, *, thought: bool | None = None, window: int | None = 5, target: Target | None = None
 ) -> list[int]:  # fmt: skip
+    """The definition of an output that follows a pattern."""
+    if pattern is None:
+        return tokens_that_may_follow(req, lambda *_: True, target or tiny_target(window=window))
+    return tokens_that_may_follow(
+        req, lambda out, token: may_follow(pattern, out, token, thought=thought), target or tiny_target(window=window)
+    )  # fmt: skip
+
+
+@torch.inference_mode()
+def tokens_that_may_follow(req: Request, may: Callable[[Sequence[int], int], bool], target: Target) -> list[int]:
     """The definition of a constrained output: one token at a time, the logits of all others than those allowed are -inf. Before
     min_new_tokens a stop id is not allowed either, unless nothing else is."""
-    target, prompt, params = target or tiny_target(window=window), req.prompt_ids.tolist(), req.sampling
+    prompt, params = req.prompt_ids.tolist(), req.sampling
     out: list[int] = []
     while len(out) < req.max_new_tokens:
         logits = full_logits(target, prompt + out).clone()
         for token in {*prompt, *out}:
             value = logits[token]
             logits[token] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
-        if pattern is not None:
-            allowed = [token for token in range(VOCAB) if may_follow(pattern, out, token, thought=thought)]
-        else:
-            allowed = list(range(VOCAB))
+        allowed = [token for token in range(VOCAB) if may(out, token)]
         if len(out) < req.min_new_tokens and set(allowed) - set(req.stop_ids):
             allowed = [token for token in allowed if token not in req.stop_ids]
         logits[[token for token in range(VOCAB) if token not in allowed]] = -torch.inf

@@ -23,6 +23,7 @@ from batchspec.packing.admit import Admission
 from batchspec.packing.constraints import first_state
 from batchspec.records import Completion, Request
 from batchspec.token_automaton import DEAD, TokenAutomaton
+from tests.automata import finite
 from tests.harmony import SPECIAL, make_harmony_model
 from tests.stand_ins import small_spec
 from tests.test_admit import job
@@ -61,8 +62,7 @@ def admitted(tokenizer: Tokenizer, prompt: str) -> Request | Completion:
 def made(tokenizer: Tokenizer) -> TokenAutomaton:
     found = admitted(tokenizer, ASKED)
     assert isinstance(found, Request)
-    assert found.automaton is not None
-    return found.automaton
+    return finite(found.automaton)
 
 
 WRITTEN = (
@@ -94,7 +94,7 @@ def test_the_final_channel_matches_and_no_other_one_but_analysis_is_written(
     text: str, can_be: bool, made: TokenAutomaton, tokenizer: Tokenizer, think: ThinkTokens
 ) -> None:
     prompt, end_ids = np.array(tokenizer.encode_part(ASKED), np.int32), set(think.stop_ids)
-    state, follows = first_state(made, think.of_row(prompt, None, ())), True
+    state, follows = first_state(made, think.of_row(prompt, None, ()), made.vocabulary), True
     for token in tokenizer.encode_part(text):
         follows = follows and bool(made.allowed(state)[token])
         state = made.walk(state, [token])
@@ -129,7 +129,8 @@ def test_whatever_is_drawn_the_answer_is_found_again_and_matches(
 ) -> None:
     rng = random.Random(seed)
     how = think.of_row(np.array(tokenizer.encode_part(ASKED), np.int32), None, ())
-    special, out, state = {tokenizer.added_ids[f"<|{name}|>"] for name in SPECIAL}, list[int](), first_state(made, how)
+    special, out = {tokenizer.added_ids[f"<|{name}|>"] for name in SPECIAL}, list[int]()
+    state = first_state(made, how, made.vocabulary)
     while not out or out[-1] not in think.stop_ids:
         allowed = np.flatnonzero(made.allowed(state)).tolist()
         marks = [token for token in allowed if token in special]

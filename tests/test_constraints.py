@@ -26,6 +26,7 @@ from batchspec.errors import ConfigError
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.admit import Admission
 from batchspec.records import Completion, Request
+from tests.automata import finite
 from tests.models import make_checkpoint, make_thinking_tokenizer, make_tokenizer
 from tests.stand_ins import small_spec
 from tests.test_admit import job, prompts
@@ -67,9 +68,9 @@ def admit(
 def writes(request: Request | Completion, tokenizer: Tokenizer, text: str) -> bool:
     """Whether the text is a whole answer of the request."""
     assert isinstance(request, Request), request
-    assert request.automaton is not None
-    state = request.automaton.walk(request.automaton_state, tokenizer.encode(text))
-    return state > 0 and bool(request.automaton.allowed(state)[list(request.stop_ids)].all())
+    automaton = finite(request.automaton)
+    state = automaton.walk(request.automaton_state, tokenizer.encode(text))
+    return state > 0 and bool(automaton.allowed(state)[list(request.stop_ids)].all())
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,9 @@ def test_columns_of_such_names_mean_nothing_unless_they_are_named(tokenizer: Tok
         ("schema", '{"enum": []}', "impossible", "no text matches"),
         ("schema", '{"not": {}}', "bad_schema", "/not: this keyword"),
         ("schema", "[1]", "bad_parameter", "must be an object"), ("schema", "{", "bad_parameter", "schema is text"),
-        ("schema", '{"type": "string", "maxLength": 90000}', "large_schema", "more than"),
+        ("grammar", "start: x", "bad_schema", "no grammar of Lark"), ("grammar", 'root ::= "a" root', "impossible", "no text"),
+        ("grammar", 'root ::= a\na ::= b "x" | "y"\nb ::= a', "bad_schema", "begins with itself"),
+        ("response_format", '{"type": "grammar"}', "bad_parameter", "response_format.grammar must be text"),
         ("regex", "(", "bad_schema", "no regular"),
         ("choice", "[]", "bad_parameter", "list of strings"),
         ("response_format", '{"type": "xml"}', "bad_parameter", "must be text"),
@@ -182,14 +185,14 @@ def test_reasoning_is_free(thinking: Tokenizer) -> None:
     free = [end, *thinking.encode("7"), 2]
     for row, first in zip(rows, ([begin, 7, *thinking.encode("so"), *free], [7, *free], thinking.encode("7")), strict=True):
         assert isinstance(row, Request)
-        assert row.automaton is not None
+        automaton = finite(row.automaton)
         state, answer = row.automaton_state, [token for token in first if token != 2]
         for token in answer:
-            assert row.automaton.allowed(state)[token]
-            assert row.automaton.allowed(state)[2] == False  # noqa: E712
-            state = row.automaton.walk(state, [token])
-        assert row.automaton.allowed(state)[2]
-        assert not row.automaton.allowed(state)[begin]
+            assert automaton.allowed(state)[token]
+            assert automaton.allowed(state)[2] == False  # noqa: E712
+            state = automaton.walk(state, [token])
+        assert automaton.allowed(state)[2]
+        assert not automaton.allowed(state)[begin]
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from batchspec.commands.export import main
 from batchspec.dataset.columns import map_columns
 from batchspec.dataset.openai import TURN_KEYS, parse_request
 from batchspec.errors import ConfigError, InputError, OutputError
+from batchspec.packing.constraints import row_constraint
 from tests.io_samples import built, completion, dataset, failed, new_folder, shards_of
 
 
@@ -204,13 +205,15 @@ def test_openai_s_requests_become_an_input_that_batchspec_maps(tmp_path: Path, c
         ('{"custom_id": "\\ud800", "body": {"messages": []}}', r"no batch request \(BadText"),
         (json.dumps(request() | {"url": "/v1/embeddings"}), r"url '/v1/embeddings' is not /v1/chat/completions"),
         (
-            json.dumps(request(response_format={"type": "grammar"})),
-            r"response_format.type=\"grammar\" is not text, json_object or",
+            json.dumps(request(response_format={"type": "structural_tag"})),
+            r"response_format.type=\"structural_tag\" is not text, json_object",
         ),
         (json.dumps(request(tool_choice="none")), r"body.tool_choice=\"none\" has no column"),
         (json.dumps(request(presence_penalty="much")), r"body.presence_penalty=\"much\" is not a number"),
         (json.dumps(request(logit_bias={"x": 1})), r"body.logit_bias names 'x', which is no token id"),
         (json.dumps(request(logit_bias={"5": 101})), r"body.logit_bias adds 101 to token 5, which must be in -100 .. 100"),
+        (json.dumps(request(structured_outputs={"structural_tag": "x"})), r"structured_outputs=.* is not one of json, regex"),
+        (json.dumps(request(structured_outputs={"regex": "a", "json": {}})), r"structured_outputs=.* is not one of json, regex"),
         (json.dumps(request(n=1.5)), r"body.n=1.5 is not a whole number"),
         (json.dumps(request(max_tokens=True)), r"body.max_tokens=true is not a whole number"),
         (json.dumps(request(seed=1 << 63)), "does not fit in 64 bits"),
@@ -294,6 +297,29 @@ def test_a_response_format_is_a_column(tmp_path: Path) -> None:
     assert "response_format" in map_columns(pq.read_schema(file), {}).names
     found = pl.read_parquet(file)["response_format"].to_list()
     assert [None if one is None else json.loads(one) for one in found] == [form, None, {"type": "json_object"}]
+
+
+@pytest.mark.parametrize(
+    ("given", "form"),
+    [
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, {"type": "grammar", "grammar": 'root ::= "a"'}),
+        ({"structured_outputs": {"json": {"type": "null"}, "regex": None}}, {"json_schema": {"schema": {"type": "null"}}}),
+        ({"structured_outputs": {"json": '{"type": "null"}'}}, {"json_schema": {"schema": {"type": "null"}}}),
+        ({"structured_outputs": {"json_object": True}}, {"type": "json_object"}),
+        ({"guided_regex": "a+"}, {"type": "regex", "regex": "a+"}),
+        ({"guided_choice": ["a"]}, {"type": "choice", "choice": ["a"]}),
+        ({"guided_grammar": 'start: "a"'}, {"type": "grammar", "grammar": 'start: "a"'}),
+        ({"response_format": {"type": "grammar", "grammar": "x"}}, {"type": "grammar", "grammar": "x"}),
+    ],
+)  # fmt: skip
+def test_what_vllm_calls_structured_outputs_is_a_response_format(
+    given: dict[str, Any], form: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "input.parquet"
+    assert main(["--from-openai", str(written(tmp_path / "in.jsonl", [request(**given)])), str(file)]) == 0
+    (found,) = pl.read_parquet(file)["response_format"].to_list()
+    assert json.loads(found) == {**({} if "type" in form else {"type": "json_schema"}), **form}
+    assert row_constraint({"response_format": found}) is not None
 
 
 def test_a_key_that_the_user_drops_is_left_out(tmp_path: Path) -> None:

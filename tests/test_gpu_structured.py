@@ -61,6 +61,7 @@ def follow(found: dict[str, list[int]], requests: list[Request]) -> None:
     for one in requests:
         if one.automaton is None:
             continue
+        assert isinstance(one.automaton, TokenAutomaton)
         out = found[one.request_id]
         assert one.automaton.walk(one.automaton_state, out[:-1] if out[-1] == EOS else out), (one.request_id, out)
         if out[-1] == EOS:

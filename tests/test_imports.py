@@ -22,6 +22,7 @@ EVERYONE = {
     "text",
     "terminal",
     "token_automaton",
+    "lazy_automaton",
     "__version__",
 }
 
@@ -94,6 +95,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "draft",
         "engine",
         "report",
+        "structured.expander",
         "tuning.table",
     },
     "cluster": {
@@ -164,6 +166,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "dataset",
         "model.quant.fp8_products",
         "model.spec",
+        "structured.channels",
         "structured.compiler",
         "model.text_bytes",
         "model.thinking",
@@ -187,6 +190,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runstate": {"dataset", "storage"},
     "dataset": {"storage"},
     "structured": set(),
+    "lazy_automaton": set(),
     "storage": set(),
     "config": {"arguments", "draft.registry"},
     "kernels": set(),

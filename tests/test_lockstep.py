@@ -34,14 +34,17 @@ from batchspec.engine.round_planner import RoundClock
 from batchspec.engine.step import ScheduledStep
 from batchspec.engine.vocabulary import checksums
 from batchspec.errors import DivergedError, RankLost
+from batchspec.lazy_automaton import Expanding
 from batchspec.model.target import Target
 from batchspec.records import Completion, SamplingParams, Thinking
 from tests.automata import PATTERNS_OF_LETTERS, VOCABULARY, constrained_tokens
 from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_spec
 from tests.engines import decode as letters
+from tests.grammars import GRAMMARS, ExpandLate, grammar_tokens
 from tests.ranks import on_ranks, part_of, whole_of
 from tests.replaying import scenario, state_digest
 from tests.test_constrained import constrained
+from tests.test_lazy import following
 from tests.test_replay import recorded, requests_of_every_kind
 from tests.test_tensor_parallel import Loud
 from tests.test_vocabulary import drafter, expected_ids
@@ -66,6 +69,7 @@ def group_run(
     *,
     name: str = "eagle3",
     follower: Callable[[Engine], None] = lambda _: None,
+    expanding: Expanding | None = None,
 ) -> tuple[Any, list[bytes]]:
     """What `lead` returns of the leader's engine, and the digests of all ranks' states at the end. Threads are the ranks."""
 
@@ -75,7 +79,7 @@ def group_run(
         leading = Lead(end) if ranks.rank == 0 else None
         engine = Engine(
             target, made(name, target), BATCH, device=DEVICE, decode=letters, penalties=True, lead=leading,
-            vocabulary=VOCABULARY, automata_room=ROOM,
+            vocabulary=VOCABULARY, automata_room=ROOM, expanding=None if leading is None else expanding,
         )  # fmt: skip
         if leading is None:
             follower(engine)
@@ -151,6 +155,24 @@ def test_ranks_follow_automata_that_the_leader_sends(name: str, count: int, hand
     assert len(set(digests)) == 1
     whole = whole_of(SPEC, Loud)
     assert found == {one.row_index: constrained_tokens(one, pattern, target=whole) for one, pattern in asked}
+
+
+@pytest.mark.parametrize(("name", "count"), [("none", 2), ("eagle3", 2), ("tree", 2)])
+def test_ranks_follow_lazy_automata_whose_states_the_leader_finds(name: str, count: int, handle: int) -> None:
+    samplings = (SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=0.9, top_k=3, top_p=0.8))
+    asked = [
+        (following(request(i, [i, 3, 7], cap=9 + i % 5, sampling=samplings[i % 3], min_new_tokens=i % 4), grammar), grammar)
+        for i, grammar in enumerate((*GRAMMARS, *GRAMMARS))
+    ]
+
+    def lead(engine: Engine, _: Lead) -> dict[int, list[int]]:
+        return {done.row_index: expected_ids(done) for done in engine.run(iter([one for one, _ in asked]))}
+
+    expanding = ExpandLate(1, lost=0.05)
+    found, digests = group_run(handle, count, lead, name=name, expanding=expanding)
+    assert len(set(digests)) == 1
+    whole = whole_of(SPEC, Loud)
+    assert found == {one.row_index: grammar_tokens(one, grammar, target=whole) for one, grammar in asked}
 
 
 def test_an_engine_may_run_again_also_after_a_run_that_was_left(handle: int) -> None:

@@ -80,6 +80,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "decode.schema": ({"type": "integer"}, "decode.schema"),
     "decode.regex": ("[a-z]+", "decode.regex"),
     "decode.choice": (["a"], "decode.choice"),
+    "decode.grammar": ('root ::= "a"', "decode.grammar"),
     "decode.thinking_token_budget": (5, "decode.thinking_token_budget"),
     "decode.thinking_closing": ("so", "decode.thinking_closing"),
     "decode.deterministic": (True, "decode.deterministic"),

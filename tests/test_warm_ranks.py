@@ -327,6 +327,14 @@ def test_what_the_leader_raises_while_it_loads_is_raised_here(words: list[str]) 
         batchspec.Engine([*words, *RANKS, "packing.memory_gb=0.00001"])
 
 
+def test_answers_follow_recursive_grammars(shared: batchspec.Engine, alone: batchspec.Engine) -> None:
+    form = {"type": "grammar", "grammar": 'root ::= "a" root "b" | "c"'}
+    table = pl.DataFrame({"prompt": [f"word{i}" for i in range(6)], "response_format": [json.dumps(form), None] * 3})
+    found = shared.generate(table)
+    assert same(found, alone.generate(table))
+    assert all(set(text) <= set("abc") for text in found["completion"].gather_every(2))
+
+
 def test_answers_follow_schemas_that_rows_share(
     shared: batchspec.Engine, alone: batchspec.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 
 from batchspec.kernels.sampling.constrain import advance_states, constrain_drafts, constrain_logits, mask_rows
+from batchspec.kernels.sampling.waiting import mark_waiting, park_waiting
 from batchspec.records import Ids
 from batchspec.token_automaton import DEAD, MASK, NEXT, NUM_SYMBOLS, TokenAutomaton, TokenSymbols
 
 TABLE_WORDS = 16 << 20
 """int32 words for the tables of all automata that are on the device: 64 MiB."""
 MASKS_BYTES = 256 << 20
+LAZY_WORDS = 2 << 20
+"""And for the states of lazy automata, in places after those: 8 MiB."""
+LAZY_MASKS_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +28,8 @@ class AutomataRoom:
     num_tokens: int
     table_words: int = TABLE_WORDS
     masks_bytes: int = MASKS_BYTES
+    lazy_words: int = LAZY_WORDS
+    lazy_masks_bytes: int = LAZY_MASKS_BYTES
 
     @property
     def mask_words(self) -> int:
@@ -34,8 +40,12 @@ class AutomataRoom:
         return self.masks_bytes // (4 * self.mask_words)
 
     @property
+    def num_lazy_masks(self) -> int:
+        return self.lazy_masks_bytes // (4 * self.mask_words)
+
+    @property
     def nbytes(self) -> int:
-        return 4 * self.table_words + self.masks_bytes
+        return 4 * (self.table_words + self.lazy_words) + self.masks_bytes + self.lazy_masks_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +85,51 @@ def place_of(automaton: TokenAutomaton, state: int, place: int) -> int:
     return place + NUM_SYMBOLS + state * int(automaton.table.shape[1])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StatesUpload:
+    """States of a lazy automaton that come to the device, or of which more is known now.
+
+    Words [N] go to places `at` [N] of the tables, masks [M, W] (to a rank: as one line) to rows mask_ids [M].
+    """
+
+    at: Ids
+    words: Ids
+    mask_ids: Ids
+    masks: Ids
+
+
 class Automata:
     """The tables of all automata that rows in slots follow, and the symbols of the vocabulary's tokens."""
 
     def __init__(self, vocabulary: TokenSymbols, room: AutomataRoom, device: torch.device) -> None:
-        self.tables = torch.zeros(room.table_words, dtype=torch.int32, device=device)
-        self.masks = torch.zeros(room.num_masks, room.mask_words, dtype=torch.int32, device=device)
+        self.tables = torch.zeros(room.table_words + room.lazy_words, dtype=torch.int32, device=device)
+        self.masks = torch.zeros(room.num_masks + room.num_lazy_masks, room.mask_words, dtype=torch.int32, device=device)
         self.symbols, self.starts = (torch.from_numpy(x.copy()).to(device) for x in (vocabulary.symbols, vocabulary.starts))
 
     def upload(self, new: AutomatonUpload) -> None:
         """In stream order: what was there before is read by no round that is launched later."""
         self.tables[new.place : new.place + len(new.words)] = self._sent(new.words)
         self.masks[self._sent(new.mask_ids).long()] = self._sent(new.masks).view(len(new.mask_ids), -1)
+
+    def upload_states(self, new: StatesUpload) -> None:
+        """In stream order. What rows may walk over at present keeps its value."""
+        self.tables[self._sent(new.at).long()] = self._sent(new.words)
+        if len(new.mask_ids):
+            self.masks[self._sent(new.mask_ids).long()] = self._sent(new.masks.reshape(len(new.mask_ids), -1))
+
+    def mark_waiting(
+        self, target_ids: Tensor, row_ids: Tensor, states: Tensor, classes: Tensor, *, drafts: Tensor | None,
+        num_drafted: Tensor | None, draft_rows: Tensor | None,
+    ) -> None:  # fmt: skip
+        """See `mark_waiting`."""
+        mark_waiting(
+            target_ids, row_ids, states, classes, self.tables, self.symbols, self.starts, drafts=drafts, num_drafted=num_drafted,
+            draft_rows=draft_rows,
+        )  # fmt: skip
+
+    def park(self, states: Tensor, live: Tensor, log: Tensor) -> None:
+        """See `park_waiting`."""
+        park_waiting(states, self.tables, live=live, log=log)
 
     def _sent(self, values: Ids) -> Tensor:
         host = torch.from_numpy(values)

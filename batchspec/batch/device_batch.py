@@ -227,6 +227,16 @@ class DeviceBatch:
         assert self.automata is not None
         self.automata.advance(self.automaton_state, self.automaton_classes, tokens, kept, live)
 
+    def park(self, live: Tensor, log: Tensor) -> None:
+        """Rows whose automaton is not expanded wait for the host: live int32 [R] becomes 0, and `log` says so."""
+        assert self.automata is not None
+        self.automata.park(self.automaton_state, live, log)
+
+    def wake(self, constraints: Sequence[tuple[int, Constraint]]) -> None:
+        """Rows that waited go on: slot and where the automaton stands."""
+        self.constrain(constraints)
+        self.live[upload([slot for slot, _ in constraints], torch.int64, self.live.device)] = 1
+
     def _mark_seen(self, slots: Sequence[int], requests: Sequence[Request], outputs: Sequence[Sequence[int]]) -> None:
         for slot, request, output in zip(slots, requests, outputs, strict=True):
             line = self.seen[slot]

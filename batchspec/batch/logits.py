@@ -175,6 +175,16 @@ def allowed_by_automata(at: LogitRows, rows: DeviceBatch) -> tuple[Tensor, Tenso
     )  # fmt: skip
 
 
+def mark_waiting(target_ids: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode) -> None:
+    """Choices [T] that were made without the mask of a lazy automaton, because the device does not have it yet, become WAIT."""
+    if mode.waits:
+        assert rows.automata is not None
+        rows.automata.mark_waiting(
+            target_ids, at.row_ids, rows.automaton_state, rows.automaton_classes, drafts=at.drafts,
+            num_drafted=at.num_drafted, draft_rows=at.draft_rows,
+        )  # fmt: skip
+
+
 def mark_output(rows: DeviceBatch, tokens: Tensor, kept: Tensor) -> None:
     """Count committed tokens, for the penalties: the first kept[r] of tokens[r]. tokens int32 [R, S], kept int32 [R]."""
     for j in range(tokens.shape[1]):

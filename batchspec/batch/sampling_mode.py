@@ -18,9 +18,11 @@ class SamplingMode:
     biased: bool = False
     min_tokens: bool = False
     constrained: bool = False
+    waits: bool = False
+    """A row follows a lazy automaton: it may have to wait for the host."""
 
     @classmethod
-    def of(cls, p: SamplingParams, min_new_tokens: int, *, constrained: bool = False) -> SamplingMode:
+    def of(cls, p: SamplingParams, min_new_tokens: int, *, constrained: bool = False, waits: bool = False) -> SamplingMode:
         """What one request needs."""
         return cls(
             random=p.temperature > 0,
@@ -29,6 +31,7 @@ class SamplingMode:
             biased=bool(p.logit_bias),
             min_tokens=min_new_tokens > 0,
             constrained=constrained,
+            waits=waits,
         )
 
     @classmethod

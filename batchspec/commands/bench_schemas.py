@@ -46,7 +46,8 @@ def compiled(symbols: TokenSymbols, num: int, end_ids: Sequence[int]) -> list[To
     compiler = Compiler(symbols, tuple(end_ids), thinks=False, may_begin=False)
     for number in range(num):
         compiler.begin("regex", pattern(number))
-    return [compiler.compile("regex", pattern(number)) for number in range(num)]
+    found = [compiler.compile("regex", pattern(number)) for number in range(num)]
+    return [automaton for automaton in found if isinstance(automaton, TokenAutomaton)]  # each of them
 
 
 def begin_anywhere(engine: Engine, automata: Sequence[TokenAutomaton], request: Request) -> None:

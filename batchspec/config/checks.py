@@ -212,7 +212,7 @@ def _decode(config: RunConfig) -> None:
             f"decode.max_new_tokens={decode.max_new_tokens} leaves no room for a prompt in model.max_len={max_len}; "
             "lower it or raise model.max_len"
         )
-    given = [key for key in ("schema", "regex", "choice") if getattr(decode, key) not in (None, [])]
+    given = [key for key in ("schema", "regex", "choice", "grammar") if getattr(decode, key) not in (None, [])]
     if len(given) > 1:
         raise ConfigError(f"decode.{given[0]} and decode.{given[1]} are both given, and an answer follows one; remove one")
     if decode.deterministic and config.draft.tree.topk > 1:

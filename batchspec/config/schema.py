@@ -102,11 +102,14 @@ class DecodeConfig:
     """Token ids that end a completion, in addition to the model's EOS ids."""
     schema: Any = None
     """JSON Schema that every answer must be valid by: a map, JSON text, or the path of a JSON file. The columns schema, regex,
-    choice and response_format (OpenAI's) override it for their rows."""
+    choice, grammar and response_format (OpenAI's) override it for their rows."""
     regex: str | None = None
     """Regular expression, in Python's syntax, that every answer must match as a whole."""
     choice: list[str] = field(default_factory=list)
     """The allowed answers: every answer is one of these texts."""
+    grammar: str | None = None
+    """Context-free grammar that every answer must be a text of: Lark's or GBNF's text, or the path of a file of it. One that is
+    recursive goes the slower way, with states that are found on the host (jobs/README.md, "Structured output")."""
     thinking_token_budget: int | None = None
     """Maximum number of tokens of a reasoning block, after which its end token is forced. null is no limit but
     max_new_tokens."""

@@ -24,7 +24,8 @@ SEPARATORS = (";", "\t", "|")
 """Between the cells of files that are called CSV, instead of commas."""
 _JSON = {
     "id": ("text", "number"), "messages": ("list", "text"), "prompt": ("text",), "prompt_ids": ("list",),
-    "schema": ("object", "text"), "regex": ("text",), "choice": ("list", "text"), "response_format": ("object", "text"),
+    "schema": ("object", "text"), "regex": ("text",), "choice": ("list", "text"), "grammar": ("text",),
+    "response_format": ("object", "text"),
     "stop": ("text", "list"), "system": ("text",), "tools": ("text", "list", "object"), "template_kwargs": ("object", "text"),
     "logit_bias": ("object", "text"), "final_assistant": ("text",),
 }  # fmt: skip
@@ -100,6 +101,7 @@ TYPES: Mapping[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "schema": (is_text, "JSON string"),
     "regex": (is_text, "string"),
     "choice": (_is_stop, "list of strings"),
+    "grammar": (is_text, "string"),
     "response_format": (is_text, "JSON string"),
     "system": (is_text, "string"),
     "tools": (_is_tools, "JSON string, struct or list of structs"),
@@ -108,7 +110,7 @@ TYPES: Mapping[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "synthetic_len": (_is_number, "integer"),
 }
 """batchspec's names, which column types each takes, and how an error calls them."""
-NAMED_ONLY = ("schema", "regex", "choice")
+NAMED_ONLY = ("schema", "regex", "choice", "grammar")
 """Columns that input.columns must name: many datasets have a column of such a name that means something else."""
 
 

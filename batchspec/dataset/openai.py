@@ -59,6 +59,8 @@ OF_TEMPLATE = ("reasoning_effort",)
 """Keys of a body that are arguments of the chat template."""
 GOES_ON, ADDS_ANSWER = "continue_final_message", "add_generation_prompt"
 """vLLM's keys of a body: the answer continues the last message; the template begins an answer of its own (true)."""
+GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+"""vLLM's older keys, and the key of `structured_outputs` that each became."""
 WITHOUT_EFFECT = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """Keys of a body that change no token."""
 NEUTRAL = {
@@ -98,6 +100,8 @@ def parse_request(text: str, where: str, drop: Sequence[str] = ()) -> dict[str, 
             row |= _response_format(value, f"{where}: body.{key}")
         elif key == "logit_bias":
             row |= _logit_bias(value, f"{where}: body.{key}")
+        elif key == "structured_outputs" or key in GUIDED:
+            row |= _structured(key, value, f"{where}: body.{key}")
         elif key == "stop":
             row["stop"] = _strings(value, f"{where}: body.stop")
         elif key in (GOES_ON, ADDS_ANSWER):
@@ -146,9 +150,38 @@ def _logit_bias(biases: Any, where: str) -> dict[str, str]:
 def _response_format(form: Any, where: str) -> dict[str, str]:
     """OpenAI's object as it is; nothing for plain text. Admission judges the schema."""
     kind = form.get("type") if isinstance(form, dict) else None
-    if kind not in ("text", "json_object", "json_schema"):
-        raise InputError(f"{where}.type={json.dumps(kind)[:60]} is not text, json_object or json_schema; correct the line")
+    if kind not in ("text", "json_object", "json_schema", "grammar", "regex", "choice"):
+        raise InputError(
+            f"{where}.type={json.dumps(kind)[:60]} is not text, json_object, json_schema, grammar, regex or choice; "
+            "correct the line"
+        )
     return {} if kind == "text" else {"response_format": json.dumps(form, ensure_ascii=False)}
+
+
+def _structured(key: str, value: Any, where: str) -> dict[str, str]:
+    """vLLM's `structured_outputs`, {"json", "regex", "choice", "grammar" or "json_object": ...}, or one of GUIDED."""
+    asked = {GUIDED[key]: value} if key in GUIDED else value
+    given = {name: one for name, one in asked.items() if one is not None} if isinstance(asked, dict) else {}
+    match list(given.items()):
+        case [("json", schema)]:
+            form: dict[str, Any] = {"type": "json_schema", "json_schema": {"schema": _parsed(schema)}}
+        case [("json_object", True)]:
+            form = {"type": "json_object"}
+        case [("regex" | "choice" | "grammar" as name, one)]:
+            form = {"type": name, name: one}
+        case _:
+            raise InputError(
+                f"{where}={json.dumps(value)[:60]} is not one of json, regex, choice, grammar and json_object; correct the line"
+            )
+    return {"response_format": json.dumps(form, ensure_ascii=False)}
+
+
+def _parsed(schema: Any) -> Any:
+    """A schema that may be given as JSON text."""
+    try:
+        return parse(schema) if isinstance(schema, str) else schema
+    except ValueError:
+        return schema
 
 
 def _template_kwargs(body: Line, where: str) -> dict[str, Any]:

@@ -16,11 +16,14 @@ from batchspec.batch.automata import AutomatonUpload, Constraint
 from batchspec.cache.page_tables import Columns, Counts, PagePools
 from batchspec.cache.pages import prefix_hashes
 from batchspec.engine.automaton_places import AutomatonPlaces
+from batchspec.engine.lazy_states import LazyStates
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.slots import SlotTable
 from batchspec.errors import CapacityError
+from batchspec.lazy_automaton import LazyAutomaton
 from batchspec.records import PackedBatch, Request
+from batchspec.token_automaton import TokenAutomaton
 
 SHORT_CAP_TOKENS = 512
 """Requests that may emit at most this many tokens are promised pages for all of them at once."""
@@ -41,6 +44,7 @@ class SlotAllocator:
         prefill_cost: PrefillCost | None = None,
         automata: AutomatonPlaces | None = None,
         scores: bool = False,
+        lazy: LazyStates | None = None,
     ) -> None:
         """
         requests             None: no request has come yet, others may later
@@ -50,9 +54,10 @@ class SlotAllocator:
         prefill_cost         None: the default one
         automata             None: no request has one
         scores               requests end with their prefill, so a free slot is filled at once
+        lazy                 None: no request has a lazy automaton
         """
         self._scores = scores
-        self._automata = automata
+        self._automata, self.lazy = automata, lazy
         self.batch, self.pools = batch, pools
         self.slots = slots or SlotTable(batch.num_slots, batch.max_len, batch.draft_len, num_groups=pools.groups.num_groups)
         self._stream, self._ended = requests, False
@@ -85,6 +90,8 @@ class SlotAllocator:
 
     def _peek(self) -> RequestState | None:
         """The request that waits longest; None: at present there is none."""
+        while self._waiting and self._waiting[0].finish_reason is not None:  # given up before it got a slot
+            self._waiting.popleft()
         if not self._waiting and not self._ended:
             try:
                 state = next(self._stream)
@@ -183,10 +190,8 @@ class SlotAllocator:
         needed += self.pools.num_idle(prefix)
         if self.slots.any_live and bool((promised + needed > self.pools.num_free).any()):
             return False
-        if request.automaton is not None:
-            assert self._automata is not None, "the engine was made for requests without automata"
-            if not self._automata.hold(request.automaton):
-                return False
+        if request.automaton is not None and not self._hold(state, request.automaton):
+            return False
         state.pages, state.num_shared_pages = prefix, prefix.num_columns
         self.pools.admit(state.pages, num_columns, hashes)
         return True
@@ -200,6 +205,14 @@ class SlotAllocator:
         if self._scores and self.pools.any_window:
             return []
         return prefix_hashes(request.prompt_ids, self.batch.page_size, lookahead=self._lookahead)
+
+    def _hold(self, state: RequestState, automaton: TokenAutomaton | LazyAutomaton) -> bool:
+        """Whether the device has, or gets, what the request follows."""
+        assert self._automata is not None, "the engine was made for requests without automata"
+        if isinstance(automaton, TokenAutomaton):
+            return self._automata.hold(automaton)
+        assert self.lazy is not None, "the engine was made for requests without lazy automata"
+        return self.lazy.hold(state)
 
     def grow(self, state: RequestState, num_tokens: int) -> Columns | None:
         """Pages so that `num_tokens` (at most the limit and the lookahead slots) fit: the new ones, or None when a pool has too
@@ -238,11 +251,15 @@ class SlotAllocator:
         """The request leaves: its slot and pages are free for what is launched from now on."""
         self.slots.clear(state)
         self.pools.release(state.pages)
-        if self._automata is not None and state.request.automaton is not None:
+        if self._automata is not None and isinstance(state.request.automaton, TokenAutomaton):
             self._automata.release(state.request.automaton)
+        if self.lazy is not None:
+            self.lazy.drop(state)
 
     def constraint(self, state: RequestState) -> Constraint | None:
         """Where the automaton of a request that has just got its slot stands; None without one."""
+        if self.lazy is not None and isinstance(state.request.automaton, LazyAutomaton):
+            return self.lazy.constraint(state)
         return None if self._automata is None else self._automata.constraint(state.request, state.tokens)
 
     def automata_to_upload(self) -> tuple[AutomatonUpload, ...]:

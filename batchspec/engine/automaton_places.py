@@ -50,7 +50,7 @@ class AutomatonPlaces:
     def constraint(self, request: Request, tokens: list[int]) -> Constraint | None:
         """Of a request that enters a slot with these output tokens; its automaton is held."""
         automaton = request.automaton
-        if automaton is None:
+        if not isinstance(automaton, TokenAutomaton):
             return None
         place, state = self._residents[id(automaton)].place, automaton.walk(request.automaton_state, tokens)
         assert state != DEAD, f"request {request.request_id!r}: its tokens do not follow its schema"

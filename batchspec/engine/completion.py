@@ -101,8 +101,8 @@ def _scored(state: RequestState, logprobs: NDArray[np.float32], stats: RowStats)
 
 
 def _failure(state: RequestState, stats: RowStats, where: str | None = None) -> Completion:
-    """The completion of a row whose logits were not finite. Its tokens are dropped, because they may come from damaged
-    numbers. where: None: at its newest token."""
+    """The completion of a row that the host gave up, or whose logits were not finite. Its tokens are dropped, because they may
+    come from damaged numbers, or have no end. where: None: at its newest token."""
     emitted_in_all = stats.num_prefills + stats.num_accepted + stats.num_rounds
     request, emitted = state.request, len(state.tokens)
     where = where or f"position {len(request.prompt_ids) + emitted} (output token {emitted})"
@@ -118,7 +118,8 @@ def _failure(state: RequestState, stats: RowStats, where: str | None = None) -> 
         predicted_tokens=request.predicted_tokens,
         cached_tokens=state.cached_tokens,
         stats=replace(stats, num_discarded=emitted_in_all),
-        error=RowError(
+        error=state.error
+        or RowError(
             code=NON_FINITE,
             stage="decode",
             message=(

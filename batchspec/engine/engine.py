@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -21,6 +22,7 @@ from batchspec.engine.automaton_places import AutomatonPlaces
 from batchspec.engine.completion import completion_of
 from batchspec.engine.executor import Executor
 from batchspec.engine.garbage import older_objects_frozen
+from batchspec.engine.lazy_states import LazyStates
 from batchspec.engine.lockstep import HeadOfRanks, Lead
 from batchspec.engine.messages import Prepare, Scales, Step
 from batchspec.engine.output_processor import EngineTotals, OutputProcessor
@@ -33,6 +35,8 @@ from batchspec.engine.scoring import PromptScores
 from batchspec.engine.slots import SlotTable
 from batchspec.engine.static_batching import StaticBatching
 from batchspec.engine.stop_strings import Decode, StopFinder
+from batchspec.kernels.rounds.accept import WAITING
+from batchspec.lazy_automaton import Expanding
 from batchspec.model.target import Target
 from batchspec.records import Completion, Ids, PackedBatch, Request, Snapshot
 from batchspec.token_automaton import TokenSymbols
@@ -60,6 +64,7 @@ class Engine:
         lead: Lead | None = None,
         vocabulary: TokenSymbols | None = None,
         automata_room: AutomataRoom | None = None,
+        expanding: Expanding | None = None,
     ) -> None:
         """`decode` turns ids into text (needed for stop strings); `penalties` allocates penalty state at once.
 
@@ -70,10 +75,16 @@ class Engine:
         expert_correlation  share of tokens that choose experts independently, until rounds were counted (`ExpertReads`)
         lead     of the leader of several ranks that compute the target together
         vocabulary  of a job whose requests may have automata; automata_room None: the usual one
+        expanding   of a job whose requests may have lazy automata
         """
         if vocabulary is not None and automata_room is None:
             automata_room = AutomataRoom(num_tokens=vocabulary.num_tokens)
         self._automata_room = automata_room
+        self._lazy: LazyStates | None = None
+        """The states of lazy automata that were found stay from run to run."""
+        if expanding is not None:
+            assert vocabulary is not None and automata_room is not None  # noqa: PT018
+            self._lazy = LazyStates(expanding, vocabulary, automata_room)
         self.target, self.drafter, self.batch, self.options = target, drafter, batch, options or RoundOptions()
         self.lead = lead
         self.executor = Executor(
@@ -165,18 +176,29 @@ class Engine:
             lookahead=self.batch.run_ahead * round_.max_emitted + round_.kv_per_round,
         )
         self._ended_at_once: list[RequestState] = []
+        lazy = self._lazy
+        if lazy is not None:
+            lazy.restart()
         self.slots = SlotTable(self.batch.num_slots, self.batch.max_len, self.drafter.max_len, num_groups=groups.num_groups)
         self._processor = OutputProcessor(self.slots, scores=self.options.scores)
         self._allocator = self._allocator_kind(
             self.batch,
             self.pools,
-            _states(requests, self._ended_at_once, decode=self._decode, draft_len=self.drafter.max_len, options=self.options),
+            _states(
+                requests,
+                self._ended_at_once,
+                decode=self._decode,
+                draft_len=self.drafter.max_len,
+                options=self.options,
+                follows=lambda request: lazy is None or lazy.follows(request),
+            ),
             slots=self.slots,
             lookahead=1 if self.drafter.num_kv_layers else 0,
             num_lookahead_slots=self.executor.round.num_lookahead_slots,
             prefill_cost=self._prefill_cost,
             automata=None if self._automata_room is None else AutomatonPlaces(self._automata_room),
             scores=self.options.scores,
+            lazy=lazy,
         )
         self.scheduler = Scheduler(
             self._allocator,
@@ -196,8 +218,17 @@ class Engine:
         self.executor.execute(step)
         for _ in range(step.num_reads):
             yield from self._process()
+        yield from self._given_up()
         while self._ended_at_once:
             yield self._completed(self._ended_at_once.pop(), slot=-1, now=time.perf_counter())
+
+    def _given_up(self) -> Iterator[Completion]:
+        """Requests whose automaton has a state that cannot be found."""
+        for state in () if self._lazy is None else self._lazy.take_failed():
+            slot = state.slot
+            if slot >= 0:
+                self.scheduler.end(state, on_device=False)
+            yield self._completed(state, slot=slot, now=time.perf_counter())
 
     @property
     def _finished(self) -> bool:
@@ -286,7 +317,9 @@ class Engine:
         may_end = self._processor.may_have_ended(slots, log)
         for slot, finish in zip(slots[may_end].tolist(), log.finish[may_end].tolist(), strict=True):
             ended = self.slots.requests[slot]
-            if ended is not None and (finish or ended.finish_reason is not None):  # None: preempted just now
+            if finish == WAITING and ended is not None and ended.finish_reason is None:
+                self.scheduler.wait(ended)
+            elif ended is not None and (finish or ended.finish_reason is not None):  # None: preempted just now
                 yield self._finish(ended, finish, now)
         if self.on_round is not None:
             self.on_round(self.totals)
@@ -298,7 +331,7 @@ class Engine:
         slot = state.slot
         if self._scores is not None:
             state.prompt_logprobs, state.prompt_top = self._scores.of(state)
-        self.scheduler.end(state, on_device=bool(finish))
+        self.scheduler.end(state, on_device=finish not in (0, WAITING))
         if state.finish_reason is None:
             state.end(finish)
         return self._completed(state, slot=slot, now=now)
@@ -320,12 +353,15 @@ def _states(
     decode: Decode | None,
     draft_len: int,
     options: RoundOptions,
+    follows: Callable[[Request], bool],
 ) -> Iterator[RequestState | None]:
     """The requests' states. A request that ends with what its thinking budget forces at once needs no slot: `ended_at_once`."""
     for request in requests:
         if request is None:
             yield None
             continue
+        if request.resumed is not None and not follows(request):
+            request = replace(request, resumed=None)  # another version read the grammar otherwise: decode the row anew
         finder = StopFinder(decode, request.stop) if request.stop and decode else None
         state = RequestState.of(request, draft_len, finder, num_top=options.logprobs)
         if state.finish_reason is None:

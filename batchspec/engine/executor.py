@@ -98,6 +98,11 @@ class Executor:
             self._pending += self._prefill.activate_oldest()
         if step.moves:
             self.rows.move(step.moves, self.drafter.state)
+        for upload in step.uploads:
+            assert self.rows.automata is not None
+            self.rows.automata.upload_states(upload)
+        if step.wakes:
+            self.rows.wake(step.wakes)
         if step.prefill is not None:
             self._pending += self._prefill.run(step.prefill)
         if step.grants:

@@ -99,6 +99,8 @@ def _prefill_chunk(round_: Round, rows: DeviceBatch, segments: Sequence[Segment]
         places = LogitRows(slots.int(), batch.kv_len[segment].long())
         drafts = Drafts(rows.tokens[:, :0], torch.zeros_like(rows.live))
         result = round_.commit(hidden[segment], places, cu_seqlens_q, drafts, rows, mask, mode, torch.empty_like(mask))
+        if mode.waits:
+            rows.park(mask, result.log)
     round_.couple(mode)
     own_batch = batch.of_group(round_.cache.groups.draft_group)
     carried = round_.drafter.prefill(own_batch, slot_ids, aux_hidden_states, rows, round_.cache)

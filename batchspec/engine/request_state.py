@@ -15,8 +15,9 @@ from batchspec.engine.stop_strings import StopFinder
 from batchspec.engine.thinking import ThinkingBudget, tracker_of
 from batchspec.engine.token_kinds import Kind, Tracker
 from batchspec.kernels.rounds.accept import FAILED, STOPPED
-from batchspec.records import Request, Snapshot
-from batchspec.token_automaton import DEAD
+from batchspec.lazy_automaton import LazyAutomaton
+from batchspec.records import Request, RowError, Snapshot
+from batchspec.token_automaton import DEAD, TokenAutomaton
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +68,8 @@ class RequestState:
     earlier_s: float = 0.0
     """Seconds of decoding in earlier runs."""
     finish_reason: str | None = None
+    error: RowError | None = None
+    """Why the host ended the request without a completion."""
     stop_string: str | None = None
     stop_id: int | None = None
     budget: ThinkingBudget | None = field(init=False)
@@ -75,8 +78,9 @@ class RequestState:
 
     def __post_init__(self) -> None:
         self.mode = SamplingMode.of(
-            self.request.sampling, self.request.min_new_tokens, constrained=self.request.automaton is not None
-        )
+            self.request.sampling, self.request.min_new_tokens, constrained=self.request.automaton is not None,
+            waits=isinstance(self.request.automaton, LazyAutomaton),
+        )  # fmt: skip
         thinking = self.request.thinking
         self.budget = None if thinking is None else ThinkingBudget(thinking, self.request.stop_ids)
         self._restart()
@@ -174,6 +178,10 @@ class RequestState:
         else:
             self.finish_reason = "error" if finish == FAILED else "length"
 
+    def fail(self, error: RowError) -> None:
+        """The host ends the request without a completion."""
+        self.finish_reason, self.error = "error", error
+
     def thinking_left(self) -> int | None:
         """Minimum number of further tokens that use up the thinking budget; None outside a thought or without a budget."""
         return None if self.budget is None else self.budget.left
@@ -236,5 +244,5 @@ class RequestState:
 
 
 def _follows(request: Request, tokens: Sequence[int]) -> bool:
-    """Whether the request's automaton, if it has one, allows these output tokens."""
-    return request.automaton is None or request.automaton.walk(request.automaton_state, tokens) != DEAD
+    """Whether the request's automaton, if it has one, allows these output tokens. Of a lazy one `LazyStates.follows` tells."""
+    return not isinstance(request.automaton, TokenAutomaton) or request.automaton.walk(request.automaton_state, tokens) != DEAD

@@ -5,6 +5,8 @@ Nothing is read back to the host. Legend: R rows, K draft_len, S = K + 1, T flat
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -137,10 +139,28 @@ class Round:
             places = LogitRows(batch.row_ids, batch.positions + 1, ids[:, 1:], place)
         drafts = Drafts(ids[:, 1:], lengths, width.rates)
         accepted_len = self._accepted_len[:num_rows]
-        result = self.commit(hidden, places, batch.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len)
-        own_batch = batch.of_group(self.cache.groups.draft_group)
-        self.drafter.catch_up(own_batch, aux_hidden_states, accepted_len, rows, self.cache, prepare_next=prepare_next)
+        with self.waiting(rows, mode) as park:
+            result = self.commit(hidden, places, batch.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len)
+            own_batch = batch.of_group(self.cache.groups.draft_group)
+            self.drafter.catch_up(own_batch, aux_hidden_states, accepted_len, rows, self.cache, prepare_next=prepare_next)
+            park(result)
         return result
+
+    @contextmanager
+    def waiting(self, rows: DeviceBatch, mode: SamplingMode) -> Iterator[Callable[[RoundResult], None]]:
+        """Around commit and catch-up: what is yielded parks the rows that must wait for the host, once both are done.
+
+        What the drafter carries of rows that take no part stays as it is: those that wait go on with it.
+        """
+        if not mode.waits:
+            yield lambda result: None
+            return
+        took_part, num_rows = rows.live != 0, rows.live.shape[0]
+        carried = [state[:num_rows].clone() for state in self.drafter.state]
+        yield lambda result: rows.park(rows.live, result.log)
+        for state, before in zip(self.drafter.state, carried, strict=True):
+            shape = (num_rows, *(1 for _ in before.shape[1:]))
+            state[:num_rows] = torch.where(took_part.view(shape), state[:num_rows], before)
 
     @property
     def is_uniform(self) -> bool:

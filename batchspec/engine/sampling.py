@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
-from batchspec.batch.logits import LogitRows, adjust_logits
+from batchspec.batch.logits import LogitRows, adjust_logits, mark_waiting
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.kernels.sampling.argmax import argmax
 from batchspec.kernels.sampling.cutoff import cutoff
@@ -24,7 +24,7 @@ Greedy = Callable[[Tensor], Tensor]
 
 
 def choose(logits: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode, *, greedy: Greedy | None = None) -> Tensor:
-    """The target's choice of each row of logits, int32 [T], NO_TOKEN where there is none.
+    """The target's choice of each row of logits, int32 [T], NO_TOKEN where there is none, WAIT where it cannot be made yet.
 
     Changes `logits` [T, V] where a rule of `batch/logits.py` asks for it. Does not synchronise on a GPU.
 
@@ -35,8 +35,10 @@ def choose(logits: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode,
         out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
         low = cutoffs(logits, at.row_ids, rows) if mode.filters else torch.full_like(logits[:, 0], -torch.inf)
         sample(logits, at.row_ids, at.positions, rows.keys, rows.temperature, low, out_ids=out)
-        return out
-    return (greedy or greedy_sample)(logits)
+    else:
+        out = (greedy or greedy_sample)(logits)
+    mark_waiting(out, at, rows, mode)
+    return out
 
 
 def greedy_sample(logits: Tensor) -> Tensor:

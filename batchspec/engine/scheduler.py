@@ -15,6 +15,7 @@ import numpy as np
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.allocator import SlotAllocator
 from batchspec.engine.executor import Executor
+from batchspec.engine.lazy_states import LazyStates
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.engine.prefill import chunks
 from batchspec.engine.request_state import RequestState
@@ -24,6 +25,9 @@ from batchspec.engine.shared_prefix import PrefixGroups
 from batchspec.engine.slots import FREE
 from batchspec.engine.step import PageGrant, Prefill, Refill, ScheduledRound, ScheduledStep, Segment
 from batchspec.records import Ids
+
+REST_S = 0.05
+"""How long the host waits for a state while it has nothing else to do."""
 
 
 @dataclass(slots=True)
@@ -57,7 +61,7 @@ class Scheduler:
         hook          called before each round is scheduled
         finished      rows that ended and that no step has named yet; those of an earlier run
         """
-        self.slots, self.batch = allocator.slots, allocator.batch
+        self.slots, self.batch, self._lazy = allocator.slots, allocator.batch, allocator.lazy
         self._allocator, self._planner, self._executor, self._totals = allocator, planner, executor, totals
         self._hook = hook
         self._scores = executor.round.options.scores
@@ -83,10 +87,37 @@ class Scheduler:
                 yield self._read_scores()
                 continue
             yield from self._compact()
-            if self.slots.live:
+            if self._lazy is not None:
+                yield from self._find_states(self._lazy)
+            if self.slots.live and not self._all_wait:
                 yield from self._round()
-            if not self.slots.live:
+            if not self.slots.live or self._all_wait:
                 yield self._step(read_all=True)
+                if self._lazy is not None and self._lazy.is_asking and not self._passes:
+                    self._lazy.rest(REST_S)
+
+    def _find_states(self, lazy: LazyStates) -> Iterator[ScheduledStep]:
+        """Take the states of lazy automata that have come. Where there is no room for them, stop all rows and begin anew."""
+        lazy.collect()
+        if not lazy.must_forget():
+            return
+        while self._passes:
+            yield self._step(activates_pass=True)
+        yield self._step(read_all=True)
+        for state in self.slots.live:
+            self.slots.flush(state)
+        self._killed += lazy.forget()
+
+    @property
+    def _all_wait(self) -> bool:
+        """Every request in a slot waits for a state."""
+        return self._lazy is not None and bool(self.slots.live) and self._lazy.num_waiting == len(self.slots.live)
+
+    def wait(self, state: RequestState) -> None:
+        """The row stopped by itself: the device does not know the state of its automaton."""
+        assert self._lazy is not None
+        self.slots.flush(state)
+        self._lazy.wait(state)
 
     def _read_scores(self) -> ScheduledStep:
         """Reads all passes but the newest: while that one runs, its successors are scheduled into the slots that are free."""
@@ -165,7 +196,8 @@ class Scheduler:
             refills=tuple(refills),
             passes=passes,
             mode=mode,
-            overlaps=self._executor.can_overlap and not mode.penalties,  # penalties count tokens of all rows in one tensor
+            # Penalties count tokens of all rows in one tensor; states of lazy automata come while rounds go on.
+            overlaps=self._executor.can_overlap and not (mode.penalties or mode.waits),
             uploads=self._allocator.automata_to_upload(),
         )
 
@@ -253,6 +285,9 @@ class Scheduler:
         killed, self._killed = tuple(self._killed), []
         finished = tuple(self.finished)
         self.finished.clear()
+        if self._lazy is not None:
+            wakes = self._lazy.take_wakes()
+            fields |= {"uploads": self._lazy.take_uploads(), "wakes": wakes}
         return ScheduledStep(
             drafter_version=self.drafter_version, finished=finished, killed=killed, num_reads=num_reads, **fields
         )

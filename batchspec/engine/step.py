@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchspec.batch.automata import AutomatonUpload, Constraint
+from batchspec.batch.automata import AutomatonUpload, Constraint, StatesUpload
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.page_tables import Columns
 from batchspec.draft.base import DrafterUpdate
@@ -111,6 +111,10 @@ class ScheduledStep:
     """The oldest overlapping pass ends here (wait for it): its rows decode from the next round on."""
     moves: tuple[tuple[int, int], ...] = ()
     """Compaction: (source, destination) slots."""
+    uploads: tuple[StatesUpload, ...] = ()
+    """States of lazy automata, to be written in this order."""
+    wakes: tuple[tuple[int, Constraint], ...] = ()
+    """Slots of rows that waited for such states, and where their automata stand: they decode from the next round on."""
     prefill: Prefill | None = None
     grants: tuple[PageGrant, ...] = ()
     round: ScheduledRound | None = None

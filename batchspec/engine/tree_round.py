@@ -102,15 +102,17 @@ class TreeRound(Round):
         if places is not None:
             on_path = LogitRows(chain.row_ids, chain.positions + 1, num_drafted=self._place_of(chain, rows))
         raw = None if raw is None else raw.index_select(0, at)
-        result = self._settle(
-            target_ids.index_select(0, at), raw, on_path, chain.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len
-        )
-        self.cache.move_accepted(batch, path, chain, accepted_len)
-        assert aux_hidden_states is not None
-        self.drafter.catch_up(
-            chain.of_group(self.cache.groups.draft_group), aux_hidden_states.index_select(0, at), accepted_len, rows, self.cache,
-            prepare_next=prepare_next,
-        )  # fmt: skip
+        with self.waiting(rows, mode) as park:
+            result = self._settle(
+                target_ids.index_select(0, at), raw, on_path, chain.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len
+            )
+            self.cache.move_accepted(batch, path, chain, accepted_len)
+            assert aux_hidden_states is not None
+            self.drafter.catch_up(
+                chain.of_group(self.cache.groups.draft_group), aux_hidden_states.index_select(0, at), accepted_len, rows,
+                self.cache, prepare_next=prepare_next,
+            )  # fmt: skip
+            park(result)
         return result
 
     def _nodes(self, rows: DeviceBatch, ids: Tensor, parents: Tensor) -> FlatBatch:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch, upload
-from batchspec.batch.logits import LogitRows, adjust_logits
+from batchspec.batch.logits import LogitRows, adjust_logits, mark_waiting
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.distributed.collectives import Collectives
 from batchspec.engine.cutoff_of_ranks import searched_cutoffs
@@ -51,7 +51,9 @@ class SharedVocabulary(Round):
         return torch.where((sums == sums[0]).all(0) | (ids < 0), ids, DIVERGED), raw
 
     def choose(self, logits: Tensor, places: LogitRows, rows: DeviceBatch, mode: SamplingMode) -> Tensor:
-        return choose_of_ranks(logits, places, rows, mode, *self._part, greedy=self.greedy_of_logits)
+        target_ids = choose_of_ranks(logits, places, rows, mode, *self._part, greedy=self.greedy_of_logits)
+        mark_waiting(target_ids, places, rows, mode)
+        return target_ids
 
     def greedy_of_logits(self, logits: Tensor) -> Tensor:
         tokens, _, ranks = self._part

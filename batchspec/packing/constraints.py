@@ -1,4 +1,4 @@
-"""Structured output: what a row's answer must match, from decode.schema, regex and choice or its own columns, as an automaton.
+"""Structured output: what a row's answer must match, as an automaton: decode.schema, regex, choice and grammar, or its columns.
 
 A row's own constraint replaces the job's. Reasoning is free; the constraint holds for the answer after it.
 """
@@ -6,6 +6,7 @@ A row's own constraint replaces the job's. Reasoning is free; the constraint hol
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -15,19 +16,25 @@ from typing import TYPE_CHECKING, Any
 from batchspec.config.schema import DecodeConfig, RunConfig
 from batchspec.dataset.columns import ColumnMap
 from batchspec.errors import ConfigError
+from batchspec.lazy_automaton import LazyAutomaton
 from batchspec.model.thinking import ThinkTokens
 from batchspec.packing.cells import BadRow, json_cell
 from batchspec.records import Request, Thinking
+from batchspec.structured.channels import state_after_header
 from batchspec.structured.compiler import BadConstraint, Compiler
-from batchspec.token_automaton import BEGIN_THOUGHT, CHANNEL, CONSTRAIN, DEAD, END_THOUGHT, START, TokenAutomaton
+from batchspec.token_automaton import BEGIN_THOUGHT, CHANNEL, CONSTRAIN, DEAD, END_THOUGHT, START, TokenAutomaton, TokenSymbols
 
 if TYPE_CHECKING:
     from batchspec.model.tokenizer import Tokenizer
 
-KINDS = ("schema", "regex", "choice")
+KINDS = ("schema", "regex", "choice", "grammar")
 COLUMNS = (*KINDS, "response_format")
 Constraint = tuple[str, str]
-"""Kind, and text: a regex, or the JSON text of a schema or of a list of strings."""
+"""Kind, and text: a regex, a grammar, or the JSON text of a schema or of a list of strings."""
+
+
+_GRAMMAR = re.compile(r"^\s*[?!]?\w[\w.-]*\s*::?[=\s]", re.MULTILINE)
+"""A rule: a text without any is the path of a file."""
 
 
 class Constraints:
@@ -42,9 +49,11 @@ class Constraints:
     ) -> None:
         self.of_job = job_constraint(decode)
         self.compiler = _compiler(tokenizer, vocab_size, think, end_ids)
+        self.of_job_waits = False
+        """The job's own constraint became a lazy automaton."""
         if self.of_job is not None:
             try:
-                self.compiler.compile(*self.of_job)
+                self.of_job_waits = isinstance(self.compiler.compile(*self.of_job), LazyAutomaton)
             except BadConstraint as error:
                 raise ConfigError(f"decode.{self.of_job[0]}: {error}") from None
 
@@ -64,7 +73,7 @@ class Constraints:
             made = self.compiler.compile(*request.constraint)
         except BadConstraint as error:
             raise BadRow(error.code, f"{request.constraint[0]}: {error}") from None
-        state = first_state(made, request.thinking)
+        state = first_state(made, request.thinking, self.compiler.vocabulary)
         if state == DEAD:
             raise BadRow(
                 "bad_parameter",
@@ -88,9 +97,11 @@ def _compiler(tokenizer: Tokenizer, vocab_size: int, think: ThinkTokens | None, 
     )  # fmt: skip
 
 
-def first_state(automaton: TokenAutomaton, thinking: Thinking | None) -> int:
+def first_state(automaton: TokenAutomaton | LazyAutomaton, thinking: Thinking | None, vocabulary: TokenSymbols) -> int:
     """The state in which the output of a row begins; DEAD if it continues a message of harmony that may not be written."""
     if thinking is not None and thinking.channels is not None:
+        if isinstance(automaton, LazyAutomaton):
+            return state_after_header(thinking.header, vocabulary)
         return automaton.walk(automaton.either, thinking.header)
     if thinking is None or thinking.opened is False:
         return automaton.answer
@@ -124,11 +135,14 @@ def job_constraint(decode: DecodeConfig) -> Constraint | None:
         return "regex", decode.regex
     if decode.choice:
         return "choice", json.dumps(decode.choice)
+    if decode.grammar is not None:
+        is_text = "\n" in decode.grammar or _GRAMMAR.search(decode.grammar) is not None
+        return "grammar", decode.grammar if is_text else _read("grammar", decode.grammar)
     if decode.schema is None:
         return None
     schema = decode.schema
     if isinstance(schema, str):
-        text = schema if schema.lstrip().startswith("{") else _read(schema)
+        text = schema if schema.lstrip().startswith("{") else _read("schema", schema)
         try:
             schema = json.loads(text)
         except ValueError as error:
@@ -138,12 +152,13 @@ def job_constraint(decode: DecodeConfig) -> Constraint | None:
     return "schema", json.dumps(schema)
 
 
-def _read(path: str) -> str:
+def _read(key: str, path: str) -> str:
     try:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"decode.schema={path}: cannot be read ({why}); give JSON text, or the path of a file of it") from None
+        form = "JSON text" if key == "schema" else "the text of a grammar"
+        raise ConfigError(f"decode.{key}={path}: cannot be read ({why}); give {form}, or the path of a file of it") from None
 
 
 def row_constraint(row: Mapping[str, Any]) -> Constraint | None:
@@ -152,22 +167,29 @@ def row_constraint(row: Mapping[str, Any]) -> Constraint | None:
     if len(given) > 1:
         raise BadRow("bad_parameter", f"{given[0]} and {given[1]} are both given; leave one null")
     match given[0]:
-        case "regex":
-            if not isinstance(row["regex"], str):
-                raise BadRow("bad_parameter", "regex must be text; correct it or leave it null")
-            return "regex", row["regex"]
+        case "regex" | "grammar":
+            return given[0], _text(given[0], row[given[0]])
         case "choice":
-            choices = json_cell(row, "choice", list) if isinstance(row["choice"], str) else row["choice"]
-            if not isinstance(choices, list) or not choices or not all(isinstance(one, str) for one in choices):
-                raise BadRow("bad_parameter", "choice must be a list of strings, at least one; correct it or leave it null")
-            return "choice", json.dumps(choices)
+            return "choice", _choice(json_cell(row, "choice", list) if isinstance(row["choice"], str) else row["choice"])
         case "schema":
             return "schema", json.dumps(json_cell(row, "schema", dict))
     return _of_response_format(json_cell(row, "response_format", dict))
 
 
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise BadRow("bad_parameter", f"{name} must be text; correct it or leave it null")
+    return value
+
+
+def _choice(choices: Any) -> str:
+    if not isinstance(choices, list) or not choices or not all(isinstance(one, str) for one in choices):
+        raise BadRow("bad_parameter", "choice must be a list of strings, at least one; correct it or leave it null")
+    return json.dumps(choices)
+
+
 def _of_response_format(form: Mapping[str, Any]) -> Constraint | None:
-    """OpenAI's response_format: text, json_object, or json_schema with a schema."""
+    """OpenAI's response_format: text, json_object, or json_schema with a schema; and grammar, regex and choice."""
     match form.get("type"):
         case "text":
             return None
@@ -179,7 +201,12 @@ def _of_response_format(form: Mapping[str, Any]) -> Constraint | None:
             if isinstance(schema, dict):
                 return "schema", json.dumps(schema)
             raise BadRow("bad_parameter", "response_format has no json_schema.schema, an object; correct it")
+        case "grammar" | "regex" as name:
+            return name, _text(f"response_format.{name}", form.get(name))
+        case "choice":
+            return "choice", _choice(form.get("choice"))
     raise BadRow(
         "bad_parameter",
-        f"response_format.type={json.dumps(form.get('type'))} must be text, json_object or json_schema; correct it",
+        f"response_format.type={json.dumps(form.get('type'))} must be text, json_object, json_schema, grammar, "
+        "regex or choice; correct it",
     )

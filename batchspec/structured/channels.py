@@ -12,11 +12,24 @@ thought   any token but those that end the row --> thought; --end--> outside; --
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
+from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT
 from batchspec.structured.regular import Dfa
-from batchspec.token_automaton import BEGIN_THOUGHT, CHANNEL, CONSTRAIN, END_THOUGHT, OTHER, START
+from batchspec.token_automaton import (
+    BEGIN_THOUGHT,
+    CHANNEL,
+    CONSTRAIN,
+    DEAD,
+    END_THOUGHT,
+    NUM_SYMBOLS,
+    OTHER,
+    START,
+    TokenSymbols,
+)  # fmt: skip
 
 MESSAGE, END = BEGIN_THOUGHT, END_THOUGHT
 LETTERS = b"abcdefghijklmnopqrstuvwxyz"
@@ -78,3 +91,21 @@ class ChannelStates:
             known = int(row[self._classes[byte]])
             state = known or self._state(from_=(state,), symbols=[byte])
         return state
+
+
+def before_answer_of(classes: NDArray[np.int32], num_classes: int) -> ChannelStates:
+    """Those of a lazy automaton, which have numbers from EITHER on; THOUGHT is the second."""
+    found = ChannelStates(classes, num_classes, first=EITHER, answer=ANSWER)
+    assert (found.outside, found.thought) == (EITHER, THOUGHT)
+    return found
+
+
+def state_after_header(header: Iterable[int], vocabulary: TokenSymbols) -> int:
+    """Of any lazy automaton the state in which an output begins that continues a message of this header."""
+    rows, state = before_answer_of(np.arange(NUM_SYMBOLS, dtype=np.int32), NUM_SYMBOLS).rows, EITHER
+    for token in header:
+        for symbol in vocabulary.symbols[vocabulary.starts[token] : vocabulary.starts[token + 1]].tolist():
+            if state < EITHER:  # the answer has begun, or the message may not be written
+                return DEAD
+            state = int(rows[state - EITHER, symbol])
+    return state

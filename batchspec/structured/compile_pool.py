@@ -23,9 +23,11 @@ BLOCKED_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2
 """Signals that a batch system or a terminal sends to all processes of a job. The processes block them; they end with the run."""
 PASSED_ENVIRONMENT = ("PATH", "TZ", "PYTHON", "LD_LIBRARY_PATH", "LANG", "LC_")
 MOST_PROCESSES = 8
+LAZY = "lazy "
+"""Before the kind of a constraint: ask only whether it can be followed as a lazy automaton."""
 
 Answer = dict[str, Any]
-"""The tables of an automaton and `seconds`, or `error` and `code`: see compile_process.py."""
+"""The tables of an automaton and `seconds`, or why it is a `lazy` one, or `error` and `code`: see compile_process.py."""
 
 
 def num_processes() -> int:
@@ -73,8 +75,14 @@ def _end(tasks: queue.SimpleQueue[Any], processes: list[CompileProcess]) -> None
         process.close()
 
 
-class CompileProcess:
+class Died(Exception):
+    """The process has used up its time or its memory; the message says which."""
+
+
+class LimitedProcess:
     """One process at a time; another one takes the place of one that died. One thread at a time may ask."""
+
+    module = "batchspec.structured.compile_process"
 
     def __init__(self, first_message: tuple[Any, int, int]) -> None:
         self._first_message, self._cpu_s = first_message, first_message[2]
@@ -86,29 +94,26 @@ class CompileProcess:
         """None before the first question, and after the process has died."""
         return None if self._process is None else self._process.pid
 
-    def ask(self, request: tuple[str, str]) -> Answer:
-        """The answer of the process; one that died has used up its time or its memory."""
+    def result(self, request: object) -> Any:
+        """The answer of the process. Raises Died."""
         process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             pickle.dump(request, process.stdin)
             process.stdin.flush()
-            found: Answer = pickle.load(process.stdout)
+            return pickle.load(process.stdout)
         except (BrokenPipeError, EOFError, pickle.UnpicklingError):
             code = self._code()
             if self._closed:
                 raise RuntimeError("the process that compiles schemas was closed") from None
             if code >= 0:  # it never ends by itself while it is asked
-                raise RuntimeError(
-                    f"the process that compiles schemas ended with {code}; try python -m batchspec.structured.compile_process"
-                ) from None
+                raise RuntimeError(f"the process that compiles schemas ended with {code}; try python -m {self.module}") from None
             why = {
                 -signal.SIGXCPU: f"compiling it takes more than {self._cpu_s} s",
                 -signal.SIGKILL: "the machine has too little memory",
             }
-            found = {"code": "large_schema", "error": why.get(code, f"the process that compiles it ended with {code}")}
-        return found
+            raise Died(why.get(code, f"the process that compiles it ended with {code}")) from None
 
     def close(self) -> None:
         """End it, whatever it does. No other one is started."""
@@ -127,7 +132,7 @@ class CompileProcess:
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)  # a child process inherits the mask
             try:
                 process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "batchspec.structured.compile_process"],
+                    [sys.executable, "-P", "-m", self.module],
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ,
                 )  # fmt: skip
             finally:
@@ -150,3 +155,21 @@ class CompileProcess:
                 except BrokenPipeError:
                     continue
         return process.wait()
+
+
+class CompileProcess(LimitedProcess):
+    """A constraint that takes too much time or memory is asked for once more, as a lazy automaton."""
+
+    def ask(self, request: tuple[str, str]) -> Answer:
+        """The answer of the process; `error` and `code` of one that died twice."""
+        kind, source = request
+        try:
+            found: Answer = self.result(request)
+            return found
+        except Died as died:
+            reason = str(died)
+        try:
+            found = self.result((f"{LAZY}{kind}", source))
+        except Died as died:
+            return {"code": "large_schema", "error": str(died)}
+        return found | ({"lazy": reason} if "lazy" in found else {})

@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from batchspec.lazy_automaton import LazyAutomaton
 from batchspec.structured.compile_pool import Answer, CompilePool, num_processes
 from batchspec.token_automaton import TokenAutomaton, TokenSymbols
 
@@ -33,7 +34,7 @@ class BadConstraint(ValueError):
         self.code = code
 
 
-Compiled = TokenAutomaton | BadConstraint
+Compiled = TokenAutomaton | LazyAutomaton | BadConstraint
 
 
 @dataclass(slots=True)
@@ -46,6 +47,8 @@ class CompileStats:
     longest_s: float = 0.0
     most_states: int = 0
     largest_bytes: int = 0
+    lazy: Counter[str] = field(default_factory=Counter)
+    """By reason, those that became lazy automata."""
 
 
 @dataclass(eq=False)
@@ -76,16 +79,19 @@ class Compiler:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Compiler, (*self._job.values(), self.cpu_s, self.memory_bytes)
+        return Compiler, (*self.job.values(), self.cpu_s, self.memory_bytes)
 
     @property
-    def _job(self) -> dict[str, Any]:
+    def job(self) -> dict[str, Any]:
         """What a process is told about the vocabulary."""
         names = ("vocabulary", "end_ids", "thinks", "may_begin", "channels")
         return {name: getattr(self, name) for name in names}
 
-    def compile(self, kind: str, source: str) -> TokenAutomaton:
-        """The automaton of a constraint: kind schema or choice (JSON text), or regex; waits for it. Raises BadConstraint."""
+    def compile(self, kind: str, source: str) -> TokenAutomaton | LazyAutomaton:
+        """The automaton of a constraint: kind schema or choice (JSON text), regex or grammar; waits for it.
+
+        Raises BadConstraint.
+        """
         found = self.begin(kind, source).result()
         if isinstance(found, BadConstraint):
             raise BadConstraint(found.code, str(found))  # another one each time: a traceback grows when it is raised again
@@ -103,25 +109,29 @@ class Compiler:
                 self._kept.move_to_end(key)
                 return found
             if self._pool is None:
-                self._pool = CompilePool(num_processes(), (self._job, self.memory_bytes, self.cpu_s))
+                self._pool = CompilePool(num_processes(), (self.job, self.memory_bytes, self.cpu_s))
             found = self._kept[key] = Future()
             answer = self._pool.submit((kind, source))
-        answer.add_done_callback(partial(self._take, key, found))
+        answer.add_done_callback(partial(self._take, key, LazyAutomaton(kind, source), found))
         return found
 
-    def _take(self, key: bytes, found: Future[Compiled], answer: Future[Answer]) -> None:
+    def _take(self, key: bytes, lazy: LazyAutomaton, found: Future[Compiled], answer: Future[Answer]) -> None:
         """The answer of a process, in the thread that asked it."""
         try:
-            made = self._made(answer.result())
+            made = self._made(answer.result(), lazy)
         except BaseException as error:
             found.set_exception(error)
         else:
             found.set_result(made)
             self._keep(key, made.nbytes if isinstance(made, TokenAutomaton) else len(str(made)))
 
-    def _made(self, answer: Answer) -> Compiled:
+    def _made(self, answer: Answer, lazy: LazyAutomaton) -> Compiled:
         if "error" in answer:
             return BadConstraint(answer["code"], answer["error"])
+        if "lazy" in answer:
+            with self._lock:
+                self.stats.lazy[answer["lazy"]] += 1
+            return lazy
         seconds = answer.pop("seconds")
         made, stats = TokenAutomaton(**answer, vocabulary=self.vocabulary), self.stats
         with self._lock:

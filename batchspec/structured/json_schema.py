@@ -2,9 +2,9 @@
 
 What is narrower than the standard: properties come in the schema's order; there are none besides those it names, unless it
 names none; one space may follow a colon or a comma, and no other white space is written; whole numbers have at most 15 digits,
-and so do fractions; a value without a type, and a reference to a schema inside of itself, is nested at most MAX_DEPTH levels
-deep. A keyword of the standard that could make a written text invalid and is not built is refused by its name. Annotations and
-what the standard does not know, names of formats included, are ignored, as validators do.
+and so do fractions; a value without a type is nested at most MAX_DEPTH levels deep. A schema that is named inside of itself
+becomes a rule, of any depth. A keyword of the standard that could make a written text invalid and is not built is refused by its
+name. Annotations and what the standard does not know, names of formats included, are ignored, as validators do.
 Source: https://json-schema.org/draft/2020-12, and draft-07's items, definitions and dependencies.
 """
 
@@ -33,9 +33,11 @@ from batchspec.structured.json_values import (
 )
 from batchspec.structured.merge import BadSchema, merged, same
 from batchspec.structured.regex import BadRegex, regex_node
-from batchspec.structured.regular import EMPTY, NOTHING, Alt, Joined, Members, Node, Repeat, Seq, text
+from batchspec.structured.regular import EMPTY, NOTHING, Alt, Joined, Members, Node, Ref, Repeat, Seq, text
+from batchspec.structured.rules import Rules
 
 MAX_DEPTH = 3
+MAX_INSIDE = 500
 NOT_BUILT = {
     "not", "if", "then", "else", "propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "contains",
     "minContains", "maxContains", "unevaluatedProperties", "unevaluatedItems", "multipleOf", "$dynamicRef", "$recursiveRef",
@@ -55,9 +57,10 @@ TYPES = tuple(BY_TYPE)
 KEYWORDS = {"$ref", "anyOf", "oneOf", "allOf", "enum", "const", "type", *(key for keys in BY_TYPE.values() for key in keys)}
 
 
-def schema_node(schema: Any) -> Node:
+def schema_rules(schema: Any) -> Rules:
     """The JSON texts of a schema. Raises BadSchema for one that is not valid, or has a keyword that is not built."""
-    return _Reader(schema).value(schema, "", ())
+    reader = _Reader(schema)
+    return Rules(reader.value(schema, "", ()), reader.rules)
 
 
 class _Reader:
@@ -66,6 +69,10 @@ class _Reader:
         inner = root.values() if isinstance(root, dict) else ()
         self._has_inner_base = any(_has_base(part) for part in inner)
         """References count from an inner $id, not from the root."""
+        self.rules: dict[str, Node] = {}
+        """What is named inside of itself."""
+        self._inside: list[str] = []
+        self._named_inside: set[str] = set()
 
     def value(self, schema: Any, where: str, above: tuple[str, ...]) -> Node:
         """above: references that this schema is inside of."""
@@ -101,10 +108,20 @@ class _Reader:
     def _reference(self, schema: Mapping[str, Any], where: str, above: tuple[str, ...]) -> Node:
         target = schema["$ref"]
         found = self._named(target, where)
-        if above.count(target) > MAX_DEPTH:
-            return NOTHING
         rest = {key: item for key, item in schema.items() if key != "$ref"}
-        return self.value(merged(found, rest, f"{where}/$ref"), target, (*above, target))
+        name = f"{target} {json.dumps(rest, sort_keys=True)}" if rest else str(target)
+        if name in self.rules or name in self._inside:
+            self._named_inside.add(name)
+            return Ref(name)
+        if len(self._inside) > MAX_INSIDE:
+            raise BadSchema(f"{where}/$ref={target}: references are nested more than {MAX_INSIDE} levels deep; write them flat")
+        self._inside.append(name)
+        node = self.value(merged(found, rest, f"{where}/$ref"), target, (*above, target))
+        self._inside.pop()
+        if name not in self._named_inside:
+            return node
+        self.rules[name] = node
+        return Ref(name)
 
     def _named(self, target: Any, where: str) -> Any:
         """What a reference names, as a JSON pointer from the root."""

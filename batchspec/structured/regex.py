@@ -1,8 +1,8 @@
 """Regular expressions in the syntax of Python's `re`, as nodes of `regular.py`. The whole text must match.
 
 Built: literals, classes, `.`, groups, alternatives, repetitions, and `^` and `$` at the outer ends. Classes such as \\d, \\w
-and \\s are those of ASCII. Refused: lookaround, references to groups, word boundaries, flags such as (?i). Lazy repetitions match
-the same texts as greedy ones.
+and \\s are those of ASCII, and so are the letters of (?i:...). Refused: lookaround, references to groups, word boundaries, other
+flags. Lazy repetitions match the same texts as greedy ones.
 """
 
 from __future__ import annotations

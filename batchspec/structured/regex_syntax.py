@@ -67,7 +67,7 @@ def parsed(pattern: str) -> Group:
 
 class _Parser:
     def __init__(self, text: str) -> None:
-        self._text, self.place = text, 0
+        self._text, self.place, self._any_case = text, 0, False
 
     def group(self) -> Group:
         """Branches up to the end, or to a parenthesis."""
@@ -106,7 +106,7 @@ class _Parser:
                 return self._parenthesis()
             case "\\":
                 return self._escape()
-        return Chars.of([(ord(char), ord(char))])
+        return self._cased(Chars.of([(ord(char), ord(char))]))
 
     def _parenthesis(self) -> Group | None:
         """None for a comment."""
@@ -118,11 +118,23 @@ class _Parser:
                 raise NotBuilt(what)
         if (named := NAMED.match(self._text, self.place)) is not None:
             self.place = named.end()
-        elif not self._skip("?:") and self._skip("?"):
-            raise NotBuilt("a group with flags")
+        any_case = self._any_case
+        if named is None and self._skip("?i:"):
+            self._any_case = True
+        elif named is None and not self._skip("?:") and self._skip("?"):
+            raise NotBuilt("a group with flags other than i")
         found = self.group()
         self._skip(")")
+        self._any_case = any_case
         return found
+
+    def _cased(self, chars: Chars) -> Chars:
+        """The characters; in a group with the flag i with small and capital letters of ASCII alike."""
+        if not self._any_case:
+            return chars
+        cases = ((0x61, -32), (0x41, 32))
+        others = [(low + by, high + by) for first, by in cases for low, high in chars.both(Chars(((first, first + 25),))).ranges]
+        return Chars.of([*chars.ranges, *others])
 
     def _repeated(self, item: Item) -> Item:
         """The item with the repetitions that follow it; `{` begins none unless a count follows."""
@@ -153,7 +165,7 @@ class _Parser:
             raise NotBuilt("^, $ or \\b inside")
         if char in "123456789" and not re.match(r"[0-3][0-7]{2}", self._text[self.place - 1 :]):
             raise NotBuilt("a group reference")
-        return Chars.of(self._escaped(char).ranges)
+        return self._cased(Chars.of(self._escaped(char).ranges))
 
     def _escaped(self, char: str) -> Chars:
         """After a backslash, in a class or outside of one: a class, or one character, which may be half of a surrogate pair."""
@@ -186,7 +198,7 @@ class _Parser:
             else:
                 ranges += low.ranges
         self.place += 1
-        found = Chars.of(ranges)
+        found = self._cased(Chars.of(ranges))
         return found.inverted() if inverted else found
 
     def _in_class(self) -> Chars:

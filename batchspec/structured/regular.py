@@ -97,7 +97,14 @@ class Members:
     between: Node
 
 
-Node = Chars | Seq | Alt | Repeat | Joined | Members
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """What the rule of this name stands for; rules may refer to themselves (`rules.py`)."""
+
+    rule: str
+
+
+Node = Chars | Seq | Alt | Repeat | Joined | Members | Ref
 EMPTY, NOTHING = Seq(()), Alt(())
 
 
@@ -134,9 +141,13 @@ class Nfa:
         """(lowest byte, highest byte, next state)"""
         self.free: list[list[int]] = []
 
-    def state(self) -> int:
-        if len(self.moves) == MAX_NFA_STATES:
+    def _check(self, more: int) -> None:
+        """Whether so many more states are within the bound, before they are built one by one."""
+        if len(self.moves) + more > MAX_NFA_STATES:
             raise TooLarge(f"it has more than {MAX_NFA_STATES:,} positions; shorten its repetitions or nest it less deeply")
+
+    def state(self) -> int:
+        self._check(1)
         self.moves.append([])
         self.free.append([])
         return len(self.moves) - 1
@@ -163,6 +174,11 @@ class Nfa:
                 return self._joined(item, between, start)
             case Members(items, between):
                 return self._members(items, between, start)
+            case Ref(rule):
+                return self._call(rule, start)
+
+    def _call(self, rule: str, start: int) -> int:
+        raise AssertionError(f"rule {rule!r} in a finite automaton: it must be inlined before")
 
     def _chars(self, ranges: Sequence[tuple[int, int]], start: int) -> int:
         end = self.state()
@@ -177,14 +193,19 @@ class Nfa:
         return end
 
     def _repeat(self, part: Node, least: int, most: int | None, start: int) -> int:
-        for _ in range(least):
+        times, first = (least if most is None else most), len(self.moves)
+        for count in range(least):
             start = self.add(part, start)
+            if not count:
+                self._check((times - 1) * (len(self.moves) - first))
         end = self.state()
         if most is None:
             self.free[start].append(end)
             self.free[self.add(part, end)].append(end)
             return end
-        for _ in range(most - least):
+        for count in range(least, most):
+            if count == 1:
+                self._check((times - 1) * (len(self.moves) - first))
             self.free[start].append(end)
             own = self.state()  # a part that loops on its first state must not be left from inside the loop
             self.free[start].append(own)

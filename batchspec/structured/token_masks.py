@@ -93,7 +93,7 @@ def over_tokens(
         if 4 * words * len(found) > MAX_MASKS_BYTES:
             raise TooLarge(f"its different sets of allowed tokens take more than {MAX_MASKS_BYTES >> 20} MiB")
     table[:, MASK] = of_kind[numbers.reshape(-1)]
-    table[:num_states, FORCED] = _forced(dfa, _token_of(vocabulary), frozenset(end_ids))
+    table[:num_states, FORCED] = _forced(dfa, tokens_of_bytes(vocabulary), frozenset(end_ids))
     table[num_states:, FORCED] = -1
     table[ends_alone[numbers.reshape(-1)], FORCED] = ENDS
     packed = np.frombuffer(b"".join(found), np.int32).reshape(len(found), words).copy()
@@ -121,7 +121,7 @@ def _forced(dfa: Dfa, token_of: Mapping[bytes, int], end_ids: frozenset[int]) ->
 
 
 @lru_cache(maxsize=1)
-def _token_of(vocabulary: TokenSymbols) -> dict[bytes, int]:
+def tokens_of_bytes(vocabulary: TokenSymbols) -> dict[bytes, int]:
     """Bytes -> the first token that they are."""
     symbols, found = vocabulary.symbols, dict[bytes, int]()
     for token, (begin, end) in enumerate(pairwise(vocabulary.starts.tolist())):

@@ -152,12 +152,12 @@ class EngineOfRanks:
         """Requests as far as there are any now."""
         found, follows, new = list[Request | None](), list[int](), list[TokenAutomaton]()
         for request in itertools.islice(requests, REQUESTS):
-            automaton = None if request is None else request.automaton
+            automaton = request.automaton if request is not None and isinstance(request.automaton, TokenAutomaton) else None
             if automaton is not None and id(automaton) not in self._automata:
                 self._automata[id(automaton)] = len(self._automata), automaton
                 new.append(replace(automaton, vocabulary=NO_VOCABULARY))
             follows.append(-1 if automaton is None else self._automata[id(automaton)][0])
-            found.append(None if request is None else replace(request, automaton=None))
+            found.append(request if request is None or automaton is None else replace(request, automaton=None))
             if request is None:
                 break
         over = len(found) < REQUESTS and (not found or found[-1] is not None)

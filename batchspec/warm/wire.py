@@ -30,7 +30,7 @@ class Given:
     """The answer to `Ask`."""
 
     requests: Sequence[Request | None]
-    """Without their automata. None: there is none yet, see `Engine.run`."""
+    """Without their automata, but for lazy ones. None: there is none yet, see `Engine.run`."""
     follows: Sequence[int]
     """Number of each one's automaton in this run, -1 without one: rows that share an automaton share it on the device."""
     automata: Sequence[TokenAutomaton]

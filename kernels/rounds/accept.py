@@ -5,7 +5,8 @@ y_j is the target's own choice after the last committed token and j draft tokens
     a = length of the longest prefix with draft_ids[j] == y_j     emitted = y_0 .. y_a     kept = emitted up to its first stop id
 
 A choice of NO_TOKEN (logits that are not finite) accepts no draft token and is never kept: the row ends there, FAILED, with the
-tokens before it.
+tokens before it. A choice of WAIT (its mask is not known yet) ends the round for the row: the last accepted draft token counts
+as the token after the others, and a row that has none takes no part.
 
 Lossless if y is a draw from the target's distribution that depends only on prefix and position, whatever the drafter (Leviathan
 et al. 2023, arXiv 2211.17192; coupled noise instead of rejection). With `rates`, acceptance is simulated for benchmarks: draft
@@ -31,13 +32,18 @@ from batchspec.kernels.sampling.counter_rng import position_words, uniform, unif
 MAX_DRAFT_LEN = 64
 STOPPED, FULL, FAILED = 1, 2, 3
 """How a row ends: with a stop id, at its limit, or because the target's logits are not finite."""
+WAITING = 4
+"""The row has not ended; it waits for the host (`sampling/waiting.py`)."""
+WAIT = -2
+"""A choice that cannot be made yet."""
 
 
 @triton.jit
 def accept_kernel(
     draft_ids, draft_len, target_ids, cu_seqlens_q, stop_ids, limit, rates, keys,
     tokens, num_tokens, live, finish, out_accepted_len, out_log, draft_stride, token_stride, max_tokens,
-    K: tl.constexpr, NUM_STOPS: tl.constexpr, LANES: tl.constexpr, STOP_LANES: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, NUM_STOPS: tl.constexpr, LANES: tl.constexpr, STOP_LANES: tl.constexpr, WAIT_ID: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
@@ -55,6 +61,7 @@ def accept_kernel(
     else:
         agrees = (drafts == emitted) & (emitted >= 0)
     accepted = tl.min(tl.where(agrees & (lane < length), LANES, lane), 0)
+    accepted -= tl.max(((lane == accepted) & has_choice & (emitted == WAIT_ID)).to(tl.int32), 0)
     if rates is not None:
         emitted = tl.where(lane < accepted, drafts, emitted)
 
@@ -77,7 +84,7 @@ def accept_kernel(
     tl.store(finish + row, ending, mask=alive)
     tl.store(live + row, 0, mask=alive & (ending > 0))
 
-    tl.store(out_accepted_len + row, tl.where(alive, accepted, 0))
+    tl.store(out_accepted_len + row, tl.where(alive, tl.maximum(accepted, 0), 0))
     log = out_log + row * (K + 5)
     logged = tl.where(alive, accepted, -1)
     tl.store(log, logged)
@@ -109,7 +116,8 @@ def accept(
 
     draft_ids         int32 [R, K]     proposals, K <= 64; rows may be slices of wider ones
     draft_len         int32 [R]        how many of them count, 0..K
-    target_ids        int32 [T]        y: those of row r are target_ids[cu_seqlens_q[r] + j], j = 0..draft_len[r]; NO_TOKEN: none
+    target_ids        int32 [T]        y: those of row r are target_ids[cu_seqlens_q[r] + j], j = 0..draft_len[r]; NO_TOKEN: none,
+                                       WAIT: not yet
     cu_seqlens_q      int32 [R+1]
     stop_ids          int32 [R, N]     -1: unused
     limit             int32 [R]        a row with this many tokens ends; draft lengths are capped so that it is not exceeded
@@ -120,7 +128,8 @@ def accept(
     live              int32 [R]        in/out: 0 once a row is finished
     finish            int32 [R]        out, live rows only: 0 running, 1 a stop id was kept, 2 limit reached, 3 no choice
     out_accepted_len  int32 [R]        a; 0 for dead rows
-    out_log           int32 [R, K+5]   a, draft_len, kept, finish, the emitted tokens, then -1; dead rows: -1, 0, 0, 0, -1 ...
+    out_log           int32 [R, K+5]   a, draft_len, kept, finish, the emitted tokens, then -1; dead rows: -1, 0, 0, 0, -1 ...;
+                                       so do live ones that take no part, but for draft_len
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
@@ -157,7 +166,7 @@ def accept(
             tokens, num_tokens, live, finish, out_accepted_len, out_log,
             draft_ids.stride(0), tokens.stride(0), tokens.shape[1],
             K=width, NUM_STOPS=num_stops, LANES=max(2, triton.next_power_of_2(width + 1)),
-            STOP_LANES=max(2, triton.next_power_of_2(num_stops)), num_warps=1, **launch_args(draft_ids),
+            STOP_LANES=max(2, triton.next_power_of_2(num_stops)), WAIT_ID=WAIT, num_warps=1, **launch_args(draft_ids),
         )  # fmt: skip
 
 
@@ -190,6 +199,7 @@ def accept_reference(
     else:
         agrees = uniform_reference(keys[:, None], num_tokens[:, None] + lane[:width]) < rates
     accepted = (agrees & (lane[:width] < draft_len[:, None])).cumprod(1).sum(1)
+    accepted -= (emitted.gather(1, accepted[:, None])[:, 0] == WAIT).long()
     if rates is not None:
         emitted[:, :width] = torch.where(lane[:width] < accepted[:, None], draft_ids, emitted[:, :width])
 
@@ -210,7 +220,7 @@ def accept_reference(
     finish.copy_(torch.where(alive, ending, finish))
     live *= ending == 0
 
-    out_accepted_len.copy_(torch.where(alive, accepted, 0))
+    out_accepted_len.copy_(torch.where(alive, accepted.clamp(min=0), 0))
     out_log[:, 0] = torch.where(alive, accepted, -1)
     out_log[:, 1] = torch.where(alive, draft_len, 0)
     out_log[:, 2] = torch.where(alive, kept, 0)

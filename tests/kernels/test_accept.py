@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.rounds.accept import FAILED, MAX_DRAFT_LEN, accept
+from batchspec.kernels.rounds.accept import FAILED, MAX_DRAFT_LEN, WAIT, accept
 from batchspec.kernels.sampling.argmax import NO_TOKEN
 from batchspec.kernels.sampling.counter_rng import uniform_reference
 
@@ -100,6 +100,11 @@ def by_hand(row: Row, width: int, rates: list[float] | None = None) -> tuple[lis
             break
         emitted.append(draft)
         accepted += 1
+    if row.targets[accepted] == WAIT:  # the last draft is the round's last token
+        accepted -= 1
+        if accepted < 0:
+            return [-1, len(row.drafts), 0, 0] + [-1] * (width + 1), row
+        emitted.pop()
     emitted.append(row.targets[accepted])
     failures = (j for j, target in enumerate(row.targets[: accepted + 1]) if target == NO_TOKEN)
     stops = (j + 1 for j, token in enumerate(emitted) if token in row.stop_ids)
@@ -159,6 +164,17 @@ def test_made_up_acceptance_fails_where_the_target_has_no_choice_before_a_stop(i
     row = Row([10, 11], [NO_TOKEN, 5, 6], stop_ids=(11,))
     log, after = one(row, interpret, device, rates=[1.0, 1.0, 1.0, 1.0])
     assert (log[2], log[3], after.tokens, after.live) == (0, FAILED, [1, 2, 3], 0)
+
+
+def test_a_choice_that_must_wait_leaves_the_draft_before_as_the_last_token(interpret: bool, device: torch.device) -> None:
+    log, after = one(Row([10, 11, 12], [10, 11, WAIT, 12]), interpret, device)
+    assert log == [1, 3, 2, 0, 10, 11, -1, -1, -1]
+    assert (after.tokens, after.live, after.finish) == ([1, 2, 3, 10, 11], 1, 0)
+    log, after = one(Row([10, 11], [50, WAIT, WAIT]), interpret, device)
+    assert log[:5] == [0, 2, 1, 0, 50]
+    logs, (after,), accepted = run([Row([10], [WAIT, 11])], interpret, device)
+    assert (logs[0], accepted) == ([-1, 1, 0, 0, -1, -1, -1, -1, -1], [0])
+    assert (after.tokens, after.live, after.finish) == ([1, 2, 3], 1, 0)
 
 
 def test_no_draft_confirms_a_choice_that_is_none(interpret: bool, device: torch.device) -> None:
@@ -252,11 +268,11 @@ def test_rates_are_conditional_on_what_was_accepted_before(interpreted: int, int
 
 
 @st.composite
-def random_rows(draw: st.DrawFn, width: int) -> list[Row]:
-    rows = []
+def random_rows(draw: st.DrawFn, width: int, *, may_wait: bool = False) -> list[Row]:
+    rows, rare = [], [3, NO_TOKEN, *[WAIT] * may_wait]
     for key in range(draw(st.integers(1, 4))):
         drafts = draw(st.lists(st.integers(0, 3), max_size=width))
-        targets = [draw(st.sampled_from([token] * 6 + [3, NO_TOKEN])) for token in drafts] + [draw(st.integers(NO_TOKEN, 3))]
+        targets = [draw(st.sampled_from([token] * 6 + rare)) for token in drafts] + [draw(st.sampled_from([0, 1, 2, *rare]))]
         stop_ids = tuple(draw(st.lists(st.integers(0, 5), max_size=2)))
         tokens = draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
         limit = len(tokens) + draw(st.integers(1, 8))
@@ -275,7 +291,7 @@ def test_equals_a_plain_loop(examples: int, interpret: bool, device: torch.devic
 def equals_a_plain_loop(
     data: st.DataObject, width: int, uniform_layout: bool, synthetic: bool, interpret: bool, device: torch.device
 ) -> None:
-    rows = data.draw(random_rows(width))
+    rows = data.draw(random_rows(width, may_wait=not synthetic))
     rates = data.draw(st.lists(st.sampled_from([0.0, 0.3, 0.9, 1.0]), min_size=width, max_size=width)) if synthetic else None
     logs, after, accepted = run(rows, interpret, device, width=width, rates=rates, uniform_layout=uniform_layout)
     expected = [by_hand(row, width, rates) for row in rows]

@@ -129,6 +129,12 @@ _case("constrain_drafts_kernel", "constrain", 1, draft_ids=PI32, draft_len=PI32,
       masks=PI32, symbols=PI32, starts=PI32, draft_stride=I32, mask_stride=I32, num_tokens=I32, width=I32)  # fmt: skip
 _case("advance_states_kernel", "constrain", 1, states=PI32, classes=PI32, tokens=PI32, kept=PI32, live=PI32, tables=PI32,
       symbols=PI32, starts=PI32, stride_row=I32, num_tokens=I32, width=I32)  # fmt: skip
+for _drafts in (None, PI32):
+    _case(f"mark_waiting_kernel drafts {_drafts}", "waiting", 1, target_ids=PI32, row_ids=PI32, states=PI32, classes=PI32,
+          drafts=_drafts, num_drafted=_drafts and PI64, draft_rows=None, tables=PI32, symbols=PI32, starts=PI32,
+          draft_stride=I32, num_tokens=I32, width=I32, WAIT=-2, NOT_EXPANDED=-3)  # fmt: skip
+_case("park_waiting_kernel", "waiting", 4, states=PI32, tables=PI32, live=PI32, log=PI32, log_stride=I32, LANES=128,
+      num_rows=I32, WAITING=4, NOT_EXPANDED=-3)  # fmt: skip
 for _tokens in (1, 5):
     _case(
         f"prepare_verify_inputs_kernel S={_tokens}",
@@ -214,7 +220,7 @@ for _rates in (None, PF32):
         _case(f"accept_kernel K={_k}, rates {_rates}", "accept", 1, draft_ids=PI32, draft_len=PI32, target_ids=PI32,
               cu_seqlens_q=PI32, stop_ids=PI32, limit=PI32, rates=_rates, keys=PI64, tokens=PI32, num_tokens=PI32, live=PI32,
               finish=PI32, out_accepted_len=PI32, out_log=PI32, draft_stride=I32, token_stride=I32, max_tokens=I32,
-              K=_k, NUM_STOPS=3, LANES=max(2, 2 * _k), STOP_LANES=4)  # fmt: skip
+              K=_k, NUM_STOPS=3, LANES=max(2, 2 * _k), STOP_LANES=4, WAIT_ID=-2)  # fmt: skip
 for _nodes, _depth, _lanes, _levels in ((61, 6, 64, 8), (3, 1, 4, 2)):
     _case(f"prepare_tree_inputs_kernel S={_nodes}", "prepare_tree_inputs", 2, parents=PI32, num_tokens=PI32, live=PI32,
           page_table=PI32, out_positions=PI64, out_slot_mapping=PI64, out_ancestors=PI64, out_kv_len=PI32, parents_stride=I32,

@@ -1,0 +1,196 @@
+"""Rows that follow lazy automata: which states the device needs, which are asked for, which rows wait. Host bookkeeping only.
+
+A row that gets to a state of which the device has no mask stops there by itself (`kernels/sampling/waiting.py`); the host reads
+that, asks `Expanding` for the state, puts it into the tables and wakes the row. States stay for whoever gets there later. Once
+the tables are full, the engine reads all results, so that every row's tokens are known, and all states are forgotten: the rows
+wait, and their states are asked for anew. The oldest row gets its state first, so that there is progress.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+
+from batchspec.batch.automata import AutomataRoom, Constraint, StatesUpload
+from batchspec.engine.lazy_places import LazyPlaces
+from batchspec.engine.request_state import RequestState
+from batchspec.lazy_automaton import Answer, Ask, Expanding, LazyAutomaton, new_epoch
+from batchspec.records import Request, RowError
+from batchspec.token_automaton import DEAD, TokenSymbols
+
+PATIENCE = 16
+"""Rounds of the rows that can go on while others wait for room."""
+_Key = tuple[LazyAutomaton, int, tuple[int, ...]]
+"""What is asked for: the state after these tokens from this state."""
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    state: RequestState
+    automaton: LazyAutomaton
+    at: int
+    """State of the automaton after `num_walked` output tokens."""
+    num_walked: int = 0
+    asked: _Key | None = None
+    waits: bool = False
+    """In a slot, and dead on the device until it is woken."""
+
+
+class LazyStates:
+    def __init__(self, expanding: Expanding, vocabulary: TokenSymbols, room: AutomataRoom) -> None:
+        self._expanding, self._vocabulary = expanding, vocabulary
+        self._places = LazyPlaces(room)
+        self._epoch = new_epoch()
+        self._rows: dict[int, _Row] = {}
+        """By the id of the request's state, which the entry keeps alive."""
+        self._asked: dict[_Key, Future[Answer]] = {}
+        self._failed: list[RequestState] = []
+        self.full = False
+        """There is no room for the next state."""
+        self._patience = PATIENCE
+
+    def restart(self) -> None:
+        """Forget the rows of an earlier run; states that were found stay."""
+        self._rows.clear()
+        self._asked.clear()
+        self._failed.clear()
+
+    def follows(self, request: Request) -> bool:
+        """Whether the request's automaton allows the tokens that an earlier run left. Waits for the answer."""
+        automaton, resumed = request.automaton, request.resumed
+        if resumed is None or not isinstance(automaton, LazyAutomaton):
+            return True
+        found = self._expanding.submit(Ask(automaton, request.automaton_state, resumed.tokens, self._epoch)).result()
+        return found is None or isinstance(found, str) or found.state != DEAD
+
+    def hold(self, state: RequestState) -> bool:
+        """A request is about to enter a slot: whether the state after its tokens is on the device. If not it is asked for."""
+        self.collect()
+        return not self.full and state.finish_reason is None and self._is_ready(self._row(state))
+
+    def constraint(self, state: RequestState) -> Constraint:
+        """Where the automaton of a row that is held stands."""
+        row = self._rows[id(state)]
+        known = self._places.known[row.automaton]
+        return Constraint(known.class_place, int(known.places[row.at]))
+
+    def wait(self, state: RequestState) -> None:
+        """The row stopped at the end of its tokens, which are all read."""
+        row = self._row(state)
+        row.waits = True
+        self._is_ready(row)
+
+    def drop(self, state: RequestState) -> None:
+        """The request leaves its slot, or is given up."""
+        self._rows.pop(id(state), None)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(row.waits for row in self._rows.values())
+
+    def must_forget(self) -> bool:
+        """Asked before each round: whether all states must be forgotten now. Rows that can go on do so for a while first."""
+        if not self.full:
+            return False
+        self._patience -= 1
+        in_slots = (row for row in self._rows.values() if row.state.slot >= 0)
+        return self._patience < 0 or all(row.waits and not self._is_ready(row) for row in in_slots)
+
+    @property
+    def is_asking(self) -> bool:
+        """States were asked for that have not come."""
+        return bool(self._asked)
+
+    def rest(self, seconds: float) -> None:
+        """Until a state comes, but no longer."""
+        wait(self._asked.values(), seconds, FIRST_COMPLETED)
+
+    def collect(self) -> None:
+        """Take the states that have come, and place them."""
+        for key, answer in list(self._asked.items()):
+            if self.full or not answer.done():
+                break  # they come in the order of the asks
+            found = answer.result()
+            if found is None:
+                self.full = True
+            elif isinstance(found, str):
+                self._fail(key, found)
+            elif found.state == DEAD:
+                self._fail(key, "its tokens do not follow it")
+            elif self._places.put(key[0], found):
+                for row in self._of(key):
+                    row.at, row.num_walked, row.asked = found.state, len(row.state.tokens), None
+            elif self._places.is_empty:
+                self._fail(key, "one of its states takes more than the memory for them on the device")
+            else:
+                self.full = True
+            if not self.full:
+                del self._asked[key]
+
+    def forget(self) -> tuple[int, ...]:
+        """Forget all states; no result may be unread. The slots of the rows that follow some: they must be stopped."""
+        self._places.forget()
+        self._asked.clear()
+        self._epoch, self.full, self._patience = new_epoch(), False, PATIENCE
+        rows = sorted(self._rows.values(), key=lambda row: (row.state.slot < 0, row.state.order))
+        for row in rows:
+            assert row.state.request.automaton is not None
+            row.at, row.num_walked, row.asked = row.state.request.automaton_state, 0, None
+            row.waits = row.state.slot >= 0
+            self._is_ready(row)
+        return tuple(row.state.slot for row in rows if row.waits)
+
+    def take_uploads(self) -> tuple[StatesUpload, ...]:
+        """What the device must have before the rows of `take_wakes`, and of refills, go on."""
+        uploads, self._places.uploads = tuple(self._places.uploads), []
+        return uploads
+
+    def take_wakes(self) -> tuple[tuple[int, Constraint], ...]:
+        """Slots of rows that can go on, and where their automata stand."""
+        woken = [row for row in self._rows.values() if row.waits and self._is_ready(row)]
+        for row in woken:
+            row.waits = False
+        return tuple((row.state.slot, self.constraint(row.state)) for row in woken)
+
+    def take_failed(self) -> list[RequestState]:
+        """Requests whose next state cannot be found: their error says why."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _row(self, state: RequestState) -> _Row:
+        row = self._rows.get(id(state))
+        if row is None:
+            automaton = state.request.automaton
+            assert isinstance(automaton, LazyAutomaton)
+            row = self._rows[id(state)] = _Row(state, automaton, state.request.automaton_state)
+        return row
+
+    def _is_ready(self, row: _Row) -> bool:
+        """Whether the device has the state after the row's tokens; else it is asked for."""
+        if row.asked is not None:
+            return False
+        known = self._places.known.get(row.automaton)
+        if known is not None:
+            row.at, count = known.after(row.at, row.state.tokens[row.num_walked :], self._vocabulary)
+            row.num_walked += count
+            if row.num_walked == len(row.state.tokens) and row.at in known.expanded:
+                return True
+        row.asked = (row.automaton, row.at, tuple(row.state.tokens[row.num_walked :]))
+        if row.asked not in self._asked:
+            self._asked[row.asked] = self._expanding.submit(Ask(*row.asked, self._epoch))
+        return False
+
+    def _of(self, key: _Key) -> Iterable[_Row]:
+        return [row for row in self._rows.values() if row.asked == key]
+
+    def _fail(self, key: _Key, why: str) -> None:
+        for row in self._of(key):
+            kind = row.automaton.kind
+            row.state.fail(RowError(
+                code="large_schema", stage="decode", retryable=False,
+                message=f"{kind}: {why} (after output token {len(row.state.tokens)}); shorten the {kind} or drop the row",
+            ))  # fmt: skip
+            self._failed.append(row.state)
+            row.waits = False
+            self.drop(row.state)

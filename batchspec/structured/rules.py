@@ -1,0 +1,127 @@
+"""Named rules of nodes, which may refer to themselves: the form of grammars and of recursive schemas.
+
+Without recursion the rules are inlined, and the node has a finite automaton. With it they have one that is built while it is used
+(`network.py`). A rule that begins with itself is rewritten as a repetition: a = a x | y becomes a = y x*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from batchspec.structured.regular import Alt, Joined, Members, Node, Ref, Repeat, Seq
+
+
+class BadGrammar(ValueError):
+    """The grammar is not valid, or holds what is not built; the message says where and what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a text must be: `start`, whose references are to `named`."""
+
+    start: Node
+    named: Mapping[str, Node] = field(default_factory=dict)
+
+    def inlined(self) -> Node | None:
+        """One node without references; None where a rule refers to itself."""
+        done: dict[str, Node] = {}
+        named = self.without_left_recursion().named
+        for name in _innermost_first(self.start, named) or ():
+            done[name] = _mapped(named[name], done)
+        return _mapped(self.start, done) if done.keys() >= references(self.start) else None
+
+    def without_left_recursion(self) -> Rules:
+        """The same texts, by rules of which none begins with itself at once. Others are refused where they are used."""
+        return replace(self, named={name: _as_repetition(name, node) for name, node in self.named.items()})
+
+
+def references(node: Node) -> set[str]:
+    """Names of the rules that a node names."""
+    found, todo, seen = set[str](), [node], set[int]()
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, Ref):
+            found.add(one.rule)
+        todo += _parts(one)
+    return found
+
+
+def _parts(node: Node) -> list[Node]:
+    match node:
+        case Seq(parts) | Alt(parts):
+            return list(parts)
+        case Repeat(part, _, _):
+            return [part]
+        case Joined(item, between):
+            return [item, between]
+        case Members(items, between):
+            return [*(item for item, _ in items), between]
+    return []
+
+
+def _innermost_first(start: Node, named: Mapping[str, Node]) -> list[str] | None:
+    """Rules that the start needs, each after those that it names; None if there is no such order."""
+    found: dict[str, None] = {}
+    opened: list[str] = []
+    todo = [(name, False) for name in references(start)]
+    while todo:
+        name, closes = todo.pop()
+        if closes:
+            opened.remove(name)
+            found[name] = None
+        elif name in opened:
+            return None
+        elif name not in found:
+            opened.append(name)
+            todo.append((name, True))
+            todo += [(inner, False) for inner in references(named[name])]
+    return list(found)
+
+
+def _mapped(node: Node, done: Mapping[str, Node]) -> Node:
+    match node:
+        case Ref(rule):
+            return done.get(rule, node)
+        case Seq(parts):
+            return Seq(tuple(_mapped(part, done) for part in parts))
+        case Alt(parts):
+            return Alt(tuple(_mapped(part, done) for part in parts))
+        case Repeat(part, least, most):
+            return Repeat(_mapped(part, done), least, most)
+        case Joined(item, between):
+            return Joined(_mapped(item, done), _mapped(between, done))
+        case Members(items, between):
+            return Members(tuple((_mapped(item, done), required) for item, required in items), _mapped(between, done))
+    return node
+
+
+def _as_repetition(name: str, node: Node) -> Node:
+    after, others = list[Node](), list[Node]()
+    for way in _ways(node):
+        parts = _flat(way)
+        if parts and parts[0] == Ref(name):
+            if len(parts) > 1:  # a = a says nothing
+                after.append(Seq(tuple(parts[1:])))
+        else:
+            others.append(way)
+    if not after and len(others) == len(_ways(node)):
+        return node
+    return Seq((Alt(tuple(others)), Repeat(Alt(tuple(after)), 0, None)))
+
+
+def _ways(node: Node) -> list[Node]:
+    """The alternatives of a node."""
+    if isinstance(node, Alt):
+        return [way for part in node.parts for way in _ways(part)]
+    if isinstance(node, Seq) and len(node.parts) == 1:
+        return _ways(node.parts[0])
+    return [node]
+
+
+def _flat(node: Node) -> list[Node]:
+    """A node as parts that follow one another."""
+    return [part for inner in node.parts for part in _flat(inner)] if isinstance(node, Seq) else [node]

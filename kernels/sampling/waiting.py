@@ -1,0 +1,135 @@
+"""Positions and rows whose automaton stands in a state that the device knows no mask of yet: the host has to find it first.
+
+    target_ids[t] = WAIT   where the state after the drafts before t is not expanded: tables[state + 1] = NOT_EXPANDED
+    live[r] = 0, finish    of a row whose committed tokens end in such a state: it takes no part until the host wakes it
+
+`accept` takes the token before a WAIT for the round's last one, so nothing that no mask was applied to is committed. Bound by
+launch latency, and by the walk of `constrain.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchspec.kernels.common.checks import check
+from batchspec.kernels.rounds.accept import WAIT, WAITING
+from batchspec.kernels.sampling.constrain import walk, walk_reference
+
+NOT_EXPANDED = -3
+"""In the second column of a state's row."""
+
+
+@triton.jit(do_not_specialize=["num_tokens", "width"])
+def mark_waiting_kernel(
+    target_ids, row_ids, states, classes, drafts, num_drafted, draft_rows, tables, symbols, starts, draft_stride, num_tokens,
+    width, WAIT: tl.constexpr, NOT_EXPANDED: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    row = tl.load(row_ids + t).to(tl.int64)
+    state, class_map = tl.load(states + row), tl.load(classes + row)
+    if drafts is not None:
+        line = row
+        if draft_rows is not None:
+            line = tl.load(draft_rows + t).to(tl.int64)
+        count = tl.where(state > 0, tl.minimum(tl.load(num_drafted + t), width), 0).to(tl.int32)
+        for j in range(0, count):
+            state = walk(state, class_map, tl.load(drafts + line * draft_stride + j), tables, symbols, starts, num_tokens)
+    waits = (state > 0) & (tl.load(tables + state + 1, mask=state > 0, other=0) == NOT_EXPANDED)
+    tl.store(target_ids + t, WAIT, mask=waits)
+
+
+def mark_waiting(
+    target_ids: Tensor, row_ids: Tensor, states: Tensor, classes: Tensor, tables: Tensor, symbols: Tensor, starts: Tensor, *,
+    drafts: Tensor | None = None, num_drafted: Tensor | None = None, draft_rows: Tensor | None = None, interpret: bool = False,
+) -> None:  # fmt: skip
+    """Set the target's choice to WAIT where the state is not expanded, in place.
+
+    target_ids  int32 [T]  the others as of `constrain_logits`
+    Does not synchronise on a GPU. Raises ValueError for other shapes or dtypes.
+    """
+    (count,), batch = target_ids.shape, states.numel()
+    check("mark_waiting: target_ids", target_ids, (count,), torch.int32)
+    check("mark_waiting: row_ids", row_ids, (count,), torch.int32)
+    for name, tensor in (("states", states), ("classes", classes)):
+        check(f"mark_waiting: {name}", tensor, (batch,), torch.int32)
+    for name, tensor in (("tables", tables), ("symbols", symbols), ("starts", starts)):
+        check(f"mark_waiting: {name}", tensor, (tensor.numel(),), torch.int32)
+    if (drafts is None) != (num_drafted is None):
+        raise ValueError("mark_waiting: drafts and num_drafted come together; give both or neither")
+    if drafts is not None and num_drafted is not None:
+        check("mark_waiting: drafts", drafts, tuple(drafts.shape), torch.int32, rows=True)
+        check("mark_waiting: num_drafted", num_drafted, (count,), torch.int64)
+    if draft_rows is not None:
+        check("mark_waiting: draft_rows", draft_rows, (count,), torch.int32, torch.int64)
+    if not (target_ids.is_cuda or interpret):
+        mark_waiting_reference(
+            target_ids, row_ids, states, classes, tables, symbols, starts, drafts=drafts, num_drafted=num_drafted,
+            draft_rows=draft_rows,
+        )  # fmt: skip
+    elif count:
+        mark_waiting_kernel[(count,)](
+            target_ids, row_ids, states, classes, drafts, num_drafted, draft_rows, tables, symbols, starts,
+            0 if drafts is None else drafts.stride(0), starts.numel() - 1, 0 if drafts is None else drafts.shape[1],
+            WAIT=WAIT, NOT_EXPANDED=NOT_EXPANDED, num_warps=1,
+        )  # fmt: skip
+
+
+def mark_waiting_reference(
+    target_ids: Tensor, row_ids: Tensor, states: Tensor, classes: Tensor, tables: Tensor, symbols: Tensor, starts: Tensor, *,
+    drafts: Tensor | None = None, num_drafted: Tensor | None = None, draft_rows: Tensor | None = None,
+) -> None:  # fmt: skip
+    """The same in plain torch."""
+    state, class_map = states[row_ids], classes[row_ids]
+    if drafts is not None and num_drafted is not None:
+        line = row_ids if draft_rows is None else draft_rows
+        for j in range(drafts.shape[1]):
+            after = walk_reference(state, class_map, drafts[:, j][line], tables, symbols, starts)
+            state = torch.where(num_drafted > j, after, state)
+    waits = (state > 0) & (tables[torch.where(state > 0, state + 1, 0).long()] == NOT_EXPANDED)
+    target_ids.masked_fill_(waits, WAIT)
+
+
+@triton.jit
+def park_waiting_kernel(
+    states, tables, live, log, log_stride, LANES: tl.constexpr, num_rows, WAITING: tl.constexpr, NOT_EXPANDED: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    there = row < num_rows
+    state = tl.load(states + row, mask=there, other=0)
+    parked = there & (state > 0) & (tl.load(live + row, mask=there, other=0) != 0)
+    parked = parked & (tl.load(tables + state + 1, mask=parked, other=0) == NOT_EXPANDED)
+    tl.store(live + row, 0, mask=parked)
+    tl.store(log + row * log_stride + 3, WAITING, mask=parked)
+
+
+def park_waiting(states: Tensor, tables: Tensor, *, live: Tensor, log: Tensor, interpret: bool = False) -> None:
+    """End the part that rows take whose state is not expanded, until the host wakes them.
+
+    states  int32 [R]     places in `tables` int32 [N] of the states after the committed tokens
+    live    int32 [R]     in: the rows that take part and have not ended; out: 0 for those that wait
+    log     int32 [R, L]  as of `accept`: `finish` of those becomes WAITING
+    Does not synchronise on a GPU. Raises ValueError for other shapes or dtypes.
+    """
+    (num_rows,) = states.shape
+    check("park_waiting: states", states, (num_rows,), torch.int32)
+    check("park_waiting: tables", tables, (tables.numel(),), torch.int32)
+    check("park_waiting: live", live, (num_rows,), torch.int32)
+    check("park_waiting: log", log, (num_rows, log.shape[1]), torch.int32)
+    if not (states.is_cuda or interpret):
+        park_waiting_reference(states, tables, live=live, log=log)
+    elif num_rows:
+        lanes = 128
+        park_waiting_kernel[(triton.cdiv(num_rows, lanes),)](
+            states, tables, live, log, log.stride(0), LANES=lanes, num_rows=num_rows, WAITING=WAITING, NOT_EXPANDED=NOT_EXPANDED,
+            num_warps=4,
+        )  # fmt: skip
+
+
+def park_waiting_reference(states: Tensor, tables: Tensor, *, live: Tensor, log: Tensor) -> None:
+    """The same in plain torch."""
+    parked = (states > 0) & (live != 0) & (tables[torch.where(states > 0, states + 1, 0).long()] == NOT_EXPANDED)
+    live.masked_fill_(parked, 0)
+    log[:, 3].masked_fill_(parked, WAITING)

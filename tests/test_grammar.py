@@ -1,0 +1,327 @@
+"""Grammars and recursive schemas as rules, and the lazy automata that they become: texts, masks, errors, limits."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import lark
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Ask, LazyAutomaton
+from batchspec.structured import network as network_module
+from batchspec.structured.compiler import BadConstraint, Compiler
+from batchspec.structured.expander import Expander
+from batchspec.structured.grammar import grammar_rules
+from batchspec.structured.lazy_dfa import LazyDfa
+from batchspec.structured.lazy_masks import TokenTrie, expansion
+from batchspec.structured.network import Network
+from batchspec.structured.regex import regex_node
+from batchspec.structured.regular import EMPTY, Impossible, dfa_of, optional, text
+from batchspec.structured.rules import BadGrammar, Rules
+from batchspec.structured.sources import network_of, rules_of, single_bytes
+from batchspec.structured.token_masks import tokens_of_bytes
+from batchspec.token_automaton import DEAD, ENDS, FORCED, NUM_SYMBOLS, TokenAutomaton
+from tests.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, TOKENS, VOCABULARY, automaton
+from tests.grammars import GRAMMARS, Grammar, may_follow, work
+from tests.test_structured import SCHEMAS, matches, schema_dfa
+
+BYTES = np.ones(256, bool)
+TRIE = TokenTrie.of(VOCABULARY)
+TREE = {
+    "$defs": {"t": {"type": "object", "properties": {"v": {"type": "integer"},
+                    "c": {"type": "array", "items": {"$ref": "#/$defs/t"}}}, "required": ["v"]}},
+    "$ref": "#/$defs/t",
+}  # fmt: skip
+
+
+def lazily(rules: Rules) -> LazyDfa:
+    return LazyDfa(Network(rules, EMPTY, BYTES), thinks=False, may_begin=False)
+
+
+def accepts(dfa: LazyDfa, value: str | bytes) -> bool:
+    return dfa.is_final(dfa.after(ANSWER, value.encode() if isinstance(value, str) else value))
+
+
+def texts(dfa: LazyDfa, count: int, seed: int = 0, most_bytes: int = 60) -> list[bytes]:
+    """Texts of random walks; those that get longer than `most_bytes` are left out."""
+    rng, found = random.Random(seed), list[bytes]()
+    for _ in range(20 * count):
+        state, data = ANSWER, bytearray()
+        while len(data) <= most_bytes and len(found) < count:
+            dfa.explore([state])
+            following = [byte for byte in range(256) if dfa.next[state, dfa.classes[byte]]]
+            if dfa.is_final(state) and (not following or rng.random() < 0.3):
+                found.append(bytes(data))
+                break
+            data.append(rng.choice([byte for byte in following if byte < 0x80] or following))
+            state = dfa.after(state, data[-1:])
+    return found
+
+
+def allowed(mask: Any) -> list[bool]:
+    found: list[bool] = np.unpackbits(mask.view(np.uint8), bitorder="little")[: VOCABULARY.num_tokens].astype(bool).tolist()
+    return found
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: " ".join(grammar.rules["S"]))
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_the_tokens_that_may_follow_are_those_of_the_definition(grammar: Grammar, data: st.DataObject) -> None:
+    """A mask agrees with what is accepted, token by token and byte by byte; in thoughts and after them too."""
+    thought = data.draw(st.sampled_from([None, True, False]))
+    dfa = LazyDfa(network_of("grammar", grammar.gbnf, VOCABULARY), thinks=True, may_begin=True)
+    state, out = {None: ANSWER, True: THOUGHT, False: EITHER}[thought], list[int]()
+    for _ in range(8):
+        found = expansion(dfa, state, TRIE, (EOS,), tokens_of_bytes(VOCABULARY))
+        expected = [may_follow(grammar, out, token, thought=thought) for token in range(len(TOKENS))]
+        assert allowed(found.mask) == expected, out
+        ways = [token for token, may in enumerate(expected) if may and token != EOS]
+        assert (found.forced == ENDS) == (expected[EOS] and not ways)
+        if found.forced >= 0:  # nothing but a beginning of it, or all of it, may follow
+            piece = TOKENS[found.forced]
+            assert all(piece[: len(TOKENS[way])] == TOKENS[way] for way in ways if len(TOKENS[way]) <= len(piece))  # type: ignore
+        if not ways:
+            break
+        out.append(data.draw(st.sampled_from(ways)))
+        after = dfa.after(state, VOCABULARY.symbols[VOCABULARY.starts[out[-1]] : VOCABULARY.starts[out[-1] + 1]].tolist())
+        walked = found.states.tolist()
+        assert after in walked  # the device has its place before any row gets there
+        state = after
+
+
+@pytest.mark.parametrize("unrolled", [32, 1])
+@pytest.mark.parametrize("pattern", PATTERNS_OF_LETTERS)
+def test_a_lazy_automaton_has_the_masks_of_the_finite_one(pattern: str, unrolled: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So tokens do not depend on whether an automaton was compiled within its limits."""
+    monkeypatch.setattr(network_module, "UNROLLED", unrolled)
+    made = automaton(pattern, thinks=True)
+    rules = Rules(regex_node(pattern))
+    dfa = LazyDfa(Network(rules, optional(text("\n")), single_bytes(VOCABULARY)), thinks=True, may_begin=True)
+    pairs, todo = {(DEAD, DEAD)}, [(made.answer, ANSWER), (made.thought, THOUGHT), (made.either, EITHER)]
+    while todo:
+        ours, lazy = todo.pop()
+        if (ours, lazy) in pairs:
+            continue
+        pairs.add((ours, lazy))
+        found = expansion(dfa, lazy, TRIE, (EOS,), tokens_of_bytes(VOCABULARY))
+        assert allowed(found.mask) == made.allowed(ours).tolist()
+        assert found.forced == made.table[ours, FORCED]
+        for token in np.flatnonzero(made.allowed(ours)).tolist():
+            if token != EOS:
+                symbols = VOCABULARY.symbols[VOCABULARY.starts[token] : VOCABULARY.starts[token + 1]].tolist()
+                todo.append((made.walk(ours, [token]), dfa.after(lazy, symbols)))
+    assert len(pairs) > 3
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:40])
+def test_a_lazy_automaton_has_the_texts_of_the_finite_one(schema: Any) -> None:
+    finite, dfa = schema_dfa(schema), lazily(rules_of("schema", json.dumps(schema)))
+    rng = random.Random(1)
+    for data in texts(dfa, 15, most_bytes=120):
+        assert matches(finite, data)
+        for _ in range(10):
+            at = rng.randrange(len(data) + 1)
+            other = data[:at] + bytes([rng.choice(b'{}[]:,"0123 a-.')]) + data[at + rng.randrange(2) :]
+            assert matches(finite, other) == accepts(dfa, other), other
+
+
+SUM = r"""
+?start: sum
+?sum: product | sum ("+" | "-") product -> add
+?product: atom | product ("*"|"/") atom
+?atom: NUMBER | "-" atom | "(" sum ")" | NAME | "max"i "(" [sum ("," sum)*] ")" | /k[aeiou]{2}/i | "x" ~ 2..3 | STRING
+NAME: "a".."c"
+%import common (NUMBER, WS_INLINE)
+%import common.ESCAPED_STRING -> STRING
+%ignore WS_INLINE
+"""
+
+
+def test_a_grammar_of_lark_has_the_texts_that_lark_parses() -> None:
+    parser, dfa = lark.Lark(SUM, parser="earley", lexer="dynamic_complete"), lazily(grammar_rules(SUM))
+
+    def parses(data: bytes) -> bool:
+        try:
+            parser.parse(data.decode())
+        except (lark.LarkError, UnicodeDecodeError):
+            return False
+        return True
+
+    known = [b"1 + 2*-(a)", b"MAX(1, b ,c)", b"kEi", b"xxx/xx", b'"a\\"b" + 1.5e3', b" ( ( 1 ) ) "]
+    assert all(accepts(dfa, one) for one in known)
+    rng, wrong = random.Random(2), 0
+    for data in (*known, *texts(dfa, 25, most_bytes=14)):
+        assert parses(data), data
+        for _ in range(4):
+            at = rng.randrange(len(data) + 1)
+            other = data[:at] + bytes([rng.choice(b"1a+ ()x,")]) + data[at + rng.randrange(2) :]
+            if b'"' not in other:  # Lark's own strings may hold quotes
+                assert parses(other) == accepts(dfa, other), other
+                wrong += not accepts(dfa, other)
+    assert wrong > 20
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS[:5], ids=lambda grammar: " ".join(grammar.rules["S"]))
+def test_both_syntaxes_say_the_same(grammar: Grammar) -> None:
+    ours, other = lazily(grammar_rules(grammar.gbnf)), lazily(grammar_rules(grammar.lark))
+    found = texts(ours, 20)
+    assert len(set(found)) > 3
+    assert all(accepts(other, data) for data in found)
+    assert all(accepts(ours, data) for data in texts(other, 20))
+
+
+@pytest.mark.parametrize(
+    ("source", "yes", "no"),
+    [
+        ('root ::= [a-c]+ "-" [^a-c\\n]{2} | "\\u00e9\\x41\\"" # a comment\n', ["ab-xy", 'éA"'], ["ab-ay", "-xy", "é"]),
+        ('root ::= item*\n  | "none"\nitem ::= "- " [^\\n]+ "\\n"', ["- a\n- b\n", "", "none"], ["- a", "none\n"]),
+        ("root ::= ws . ws\nws ::= [ \\t]*", [" é\t", "\n"], ["", "ab"]),
+        ('root ::= ("a" | "b"){2,3} c?\nc ::= [\\]\\-x]', ["ab", "bba]", "aa-"], ["a", "abab", "abz"]),
+        ("root ::= [a-] [^]", ["-x", "a]"], ["bx", "a"]),
+        ('root ::= root "a" | root | "b"', ["b", "baa"], ["", "a", "ab"]),
+        ('start: A+ "." \nA: "x" | /[0-9]+/', ["x12x."], ["x12x", "."]),
+    ],
+)  # fmt: skip
+def test_a_grammar_without_recursion_has_a_finite_automaton(source: str, yes: list[str], no: list[str]) -> None:
+    rules = grammar_rules(source)
+    node = rules.inlined()
+    assert node is not None
+    finite, dfa = dfa_of(node), lazily(rules)
+    for value, expected in [*((one, True) for one in yes), *((one, False) for one in no)]:
+        assert matches(finite, value.encode()) == accepts(dfa, value) == expected, value
+
+
+def test_a_schema_may_refer_to_itself_to_any_depth() -> None:
+    rules = rules_of("schema", json.dumps(TREE))
+    assert rules.inlined() is None
+    dfa = lazily(rules)
+    deep = '{"v":1,"c":[' * 40 + '{"v":2}' + "]}" * 40
+    assert accepts(dfa, deep)
+    assert not accepts(dfa, deep[:-1])
+    found = texts(dfa, 20, most_bytes=200)
+    for data in found:
+        jsonschema.validate(json.loads(data), TREE)
+    assert len(set(found)) > 5
+    array = {"type": "array", "items": {"$ref": "#/$defs/b"}}
+    mutual = {"$defs": {"a": array, "b": {"anyOf": [{"$ref": "#/$defs/a"}, {"const": 1}]}}, "$ref": "#/$defs/a"}
+    assert accepts(lazily(rules_of("schema", json.dumps(mutual))), "[1, [[], 1]]")
+
+
+def test_an_ambiguous_grammar_and_a_long_count_take_few_places() -> None:
+    dfa = lazily(grammar_rules('root ::= root "+" root | "(" root ")" | [0-9]'))
+    assert accepts(dfa, "1+(2+3)" + "+4" * 400)
+    assert not accepts(dfa, "1+" * 400)
+    assert dfa.num_states < 40
+    dfa = lazily(grammar_rules('root ::= "<" [a-z]{3,90000} ">"'))
+    assert accepts(dfa, "<" + "a" * 5000 + ">")
+    assert not accepts(dfa, "<aa>")
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "said"),
+    [
+        ("root ::= a", BadGrammar, "'root' names 'a', which is no rule"), ('a ::= "x"', BadGrammar, "no rule `root`"),
+        ('root ::= "a', BadGrammar, "line 1: '\"a' is not built"),
+        ('root ::= "a"\n\n) "x"', BadGrammar, r"line 3: '\)' begins no rule"),
+        ('root ::= "a"\nroot ::= "b"', BadGrammar, "line 2: rule 'root' is there twice"),
+        ("root ::= (", BadGrammar, "not closed"), ("root ::= [z-a]", BadGrammar, "ends before it begins"),
+        ('root ::= "a"{3,2}', BadGrammar, "no number of times"), ("root ::= * ", BadGrammar, "where a part of a rule must be"),
+        ('root ::= "\\ud800"', BadGrammar, "is no character"), ("", BadGrammar, "no grammar of Lark"),
+        ("start: x", BadGrammar, "no grammar of Lark .*'x' used but not defined"),
+        ("start: /(?=a)/", BadGrammar, "no grammar of Lark"), ("start: /a(?=b)/", BadGrammar, "terminal .*lookahead"),
+        ("%import .secret.X\nstart: X", BadGrammar, "only what `common` has"),
+        ("%import os.X\nstart: X", BadGrammar, "only what `common` has"),
+        ('root ::= a\na ::= b "x" | "z"\nb ::= a | "y"', BadGrammar, "begins with itself, by 'a' -> 'b' -> 'a'"),
+        ('root ::= e root "a" | "b"\ne ::= "c"?', BadGrammar, "rule 'root' begins with itself"),
+        ('root ::= root "a"', Impossible, "no text"), ('root ::= "a" root', Impossible, "no text"),
+        ("root ::= []", Impossible, "no text"),
+    ],
+)  # fmt: skip
+def test_what_is_no_grammar_is_refused_in_one_line(source: str, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said) as refused:
+        lazily(grammar_rules(source))
+    assert "\n" not in str(refused.value)
+
+
+def test_what_leads_to_no_end_cannot_be_begun() -> None:
+    dfa = lazily(
+        grammar_rules('root ::= "b" root "b" | "a" "d" endless | "c"\nendless ::= "c" endless | [] | "d" endless endless')
+    )
+    assert accepts(dfa, "bbcbb")
+    assert dfa.after(ANSWER, b"a") == dfa.after(ANSWER, b"bba") == DEAD
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    return Compiler(VOCABULARY, (EOS,), thinks=False, may_begin=False)
+
+
+def test_the_compiler_says_which_way_a_constraint_goes(compiler: Compiler) -> None:
+    assert isinstance(compiler.compile("grammar", 'root ::= "ab" | "c"'), TokenAutomaton)
+    source = GRAMMARS[0].gbnf
+    assert compiler.compile("grammar", source) == LazyAutomaton("grammar", source)
+    assert isinstance(compiler.compile("regex", "(a|b){90000}"), LazyAutomaton)
+    assert compiler.stats.lazy["it is recursive"] == 1
+    assert len(compiler.stats.lazy) == 2
+    # The vocabulary has no x: the empty text alone can be written.
+    assert isinstance(compiler.compile("grammar", 'root ::= "xyz" root | ""'), LazyAutomaton)
+    for source, code in (('root ::= "x" root "a" | "y"', "impossible"), ("root ::= (", "bad_schema")):
+        with pytest.raises(BadConstraint) as refused:
+            compiler.compile("grammar", source)
+        assert refused.value.code == code
+
+
+def test_a_process_finds_the_states_and_one_that_dies_loses_its_epoch(compiler: Compiler) -> None:
+    expander, here = Expander(compiler.job), work()
+    lazy = LazyAutomaton("grammar", GRAMMARS[0].gbnf)
+    first = Ask(lazy, ANSWER, (3, 3), 7)
+    found, expected = expander.submit(first).result(60), here.answer(first)
+    assert not isinstance(found, str)
+    assert not isinstance(expected, str)
+    assert found is not None
+    assert found.state == expected.state
+    assert found.mask.tolist() == expected.mask.tolist()
+    dead = expander.submit(Ask(lazy, ANSWER, (4,), 7)).result(60)
+    assert not isinstance(dead, str)
+    assert dead is not None
+    assert dead.state == DEAD
+    assert expander._process._process is not None
+    expander._process._process.kill()
+    assert isinstance(expander.submit(first).result(60), str)
+    assert expander.submit(first).result(60) is None  # its numbers mean nothing to the next process
+    again = expander.submit(Ask(lazy, ANSWER, (3, 3), 8)).result(60)
+    assert not isinstance(again, str)
+    assert again is not None
+    assert again.mask.tolist() == found.mask.tolist()
+
+
+def test_a_state_that_takes_too_long_is_an_answer_too(compiler: Compiler) -> None:
+    expander = Expander(compiler.job, cpu_s=1)
+    rules = " | ".join(f'"{"a" * count}" root "{"b" * count}"' for count in range(1, 40))
+    slow = LazyAutomaton("grammar", f'root ::= {rules} | "c"')
+    answers = [expander.submit(Ask(slow, ANSWER, tuple([3] * count), 1)).result(120) for count in (1, 60)]
+    assert any(isinstance(one, str) and ("ways" in one or "takes more than" in one) for one in answers)
+
+
+def test_states_are_numbered_anew_in_another_epoch() -> None:
+    here, lazy = work(), LazyAutomaton("grammar", GRAMMARS[0].gbnf)
+    here.answer(Ask(lazy, ANSWER, (3, 3, 3), 1))
+    (dfa,) = here._known.values()
+    assert dfa.num_states > 5
+    here.answer(Ask(lazy, ANSWER, (), 2))
+    assert next(iter(here._known.values())) is not dfa
+
+
+def test_symbols_of_think_tokens_are_no_text() -> None:
+    dfa = LazyDfa(network_of("grammar", 'root ::= [^a]* "a"', VOCABULARY), thinks=True, may_begin=True)
+    for token in (BEGIN, END):
+        symbols = VOCABULARY.symbols[VOCABULARY.starts[token] : VOCABULARY.starts[token + 1]].tolist()
+        assert dfa.after(ANSWER, symbols) == DEAD
+    assert dfa.classes.shape == (NUM_SYMBOLS,)
+    assert regex_node("a") != optional(text("a"))

@@ -1,0 +1,220 @@
+"""Rows that follow lazy automata: the tokens are those of the definition, whatever drafts, slots, pages, run-ahead and room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from batchspec.batch.automata import Automata, AutomataRoom, StatesUpload
+from batchspec.draft.base import Drafter
+from batchspec.engine import allocator
+from batchspec.engine.engine import Engine
+from batchspec.engine.lazy_places import LazyPlaces
+from batchspec.engine.round import RoundOptions
+from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Expanding
+from batchspec.records import Completion, Request, SamplingParams, Snapshot, Thinking
+from batchspec.structured import lazy_dfa
+from tests.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, VOCABULARY, constrained_tokens, written
+from tests.engines import DEVICE, VOCAB, ForcedDrafter, packed, request, tiny_target
+from tests.grammars import GRAMMARS, ExpandLate, Grammar, grammar_tokens, is_text, lazy, may_follow
+from tests.replaying import SLOTS
+from tests.test_constrained import SAMPLINGS, constrained, tokens
+from tests.test_logit_rules import ALL
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+def following(req: Request, grammar: Grammar, **more: Any) -> Request:
+    return replace(req, stop_ids=(EOS,), automaton=lazy(grammar), automaton_state=ANSWER, **more)
+
+
+def run(
+    requests: Sequence[Request], drafter: Drafter, *, expanding: Expanding | None = None, lazy_words: int = 1 << 14,
+    lazy_masks: int = 64, short_cap: int = 512, logprobs: int | None = None, **shape: Any,
+) -> dict[int, Completion]:  # fmt: skip
+    room = AutomataRoom(
+        num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14, lazy_words=lazy_words, lazy_masks_bytes=4 * lazy_masks
+    )
+    engine = Engine(
+        tiny_target(window=5), drafter, packed(SLOTS, **{"draft_len": drafter.max_len, **shape}), device=DEVICE, penalties=True,
+        vocabulary=VOCABULARY, automata_room=room, expanding=expanding or ExpandLate(0, most_polls=0),
+        options=RoundOptions(logprobs=logprobs),
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(allocator, "SHORT_CAP_TOKENS", short_cap)
+        return {done.row_index: done for done in engine.run(iter(requests))}
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> list[tuple[Request, Grammar | str | None]]:
+    found: list[tuple[Request, Grammar | str | None]] = []
+    for index in range(draw(st.integers(1, 6))):
+        prompt = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9))
+        cap = draw(st.integers(1, 14))
+        one = request(index, prompt, cap=cap, sampling=draw(st.sampled_from(SAMPLINGS)), predicted=draw(st.integers(1, cap)))
+        rule = draw(st.sampled_from((None, *PATTERNS_OF_LETTERS[:3], *GRAMMARS, *GRAMMARS)))
+        found.append((following(one, rule) if isinstance(rule, Grammar) else constrained(one, rule), rule))
+    return found
+
+
+def defined(req: Request, rule: Grammar | str | None) -> list[int]:
+    return grammar_tokens(req, rule) if isinstance(rule, Grammar) else constrained_tokens(req, rule)
+
+
+@pytest.mark.parametrize("name", ALL)
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_tokens_are_those_of_the_definition_whatever_drafts(name: str, data: st.DataObject) -> None:
+    job = data.draw(jobs())
+    shape = {"run_ahead": data.draw(st.sampled_from([0, 2])), "prefill_tokens": data.draw(st.sampled_from([5, 64]))}
+    num_pages = data.draw(st.sampled_from([400, 24]))  # few pages: rows are preempted and walk their tokens again
+    room = data.draw(st.sampled_from([{}, {"lazy_words": 1500, "lazy_masks": 5}]))  # little room: states are forgotten
+    expanding = ExpandLate(data.draw(st.integers(0, 9)), lost=data.draw(st.sampled_from([0.0, 0.2])))
+    done = run([req for req, _ in job], ALL[name](), short_cap=0, num_pages=num_pages, expanding=expanding, **room, **shape)
+    assert tokens(done) == {req.row_index: defined(req, rule) for req, rule in job}
+    for req, rule in job:
+        out = done[req.row_index]
+        if isinstance(rule, Grammar) and out.status == "ok":
+            assert out.token_ids is not None
+            assert is_text(rule, written(out.token_ids.tolist()))
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_drafts_that_are_all_right_or_all_forbidden(right: bool) -> None:
+    job = [
+        (following(request(i, [i, 7], cap=12, sampling=SAMPLINGS[i % 2]), grammar), grammar) for i, grammar in enumerate(GRAMMARS)
+    ]
+    expected = {req.row_index: grammar_tokens(req, grammar) for req, grammar in job}
+    outputs = {req.seed: expected[req.row_index] for req, _ in job}
+    done = run([req for req, _ in job], ForcedDrafter(4, outputs, right=right, fixed_len=True))
+    assert tokens(done) == expected
+    for out in done.values():  # a round that waits counts no token that it did not emit
+        assert out.stats is not None
+        assert out.token_ids is not None
+        emitted = out.stats.num_prefills + out.stats.num_accepted + out.stats.num_rounds
+        assert emitted - out.stats.num_discarded == len(out.token_ids)
+
+
+def test_states_are_asked_for_once_and_serve_all_rows_and_later_runs() -> None:
+    expanding = ExpandLate(0, most_polls=0)
+    room = AutomataRoom(num_tokens=VOCAB, table_words=1 << 10, masks_bytes=1 << 10, lazy_words=1 << 14, lazy_masks_bytes=256)
+    engine = Engine(
+        tiny_target(window=5), ALL["eagle3"](), packed(SLOTS, draft_len=3), device=DEVICE, vocabulary=VOCABULARY,
+        automata_room=room, expanding=expanding,
+    )  # fmt: skip
+    same = [following(request(i, [4, 7], cap=12), GRAMMARS[0]) for i in range(12)]
+    first = {done.row_index: done for done in engine.run(iter(same))}
+    asks = expanding.num_asks
+    assert 1 < asks <= 12
+    again = {done.row_index: done for done in engine.run(iter(same))}
+    assert expanding.num_asks == asks
+    assert tokens(again) == tokens(first)
+    rounds = [sum(done.stats.num_rounds for done in found.values() if done.stats) for found in (first, again)]
+    assert rounds[1] < rounds[0]  # no draft is cut where the states are known
+
+
+@pytest.mark.parametrize("name", ["none", "eagle3", "lookup", "tree"])
+@pytest.mark.parametrize("opened", [True, None, False])
+def test_an_answer_follows_its_grammar_after_the_thought(name: str, opened: bool | None) -> None:
+    grammar = GRAMMARS[5]
+    how = Thinking(begin_id=BEGIN, end_id=END, opened=opened, budget=5, closing=(END,))
+    thought = {True: True, None: False, False: None}[opened]
+    requests = [
+        replace(
+            following(request(i, [i, 11, 4], cap=25, sampling=SamplingParams(temperature=1.0)), grammar), thinking=how,
+            automaton_state={True: THOUGHT, None: EITHER, False: ANSWER}[opened],
+        )
+        for i in range(8)
+    ]  # fmt: skip
+    done = run(requests, ALL[name](), expanding=ExpandLate(0, thinks=True))
+    ended = 0
+    for out in tokens(done).values():
+        for place, token in enumerate(out):
+            assert may_follow(grammar, out[:place], token, thought=thought), (out, place)
+        ended += out[-1] == EOS
+    assert ended >= 3
+    assert tokens(done) == tokens(run(requests, ALL["none"](), expanding=ExpandLate(0, thinks=True)))
+
+
+def test_a_row_goes_on_where_an_earlier_run_left_it() -> None:
+    req = following(request(0, [5, 9], cap=14, sampling=SAMPLINGS[1]), GRAMMARS[4])
+    whole = grammar_tokens(req, GRAMMARS[4])
+    left = Snapshot(
+        row_index=0, sample_index=0, shard=0, tokens=tuple(whole[:3]), num_prefills=1, cached_tokens=0, accepted=(2,),
+        drafted=(2,), prefill_s=0.0, decode_s=0.0,
+    )  # fmt: skip
+    assert len(whole) > 3
+    assert tokens(run([replace(req, resumed=left)], ALL["none"]())) == {0: whole}
+    wrong = replace(left, tokens=(END, END, END))  # of another grammar: not taken over
+    assert tokens(run([replace(req, resumed=wrong)], ALL["none"]())) == {0: whole}
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    req = following(request(0, [5, 9], cap=6), GRAMMARS[0])
+    free = run([replace(req, max_new_tokens=1, automaton=None)], ALL["none"](), logprobs=VOCAB)[0]
+    done = run([req], ALL["eagle3"](), logprobs=0)[0]
+    assert done.token_ids is not None
+    assert done.logprobs is not None
+    assert free.top_logprobs is not None
+    assert len(done.logprobs) == len(done.token_ids)
+    first = free.top_logprobs[0][0].tolist().index(int(done.token_ids[0]))
+    assert done.logprobs[0] == pytest.approx(free.top_logprobs[1][0][first])
+
+
+@pytest.mark.parametrize("name", ["none", "lookup"])
+def test_a_row_whose_state_cannot_be_found_is_an_error_row_and_the_others_go_on(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lazy_dfa, "MAX_PLACES", 5)
+    wide = Grammar({"S": ("AS", "BS", "CS", "DS", "ES", "FS", "d"), **{name: (f"a{name}c", "b") for name in "ABCDEF"}})
+    at_once = Grammar({"S": ("a", *(f"a{letter}d" for letter in "ABCDEF")), **dict.fromkeys("ABCDEF", ("bb", "c"))})
+    job = [(following(request(i, [i, 7], cap=9), (GRAMMARS[0], wide, at_once)[i % 3]), i % 3) for i in range(9)]
+    done = run([req for req, _ in job], ALL[name](), num_pages=24, short_cap=0)
+    assert len(done) == 9
+    for req, kind in job:
+        out = done[req.row_index]
+        if kind == 0:
+            assert tokens({0: out}) == {0: grammar_tokens(req, GRAMMARS[0])}
+        else:
+            assert out.status == "error"
+            assert out.error is not None
+            assert (out.error.code, out.error.stage) == ("large_schema", "decode")
+            assert "make the grammar less ambiguous" in out.error.message
+
+
+def test_little_room_is_enough_and_is_never_exceeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of more grammars than there is room for wait, and one that takes more than all of it is an error row."""
+    forgotten = 0
+    forget = LazyPlaces.forget
+
+    def counted(places: LazyPlaces) -> None:
+        nonlocal forgotten
+        forgotten += 1
+        forget(places)
+        assert places._next_word == 1 << 17
+
+    monkeypatch.setattr(LazyPlaces, "forget", counted)
+    taken = list[int]()
+    upload = Automata.upload_states
+
+    def noted(automata: Automata, new: StatesUpload) -> None:
+        assert not len(new.at) or 1 << 17 <= new.at.min() <= new.at.max() < len(automata.tables)
+        assert new.mask_ids.max(initial=0) < len(automata.masks)
+        taken.append(len(new.at))
+        upload(automata, new)
+
+    monkeypatch.setattr(Automata, "upload_states", noted)
+    job = [(following(request(i, [i, 7], cap=12, sampling=SAMPLINGS[i % 2]), g), g) for i, g in enumerate((*GRAMMARS, *GRAMMARS))]
+    done = run([req for req, _ in job], ALL["eagle3"](), lazy_words=560, lazy_masks=4)
+    assert tokens(done) == {req.row_index: grammar_tokens(req, grammar) for req, grammar in job}
+    assert forgotten > 3
+    assert len(taken) > 20
+    few = run([req for req, _ in job], ALL["none"](), lazy_words=300, lazy_masks=4)
+    assert {out.error.message.split("(")[0] for out in few.values() if out.error is not None} == {
+        "grammar: one of its states takes more than the memory for them on the device "
+    }
