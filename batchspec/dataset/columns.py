@@ -25,6 +25,7 @@ SEPARATORS = (";", "\t", "|")
 _JSON = {
     "id": ("text", "number"), "messages": ("list", "text"), "prompt": ("text",), "prompt_ids": ("list",),
     "schema": ("object", "text"), "regex": ("text",), "choice": ("list", "text"), "response_format": ("object", "text"),
+    "adapter": ("text",),
     "stop": ("text", "list"), "system": ("text",), "tools": ("text", "list", "object"), "template_kwargs": ("object", "text"),
     "logit_bias": ("object", "text"), "final_assistant": ("text",),
 }  # fmt: skip
@@ -101,6 +102,7 @@ TYPES: Mapping[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "regex": (is_text, "string"),
     "choice": (_is_stop, "list of strings"),
     "response_format": (is_text, "JSON string"),
+    "adapter": (is_text, "string"),
     "system": (is_text, "string"),
     "tools": (_is_tools, "JSON string, struct or list of structs"),
     "template_kwargs": (_is_object, "JSON string or struct"),
