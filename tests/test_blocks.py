@@ -11,12 +11,14 @@ from torch import Tensor
 
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.model.blocks.forward import Product
-from batchspec.model.lora_products import DummyAdapters
+from batchspec.model.lora_products import DummyAdapters, LoraStacks
+from batchspec.model.lora_shape import LoraShape
 from batchspec.model.quant.plain import Linear, Plain
 from batchspec.model.target import Target
 from tests.engines import VOCAB, tiny_target
 from tests.kernels.lora_cases import list_of
 from tests.test_target import Runner, prompts
+from tests.test_tensor_parallel import batch_of
 
 
 class Watched(Linear):
@@ -70,17 +72,57 @@ def fresh_target() -> Target:
     return Target.load(Path(), made.spec, dtype=made.dtype, device=made.device, dummy=True)
 
 
-@pytest.mark.parametrize("ends_only", [False, True])
-def test_every_product_is_given_the_adapter_of_each_token(ends_only: bool, watched: type[Watched]) -> None:
-    """Of all tokens, or after the last layer's K and V of the last token of each row."""
+def adapted_target() -> Target:
+    """With three adapters, large enough to show."""
     spec = tiny_target().spec
     adapters = DummyAdapters.of(spec, 3, 4)
     target = Target.load(
         Path(), spec.with_lora(adapters.shape), dtype=torch.float64, device=torch.device("cpu"), dummy=True, adapters=adapters
     )
-    Runner.start(target, 4).feed(prompts([4, 1, 2, 1], VOCAB), ends_only=ends_only, adapters=[3, 1, 0, 3])
+    assert target._lora is not None
+    for weights in target._lora._weights.values():
+        weights.b.mul_(20)
+    return target
+
+
+@pytest.mark.parametrize("ends_only", [False, True])
+def test_every_product_is_given_the_adapter_of_each_token(ends_only: bool, watched: type[Watched]) -> None:
+    """Of all tokens, or after the last layer's K and V of the last token of each row."""
+    Runner.start(adapted_target(), 4).feed(prompts([4, 1, 2, 1], VOCAB), ends_only=ends_only, adapters=[3, 1, 0, 3])
     every, ends = [(0, [4]), (2, [0, 1, 2, 3, 7])], [(0, [1]), (2, [0, 3])]
     assert watched.seen == [*([every] * 4), every, *([ends if ends_only else every] * 3)]  # q k v, output, gate up, down
+
+
+def test_an_adapter_is_added_to_the_stream_where_its_base_product_was(watched: type[Watched]) -> None:
+    """And no product that norms its input, or gates its output, leaves the adapter out."""
+    ids, own = prompts([4, 1, 2], VOCAB), [3, 0, 1]
+    expected, _ = Runner.start(adapted_target(), 3).feed(ids, adapters=own)
+    without, _ = Runner.start(adapted_target(), 3).feed(ids, adapters=[0, 0, 0])
+    assert float((expected[0] - without[0]).abs().max()) > 1e-3
+    watched.fused.clear()
+    watched.fuses = True
+    found, _ = Runner.start(adapted_target(), 3).feed(ids, adapters=own)
+    for row, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(row, other, atol=1e-12, rtol=0)
+    product = adapted_target()._layers[0].attention._out
+    x, residual = torch.randn(3, 16, dtype=torch.float64), torch.randn(3, 16, dtype=torch.float64)
+    tokens = LoraStacks(LoraShape(3, ()), {}).tokens(torch.tensor([2, 0, 3], dtype=torch.int32))
+    added = residual.clone()
+    assert product.add_to(added, x, tokens) is None
+    torch.testing.assert_close(added, residual + product(x, tokens), atol=1e-12, rtol=0)
+
+
+def test_tokens_of_dead_rows_go_through_no_adapter_unless_their_rounds_are_timed() -> None:
+    target, batch = adapted_target(), batch_of([[3, 9, 1], [5], [8, 2]], 40)
+    batch.row_adapters = torch.tensor([2, 3, 1], dtype=torch.int32)
+    batch.slot_mapping[:3] = 0
+    found = target._lora_tokens(batch)
+    assert found is not None
+    assert list_of(found) == [(0, [4, 5]), (2, [3])]
+    with target.dead_tokens_routed():
+        timed = target._lora_tokens(batch)
+    assert timed is not None
+    assert list_of(timed) == [(0, [4, 5]), (1, [0, 1, 2]), (2, [3])]
 
 
 def test_a_block_adds_in_its_product_only_where_the_next_one_norms_the_stream_itself(watched: type[Watched]) -> None:

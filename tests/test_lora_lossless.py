@@ -149,7 +149,7 @@ def check(requests: list[Request], kind: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(deadline=None, max_examples=5, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(requests=requests_of_a_job(), data=st.data())
 def test_rows_of_several_adapters_have_the_tokens_of_the_merged_models(
     kind: str, requests: list[Request], data: st.DataObject
@@ -171,6 +171,15 @@ def test_the_same_prompt_shares_pages_with_rows_of_its_adapter_alone() -> None:
     done = {c.request_id: c for c in engine.run(iter(requests))}
     assert {name: c.token_ids.tolist() for name, c in done.items() if c.token_ids is not None} == expected_tokens(requests)
     assert [done[f"r{i}"].cached_tokens for i in range(8)] == [0] * 4 + [20] * 4
+
+
+def test_a_model_that_drafts_for_itself_drafts_with_the_adapter_of_the_row() -> None:
+    """Reading all keys, it proposes what it then verifies: every draft is accepted."""
+    requests = [replace(request(i, [3, 1 + i, 4, 1, 5], cap=21), adapter=i % 4) for i in range(4)]
+    drafter = WindowDrafter(adapted_target(), 4, slots=4, window=None)
+    engine = Engine(adapted_target(), drafter, packed(4, draft_len=4), device=DEVICE, decode=decode)
+    stats = [c.stats for c in engine.run(iter(requests)) if c.stats is not None]
+    assert [own.num_accepted for own in stats] == [own.num_drafted for own in stats] == [16] * 4
 
 
 def test_prefixes_of_different_adapters_have_different_hashes() -> None:

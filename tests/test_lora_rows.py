@@ -6,6 +6,7 @@ The oracle is that of tests/test_lora.py: transformers' model with s B A added t
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import shutil
 from collections.abc import Mapping
@@ -22,6 +23,9 @@ from batchspec import cli, run
 from batchspec.config.checks import MAX_ADAPTERS
 from batchspec.config.compose import compose
 from batchspec.errors import CheckpointError, ConfigError
+from batchspec.kernels.benchmarks.lora_bench import SHAPES
+from batchspec.kernels.lora.lora_shrink import RANKS, num_splits
+from batchspec.kernels.lora.lora_tokens import block_of, max_tiles
 from batchspec.model.blocks.base import Shard
 from batchspec.model.kv_calibration import calibrate
 from batchspec.model.lora import open_adapter
@@ -30,7 +34,8 @@ from batchspec.model.lora_shape import LoraShape
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
-from batchspec.packing.cost import read_bytes
+from batchspec.packing.cost import H200, read_bytes, round_seconds
+from batchspec.packing.memory import reserve_bytes
 from batchspec.prepare import open_job
 from tests.models import make_checkpoint, make_tokenizer
 from tests.ranks import on_ranks
@@ -407,6 +412,28 @@ def test_a_turn_of_a_conversation_keeps_the_adapter_of_its_row(base: Path, folde
     assert both == [*merged, *turns({}, {"prompt": ["Say it"]})]
 
 
+@pytest.mark.usefixtures("quick")
+def test_a_job_over_fp8_weights_has_the_answers_of_the_plain_model_with_the_adapter_merged(tmp_path: Path) -> None:
+    """Every row has the adapter without a column; shared prefixes and scales of an e4m3 cache are those of the adapted model."""
+    fp8, plain = make_fp8(tmp_path, "qwen3")
+    folder = make_adapter(tmp_path / "adapter", plain, ["q_proj", "k_proj", "gate_proj", "down_proj"])
+    for model in (fp8, plain):
+        make_tokenizer(model)
+    pl.DataFrame({"prompt": [f"Say word{i} again and again" for i in range(5)]}).write_parquet(tmp_path / "in.parquet")
+    for number, more in enumerate(([], ["cache.dtype=fp8", "cache.scales=calibrate"])):
+        found = []
+        for model in (fp8, plain):
+            out = tmp_path / f"{model.name}{number}"
+            words_ = words(
+                model, tmp_path / "in.parquet", out, f"model.adapter={folder}", "model.dtype=float64", "draft=lookup", *more
+            )
+            assert run.main(words_) == 0
+            found.append(answers(out))
+        assert found[0].equals(found[1])
+    assert run.main(words(fp8, tmp_path / "in.parquet", tmp_path / "base", "model.dtype=float64", "draft=lookup")) == 0
+    assert not answers(tmp_path / "base").equals(answers(tmp_path / "fp80"))
+
+
 # --- what it costs
 
 
@@ -418,9 +445,24 @@ def test_the_stacks_are_as_large_as_the_shape_says_and_plan_counts_them(
     in_memory = sum(weights.a.nbytes + weights.b.nbytes for weights in stacks._weights.values())
     assert spec.lora_bytes(torch.float32) == in_memory
     assert spec.weight_bytes(torch.float32) == load_spec(base).weight_bytes(torch.float32) + in_memory
-    assert read_bytes(spec, torch.float32, 8) > read_bytes(load_spec(base), torch.float32, 8)
+    assert read_bytes(spec, torch.float32, 8) == read_bytes(load_spec(base), torch.float32, 8) + in_memory
+    assert read_bytes(spec, torch.float32, 1) == read_bytes(load_spec(base), torch.float32, 1) + in_memory / 2  # of one row
+    shape: dict[str, Any] = {"dtype": torch.float32, "rows": 8, "context_tokens": 99, "tokens_per_row": 2}
+    assert round_seconds(spec, H200, **shape) > round_seconds(load_spec(base), H200, **shape)
+    sizes: dict[str, Any] = {"slots": 8, "num_buckets": 1, "draft_len": 2, "prefill_tokens": 999, "max_len": 99}
+    more = [reserve_bytes(own, dtype=torch.float32, **sizes) for own in (spec, load_spec(base))]
+    assert more[0] - more[1] == spec.lora.temporary_bytes(999) + spec.lora.temporary_bytes(24)  # type: ignore[union-attr]
     assert cli.main(["plan", *words(base, data, tmp_path / "out", named(folders))]) == 0
     assert "2 LoRA adapters" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("num_adapters", [1, 4, 16, 200])
+def test_what_lies_between_the_products_takes_no_more_than_is_held_back(num_adapters: int) -> None:
+    for (part_rows, k), rank, tokens in itertools.product(SHAPES.values(), RANKS, (1, 64, 256, 257, 1000, 16384)):
+        lora, parts = LoraShape(num_adapters, (("a", rank),)), len(part_rows)
+        programs = parts * max_tiles(tokens, num_adapters, block_of(tokens, num_adapters))
+        assert 4 * num_splits(k, programs, 64) * tokens * parts * rank < lora.temporary_bytes(tokens)
+        assert lora.temporary_bytes(tokens) < 60e6
 
 
 def test_ranks_are_padded_by_the_largest_of_a_product(base: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -14,7 +15,7 @@ from batchspec.model.blocks.base import ProductSpec
 MAX_RANK = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LoraShape:
     """N adapters, and the largest rank that any of them has of each projection."""
 
@@ -29,10 +30,13 @@ class LoraShape:
         """What a row's adapter may be: 0 is none."""
         return range(1 if self.of_all_rows else 0, self.num_adapters + 1)
 
+    @cached_property
+    def _rank_by_name(self) -> dict[str, int]:
+        return dict(self.ranks)
+
     def rank_of(self, prefix: str, product: ProductSpec) -> int:
         """The padded rank of a product of the layer with this prefix; 0: no adapter changes it."""
-        known = dict(self.ranks)
-        largest = max(known.get(prefix + part.name, 0) for part in product.parts)
+        largest = max(self._rank_by_name.get(prefix + part.name, 0) for part in product.parts)
         return (padded_rank(largest) or 0) if largest else 0
 
     def size_of(self, prefix: str, product: ProductSpec) -> int:

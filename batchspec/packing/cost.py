@@ -218,12 +218,11 @@ def _products_s(
     for prefix, gemm in spec.gemms(correlation * tokens):
         read_s = gemm.read * spec.gemm_bytes(prefix, gemm, dtype) / bytes_s
         total_s += max(read_s, 2.0 * gemm.active * gemm.size * rounded / (fp8 if spec.multiplies_fp8(prefix, gemm) else plain))
-    total_s += _adapters_s(spec, rates, dtype, tokens)
     outputs = tokens if outputs is None else outputs
     size, rounded = spec.num_logits * spec.hidden_size, _whole_tiles(rates, outputs)
     flop_s = rates.product_flop_s(rounded, fp8=False)
     total_s += max(min(1.0, outputs) * size * dtype.itemsize / bytes_s, 2.0 * size * rounded / flop_s)
-    return max(total_s, spec.num_layers * rates.layer_s)
+    return max(total_s, spec.num_layers * rates.layer_s) + _adapters_s(spec, rates, dtype, tokens)
 
 
 def _adapters_s(spec: ModelSpec, rates: Rates, dtype: torch.dtype, tokens: float) -> float:
