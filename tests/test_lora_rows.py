@@ -20,6 +20,8 @@ from torch import Tensor
 
 import batchspec
 from batchspec import cli, run
+from batchspec.commands import verify_kv
+from batchspec.commands.verify import verify
 from batchspec.config.checks import MAX_ADAPTERS
 from batchspec.config.compose import compose
 from batchspec.errors import CheckpointError, ConfigError
@@ -32,6 +34,7 @@ from batchspec.model.lora import open_adapter
 from batchspec.model.lora_products import AdaptedProduct, AdapterSet
 from batchspec.model.lora_shape import LoraShape
 from batchspec.model.shard import part_of
+from batchspec.model.single_row import forward_row
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
 from batchspec.packing.cost import H200, read_bytes, round_seconds
@@ -343,6 +346,24 @@ def test_rows_of_a_job_have_the_answers_of_jobs_with_their_adapter_merged(
         assert "holds another job (model.adapters: " in capsys.readouterr().err
     assert run.main(words(base, data, out, "input.columns.adapter=null", "draft=lookup")) == 2
     assert "model.adapters: " in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("quick")
+def test_rows_are_verified_with_their_adapters(
+    base: Path, folders: dict[str, Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, seen = tmp_path / "out", list[int]()
+    assert run.main(words(base, data, out, named(folders), "draft=lookup")) == 0
+    assert verify(out, 0) == (len(ROWS), [])
+
+    def noted(target: Target, ids: list[int], *, fp8: bool, adapter: int = 0) -> Any:
+        seen.append(adapter)
+        return forward_row(target, ids, fp8=fp8, adapter=adapter)
+
+    monkeypatch.setattr(verify_kv, "forward_row", noted)
+    verify_kv.compare_kv(out, 0)
+    numbers = {None: 0, "math": 1, "code": 2}
+    assert seen == [numbers[own] for own in ROWS for _ in range(2)]
 
 
 @pytest.mark.usefixtures("quick")
