@@ -76,11 +76,11 @@ def lora_expand(
     b          out's dtype [N, rows of all parts, r], contiguous
     scales     fp32 [N, P]; 0: nothing is added to this part
     part_rows  P numbers of rows, at most 3
-    out        bf16 or fp32 [T, rows of all parts], on a CPU also fp64; its rows may be slices of wider ones
+    out        bf16 or fp32 [T, rows of all parts], or fp64, as of `lora_shrink`; its rows may be slices of wider ones
 
-    Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    Does not synchronise on a GPU but in fp64. Raises ValueError for other shapes, dtypes or strides.
     """
-    if out.is_cuda or interpret:
+    if interpret or (out.is_cuda and out.dtype in DTYPES):
         launch(h, b, scales, tokens, part_rows, out)
     else:
         lora_expand_reference(h, b, scales, tokens, part_rows=part_rows, out=out)

@@ -80,15 +80,15 @@ def lora_shrink(
 ) -> Tensor:
     """h in the order of the list, as sums over the splits of K.
 
-    x       bf16 or fp32 [T, K], on a CPU also fp64; its rows may be slices of wider ones
+    x       bf16 or fp32 [T, K], or fp64, which plain torch multiplies; its rows may be slices of wider ones
     a       same dtype [N, P, r, K], contiguous, r one of RANKS
     scales  fp32 [N, P] of `lora_expand`; 0: this adapter does not have this part, which is left out
     splits  of K, a power of two; None: `num_splits`
 
     Returns fp32 (fp64 for fp64) [splits, T, P, r]; undefined for tokens without an adapter and for parts that are left out. Does
-    not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    not synchronise on a GPU but in fp64. Raises ValueError for other shapes, dtypes or strides.
     """
-    if x.is_cuda or interpret:
+    if interpret or (x.is_cuda and x.dtype in DTYPES):
         return launch(x, a, scales, tokens, splits)
     return lora_shrink_reference(x, a, scales, tokens)
 
