@@ -135,8 +135,7 @@ TRAIN_HEAD = """\
 ## Keys of `batchspec train`
 
 The keys of `model` and `device` are those of a job, but `model.adapter`, `model.adapters`, `model.chat_template` and
-`model.think_tokens` are not
-read. The other keys are:"""
+`model.think_tokens` are not read. The other keys are:"""
 
 
 def _option_table() -> list[str]:

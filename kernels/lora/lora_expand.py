@@ -43,18 +43,19 @@ def lora_expand_kernel(
         part, begin, own, before = 1, rows_0, rows_1, blocks_0
     if PARTS > 2 and block >= blocks_0 + blocks_1:
         part, begin, own, before = 2, rows_0 + rows_1, rows_2, blocks_0 + blocks_1
-    await_earlier(PDL)
     adapter = tl.load(tiles + tile * 3)
     first = tl.load(tiles + tile * 3 + 1)
     count = tl.load(tiles + tile * 3 + 2)
     scale = tl.load(scales + adapter * PARTS + part)
-    if (count > 0) & (scale != 0):
-        lane = tl.arange(0, BLOCK_T)
-        rank = tl.arange(0, RANK)
-        row = (block - before) * BLOCK_N + tl.arange(0, BLOCK_N)
+    own = tl.where((count > 0) & (scale != 0), own, 0)
+    lane = tl.arange(0, BLOCK_T)
+    rank = tl.arange(0, RANK)
+    row = (block - before) * BLOCK_N + tl.arange(0, BLOCK_N)
+    lines = (adapter.to(tl.int64) * (rows_0 + rows_1 + rows_2) + begin + row)[None, :] * RANK
+    weights = tl.load(b + lines + rank[:, None], mask=(row < own)[None, :], other=0.0)
+    await_earlier(PDL)  # the list of tokens is older than the launch before this one, which is that of h
+    if own > 0:
         inside = (lane < count)[:, None] & (row < own)[None, :]
-        lines = (adapter.to(tl.int64) * (rows_0 + rows_1 + rows_2) + begin + row)[None, :] * RANK
-        weights = tl.load(b + lines + rank[:, None], mask=(row < own)[None, :], other=0.0)
         token = tl.load(order + first + lane, mask=lane < count, other=0)
         places = out + token.to(tl.int64)[:, None] * out_stride + (begin + row)[None, :]
         base = tl.load(places, mask=inside, other=0.0).to(tl.float32)

@@ -51,11 +51,12 @@ def lora_shrink_kernel(
     """One tile of tokens, one part, one split of STEPS blocks of K. EVEN: the splits together have exactly k numbers."""
     DOT: tl.constexpr = tl.float32 if INTERPRETED else x.dtype.element_ty
     tile, part, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    await_earlier(PDL)
-    adapter = tl.load(tiles + tile * 3)
+    adapter = tl.load(tiles + tile * 3)  # the list of tokens is older than the launch before this one, which is that of x
     first = tl.load(tiles + tile * 3 + 1)
     count = tl.load(tiles + tile * 3 + 2)
-    if (count > 0) & (tl.load(scales + adapter * PARTS + part) != 0):
+    scale = tl.load(scales + adapter * PARTS + part)
+    await_earlier(PDL)
+    if (count > 0) & (scale != 0):
         lane = tl.arange(0, BLOCK_T)
         rank = tl.arange(0, RANK)
         token = tl.load(order + first + lane, mask=lane < count, other=0)
