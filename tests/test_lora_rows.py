@@ -24,6 +24,7 @@ from batchspec.commands import verify_kv
 from batchspec.commands.verify import verify
 from batchspec.config.checks import MAX_ADAPTERS
 from batchspec.config.compose import compose
+from batchspec.engine import allocator
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.kernels.benchmarks.lora_bench import SHAPES
 from batchspec.kernels.lora.lora_shrink import RANKS, num_splits
@@ -392,12 +393,28 @@ def test_names_in_json_lines_are_read_and_other_values_are_error_rows(
 
 
 @pytest.mark.usefixtures("quick")
-def test_rows_that_pages_run_out_for_keep_their_adapter(base: Path, folders: dict[str, Path], data: Path, tmp_path: Path) -> None:
-    """Few pages preempt rows, which are prefilled again; so do a run that ends half-way and one that goes on."""
-    more = [named(folders), "draft=lookup", "decode.max_new_tokens=40", "decode.ignore_eos=true"]
+def test_rows_that_pages_run_out_for_keep_their_adapter(
+    base: Path, folders: dict[str, Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few pages preempt rows, which are prefilled again."""
+    monkeypatch.setattr(allocator, "SHORT_CAP_TOKENS", 1)
+    more = [named(folders), "draft=lookup", "decode.max_new_tokens=90"]
     assert run.main(words(base, data, tmp_path / "plenty", *more)) == 0
-    assert run.main(words(base, data, tmp_path / "few", *more, "packing.pages=9")) == 0
+    assert run.main(words(base, data, tmp_path / "few", *more, "packing.pages=15")) == 0
     assert answers(tmp_path / "few").equals(answers(tmp_path / "plenty"))
+    prefills = pl.read_parquet(tmp_path / "few/data/*.parquet")["spec_decode"].struct.field("num_prefills").to_list()
+    assert max(prefills) > 1
+
+
+@pytest.mark.usefixtures("quick")
+def test_rows_that_were_cut_off_go_on_with_their_adapter(
+    base: Path, folders: dict[str, Path], data: Path, tmp_path: Path
+) -> None:
+    more = [named(folders), "draft=lookup", "decode.ignore_eos=true"]
+    assert run.main(words(base, data, tmp_path / "whole", *more, "decode.max_new_tokens=30")) == 0
+    assert run.main(words(base, data, tmp_path / "resumed", *more)) == 0
+    assert run.main(words(base, data, tmp_path / "resumed", *more, "resume=length", "decode.max_new_tokens=30")) == 0
+    assert answers(tmp_path / "resumed").equals(answers(tmp_path / "whole"))
 
 
 def test_a_warm_engine_takes_the_column_and_keeps_prefixes_apart(base: Path, folders: dict[str, Path], tmp_path: Path) -> None:
