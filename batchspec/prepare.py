@@ -171,6 +171,11 @@ def open_model(config: RunConfig, *, here: bool = True, group: Group | None = No
     spec = spec.on(device, dtype, config.model.activations)
     if config.decode.deterministic:
         spec = in_one_order(spec, device, dtype, here=here)
+        if adapters is not None and dtype is not torch.float64:
+            raise ConfigError(
+                "decode.deterministic=true with LoRA adapters that are not merged (model.adapters, or FP8 and MXFP4 weights) is "
+                "not built: their sums depend on the batch; remove one, or set model.dtype=float64"
+            )
     drafter = open_drafter(config, spec)
     check_head(config.draft, drafter.head, spec)
     spec = part_of_group(spec.with_lora(None if adapters is None else adapters.shape), group)

@@ -13,7 +13,7 @@ from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.window import WindowDrafter
 from batchspec.kernels.benchmarks.lora_bench import SHAPES, Case
-from batchspec.kernels.lora.lora_tokens import lora_tokens
+from batchspec.kernels.lora.lora_tokens import BLOCKS, lora_tokens
 from batchspec.model.lora_products import DummyAdapters, LoraStacks, LoraWeights
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
@@ -77,7 +77,7 @@ def test_the_pair_equals_its_reference_in_bf16(name: str, rank: int, spread: str
         if not bool(ids.any()):
             ids[0] = 1
         case = Case.random(part_rows, k, num_tokens, 16, rank, device)
-        for block in (16, 32, 64):
+        for block in BLOCKS:
             case.check(lora_tokens(ids, 16, block))
 
 

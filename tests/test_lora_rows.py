@@ -40,7 +40,7 @@ from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
 from batchspec.packing.cost import H200, read_bytes, round_seconds
 from batchspec.packing.memory import reserve_bytes
-from batchspec.prepare import open_job
+from batchspec.prepare import open_job, open_model
 from tests.models import make_checkpoint, make_tokenizer
 from tests.ranks import on_ranks
 from tests.runs import make_jobs_quick
@@ -287,6 +287,18 @@ def test_keys_and_columns_that_do_not_fit_each_other_are_refused_by_run_and_plan
         assert said in err
         assert err.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_sums_of_one_order_are_refused_where_adapters_depend_on_the_batch(
+    base: Path, folders: dict[str, Path], data: Path, tmp_path: Path
+) -> None:
+    """For a GPU's job; in float64 no token shows the order."""
+    more = [named(folders), "decode.deterministic=true"]
+    with pytest.raises(ConfigError, match=r"with LoRA adapters that are not merged .* is not built"):
+        open_model(compose(words(base, data, tmp_path / "out", *more, "model.dtype=bfloat16")), here=False)
+    assert open_model(compose(words(base, data, tmp_path / "out", *more))).adapters is not None
+    merged = [f"model.adapter={folders['math']}", "decode.deterministic=true", "model.dtype=bfloat16"]
+    assert open_model(compose(words(base, data, tmp_path / "out", *merged)), here=False).adapters is None
 
 
 def test_an_unmerged_adapter_and_a_head_that_learns_are_refused(tmp_path: Path) -> None:

@@ -111,6 +111,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"{given}: there may be up to {MAX_ADAPTERS} adapters, of rank 1 to {MAX_RANK}")
     if args.adapters and args.against_transformers:
         raise ConfigError(f"--adapters {args.adapters} with --against-transformers: it would run the base model; leave one out")
+    if args.adapters and args.deterministic:
+        raise ConfigError(f"--adapters {args.adapters} with --deterministic is not built: their sums depend on the batch")
     if args.adapters and args.make_job:
         raise ConfigError(f"--adapters {args.adapters} with --make-job: give the job adapters of its own, model.adapters")
     if args.against_transformers and not args.model:

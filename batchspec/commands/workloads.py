@@ -20,8 +20,8 @@ from batchspec.distributed.group import Group
 from batchspec.engine.lockstep import Lead
 from batchspec.errors import ConfigError
 from batchspec.model.kv_calibration import check_e4m3, give_scales
-from batchspec.model.one_order import in_one_order
 from batchspec.model.lora_products import DummyAdapters
+from batchspec.model.one_order import in_one_order
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype
 from batchspec.model.tokenizer import Tokenizer

@@ -199,9 +199,7 @@ class SlotAllocator:
         """
         if self._scores and self.pools.any_window:
             return []
-        return prefix_hashes(
-            request.prompt_ids, self.batch.page_size, lookahead=self._lookahead, adapter=request.adapter
-        )
+        return prefix_hashes(request.prompt_ids, self.batch.page_size, lookahead=self._lookahead, adapter=request.adapter)
 
     def grow(self, state: RequestState, num_tokens: int) -> Columns | None:
         """Pages so that `num_tokens` (at most the limit and the lookahead slots) fit: the new ones, or None when a pool has too

@@ -28,10 +28,10 @@ MOST_PARTS = 3
 BLOCK_N = 128
 
 
-@triton.jit(do_not_specialize=["num_places"])
+@triton.jit(do_not_specialize=["num_places", "splits"])
 def lora_expand_kernel(
-    h, b, scales, order, tiles, out, num_places, out_stride, rows_0, rows_1, rows_2,
-    PARTS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    h, b, scales, order, tiles, out, num_places, splits, out_stride, rows_0, rows_1, rows_2,
+    PARTS: tl.constexpr, RANK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of tokens by BLOCK_N rows of B, all of one part. rows_0 to rows_2: rows of the parts, 0 where there is none."""
@@ -60,7 +60,7 @@ def lora_expand_kernel(
         places = out + token.to(tl.int64)[:, None] * out_stride + (begin + row)[None, :]
         base = tl.load(places, mask=inside, other=0.0).to(tl.float32)
         sums = tl.zeros([BLOCK_T, RANK], tl.float32)
-        for split in tl.static_range(SPLITS):
+        for split in range(splits):
             at = (split * num_places + first + lane).to(tl.int64)[:, None] * PARTS + part
             sums += tl.load(h + at * RANK + rank[None, :], mask=(lane < count)[:, None], other=0.0)
         rounded = sums.to(out.dtype.element_ty).to(DOT)
@@ -107,9 +107,9 @@ def launch(
     grid = (len(tokens.tiles), sum(triton.cdiv(own, BLOCK_N) for own in part_rows))
     start = partial(lora_expand_kernel.warmup, grid=grid) if compile_only else lora_expand_kernel[grid]
     start(
-        h, b, scales, tokens.order, tokens.tiles, out, num_tokens, out.stride(0), *part_rows, *(0,) * (MOST_PARTS - parts),
-        PARTS=parts, RANK=rank, SPLITS=splits, BLOCK_T=tokens.block, BLOCK_N=BLOCK_N, INTERPRETED=not out.is_cuda,
-        num_warps=4, **launch_args(out),
+        h, b, scales, tokens.order, tokens.tiles, out, num_tokens, splits, out.stride(0),
+        *part_rows, *(0,) * (MOST_PARTS - parts),
+        PARTS=parts, RANK=rank, BLOCK_T=tokens.block, BLOCK_N=BLOCK_N, INTERPRETED=not out.is_cuda, num_warps=4, **launch_args(out),
     )  # fmt: skip
 
 

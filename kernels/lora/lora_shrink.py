@@ -28,6 +28,7 @@ RANKS = (16, 32, 64)
 PROGRAMS = 512
 """To fill the GPU with: about four on each of 132 SMs."""
 MOST_SPLITS = 16
+SPLITS = (1, 2, 4, 8, MOST_SPLITS)
 _BLOCK_K = {torch.bfloat16: 128, torch.float32: 64}
 
 
@@ -42,13 +43,13 @@ def num_splits(k: int, num_programs: int, block_k: int) -> int:
     return 1 << (wanted.bit_length() - 1)
 
 
-@triton.jit(do_not_specialize=["num_places"])
+@triton.jit(do_not_specialize=["num_places", "steps"])
 def lora_shrink_kernel(
-    x, a, scales, order, tiles, out, num_places, k, x_stride,
-    PARTS: tl.constexpr, RANK: tl.constexpr, STEPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, a, scales, order, tiles, out, num_places, steps, k, x_stride,
+    PARTS: tl.constexpr, RANK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of tokens, one part, one split of STEPS blocks of K. EVEN: the splits together have exactly k numbers."""
+    """One tile of tokens, one part, one split of `steps` blocks of K. EVEN: the splits together have exactly k numbers."""
     DOT: tl.constexpr = tl.float32 if INTERPRETED else x.dtype.element_ty
     tile, part, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     adapter = tl.load(tiles + tile * 3)  # the list of tokens is older than the launch before this one, which is that of x
@@ -63,8 +64,8 @@ def lora_shrink_kernel(
         rows = x + token.to(tl.int64)[:, None] * x_stride
         lines = a + ((adapter * PARTS + part).to(tl.int64) * RANK + rank)[None, :] * k
         acc = tl.zeros([BLOCK_T, RANK], tl.float32)
-        for step in range(STEPS):
-            at = (split * STEPS + step) * BLOCK_K + tl.arange(0, BLOCK_K)
+        for step in range(steps):
+            at = (split * steps + step) * BLOCK_K + tl.arange(0, BLOCK_K)
             if EVEN:
                 values = tl.load(rows + at[None, :], mask=(lane < count)[:, None], other=0.0)
                 weights = tl.load(lines + at[:, None])
@@ -107,6 +108,8 @@ def launch(
         raise ValueError(f"lora_shrink: rank {rank}; must be padded to one of {', '.join(map(str, RANKS))}")
     block_k, num_tiles = _BLOCK_K[x.dtype], len(tokens.tiles)
     splits = num_splits(k, num_tiles * parts, block_k) if splits is None else splits
+    if splits not in SPLITS:
+        raise ValueError(f"lora_shrink: {splits} splits; must be one of {', '.join(map(str, SPLITS))}")
     steps = -(-k // (block_k * splits))
     out = torch.empty((splits, num_tokens, parts, rank), dtype=torch.float32, device=x.device)
     if not num_tiles:
@@ -114,8 +117,8 @@ def launch(
     grid = (num_tiles, parts, splits)
     start = partial(lora_shrink_kernel.warmup, grid=grid) if compile_only else lora_shrink_kernel[grid]
     start(
-        x, a, scales, tokens.order, tokens.tiles, out, num_tokens, k, x.stride(0),
-        PARTS=parts, RANK=rank, STEPS=steps, BLOCK_T=tokens.block, BLOCK_K=block_k, EVEN=steps * splits * block_k == k,
+        x, a, scales, tokens.order, tokens.tiles, out, num_tokens, steps, k, x.stride(0),
+        PARTS=parts, RANK=rank, BLOCK_T=tokens.block, BLOCK_K=block_k, EVEN=k % (block_k * MOST_SPLITS) == 0,
         INTERPRETED=not x.is_cuda, num_warps=4, num_stages=4 if x.dtype is torch.bfloat16 else 2, **launch_args(x),
     )  # fmt: skip
     return out

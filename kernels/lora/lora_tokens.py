@@ -17,8 +17,8 @@ from batchspec.kernels.common.checks import check
 
 FIELDS = 3
 """Numbers that describe a tile: adapter, first place in `order`, number of tokens (0: nothing to do)."""
-BLOCKS = (16, 32, 64)
-"""Tokens of a tile: a tensor-core product has at least 16 rows."""
+BLOCKS = (16, 64)
+"""Tokens of a tile: a tensor-core product has at least 16 rows. Two sizes, because each is a kernel to compile."""
 NO_ADAPTER = 0
 
 
@@ -35,9 +35,8 @@ class LoraTokens(NamedTuple):
 
 
 def block_of(num_tokens: int, num_adapters: int) -> int:
-    """Tokens of a tile: those that an adapter has on average, if all tokens have one."""
-    each = num_tokens / max(1, num_adapters)
-    return next((block for block in BLOCKS if each <= block), BLOCKS[-1])
+    """Tokens of a tile, by how many an adapter has on average, if all tokens have one."""
+    return BLOCKS[0] if num_tokens <= 2 * BLOCKS[0] * max(1, num_adapters) else BLOCKS[1]
 
 
 def max_tiles(num_tokens: int, num_adapters: int, block: int) -> int:

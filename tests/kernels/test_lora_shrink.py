@@ -17,7 +17,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
     ("spread", "parts", "rank", "k", "splits", "block", "dtype"),
     [
         ("mixed", 3, 16, 40, 1, 16, torch.float32),
-        ("mixed", 2, 32, 200, 2, 32, torch.bfloat16),
+        ("mixed", 2, 32, 200, 2, 64, torch.bfloat16),
         ("one adapter", 1, 64, 384, 4, 16, torch.float32),
         ("few tokens have one", 3, 16, 256, None, 64, torch.bfloat16),
     ],
@@ -60,7 +60,7 @@ def test_a_token_alone_has_the_bits_of_a_token_among_many(device: torch.device) 
     adapters[7] = 3
     x, a = noise(40, 130, dtype=torch.float32, device=device), noise(4, 2, 16, 130, dtype=torch.float32, device=device)
     scales = torch.ones(4, 2, device=device)
-    many, alone = lora_tokens(adapters, 4, 32), lora_tokens(adapters[7:8], 4, 16)
+    many, alone = lora_tokens(adapters, 4, 64), lora_tokens(adapters[7:8], 4, 16)
     every = lora_shrink(x, a, scales, many, splits=2, interpret=True)
     one = lora_shrink(x[7:8], a, scales, alone, splits=2, interpret=True)
     assert torch.equal(one[:, 0], every[:, many.order.tolist().index(7)])
@@ -94,5 +94,7 @@ def test_wrong_arguments_are_refused(device: torch.device) -> None:
         lora_shrink(x[:3], a, scales, tokens, interpret=True)
     with pytest.raises(ValueError, match="a work list for 2 adapters in tiles of 16 tokens, and the weights are of 1"):
         lora_shrink(x, a[:1], scales[:1], tokens, interpret=True)
+    with pytest.raises(ValueError, match="3 splits; must be one of 1, 2, 4, 8, 16"):
+        lora_shrink(x, a, scales, tokens, splits=3, interpret=True)
     with pytest.raises(ValueError, match="rank 24; must be padded to one of 16, 32, 64"):
         lora_shrink(x, torch.zeros(2, 1, 24, 32, device=device), scales, tokens, interpret=True)

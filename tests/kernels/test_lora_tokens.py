@@ -32,7 +32,7 @@ def test_each_token_with_an_adapter_is_in_one_tile(num_adapters: int, block: int
 
 
 def test_a_tile_has_as_many_tokens_as_an_adapter_has_on_average() -> None:
-    assert [block_of(num, 16) for num in (1, 256, 257, 512, 1024, 16384)] == [16, 16, 32, 32, 64, 64]
+    assert [block_of(num, 16) for num in (1, 256, 512, 513, 1024, 16384)] == [16, 16, 16, 64, 64, 64]
     assert block_of(16, 0) == 16
 
 
