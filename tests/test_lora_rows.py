@@ -362,6 +362,26 @@ def test_rows_of_a_job_have_the_answers_of_jobs_with_their_adapter_merged(
 
 
 @pytest.mark.usefixtures("quick")
+def test_prompts_are_scored_with_the_adapter_of_their_row(
+    base: Path, folders: dict[str, Path], data: Path, tmp_path: Path
+) -> None:
+    more = ["decode.max_new_tokens=0", "output.prompt_logprobs=0", "draft=none"]
+
+    def scores(out: Path) -> list[list[float]]:
+        found = pl.read_parquet(out / "data/*.parquet").sort("request_id")["prompt_logprobs"].to_list()
+        return [[value for value in row if value is not None] for row in found]
+
+    assert run.main(words(base, data, tmp_path / "out", named(folders), *more)) == 0
+    found = scores(tmp_path / "out")
+    for name in (None, *folders):
+        merged = [] if name is None else [f"model.adapter={folders[name]}"]
+        alone = tmp_path / f"out_{name}"
+        assert run.main(words(base, data, alone, *merged, *more, "input.columns.adapter=null")) == 0
+        for own_name, row, expected in zip(ROWS, found, scores(alone), strict=True):
+            assert (row == pytest.approx(expected, abs=1e-6)) is (own_name == name)
+
+
+@pytest.mark.usefixtures("quick")
 def test_rows_are_verified_with_their_adapters(
     base: Path, folders: dict[str, Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

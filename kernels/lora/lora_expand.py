@@ -109,7 +109,8 @@ def launch(
     start(
         h, b, scales, tokens.order, tokens.tiles, out, num_tokens, splits, out.stride(0),
         *part_rows, *(0,) * (MOST_PARTS - parts),
-        PARTS=parts, RANK=rank, BLOCK_T=tokens.block, BLOCK_N=BLOCK_N, INTERPRETED=not out.is_cuda, num_warps=4, **launch_args(out),
+        PARTS=parts, RANK=rank, BLOCK_T=tokens.block, BLOCK_N=BLOCK_N, INTERPRETED=not out.is_cuda,
+        num_warps=4, **launch_args(out),
     )  # fmt: skip
 
 
