@@ -35,6 +35,7 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "model.weights": "dummy" if job.dummy else weight_files(job.folder).fingerprint,
             # Left out without one, so that jobs begun before this key existed resume.
             **({} if job.adapter is None else {"model.adapter": job.adapter.fingerprint}),
+            **({} if not config.model.adapters else {"model.adapters": _named(job, "fingerprint")}),
             "model.tokenizer": None if job.tokenizer is None else job.tokenizer.fingerprint,
             "model.dtype": str(job.dtype).removeprefix("torch."),
             # As resolved on this device, and left out where plain, so that jobs begun before this key existed resume.
@@ -70,6 +71,11 @@ def _newer_parts(job: Job) -> dict[str, Any]:
     return {key: value for key, value in parts.items() if value}
 
 
+def _named(job: Job, what: str) -> dict[str, str]:
+    """The fingerprint, or the digest, of each of model.adapters by its name."""
+    return {name: getattr(own, what) for name, own in job.named_adapters.items()}
+
+
 def _constraint_parts(job: Job) -> dict[str, Any]:
     """The job's own schema, regex or choice, left out where there is none, as above; of a file its content."""
     constraints = job.admission.constraints
@@ -96,4 +102,5 @@ def recorded_facts(job: Job) -> dict[str, Any]:
         "model": str(job.config.model.path),
         "drafter": job.config.draft.name,
         **({} if job.adapter is None else {"adapter_sha256": job.adapter.digest}),
+        **({} if not job.config.model.adapters else {"adapters_sha256": _named(job, "digest")}),
     }

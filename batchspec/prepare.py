@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from batchspec.model.hub import find_model
 from batchspec.model.kv_calibration import check_fp8_kv, give_scales
 from batchspec.model.kv_scales import KVScales
 from batchspec.model.lora import Adapter, adapted, open_adapter
+from batchspec.model.lora_products import AdapterSet, AdapterSource
 from batchspec.model.one_order import in_one_order
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec, load_spec
@@ -72,10 +73,18 @@ class JobModel:
     """The processes that compute the target together; None: this one alone."""
     adapter: Adapter | None = None
     """Merged into the target's weights when they are loaded."""
+    adapters: AdapterSource | None = None
+    """Those that are not merged, and that each row has or lacks."""
 
     @property
     def folder(self) -> Path:
         return self.files.folder
+
+    @property
+    def named_adapters(self) -> Mapping[str, Adapter]:
+        """Those of model.adapters."""
+        own = self.adapters
+        return dict(zip(own.names, own.adapters, strict=True)) if isinstance(own, AdapterSet) and own.names else {}
 
     @property
     def dummy(self) -> bool:
@@ -116,6 +125,11 @@ def open_job(
     output_schema(source.schema, columns, config.output)
     check_ids(source, columns)
     model = open_model(config, here=here, group=group)
+    if config.model.adapters and columns.get("adapter") is None:
+        raise ConfigError(
+            f"model.adapters={{{','.join(config.model.adapters)}}}: the input has no column that names the adapter of each row; "
+            "map one, input.columns.adapter=COLUMN, or give an adapter of all rows as model.adapter"
+        )
     tokenizer = tokenizer or open_tokenizer(model.folder, config, columns)
     job = job_of(model, source, columns, tokenizer)
     if fetch:
@@ -148,7 +162,7 @@ def open_model(config: RunConfig, *, here: bool = True, group: Group | None = No
     assert config.model.path is not None
     model, dummy = find_model(config.model.path, config.model.revision), config.model.load_format == "dummy"
     spec = load_spec(model.folder) if dummy else judge_model(model)
-    adapter = None if config.model.adapter is None else open_adapter(config.model.adapter, spec)
+    adapter, adapters = open_adapters(config, spec)
     device = choose_device(config.device if here else "cpu")
     if config.cache.dtype == "fp8":
         spec = spec.with_fp8_kv()
@@ -159,12 +173,35 @@ def open_model(config: RunConfig, *, here: bool = True, group: Group | None = No
     spec = spec.on(device, dtype, config.model.activations)
     if config.decode.deterministic:
         spec = in_one_order(spec, device, dtype, here=here)
+        if adapters is not None and dtype is not torch.float64:
+            raise ConfigError(
+                "decode.deterministic=true with LoRA adapters that are not merged (model.adapters, or FP8 and MXFP4 weights) is "
+                "not built: their sums depend on the batch; remove one, or set model.dtype=float64"
+            )
     drafter = open_drafter(config, spec)
     check_head(config.draft, drafter.head, spec)
-    spec = part_of_group(spec, group)
+    spec = part_of_group(spec.with_lora(None if adapters is None else adapters.shape), group)
     return JobModel(
-        config=config, files=model, spec=spec, device=device, dtype=dtype, drafter=drafter, group=group, adapter=adapter
+        config=config, files=model, spec=spec, device=device, dtype=dtype, drafter=drafter, group=group, adapter=adapter,
+        adapters=adapters,
     )  # fmt: skip
+
+
+def open_adapters(config: RunConfig, spec: ModelSpec) -> tuple[Adapter | None, AdapterSet | None]:
+    """That of all rows, and those that are not merged into the weights. Raises ConfigError or CheckpointError."""
+    model = config.model
+    if model.adapter is not None:
+        own = open_adapter(model.adapter, spec)
+        if own.kept and config.draft.adapt.every_shards:
+            raise ConfigError(
+                f"model.adapter={model.adapter} changes FP8 or MXFP4 weights and is not merged, and draft.adapt.every_shards="
+                f"{config.draft.adapt.every_shards} with such an adapter is not built; remove one"
+            )
+        return own, AdapterSet((own,)) if own.kept else None
+    if not model.adapters:
+        return None, None
+    several = (open_adapter(path, spec, key=f"model.adapters.{name}", per_row=True) for name, path in model.adapters.items())
+    return None, AdapterSet(tuple(several), names=tuple(model.adapters))
 
 
 def part_of_group(spec: ModelSpec, group: Group | None) -> ModelSpec:
@@ -324,7 +361,8 @@ def load_weights(job: JobModel) -> tuple[Target, Any]:
     """The target, and the drafter's weights, both in the device's memory."""
     ranks = None if job.group is None else job.group.collectives
     target = Target.load(
-        job.folder, job.spec, dtype=job.dtype, device=job.device, dummy=job.dummy, ranks=ranks, adapter=job.adapter
+        job.folder, job.spec, dtype=job.dtype, device=job.device, dummy=job.dummy, ranks=ranks, adapter=job.adapter,
+        adapters=job.adapters,
     )  # fmt: skip
     return target, job.drafter.load(dtype=job.dtype, device=job.device)
 

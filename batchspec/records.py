@@ -164,6 +164,8 @@ class Request:
     """That of the constraint, compiled; None until it is there. No engine takes a request whose automaton is missing."""
     automaton_state: int = 0
     """State in which the output begins."""
+    adapter: int = 0
+    """Number of its LoRA adapter among those that are not merged; 0: none. The same request in the same job has the same one."""
     resumed: Snapshot | None = None
     """The state in which an earlier run left this row, if any."""
     synthetic_len: int | None = None

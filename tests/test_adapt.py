@@ -102,7 +102,7 @@ def test_a_drafter_with_other_weights_drafts_as_one_that_was_made_with_them(name
     for drafter in (changed, made):
         rng = torch.Generator().manual_seed(0)
         taps = torch.randn(5, len(drafter.aux_layer_ids) * 16, dtype=torch.float64, generator=rng).to(DEVICE)
-        hidden = drafter.head.features(taps.clone(), None)
+        hidden = drafter.head.features(taps.clone())
         entered, residual = drafter.head.enter(torch.arange(5, dtype=torch.int32, device=DEVICE), hidden.clone())
         products = [p(entered) for p in (drafter.head._layers[0].products[0][0], drafter.head._layers[0].kv)]
         inner = drafter.head._layers[-1].products[2][0](hidden)

@@ -21,6 +21,8 @@ from batchspec.commands.profile import read_trace
 from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.commands.workloads import make_job, make_workload
 from batchspec.errors import ConfigError
+from batchspec.kernels.lora.lora_tokens import LoraTokens
+from batchspec.model.lora_products import LoraStacks
 from tests.models import make_checkpoint, make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -183,6 +185,28 @@ def test_single_rounds_are_timed_over_rows_with_a_made_up_past(
         assert row["tok_s"] * row["round_us"] / 1e6 == pytest.approx(4 * row["mean_acceptance_length"], rel=1e-3)
 
 
+@pytest.mark.parametrize("more", [["--rounds", "3", "--k", "0", "2"], ["--k", "2"]])
+def test_rows_have_adapters_of_noise_in_turn(
+    shape: Path, tmp_path: Path, more: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With as many tokens as without, and in rounds over made-up rows too."""
+    seen = list[list[int]]()
+    tokens_of = LoraStacks.tokens
+
+    def noted(self: LoraStacks, adapters: torch.Tensor) -> LoraTokens:
+        seen.append(sorted(set(adapters.tolist())))
+        return tokens_of(self, adapters)
+
+    monkeypatch.setattr(LoraStacks, "tokens", noted)
+    words = ["--draft", "none", "window", "--window", "8", *more]
+    rows = lines(shape, tmp_path / "o.jsonl", *words, "--adapters", "3", "--adapter-rank", "5")
+    assert [1, 2, 3] in seen
+    seen.clear()
+    plain = lines(shape, tmp_path / "plain.jsonl", *words)
+    assert not seen
+    assert [row["variant"] for row in rows] == [row["variant"] for row in plain]
+
+
 def test_auto_drafts_as_far_as_rates_are_given(shape: Path, tmp_path: Path) -> None:
     (row,) = lines(
         shape, tmp_path / "o.jsonl", "--draft", "eagle3", "--k", "auto", "--accept", "1,1", "--window", "4", "--sink", "2"
@@ -240,6 +264,9 @@ def test_a_model_runs_to_the_cap_or_to_its_own_ends_over_prompts_as_chats(tmp_pa
         (["o", "n", "--against-transformers"], "needs --model"),
         (["o", "n", "--eos"], "--chat and --eos need --model"),
         (["o", "n", "--model", "m", "--eos", "--against-transformers"], "a static batch waits for its longest row"),
+        (["o", "n", "--adapters", "2", "--adapter-rank", "65"], "there may be up to 256 adapters, of rank 1 to 64"),
+        (["o", "n", "--adapters", "2", "--deterministic"], "with --deterministic is not built"),
+        (["--make-job", "d", "--adapters", "2"], "give the job adapters of its own"),
         (["o", "n", "--shape", "llama9b"], "neither one of llama8b"),
         (["o", "n", "--device", "cpu", "--draft", "tree", "--k", "9"], "--draft tree with --k 9, --topk, --nodes: .* at most 64"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,51 +9,48 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchspec.draft import head as head_module
-from batchspec.draft.base import Drafter
-from batchspec.draft.chain import ChainDrafter
-from batchspec.draft.parallel import ParallelDrafter
-from batchspec.draft.shapes import TreeShape
-from batchspec.draft.tree import TreeDrafter
+from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.model.blocks.forward import Product
+from batchspec.model.lora_products import DummyAdapters, LoraStacks
+from batchspec.model.lora_shape import LoraShape
 from batchspec.model.quant.plain import Linear, Plain
 from batchspec.model.target import Target
-from tests.drafting import TARGET, mixed_requests, run
-from tests.engines import VOCAB, packed, tiny_target
-from tests.replaying import head
+from tests.engines import VOCAB, tiny_target
+from tests.kernels.lora_cases import list_of
 from tests.test_target import Runner, prompts
+from tests.test_tensor_parallel import batch_of
 
 
 class Watched(Linear):
-    """A plain product that notes each token's row, and norms its input and adds to the stream itself where it is told to."""
+    """A plain product that notes each adapter's tokens, and norms its input and adds to the stream itself where it is told to."""
 
-    seen: list[Tensor]
+    seen: list[list[tuple[int, list[int]]]]
     fused: list[str]
     fuses = False
 
-    def __call__(self, x: Tensor, row_ids: Tensor | None = None) -> Tensor:
-        if row_ids is not None:
-            assert row_ids.shape == x.shape[:1]
-            self.seen.append(row_ids.clone())
-        return super().__call__(x, row_ids)
+    def __call__(self, x: Tensor, lora: LoraTokens | None = None) -> Tensor:
+        if lora is not None:
+            assert lora.order.shape == x.shape[:1]
+            self.seen.append(list_of(lora))
+        return super().__call__(x, lora)
 
-    def swiglu(self, x: Tensor, row_ids: Tensor | None = None) -> Tensor:
-        return Product.swiglu(self, x, row_ids)
+    def swiglu(self, x: Tensor, lora: LoraTokens | None = None) -> Tensor:
+        return Product.swiglu(self, x, lora)
 
     def norms_input(self, x: Tensor, *, gated: bool) -> bool:
         return self.fuses
 
-    def of_norm(self, x: Tensor, norm: Tensor, eps: float, row_ids: Tensor | None = None) -> Any:
+    def of_norm(self, x: Tensor, norm: Tensor, eps: float, lora: LoraTokens | None = None) -> Any:
         self.fused.append("of_norm")
-        return Product.of_norm(self, x, norm, eps, row_ids)
+        return Product.of_norm(self, x, norm, eps, lora)
 
-    def swiglu_of_norm(self, x: Tensor, norm: Tensor, eps: float, row_ids: Tensor | None = None) -> Tensor:
+    def swiglu_of_norm(self, x: Tensor, norm: Tensor, eps: float, lora: LoraTokens | None = None) -> Tensor:
         self.fused.append("swiglu_of_norm")
-        return Product.swiglu_of_norm(self, x, norm, eps, row_ids)
+        return Product.swiglu_of_norm(self, x, norm, eps, lora)
 
-    def add_to(self, residual: Tensor, x: Tensor, row_ids: Tensor | None = None) -> Tensor | None:
+    def add_to(self, residual: Tensor, x: Tensor, lora: LoraTokens | None = None) -> Tensor | None:
         self.fused.append("add_to")
-        residual.add_(self(x, row_ids))
+        residual.add_(self(x, lora))
         return None
 
 
@@ -76,63 +72,57 @@ def fresh_target() -> Target:
     return Target.load(Path(), made.spec, dtype=made.dtype, device=made.device, dummy=True)
 
 
+def adapted_target() -> Target:
+    """With three adapters, large enough to show."""
+    spec = tiny_target().spec
+    adapters = DummyAdapters.of(spec, 3, 4)
+    target = Target.load(
+        Path(), spec.with_lora(adapters.shape), dtype=torch.float64, device=torch.device("cpu"), dummy=True, adapters=adapters
+    )
+    assert target._lora is not None
+    for weights in target._lora._weights.values():
+        weights.b.mul_(20)
+    return target
+
+
 @pytest.mark.parametrize("ends_only", [False, True])
-def test_every_product_is_given_each_tokens_row(ends_only: bool, watched: type[Watched]) -> None:
-    target = fresh_target()
-    Runner.start(target, 3).feed(prompts([4, 1, 2], VOCAB), ends_only=ends_only)
-    rows, ends = [0, 0, 0, 0, 1, 2, 2], [0, 1, 2]
-    last = [rows, *([ends if ends_only else rows] * 3)]
-    assert [seen.tolist() for seen in watched.seen] == [*([rows] * 4), *last]  # q k v, output, gate up, down of two layers
+def test_every_product_is_given_the_adapter_of_each_token(ends_only: bool, watched: type[Watched]) -> None:
+    """Of all tokens, or after the last layer's K and V of the last token of each row."""
+    Runner.start(adapted_target(), 4).feed(prompts([4, 1, 2, 1], VOCAB), ends_only=ends_only, adapters=[3, 1, 0, 3])
+    every, ends = [(0, [4]), (2, [0, 1, 2, 3, 7])], [(0, [1]), (2, [0, 3])]
+    assert watched.seen == [*([every] * 4), every, *([ends if ends_only else every] * 3)]  # q k v, output, gate up, down
 
 
-HEADS: dict[str, Callable[[], Drafter]] = {
-    "chain": lambda: ChainDrafter(head(), TARGET(), 3, slots=4),
-    "chain, nothing pruned": lambda: ChainDrafter(head(), TARGET(), 3, slots=4, uniform_slots=False, dead_positions=False),
-    "parallel": lambda: ParallelDrafter(head(), TARGET(), 3, slots=4),
-    "tree": lambda: TreeDrafter(head(), TARGET(), TreeShape(topk=2, depth=3, nodes=7), slots=4),
-}
+def test_an_adapter_is_added_to_the_stream_where_its_base_product_was(watched: type[Watched]) -> None:
+    """And no product that norms its input, or gates its output, leaves the adapter out."""
+    ids, own = prompts([4, 1, 2], VOCAB), [3, 0, 1]
+    expected, _ = Runner.start(adapted_target(), 3).feed(ids, adapters=own)
+    without, _ = Runner.start(adapted_target(), 3).feed(ids, adapters=[0, 0, 0])
+    assert float((expected[0] - without[0]).abs().max()) > 1e-3
+    watched.fused.clear()
+    watched.fuses = True
+    found, _ = Runner.start(adapted_target(), 3).feed(ids, adapters=own)
+    for row, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(row, other, atol=1e-12, rtol=0)
+    product = adapted_target()._layers[0].attention._out
+    x, residual = torch.randn(3, 16, dtype=torch.float64), torch.randn(3, 16, dtype=torch.float64)
+    tokens = LoraStacks(LoraShape(3, ()), {}).tokens(torch.tensor([2, 0, 3], dtype=torch.int32))
+    added = residual.clone()
+    assert product.add_to(added, x, tokens) is None
+    torch.testing.assert_close(added, residual + product(x, tokens), atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_every_product_of_a_draft_head_is_given_each_tokens_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all positions, or of the one position a row that goes on; only the output matrix is given none, as the target's."""
-    expected: list[list[int]] = []  # none while the head is built: the features of a mask are of no row
-    made, called = list[Linear](), set[Linear]()
-
-    class Noting(Linear):
-        def __init__(self, *weights: Any) -> None:
-            super().__init__(*weights)
-            made.append(self)
-
-        def __call__(self, x: Tensor, row_ids: Tensor | None = None) -> Tensor:
-            called.add(self)
-            if expected and self is not drafter.head._scores:  # type: ignore[attr-defined]
-                assert row_ids is not None
-                assert row_ids.dtype == torch.int32
-                assert row_ids.tolist() in expected
-            return super().__call__(x, row_ids)
-
-        def swiglu(self, x: Tensor, row_ids: Tensor | None = None) -> Tensor:
-            return Product.swiglu(self, x, row_ids)
-
-    def during(name: str, rows_of: Callable[..., list[list[int]]]) -> None:
-        call = getattr(drafter, name)
-
-        def wrapped(*args: Any, **options: Any) -> Any:
-            expected[:] = rows_of(*args)
-            return call(*args, **options)
-
-        monkeypatch.setattr(drafter, name, wrapped)
-
-    monkeypatch.setattr(head_module, "Linear", Noting)
-    drafter = HEADS[name]()
-    during("prefill", lambda batch, slot_ids, *_: [batch.row_ids.tolist(), [*range(len(slot_ids))]])
-    during("catch_up", lambda batch, _, accepted_len, *rest: [batch.row_ids.tolist(), [*range(len(accepted_len))]])
-    a_row = {"tree": 2, "parallel": 3}.get(name, 1)
-    during("propose", lambda rows, *_: [[row for row in range(len(rows.live)) for _ in range(a_row)]])
-    run(mixed_requests(), packed(4, draft_len=drafter.max_len), drafter)
-    unused = [drafter.head._layers[0].kv] if name == "chain, nothing pruned" else []  # type: ignore[attr-defined]
-    assert [product for product in made if product not in called] == unused
+def test_tokens_of_dead_rows_go_through_no_adapter_unless_their_rounds_are_timed() -> None:
+    target, batch = adapted_target(), batch_of([[3, 9, 1], [5], [8, 2]], 40)
+    batch.row_adapters = torch.tensor([2, 3, 1], dtype=torch.int32)
+    batch.slot_mapping[:3] = 0
+    found = target._lora_tokens(batch)
+    assert found is not None
+    assert list_of(found) == [(0, [4, 5]), (2, [3])]
+    with target.dead_tokens_routed():
+        timed = target._lora_tokens(batch)
+    assert timed is not None
+    assert list_of(timed) == [(0, [4, 5]), (1, [0, 1, 2]), (2, [3])]
 
 
 def test_a_block_adds_in_its_product_only_where_the_next_one_norms_the_stream_itself(watched: type[Watched]) -> None:

@@ -22,6 +22,7 @@ from tests.crews import ended, journals, make_job, owners, tokens, wait_for_end,
 from tests.forked import run_python
 from tests.heads import random_tensors, tiny_design, write_head
 from tests.runs import new_interpreters, put, run_apart, start_apart
+from tests.test_lora import make_adapter
 
 ROWS = 40
 """Enough rows of enough tokens that a run can be met in the middle."""
@@ -96,6 +97,26 @@ def test_ranks_follow_the_schema_of_each_row(command: list[str], model: Path, tm
         if row["status"] == "ok":
             jsonschema.validate(json.loads(row["completion"]), schema)
     assert two["status"].to_list().count("ok") > 5
+
+
+def test_rows_with_adapters_on_two_ranks(model: Path, command: list[str], tmp_path: Path) -> None:
+    """Each rank has its part of every adapter, and learns from the leader which row has which."""
+    targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+    folders = [make_adapter(tmp_path / name, model, targets, seed=seed) for seed, name in enumerate(("a", "b"))]
+    own = [None, "a", "b"]
+    (source,) = (Path(word.removeprefix("input.path=")) for word in command if word.startswith("input.path="))
+    frame = pl.read_parquet(source).head(12)
+    frame.with_columns(adapter=pl.Series([own[i % 3] for i in range(12)])).write_parquet(tmp_path / "in.parquet")
+    words = [word for word in command if not word.startswith("input.path=")]
+    words += [f"input.path={tmp_path / 'in.parquet'}", f"model.adapters={{a:{folders[0]},b:{folders[1]}}}"]
+    assert run.main([*words, f"output.dir={tmp_path / 'one'}"]) == 0
+    code, said = run_apart([*words, f"output.dir={tmp_path / 'two'}", "cluster.tensor_parallel=2"], tmp_path / "log")
+    assert code == 0, said
+    found = tokens(tmp_path / "two", 12)
+    assert found == tokens(tmp_path / "one", 12)
+    assert run.main([*command, f"output.dir={tmp_path / 'plain'}", "input.limit=12"]) == 0
+    plain = tokens(tmp_path / "plain", 12)
+    assert {name for name in plain if plain[name] == found[name]} == set(sorted(plain, key=lambda name: int(name[1:]))[::3])
 
 
 def test_a_rank_that_is_killed_costs_no_row_and_the_other_group_goes_on(

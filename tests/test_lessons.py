@@ -98,7 +98,7 @@ def learner_of(head: Path, engine: Engine, lead: Lead | None) -> Learner:
 def weights_of(drafter: ChainDrafter) -> list[int]:
     """Bits that depend on all weights of the head."""
     chance = torch.Generator().manual_seed(0)
-    features = drafter.head.features(torch.randn(4, 3 * 16, dtype=torch.float64, generator=chance), None)
+    features = drafter.head.features(torch.randn(4, 3 * 16, dtype=torch.float64, generator=chance))
     entered, residual = drafter.head.enter(torch.arange(4, dtype=torch.int32), features.clone())
     layer = drafter.head._layers[0]
     inner = [linear(residual.repeat(1, 4)[:, : product.k]) for linear, product in layer.products[1:]]

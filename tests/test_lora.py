@@ -291,21 +291,21 @@ def test_a_file_that_changes_after_it_was_checked_is_not_merged(base: Path, adap
         Target.load(base, spec, dtype=torch.float64, device=CPU, adapter=opened)
 
 
-def test_experts_tied_heads_and_quantised_weights_are_refused(base: Path, tmp_path: Path) -> None:
+def test_experts_tied_heads_and_large_ranks_of_quantised_weights_are_refused(base: Path, tmp_path: Path) -> None:
     tied = make_checkpoint(tmp_path / "tied", "llama", num_hidden_layers=1, tie_word_embeddings=True)
     folder = make_adapter(tmp_path / "of_head", base, ["lm_head"])
     assert "lm_head has an adapter, and it is the embedding too (tie_word_embeddings=true)" in refused(folder, tied)
     mixtral = make_checkpoint(tmp_path / "mixtral", "mixtral", num_hidden_layers=1, num_local_experts=4)
     folder = make_adapter(tmp_path / "of_experts", mixtral, ["w1"])
     assert "w1" in refused(folder, mixtral)
-    assert "merging into MoE experts is not built" in refused(folder, mixtral)
+    assert "adapters of MoE experts are not built" in refused(folder, mixtral)
     config = json.loads((base / "config.json").read_text())
     fp8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     (tmp_path / "fp8").mkdir()
     (tmp_path / "fp8/config.json").write_text(json.dumps({**config, "quantization_config": fp8}))
-    folder = make_adapter(tmp_path / "of_fp8", base, ["q_proj"])
+    folder = make_adapter(tmp_path / "of_fp8", base, ["q_proj"], r=65)
     said = refused(folder, tmp_path / "fp8")
-    assert "model.layers.0.self_attn.q_proj is F8_E4M3 in model.path; merging into FP8 or MXFP4 weights is not built" in said
+    assert "q_proj has rank 65; ranks up to 64 are built for adapters that are not merged, of single rows and of FP8" in said
 
 
 # --- jobs
@@ -344,7 +344,7 @@ def test_a_job_with_an_adapter_is_that_of_the_merged_model_and_resumes_with_this
 
     card = (tmp_path / "own/README.md").read_text()
     digest = open_adapter(str(adapter), load_spec(base)).digest
-    assert f"| LoRA adapter | `{adapter.name}`, merged into the model (adapter_model.safetensors: sha256 {digest}) |" in card
+    assert f"| LoRA adapter | `{adapter.name}`, of all rows (adapter_model.safetensors: sha256 {digest}) |" in card
     assert str(adapter) not in card
     assert "LoRA" not in (tmp_path / "plain/README.md").read_text()
 

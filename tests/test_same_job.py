@@ -54,6 +54,7 @@ def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 CHANGES: dict[str, tuple[Any, str]] = {
     "model.adapter": ("{folder}/adapter", "model.adapter"),
+    "model.adapters": ({"a": "{folder}/adapter"}, "model.adapters"),
     "model.dtype": ("float32", "model.dtype"),
     "model.activations": ("fp8", "model.activations"),
     "model.max_len": (128, "model.max_len"),
@@ -133,7 +134,7 @@ def test_another_value_of_any_key_that_makes_another_job_is_refused_by_name(fini
     job = open_job(compose(arguments(model, finished.parent / "prompts.parquet", finished)))
     assert not check_output(job).missing()
     for key, (value, name) in CHANGES.items():
-        if key == "model.activations":  # needs a checkpoint in FP8: tests/test_fp8.py
+        if key in ("model.activations", "model.adapters"):  # FP8, a column: tests/test_fp8.py, tests/test_lora_rows.py
             continue
         value = value.format(folder=tmp_path) if isinstance(value, str) else value
         other = open_job(changed(job.config, key, value), tokenizer=None if key.startswith("model.") else job.tokenizer)

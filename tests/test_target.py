@@ -72,9 +72,12 @@ class Runner:
         return cls(target, cache, torch.tensor(pages, dtype=torch.int32).view(num_rows, per_row), [0] * num_rows)
 
     def feed(
-        self, tokens: list[list[int]], taps: tuple[int, ...] = (), *, ends_only: bool = False
+        self, tokens: list[list[int]], taps: tuple[int, ...] = (), *, ends_only: bool = False, adapters: list[int] | None = None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The next tokens of each row (none: the row is dead in this pass) -> logits and taps of each row."""
+        """The next tokens of each row (none: the row is dead in this pass) -> logits and taps of each row.
+
+        adapters  of each row, for a target that has some
+        """
         lengths = [len(ids) for ids in tokens]
         row_ids = [r for r, n in enumerate(lengths) for _ in range(n)]
         positions = [self.num_ctx[r] + i for r, n in enumerate(lengths) for i in range(n)]
@@ -92,6 +95,7 @@ class Runner:
             page_table=self.page_table,
             max_q=max(lengths),
             max_kv=max(kv_len),
+            row_adapters=None if adapters is None else torch.tensor(adapters, dtype=torch.int32),
         )
         hidden, found = self.target.forward(batch, self.cache, taps, ends_only=ends_only)
         found = batch.token_ids[:, None][:, :0] if found is None else found

@@ -78,14 +78,18 @@ def batch_of(rows: list[list[int]], num_pages: int, page_size: int = 4) -> FlatB
 
 
 @torch.inference_mode()
-def outputs(target: Target, rows: list[list[int]], *, ends_only: bool = False) -> dict[str, Tensor]:
+def outputs(
+    target: Target, rows: list[list[int]], *, ends_only: bool = False, adapters: list[int] | None = None
+) -> dict[str, Tensor]:
     """Hidden states, aux hidden states, logits over the whole vocabulary, and greedy tokens of a pass over rows."""
     spec = target.spec
     cache = KVCache.allocate(
         spec.kv_layout(target.dtype, 4), groups=KVGroups.single(spec.num_layers), num_pages=(40,), device=DEVICE
     )
     aux_ids = (0, *range(1, spec.num_layers + 1))
-    hidden, aux = target.forward(batch_of(rows, 40), cache, () if ends_only else aux_ids, ends_only=ends_only)
+    batch = batch_of(rows, 40)
+    batch.row_adapters = None if adapters is None else torch.tensor(adapters, dtype=torch.int32, device=DEVICE)
+    hidden, aux = target.forward(batch, cache, () if ends_only else aux_ids, ends_only=ends_only)
     found = {"hidden": hidden, "logits": target.all_logits(hidden), "greedy": target.greedy_sample(hidden, flag_nonfinite=True)}
     return found if aux is None else {**found, "aux": aux}
 

@@ -118,6 +118,8 @@ class DeviceBatch:
     page_tables: tuple[Tensor, ...] = field(metadata=declared(width="pages", per_group=True))
     """By K/V group int32 [R, pages of max_len and of the lookahead slots], the scratch page where nothing is granted yet. Entries
     that a group's window has passed name pages that the row has given back: nothing reads them."""
+    adapter: Tensor = field(metadata=declared(begin=lambda r, _: r.adapter))
+    """int32 [R] number of the row's LoRA adapter, 0 is none"""
     seen: Tensor = field(metadata=declared(width="seen"))
     """int32 [R, V] ONCE_IN_OUTPUT for each time that the token is in the output, and SEEN if it is in prompt or output; [R, 0]
     before a row has penalties"""

@@ -54,6 +54,8 @@ class FlatBatch:
     """Rows that begin with the same pages, for attention that reads those once; None where nothing is known of it."""
     host: HostLayout | None = None
     """What the host knows of the rows: of a prefill everything, of a round nothing."""
+    row_adapters: Tensor | None = None
+    """int32 [R] the LoRA adapter of each row, 0 is none; None where the model has none that are told apart by rows"""
     tree: TreeTail | None = None
     """The last keys of each row are nodes of a tree: keys go by node, positions by depth, so several queries may share one."""
     more_groups: tuple[GroupPages, ...] = ()

@@ -106,13 +106,14 @@ class KVCache:
                 kv_move(kv, nodes.of_group(group).slot_mapping, path, chain.of_group(group).slot_mapping, accepted_len)
 
 
-def prefix_hashes(ids: Ids, page_size: int, lookahead: int = 0) -> list[bytes]:
+def prefix_hashes(ids: Ids, page_size: int, lookahead: int = 0, *, adapter: int = 0) -> list[bytes]:
     """A hash for each full page of `ids`, over all tokens up to the page's end: equal hashes mean equal K/V.
 
     lookahead  number of tokens after a page that its K/V depends on too (1 for an EAGLE head): the hash covers them, and a page
                that is not followed by as many tokens in `ids` gets no hash
+    adapter    that all K/V of the row depends on: rows of different adapters share no page
     """
-    hashes, parent = [], b""
+    hashes, parent = [], adapter.to_bytes(4) if adapter else b""
     for end in range(page_size, len(ids) - lookahead + 1, page_size):
         parent = blake2b(parent + ids[end - page_size : end + lookahead].tobytes(), digest_size=16).digest()
         hashes.append(parent)

@@ -12,8 +12,10 @@ from batchspec.arguments import ArgumentParser
 from batchspec.commands import bench_rounds
 from batchspec.commands.bench_engines import DRAFTS, OPTIONS, TREES, parse_options
 from batchspec.commands.shapes import SHAPES
+from batchspec.config.checks import MAX_ADAPTERS
 from batchspec.config.values import violation
 from batchspec.errors import ConfigError
+from batchspec.model.lora_shape import MAX_RANK
 
 
 def parse(argv: list[str], description: str | None = None) -> argparse.Namespace:
@@ -58,6 +60,8 @@ def parse(argv: list[str], description: str | None = None) -> argparse.Namespace
     add("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     add("--kv", default="auto", choices=["auto", "fp8"], help="cache.dtype: fp8 stores K and V as e4m3, scales calibrated")
     add("--deterministic", action="store_true", help="decode.deterministic: sums of one order; compare with a run without it")
+    add("--adapters", type=int, default=0, help="LoRA adapters of noise, of all projections: rows have them in turn")
+    add("--adapter-rank", type=int, default=16, help=f"their rank, at most {MAX_RANK}")
     add("--device", default="auto", choices=["auto", "cpu"])
     add(
         "--tensor-parallel",
@@ -102,6 +106,15 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--temperature {args.temperature} must be in 0 .. 100; 0 is greedy")
     if any(number < 0 for number in args.schemas):
         raise ConfigError(f"--schemas {args.schemas} are numbers of distinct schemas; 0 is the way without them")
+    if not 0 <= args.adapters <= MAX_ADAPTERS or not 1 <= args.adapter_rank <= MAX_RANK:
+        given = f"--adapters {args.adapters} --adapter-rank {args.adapter_rank}"
+        raise ConfigError(f"{given}: there may be up to {MAX_ADAPTERS} adapters, of rank 1 to {MAX_RANK}")
+    if args.adapters and args.against_transformers:
+        raise ConfigError(f"--adapters {args.adapters} with --against-transformers: it would run the base model; leave one out")
+    if args.adapters and args.deterministic:
+        raise ConfigError(f"--adapters {args.adapters} with --deterministic is not built: their sums depend on the batch")
+    if args.adapters and args.make_job:
+        raise ConfigError(f"--adapters {args.adapters} with --make-job: give the job adapters of its own, model.adapters")
     if args.against_transformers and not args.model:
         raise ConfigError("--against-transformers needs --model: dummy weights exist only inside batchspec")
     if args.against_transformers and importlib.util.find_spec("transformers") is None:

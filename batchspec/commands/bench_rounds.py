@@ -72,6 +72,8 @@ def _time(bench: Bench, way: Way, record: Record) -> dict[str, Any]:
     engine = bench.engine(way, buckets=(args.batch,))
     draft_len, rows = engine.drafter.max_len if way.draft_len else 0, engine.executor.rows
     shape = Shape(args.batch, draft_len, SamplingMode(constrained=way.schemas > 0), prepare_next=draft_len > 0)
+    if args.adapters:
+        rows.adapter.copy_(1 + torch.arange(len(rows.adapter), device=rows.adapter.device) % args.adapters)
     engine.executor.graphs.prepare([shape])
     with engine.executor.dead_tokens_routed():
         dead_s = engine.executor.graphs.seconds(shape)

@@ -98,7 +98,7 @@ def other_cache(job: Job) -> CacheConfig:
     """The model's data type for a job in fp8. fp8 for any other, calibrated where the checkpoint's scales cannot be used."""
     if job.spec.fp8_kv:
         return CacheConfig(dtype="auto")
-    if job.adapter is not None:  # the checkpoint's are those of the model without it
+    if job.adapter is not None or job.adapters is not None:  # the checkpoint's are those of the model without them
         return CacheConfig(dtype="fp8", scales="calibrate")
     try:
         if job.config.model.load_format != "dummy":

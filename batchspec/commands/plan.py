@@ -135,6 +135,7 @@ class Plan:
         return [
             f"model        {spec.family}, {spec.num_layers} layers, {num_multiplied(spec) / 1e6:,.0f} M weights a token, "
             f"{_bytes(spec.weight_bytes(job.dtype))} {kept} on {job.device.type}",
+            *self._adapters(),
             f"shape        {counted(batch.num_slots, 'slot')}, rows up to {batch.max_len:,} tokens, "
             f"drafter {job.config.draft.name} ({job.drafter.shape}), prefill passes of {batch.prefill_tokens:,} tokens",
             f"pages        {pages} of {batch.page_size} tokens, {_bytes(pages_bytes)}{', K and V in e4m3' * spec.fp8_kv}",
@@ -157,6 +158,17 @@ class Plan:
     @property
     def _scores(self) -> bool:
         return self.job.config.decode.max_new_tokens == 0
+
+    def _adapters(self) -> list[str]:
+        spec, dtype = self.job.spec, self.job.dtype
+        if spec.lora is None:
+            return []
+        ranks = sorted({spec.lora.rank_of(prefix, own) for prefix, block in spec.blocks() for own in block.products} - {0})
+        of = "of all rows" if spec.lora.of_all_rows else "of rows that name one"
+        return [
+            f"adapters     {counted(spec.lora.num_adapters, 'LoRA adapter')} {of}, not merged: {_bytes(spec.lora_bytes(dtype))} "
+            f"of the weights, ranks padded to {' and '.join(map(str, ranks))}; rounds and prefill assume that every row has one"
+        ]
 
     def _memory(self, batch: PackedBatch, pages_bytes: int) -> str:
         """What the run will allocate, and what is free now. On a CPU passes and rounds take memory that is not planned."""

@@ -134,8 +134,8 @@ Drafters in brackets are those that read the key. Per-row columns of the input o
 TRAIN_HEAD = """\
 ## Keys of `batchspec train`
 
-The keys of `model` and `device` are those of a job, but `model.adapter`, `model.chat_template` and `model.think_tokens` are not
-read. The other keys are:"""
+The keys of `model` and `device` are those of a job, but `model.adapter`, `model.adapters`, `model.chat_template` and
+`model.think_tokens` are not read. The other keys are:"""
 
 
 def _option_table() -> list[str]:

@@ -67,7 +67,8 @@ def compare_kv(out: str | Path, num_rows: int, *, dtype: str | None = None, devi
     divergences: list[float] = []
     for request, difference in decode_again(engine, job, written):
         differences += [] if difference is None else [difference]
-        divergences += divergence(target, request.prompt_ids.tolist(), written[request.row_index, request.sample_index])
+        tokens = written[request.row_index, request.sample_index]
+        divergences += divergence(target, request.prompt_ids.tolist(), tokens, adapter=request.adapter)
     if not divergences:
         raise OutputError(f"{out}: the rows have no output tokens to compare; choose others with --rows")
     names = (model_dtype, "fp8") if job.spec.fp8_kv else ("fp8", model_dtype)
@@ -80,12 +81,12 @@ def compare_kv(out: str | Path, num_rows: int, *, dtype: str | None = None, devi
 
 
 @torch.inference_mode()
-def divergence(target: Target, prompt: list[int], output: list[int]) -> Iterator[float]:
+def divergence(target: Target, prompt: list[int], output: list[int], *, adapter: int = 0) -> Iterator[float]:
     """KL(p || q) at each output position."""
     ids = [*prompt, *output][:-1]
     if not output:
         return
-    hidden = [forward_row(target, ids, fp8=fp8)[0][len(prompt) - 1 :] for fp8 in (False, True)]
+    hidden = [forward_row(target, ids, fp8=fp8, adapter=adapter)[0][len(prompt) - 1 :] for fp8 in (False, True)]
     for at in range(0, len(output), POSITIONS):
         p, q = (target.logits(part[at : at + POSITIONS]).double().log_softmax(-1) for part in hidden)
         yield from (p.exp() * (p - q)).sum(-1).clamp(min=0.0).tolist()

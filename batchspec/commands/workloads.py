@@ -20,6 +20,7 @@ from batchspec.distributed.group import Group
 from batchspec.engine.lockstep import Lead
 from batchspec.errors import ConfigError
 from batchspec.model.kv_calibration import check_e4m3, give_scales
+from batchspec.model.lora_products import DummyAdapters
 from batchspec.model.one_order import in_one_order
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype
@@ -53,7 +54,10 @@ def make_workload(args: argparse.Namespace, device: torch.device, group: Group |
 
     Raises ConfigError, CheckpointError.
     """
-    return _real(args, device, group) if args.model else _dummy(args, device, group)
+    made = _real(args, device, group) if args.model else _dummy(args, device, group)
+    if args.adapters:
+        made.requests[:] = [replace(request, adapter=1 + i % args.adapters) for i, request in enumerate(made.requests)]
+    return made
 
 
 def make_job(folder: Path, *, shape: str, num_requests: int, prompt_len: int, cap: int) -> tuple[int, int]:
@@ -103,7 +107,7 @@ def _dummy(args: argparse.Namespace, device: torch.device, group: Group | None) 
         for i, prompt in enumerate(prompts)
         for sample in range(args.samples)
     ]
-    target = _load(Path(), part, dtype, device, group, dummy=True)
+    target = _load(args, Path(), part, dtype, device, group, dummy=True)
     return Workload(_with_kv(target, args, device, None), Path(), sorted(requests, key=lambda one: -one.max_new_tokens))
 
 
@@ -146,20 +150,26 @@ def _real(args: argparse.Namespace, device: torch.device, group: Group | None) -
                 found.append(replace(request, stop_ids=entry.stop_ids) if args.eos else request)
     if not found:
         raise ConfigError(f"--input {args.input} --kind {args.kind}: no prompt is left; check the kind column")
-    target = _load(job.folder, job.spec, job.dtype, device, group)
+    target = _load(args, job.folder, job.spec, job.dtype, device, group)
     count = args.requests or len(found)
     repeated = [replace(found[i % len(found)], request_id=str(i), row_index=i, seed=i) for i in range(count)]
     return Workload(_with_kv(target, args, device, job.tokenizer), job.folder, repeated, job.tokenizer)
 
 
 def _load(
-    folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, group: Group | None, *, dummy: bool = False
-) -> Target:
-    """As `Target.load`; the leader of a group tells the others that all checks have passed."""
+    args: argparse.Namespace, folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, group: Group | None, *,
+    dummy: bool = False,
+) -> Target:  # fmt: skip
+    """As `Target.load`, with the adapters of noise that --adapters asks for.
+
+    The leader of a group tells the others that all checks have passed.
+    """
+    adapters = DummyAdapters.of(spec, args.adapters, args.adapter_rank) if args.adapters else None
+    spec = spec.with_lora(None if adapters is None else adapters.shape)
     if group is not None and group.rank == 0:
         Lead(group.channel).send(load_message(device))
     ranks = None if group is None else group.collectives
-    return Target.load(folder, spec, dtype=dtype, device=device, dummy=dummy, ranks=ranks)
+    return Target.load(folder, spec, dtype=dtype, device=device, dummy=dummy, ranks=ranks, adapters=adapters)
 
 
 def _with_kv(target: Target, args: argparse.Namespace, device: torch.device, tokenizer: Tokenizer | None) -> Target:

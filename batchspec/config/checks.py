@@ -25,11 +25,22 @@ from batchspec.config.values import (
 from batchspec.draft.registry import DRAFTERS, readers
 from batchspec.errors import ConfigError
 
-URLS = ("input.path", "output.dir", "model.path", "model.revision", "model.adapter", "model.chat_template", "draft.path")
+URLS = (
+    "input.path",
+    "output.dir",
+    "model.path",
+    "model.revision",
+    "model.adapter",
+    "model.adapters",
+    "model.chat_template",
+    "draft.path",
+)
 
 READ_BY = readers()
 """Keys that not every drafter reads -> the drafters that do."""
 
+MAX_ADAPTERS = 256
+"""Of model.adapters."""
 TENSOR_PARALLEL, AUTO = (1, 2, 4, 8), "auto"
 """Values of cluster.tensor_parallel."""
 
@@ -52,7 +63,7 @@ def check(config: RunConfig, *, require: Iterable[str] = ()) -> None:
     _drafter(config)
     check_ranges(config, RANGES)
     _cache(config)
-    _adapter(config)
+    _adapters(config)
     _ranks(config)
     _decode(config)
     _scoring(config)
@@ -173,18 +184,29 @@ def _cache(config: RunConfig) -> None:
         raise ConfigError("cache.scales=checkpoint: model.load_format=dummy reads no checkpoint; use auto")
 
 
-def _adapter(config: RunConfig) -> None:
-    if config.model.adapter is None:
+def _adapters(config: RunConfig) -> None:
+    one, several = config.model.adapter, config.model.adapters
+    if one is None and not several:
         return
+    given = f"model.adapter={one}" if one is not None else f"model.adapters={{{','.join(several)}}}"
+    if one is not None and several:
+        raise ConfigError(
+            f"{given} is for all rows, and model.adapters={{{','.join(several)}}} for rows that name one; remove one"
+        )
     if config.cache.dtype == "fp8" and config.cache.scales != "calibrate":
         raise ConfigError(
-            f"model.adapter={config.model.adapter} with cache.dtype=fp8 needs cache.scales=calibrate: K/V scales of a "
+            f"{given} with cache.dtype=fp8 needs cache.scales=calibrate: K/V scales of a "
             "checkpoint are those of the model without the adapter"
         )
     if config.model.load_format == "dummy":
+        raise ConfigError(f"{given}: model.load_format=dummy has no weights to merge it into; remove one")
+    if config.draft.adapt.every_shards and several:
         raise ConfigError(
-            f"model.adapter={config.model.adapter}: model.load_format=dummy has no weights to merge it into; remove one"
+            f"{given} with draft.adapt.every_shards={config.draft.adapt.every_shards} is not built: a head learns from the "
+            "hidden states of one model; remove one"
         )
+    if len(several) > MAX_ADAPTERS:
+        raise ConfigError(f"model.adapters has {len(several)} adapters, at most {MAX_ADAPTERS} are built; divide the job")
 
 
 def _ranks(config: RunConfig) -> None:

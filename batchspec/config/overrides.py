@@ -19,7 +19,7 @@ from batchspec.config.reference import options
 from batchspec.config.schema import RunConfig
 from batchspec.errors import ConfigError
 
-OPEN = ("input.columns", "input.template_kwargs")
+OPEN = ("input.columns", "input.template_kwargs", "model.adapters")
 """Dictionaries that take any key."""
 _PLAIN_LIST = re.compile(r"\[([^\[\]{}'\"]*)\]")
 

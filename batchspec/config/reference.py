@@ -191,7 +191,7 @@ def _type(hint: Any, limits: tuple[float, float, str] | None, allowed: tuple[str
     if get_origin(hint) is list:
         return f"list of {_type(inner[0], None, None)}s"
     if get_origin(hint) is dict:
-        return f"map from names to {'names' if inner[1] != Any else 'values'}"
+        return f"map from names to {'values' if inner[1] == Any else 'text' if inner[1] is str else 'names'}"
     name = TYPE_NAMES[getattr(hint, "__name__", str(hint))]
     return f"{name}{_range(limits)}"
 

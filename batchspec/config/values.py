@@ -19,7 +19,16 @@ from batchspec.draft.registry import DRAFTERS
 from batchspec.errors import ConfigError
 from batchspec.records import MAX_LOGIT_BIAS
 
-PATHS = ("input.path", "output.dir", "model.path", "model.adapter", "model.chat_template", "draft.path", "cluster.log")
+PATHS = (
+    "input.path",
+    "output.dir",
+    "model.path",
+    "model.adapter",
+    "model.adapters",
+    "model.chat_template",
+    "draft.path",
+    "cluster.log",
+)
 """Keys of a job that name files and folders."""
 INT64 = (-(2**63), 2**63 - 1)
 BIASES = (-100.0, 100.0)
@@ -173,7 +182,7 @@ def check_credentials(config: Any, keys: Iterable[str]) -> None:
     """Refuse credentials in URLs: the configuration is written to the manifest and the card. The error does not show them."""
     for key in keys:
         value = value_of(config, key)
-        for url in value if isinstance(value, list) else [value]:
+        for url in value if isinstance(value, list) else value.values() if isinstance(value, dict) else [value]:
             if isinstance(url, str) and CREDENTIALS.search(CONTAINER.sub("", url)):
                 how = GIVE_THEM.get(url.partition("://")[0], "give them as its tools do, by environment or profile")
                 raise ConfigError(f"{key} holds credentials in a URL; take them out and {how}")
@@ -234,6 +243,8 @@ def expand_home(config: Any, keys: Iterable[str]) -> None:
             setattr(holder, name, os.path.expanduser(value))
         elif isinstance(value, list):
             setattr(holder, name, [os.path.expanduser(item) if isinstance(item, str) else item for item in value])
+        elif isinstance(value, dict):
+            setattr(holder, name, {key: os.path.expanduser(item) for key, item in value.items()})
 
 
 def check_choices(config: Any, choices: Mapping[str, tuple[str, ...]]) -> None:

@@ -25,7 +25,7 @@ SEPARATORS = (";", "\t", "|")
 _JSON = {
     "id": ("text", "number"), "messages": ("list", "text"), "prompt": ("text",), "prompt_ids": ("list",),
     "schema": ("object", "text"), "regex": ("text",), "choice": ("list", "text"), "grammar": ("text",),
-    "response_format": ("object", "text"),
+    "response_format": ("object", "text"), "adapter": ("text",),
     "stop": ("text", "list"), "system": ("text",), "tools": ("text", "list", "object"), "template_kwargs": ("object", "text"),
     "logit_bias": ("object", "text"), "final_assistant": ("text",),
 }  # fmt: skip
@@ -103,6 +103,7 @@ TYPES: Mapping[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "choice": (_is_stop, "list of strings"),
     "grammar": (is_text, "string"),
     "response_format": (is_text, "JSON string"),
+    "adapter": (is_text, "string"),
     "system": (is_text, "string"),
     "tools": (_is_tools, "JSON string, struct or list of structs"),
     "template_kwargs": (_is_object, "JSON string or struct"),

@@ -67,12 +67,12 @@ class ChainDrafter(HeadReader):
         line, place, last = slot_ids.index_select(0, batch.row_ids), batch.cu_seqlens_q[1:] - 1, self._last
         if self._prune:
             kv = self._kv(cache, last)
-            features = self.head.features(aux_hidden_states, batch.row_ids)
+            features = self.head.features(aux_hidden_states)
             normed, residual, at = self._read(batch, rows.tokens, line, features, cache, last)
             self.head.keep(last, normed, at, kv)
             # Only the last position of each row goes on, as in a draft step. Its K/V is written a second time.
             ends = self._one_each(batch, batch.positions.index_select(0, place), batch.kv_len)
-            at = Place(self._rope(ends.positions), batch.slot_mapping.index_select(0, place), ends.row_ids)
+            at = Place(self._rope(ends.positions), batch.slot_mapping.index_select(0, place))
             hidden, plan = residual.index_select(0, place), self._plans(ends, cache, [last])[self._windows[last]]
             normed = self.head.layer(last, normed.index_select(0, place), hidden, at, kv, plan)
         else:
@@ -101,7 +101,7 @@ class ChainDrafter(HeadReader):
             hidden.copy_(normed if self._spec.feed_normed else residual)
             self._prepare_next(normed, first, self._draws_at_end(rows))
             return
-        features = self.head.features(aux_hidden_states, batch.row_ids)
+        features = self.head.features(aux_hidden_states)
         normed, residual, at = self._read(batch, rows.tokens, batch.row_ids, features, cache, last)
         if prepare_next:
             q = self.head.queries(last, normed, at, self._kv(cache, last))
@@ -121,7 +121,7 @@ class ChainDrafter(HeadReader):
         self, batch: FlatBatch, tokens: Tensor, line: Tensor, aux_hidden_states: Tensor, cache: KVCache, place: Tensor
     ) -> tuple[Tensor, Tensor]:
         """All T positions through the whole head; its output and residual stream at flat position place[r]."""
-        features = self.head.features(aux_hidden_states, batch.row_ids)
+        features = self.head.features(aux_hidden_states)
         normed, residual, _ = self._read(batch, tokens, line, features, cache, self._last + 1)
         return normed.index_select(0, place), residual.index_select(0, place)
 
@@ -140,7 +140,7 @@ class ChainDrafter(HeadReader):
         )  # fmt: skip
         ends = self._one_each(batch, positions, kv_len)
         plan = self._plans(ends, cache, [self._last])[self._windows[self._last]]
-        attend = PagedAttend(kv=self._kv(cache, self._last), plan=plan, row_ids=ends.row_ids)
+        attend = PagedAttend(kv=self._kv(cache, self._last), plan=plan)
         normed = self.head.finish(self._last, live_q, stream, attend, out=out_hidden if feeds_normed else None)
         self._prepare_next(normed, out_first, self._draws_at_end(rows))
 
@@ -200,7 +200,7 @@ class ChainDrafter(HeadReader):
         """One position further: column k + 1 of draft_ids, given those up to k; returns the hidden state that drafted it."""
         normed, residual = self.head.enter(draft_ids[:, k], hidden)
         row_ids = self._cu_seqlens_q[: positions.shape[0]]
-        at = Place(self._rope(positions), slots, row_ids)
+        at = Place(self._rope(positions), slots)
         for i, window in enumerate(self._windows):
             normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window], positions)
         # A position reads the token after it and drafts the one after that.

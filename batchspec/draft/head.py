@@ -39,8 +39,6 @@ class Place:
     """The rotation of their positions."""
     slots: Tensor
     """int64 [T] where their K/V are written"""
-    row_ids: Tensor
-    """int32 [T] the row of each token, for products that read it"""
 
 
 class _Layer:
@@ -133,8 +131,8 @@ class EagleHead:
             if self._scores is not None:
                 self._scores.rewrite(self._lm_head.to(self.logits_dtype))
 
-    def features(self, aux_hidden_states: Tensor, row_ids: Tensor | None) -> Tensor:
-        """Aux hidden states [T, W] of the target -> features [T, H]. row_ids int32 [T]: as of `Product`, None: of no row."""
+    def features(self, aux_hidden_states: Tensor) -> Tensor:
+        """Aux hidden states [T, W] of the target -> features [T, H]."""
         if self._fc is None:
             return rms_norm(aux_hidden_states, self._target.final_norm, self._target.spec.rms_eps)
         eps = self.spec.rms_eps
@@ -145,7 +143,7 @@ class EagleHead:
             for tap, out, weight in zip(aux_hidden_states.split(size, 1), normed.split(size, 1), self._tap_norms, strict=True):
                 tap_norm(tap, weight, eps, out=out)
             aux_hidden_states = normed
-        return self._fc(aux_hidden_states, row_ids)
+        return self._fc(aux_hidden_states)
 
     def enter(
         self, tokens: Tensor, hidden: Tensor, *, row_ids: Tensor | None = None, positions: Tensor | None = None
@@ -172,7 +170,7 @@ class EagleHead:
         positions  int64 [T], where they are later than the plan's
         Returns the residual stream after the next layer's norm, of the last layer after the final norm.
         """
-        attend = PagedAttend(kv=kv, plan=plan, row_ids=at.row_ids, positions=positions)
+        attend = PagedAttend(kv=kv, plan=plan, positions=positions)
         return self.finish(index, self.queries(index, normed, at, kv), residual, attend)
 
     def queries(self, index: int, normed: Tensor, at: Place, kv: LayerKV) -> Tensor:
@@ -238,7 +236,7 @@ class EagleHead:
 
 
 def _store(at: Place, kv: LayerKV) -> PagedStore:
-    return PagedStore(rope=at.rope, slot_mapping=at.slots, kv=kv, row_ids=at.row_ids)
+    return PagedStore(rope=at.rope, slot_mapping=at.slots, kv=kv)
 
 
 def products(spec: HeadSpec) -> list[Product]:

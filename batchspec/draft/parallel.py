@@ -60,7 +60,7 @@ class ParallelDrafter(HeadReader):
     def _feature_of(self, mask_hidden: Tensor) -> Tensor:
         """[H] h of a mask. A checkpoint stores it before fc, [1, W], or after fc, [1, H]; without fc as h itself."""
         if mask_hidden.shape[1] == feature_width(self._spec) and not self._spec.final_hidden:
-            mask_hidden = self.head.features(mask_hidden, None)
+            mask_hidden = self.head.features(mask_hidden)
         return mask_hidden[0]
 
     @torch.inference_mode()
@@ -73,7 +73,7 @@ class ParallelDrafter(HeadReader):
         self, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, rows: DeviceBatch, cache: KVCache
     ) -> tuple[Tensor, ...]:
         assert aux_hidden_states is not None
-        features = self.head.features(aux_hidden_states, batch.row_ids)
+        features = self.head.features(aux_hidden_states)
         carried = features.index_select(0, batch.cu_seqlens_q[1:] - 1)
         self._keep(batch, rows.tokens, slot_ids.index_select(0, batch.row_ids), features, cache)
         return (carried,)
@@ -90,7 +90,7 @@ class ParallelDrafter(HeadReader):
         prepare_next: bool,
     ) -> None:
         assert aux_hidden_states is not None
-        features, num_rows = self.head.features(aux_hidden_states, batch.row_ids), accepted_len.shape[0]
+        features, num_rows = self.head.features(aux_hidden_states), accepted_len.shape[0]
         if prepare_next:
             gather_last_accepted(
                 features, None, batch.cu_seqlens_q, accepted_len, batch.positions, rows.num_tokens, rows.live,
@@ -120,7 +120,7 @@ class ParallelDrafter(HeadReader):
         )  # fmt: skip
         batch = self._layout.batch(ids.view(num_rows, width), positions, slots, kv_len, page_table, rows.tokens.shape[1])
         normed, residual = self.head.enter(ids, fed)
-        at, plans = Place(self._rope(positions), slots, batch.row_ids), self._plans(batch, cache, range(self._last + 1))
+        at, plans = Place(self._rope(positions), slots), self._plans(batch, cache, range(self._last + 1))
         for i, window in enumerate(self._windows):
             normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window])
         draws = later_draws(self.mode, rows, batch.row_ids, positions, ahead=2, drafts=draft_ids)

@@ -77,7 +77,7 @@ class HeadReader(DrafterBase):
         features  [T, H] of `EagleHead.features`; the layers may change them
         Returns what the next layer reads, the residual stream, and rotation and slots of the positions.
         """
-        at = Place(self._rope(batch.positions), batch.slot_mapping, batch.row_ids)
+        at = Place(self._rope(batch.positions), batch.slot_mapping)
         normed, residual = self.head.enter(tokens, features, row_ids=line, positions=batch.positions)
         plans = self._plans(batch, cache, range(num_layers))
         for i in range(num_layers):

@@ -145,7 +145,7 @@ class TreeDrafter(ChainDrafter):
         assert batch.tree is not None
         batch.tree = replace(batch.tree, ancestors=nodes.ancestors.flatten())
         normed, residual = self.head.enter(nodes.token_ids, hidden)
-        at = Place(self._rope(batch.positions), batch.slot_mapping, batch.row_ids)
+        at = Place(self._rope(batch.positions), batch.slot_mapping)
         plans = self._plans(batch, cache, range(self._last + 1))
         for i, window in enumerate(self._windows):
             normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window])

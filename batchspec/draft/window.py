@@ -63,6 +63,7 @@ class WindowDrafter(NoFeatures):
             newest_ids, max_kv = ids[:, k : k + 1].contiguous(), rows.tokens.shape[1]
             step = self._layout.batch(newest_ids, positions[k], slots[k], kv_len, page_table, max_kv)
             step.add_groups(more_tables, cache.page_size)
+            step.row_adapters = rows.adapter  # the target drafts for itself: as it verifies
             hidden, _ = self._target.forward(step, cache, window=self._window, sink=self._sink)
             draws = later_draws(self.mode, rows, step.row_ids, positions[k], ahead=1, drafts=ids[:, 1:])
             if draws is None:

@@ -204,7 +204,7 @@ class SlotAllocator:
         """
         if self._scores and self.pools.any_window:
             return []
-        return prefix_hashes(request.prompt_ids, self.batch.page_size, lookahead=self._lookahead)
+        return prefix_hashes(request.prompt_ids, self.batch.page_size, lookahead=self._lookahead, adapter=request.adapter)
 
     def _hold(self, state: RequestState, automaton: TokenAutomaton | LazyAutomaton) -> bool:
         """Whether the device has, or gets, what the request follows."""

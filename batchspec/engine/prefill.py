@@ -189,5 +189,6 @@ def flat_batch(rows: DeviceBatch, segments: Sequence[Segment], page_size: int) -
         max_q=max(lengths),
         max_kv=max(s.end for s in segments),
         host=HostLayout(lengths, [s.end for s in segments]),
+        row_adapters=rows.adapter[slot_ids],
     )
     return batch.add_groups(more_tables, page_size), slot_ids

@@ -131,7 +131,7 @@ class Round:
         batch = self._uniform(rows, width, lengths) if self.is_uniform else self._ragged(rows, width, lengths)
         if not batch.token_ids.shape[0]:  # ragged, on a CPU: every row ended after the host's last read
             return RoundResult(torch.full((num_rows, 5 + draft_len), -1, dtype=torch.int32))
-        batch.shared = shared
+        batch.shared, batch.row_adapters = shared, rows.adapter
         hidden, aux_hidden_states = self.target.forward(batch, self.cache, self.drafter.aux_layer_ids)
         places = None
         if not mode.greedy or self.options.logprobs is not None:

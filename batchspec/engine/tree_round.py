@@ -87,7 +87,7 @@ class TreeRound(Round):
         chain = self._uniform(rows, width, drafts.length)
         ids[:, 0] = width.ids[:num_rows, 0]
         batch = self._nodes(rows, ids, parents)
-        batch.shared = shared
+        batch.shared, batch.row_adapters = shared, rows.adapter
         hidden, aux_hidden_states = self.target.forward(batch, self.cache, self.drafter.aux_layer_ids)
         places = self._places(batch, parents, mode, rows)
         target_ids, raw = self._choose(hidden, places, rows, mode)

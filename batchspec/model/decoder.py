@@ -12,6 +12,7 @@ from batchspec.cache.attention import AttentionPlan
 from batchspec.cache.layout import LayerKV
 from batchspec.distributed.collectives import Collectives
 from batchspec.errors import CheckpointError
+from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.kernels.moe.combine import combine
 from batchspec.model.blocks.base import GroupedSpec, ProductSpec
 from batchspec.model.blocks.forward import GroupedProduct, Product
@@ -26,6 +27,7 @@ from batchspec.model.fused import (
     rope_write,
     silu_and_mul,
 )
+from batchspec.model.lora_products import LoraStacks
 from batchspec.model.quant.base import WeightFormat, Weights
 from batchspec.model.quant.formats import Formats
 from batchspec.model.rope import Rope
@@ -76,7 +78,7 @@ class ResidualStream:
         return self.residual.is_contiguous() and product.norms_input(self.residual, gated=gated)
 
     def project(
-        self, norm: Tensor | None, eps: float, product: Product, row_ids: Tensor | None, *, gated: bool = False,
+        self, norm: Tensor | None, eps: float, product: Product, lora: LoraTokens | None, *, gated: bool = False,
         out_aux: Tensor | None = None,
     ) -> Any:  # fmt: skip
         form = product.fp8_form
@@ -91,11 +93,11 @@ class ResidualStream:
             return silu_and_mul(out) if gated else out
         if self._pending is not None or norm is None:
             x = self._summed(out_aux) if norm is None else self.normed(norm, eps, out_aux=out_aux)
-            return product.swiglu(x, row_ids) if gated else product(x, row_ids)
+            return product.swiglu(x, lora) if gated else product(x, lora)
         if out_aux is not None:
             out_aux.copy_(self.residual)
         of_norm = product.swiglu_of_norm if gated else product.of_norm
-        return of_norm(self.residual, norm, eps, row_ids)
+        return of_norm(self.residual, norm, eps, lora)
 
     def normed(self, norm: Tensor, eps: float, *, out_aux: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if self._pending is not None:
@@ -145,12 +147,12 @@ class ResidualStream:
         assert self._pending is None
         self._pending = Pairs(values, weights) if self._ranks is None else Partial(self._combined(values, weights))
 
-    def add_product(self, product: Product, x: Tensor, row_ids: Tensor | None, *, in_product: bool) -> None:
+    def add_product(self, product: Product, x: Tensor, lora: LoraTokens | None, *, in_product: bool) -> None:
         assert self._pending is None
         if self._ranks is not None:
-            self._pending = Partial(product(x, row_ids))
+            self._pending = Partial(product(x, lora))
         else:
-            self._pending = product.add_to(self.residual, x, row_ids) if in_product else product(x, row_ids)
+            self._pending = product.add_to(self.residual, x, lora) if in_product else product(x, lora)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +163,7 @@ class PagedStore:
     slot_mapping: Tensor
     """int64 [T]"""
     kv: LayerKV
-    row_ids: Tensor
+    lora: LoraTokens | None = None
     norm_ranks: Collectives | None = None
     """The ranks that share the heads over which q and k are normed; None: those norms are of this process alone."""
 
@@ -178,7 +180,7 @@ class PagedAttend:
 
     kv: LayerKV
     plan: AttentionPlan
-    row_ids: Tensor
+    lora: LoraTokens | None = None
     positions: Tensor | None = None
     """int64 [T] of the queries, where they are later than the plan's"""
 
@@ -187,15 +189,16 @@ class PagedAttend:
 
 
 class LayerWeights:
-    """The weights of one layer of a checkpoint, each projection in its format: a BlockSource."""
+    """The weights of one layer of a checkpoint, each projection in its format, with the adapters of its rows: a BlockSource."""
 
-    def __init__(self, weights: Weights, formats: Formats, prefix: str) -> None:
-        self._weights, self._formats, self._prefix = weights, formats, prefix
+    def __init__(self, weights: Weights, formats: Formats, prefix: str, lora: LoraStacks | None = None) -> None:
+        self._weights, self._formats, self._prefix, self._lora = weights, formats, prefix, lora
 
     def product(self, spec: ProductSpec) -> Product:
         """Raises CheckpointError for parts of different formats, which cannot be multiplied as one matrix."""
         names = [self._prefix + part.name for part in spec.parts]
-        return self._format(names).load(self._weights, names, bias=spec.bias)
+        made = self._format(names).load(self._weights, names, bias=spec.bias)
+        return made if self._lora is None else self._lora.adapted(self._prefix, spec, made)
 
     def vector(self, name: str) -> Tensor:
         return self._weights.tensor(self._prefix + name)

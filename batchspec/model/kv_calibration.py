@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -111,14 +112,16 @@ def calibration_prompts(tokenizer: Encoder | None, vocab_size: int) -> Iterator[
 
 
 def calibrate(target: Target, prompts: Iterable[list[int]]) -> KVScales:
-    """See the module's docstring. Runs the target over each prompt, with a cache in its own dtype.
+    """See the module's docstring. Runs the target over each prompt, with each adapter that rows may have, with a cache in its own
+    dtype.
 
     All ranks of a target have the same result, for all heads.
     """
     spec = target.spec
     largest = torch.zeros(spec.num_layers, 2, spec.num_kv_heads, dtype=torch.float64)
-    for ids in prompts:
-        _, cache = forward_row(target, ids[: spec.max_len], fp8=False, kv_only=True)
+    adapters = range(1) if spec.lora is None else spec.lora.numbers
+    for ids, adapter in product(prompts, adapters):
+        _, cache = forward_row(target, ids[: spec.max_len], fp8=False, kv_only=True, adapter=adapter)
         for layer, kv in enumerate(cache.layers):
             found = kv.pages.double().abs().nan_to_num(0.0, posinf=0.0).amax((1, 2, 4)).cpu()
             largest[layer] = torch.maximum(largest[layer], found)

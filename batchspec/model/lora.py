@@ -1,10 +1,13 @@
-"""A LoRA adapter that PEFT saved, merged into the weights of its base model while they are loaded.
+"""A LoRA adapter that PEFT saved: read, checked, and merged into the weights of its base model while they are loaded.
 
     W' = W + s B A      W [N, K], B [N, r], A [r, K]; s = alpha / r, or alpha / sqrt(r) with use_rslora
 
 in fp32 (in a model of fp64 in fp64), rounded once to the model's dtype. After loading, the model is like any other of its shape:
 it takes no more memory or time, and nothing else knows of the adapter. The ranks of a model compute the product of whole matrices
 and keep their parts, so that they have the bits that one process has.
+
+What cannot be merged is kept, and added to the products of the model (`lora_products.py`): adapters of single rows, and those of
+weights in FP8 or MXFP4, which a sum would have to be rounded back to.
 Source: Hu et al. 2021 (arXiv 2106.09685); rank-stabilised scale: Kalajdzievski 2023 (arXiv 2312.03732).
 """
 
@@ -25,6 +28,7 @@ from batchspec.model.adapter_config import CONFIG, MERGE, LoraConfig, read_adapt
 from batchspec.model.blocks.base import FLOATS, Projection, projections
 from batchspec.model.config_values import shown
 from batchspec.model.files import LocalFiles, StoredTensor, file_tensors, listed
+from batchspec.model.lora_shape import MAX_RANK
 from batchspec.model.quant.base import Weights
 from batchspec.model.shard import slices_of
 from batchspec.model.spec import OUTPUT, ModelSpec
@@ -43,6 +47,7 @@ class Delta:
     """Name of A in the adapter's file."""
     b: str
     scale: float
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +59,15 @@ class Adapter:
     digest: str
     """sha256 of the file."""
     deltas: Mapping[str, Delta]
-    """By the name of the weight in the base model's checkpoint."""
+    """What is merged, by the name of the weight in the base model's checkpoint."""
+    kept: Mapping[str, Delta]
+    """What is not, by the name of the module."""
 
     @property
     def fingerprint(self) -> str:
-        """Changes with everything that the merged weights depend on."""
+        """Changes with everything that the adapted products depend on."""
         scales = sorted((name, delta.scale) for name, delta in self.deltas.items())
+        scales += sorted((name, delta.scale) for name, delta in self.kept.items())
         return sha256(f"{self.digest} {scales}".encode()).hexdigest()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -70,16 +78,18 @@ class Adapter:
         return tensors_of(content)
 
 
-def open_adapter(path: str, spec: ModelSpec) -> Adapter:
+def open_adapter(path: str, spec: ModelSpec, *, key: str = "model.adapter", per_row: bool = False) -> Adapter:
     """The adapter in this folder, checked against the shape of its base model; of the weights only headers and a digest are read.
 
+    key      names the folder, for messages
+    per_row  it is of some rows: nothing is merged
     Raises CheckpointError, in one line, for a folder or file that is not there or is broken, for keys and tensors that are not
     built, and for names and shapes that do not fit the model; ConfigError for a path that is no folder.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise ConfigError(
-            f"model.adapter={path}: no such folder; give the folder of a PEFT LoRA adapter, of the hub a downloaded one "
+            f"{key}={path}: no such folder; give the folder of a PEFT LoRA adapter, of the hub a downloaded one "
             "(hf download OWNER/NAME --local-dir FOLDER)"
         )
     config = read_adapter_config(folder)
@@ -89,8 +99,12 @@ def open_adapter(path: str, spec: ModelSpec) -> Adapter:
         found = "adapter_model.bin is a pickle" if "adapter_model.bin" in names else f"no {FILE}"
         raise CheckpointError(f"{files.where}: {found}; save the adapter again as safetensors (PEFT's save_pretrained)")
     stored = file_tensors(files, FILE)
-    deltas = _deltas(files.where, config, spec.whole or spec, stored)
-    return Adapter(folder / FILE, sha256(_content(folder / FILE)).hexdigest(), deltas)
+    whole = spec.whole or spec
+    deltas = _deltas(files.where, config, whole, stored)
+    kept = {module: delta for module, delta in deltas.items() if per_row or not _merges(module, whole)}
+    _check_kept(files.where, kept)
+    merged = {f"{module}.weight": delta for module, delta in deltas.items() if module not in kept}
+    return Adapter(folder / FILE, sha256(_content(folder / FILE)).hexdigest(), merged, kept)
 
 
 class AdaptedWeights:
@@ -126,6 +140,27 @@ def adapted(source: Weights, adapter: Adapter | None, spec: ModelSpec) -> Weight
     return source if adapter is None else AdaptedWeights(source, adapter, spec)
 
 
+def _merges(module: str, spec: ModelSpec) -> bool:
+    """Whether the module's weight is one that a sum is rounded to once."""
+    weight, *_ = spec.formats.of(module).tensors(Projection(module, 1, 1))
+    return module == _HEAD or weight.dtypes == FLOATS
+
+
+def _check_kept(where: str, kept: Mapping[str, Delta]) -> None:
+    """Raises CheckpointError for what the products of `lora_products.py` are not built for."""
+    if _HEAD in kept:
+        raise CheckpointError(
+            f"{where}: {_HEAD} has an adapter; adapters of single rows are built for attention and dense MLPs; train one "
+            "without it, or give it as model.adapter of a job of its own"
+        )
+    if large := {module: delta.rank for module, delta in kept.items() if delta.rank > MAX_RANK}:
+        module, rank = next(iter(large.items()))
+        raise CheckpointError(
+            f"{where}: {module} has rank {rank}; ranks up to {MAX_RANK} are built for adapters that are not merged, of single "
+            "rows and of FP8 or MXFP4 weights; merge it into a bf16 checkpoint with PEFT, or give it as model.adapter of one"
+        )
+
+
 def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()
@@ -136,7 +171,8 @@ def _content(path: Path) -> bytes:
 
 
 def _deltas(where: str, config: LoraConfig, spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> dict[str, Delta]:
-    """Raises CheckpointError for tensors that are not pairs A, B of the model's projections, in the shapes that config says."""
+    """By module. Raises CheckpointError for tensors that are not pairs A, B of the model's projections, in the shapes that config
+    says."""
     others = [name for name in stored if not _NAME.fullmatch(name)]
     if not stored:
         raise CheckpointError(f"{where}/{FILE}: no tensors; save or download the adapter again")
@@ -155,17 +191,17 @@ def _deltas(where: str, config: LoraConfig, spec: ModelSpec, stored: Mapping[str
         a, b = (f"base_model.model.{module}.lora_{letter}.weight" for letter in "AB")
         for name, shape in ((a, (rank, part.k)), (b, (part.rows, rank))):
             _check_tensor(f"{where}/{FILE}", name, stored.get(name), shape, rank)
-        found[f"{module}.weight"] = Delta(a, b, config.scale_of(module))
+        found[module] = Delta(a, b, config.scale_of(module), rank)
     return found
 
 
 def _check_modules(
     where: str, config: LoraConfig, spec: ModelSpec, modules: Collection[str], known: Mapping[str, Projection]
 ) -> None:
-    """Raises CheckpointError for modules whose weights cannot be merged, and for others than adapter_config.json names."""
+    """Raises CheckpointError for modules that have no adapters here, and for others than adapter_config.json names."""
     experts = tuple(f"{prefix}{grouped.name}." for prefix, block in spec.blocks() for grouped in block.grouped)
     if of_experts := [module for module in modules if f"{module}.".startswith(experts)]:
-        raise CheckpointError(f"{where}: {listed(of_experts)}: merging into MoE experts is not built; {MERGE}")
+        raise CheckpointError(f"{where}: {listed(of_experts)}: adapters of MoE experts are not built; {MERGE}")
     if unknown := [module for module in modules if module not in known]:
         raise CheckpointError(
             f"{where}: {len(unknown)} modules are no projections of the model: {listed(unknown)}; give the adapter's own base "
@@ -176,13 +212,6 @@ def _check_modules(
             f"{where}: {_HEAD} has an adapter, and it is the embedding too (tie_word_embeddings=true), which would "
             "change with it; train one without it"
         )
-    for module in modules:
-        weight, *_ = spec.formats.of(module).tensors(known[module])
-        if module != _HEAD and weight.dtypes != FLOATS:
-            raise CheckpointError(
-                f"{where}: {module} is {weight.dtypes[0]} in model.path; merging into FP8 or MXFP4 weights is not built; "
-                "use a bf16 checkpoint"
-            )
     unnamed = [module for module in modules if not config.targets(module)]
     missing = [module for module in known if config.targets_all and config.targets(module) and module not in modules]
     for wrong, what in (

@@ -20,7 +20,7 @@ The blocks say how their products are cut (`BlockSpec.shares`), the weight forma
 
 from __future__ import annotations
 
-from batchspec.model.blocks.base import Shard, projections
+from batchspec.model.blocks.base import Shard, Share, projections
 from batchspec.model.quant.base import Slices
 from batchspec.model.spec import EMBEDDING, FINAL_NORM, OUTPUT, ModelSpec
 
@@ -60,3 +60,14 @@ def slices_of(spec: ModelSpec) -> Slices | None:
             own[vector.name] = () if share is None else tuple((part,) for part in share.ranges)
         found |= {prefix + name: pieces for name, pieces in own.items()}
     return found
+
+
+def share_of(spec: ModelSpec, block: int, name: str) -> Share | None:
+    """The part of one projection that the rank of `spec` holds; None for a whole model.
+
+    block  its place among the blocks of the model; name: relative to its layer
+    """
+    if spec.whole is None:
+        return None
+    prefix, own = list(spec.whole.blocks())[block]
+    return own.shares(spec.shard, spec.whole.formats.unit_of(own, prefix))[name]

@@ -13,11 +13,12 @@ from batchspec.cache.pages import KVCache
 from batchspec.model.target import Target
 
 
-def forward_row(target: Target, ids: list[int], *, fp8: bool, kv_only: bool = False) -> tuple[Tensor, KVCache]:
+def forward_row(target: Target, ids: list[int], *, fp8: bool, kv_only: bool = False, adapter: int = 0) -> tuple[Tensor, KVCache]:
     """Hidden states [T, H] after the final norm, and the cache, whose layers hold K and V in page 1.
 
     fp8      K and V in e4m3, by target.kv_scales; else in the target's dtype
     kv_only  the hidden states are undefined, and the last layer ends with its K and V
+    adapter  number of the row's
     """
     spec, device, count = target.spec, target.device, len(ids)
     layout = replace(spec.kv_layout(target.dtype, count), fp8=fp8)
@@ -32,7 +33,7 @@ def forward_row(target: Target, ids: list[int], *, fp8: bool, kv_only: bool = Fa
     batch = FlatBatch(
         token_ids=ints(ids), row_ids=ints([0] * count), positions=positions, slot_mapping=positions + count,
         cu_seqlens_q=ints([0, count]), kv_len=ints([count]), page_table=ints([[1]]), max_q=count, max_kv=count,
-        host=HostLayout([count], [count]),
+        host=HostLayout([count], [count]), row_adapters=ints([adapter]),
     )  # fmt: skip
     hidden, _ = target.forward(batch, cache, kv_only=kv_only)
     return hidden, cache

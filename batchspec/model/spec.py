@@ -15,6 +15,7 @@ from batchspec.model.blocks.base import PLAIN_NORM, WHOLE, BlockSpec, Gemm, Norm
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.config_values import ConfigReader, Json, read_json, shown
 from batchspec.model.families.registry import family_of
+from batchspec.model.lora_shape import LoraShape
 from batchspec.model.quant.formats import ALL_PLAIN, Formats
 from batchspec.model.quant.modelopt import CONFIG_FILE, of_file
 from batchspec.model.quant.registry import read_formats
@@ -48,6 +49,8 @@ class ModelSpec:
     formats: Formats = ALL_PLAIN
     fp8_kv: bool = False
     """K and V are stored as e4m3: the job's choice, not the checkpoint's."""
+    lora: LoraShape | None = None
+    """Adapters that are added to its products, each row its own: the job's choice too. None: there are none."""
     eos_ids: tuple[int, ...]
     """Of generation_config.json first, then those that only config.json has, unless a family says no (`config_ends`)."""
     max_len: int
@@ -154,6 +157,10 @@ class ModelSpec:
         bf16. Raises ConfigError for weight formats that have no such kernels."""
         return replace(self, formats=self.formats.in_one_order())
 
+    def with_lora(self, shape: LoraShape | None) -> ModelSpec:
+        """The same with adapters of this shape, or as it is."""
+        return replace(self, lora=shape, whole=None if self.whole is None else self.whole.with_lora(shape))
+
     def blocks(self) -> Iterator[tuple[str, BlockSpec]]:
         """Each block with the prefix of its names in the checkpoint, in the order of the forward."""
         for index, layer in enumerate(self.layers):
@@ -193,10 +200,16 @@ class ModelSpec:
         return self.formats.quantises_input_of(prefix + gemm.product.parts[0].name)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of all weights in memory; norms and biases are too few to count."""
+        """Bytes of all weights in memory, adapters included; norms and biases are too few to count."""
         rows = self.vocab_size + (0 if self.tie else self.num_logits)  # embedding and output matrix
         stored = sum(gemm.stored * self.gemm_bytes(prefix, gemm, dtype) for prefix, gemm in self.gemms(1))
-        return stored + rows * self.hidden_size * dtype.itemsize
+        return stored + rows * self.hidden_size * dtype.itemsize + self.lora_bytes(dtype)
+
+    def lora_bytes(self, dtype: torch.dtype) -> int:
+        """Those of adapters that are not merged."""
+        if self.lora is None:
+            return 0
+        return sum(self.lora.product_bytes(prefix, own, dtype) for prefix, block in self.blocks() for own in block.products)
 
 
 def tokens_of(shard: Shard, vocab_size: int) -> slice:

@@ -18,10 +18,12 @@ from batchspec.distributed.collectives import Collectives
 from batchspec.errors import ConfigError
 from batchspec.kernels.gemm.lm_head import lm_head
 from batchspec.kernels.gemm.tiles import Tile
+from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.kernels.sampling.argmax import argmax
 from batchspec.model.decoder import LayerWeights, PagedAttend, PagedStore, ResidualStream
 from batchspec.model.kv_scales import heads_of_part
 from batchspec.model.lora import Adapter, adapted
+from batchspec.model.lora_products import AdapterSource, LoraStacks
 from batchspec.model.quant.base import Weights
 from batchspec.model.quant.ordered import OrderedHead
 from batchspec.model.quant.plain import Linear
@@ -52,13 +54,21 @@ def resolve_dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dty
 class Target:
     """A decoder of any family (`batchspec.model.families`) on one device."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, device: torch.device, ranks: Collectives | None = None) -> None:
-        """ranks: of a model that several processes compute, each with the spec of its part and its parts of the weights."""
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, device: torch.device, ranks: Collectives | None = None,
+        lora: LoraStacks | None = None,
+    ) -> None:  # fmt: skip
+        """
+        ranks  of a model that several processes compute, each with the spec of its part and its parts of the weights
+        lora   the adapters of spec.lora
+        """
         assert (ranks is None) == (spec.whole is None), spec.shard
+        assert spec.lora == (None if lora is None else lora.shape)
         self.spec, self.device, self.ranks = spec, device, ranks
         self._embedding = weights.tensor(EMBEDDING)
         self.dtype = self._embedding.dtype
-        self._layers = [layer.build(LayerWeights(weights, spec.formats, layer_prefix(i))) for i, layer in enumerate(spec.layers)]
+        self._lora = lora
+        self._layers = [layer.build(self._layer_weights(weights, i)) for i, layer in enumerate(spec.layers)]
         self._norm = weights.tensor(FINAL_NORM)
         head = self._embedding[spec.vocab_part] if spec.tie else weights.tensor(OUTPUT)
         # Logits are reduced and kept in fp32: rounded to bf16 they would tie, and ties fall differently in other batch shapes.
@@ -83,16 +93,21 @@ class Target:
     @classmethod
     def load(
         cls, folder: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, dummy: bool = False,
-        ranks: Collectives | None = None, adapter: Adapter | None = None,
+        ranks: Collectives | None = None, adapter: Adapter | None = None, adapters: AdapterSource | None = None,
     ) -> Target:  # fmt: skip
         """Read the folder's safetensors, merged with an adapter if there is one, or with `dummy` make noise of their shapes.
 
+        adapters  those of spec.lora
         Raises CheckpointError as those do.
         """
+        lora = None if adapters is None else adapters.load(spec, dtype=dtype, device=device)
         if dummy:
-            return cls(spec, DummyWeights(spec, dtype=dtype, device=device), device, ranks)
+            return cls(spec, DummyWeights(spec, dtype=dtype, device=device), device, ranks, lora)
         with Checkpoint(folder, spec, dtype=dtype, device=device) as weights:
-            return cls(spec, adapted(weights, adapter, spec), device, ranks)
+            return cls(spec, adapted(weights, adapter, spec), device, ranks, lora)
+
+    def _layer_weights(self, weights: Weights, index: int) -> LayerWeights:
+        return LayerWeights(weights, self.spec.formats, layer_prefix(index), self._lora)
 
     @torch.no_grad()
     def rewrite(self, weights: Weights) -> None:
@@ -102,7 +117,7 @@ class Target:
         """
         rewrite(self._embedding, weights.tensor(EMBEDDING), "the embedding")
         for i, (spec, layer) in enumerate(zip(self.spec.layers, self._layers, strict=True)):
-            rewrite(layer, spec.build(LayerWeights(weights, self.spec.formats, layer_prefix(i))), f"layer {i}")
+            rewrite(layer, spec.build(self._layer_weights(weights, i)), f"layer {i}")
         rewrite(self._norm, weights.tensor(FINAL_NORM), "the final norm")
         head = self._embedding[self.spec.vocab_part] if self.spec.tie else weights.tensor(OUTPUT)
         if self._narrow_head is not None:
@@ -171,24 +186,22 @@ class Target:
             for own, i in any_layer.items()
         }
         aux = self._aux_buffer(stream.residual, aux_layer_ids)
-        last = len(self._layers) - 1
+        lora, last = self._lora_tokens(batch), len(self._layers) - 1
         places = batch.cu_seqlens_q[1:] - 1 if ends_only else None
         for i, layer in enumerate(self._layers):
             kv, own, own_batch = cache.layer(i), windows[i], batches[group_of[i]]
             rope = ropes[self._rope_ids[i]]
             norm_ranks = self.ranks if self.spec.layers[i].attention.qk_norm_rows else None
-            store = PagedStore(
-                rope=rope, slot_mapping=own_batch.slot_mapping, kv=kv, row_ids=batch.row_ids, norm_ranks=norm_ranks
-            )
+            store = PagedStore(rope=rope, slot_mapping=own_batch.slot_mapping, kv=kv, lora=lora, norm_ranks=norm_ranks)
             q = layer.attention.queries(stream, store, _aux_at(aux, aux_layer_ids, i))
             if kv_only and i == last:
                 return stream.residual, None if aux is None else aux.flatten(1)
             if places is not None and i == last and last + 1 not in aux_layer_ids:
                 q, stream, ends = q.index_select(0, places), stream.select(places), _ends(own_batch, places)
                 plan = plan_attention(ends, kv, num_heads=self.spec.num_heads, **ranges[own])
-                attend = PagedAttend(kv=kv, plan=plan, row_ids=ends.row_ids)
+                attend = PagedAttend(kv=kv, plan=plan, lora=self._lora_tokens(ends))
             else:
-                attend = PagedAttend(kv=kv, plan=plans[own], row_ids=batch.row_ids)
+                attend = PagedAttend(kv=kv, plan=plans[own], lora=lora)
             # The final norm takes the stream either way: after the last layer products add as before another one like it.
             following = self._layers[min(i + 1, last)].attention
             layer.finish(q, stream, attend, add_in_product=following.norms_in_product(stream))
@@ -197,13 +210,24 @@ class Target:
             out = out.index_select(0, places)
         return out, None if aux is None else aux.flatten(1)
 
+    def _lora_tokens(self, batch: FlatBatch) -> LoraTokens | None:
+        """Which tokens go through which adapter: of dead rows and padding none; None in a model without."""
+        if self._lora is None:
+            return None
+        assert batch.row_adapters is not None, "a pass of a model with adapters must say which rows have which"
+        adapters = batch.row_adapters.index_select(0, batch.row_ids)
+        if batch.host is None:
+            adapters = adapters * (batch.slot_mapping >= self._first_live_slot)
+        return self._lora.tokens(adapters)
+
     def _live(self, batch: FlatBatch) -> Tensor | None:
         """bool [T] False for the tokens of dead rows and for padding, whose K/V go to slot 0; None where all are read."""
         return batch.slot_mapping >= self._first_live_slot if self._has_experts and batch.host is None else None
 
     @contextmanager
     def dead_tokens_routed(self) -> Iterator[None]:
-        """Within this block tokens of dead rows go through experts like those of live ones, to time rounds over dead rows."""
+        """Within this block tokens of dead rows go through experts and adapters like those of live ones, to time rounds over dead
+        rows."""
         self._first_live_slot.zero_()
         try:
             yield

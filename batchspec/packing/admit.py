@@ -118,6 +118,13 @@ class Admission:
             self.logit_bias = checked_biases(self.decode.logit_bias, self.vocab_size)
         except BadRow as error:
             raise ConfigError(f"decode.{error}") from None
+        self.adapters = {name: number for number, name in enumerate(config.model.adapters, 1)}
+        self.usual_adapter = 1 if spec.lora is not None and spec.lora.of_all_rows else 0
+        if (column := columns.get("adapter")) is not None and not self.adapters:
+            raise ConfigError(
+                f"column {column!r} names LoRA adapters, and model.adapters has none; give them, model.adapters={{NAME:FOLDER}}, "
+                "or hide the column: input.columns.adapter=null"
+            )
         self.constraints: Constraints | None = None
         """What answers must match; None: no key and no column asks for structured output."""
         asked = asked_by(config, columns)
@@ -278,6 +285,7 @@ class Admission:
         if room < 1:
             said = f"max_new_tokens={max_new_tokens} leaves no room for a prompt in model.max_len={self.max_len}; lower it"
             raise BadRow("bad_parameter", said)
+        adapter = self._adapter(row.get("adapter"))
         prompt_ids = self.encoder.encode(prompt, row, room)
         sampling = SamplingParams(
             temperature=values["temperature"], top_k=min(int(values["top_k"]), self.vocab_size),
@@ -300,7 +308,7 @@ class Admission:
                 max_new_tokens=max_new_tokens, min_new_tokens=min(self.decode.min_new_tokens, max_new_tokens),
                 sampling=sampling, stop_ids=stop_ids, stop=stop,
                 seed=hash64(base, sample_index) if sample_index else base, predicted_tokens=predicted,
-                thinking=thinking, synthetic_len=synthetic_len, constraint=constraint,
+                thinking=thinking, synthetic_len=synthetic_len, constraint=constraint, adapter=adapter,
             )  # fmt: skip
 
     def _check_scored(self, max_new_tokens: int, num_samples: int) -> None:
@@ -313,6 +321,16 @@ class Admission:
             raise BadRow("bad_parameter", f"max_new_tokens={max_new_tokens} in {whole}; leave it null")
         if scores and num_samples > 1:
             raise BadRow("bad_parameter", f"n={num_samples} in a job that scores prompts; leave it null")
+
+    def _adapter(self, own: Any) -> int:
+        """The number of the row's LoRA adapter."""
+        if own is None:
+            return self.usual_adapter
+        number = self.adapters.get(own) if isinstance(own, str) else None
+        if number is None:
+            known = ", ".join(list(self.adapters)[:20])
+            raise BadRow("bad_parameter", f"adapter={own!r} is none of model.adapters ({known}); correct it or leave it null")
+        return number
 
     def _thinking(self, prompt_ids: Ids, own: Any) -> Thinking | None:
         think, budget = self.think, self.decode.thinking_token_budget

@@ -11,7 +11,8 @@ g products of all layers and the output matrix, W_g(T) bytes of the weights of g
 that a token is multiplied with, flop_s_g the rate of the format: FP8 weights with quantised activations (W8A8) have one of their
 own; MXFP4 weights are unpacked and multiplied like plain ones. R rows, C_l keys of a row that layer l reads, T = R *
 tokens_per_row, kv bytes of K/V a token and layer, A query heads * head_dim, L layers. C_l is the row's context; in a layer with a
-window it is min(context, window + tokens_per_row - 1).
+window it is min(context, window + tokens_per_row - 1). LoRA adapters of rows add two products of their own to each product
+(`_adapters_s`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from batchspec.packing.exchange import exchange_seconds
 CALIBRATED_TOKENS = (8, 32, 128, 256)
 FP8_TOKENS = {"cpu": 64, "cuda": 2048}
 """Of the W8A8 product that is measured: so many that arithmetic bounds it."""
+LORA_LAUNCH_S = 2e-6
+"""Least seconds of a low-rank product in a CUDA graph: a launch, and a wait for memory. Assumed, not measured."""
 SMALL_OPERATIONS = {"cpu": 3000, "cuda": 200}
 """Overhead of a forward pass of 30 layers besides its products, as a number of small additions: from Python on a CPU, in a CUDA
 graph on a GPU."""
@@ -162,7 +165,7 @@ def read_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: float, *, correlatio
     correlation  tokens choose as many experts as `correlation * tokens` independent ones (`packing.expert_correlation`)
     """
     layers = sum(gemm.read * spec.gemm_bytes(prefix, gemm, dtype) for prefix, gemm in spec.gemms(correlation * tokens))
-    return layers + spec.num_logits * spec.hidden_size * dtype.itemsize
+    return layers + spec.num_logits * spec.hidden_size * dtype.itemsize + adapter_bytes(spec, dtype, tokens)
 
 
 def kv_read_bytes(spec: ModelSpec, *, dtype: torch.dtype, rows: int, context_tokens: float, tokens_per_row: float) -> float:
@@ -219,7 +222,23 @@ def _products_s(
     size, rounded = spec.num_logits * spec.hidden_size, _whole_tiles(rates, outputs)
     flop_s = rates.product_flop_s(rounded, fp8=False)
     total_s += max(min(1.0, outputs) * size * dtype.itemsize / bytes_s, 2.0 * size * rounded / flop_s)
-    return max(total_s, spec.num_layers * rates.layer_s)
+    return max(total_s, spec.num_layers * rates.layer_s) + _adapters_s(spec, rates, dtype, tokens)
+
+
+def _adapters_s(spec: ModelSpec, rates: Rates, dtype: torch.dtype, tokens: float) -> float:
+    """Of the low-rank products of LoRA adapters, if every token has one: two launches a product."""
+    if spec.lora is None:
+        return 0.0
+    own = [product for prefix, block in spec.blocks() for product in block.products if spec.lora.rank_of(prefix, product)]
+    added = 2.0 * tokens * dtype.itemsize * sum(product.rows for product in own)  # read, and written with the sum
+    moved_s = (adapter_bytes(spec, dtype, tokens) + added) / rates.bytes_s
+    flop = 2.0 * tokens * spec.lora_bytes(dtype) / dtype.itemsize / spec.lora.num_adapters
+    return max(moved_s, flop / rates.product_flop_s(tokens, fp8=False)) + 2 * len(own) * LORA_LAUNCH_S
+
+
+def adapter_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: float) -> float:
+    """Bytes of LoRA adapters that a forward pass over so many tokens reads: of all, or of one a token."""
+    return 0.0 if spec.lora is None else spec.lora_bytes(dtype) * min(1.0, tokens / spec.lora.num_adapters)
 
 
 def _whole_tiles(rates: Rates, tokens: float) -> float:

@@ -11,6 +11,7 @@ L layers, e bytes a number:
     attention 4 S NH (D + 2) for each (row, 512 keys): partial results, merged by log-sum-exp
     state     R (5 max_len + 4 V): token buffers, page table, counts of tokens for penalties
     graphs    16 MB for each (row bucket, draft length), at most 13 draft lengths
+    adapters  of a model with LoRA adapters of rows: what lies between their two products, of T and of R S tokens
     exchanges 4 e R S H + 128 MiB, of a model that several GPUs compute: buffers that they read from each other
     fixed     2 GB: workspaces of matrix products and attention, compiled kernels, fragmentation
     learning  (draft.adapt) of a head with P weights and V' draft tokens, T tokens a slice, k draft steps:
@@ -62,7 +63,8 @@ def reserve_bytes(
     state = slots * (5 * max_len + 4 * spec.vocab_size)
     graphs = GRAPH_BYTES * num_buckets * min(draft_len + 1, MOST_LENGTHS)
     exchanges = 0 if spec.shard.ranks == 1 else 4 * dtype.itemsize * verified * spec.hidden_size + PREFILL_EXCHANGE_BYTES
-    return round(passes) + logits + partials + state + graphs + exchanges + FIXED_BYTES
+    adapters = 0 if spec.lora is None else spec.lora.temporary_bytes(prefill_tokens) + spec.lora.temporary_bytes(verified)
+    return round(passes) + logits + partials + state + graphs + adapters + exchanges + FIXED_BYTES
 
 
 def learning_bytes(

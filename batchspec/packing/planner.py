@@ -219,7 +219,8 @@ def _groups(window: Sequence[Request], page_size: int) -> dict[int, Hashable]:
     """Row -> its group. A row that shares no page forms a group with its samples alone."""
     prompts = {request.row_index: request.prompt_ids for request in window}
     group_of: dict[int, Hashable] = {row: (0, row) for row in prompts}
-    together: dict[int, Hashable] = dict.fromkeys(prompts)  # rows that share their prefix up to this page with another row
+    # Rows that share their prefix up to this page with another row: those of different adapters share nothing.
+    together: dict[int, Hashable] = {request.row_index: request.adapter for request in window}
     end = page_size
     while together:
         pages = {

@@ -28,9 +28,9 @@ class Survey:
     num_opened: int = 0
     """Number of requests whose prompt ends inside a thought, because the template opens it."""
     shares_prefix: bool = False
-    """Two requests of different rows begin with the same PREFIX_TOKENS tokens."""
-    prefixes: dict[bytes, int] = field(default_factory=dict)
-    """The first PREFIX_TOKENS of some requests -> row of the first with them."""
+    """Two requests of different rows, of one adapter, begin with the same PREFIX_TOKENS tokens."""
+    prefixes: dict[tuple[int, bytes], int] = field(default_factory=dict)
+    """Adapter and first PREFIX_TOKENS of some requests -> row of the first with them."""
     bad: dict[str, tuple[int, str]] = field(default_factory=dict)
     """code -> (number of rows, message of the first)"""
 
@@ -51,7 +51,8 @@ class Survey:
 
     def _compare_prefix(self, request: Request) -> None:
         if len(self.prompt_tokens) <= PREFIX_ROWS and len(request.prompt_ids) >= PREFIX_TOKENS:
-            row = self.prefixes.setdefault(request.prompt_ids[:PREFIX_TOKENS].tobytes(), request.row_index)
+            prefix = (request.adapter, request.prompt_ids[:PREFIX_TOKENS].tobytes())
+            row = self.prefixes.setdefault(prefix, request.row_index)
             self.shares_prefix = self.shares_prefix or row != request.row_index
 
     def lengths(self, name: str) -> Ids:

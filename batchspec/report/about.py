@@ -33,10 +33,10 @@ def sampling(config: Mapping[str, Any]) -> str:
 
 
 def is_local(path: Any) -> bool:
-    """Whether this is an absolute path of this machine, or a list with one. Hub ids, pkg:// and s3:// are the same on all
+    """Whether this is an absolute path of this machine, or a list or map with one. Hub ids, pkg:// and s3:// are the same on all
     machines."""
-    if isinstance(path, list | tuple):
-        return any(map(is_local, path))
+    if isinstance(path, list | tuple | dict):
+        return any(map(is_local, path.values() if isinstance(path, dict) else path))
     return isinstance(path, str) and (path.startswith(("~", "file:", "\\")) or PurePath(path).is_absolute())
 
 

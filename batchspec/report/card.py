@@ -68,7 +68,7 @@ EXPORT = """
 TRL then computes the loss on the completion alone.
 """
 
-PATHS = ("model.path", "model.adapter", "model.chat_template", "draft.path", "input.path", "output.dir")
+PATHS = ("model.path", "model.adapter", "model.adapters", "model.chat_template", "draft.path", "input.path", "output.dir")
 UNLICENSED = "not stated; see the licences of the model and of the prompts"
 
 
@@ -107,6 +107,7 @@ def _facts(manifest: Manifest, stats: JobStats) -> dict[str, str]:
     facts = {
         "Model": for_markdown(last_part(model.get("path"))) + revision,
         **({"LoRA adapter": adapter} if (adapter := _adapter(manifest)) else {}),
+        **({"LoRA adapters of rows": adapters} if (adapters := _adapters(manifest)) else {}),
         "Chat template": for_markdown(last_part(template)) if template else "the checkpoint's own",
         "Sampling": sampling(manifest.config),
         "Source": files + more,
@@ -129,7 +130,15 @@ def _facts(manifest: Manifest, stats: JobStats) -> dict[str, str]:
 def _adapter(manifest: Manifest) -> str:
     """Name and digest of the adapter; empty without one."""
     path, digest = manifest.config.get("model", {}).get("adapter"), manifest.recorded.get("adapter_sha256")
-    return f"{for_markdown(last_part(path))}, merged into the model (adapter_model.safetensors: sha256 {digest})" if path else ""
+    return f"{for_markdown(last_part(path))}, of all rows (adapter_model.safetensors: sha256 {digest})" if path else ""
+
+
+def _adapters(manifest: Manifest) -> str:
+    """Name, folder and digest of each of model.adapters; empty without any."""
+    paths, digests = manifest.config.get("model", {}).get("adapters") or {}, manifest.recorded.get("adapters_sha256", {})
+    return ", ".join(
+        f"{for_markdown(name)}: {for_markdown(last_part(path))} (sha256 {digests.get(name)})" for name, path in paths.items()
+    )
 
 
 def _license(manifest: Manifest) -> str | None:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.model.blocks.base import GroupedSpec, ProductSpec, projections
 from batchspec.model.blocks.forward import GroupedProduct, Product
 from batchspec.model.blocks.layer import LayerSpec
@@ -112,11 +113,11 @@ class SeparateProduct(Product):
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self._parts = parts
 
-    def __call__(self, x: Tensor, row_ids: Tensor | None = None) -> Any:
+    def __call__(self, x: Tensor, lora: LoraTokens | None = None) -> Any:
         outputs = tuple(part(x) for part in self._parts)
         return outputs[0] if len(outputs) == 1 else outputs
 
-    def swiglu(self, x: Tensor, row_ids: Tensor | None = None) -> Tensor:
+    def swiglu(self, x: Tensor, lora: LoraTokens | None = None) -> Tensor:
         out: Tensor = SwiGLU.apply(*self(x))  # type: ignore[no-untyped-call]
         return out
 
@@ -134,11 +135,11 @@ class GradientStream:
         return False
 
     def project(
-        self, norm: Tensor | None, eps: float, product: Product, row_ids: Tensor | None, *, gated: bool = False,
+        self, norm: Tensor | None, eps: float, product: Product, lora: LoraTokens | None, *, gated: bool = False,
         out_aux: Tensor | None = None,
     ) -> Any:  # fmt: skip
         x = self.state if norm is None else self.normed(norm, eps)
-        return product.swiglu(x, row_ids) if gated else product(x, row_ids)
+        return product.swiglu(x, lora) if gated else product(x, lora)
 
     def normed(self, norm: Tensor, eps: float, *, out_aux: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         return _rms_norm(self.state, norm, eps)
@@ -155,14 +156,14 @@ class GradientStream:
     def add_pairs(self, values: Tensor, weights: Tensor) -> None:
         raise NotImplementedError  # layers of heads are dense
 
-    def add_product(self, product: Product, x: Tensor, row_ids: Tensor | None, *, in_product: bool) -> None:
-        self.add(product(x, row_ids))
+    def add_product(self, product: Product, x: Tensor, lora: LoraTokens | None, *, in_product: bool) -> None:
+        self.add(product(x, lora))
 
 
 class StepAttention:
     """StoreKV and Attend of a draft step: K and V of this step and of earlier ones are in `Keys`, not in pages."""
 
-    row_ids: Tensor | None = None
+    lora: LoraTokens | None = None
 
     def __init__(self, step: Step, keys: Keys, head_dim: int) -> None:
         self._step, self._keys, self._head_dim = step, keys, head_dim

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from batchspec.kernels.benchmarks import lora_bench
 from batchspec.kernels.benchmarks.timing import Bench, wall_us
 from batchspec.kernels.drafting import ngram_lookup
 from batchspec.kernels.kv_cache import slot_mapping as slots
@@ -48,3 +49,11 @@ def test_a_kernel_that_differs_from_its_reference_gets_no_row(capsys: pytest.Cap
     with pytest.raises(AssertionError):
         bench.same_row("other", write, write, [numbers], outs(1), num_bytes=24)
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-2:]] == ["shape", "same"]
+
+
+def test_the_benchmark_of_adapters_times_each_product_of_a_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    lora_bench.main(["--rows", "8", "--per-row", "2", "--adapters", "3", "--ranks", "16", "--sweep"])
+    lines = capsys.readouterr().out.splitlines()
+    products = [line.split()[0] for line in lines if line.split()[:1] and line.split()[0] in lora_bench.SHAPES]
+    assert products == list(lora_bench.SHAPES)
+    assert sum("us of both by splits of K" in line for line in lines) == 2 * len(products)

@@ -568,6 +568,13 @@ for _dtype, _gated, _limit, _low, _t, _n, _k, _warps in (
           bias=_ptr if _gated else None, pairs=PI32, units=PI32, out=_ptr, num_units=I32, num_rows=I32, n=I32, k=I32,
           SCATTER=not _gated, GATED=_gated, LIMIT=_limit, ALPHA=1.702, LOW=_low, BLOCK_T=_t, BLOCK_N=_n, BLOCK_K=_k, GROUP=8,
           TMA=_tma, EVEN_K=_tma, INTERPRETED=False)  # fmt: skip
+for _dtype, _parts, _rank, _block, _k in (("bf16", 3, 16, 16, 128), ("bf16", 1, 64, 64, 128), ("fp32", 2, 32, 64, 64)):
+    _case(f"lora_shrink_kernel {_dtype}, {_parts} parts, rank {_rank}", "lora_shrink", 4, x=f"*{_dtype}", a=f"*{_dtype}",
+          scales=PF32, order=PI32, tiles=PI32, out=PF32, num_places=I32, steps=I32, k=I32, x_stride=I32, PARTS=_parts, RANK=_rank,
+          BLOCK_T=_block, BLOCK_K=_k, EVEN=_parts == 3, INTERPRETED=False)  # fmt: skip
+    _case(f"lora_expand_kernel {_dtype}, {_parts} parts, rank {_rank}", "lora_expand", 4, h=PF32, b=f"*{_dtype}", scales=PF32,
+          order=PI32, tiles=PI32, out=f"*{_dtype}", num_places=I32, splits=I32, out_stride=I32, rows_0=I32, rows_1=I32,
+          rows_2=I32, PARTS=_parts, RANK=_rank, BLOCK_T=_block, BLOCK_N=128, INTERPRETED=False)  # fmt: skip
 _case("sort_rows_kernel", "sort_rows", 8, x="*bf16", places=PI32, out="*bf16", stride_x=I32, k=I32, SLOTS=4,
       BLOCK=4096)  # fmt: skip
 for _one, _scale in ((False, None), (True, None), (True, "fp32")):

@@ -185,22 +185,22 @@ class Attention:
 
     def queries(self, stream: Stream, store: StoreKV, out_aux: Tensor | None = None) -> Tensor:
         """q [T, NH, D]; K and V are stored. out_aux [T, H] gets the stream that enters the layer, or None."""
-        return self._stored(stream.project(self._norm, self.spec.eps, self._qkv, store.row_ids, out_aux=out_aux), store)
+        return self._stored(stream.project(self._norm, self.spec.eps, self._qkv, store.lora, out_aux=out_aux), store)
 
     def queries_of(self, normed: Tensor, store: StoreKV, product: Product | None = None) -> Tensor:
         """The same of an input [T, input_size] that the caller has normed.
 
         product  one of `spec.kv`: K and V alone are made and stored, what is returned is empty
         """
-        return self._stored((self._qkv if product is None else product)(normed, store.row_ids), store)
+        return self._stored((self._qkv if product is None else product)(normed, store.lora), store)
 
     def finish(self, q: Tensor, stream: Stream, attend: Attend, *, add_in_product: bool) -> None:
         """From q [T, NH, D] of the stream's tokens to the stream. add_in_product: see `Block`."""
         attended = attend(q, self._scale, self._sinks)
         if self._post_norm is None:
-            stream.add_product(self._out, attended, attend.row_ids, in_product=add_in_product)
+            stream.add_product(self._out, attended, attend.lora, in_product=add_in_product)
         else:
-            stream.add(rms_norm(stream.reduced(self._out(attended, attend.row_ids)), self._post_norm, self.spec.eps))
+            stream.add(rms_norm(stream.reduced(self._out(attended, attend.lora)), self._post_norm, self.spec.eps))
 
     def _stored(self, qkv: Any, store: StoreKV) -> Tensor:
         return store.rotate_and_store(qkv, q_norm=self._q_norm, k_norm=self._k_norm, eps=self.spec.eps)

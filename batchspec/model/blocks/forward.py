@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens
+from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.kernels.moe.units import Routing
 from batchspec.model.blocks.base import Clamp, GroupedSpec, ProductSpec
@@ -22,29 +23,29 @@ from batchspec.model.fused import rms_norm, silu_and_mul
 class Product(ABC):
     """x [T, k] -> x W' + b [T, rows], for the parts of one ProductSpec.
 
-    row_ids int32 [T], or None: the row of each token, as in `FlatBatch`. In rounds that is its slot, in prefill its segment.
+    lora  which tokens go through which adapter (`model/lora_products.py`), or None in a model without: other products ignore it
     A weight format must implement `__call__`; what it has faster kernels for, it overrides.
     """
 
     @abstractmethod
-    def __call__(self, x: Tensor, row_ids: Tensor | None) -> Any:
+    def __call__(self, x: Tensor, lora: LoraTokens | None) -> Any:
         """The parts' outputs end to end [T, rows]; in training one tensor a part."""
 
-    def swiglu(self, x: Tensor, row_ids: Tensor | None) -> Tensor:
+    def swiglu(self, x: Tensor, lora: LoraTokens | None) -> Tensor:
         """silu(first half) * second half of self(x)."""
-        return silu_and_mul(self(x, row_ids))
+        return silu_and_mul(self(x, lora))
 
     def norms_input(self, x: Tensor, *, gated: bool) -> bool:
         """Whether `of_norm` (gated: `swiglu_of_norm`) of as many tokens is one kernel, faster than a norm and a product."""
         return False
 
-    def of_norm(self, x: Tensor, norm: Tensor, eps: float, row_ids: Tensor | None) -> Any:
+    def of_norm(self, x: Tensor, norm: Tensor, eps: float, lora: LoraTokens | None) -> Any:
         """self(rms_norm(x))."""
-        return self(rms_norm(x, norm, eps), row_ids)
+        return self(rms_norm(x, norm, eps), lora)
 
-    def swiglu_of_norm(self, x: Tensor, norm: Tensor, eps: float, row_ids: Tensor | None) -> Tensor:
+    def swiglu_of_norm(self, x: Tensor, norm: Tensor, eps: float, lora: LoraTokens | None) -> Tensor:
         """self.swiglu(rms_norm(x))."""
-        return self.swiglu(rms_norm(x, norm, eps), row_ids)
+        return self.swiglu(rms_norm(x, norm, eps), lora)
 
     @property
     def fp8_form(self) -> Fp8Form | None:
@@ -55,9 +56,9 @@ class Product(ABC):
         """self of rows that are quantised as `fp8_form` says. Only where it is not None."""
         raise NotImplementedError
 
-    def add_to(self, residual: Tensor, x: Tensor, row_ids: Tensor | None) -> Tensor | None:
+    def add_to(self, residual: Tensor, x: Tensor, lora: LoraTokens | None) -> Tensor | None:
         """residual += self(x) in one kernel, and None, where there is a fast one; else self(x), still to be added."""
-        out: Tensor = self(x, row_ids)
+        out: Tensor = self(x, lora)
         return out
 
 
@@ -102,7 +103,7 @@ class Stream(Protocol):
         """Whether `project` would hand the stream to this product as it is, if nothing were left to be added."""
 
     def project(
-        self, norm: Tensor | None, eps: float, product: Product, row_ids: Tensor | None, *, gated: bool = False,
+        self, norm: Tensor | None, eps: float, product: Product, lora: LoraTokens | None, *, gated: bool = False,
         out_aux: Tensor | None = None,
     ) -> Any:  # fmt: skip
         """product(rms_norm(stream)), gated: product.swiglu of it; norm None: product(stream).
@@ -125,7 +126,7 @@ class Stream(Protocol):
     def add_pairs(self, values: Tensor, weights: Tensor) -> None:
         """stream += the sum over the slots of each token of weights [T, k] * values [T * k, H], in slot order; of all ranks."""
 
-    def add_product(self, product: Product, x: Tensor, row_ids: Tensor | None, *, in_product: bool) -> None:
+    def add_product(self, product: Product, x: Tensor, lora: LoraTokens | None, *, in_product: bool) -> None:
         """stream += product(x), of all ranks. in_product: in the product's own kernel where there is one."""
 
 
@@ -133,8 +134,8 @@ class StoreKV(Protocol):
     """The first half of attention in one layer: positions, and where K and V go."""
 
     @property
-    def row_ids(self) -> Tensor | None:
-        """int32 [T] the row each token belongs to; None where no product reads it."""
+    def lora(self) -> LoraTokens | None:
+        """As of `Product`."""
 
     def rotate_and_store(self, qkv: Any, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> Tensor:
         """What the product of q, k and v gave -> q [T, NH, D], normed and rotated; K, the same, and V are stored.
@@ -147,8 +148,8 @@ class Attend(Protocol):
     """The second half, which may be of fewer tokens: who attends to what."""
 
     @property
-    def row_ids(self) -> Tensor | None:
-        """As of `StoreKV`, of the tokens that go on."""
+    def lora(self) -> LoraTokens | None:
+        """As of `Product`, of the tokens that go on."""
 
     def __call__(self, q: Tensor, scale: float, sink_logits: Tensor | None = None) -> Tensor:
         """q [T, NH, D] -> attended values [T, NH * D] over the stored K and V.
@@ -181,8 +182,8 @@ class Block(Protocol):
     def norms_in_product(self, stream: Stream) -> bool:
         """Whether its first product takes the stream un-normed for as many tokens: the block before it adds in place then."""
 
-    def __call__(self, stream: Stream, row_ids: Tensor | None, *, add_in_product: bool) -> None:
-        """row_ids int32 [T], or None: as of `Product`.
+    def __call__(self, stream: Stream, lora: LoraTokens | None, *, add_in_product: bool) -> None:
+        """lora: as of `Product`.
 
         add_in_product  what follows norms in its product, so the last product of this block adds to the stream itself
         """

@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.model.blocks.base import (
     PLAIN_NORM,
     Gemm,
@@ -117,19 +118,19 @@ class GatedMlp:
     def norms_in_product(self, stream: Stream) -> bool:
         return self._spec.norms_in_kernel and stream.norms_in_product(self._gate_up, gated=self._silu)
 
-    def __call__(self, stream: Stream, row_ids: Tensor | None, *, add_in_product: bool) -> None:
+    def __call__(self, stream: Stream, lora: LoraTokens | None, *, add_in_product: bool) -> None:
         form = self._down.fp8_form
         if form is not None:
-            gate_up = stream.project(self._norm, self._spec.eps, self._gate_up, row_ids)
+            gate_up = stream.project(self._norm, self._spec.eps, self._gate_up, lora)
             self._add(stream, self._down.of_fp8(activation_quantised(gate_up, form, gelu=not self._silu)))
             return
-        inner = stream.project(self._norm, self._spec.eps, self._gate_up, row_ids, gated=self._silu)
+        inner = stream.project(self._norm, self._spec.eps, self._gate_up, lora, gated=self._silu)
         if not self._silu:
             inner = gelu_tanh_and_mul(inner)
         if self._post_norm is None:
-            stream.add_product(self._down, inner, row_ids, in_product=add_in_product)
+            stream.add_product(self._down, inner, lora, in_product=add_in_product)
         else:
-            self._add(stream, self._down(inner, row_ids))
+            self._add(stream, self._down(inner, lora))
 
     def _add(self, stream: Stream, out: Tensor) -> None:
         """stream += what the last product gave, normed where it is."""

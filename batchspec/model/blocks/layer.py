@@ -48,4 +48,4 @@ class DecoderLayer:
     def finish(self, q: Tensor, stream: Stream, attend: Attend, *, add_in_product: bool) -> None:
         """From q [T, NH, D] to the end of the layer. add_in_product: see `Block`; of what follows the layer."""
         self.attention.finish(q, stream, attend, add_in_product=self._mlp.norms_in_product(stream))
-        self._mlp(stream, attend.row_ids, add_in_product=add_in_product)
+        self._mlp(stream, attend.lora, add_in_product=add_in_product)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.kernels.moe.route import MAX_EXPERTS, MAX_TOP_K, Scoring, num_read, route, route_reference
 from batchspec.kernels.moe.router import router_logits, router_logits_reference
 from batchspec.kernels.moe.units import Routing
@@ -153,7 +154,7 @@ class Moe:
     def norms_in_product(self, stream: Stream) -> bool:
         return False
 
-    def __call__(self, stream: Stream, row_ids: Tensor | None, *, add_in_product: bool) -> None:
+    def __call__(self, stream: Stream, lora: LoraTokens | None, *, add_in_product: bool) -> None:
         x = stream.normed(self._norm, self._spec.eps)
         routing = self._route(x, stream.live)
         inner = self._gate_up.up(x, routing, self._spec.experts.clamp, quantise=self._down.reads_groups)

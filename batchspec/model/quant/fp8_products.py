@@ -24,6 +24,7 @@ from batchspec.kernels.common.e4m3 import E4M3
 from batchspec.kernels.gemm.fp8_linear import fp8_linear, fp8_linear_reference
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens, quantise_tokens
 from batchspec.kernels.gemm.scaled_mm import library_scales, scaled_mm
+from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.kernels.moe import experts_fp8 as kernels
 from batchspec.kernels.moe.quantise import Fp8Rows, quantise_rows, quantise_rows_reference
 from batchspec.kernels.moe.units import Routing
@@ -122,7 +123,7 @@ class Fp8Linear(Product):
         forms = list(self._forms.values())
         return forms[0] if self._fast and len(forms) == 1 else None
 
-    def __call__(self, x: Tensor, row_ids: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, lora: LoraTokens | None = None) -> Tensor:
         quantise = partial(quantise_tokens, interpret=not x.is_cuda) if self._fast else _quantise_plainly
         rows = {scale: quantise(x, form) for scale, form in self._forms.items()}
         return self._product([rows[piece.input_scale] for piece in self._pieces], x.dtype)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from batchspec.kernels.gemm.lm_head import lm_head
 from batchspec.kernels.gemm.ordered import ordered_linear, ordered_swiglu
+from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.model.blocks.forward import Product
 from batchspec.model.quant.base import Weights, joined_bias
 from batchspec.model.quant.plain import Plain
@@ -36,13 +37,13 @@ class OrderedLinear(Product):
         self._weight, self._bias = weight, bias
         self._segments = ordered_segments(*weight.shape)
 
-    def __call__(self, x: Tensor, row_ids: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, lora: LoraTokens | None = None) -> Tensor:
         tile = ordered_tile(x.shape[0], self._weight.shape[0], self._segments)
         return ordered_linear(
             x, self._weight, self._bias, segments=self._segments, tile=tile, interpret=not x.is_cuda
         )  # fmt: skip
 
-    def swiglu(self, x: Tensor, row_ids: Tensor | None = None) -> Tensor:
+    def swiglu(self, x: Tensor, lora: LoraTokens | None = None) -> Tensor:
         tile = ordered_tile(x.shape[0], self._weight.shape[0] // 2, self._segments, gated=True)
         return ordered_swiglu(
             x, self._weight, self._bias, segments=self._segments, tile=tile, interpret=not x.is_cuda

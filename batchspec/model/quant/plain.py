@@ -10,6 +10,7 @@ from torch import Tensor
 
 from batchspec.kernels.gemm import linear as kernels
 from batchspec.kernels.gemm.tiles import Tile
+from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.model.blocks.base import GroupedSpec, Projection, Share, TensorSpec
 from batchspec.model.blocks.forward import GroupedProduct, Product
 from batchspec.model.fused import rms_norm, silu_and_mul
@@ -100,7 +101,7 @@ class Linear(Product):
             assert bias is not None
             self._bias.copy_(bias)
 
-    def __call__(self, x: Tensor, row_ids: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, lora: LoraTokens | None = None) -> Tensor:
         if self._packed:
             out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
             return out
@@ -113,26 +114,26 @@ class Linear(Product):
             return None
         return gemm_tile(op, x.shape[0], self._weight.shape[0], self._weight.shape[1], x.device)
 
-    def swiglu(self, x: Tensor, row_ids: Tensor | None = None) -> Tensor:
+    def swiglu(self, x: Tensor, lora: LoraTokens | None = None) -> Tensor:
         tile = self.tile("swiglu", x)
         return silu_and_mul(self(x)) if tile is None else kernels.swiglu(x, self._weight, self._bias, tile=tile)
 
     def norms_input(self, x: Tensor, *, gated: bool) -> bool:
         return self.tile("norm_swiglu" if gated else "norm_linear", x) is not None
 
-    def of_norm(self, x: Tensor, norm: Tensor, eps: float, row_ids: Tensor | None = None) -> Tensor:
+    def of_norm(self, x: Tensor, norm: Tensor, eps: float, lora: LoraTokens | None = None) -> Tensor:
         tile = self.tile("norm_linear", x) if norm.dtype is x.dtype else None
         if tile is None:
             return self(rms_norm(x, norm, eps))
         return kernels.norm_linear(x, norm, self._weight, self._bias, eps=eps, tile=tile)
 
-    def swiglu_of_norm(self, x: Tensor, norm: Tensor, eps: float, row_ids: Tensor | None = None) -> Tensor:
+    def swiglu_of_norm(self, x: Tensor, norm: Tensor, eps: float, lora: LoraTokens | None = None) -> Tensor:
         tile = self.tile("norm_swiglu", x) if norm.dtype is x.dtype else None
         if tile is None:
             return self.swiglu(rms_norm(x, norm, eps))
         return kernels.norm_swiglu(x, norm, self._weight, self._bias, eps=eps, tile=tile)
 
-    def add_to(self, residual: Tensor, x: Tensor, row_ids: Tensor | None = None) -> Tensor | None:
+    def add_to(self, residual: Tensor, x: Tensor, lora: LoraTokens | None = None) -> Tensor | None:
         tile = self.tile("linear_add", x)
         if tile is None:
             return self(x)
