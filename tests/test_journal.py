@@ -8,7 +8,7 @@ import logging
 import zlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_origin
+from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -30,6 +30,11 @@ FULL = Completion(
     logprobs=np.array([-0.1, -0.2, -3.0], np.float32), cached_tokens=16, stats=STATS,
     top_logprobs=(np.array([[3, 1], [4, 0], [5, 2]], np.int32), np.array([[-0.1, -2], [-0.2, -1], [-3, -4]], np.float32)),
 )  # fmt: skip
+SCORED = Completion(
+    request_id="s", row_index=6, sample_index=0, shard=2, status="ok", finish_reason="length",
+    prompt_ids=np.array([7, 8], np.int32), prompt_logprobs=np.array([np.nan, -0.5], np.float32),
+    prompt_top_logprobs=(np.array([[-1], [8]], np.int32), np.array([[np.nan], [-0.5]], np.float32)), stats=STATS,
+)  # fmt: skip
 BAD = Completion(
     request_id="x", row_index=8, sample_index=0, shard=2, status="error", finish_reason="error",
     error=RowError(code="too_long", stage="admit", message="much", retryable=False),
@@ -47,12 +52,13 @@ def journal(root: Path, attempt: str = "a") -> Journal:
 
 
 def same(one: Completion, other: Completion) -> None:
-    for name in ("prompt_ids", "token_ids", "logprobs"):
+    for name in journal_rows.DTYPES:
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
-    for mine, theirs in zip(one.top_logprobs or (), other.top_logprobs or (), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
-        assert mine.dtype == theirs.dtype
-    plain: dict[str, Any] = {"prompt_ids": None, "token_ids": None, "logprobs": None, "top_logprobs": None}
+    for name in journal_rows.TOPS:
+        for mine, theirs in zip(getattr(one, name) or (), getattr(other, name) or (), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+            assert mine.dtype == theirs.dtype
+    plain: dict[str, Any] = dict.fromkeys((*journal_rows.DTYPES, *journal_rows.TOPS))
     assert [getattr(replace(one, **plain), f) for f in Completion.__slots__] == [
         getattr(replace(other, **plain), f) for f in Completion.__slots__
     ]
@@ -62,11 +68,27 @@ def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
     writer = journal(tmp_path)
     writer.add(FULL)
     writer.add(BAD)
-    assert writer.flush([LEFT]) == 3
+    writer.add(SCORED)
+    assert writer.flush([LEFT]) == 4
     found = journal(tmp_path, "b").read(skip=set())
     same(found.completions[7, 1], FULL)
+    same(found.completions[6, 0], SCORED)
     same(found.completions[8, 0], BAD)
     assert found.snapshots == {(9, 0): LEFT}
+
+
+def test_every_array_of_a_completion_is_stored() -> None:
+    arrays = {name for name, hint in get_type_hints(Completion).items() if "ndarray" in str(hint).lower()}
+    assert arrays == {*journal_rows.DTYPES, *journal_rows.TOPS}
+
+
+def test_rows_of_a_segment_without_the_newer_arrays_are_read() -> None:
+    values = journal_rows.to_json(FULL)
+    for name in ("prompt_logprobs", "prompt_top_logprobs"):
+        del values["done"][name]
+    found = journal_rows.from_json(values)
+    assert isinstance(found, Completion)
+    same(found, FULL)
 
 
 def test_arrays_of_another_width_come_back_as_the_same_numbers(tmp_path: Path) -> None:

@@ -15,7 +15,10 @@ import batchspec
 from batchspec import run
 from batchspec.cli import main as cli
 from batchspec.config.compose import compose
-from batchspec.errors import ConfigError
+from batchspec.engine.scoring import PromptScores
+from batchspec.errors import ConfigError, StorageError
+from batchspec.runner import decode_shards
+from batchspec.runstate.output_folder import OutputFolder
 from tests.models import CHAT_TEMPLATE, make_checkpoint, make_tokenizer
 
 LOGPROBS = pl.List(pl.Float32)
@@ -94,6 +97,31 @@ def test_a_job_writes_the_logprobs_that_transformers_computes(
     said = capsys.readouterr().err
     assert "holds scores of prompts and no answer" in said
     assert "left out); no round\n" in said
+
+
+def test_scores_that_a_lost_run_saved_are_those_of_the_job(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that saves every row at once, and is lost before it commits a shard."""
+    texts().write_parquet(tmp_path / "in.parquet")
+    words = [*options(model, output__prompt_logprobs=2), f"input.path={tmp_path}/in.parquet", "output.shard_rows=8"]
+    assert run.main([*words, f"output.dir={tmp_path}/whole"]) == 0
+
+    def lost(*_: Any) -> None:
+        raise StorageError("the store is gone")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_shards, "JOURNAL_S", -1.0)
+        patch.setattr(OutputFolder, "commit", lost)
+        assert run.main([*words, f"output.dir={tmp_path}/out"]) == StorageError.exit_code
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PromptScores, "add", lost)  # nothing is left to score
+        assert run.main([*words, f"output.dir={tmp_path}/out"]) == 0
+    assert "6 more rows are saved" in capsys.readouterr().err
+    whole, again = (pl.read_parquet(tmp_path / name / "data/*.parquet").drop("perf") for name in ("whole", "out"))
+    assert check_rows(again, model, 2) == 6
+    assert again.drop("usage").equals(whole.drop("usage"))
 
 
 def test_prompts_that_fill_max_len_and_pages_for_one_row_are_enough(model: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from types import UnionType
@@ -17,8 +17,10 @@ import numpy as np
 
 from batchspec.records import Completion, RowError, RowStats, Snapshot
 
-DTYPES = {"prompt_ids": "<i4", "token_ids": "<i4", "logprobs": "<f4"}
-"""NumPy type of the stored numbers, for each array of a completion; `top_logprobs` has ids <i4 and logprobs <f4."""
+DTYPES = {"prompt_ids": "<i4", "token_ids": "<i4", "logprobs": "<f4", "prompt_logprobs": "<f4"}
+"""NumPy type of the stored numbers, for each array of a completion."""
+TOPS = ("top_logprobs", "prompt_top_logprobs")
+"""Pairs of arrays: ids <i4 and logprobs <f4."""
 
 
 def to_json(row: Completion | Snapshot) -> dict[str, Any]:
@@ -86,8 +88,9 @@ def _plain(completion: Completion) -> dict[str, Any]:
         values[name] = None if values[name] is None else asdict(values[name])
     for name in DTYPES:
         values[name] = None if values[name] is None else _packed(values[name], DTYPES[name])
-    if (top := completion.top_logprobs) is not None:
-        values["top_logprobs"] = [top[0].shape, _packed(top[0], "<i4"), _packed(top[1], "<f4")]
+    for name in TOPS:
+        if (top := values[name]) is not None:
+            values[name] = [top[0].shape, _packed(top[0], "<i4"), _packed(top[1], "<f4")]
     return values
 
 
@@ -97,10 +100,10 @@ def _packed(array: np.ndarray[Any, Any], dtype: str) -> str:
 
 
 def _completion(values: dict[str, Any]) -> Completion:
-    stats, error, top = values["stats"], values["error"], values["top_logprobs"]
-    arrays: dict[str, Any] = {
-        **{name: None if values[name] is None else _unpacked(values[name], dtype) for name, dtype in DTYPES.items()},
-        "top_logprobs": top and (_unpacked(top[1], "<i4").reshape(top[0]), _unpacked(top[2], "<f4").reshape(top[0])),
+    stats, error = values["stats"], values["error"]
+    arrays: dict[str, Any] = {  # segments of older versions lack the newer arrays
+        **{name: None if values.get(name) is None else _unpacked(values[name], dtype) for name, dtype in DTYPES.items()},
+        **{name: _unpacked_top(values.get(name)) for name in TOPS},
         "stats": None if stats is None else RowStats(**_tuples(stats)),
         "error": None if error is None else RowError(**error),
     }
@@ -110,6 +113,10 @@ def _completion(values: dict[str, Any]) -> Completion:
 def _unpacked(text: str, dtype: str) -> Any:
     found = np.frombuffer(base64.b64decode(text), dtype)
     return found.astype(found.dtype.newbyteorder("="), copy=False)
+
+
+def _unpacked_top(top: Sequence[Any] | None) -> tuple[Any, Any] | None:
+    return None if top is None else (_unpacked(top[1], "<i4").reshape(top[0]), _unpacked(top[2], "<f4").reshape(top[0]))
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
