@@ -18,7 +18,7 @@ from batchspec.config.checks import check
 from batchspec.config.compose import compose
 from batchspec.config.schema import DecodeConfig, InputConfig, ModelConfig, OutputConfig, RunConfig
 from batchspec.config.typed import from_json, to_json
-from batchspec.report.card import _yaml
+from batchspec.report.card import _without_local_paths, _yaml
 from tests.models import make_checkpoint, make_tokenizer
 
 ROWS = 7
@@ -128,6 +128,26 @@ def test_a_configuration_of_odd_strings_is_the_same_when_its_card_is_run(tmp_pat
     (tmp_path / "job/again.yaml").write_text(text, encoding="utf-8")
     assert compose([f"hydra.searchpath=[file://{tmp_path}]", "+job=again"]) == config
     assert from_json(to_json(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_path"),
+    [
+        ("schema", "/home/me/secret/person.json", True),
+        ("schema", "~/person.json", True),
+        ("schema", "person.json", False),
+        ("schema", '{"type": "object"}', False),
+        ("schema", {"$id": "/persons", "type": "object"}, False),
+        ("grammar", "/home/me/secret/sums.lark", True),
+        ("grammar", '// sums\nstart: "1"', False),
+        ("grammar", 'root ::= "1"', False),
+    ],
+)
+def test_a_card_holds_a_schema_or_grammar_but_not_where_its_file_lies(key: str, value: Any, is_path: bool) -> None:
+    config = {"decode": {key: value, "seed": 3}}
+    kept, left_out = _without_local_paths(config)
+    assert left_out == ([f"decode.{key}"] if is_path else [])
+    assert kept == ({"decode": {"seed": 3}} if is_path else config)
 
 
 def test_the_settings_on_the_card_make_the_same_rows_again(made: Path, tmp_path: Path) -> None:

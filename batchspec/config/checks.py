@@ -267,8 +267,8 @@ def _scoring(config: RunConfig) -> None:
     if config.draft.name != "none":
         raise ConfigError(f"draft={config.draft.name} with decode.max_new_tokens=0 drafts nothing: prompts are scored; remove it")
     for key in (
-        "decode.n", "decode.stop", "decode.schema", "decode.regex", "decode.choice", "decode.thinking_token_budget",
-        "output.logprobs", "ablation.overlap",
+        "decode.n", "decode.stop", "decode.schema", "decode.regex", "decode.choice", "decode.grammar",
+        "decode.thinking_token_budget", "output.logprobs", "ablation.overlap",
     ):  # fmt: skip
         if (value := value_of(config, key)) != value_of(usual, key):
             instead = "; prompts have output.prompt_logprobs" if key == "output.logprobs" else ""

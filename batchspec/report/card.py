@@ -68,7 +68,12 @@ EXPORT = """
 TRL then computes the loss on the completion alone.
 """
 
-PATHS = ("model.path", "model.adapter", "model.adapters", "model.chat_template", "draft.path", "input.path", "output.dir")
+PATHS = (
+    "model.path", "model.adapter", "model.adapters", "model.chat_template", "draft.path", "input.path", "output.dir",
+    "decode.schema", "decode.grammar",
+)  # fmt: skip
+TEXTS = ("decode.schema", "decode.grammar")
+"""Of those the ones that may also be a map, or a text of one line or more."""
 UNLICENSED = "not stated; see the licences of the model and of the prompts"
 
 
@@ -159,7 +164,9 @@ def _without_local_paths(config: Mapping[str, Any]) -> tuple[dict[str, Any], lis
     kept.pop("cluster", None)  # it does not affect rows, and holds accounts and log paths
     for key in PATHS:
         group, name = key.split(".")
-        if is_local(config.get(group, {}).get(name)):
+        value = config.get(group, {}).get(name)
+        given = key in TEXTS and (not isinstance(value, str) or "\n" in value)  # a map, or text that may begin with a slash
+        if is_local(value) and not given:
             del kept[group][name]
             left_out.append(key)
     return kept, left_out
