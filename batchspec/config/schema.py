@@ -112,8 +112,8 @@ class DecodeConfig:
     choice: list[str] = field(default_factory=list)
     """The allowed answers: every answer is one of these texts."""
     grammar: str | None = None
-    """Context-free grammar that every answer must be a text of: Lark's or GBNF's text, or the path of a file of it. A
-    recursive one becomes a lazy automaton, whose states the host computes when rows reach them (jobs/README.md, "Lazy automata")."""
+    """Context-free grammar that every answer must be a text of, in Lark's syntax or in GBNF: its text, or the path of a file of
+    it. The host computes the states of a recursive one when rows reach them (jobs/README.md, "Lazy automata")."""
     thinking_token_budget: int | None = None
     """Maximum number of tokens of a reasoning block, after which its end token is forced. null is no limit but
     max_new_tokens."""
