@@ -1,7 +1,7 @@
-"""Automata whose states are found where texts get to, while rows follow them: what the engine and the host process exchange.
+"""Lazy automata: constraints whose states are computed when rows reach them. What the engine and the computing process exchange.
 
-A lazy automaton has the same masks and the same walk over symbols as a `TokenAutomaton`; only its states come one after the
-other, each as an `Expansion`. This module does not import torch.
+A lazy automaton has the same masks and the same walk over symbols as a `TokenAutomaton`, but its states come one by one, each as
+an `Expansion`. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ NONE = np.zeros(0, np.int32)
 
 
 class LazyAutomaton(NamedTuple):
-    """A constraint without a finite automaton, or with too large a one: states are found on the host where texts get to.
+    """A constraint without a finite automaton, or with too large a one. `Expanding` computes its states.
 
-    Equal ones are one automaton. `Expanding` knows its states; it begins in ANSWER, EITHER or THOUGHT.
+    Equal kind and source are the same automaton. A row begins in ANSWER, EITHER or THOUGHT.
     """
 
     kind: str
@@ -47,7 +47,9 @@ class LazyAutomaton(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Expansion:
-    """What was found of one state of a lazy automaton: the tokens that may follow, and the states that these walk through.
+    """One state of a lazy automaton: the mask of the tokens that may follow, and the states that these walk through.
+
+    state      its number
 
     mask       int32 [ceil(V / 32)]  as of `TokenAutomaton`
     forced     the longest token of the bytes that must come next, -1 where more than one may, or ENDS
@@ -65,13 +67,16 @@ class Expansion:
 
     @classmethod
     def of_dead(cls) -> Expansion:
-        """Of a text that is not allowed."""
+        """The answer about tokens that are not allowed: state DEAD, all arrays empty."""
         return cls(state=DEAD, mask=NONE, forced=-1, states=NONE, following=NONE.reshape(0, 0), classes=NONE)
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """The expansion of the state after these tokens from `state`. With another `epoch` than before states are numbered anew."""
+    """Asks for the expansion of the state after these tokens from `state`.
+
+    epoch  states are numbered within an epoch: the first ask of another epoch drops all states
+    """
 
     automaton: LazyAutomaton
     state: int
@@ -80,15 +85,15 @@ class Ask:
 
 
 Answer = Expansion | str | None
-"""A text says why the state cannot be found; None: who numbered the states is lost, ask in another epoch."""
+"""A text says why the state cannot be computed; None: the process that numbered the states has ended, ask in a new epoch."""
 _EPOCHS = itertools.count()
 
 
 class Expanding(Protocol):
-    """What knows the states of lazy automata."""
+    """Computes states of lazy automata."""
 
     def submit(self, ask: Ask) -> Future[Answer]:
-        """Answers come in the order of the asks. The expansion of DEAD, without more, if the tokens are not allowed."""
+        """Answers come in the order of the asks. `Expansion.of_dead()` if the tokens are not allowed."""
 
 
 def new_epoch() -> int:

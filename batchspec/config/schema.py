@@ -91,10 +91,10 @@ class DecodeConfig:
     """Amount subtracted from the logits of tokens in the output. 0 is off."""
     frequency_penalty: float = 0.0
     """Amount subtracted from the logit of a token for each time that it is in the output (OpenAI's definition). 0 is off. Unlike
-    repetition_penalty, neither this nor presence_penalty counts the prompt, and both subtract where that divides."""
+    repetition_penalty, this and presence_penalty do not count the prompt's tokens."""
     logit_bias: Any = None
     """What is added to the logits of tokens, by token id, from -100 to 100, e.g. {1734: -100, 99: 2.5}: -100 bans a token, 100
-    forces it. The column logit_bias, JSON text or a map, replaces it for its row. null is none."""
+    forces it. The column logit_bias, JSON text or a map, replaces this map for its row. null is none."""
     seed: int = 0
     """Seed of the job, from which each row's sampling noise is derived."""
     n: int = 1
@@ -112,8 +112,8 @@ class DecodeConfig:
     choice: list[str] = field(default_factory=list)
     """The allowed answers: every answer is one of these texts."""
     grammar: str | None = None
-    """Context-free grammar that every answer must be a text of: Lark's or GBNF's text, or the path of a file of it. One that is
-    recursive goes the slower way, with states that are found on the host (jobs/README.md, "Structured output")."""
+    """Context-free grammar that every answer must be a text of, in Lark's syntax or in GBNF: its text, or the path of a file of
+    it. The host computes the states of a recursive one when rows reach them (jobs/README.md, "Lazy automata")."""
     thinking_token_budget: int | None = None
     """Maximum number of tokens of a reasoning block, after which its end token is forced. null is no limit but
     max_new_tokens."""
@@ -121,8 +121,9 @@ class DecodeConfig:
     """Text inserted before a forced end of a reasoning block, e.g. '\\nTime is up, so I answer now.\\n'."""
     deterministic: bool = False
     """Give each row the same tokens in bfloat16 too, bit for bit, in every batch and with every drafter. All sums then have an
-    order that depends on the row alone, not on K, slots, preemption or restarts. It takes a GPU of the Hopper generation, and
-    some of its speed; in float64 it changes nothing. Not with FP8 weights or K/V, draft=tree or several GPUs per model."""
+    order that depends on the row alone, not on K, slots, preemption or restarts. It needs a GPU of the Hopper generation and
+    lowers its speed; in float64 it changes nothing. Refused with FP8 weights or K/V, draft=tree, several GPUs per model, LoRA
+    adapters that are not merged, and scoring."""
     ignore_eos: bool = False
     """Go on after the model's EOS ids. The stop ids and stop strings of the user still end a completion."""
 

@@ -1,7 +1,7 @@
 """Where the states of lazy automata are on the device. Host bookkeeping only.
 
-They fill a part of the tables that is theirs, from its beginning to its end. Nothing is taken out singly: once it is full, all is
-forgotten (`LazyStates`), and what rows need is placed anew.
+They fill a part of the tables of their own, from its first word on. No state is removed singly: when the part is full, all states
+are forgotten (`LazyStates`), and the states that rows need are placed anew.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class KnownStates:
         self._following: dict[int, Ids] = {}
 
     def learn(self, found: Expansion) -> list[int]:
-        """Note what was found; the states that have no place yet."""
+        """Keep what was computed; returns its states that have no place on the device yet."""
         self.classes = found.classes
         states = found.states.tolist()
         self._following.update(zip(states, found.following, strict=True))
@@ -50,7 +50,7 @@ class KnownStates:
 
 
 class LazyPlaces:
-    """Masks that states share are there once, whichever automaton they are of."""
+    """Assigns places to states and masks, and collects the uploads. States with equal masks share one, in all automata."""
 
     def __init__(self, room: AutomataRoom) -> None:
         self._room = room
@@ -66,7 +66,7 @@ class LazyPlaces:
         self.forget()
 
     def forget(self) -> None:
-        """No row follows a state: all places are free. What is to be uploaded of it is not."""
+        """Free all places, and drop the uploads of states that are pending. No row may follow a state."""
         self.known.clear()
         self.uploads = [upload for upload in self.uploads if not len(upload.at)]
         self._next_word = max(1, self._room.table_words)  # 0 is no place

@@ -1,9 +1,9 @@
-"""Rows that follow lazy automata: which states the device needs, which are asked for, which rows wait. Host bookkeeping only.
+"""Rows that follow lazy automata: which states they need, which are being computed, which rows wait. Host bookkeeping only.
 
-A row that gets to a state of which the device has no mask stops there by itself (`kernels/sampling/waiting.py`); the host reads
-that, asks `Expanding` for the state, puts it into the tables and wakes the row. States stay for whoever gets there later. Once
-the tables are full, the engine reads all results, so that every row's tokens are known, and all states are forgotten: the rows
-wait, and their states are asked for anew. The oldest row gets its state first, so that there is progress.
+A row that reaches a state without a mask on the device stops there by itself (`kernels/sampling/waiting.py`). The host reads
+that, asks `Expanding` for the state, uploads it and wakes the row. States stay on the device for rows that come later. When the
+tables are full, the engine reads all results, so that every row's tokens are known, and all states are forgotten: the rows wait,
+and their states are asked for again. The oldest row gets its state first, so that there is progress.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from batchspec.records import Request, RowError
 from batchspec.token_automaton import DEAD, TokenSymbols
 
 PATIENCE = 16
-"""Rounds of the rows that can go on while others wait for room."""
+"""Rounds that rows with known states may decode, once the tables are full, before all states are forgotten."""
 _Key = tuple[LazyAutomaton, int, tuple[int, ...]]
-"""What is asked for: the state after these tokens from this state."""
+"""An ask without its epoch: automaton, state, and the tokens after it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,10 +34,12 @@ class _Row:
     num_walked: int = 0
     asked: _Key | None = None
     waits: bool = False
-    """In a slot, and dead on the device until it is woken."""
+    """It is in a slot, and not live on the device until it is woken."""
 
 
 class LazyStates:
+    """All rows of an engine that follow lazy automata. Arguments as of `Engine` and `AutomatonPlaces`."""
+
     def __init__(self, expanding: Expanding, vocabulary: TokenSymbols, room: AutomataRoom) -> None:
         self._expanding, self._vocabulary = expanding, vocabulary
         self._places = LazyPlaces(room)
@@ -47,7 +49,7 @@ class LazyStates:
         self._asked: dict[_Key, Future[Answer]] = {}
         self._failed: list[RequestState] = []
         self.full = False
-        """There is no room for the next state."""
+        """The tables have no room for the next state."""
         self._patience = PATIENCE
 
     def restart(self) -> None:
@@ -65,12 +67,12 @@ class LazyStates:
         return found is None or isinstance(found, str) or found.state != DEAD
 
     def hold(self, state: RequestState) -> bool:
-        """A request is about to enter a slot: whether the state after its tokens is on the device. If not it is asked for."""
+        """Whether a request may enter a slot: the state after its tokens is on the device. If it is not, it is asked for."""
         self.collect()
         return not self.full and state.finish_reason is None and self._is_ready(self._row(state))
 
     def constraint(self, state: RequestState) -> Constraint:
-        """Where the automaton of a row that is held stands."""
+        """Places of a row that `hold` admitted: its class map and its state."""
         row = self._rows[id(state)]
         known = self._places.known[row.automaton]
         return Constraint(known.class_place, int(known.places[row.at]))
@@ -99,15 +101,15 @@ class LazyStates:
 
     @property
     def is_asking(self) -> bool:
-        """States were asked for that have not come."""
+        """Whether answers are outstanding."""
         return bool(self._asked)
 
     def rest(self, seconds: float) -> None:
-        """Until a state comes, but no longer."""
+        """Sleep until an answer comes, for at most so long."""
         wait(self._asked.values(), seconds, FIRST_COMPLETED)
 
     def collect(self) -> None:
-        """Take the states that have come, and place them."""
+        """Take the answers that have come, and place their states. Sets `full` where one has no room."""
         for key, answer in list(self._asked.items()):
             if self.full or not answer.done():
                 break  # they come in the order of the asks
@@ -129,7 +131,7 @@ class LazyStates:
                 del self._asked[key]
 
     def forget(self) -> tuple[int, ...]:
-        """Forget all states; no result may be unread. The slots of the rows that follow some: they must be stopped."""
+        """Forget all states, after every result was read. Returns the slots of the rows that now wait: they must be stopped."""
         self._places.forget()
         self._asked.clear()
         self._epoch, self.full, self._patience = new_epoch(), False, PATIENCE
@@ -142,19 +144,19 @@ class LazyStates:
         return tuple(row.state.slot for row in rows if row.waits)
 
     def take_uploads(self) -> tuple[StatesUpload, ...]:
-        """What the device must have before the rows of `take_wakes`, and of refills, go on."""
+        """Uploads since the last call. They come before the wakes and refills of the same step."""
         uploads, self._places.uploads = tuple(self._places.uploads), []
         return uploads
 
     def take_wakes(self) -> tuple[tuple[int, Constraint], ...]:
-        """Slots of rows that can go on, and where their automata stand."""
+        """Rows that wait no longer: slot, and places of class map and state."""
         woken = [row for row in self._rows.values() if row.waits and self._is_ready(row)]
         for row in woken:
             row.waits = False
         return tuple((row.state.slot, self.constraint(row.state)) for row in woken)
 
     def take_failed(self) -> list[RequestState]:
-        """Requests whose next state cannot be found: their error says why."""
+        """Requests whose next state cannot be computed; their error says why."""
         failed, self._failed = self._failed, []
         return failed
 

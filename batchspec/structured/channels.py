@@ -1,4 +1,4 @@
-"""The states around an answer in harmony, the format of gpt-oss: headers, the analysis channel, and the final one.
+"""The automaton's states around an answer in harmony, the format of gpt-oss: headers and the channel `analysis`.
 
 A row writes messages in the channel `analysis`, whose text is free, and then one in the channel `final`: its text is the answer.
 No message in another channel, which would be part of the answer too (`engine/channels.py`), and no tool call may be written.
@@ -37,17 +37,18 @@ TOLD_APART = frozenset(LETTERS + b" ")
 
 
 def with_letters(dfa: Dfa) -> Dfa:
-    """The same automaton, with a class of its own for each byte that a header is read by."""
+    """The same automaton, with a class of its own for each byte in TOLD_APART, the bytes of header texts."""
     own = np.array([byte if byte in TOLD_APART else 256 for byte in range(256)])
     _, first, classes = np.unique(np.stack((dfa.classes, own), 1), axis=0, return_index=True, return_inverse=True)
     return Dfa(dfa.next[:, dfa.classes[first]], classes.reshape(-1).astype(np.int32), dfa.final, dfa.starts)
 
 
 class ChannelStates:
-    """Rows that follow the states of an answer.
+    """Rows of a transition table for these states, to be appended to the states of an answer.
 
-    classes  [NUM_SYMBOLS] class of each symbol; num_classes of them
-    first    number of the first of these states; answer: that in which an answer begins
+    classes      int32 [NUM_SYMBOLS]  class of each symbol, 0 .. num_classes-1
+    first        number of the first of these states
+    answer       number of the state in which an answer begins
     """
 
     def __init__(self, classes: NDArray[np.int32], num_classes: int, *, first: int, answer: int) -> None:
@@ -65,7 +66,7 @@ class ChannelStates:
 
     @property
     def rows(self) -> NDArray[np.int32]:
-        """int32 [states, classes] the next states."""
+        """int32 [states, num_classes]: the next state by class."""
         return np.stack(self._rows)
 
     def _final(self, named: int, answer: int) -> None:
@@ -94,14 +95,14 @@ class ChannelStates:
 
 
 def before_answer_of(classes: NDArray[np.int32], num_classes: int) -> ChannelStates:
-    """Those of a lazy automaton, which have numbers from EITHER on; THOUGHT is the second."""
+    """The states around an answer of a lazy automaton: numbers from EITHER on, THOUGHT being the second."""
     found = ChannelStates(classes, num_classes, first=EITHER, answer=ANSWER)
     assert (found.outside, found.thought) == (EITHER, THOUGHT)
     return found
 
 
 def state_after_header(header: Iterable[int], vocabulary: TokenSymbols) -> int:
-    """Of any lazy automaton the state in which an output begins that continues a message of this header."""
+    """The state of any lazy automaton in which an output begins that continues a message with this header; DEAD if none may."""
     rows, state = before_answer_of(np.arange(NUM_SYMBOLS, dtype=np.int32), NUM_SYMBOLS).rows, EITHER
     for token in header:
         for symbol in vocabulary.symbols[vocabulary.starts[token] : vocabulary.starts[token + 1]].tolist():

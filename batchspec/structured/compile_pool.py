@@ -24,7 +24,7 @@ BLOCKED_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2
 PASSED_ENVIRONMENT = ("PATH", "TZ", "PYTHON", "LD_LIBRARY_PATH", "LANG", "LC_")
 MOST_PROCESSES = 8
 LAZY = "lazy "
-"""Before the kind of a constraint: ask only whether it can be followed as a lazy automaton."""
+"""Prefix of the kind in a request: only check that the constraint can be followed as a lazy automaton."""
 
 Answer = dict[str, Any]
 """The tables of an automaton and `seconds`, or why it is a `lazy` one, or `error` and `code`: see compile_process.py."""
@@ -47,7 +47,7 @@ class CompilePool:
         """Ends the processes and what they compile at present; called with the pool's end too."""
 
     def submit(self, request: tuple[str, str]) -> Future[Answer]:
-        """The answer to (kind, text). It raises RuntimeError where no process can be started."""
+        """The answer to (kind, text). The future raises RuntimeError where no process can be started."""
         answer: Future[Answer] = Future()
         self._tasks.put((request, answer))
         return answer
@@ -56,7 +56,10 @@ class CompilePool:
 def _serve(
     tasks: queue.SimpleQueue[tuple[tuple[str, str], Future[Answer]] | None], ask: Callable[[tuple[str, str]], Answer]
 ) -> None:  # fmt: skip
-    """A thread: answers tasks until there is a None. It holds no reference to the pool, which therefore ends with its user."""
+    """The main function of a thread: answers tasks until it reads None.
+
+    It holds no reference to the pool, so that the pool is collected, and its processes end, with the last user's reference.
+    """
     while (task := tasks.get()) is not None:
         request, answer = task
         try:
@@ -80,7 +83,10 @@ class Died(Exception):
 
 
 class LimitedProcess:
-    """One process at a time; another one takes the place of one that died. One thread at a time may ask."""
+    """A process with limits that answers pickled requests. The first request starts it, and another one after it died.
+
+    One thread at a time may call `result`.
+    """
 
     module = "batchspec.structured.compile_process"
 
@@ -95,7 +101,7 @@ class LimitedProcess:
         return None if self._process is None else self._process.pid
 
     def result(self, request: object) -> Any:
-        """The answer of the process. Raises Died."""
+        """The answer of the process. Raises Died, and RuntimeError if it was closed or cannot be started."""
         process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -116,7 +122,7 @@ class LimitedProcess:
             raise Died(why.get(code, f"the process that compiles it ended with {code}")) from None
 
     def close(self) -> None:
-        """End it, whatever it does. No other one is started."""
+        """Kill the process, whatever it does. No other one is started."""
         with self._lock:
             self._closed = True
             if self._process is not None:
@@ -158,7 +164,7 @@ class LimitedProcess:
 
 
 class CompileProcess(LimitedProcess):
-    """A constraint that takes too much time or memory is asked for once more, as a lazy automaton."""
+    """The process of compile_process.py. A constraint that exceeds its limits is asked for once more, as a lazy automaton."""
 
     def ask(self, request: tuple[str, str]) -> Answer:
         """The answer of the process; `error` and `code` of one that died twice."""

@@ -33,7 +33,10 @@ def compiled(
     kind: str, source: str, vocabulary: TokenSymbols, end_ids: tuple[int, ...], *, thinks: bool, may_begin: bool,
     channels: bool = False,
 ) -> TokenAutomaton:  # fmt: skip
-    """Raises BadSchema, BadGrammar, BadRegex, Impossible, TooLarge; Recursive where there is no finite automaton."""
+    """The automaton of a constraint; kind and source as of `rules_of`, the others as of `over_tokens`.
+
+    Raises BadSchema, BadGrammar, BadRegex, Impossible, TooLarge; Recursive where there is no finite automaton.
+    """
     node = rules_of(kind, source).inlined()
     if node is None:
         raise Recursive("it is recursive")
@@ -42,7 +45,10 @@ def compiled(
 
 
 def answer(kind: str, source: str, cpu_s: int, **job: Any) -> dict[str, Any]:
-    """What the process says about one constraint: with a kind that begins with LAZY only whether it can be followed at all."""
+    """The process's answer about one constraint. A kind that begins with LAZY asks only whether it can be followed at all.
+
+    Returns FIELDS and `seconds` (CPU time) of a finite automaton, `lazy` (why it has none), or `code` and `error`.
+    """
     resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + cpu_s, resource.RLIM_INFINITY))
     began = time.process_time()
     known = {RecursionError: "it is nested too deeply", MemoryError: "compiling it takes more memory than allowed"}
@@ -63,7 +69,7 @@ def answer(kind: str, source: str, cpu_s: int, **job: Any) -> dict[str, Any]:
 
 
 def _lazily(kind: str, source: str, reason: str, vocabulary: TokenSymbols) -> dict[str, Any]:
-    """It has no table of all its states, for this reason."""
+    """The answer about a constraint that becomes a lazy automaton for this reason; raises as `network_of`."""
     network_of(kind, source, vocabulary)
     return {"lazy": reason}
 

@@ -1,6 +1,6 @@
-"""Compiles schemas, regexes and choices in processes of their own, several at a time, and keeps what they made.
+"""Compiles schemas, regexes, choices and grammars in processes of their own, several at a time, and caches the results.
 
-Each distinct text is compiled once, as long as what it became is kept: the cache is keyed by a fingerprint of kind and text.
+Each distinct text is compiled once while its result is in the cache, which is keyed by a fingerprint of kind and text.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from batchspec.token_automaton import TokenAutomaton, TokenSymbols
 CPU_S = 20
 """CPU limit of one constraint, in whole seconds. Most take hundredths of a second."""
 MEMORY_BYTES = 4 << 30
-"""Of each process."""
+"""Limit of the address space of each process."""
 KEPT_BYTES = 1 << 30
-"""Automata that no request uses are kept up to so many bytes."""
+"""Size of the cache; beyond it the automata that were not asked for the longest are dropped."""
 
 
 class BadConstraint(ValueError):
@@ -39,16 +39,16 @@ Compiled = TokenAutomaton | LazyAutomaton | BadConstraint
 
 @dataclass(slots=True)
 class CompileStats:
-    """Of the distinct constraints that were compiled."""
+    """Counts over the distinct constraints that were compiled."""
 
     num_compiled: int = 0
     seconds: float = 0.0
-    """Of CPU time, as `longest_s`."""
+    """CPU time of all together; `longest_s` is that of the slowest."""
     longest_s: float = 0.0
     most_states: int = 0
     largest_bytes: int = 0
     lazy: Counter[str] = field(default_factory=Counter)
-    """By reason, those that became lazy automata."""
+    """Number of constraints that became lazy automata, by the reason."""
 
 
 @dataclass(eq=False)
@@ -72,9 +72,9 @@ class Compiler:
     _pool: CompilePool | None = None
     _owner: int = 0
     _kept: OrderedDict[bytes, Future[Compiled]] = field(default_factory=OrderedDict)
-    """By fingerprint; those that are compiled at present too. The longest unused first."""
+    """By fingerprint, those in compilation included; the least recently used first."""
     _sizes: dict[bytes, int] = field(default_factory=dict)
-    """Bytes of those that are done."""
+    """Bytes of those that are compiled, by fingerprint."""
     _kept_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -83,14 +83,14 @@ class Compiler:
 
     @property
     def job(self) -> dict[str, Any]:
-        """What a process is told about the vocabulary."""
+        """Arguments of `compiled` and of `Work` that are the same for all constraints."""
         names = ("vocabulary", "end_ids", "thinks", "may_begin", "channels")
         return {name: getattr(self, name) for name in names}
 
     def compile(self, kind: str, source: str) -> TokenAutomaton | LazyAutomaton:
-        """The automaton of a constraint: kind schema or choice (JSON text), regex or grammar; waits for it.
+        """The automaton of a constraint: kind schema or choice (JSON text), regex or grammar. Waits for it.
 
-        Raises BadConstraint.
+        Raises BadConstraint, and RuntimeError where no process can be started.
         """
         found = self.begin(kind, source).result()
         if isinstance(found, BadConstraint):
@@ -98,7 +98,7 @@ class Compiler:
         return found
 
     def begin(self, kind: str, source: str) -> Future[Compiled]:
-        """The same without waiting; the result, a BadConstraint too, comes once a process had time for it."""
+        """As `compile`, without waiting. A BadConstraint is the result of the future, not raised by it."""
         key = fingerprint(kind, source)
         with self._lock:
             if self._owner != os.getpid():  # a fork has none of the threads, and may have copied what no thread will finish
@@ -154,5 +154,5 @@ class Compiler:
 
 
 def fingerprint(kind: str, source: str) -> bytes:
-    """Of a constraint: equal ones are one."""
+    """A key of 16 bytes for a constraint: equal for equal kind and text."""
     return hashlib.blake2b(f"{kind}:{source}".encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -1,7 +1,7 @@
-"""The process that finds states of lazy automata, whose texts come from the input: with limits on CPU time and memory.
+"""The process that computes states of lazy automata, with limits on CPU time and memory, because their texts are input.
 
 It reads pickles from its input and answers with pickles: first (arguments of `Work`, memory in bytes, CPU seconds), then `Ask`s.
-An answer is an `Expansion`, with the state in it that was asked for, or the text of an error.
+An answer is an `Expansion`, whose `state` is the number of the state that was asked for, or the text of an error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Work:
     _trie: TokenTrie | None = None
 
     def answer(self, ask: Ask) -> Expansion | str:
-        """Expansion of DEAD, without more, if the tokens are not allowed."""
+        """The expansion of the state after the tokens, `Expansion.of_dead()` if they are not allowed, or an error's text."""
         if ask.epoch != self._epoch:
             self._known.clear()
             self._epoch = ask.epoch

@@ -1,4 +1,4 @@
-"""Asks for states of lazy automata in a process of its own, one after the other, while the engine goes on."""
+"""Has a process compute states of lazy automata, one after the other, while the engine goes on."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from batchspec.structured.compile_pool import Died, LimitedProcess
 CPU_S = 20
 """CPU limit of one state, in whole seconds. Most take hundredths of a second."""
 MEMORY_BYTES = 4 << 30
+"""Limit of the process's address space."""
 
 
 class Expander:
-    """What knows the states of a job's lazy automata (`Expanding`). The process starts with the first ask, and ends with this."""
+    """Implements `Expanding` for a job. The process starts with the first ask, and ends when this object is collected."""
 
     def __init__(self, job: Mapping[str, Any], *, cpu_s: int = CPU_S, memory_bytes: int = MEMORY_BYTES) -> None:
         """job: the arguments of `Work`."""
@@ -40,7 +41,7 @@ class Expander:
 class _ExpandProcess(LimitedProcess):
     module = "batchspec.structured.expand_process"
     _lost_epoch = -1
-    """In which a process died: the next one numbers its states otherwise."""
+    """The epoch in which a process died. The next process numbers states anew, so asks of this epoch get None."""
 
     def ask(self, ask: Ask) -> Answer:
         if ask.epoch == self._lost_epoch:
@@ -54,7 +55,7 @@ class _ExpandProcess(LimitedProcess):
 
 
 def _serve(tasks: queue.SimpleQueue[Any], process: _ExpandProcess) -> None:
-    """A thread: answers until there is a None. It holds no reference to the expander, which therefore ends with its user."""
+    """The thread: answers until it reads None. It holds no reference to the expander, as in compile_pool.py."""
     while (task := tasks.get()) is not None:
         ask, found = task
         found.set_result(process.ask(ask))

@@ -1,8 +1,9 @@
-"""The deterministic automaton over bytes of a network, built state by state where texts get to (a lazy DFA, as in RE2).
+"""The lazy DFA of a network: an automaton over bytes whose states are computed when a text reaches them, as in RE2.
 
-A state is the set of places where a text may have got to, each a state of the network and a stack. Equal sets are one state,
-whatever text led there: after a while nearly every text moves among states that are known. A stack is shared by all that is on
-top of it. Two entries for the same repetition at a rule's end are one: what may follow is the same.
+A DFA state is the set of places that a text may have reached in the network: each a network state, and a stack of the calls and
+loops around it. Equal sets are one DFA state, whatever text led there, so that after a while nearly every text moves among known
+states. Stacks are linked lists that share their lower parts. Two entries on top of each other for the same repetition at a rule's
+end are merged to one, because what may follow is the same.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from batchspec.structured.regular import TooLarge
 from batchspec.token_automaton import BEGIN_THOUGHT, DEAD, END_THOUGHT, NUM_SYMBOLS
 
 MAX_PLACES = 2_000
-"""Of one state: an ambiguous grammar may have got to so many places at once."""
+"""Limit of the places of one state: the ways in which an ambiguous grammar may have read a text so far."""
 MAX_STATES = 200_000
+"""Limit of the states of one automaton."""
 FINAL = (-1, 0)
 Place = tuple[int, int]
-"""State of the network, and stack; FINAL: the end of the text."""
+"""State of the network, and number of a stack; FINAL: the text may end."""
 _CALL = -1
 
 
@@ -85,7 +87,7 @@ class LazyDfa:
         return FINAL in self._sets[ANSWER if state == EITHER and not self._channels else state]
 
     def explore(self, states: Iterable[int]) -> None:
-        """Find what follows on these. Raises TooLarge."""
+        """Compute the next states of these states by every class. Raises TooLarge."""
         for state in states:
             if not self.explored[state]:
                 row = self._row(self._sets[state])
@@ -141,14 +143,14 @@ class LazyDfa:
         return found
 
     def _called(self, after: int, stack: int) -> int:
-        """The stack inside of a rule after which `after` comes."""
+        """The stack inside a rule that is called with `after` as its return state."""
         frame = self._network.frames[after]
         if frame is None or (frame in self._network.stars and self._stacks[stack][:2] == (frame, _CALL)):
             return stack
         return self._push(frame, _CALL, stack)
 
     def _closure(self, state: int, stack: int) -> frozenset[Place]:
-        """Where a text has got to, as far as a byte or the end may follow there."""
+        """The places that are reached from this one without a byte, and at which a byte or the end may follow."""
         found = self._closures.get((state, stack))
         if found is not None:
             return found
@@ -179,7 +181,7 @@ class LazyDfa:
         return found
 
     def _next_turn(self, index: int, count: int, stack: int) -> list[Place]:
-        """What may follow `count` turns of a loop."""
+        """The places after `count` turns of a loop: one more turn, the end of the loop, or both."""
         loop = self._network.loops[index]
         more = [] if loop.most is not None and count >= loop.most else [
             (loop.begin, self._push(index, min(count + 1, loop.least) if loop.most is None else count + 1, stack))

@@ -1,4 +1,4 @@
-"""Which tokens may follow in a state of a lazy automaton: all tokens at once, as a trie that is walked level by level."""
+"""The token mask of a state of a lazy automaton: all tokens of the vocabulary are walked at once, as a trie, level by level."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from batchspec.token_automaton import DEAD, ENDS, NUM_SYMBOLS, Ids, TokenSymbols
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenTrie:
-    """The tokens of a vocabulary by their beginnings.
+    """The symbol strings of a vocabulary's V tokens as a trie, level by level.
 
-    levels    by length of a beginning, from 1: for each of that length its parent in the level above, int64, and its last symbol
-    nodes     int64 [V]  place of each token's own node among those of all levels, one level after the other
+    levels    for each depth from 1: (int64 [N] parent of each node in the level above, int32 [N] symbol of each node)
+    nodes     int64 [V]  the node at which each token ends, in the numbering of all levels one after the other
     """
 
     levels: tuple[tuple[NDArray[np.int64], Ids], ...]
@@ -41,7 +41,7 @@ class TokenTrie:
         return cls(tuple(levels), nodes)
 
     def walk(self, dfa: LazyDfa, state: int) -> Ids:
-        """The state after each beginning of a token, from `state`, int32 [nodes]. Raises TooLarge."""
+        """int32 [nodes of all levels]: the state after the symbols of each node, from `state`. Raises TooLarge."""
         before = np.array([state], np.int32)
         found = []
         for parents, symbols in self.levels:

@@ -1,8 +1,8 @@
 """Rules as a recursive transition network over bytes: an NFA for each rule, with calls between them, and counted loops.
 
-Where a text has got to is a state and a stack of what comes after the calls and loops that it is inside of (Woods 1970). A
-repetition of many is a loop with a count on the stack, not so many copies. States from which no text can end are left out: what
-is left can always be completed.
+The place that a text has reached is a state, and a stack of what comes after the calls and loops around it (Woods 1970). A
+repetition of more than UNROLLED times is a loop with a count on the stack, not a row of copies. States from which no text can end
+are removed, so that every text that is begun can be completed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from batchspec.structured.regular import Alt, Impossible, Joined, Members, Nfa, 
 from batchspec.structured.rules import BadGrammar, Rules
 
 UNROLLED = 32
-"""A repetition of at most so many is built as copies."""
+"""A repetition of at most so many times is built as copies of its part."""
 START = ""
 """The rule that a whole text must be."""
 
@@ -36,16 +36,21 @@ class Loop:
 class Network(Nfa):
     """`moves` and `free` as of an NFA.
 
-    calls      by state: where the rule begins, and where it goes on after it
-    loops      and by state: the loop that begins there, the loop whose part ends there
-    ends       states in which a rule has come to its end
-    stars      states in which a rule's last part, any number of times the same, may come once more, or the rule's end
-    frames     by state after a call: what is put on the stack, another state that is as good; None: nothing comes after it
-    starts     states of an answer, and of one after a thought
+    calls      by state: (first state of the called rule, state after the call)
+    loops      all counted loops
+    loop_at    by state: number of the loop that begins there; loop_end: of the loop whose part ends there
+    ends       last states of the rules
+    stars      states after an unlimited repetition at the end of a rule: its part may come once more, or the rule ends
+    frames     by state after a call: the state that the call pushes, which is equivalent to it; None: nothing follows the call
+    starts     first states of an answer, and of an answer after a reasoning block
+    live       bool [states]  whether a text can end from there
     """
 
     def __init__(self, rules: Rules, before: Node, present: NDArray[np.bool_]) -> None:
-        """present: bool [256] bytes that a text can hold. Raises Impossible, TooLarge, BadGrammar for left recursion."""
+        """before: what may precede an answer after a reasoning block. present: bool [256], the bytes that a text can hold.
+
+        Raises Impossible, TooLarge, and BadGrammar for left recursion by way of other rules.
+        """
         super().__init__()
         self.calls: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         self.loops: list[Loop] = []
@@ -127,7 +132,7 @@ class Network(Nfa):
                 )
 
     def _trim(self, present: NDArray[np.bool_]) -> None:
-        """Leave out what leads to no end."""
+        """Remove the moves to states from which no text can end. Raises Impossible."""
         self.moves = [[move for low, high, to in moves for move in _cut(low, high, to, present)] for moves in self.moves]
         waiting: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         """By state: (state, other) of which the first is live once both this and the other are."""

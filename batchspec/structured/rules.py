@@ -1,7 +1,8 @@
 """Named rules of nodes, which may refer to themselves: the form of grammars and of recursive schemas.
 
-Without recursion the rules are inlined, and the node has a finite automaton. With it they have one that is built while it is used
-(`network.py`). A rule that begins with itself is rewritten as a repetition: a = a x | y becomes a = y x*.
+Without recursion the rules are inlined, and the node has a finite automaton. Recursive rules become a network (`network.py`),
+whose automaton is computed while it is used (`lazy_dfa.py`). A rule that begins with itself is rewritten as a repetition:
+a = a x | y becomes a = y x*.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Rules:
         return _mapped(self.start, done) if done.keys() >= references(self.start) else None
 
     def without_left_recursion(self) -> Rules:
-        """The same texts, by rules of which none begins with itself at once. Others are refused where they are used."""
+        """The same texts, without direct left recursion (a = a x). `Network` refuses that by way of other rules."""
         return replace(self, named={name: _as_repetition(name, node) for name, node in self.named.items()})
 
 
@@ -64,7 +65,7 @@ def _parts(node: Node) -> list[Node]:
 
 
 def _innermost_first(start: Node, named: Mapping[str, Node]) -> list[str] | None:
-    """Rules that the start needs, each after those that it names; None if there is no such order."""
+    """Rules that the start needs, each after the rules that it names; None if a rule refers to itself."""
     found: dict[str, None] = {}
     opened: list[str] = []
     todo = [(name, False) for name in references(start)]

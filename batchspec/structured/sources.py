@@ -1,4 +1,4 @@
-"""From the text of a constraint to what its answers must be."""
+"""Reads the text of a constraint (schema, grammar, regex, choice) as rules of nodes, and as a network for a lazy automaton."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from batchspec.structured.rules import Rules
 from batchspec.token_automaton import TokenSymbols
 
 AFTER_THOUGHT = Repeat(text("\n"), 0, 2)
-"""White space that models write between a thought and the answer."""
+"""White space that is allowed between a reasoning block and the answer, because models write it."""
 
 
 def rules_of(kind: str, source: str) -> Rules:
-    """The texts of a constraint: kind schema (JSON text), grammar, regex, or choice (JSON text of a list of strings).
+    """The texts that a constraint allows: kind schema (JSON text), grammar, regex, or choice (JSON text of a list of strings).
 
     Raises BadSchema, BadGrammar, BadRegex.
     """
@@ -32,12 +32,12 @@ def rules_of(kind: str, source: str) -> Rules:
 
 
 def network_of(kind: str, source: str, vocabulary: TokenSymbols) -> Network:
-    """The same as a network. Raises Impossible and TooLarge too."""
+    """As `rules_of`, as a network over bytes. Raises Impossible and TooLarge too."""
     return Network(rules_of(kind, source), AFTER_THOUGHT, single_bytes(vocabulary))
 
 
 def single_bytes(vocabulary: TokenSymbols) -> NDArray[np.bool_]:
-    """Which bytes are tokens by themselves. A text of these can always be gone on with, whatever tokens came before."""
+    """bool [256]: which bytes are tokens by themselves. Automata allow only these, so that no token leads to a dead end."""
     lengths = np.diff(vocabulary.starts)
     symbols = vocabulary.symbols[vocabulary.starts[:-1][lengths == 1]]
     found = np.zeros(256, bool)

@@ -1,8 +1,8 @@
-"""From an automaton over bytes to one over the tokens of a vocabulary.
+"""Token masks of the states of a DFA over bytes: they make it an automaton over the tokens of a vocabulary.
 
 The next state after a token is a walk over its bytes, on the device too, so only the masks are computed here: a token is allowed
-in a state if its walk does not die. States whose tokens cannot be told apart share a mask: they are found first, by refining a
-partition as many steps as the longest token has bytes (Moore 1956), and one walk of the vocabulary is made for each class.
+in a state if its walk does not die. States that no token tells apart share a mask. They are found first, by refining a partition
+as many steps as the longest token has bytes (Moore 1956), and the vocabulary is walked once for each class of states.
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ from batchspec.token_automaton import (
 MAX_MASKS_BYTES = 64 << 20
 """Of the masks of one automaton: 3,400 masks of a vocabulary of 152,000 tokens."""
 MAX_TABLE_WORDS = 4 << 20
+"""int32 words of the table of one automaton: 16 MiB."""
 MAX_FORCED_BYTES = 32
-"""Of a token that is drafted because nothing else can come."""
+"""Longest token that is drafted because no other text is allowed."""
 
 
 def over_tokens(
     dfa: Dfa, vocabulary: TokenSymbols, end_ids: Collection[int], *, thinks: bool, may_begin: bool, channels: bool = False
 ) -> TokenAutomaton:
-    """The automaton over tokens whose texts are those of `dfa`, whose starts are that of an answer and of one after a thought.
+    """The automaton over tokens whose texts are those of `dfa`.
+
+    dfa        its `starts` are the states of an answer, and of an answer after a thought (a reasoning block)
 
     end_ids    tokens that end a row: allowed where the text may end, and nowhere else
     thinks     an answer may follow a thought, whose end is the symbol END_THOUGHT
