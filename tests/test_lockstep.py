@@ -32,8 +32,10 @@ from batchspec.engine.messages import Begin, Build, Calibrate, End, Load, Messag
 from batchspec.engine.results import PendingResult
 from batchspec.engine.round_planner import RoundClock
 from batchspec.engine.step import ScheduledStep
-from batchspec.engine.vocabulary import checksums
+from batchspec.engine.vocabulary import DIVERGED, checksums
 from batchspec.errors import DivergedError, RankLost
+from batchspec.kernels.rounds.accept import WAIT
+from batchspec.kernels.sampling.argmax import NO_TOKEN
 from batchspec.lazy_automaton import Expanding
 from batchspec.model.target import Target
 from batchspec.records import Completion, SamplingParams, Thinking
@@ -189,6 +191,12 @@ def test_an_engine_may_run_again_also_after_a_run_that_was_left(handle: int) -> 
     assert sorted(found[:6]) == sorted(found[6:])
     whole = whole_of(SPEC, Loud)
     assert sorted(found[:6]) == sorted(plain_tokens(whole, request(i, [i, 3], cap=12)) for i in range(6))
+
+
+def test_ranks_that_differ_are_not_mistaken_for_rows_that_wait_or_fail() -> None:
+    """Else `accept` lets a row with such a choice wait, round after round, and no rank says why."""
+    assert len({NO_TOKEN, WAIT, DIVERGED}) == 3
+    assert max(NO_TOKEN, WAIT, DIVERGED) < 0
 
 
 def a_wrong_token(engine: Engine) -> None:

@@ -28,13 +28,14 @@ from batchspec.engine.cutoff_of_ranks import searched_cutoffs
 from batchspec.engine.logprobs import Logprobs
 from batchspec.engine.round import Round
 from batchspec.engine.sampling import Greedy
+from batchspec.kernels.rounds.accept import WAIT
 from batchspec.kernels.sampling.argmax import NO_TOKEN
 from batchspec.kernels.sampling.cutoff import QUICK_TOP, cutoff_of_largest
 from batchspec.kernels.sampling.sample import sample_part
 from batchspec.model.vocabulary import best_of_ranks, greedy_of_ranks
 
 R = TypeVar("R", bound=Round)
-DIVERGED = NO_TOKEN - 1
+DIVERGED = min(NO_TOKEN, WAIT) - 1
 """In place of a token where ranks have different hidden states: as with NO_TOKEN, nothing is emitted and the row ends."""
 MORE = 8
 """If so many of the largest logits do not decide a cutoff, this many times as many are exchanged."""
