@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-from batchspec.batch.automata import AutomataRoom, Constraint
+from batchspec.batch.automata import AutomataRoom, ConstraintPlace
 from batchspec.engine.automaton_places import AutomatonPlaces
 from batchspec.engine.engine import Engine
 from batchspec.model.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ def begin_anywhere(engine: Engine, automata: Sequence[TokenAutomaton], request: 
     rows = engine.executor.rows
     assert rows.automata is not None
     places = AutomatonPlaces(AutomataRoom(num_tokens=automata[0].vocabulary.num_tokens))
-    found: list[tuple[int, Constraint]] = []
+    found: list[tuple[int, ConstraintPlace]] = []
     for slot in range(len(rows.live)):
         automaton = automata[slot % len(automata)]
         places.hold(automaton)

@@ -24,7 +24,7 @@ from batchspec.packing.replicas import Way, best, ways
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, automata_bytes, check_memory, learning_bytes, open_job, plan_batch
 from batchspec.records import Ids, PackedBatch
-from batchspec.report.push import check_wish
+from batchspec.report.push import check_push_key
 from batchspec.text import MESSAGE_CHARS, counted, one_line
 
 COST = "24 % of tok/s for SmolLM2-135M on one H200, else not measured"
@@ -230,7 +230,7 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
     tokenizer  instead of the model folder's own
     Raises InputError, CheckpointError, ConfigError or CapacityError as the run would.
     """
-    check_wish(config.output)
+    check_push_key(config.output)
     job = open_job(config, tokenizer=tokenizer, fetch=False)
     seen = survey_rows(job, full=full)
     demand = seen.demand(job.source.num_rows, job.admission.max_len)
