@@ -102,17 +102,17 @@ class Plan:
         stats = constraints.compiler.stats
         if not stats.num_compiled and not stats.lazy:
             return ["structured   no row asks for it"]
-        slower = [
-            f"slower way   {counted(count, 'distinct constraint')}, states found on the host while rows wait: {one_line(reason)}"
+        lazy = [
+            f"lazy         {counted(count, 'distinct constraint')}, states computed while rows wait for them: {one_line(reason)}"
             for reason, count in sorted(stats.lazy.items())
         ]
         if not stats.num_compiled:
-            return [line.replace("slower way", "structured", 1) for line in slower]
+            return [line.replace("lazy      ", "structured", 1) for line in lazy]
         return [
             f"structured   {counted(stats.num_compiled, 'distinct constraint')} compiled in "
             f"{stats.seconds / stats.num_compiled:.2f} s of CPU time each, the slowest in {stats.longest_s:.2f} s; at most "
             f"{stats.most_states:,} states and {_bytes(stats.largest_bytes)} each; masked on the device",
-            *slower,
+            *lazy,
         ]
 
     def _shape(self) -> list[str]:
