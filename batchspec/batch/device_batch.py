@@ -230,12 +230,12 @@ class DeviceBatch:
         self.automata.advance(self.automaton_state, self.automaton_classes, tokens, kept, live)
 
     def park(self, live: Tensor, log: Tensor) -> None:
-        """Rows whose automaton is not expanded wait for the host: live int32 [R] becomes 0, and `log` says so."""
+        """Stop rows of lazy automata in a state without a mask: live int32 [R] becomes 0 and `finish` in the log WAITING."""
         assert self.automata is not None
         self.automata.park(self.automaton_state, live, log)
 
     def wake(self, constraints: Sequence[tuple[int, ConstraintPlace]]) -> None:
-        """Rows that waited go on: slot and where the automaton stands."""
+        """Let rows that waited go on: (slot, places of the automaton's class map and state) of each."""
         self.constrain(constraints)
         self.live[upload([slot for slot, _ in constraints], torch.int64, self.live.device)] = 1
 

@@ -169,7 +169,7 @@ class LazyStates:
         return row
 
     def _is_ready(self, row: _Row) -> bool:
-        """Whether the device has the state after the row's tokens; else it is asked for."""
+        """Whether the device has the mask of the state after the row's tokens; if not, that state is asked for."""
         if row.asked is not None:
             return False
         known = self._places.known.get(row.automaton)
