@@ -1,4 +1,4 @@
-"""What identifies a job: everything that changes its results. Beside it, what a run of the job is recorded with."""
+"""The fingerprint of a job: everything that changes its results. And the facts that the manifest records of a run."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from batchspec.prepare import Job
 from batchspec.runstate.manifest import fingerprint
 
 CONSTRAINTS_VERSION = 2
-"""Counts changes of what is written for a schema: a job that began with another one is another job."""
+"""Raised with every change of what is written for a constraint: a job that began with another version is refused."""
 NEWER_KEYS = ("frequency_penalty", "logit_bias")
-"""Keys of `decode` that are younger than jobs which may still resume."""
+"""Keys of `decode` that are left out where they are off, so that jobs begun before these keys existed resume."""
 
 
 def job_fingerprint(job: Job) -> dict[str, str]:
@@ -77,7 +77,7 @@ def _named(job: Job, what: str) -> dict[str, str]:
 
 
 def _constraint_parts(job: Job) -> dict[str, Any]:
-    """The job's own schema, regex or choice, left out where there is none, as above; of a file its content."""
+    """The job's own schema, regex, choice or grammar, of a file its content; left out where there is none, as above."""
     constraints = job.admission.constraints
     if constraints is None:
         return {}

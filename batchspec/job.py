@@ -32,7 +32,7 @@ from batchspec.prepare import Job, make_engine, open_job, survey_first
 from batchspec.report.card import dataset_card
 from batchspec.report.page import NEEDS_EXTRA, can_draw, write_report
 from batchspec.report.progress_bar import ProgressBar
-from batchspec.report.push import check_wish, push_output
+from batchspec.report.push import check_push_key, push_output
 from batchspec.report.start_up import StartUp
 from batchspec.report.stats import JobStats, job_stats
 from batchspec.report.summary import RunSummary
@@ -62,7 +62,7 @@ def run_job(config: RunConfig, source: Source | None = None, *, group: Group | N
     """
     start_up = StartUp()
     start_up.done("imports and configuration")
-    check_wish(config.output)
+    check_push_key(config.output)
     job = open_job(config, source, group=group)
     output = check_output(job)
     start_up.done("checks")

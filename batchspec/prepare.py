@@ -72,9 +72,9 @@ class JobModel:
     group: Group | None = None
     """The processes that compute the target together; None: this one alone."""
     adapter: Adapter | None = None
-    """Merged into the target's weights when they are loaded."""
+    """The adapter of all rows: what fits is merged into the target's weights when they are loaded."""
     adapters: AdapterSource | None = None
-    """Those that are not merged, and that each row has or lacks."""
+    """The adapters that are not merged: of all rows, or of the rows that name one."""
 
     @property
     def folder(self) -> Path:
@@ -188,7 +188,10 @@ def open_model(config: RunConfig, *, here: bool = True, group: Group | None = No
 
 
 def open_adapters(config: RunConfig, spec: ModelSpec) -> tuple[Adapter | None, AdapterSet | None]:
-    """That of all rows, and those that are not merged into the weights. Raises ConfigError or CheckpointError."""
+    """The adapter of all rows (model.adapter) or None, and the adapters that are not merged into the weights or None.
+
+    Raises ConfigError or CheckpointError.
+    """
     model = config.model
     if model.adapter is not None:
         own = open_adapter(model.adapter, spec)
@@ -251,7 +254,7 @@ def learning_bytes(job: Job, max_len: int) -> int:
 
 
 def automata_bytes(job: Job) -> int:
-    """Bytes of the device's tables and masks of schemas, regexes and choices."""
+    """Bytes of the device's tables and masks of automata; 0 in a job without structured output."""
     return 0 if job.admission.constraints is None else AutomataRoom(num_tokens=job.spec.vocab_size).nbytes
 
 
@@ -287,7 +290,7 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
 
 
 def survey_first(job: Job) -> Survey:
-    """Admit the first SURVEY_ROWS rows, as a sample of all. Their automata are compiled from now on, as the model is loaded."""
+    """Admit the first SURVEY_ROWS rows, as a sample of all. Their automata are compiled while the model is loaded."""
     seen = Survey()
     for shard in job.source.shards(job.shard_rows):
         seen.add(shard.table.num_rows, _begun(job.admission, job.admission.admit(shard)))
@@ -411,7 +414,7 @@ def build_engine(
 
 
 def expanding_of(job: Job) -> Expanding | None:
-    """What finds states of lazy automata; None in a job without structured output."""
+    """Computes states of lazy automata; None in a job without structured output."""
     if job.admission.constraints is None:
         return None
     return Expander(job.admission.constraints.compiler.job)

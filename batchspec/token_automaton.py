@@ -1,4 +1,4 @@
-"""The compiled form of a schema, regex or choice: which tokens may follow, as tables that the device walks.
+"""The compiled form of a schema, regex, choice or grammar: which tokens may follow, as tables that the device walks.
 
 A text is matched byte by byte. Every token is a string of symbols: its bytes, or one symbol if it is no text (`OTHER` and the
 think tokens). A state's row of `table` holds the number of its mask, a token to draft where the text is forced, and the next

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.batch.automata import AutomataRoom, Constraint
+from batchspec.batch.automata import AutomataRoom, ConstraintPlace
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.draft.base import Drafter
 from batchspec.engine import allocator
@@ -301,7 +301,7 @@ def test_automata_share_the_room_without_overlap() -> None:
 
 def test_rows_that_the_host_ends_or_moves_leave_their_automata() -> None:
     rows = DeviceBatch.allocate(packed(SLOTS), vocab_size=VOCAB, penalties=False, device=DEVICE)
-    rows.constrain([(slot, Constraint(5, 300 + slot)) for slot in range(SLOTS)])
+    rows.constrain([(slot, ConstraintPlace(5, 300 + slot)) for slot in range(SLOTS)])
     rows.kill([1])
     assert rows.automaton_state.tolist() == [300, 0, 302, 303]
     rows.move([(3, 1)])

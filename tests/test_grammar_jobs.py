@@ -94,8 +94,8 @@ def test_every_completed_row_parses_whatever_drafts(model: Path, tmp_path: Path,
     assert plan.main([*arguments(model, data, tmp_path / "plan", "draft=none"), *keys]) == 0
     said = capsys.readouterr().out
     assert "structured   1 distinct constraint compiled in" in said
-    assert "slower way   3 distinct constraints, states found on the host while rows wait: it is recursive\n" in said
-    assert "slower way   1 distinct constraint, states found on the host while rows wait: it has more than 250,000 pos" in said
+    assert "lazy         3 distinct constraints, states computed while rows wait for them: it is recursive\n" in said
+    assert "lazy         1 distinct constraint, states computed while rows wait for them: it has more than 250,000 pos" in said
 
 
 def test_a_thousand_rows_of_a_recursive_grammar_all_parse(
@@ -119,7 +119,7 @@ def test_a_thousand_rows_of_a_recursive_grammar_all_parse(
     capsys.readouterr()
     assert plan.main([*arguments(model, data, tmp_path / "plan"), *keys]) == 0
     said = capsys.readouterr().out
-    assert "structured   1 distinct constraint, states found on the host while rows wait: it is recursive" in said
+    assert "structured   1 distinct constraint, states computed while rows wait for them: it is recursive" in said
 
 
 def test_a_job_s_grammar_is_read_from_a_file_or_as_text_and_refused_in_one_line(

@@ -1,7 +1,7 @@
 """Lessons of a target that several ranks compute: the leader's head learns, and every rank takes part in the forward pass.
 
-Followers need no copy of the head that learns: they get the weights that draft (`HeadOfRanks`). A backward pass on a GPU adds up
-in any order, so heads that learnt on every rank would come to differ.
+Only the leader trains the head; followers get its weights when it starts to draft with them (`HeadOfRanks`). A backward pass on a
+GPU adds up in any order, so heads that were trained on every rank would come to differ.
 """
 
 from __future__ import annotations

@@ -16,9 +16,11 @@ from batchspec.token_automaton import DEAD, MASK, NEXT, NUM_SYMBOLS, TokenAutoma
 TABLE_WORDS = 16 << 20
 """int32 words for the tables of all automata that are on the device: 64 MiB."""
 MASKS_BYTES = 256 << 20
+"""Bytes for their masks."""
 LAZY_WORDS = 2 << 20
-"""And for the states of lazy automata, in places after those: 8 MiB."""
+"""int32 words for the states of lazy automata, in places after those: 8 MiB."""
 LAZY_MASKS_BYTES = 64 << 20
+"""Bytes for the masks of these states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +51,13 @@ class AutomataRoom:
 
 
 @dataclass(frozen=True, slots=True)
-class Constraint:
-    """Where the automaton of a row that enters its slot is, and the state after its output tokens: places in the tables."""
+class ConstraintPlace:
+    """The automaton of a row that enters or wakes in its slot: places in the tables, as word numbers."""
 
     classes: int
+    """Of the automaton's class map."""
     state: int
+    """Of the state after the row's output tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

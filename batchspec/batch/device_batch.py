@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batchspec.batch.automata import Automata, Constraint
+from batchspec.batch.automata import Automata, ConstraintPlace
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.kernels.rounds.move_rows import move_rows
 from batchspec.records import MAX_LOGIT_BIAS, MAX_STOP_IDS, PackedBatch, Request
@@ -207,7 +207,7 @@ class DeviceBatch:
         if self.seen.shape[1]:
             self._mark_seen(slots, requests, outputs)
 
-    def constrain(self, constraints: Sequence[tuple[int, Constraint]]) -> None:
+    def constrain(self, constraints: Sequence[tuple[int, ConstraintPlace]]) -> None:
         """The automata of rows that have just begun: slot and where its automaton stands."""
         lines = [(slot, constraint.classes, constraint.state) for slot, constraint in constraints]
         slots, classes, states = upload(lines, torch.int64, self.tokens.device).T
@@ -230,12 +230,12 @@ class DeviceBatch:
         self.automata.advance(self.automaton_state, self.automaton_classes, tokens, kept, live)
 
     def park(self, live: Tensor, log: Tensor) -> None:
-        """Rows whose automaton is not expanded wait for the host: live int32 [R] becomes 0, and `log` says so."""
+        """Stop rows of lazy automata in a state without a mask: live int32 [R] becomes 0 and `finish` in the log WAITING."""
         assert self.automata is not None
         self.automata.park(self.automaton_state, live, log)
 
-    def wake(self, constraints: Sequence[tuple[int, Constraint]]) -> None:
-        """Rows that waited go on: slot and where the automaton stands."""
+    def wake(self, constraints: Sequence[tuple[int, ConstraintPlace]]) -> None:
+        """Let rows that waited go on: (slot, places of the automaton's class map and state) of each."""
         self.constrain(constraints)
         self.live[upload([slot for slot, _ in constraints], torch.int64, self.live.device)] = 1
 

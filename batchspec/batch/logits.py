@@ -167,7 +167,8 @@ def follow_automata(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: T
 
 
 def allowed_by_automata(at: LogitRows, rows: DeviceBatch) -> tuple[Tensor, Tensor]:
-    """What `follow_automata` leaves to rows without a minimum of tokens: masks, and the row of them for each position."""
+    """The masks that `follow_automata` would apply, for a product that masks by itself: all masks, and int32 [T] the row of each
+    position. Stop ids before min_tokens are not in them."""
     assert rows.automata is not None
     return rows.automata.allowed(
         at.row_ids, rows.automaton_state, rows.automaton_classes, drafts=at.drafts, num_drafted=at.num_drafted,

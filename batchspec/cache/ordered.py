@@ -1,4 +1,4 @@
-"""Attention whose sums have one order whatever else is in the batch (decode.deterministic): the plans of rounds and of prefill.
+"""Batch-invariant attention (decode.deterministic): plans of rounds and of prefill whose sums have one order in every batch.
 
 Both give a query the same bits. Kernels run on a CPU too, in Triton's interpreter, which only tests ask for.
 """

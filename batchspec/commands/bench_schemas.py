@@ -1,7 +1,7 @@
-"""What rows of `batchspec bench --schemas N` follow: N distinct patterns of a list of JSON objects that never has to end.
+"""The constraints of `batchspec bench --schemas N`: N distinct regexes, each of an endless list of JSON objects.
 
-A row without --eos decodes --gen tokens, so that rounds with and without schemas have the same number of rows. A shape has no
-tokenizer: its vocabulary is made up, of all bytes and of words in them.
+Endless, so that a row decodes --gen tokens, and rounds with and without schemas have the same number of rows. A --shape has no
+tokenizer: its vocabulary is made up, of all bytes and of random words.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-from batchspec.batch.automata import AutomataRoom, Constraint
+from batchspec.batch.automata import AutomataRoom, ConstraintPlace
 from batchspec.engine.automaton_places import AutomatonPlaces
 from batchspec.engine.engine import Engine
 from batchspec.model.tokenizer import Tokenizer
@@ -20,7 +20,7 @@ from batchspec.structured.compiler import Compiler
 from batchspec.token_automaton import TokenAutomaton, TokenSymbols
 
 LONGEST_START = 60
-"""Rows of single rounds begin after up to so many tokens, wherever these lead."""
+"""Maximum number of tokens after which a row of single rounds begins: rows are then in different states."""
 PIECES = (*"abcdefghijklmnopqrstuvwxyz", " ", " ", "e", "t", '"', '": ', ", ", "{", "}", "0", "17")
 
 
@@ -37,7 +37,7 @@ def _made_up(vocab_size: int) -> TokenSymbols:
 
 
 def pattern(number: int) -> str:
-    """One item after the other: a key of its own, text, a number and one of three words."""
+    """A regex of objects, each with a text under a key of this number's own, a number, and one of three words."""
     return rf'(\{{"field_{number}": "[^"\\\n]{{0,60}}", "count": [0-9]{{1,4}}, "kind": "(red|green|blue)"\}}, )*'
 
 
@@ -47,7 +47,7 @@ def compiled(symbols: TokenSymbols, num: int, end_ids: Sequence[int]) -> list[To
     for number in range(num):
         compiler.begin("regex", pattern(number))
     found = [compiler.compile("regex", pattern(number)) for number in range(num)]
-    return [automaton for automaton in found if isinstance(automaton, TokenAutomaton)]  # each of them
+    return [automaton for automaton in found if isinstance(automaton, TokenAutomaton)]  # for the type: none is lazy
 
 
 def begin_anywhere(engine: Engine, automata: Sequence[TokenAutomaton], request: Request) -> None:
@@ -55,7 +55,7 @@ def begin_anywhere(engine: Engine, automata: Sequence[TokenAutomaton], request: 
     rows = engine.executor.rows
     assert rows.automata is not None
     places = AutomatonPlaces(AutomataRoom(num_tokens=automata[0].vocabulary.num_tokens))
-    found: list[tuple[int, Constraint]] = []
+    found: list[tuple[int, ConstraintPlace]] = []
     for slot in range(len(rows.live)):
         automaton = automata[slot % len(automata)]
         places.hold(automaton)

@@ -24,7 +24,7 @@ from batchspec.packing.replicas import Way, best, ways
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, automata_bytes, check_memory, learning_bytes, open_job, plan_batch
 from batchspec.records import Ids, PackedBatch
-from batchspec.report.push import check_wish
+from batchspec.report.push import check_push_key
 from batchspec.text import MESSAGE_CHARS, counted, one_line
 
 COST = "24 % of tok/s for SmolLM2-135M on one H200, else not measured"
@@ -102,17 +102,17 @@ class Plan:
         stats = constraints.compiler.stats
         if not stats.num_compiled and not stats.lazy:
             return ["structured   no row asks for it"]
-        slower = [
-            f"slower way   {counted(count, 'distinct constraint')}, states found on the host while rows wait: {one_line(reason)}"
+        lazy = [
+            f"lazy         {counted(count, 'distinct constraint')}, states computed while rows wait for them: {one_line(reason)}"
             for reason, count in sorted(stats.lazy.items())
         ]
         if not stats.num_compiled:
-            return [line.replace("slower way", "structured", 1) for line in slower]
+            return [line.replace("lazy      ", "structured", 1) for line in lazy]
         return [
             f"structured   {counted(stats.num_compiled, 'distinct constraint')} compiled in "
             f"{stats.seconds / stats.num_compiled:.2f} s of CPU time each, the slowest in {stats.longest_s:.2f} s; at most "
             f"{stats.most_states:,} states and {_bytes(stats.largest_bytes)} each; masked on the device",
-            *slower,
+            *lazy,
         ]
 
     def _shape(self) -> list[str]:
@@ -230,7 +230,7 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
     tokenizer  instead of the model folder's own
     Raises InputError, CheckpointError, ConfigError or CapacityError as the run would.
     """
-    check_wish(config.output)
+    check_push_key(config.output)
     job = open_job(config, tokenizer=tokenizer, fetch=False)
     seen = survey_rows(job, full=full)
     demand = seen.demand(job.source.num_rows, job.admission.max_len)

@@ -36,9 +36,9 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(f"cluster.gpus={gpus} is less than cluster.tensor_parallel={ranks}; raise cluster.gpus")
         if not unseen:
             from batchspec.prepare import open_job  # imports torch, so only after the configuration was checked
-            from batchspec.report.push import check_wish
+            from batchspec.report.push import check_push_key
 
-            check_wish(config.output)
+            check_push_key(config.output)
             open_job(config, fetch=False, here=False)
         command = sbatch_line(config.cluster, overrides)
         terminal.show(shlex.join(command))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from batchspec.batch.automata import AutomataRoom, AutomatonUpload, Constraint, place_of
+from batchspec.batch.automata import AutomataRoom, AutomatonUpload, ConstraintPlace, place_of
 from batchspec.records import Ids, Request
 from batchspec.token_automaton import DEAD, TokenAutomaton
 
@@ -47,14 +47,14 @@ class AutomatonPlaces:
         found.num_rows -= 1
         self._residents[id(automaton)] = found
 
-    def constraint(self, request: Request, tokens: list[int]) -> Constraint | None:
+    def constraint(self, request: Request, tokens: list[int]) -> ConstraintPlace | None:
         """Of a request that enters a slot with these output tokens; its automaton is held."""
         automaton = request.automaton
         if not isinstance(automaton, TokenAutomaton):
             return None
         place, state = self._residents[id(automaton)].place, automaton.walk(request.automaton_state, tokens)
         assert state != DEAD, f"request {request.request_id!r}: its tokens do not follow its schema"
-        return Constraint(place, place_of(automaton, state, place))
+        return ConstraintPlace(place, place_of(automaton, state, place))
 
     def take_uploads(self) -> tuple[AutomatonUpload, ...]:
         """What came since the last call."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
-from batchspec.batch.automata import AutomataRoom, Constraint, StatesUpload
+from batchspec.batch.automata import AutomataRoom, ConstraintPlace, StatesUpload
 from batchspec.engine.lazy_places import LazyPlaces
 from batchspec.engine.request_state import RequestState
 from batchspec.lazy_automaton import Answer, Ask, Expanding, LazyAutomaton, new_epoch
@@ -71,11 +71,11 @@ class LazyStates:
         self.collect()
         return not self.full and state.finish_reason is None and self._is_ready(self._row(state))
 
-    def constraint(self, state: RequestState) -> Constraint:
+    def constraint(self, state: RequestState) -> ConstraintPlace:
         """Places of a row that `hold` admitted: its class map and its state."""
         row = self._rows[id(state)]
         known = self._places.known[row.automaton]
-        return Constraint(known.class_place, int(known.places[row.at]))
+        return ConstraintPlace(known.class_place, int(known.places[row.at]))
 
     def wait(self, state: RequestState) -> None:
         """The row stopped at the end of its tokens, which are all read."""
@@ -148,7 +148,7 @@ class LazyStates:
         uploads, self._places.uploads = tuple(self._places.uploads), []
         return uploads
 
-    def take_wakes(self) -> tuple[tuple[int, Constraint], ...]:
+    def take_wakes(self) -> tuple[tuple[int, ConstraintPlace], ...]:
         """Rows that wait no longer: slot, and places of class map and state."""
         woken = [row for row in self._rows.values() if row.waits and self._is_ready(row)]
         for row in woken:
@@ -169,7 +169,7 @@ class LazyStates:
         return row
 
     def _is_ready(self, row: _Row) -> bool:
-        """Whether the device has the state after the row's tokens; else it is asked for."""
+        """Whether the device has the mask of the state after the row's tokens; if not, that state is asked for."""
         if row.asked is not None:
             return False
         known = self._places.known.get(row.automaton)

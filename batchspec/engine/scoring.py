@@ -1,11 +1,11 @@
-"""Scoring prompts: prefill passes that give the log-probability of every prompt token, and no round.
+"""Scoring prompts on the host: keeps the log-probabilities of prompt tokens by page, so that rows that share pages share them.
 
-The log-probability of token i is computed from the hidden state of token i - 1, and depends on tokens 0 .. i alone: like K and V.
-So the numbers of a page's tokens lie beside the page, and rows that share the page share them. A row whose first pages are shared
-needs one hidden state more than it has tokens of its own: that of the last shared token, which is computed again without writing
-its K and V.
+Scoring is prefill passes without rounds; `score_pass.py` has what a pass computes. The log-probability of token i is computed
+from the hidden state of token i - 1, and depends on tokens 0 .. i alone, as K and V do. A row whose first pages are shared needs
+one hidden state more than it has tokens of its own: that of the last shared token, which is computed again without writing its
+K and V.
 
-N likeliest tokens. What a pass does: `score_pass.py`.
+N likeliest tokens (`output.prompt_logprobs`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from batchspec.engine.step import Segment
 
 
 def reread(passes: Sequence[Sequence[Segment]], num_cached: dict[int, int]) -> tuple[tuple[Segment, ...], ...]:
-    """The passes, with the tokens marked whose K and V are in a shared page; num_cached: by slot."""
+    """The passes, in which `Segment.num_kept` counts the first tokens whose K and V are in shared pages and are not written.
+
+    num_cached  by slot: number of prompt tokens in shared pages
+    """
     return tuple(
         tuple(replace(one, num_kept=max(0, min(one.end, num_cached[one.slot]) - one.begin)) for one in segments)
         for segments in passes
@@ -32,7 +35,7 @@ def reread(passes: Sequence[Sequence[Segment]], num_cached: dict[int, int]) -> t
 
 
 class PromptScores:
-    """The numbers of all prompt tokens whose pages hold K and V, on the host."""
+    """Log-probabilities of all prompt tokens whose pages hold K and V: float32 [pages, page_size], and [pages, page_size, N]."""
 
     def __init__(self, num_pages: int, page_size: int, num_top: int) -> None:
         shape = (num_pages, page_size)
@@ -41,7 +44,7 @@ class PromptScores:
         self._top_ids, self._top = np.empty((*shape, num_top), np.int32), np.empty((*shape, num_top), np.float32)
 
     def add(self, launch: Launch, result: RoundResult, slots: SlotTable) -> None:
-        """A pass that has arrived."""
+        """Store the result of a pass that has arrived on the host. Rows that have left their slots since are skipped."""
         assert result.logprobs is not None
         place = 0
         for segment in launch.segments:
@@ -57,8 +60,11 @@ class PromptScores:
                 self._top[where] = result.top_logprobs[begin : begin + count].numpy()
 
     def of(self, state: RequestState) -> tuple[NDArray[np.float32], tuple[NDArray[np.int32], NDArray[np.float32]] | None]:
-        """float32 [tokens] of a row whose passes have arrived, and ids and values [tokens, N] of the likeliest ones. The first
-        token has none: NaN, and ids of -1."""
+        """Log-probabilities of a row's prompt, all of whose passes have arrived.
+
+        Returns float32 [tokens], and (int32 ids, float32 values), each [tokens, N], of the likeliest tokens; None if N is 0. The
+        first token has none: NaN, and ids of -1.
+        """
         count = len(state.request.prompt_ids)
         where = self._where(state, 1, count)
         logprobs = np.concatenate((np.full(1, np.nan, np.float32), self._logprobs[where]))

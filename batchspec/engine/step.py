@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchspec.batch.automata import AutomatonUpload, Constraint, StatesUpload
+from batchspec.batch.automata import AutomatonUpload, ConstraintPlace, StatesUpload
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.page_tables import Columns
 from batchspec.draft.base import DrafterUpdate
@@ -40,7 +40,7 @@ class Refill:
     """Of all its tokens, in order, in every K/V group."""
     num_cached: int
     """Tokens at the front whose K/V are in its pages already."""
-    constraint: Constraint | None = None
+    constraint: ConstraintPlace | None = None
     """Where its automaton stands after `tokens`; None: it has none."""
 
 
@@ -113,7 +113,7 @@ class ScheduledStep:
     """Compaction: (source, destination) slots."""
     uploads: tuple[StatesUpload, ...] = ()
     """States of lazy automata, to be written in this order."""
-    wakes: tuple[tuple[int, Constraint], ...] = ()
+    wakes: tuple[tuple[int, ConstraintPlace], ...] = ()
     """Slots of rows that waited for such states, and where their automata stand: they decode from the next round on."""
     prefill: Prefill | None = None
     grants: tuple[PageGrant, ...] = ()

@@ -41,7 +41,7 @@ _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is added to one weight: scale * B A."""
+    """What is added to one weight: scale * B A; A [rank, K], B [N, rank]."""
 
     a: str
     """Name of A in the adapter's file."""
@@ -61,7 +61,7 @@ class Adapter:
     deltas: Mapping[str, Delta]
     """What is merged, by the name of the weight in the base model's checkpoint."""
     kept: Mapping[str, Delta]
-    """What is not, by the name of the module."""
+    """What is not merged, by the name of the module."""
 
     @property
     def fingerprint(self) -> str:
@@ -82,7 +82,7 @@ def open_adapter(path: str, spec: ModelSpec, *, key: str = "model.adapter", per_
     """The adapter in this folder, checked against the shape of its base model; of the weights only headers and a digest are read.
 
     key      names the folder, for messages
-    per_row  it is of some rows: nothing is merged
+    per_row  the adapter is of the rows that name it: nothing is merged
     Raises CheckpointError, in one line, for a folder or file that is not there or is broken, for keys and tensors that are not
     built, and for names and shapes that do not fit the model; ConfigError for a path that is no folder.
     """
@@ -136,12 +136,12 @@ class AdaptedWeights:
 
 
 def adapted(source: Weights, adapter: Adapter | None, spec: ModelSpec) -> Weights:
-    """The source itself without an adapter."""
+    """The source with the adapter merged in; the source itself without one."""
     return source if adapter is None else AdaptedWeights(source, adapter, spec)
 
 
 def _merges(module: str, spec: ModelSpec) -> bool:
-    """Whether the module's weight is one that a sum is rounded to once."""
+    """Whether the adapter of this module can be merged: its weight is in a floating-point type, not FP8 or MXFP4."""
     weight, *_ = spec.formats.of(module).tensors(Projection(module, 1, 1))
     return module == _HEAD or weight.dtypes == FLOATS
 

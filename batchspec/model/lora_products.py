@@ -1,4 +1,4 @@
-"""LoRA adapters that are not merged: each token of a pass goes through the adapter of its row, besides the base products.
+"""LoRA adapters that are not merged: the product of each token gets the part of its row's adapter added.
 
     y = x W' + bias + s B (A x)     A [r, K], B [N, r] of the row's adapter; nothing is added to rows without one
 
@@ -30,7 +30,7 @@ from batchspec.model.spec import ModelSpec
 
 
 class LoraWeights(NamedTuple):
-    """The adapters of one product, of N adapters and P parts."""
+    """A and B of all N adapters for one product of P parts (q, k and v are three; gate and up two)."""
 
     a: Tensor
     """[N, P, r, K]"""
@@ -103,13 +103,13 @@ class LoraStacks:
 
 
 class AdapterSource(Protocol):
-    """Adapters that are not in memory yet: of files, or made up for a benchmark."""
+    """Adapters that are not in memory yet: in files (AdapterSet), or noise (DummyAdapters)."""
 
     @property
     def shape(self) -> LoraShape: ...
 
     def load(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> LoraStacks:
-        """The adapters of the part that `spec` is the shape of."""
+        """The adapters of the part of the model that `spec` describes, on the device."""
 
 
 @dataclass(frozen=True, slots=True)

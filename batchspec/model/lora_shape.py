@@ -1,4 +1,4 @@
-"""How large the LoRA adapters of a job are that are not merged: what memory and cost are computed from. No weights here."""
+"""Sizes of a job's LoRA adapters that are not merged, from which memory and cost are computed. No weights here."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from batchspec.kernels.lora.lora_tokens import BLOCKS
 from batchspec.model.blocks.base import ProductSpec
 
 MAX_RANK = 64
+"""Largest rank of an adapter that is not merged: the largest that the kernels are compiled for."""
 
 
 @dataclass(frozen=True)

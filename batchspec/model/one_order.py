@@ -1,4 +1,4 @@
-"""decode.deterministic: which models and devices it is built for."""
+"""decode.deterministic (batch-invariant sums): checks which models, dtypes and devices it is built for, and switches it on."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Requests whose automata are there, while those of others are compiled: a row waits for its own automaton and for no other.
+"""Hands out requests whose automata are compiled, while others are still in compilation: a row waits for its own automaton only.
 
-Tokens do not depend on the order in which rows begin.
+This changes the order in which rows begin, on which no token depends.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from typing import Any, Protocol
 from batchspec.records import Completion, Request
 
 WAIT_S = 0.05
-"""The longest wait where nothing else can be done: signals and a call that is given up are looked for in between."""
+"""Longest wait, in seconds, while the engine has nothing to do. Between waits the caller checks signals and given-up calls."""
 
 
 class Compiling(Protocol):
-    """What compiles: `Admission`."""
+    """Compiles automata; implemented by `Admission`."""
 
     def begin(self, request: Request) -> Future[Any] | None:
-        """Have the request's automaton compiled; done once `compiled` need not wait. None: it needs none."""
+        """Start to compile the request's automaton. The future is done once `compiled` need not wait; None: it needs none."""
 
     def compiled(self, request: Request) -> Request | Completion:
         """The request with its automaton, or the reason why it has none; waits for it."""
 
 
 class Awaited(Iterator[Request | None]):
-    """The requests in their order, but those whose automata are not there yet come later. None: at present there is none.
+    """The requests in their order, but a request whose automaton is not compiled yet comes later. None: none is ready at present.
 
-    requests  None of them: there is none yet; it ends with the last
-    refused   gets each request whose constraint has no automaton, as the row that it becomes
-    busy      whether the engine has unfinished requests; else the next one is waited for, WAIT_S at most
-    ahead     so many requests at most are taken and compiled before they can begin
+    requests  of Request, ending with the last one
+    refused   is called with the error row of each request whose constraint has no automaton
+    busy      whether the engine has unfinished requests; if not, `next` waits for an automaton, at most WAIT_S
+    ahead     maximum number of requests that are taken from `requests` and wait for their automata
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Awaited(Iterator[Request | None]):
         raise StopIteration
 
     def _next_ready(self) -> Request | None:
-        """The first request that waits no longer, or else the next one that need not wait; None: there is none."""
+        """The first waiting request whose automaton is compiled, else the next one that need not wait; None: neither exists."""
         while (found := self._first_done() or self._taken()) is not None:
             ready = self._compiling.compiled(found)
             if isinstance(ready, Request):
@@ -65,7 +65,7 @@ class Awaited(Iterator[Request | None]):
         return None if place is None else self._waiting.pop(place)[0]
 
     def _taken(self) -> Request | None:
-        """The next request that need not wait; the ones before it wait from now on."""
+        """The next request of the stream that need not wait; those before it join the waiting ones. None: none within `ahead`."""
         while not self._ended and len(self._waiting) < self._ahead:
             request = next(self._requests, None)
             if request is None:

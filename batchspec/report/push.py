@@ -1,4 +1,4 @@
-"""The rows and the card of a job as a dataset of the Hugging Face hub."""
+"""Pushes the rows and the card of a job to the Hugging Face hub, as a dataset (`storage/hub_push.py` sends the files)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _PART = re.compile(r"data/part-\d{5,18}\.parquet")
 _TAG = b"\n- batchspec\n"
 
 
-def check_wish(output: OutputConfig) -> None:
-    """Raises ConfigError where output.push_to_hub is given and no push could succeed."""
+def check_push_key(output: OutputConfig) -> None:
+    """Check output.push_to_hub, if it is given. Raises ConfigError where no push could succeed, as `check_push`."""
     if output.push_to_hub is not None:
         check_push(output.push_to_hub)
 
@@ -48,7 +48,7 @@ def push_output(
     files = [PushedFile(name=name, content=content) for name, content in output.contents(names)]
     files.append(PushedFile(name="README.md", content=lambda: card))
     return push(
-        repo, files, private=private, is_ours=partial(_is_ours, overwrite=overwrite),
+        repo, files, private=private, refusal=partial(_refusal, overwrite=overwrite),
         message=f"Push {len(names):,} files of a job",
         deletes=lambda name: _PART.fullmatch(name) is not None or (overwrite and name.startswith("data/")),
     )  # fmt: skip
@@ -65,7 +65,8 @@ def _card(output: OutputFolder) -> bytes:
     return dataset_card(output.manifest, job_stats(output.path)).encode()
 
 
-def _is_ours(there: Mapping[str, Stamp], read: Callable[[str], bytes], *, overwrite: bool) -> str | None:
+def _refusal(there: Mapping[str, Stamp], read: Callable[[str], bytes], *, overwrite: bool) -> str | None:
+    """Why the dataset's present files must not be replaced: no job of batchspec made them. None: they may be."""
     if overwrite:
         return None
     other = next((name for name in there if name.startswith("data/") and not _PART.fullmatch(name)), None)

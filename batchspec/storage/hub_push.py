@@ -1,8 +1,8 @@
-"""Files to a dataset of the Hugging Face hub, in one commit: readers see the files of before, or all of the new ones.
+"""Pushes files to a dataset of the Hugging Face hub in one commit: readers see the old files, or all of the new ones.
 
-Contents go up first, some at a time, and the commit that names them comes last. What the hub has already is not sent again, so a
-push that was killed goes on where it ended, and one that had ended does nothing. The token is huggingface_hub's: HF_TOKEN, or the
-one of `hf auth login`.
+Contents are uploaded first, some at a time, and the commit that names them comes last. What the hub has already is not sent
+again, so a push that was killed goes on where it ended, and one that was complete does nothing. The token is
+huggingface_hub's: HF_TOKEN, or the one of `hf auth login`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from batchspec.text import counted
 
 REPO = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}", re.ASCII)
 AT_ONCE, IN_MEMORY = 16, 4
-"""Files whose contents go up together, and how many of these may have no path on this machine."""
+"""Number of files that are uploaded together, and how many of these may be held in memory, having no path on this machine."""
 T = TypeVar("T")
 
 
@@ -38,13 +38,15 @@ class PushedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pushed:
+    """What a push did."""
+
     url: str
     num_sent: int
     """Files that the hub did not have."""
     num_deleted: int
 
     def line(self) -> str:
-        """For people."""
+        """One line about it for the terminal."""
         if not (self.num_sent or self.num_deleted):
             return f"{self.url}: has all of it already"
         deleted = f", {self.num_deleted:,} old ones deleted" if self.num_deleted else ""
@@ -68,15 +70,15 @@ def push(
     files: Sequence[PushedFile],
     *,
     private: bool,
-    is_ours: Callable[[Mapping[str, Stamp], Callable[[str], bytes]], str | None],
+    refusal: Callable[[Mapping[str, Stamp], Callable[[str], bytes]], str | None],
     deletes: Callable[[str], bool],
     message: str,
 ) -> Pushed:
     """Make the dataset if it is not there, and give it these files.
 
     private  of a dataset that is made; one that is there must not be public then
-    is_ours  of the files that are there and a function that reads one: why they must stay; None: they may be replaced
-    deletes  whether a file that is there and not among `files` is deleted
+    refusal  called with the dataset's present files and a function that reads one; returns why they must not be replaced, or None
+    deletes  whether a present file that is not among `files` is deleted
     Raises ConfigError and OutputError for what trying again does not mend, StorageError for the rest.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
@@ -87,7 +89,7 @@ def push(
     there, is_private = hub.files()
     if private and not is_private:
         raise ConfigError(f"{repo} is public on the hub; make it private there, or push to it as public")
-    if (why := is_ours(there, hub.read)) is not None:
+    if (why := refusal(there, hub.read)) is not None:
         raise OutputError(f"{repo}: {why}")
     names = {file.name for file in files}
     stale = [name for name in there if name not in names and deletes(name)]

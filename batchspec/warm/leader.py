@@ -1,7 +1,8 @@
-"""A rank of a warm engine's model: `python -m batchspec.warm.leader SEAT [PIPE]`, started by ranks.py.
+"""The program of each rank of a warm engine's model, leader and followers: `python -m batchspec.warm.leader SEAT [PIPE]`.
 
-SEAT is the process's place in the group, four words (`distributed/seat.py`). Rank 0 leads: PIPE is the file descriptor of its end
-of the pipe to the engine. The others follow it. All end at once when the engine's process does: nothing is saved.
+`ranks.py` starts it. SEAT is the process's place in the group, four words (`distributed/seat.py`). Rank 0 leads: PIPE is the file
+descriptor of its end of the pipe to the engine, on which it answers the messages of `wire.py`. The other ranks execute what rank
+0 sends (`runner/follower.py`). All ranks end at once when the engine's process ends: nothing is saved.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ from batchspec.warm.wire import (
 )
 
 EXCHANGE_S = 7 * 24 * 3600.0
-"""Limit of an exchange between ranks: the watchdog, which knows when there is work, ends a hanging rank before."""
+"""Limit of an exchange between ranks. It is out of reach, because ranks idle between calls; the watchdog ends ranks that hang."""
 TELL_S = 0.05
-"""Seconds between two messages about the progress of a run."""
+"""Least number of seconds between two messages about the progress of a run."""
 
 
 class GivenUp(Exception):
@@ -116,14 +117,14 @@ def _lead(config: RunConfig, group: Group, pipe: Connection) -> None:
 
 
 class Leader:
-    """Serves the engine of the other end of the pipe."""
+    """Rank 0: answers the messages of the engine's process, one run or one change of weights at a time."""
 
     def __init__(self, job: Job, engine: Engine, group: Group, pipe: Connection, watchdog: Watchdog) -> None:
         self._job, self._engine, self._group, self._pipe, self._watchdog = job, engine, group, pipe, watchdog
         self._told_at = 0.0
 
     def serve(self) -> None:
-        """Raises EOFError when the engine is closed, and what ends a group."""
+        """Serve until the engine is closed. Raises EOFError or BrokenPipeError then, and RankLost and DivergedError."""
         self._send(Loaded(self._engine.batch))
         while True:
             match self._receive():
@@ -172,7 +173,7 @@ class Leader:
                 yield request if request is None or number < 0 else replace(request, automaton=automata[number])
 
     def _look(self, totals: EngineTotals) -> None:
-        """After each result that was read."""
+        """Called after each result that was read. Raises GivenUp if the engine's process asks to stop."""
         self._watchdog.beat()
         if self._pipe.poll():
             message = self._receive()
@@ -199,7 +200,7 @@ class Leader:
 
     @property
     def _totals(self) -> EngineTotals:
-        """As far as the other end shows them: without events of the GPU."""
+        """The engine's totals, without CUDA events, which another process cannot read."""
         return replace(self._engine.totals, _group=None)
 
     def _send(self, message: FromLeader) -> None:
@@ -214,7 +215,7 @@ class Leader:
 
 
 def _watch() -> None:
-    """The engine's process holds the other end open while the engine is."""
+    """End this process when stdin closes: the engine's process holds it open as long as the engine is in use."""
     while os.read(0, 1):  # not sys.stdin: its lock would be held when the interpreter ends
         pass
     os._exit(0)

@@ -1,4 +1,4 @@
-"""A warm engine's model: the checks of its configuration, which need no rows, and the engine with its weights."""
+"""Opens and loads a warm engine: the checks of its configuration that need no rows, and the engine with its weights."""
 
 from __future__ import annotations
 

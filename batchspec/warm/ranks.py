@@ -1,7 +1,7 @@
-"""The engine of a warm engine whose model several ranks compute: processes of their own, and a pipe to their leader.
+"""The engine's side of a model that several ranks compute: it starts a process for each rank, with a pipe to rank 0.
 
-What the engine's own process does is what it does with one GPU: it admits rows and makes tables. It holds no GPU memory and joins
-no process group, so a trainer may have one here; when a rank is lost, what ends is the ranks, not this process.
+The engine's process admits rows and makes tables, as with one GPU. It holds no GPU memory and joins no process group, so that a
+trainer in it may have a group of its own. When a rank is lost, the ranks end, and this process goes on.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from batchspec.warm.wire import (
 
 PROGRAM = ("-m", "batchspec.warm.leader")
 POLL_S = 0.05
-"""How often a call looks whether it was given up, and whether a rank has ended."""
+"""Seconds between two checks whether the call was given up, or a rank has ended."""
 REQUESTS = 32
-"""Requests that the leader gets at once, at most."""
+"""Maximum number of requests in one message to the leader."""
 END_S, STACKS_S = 3.0, 2.0
 """Seconds that ranks have to end by themselves after one has; then SIGABRT makes them print their stacks, SIGKILL ends them."""
 NO_VOCABULARY = TokenSymbols.of([])
@@ -60,14 +60,17 @@ M = TypeVar("M")
 
 
 class EngineOfRanks:
-    """What `warm` needs of an engine. Raises ConfigError for too few GPUs, and what the leader raises while it loads."""
+    """The methods of `engine.Engine` that `warm` calls, on ranks in processes of their own.
+
+    Raises ConfigError for too few GPUs, RankLost, and what the leader raises while it loads (CheckpointError, CapacityError).
+    """
 
     def __init__(self, config: RunConfig) -> None:
         self.totals = EngineTotals()
         self.on_round: Callable[[EngineTotals], None] | None = None
         self._lost = ""
         self._automata: dict[int, tuple[int, TokenAutomaton]] = {}
-        """Of the run, by their ids: the number of each. The entry keeps it alive, so that its id is its own."""
+        """By id: (number in this run, automaton). The entry keeps the automaton alive, so that no other one gets its id."""
         self._processes: list[subprocess.Popen[str]] = []
         self._folder = TemporaryDirectory(prefix="batchspec-")
         self._pipe, other = Pipe()
@@ -92,7 +95,7 @@ class EngineOfRanks:
             raise
 
     def run(self, requests: Iterator[Request | None]) -> Generator[Completion]:
-        """As of `engine.Engine`. Raises RankLost where a rank has ended or hangs: the engine cannot be used again then."""
+        """As `Engine.run` of `engine/engine.py`. Raises RankLost if a rank has ended or hangs; the engine has ended then."""
         self._send(Run())
         runs, self._automata = True, {}
         try:
@@ -149,7 +152,7 @@ class EngineOfRanks:
                     raise AssertionError(message)
 
     def _given(self, requests: Iterator[Request | None]) -> Given:
-        """Requests as far as there are any now."""
+        """The requests that are ready now, REQUESTS at most; automata that this run has not sent yet come with them."""
         found, follows, new = list[Request | None](), list[int](), list[TokenAutomaton]()
         for request in itertools.islice(requests, REQUESTS):
             automaton = request.automaton if request is not None and isinstance(request.automaton, TokenAutomaton) else None
@@ -218,10 +221,11 @@ class EngineOfRanks:
 
 
 def _culprit(codes: Sequence[int | None]) -> str:
-    """Which rank is why others ended. Those that waited for it in vain end with RankLost's code, as one does whose watchdog saw
-    that nothing goes on.
+    """Names the rank because of which the others ended, and how it ended.
 
-    codes  of the ranks, by Popen; None: it does not end by itself
+    Ranks that waited for it in vain end with RankLost's exit code, and so does a rank whose watchdog found no progress.
+
+    codes  exit code of each rank, as of Popen; None: it has not ended by itself
     """
     waited = (0, RankLost.exit_code)
 

@@ -1,4 +1,4 @@
-"""Weights in memory, as other processes can read them: files in main memory where there is room, else on disk."""
+"""Writes a trainer's tensors as a temporary checkpoint that other processes can read: in /dev/shm if they fit, else on disk."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from batchspec.prepare import JobModel
 
 MEMORY = Path("/dev/shm")
 PART_BYTES = 1 << 31
-"""Tensors of so many bytes, about, are copied to main memory and written at once."""
+"""About the size of each file: so many bytes at a time are copied from the GPU and written."""
 
 
 @contextmanager
 def written(tensors: Mapping[str, Tensor], model: Path) -> Iterator[Path]:
-    """A checkpoint folder with these tensors and the model's configuration; it is deleted afterwards."""
+    """A checkpoint folder with these tensors and config.json of the folder `model`; it is deleted when the context ends."""
     size = sum(tensor.nbytes for tensor in tensors.values())
     room = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > size + PART_BYTES
     with tempfile.TemporaryDirectory(prefix="batchspec-", dir=MEMORY if room else None) as made:

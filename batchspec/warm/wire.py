@@ -1,7 +1,8 @@
-"""What a warm engine and the leader of its ranks tell each other, pickled over a pipe between processes of one user.
+"""The messages between a warm engine and the leader of its ranks, pickled over a pipe between processes of one user.
 
-The engine's process admits rows and makes tables; the leader decodes. A run is asked for step by step, so that it goes on only
-while somebody takes its completions.
+To the leader: Run, then GoOn for each group of completions (so that a run decodes only while somebody reads it), Given in answer
+to Ask, Stop, Weights. From the leader: Loaded, once; Ask and Progress during a run; Ended in answer to GoOn; Stopped in answer to
+Stop; Rewritten in answer to Weights; Failed, after which the leader ends.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class GoOn:
-    """Decode until rows have ended."""
+    """Decode until at least one row has ended, or the run has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The answer to `Ask`."""
+    """The answer to `Ask`: at most `REQUESTS` of ranks.py."""
 
     requests: Sequence[Request | None]
-    """Without their automata, but for lazy ones. None: there is none yet, see `Engine.run`."""
+    """Their finite automata are left out, lazy ones are not. None: no request is ready yet, see `Engine.run`."""
     follows: Sequence[int]
-    """Number of each one's automaton in this run, -1 without one: rows that share an automaton share it on the device."""
+    """For each request the number of its finite automaton in this run, -1 without one. Rows that share one share its tables."""
     automata: Sequence[TokenAutomaton]
-    """Those with the next numbers, without the vocabulary, which the leader has."""
+    """Automata that this run has not sent before, with the next numbers; without the vocabulary, which the leader has."""
     over: bool
-    """There will be no others."""
+    """These are the last requests of the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Give up the run. It may cross an answer of the leader, who answers `Stopped` in any case."""
+    """Give up the run. It may cross an answer of the leader, which answers `Stopped` in any case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The engine is made."""
+    """The model is loaded and the engine is ready; `batch` is its shape."""
 
     batch: PackedBatch
 
@@ -67,21 +68,25 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
+    """The totals so far, sent at most every TELL_S seconds (leader.py)."""
+
     totals: EngineTotals
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Rows that have ended."""
+    """Completions of rows that have ended since the last GoOn."""
 
     completions: Sequence[Completion]
     totals: EngineTotals
     over: bool
-    """The run is."""
+    """Whether the run has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
+    """The run was given up."""
+
     totals: EngineTotals
 
 
@@ -92,7 +97,7 @@ class Rewritten:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """What the leader raised. It ends: the ranks could not go on together."""
+    """An error that the leader raised, by type and text. The leader ends after it, and with it all ranks."""
 
     kind: type[BatchspecError]
     text: str

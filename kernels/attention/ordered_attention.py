@@ -1,4 +1,4 @@
-"""Verify attention whose sums have one order in any batch: what `verify_attention.py` computes, for chains and windows.
+"""Batch-invariant verify attention: what `verify_attention.py` computes for chains and windows, with one order of sums.
 
 A row's keys are cut at multiples of PART (`ordered_step.py`), and its parts are merged one after another, in the order of keys.
 A query's bits are then those of `ordered_prefill.py`, and depend neither on the other rows nor on the other queries of its own.

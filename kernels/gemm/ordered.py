@@ -1,4 +1,4 @@
-"""Matrix products y = x @ weight.T whose sums have one order at every number of tokens, so that a row's bits are its own.
+"""Batch-invariant products y = x @ weight.T: one order of sums at every number of tokens, so that a row's bits are its own.
 
     K is cut into `segments` equal parts, a number of the weight alone:
     y[t, n] = (p_0 + p_1) + p_2 ...        p_s = the sum over part s, in steps of 16 as the tensor cores take them, from its start

@@ -1,4 +1,4 @@
-"""Positions and rows whose automaton stands in a state that the device knows no mask of yet: the host has to find it first.
+"""Stops rows of lazy automata at states without a mask on the device, until the host has computed them.
 
     target_ids[t] = WAIT   where the state after the drafts before t is not expanded: tables[state + 1] = NOT_EXPANDED
     live[r] = 0, finish    of a row whose committed tokens end in such a state: it takes no part until the host wakes it

@@ -1,4 +1,4 @@
-"""Plain weights whose products have one order of sums (decode.deterministic), at every number of tokens, prefill included."""
+"""Batch-invariant products of plain weights (decode.deterministic): sums in one order at any number of tokens."""
 
 from __future__ import annotations
 
