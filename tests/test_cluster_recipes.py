@@ -24,7 +24,7 @@ import polars as pl
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from batchspec import run
+from batchspec import errors, run
 from batchspec.config.compose import compose
 from batchspec.config.schema import ClusterConfig
 from batchspec.errors import BatchspecError, DivergedError, Interrupted, StorageError, TooManyErrors
@@ -44,12 +44,7 @@ REFUSED, CRASH, KILLED = 2, BatchspecError.exit_code, 128 + signal.SIGKILL
 
 def exit_codes() -> set[int]:
     """Of every error with which a run can end."""
-    found, todo = set(), [BatchspecError]
-    while todo:
-        error = todo.pop()
-        found.add(error.exit_code)
-        todo += error.__subclasses__()
-    return found
+    return {kind.exit_code for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, BatchspecError)}
 
 
 def action(code: int, *, disrupted: bool = False) -> str:
