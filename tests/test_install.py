@@ -63,6 +63,7 @@ def test_every_source_test_recipe_and_script_is_in_the_source_distribution(sourc
     wanted |= {f"batchspec/{top}/{name}" for top in ("kernels", "conf") for name in files(ROOT / top)}
     wanted |= {"README.md", "conf/README.md", "jobs/README.md", "kernels/README.md", "batchspec/README.md", "LICENSE", ".ci/run"}
     wanted |= {"jobs/figures.sh", "jobs/train_head.sh", "jobs/submit.sbatch", "jobs/report.png", "batchspec/py.typed"}
+    wanted |= {"jobs/kubernetes.yml", "jobs/skypilot.yml"}
     once = {f"conf/heads/{name}" for name in files(ROOT / "conf/heads")}
     assert {name for name in wanted - once if not (sources / name).is_file()} == set()
     assert not any(path.is_symlink() for path in sources.rglob("*"))
