@@ -114,6 +114,18 @@ def test_a_row_s_own_constraint_replaces_the_job_s(tokenizer: Tokenizer) -> None
             assert writes(row, tokenizer, "true") == (text == "true")
 
 
+def test_choices_may_be_json_text_whose_items_are_texts_whatever_they_look_like(tokenizer: Tokenizer) -> None:
+    cells = ['["yes", "no"]', '["1", "true"]', '["{}"]', "yes, no", '{"a": 1}']
+    *good, bare, other = admit(tokenizer, prompts(*"abcde", choice=pa.array(cells)), input__columns={"choice": "choice"})
+    for row, text in zip(good, ("no", "true", "{}"), strict=True):
+        assert writes(row, tokenizer, text)
+        assert not writes(row, tokenizer, "maybe")
+    for row, said in ((bare, "choice is text, and it is not JSON"), (other, "must be a list of strings")):
+        assert isinstance(row, Completion)
+        assert row.error is not None
+        assert said in row.error.message
+
+
 def test_columns_of_such_names_mean_nothing_unless_they_are_named(tokenizer: Tokenizer) -> None:
     table = prompts("a", schema=pa.array(["CREATE TABLE t"]), choice=pa.array([["x"]]), regex=pa.array([3]))
     (row,) = admit(tokenizer, table)

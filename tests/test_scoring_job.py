@@ -94,8 +94,10 @@ def test_a_job_writes_the_logprobs_that_transformers_computes(
     for command in (["stats", str(out)], ["status", str(out)], ["inspect", str(out), "q1"], ["report", str(out)]):
         assert cli(command) == 0, command
     assert cli(["export", str(out), "--to", "chat", str(tmp_path / "x.jsonl")]) == 2
+    assert cli(["verify", str(out)]) == 2
     said = capsys.readouterr().err
     assert "holds scores of prompts and no answer" in said
+    assert "holds scores of prompts and no output tokens, so there is nothing to decode again" in said
     assert "left out); no round\n" in said
 
 
@@ -151,6 +153,7 @@ def test_chats_are_scored_as_the_template_writes_them(model: Path) -> None:
 
 def test_a_warm_engine_scores_call_after_call(model: Path) -> None:
     with batchspec.Engine(options(model, model__max_len=128, output__prompt_logprobs=2)) as engine:
+        assert engine._constraints is None  # nothing is decoded: no memory is held for schemas
         first, second = engine.generate(texts()), engine.generate(texts().reverse())
         assert check_rows(first, model, 2) == check_rows(second, model, 2) == 6
         assert sum(usage["cached_tokens"] for usage in second["usage"].tail(6)) > 0

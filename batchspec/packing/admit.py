@@ -146,7 +146,7 @@ class Admission:
 
     def expect_constraints(self) -> None:
         """Other rows, which another admission admits for the same engine, may have constraints, if the tokenizer allows any."""
-        if self.constraints is None and self.tokenizer is not None:
+        if self.constraints is None and self.tokenizer is not None and self.decode.max_new_tokens:
             with suppress(ConfigError):
                 self.constraints = self._own_constraints()
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchspec.config.schema import DecodeConfig, RunConfig
 from batchspec.dataset.columns import ColumnMap
+from batchspec.dataset.json_text import BadJson, parse
 from batchspec.errors import ConfigError
 from batchspec.lazy_automaton import LazyAutomaton
 from batchspec.model.thinking import ThinkTokens
@@ -170,7 +171,7 @@ def row_constraint(row: Mapping[str, Any]) -> Constraint | None:
         case "regex" | "grammar":
             return given[0], _text(given[0], row[given[0]])
         case "choice":
-            return "choice", _choice(json_cell(row, "choice", list) if isinstance(row["choice"], str) else row["choice"])
+            return "choice", _choice(_parsed(row["choice"]))
         case "schema":
             return "schema", json.dumps(json_cell(row, "schema", dict))
     return _of_response_format(json_cell(row, "response_format", dict))
@@ -180,6 +181,16 @@ def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise BadRow("bad_parameter", f"{name} must be text; correct it or leave it null")
     return value
+
+
+def _parsed(choices: Any) -> Any:
+    """A list that may be given as JSON text, as in CSV. Its items are texts, whatever they look like."""
+    if not isinstance(choices, str):
+        return choices
+    try:
+        return parse(choices)
+    except BadJson as error:
+        raise BadRow("bad_parameter", f"choice is text, and {error}; give a JSON list, or leave it null") from error
 
 
 def _choice(choices: Any) -> str:
