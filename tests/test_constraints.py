@@ -178,11 +178,19 @@ def test_two_constraints_of_one_row_are_refused(tokenizer: Tokenizer) -> None:
         ({"decode__schema": [1]}, "must be a JSON Schema"),
         ({"decode__regex": "a", "decode__ignore_eos": True}, "needs a token that ends"),
         ({"decode__regex": "a", "draft__synthetic": [0.5]}, "draft.synthetic"),
+        ({"decode__regex": "a", "decode__stop_ids": [0, 68]}, r"decode.stop_ids=\[0, 68\]: token 68 is the text .*decode.stop"),
     ],
 )  # fmt: skip
 def test_a_job_that_cannot_be_met_is_refused(tokenizer: Tokenizer, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         admit(tokenizer, prompts("a"), **changes)
+
+
+def test_a_stop_id_without_a_text_ends_an_answer_too(tokenizer: Tokenizer) -> None:
+    (row,) = admit(tokenizer, prompts("a"), decode__regex="a", decode__stop_ids=[0], decode__ignore_eos=True)
+    assert isinstance(row, Request)
+    assert row.stop_ids == (0,)
+    assert writes(row, tokenizer, "a")
 
 
 def test_a_job_has_one_constraint() -> None:

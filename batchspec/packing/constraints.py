@@ -128,6 +128,12 @@ def check_constraints(
         raise ConfigError(
             f"{name} needs a token that ends an answer, and there is none; set decode.ignore_eos=false or decode.stop_ids"
         )
+    for token in config.decode.stop_ids:
+        if text := tokenizer.decode([token]):
+            raise ConfigError(
+                f"{name} with decode.stop_ids={config.decode.stop_ids}: token {token} is the text {text!r}, which would follow "
+                f"the answer in `completion`; remove it, or set decode.stop=[{text!r}]"
+            )
 
 
 def job_constraint(decode: DecodeConfig) -> Constraint | None:
