@@ -1,0 +1,158 @@
+"""What a row may ask for, all at once: its own adapter, schema or grammar, biases, penalties and stops, with every drafter.
+
+Tokens are those of a definition by brute force in float64, whatever batch, drafter, preemption, lost work and restart there was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchspec.batch.automata import AutomataRoom
+from batchspec.draft.base import Drafter
+from batchspec.engine import allocator
+from batchspec.engine.engine import Engine
+from batchspec.engine.round import RoundOptions
+from batchspec.lazy_automaton import ANSWER
+from batchspec.records import Request, SamplingParams
+from tests import automata, grammars
+from tests.automata import EOS, PATTERNS_OF_LETTERS, VOCABULARY, automaton
+from tests.engines import DEVICE, VOCAB, _draw, decode, full_logits, packed, request
+from tests.grammars import GRAMMARS, ExpandLate, Grammar, lazy
+from tests.test_lora_lossless import KINDS, NUM_ADAPTERS, adapted_target, drafter_of, merged_target
+from tests.test_lossless import SAMPLINGS
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+BIASED = (
+    SamplingParams(temperature=1.0, frequency_penalty=0.8, logit_bias=((1, 4.0), (2, -100.0), (EOS, -3.0))),
+    SamplingParams(logit_bias=((EOS, 100.0),)),
+    SamplingParams(logit_bias=((EOS, -100.0), (0, 100.0)), presence_penalty=2.0),
+    SamplingParams(logit_bias=tuple((token, -100.0) for token in range(VOCAB))),
+    SamplingParams(temperature=0.7, top_p=0.3, logit_bias=tuple((token, -100.0) for token in range(VOCAB - 3))),
+)
+ROOMS = (
+    AutomataRoom(num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14, lazy_words=1 << 14, lazy_masks_bytes=256),
+    AutomataRoom(num_tokens=VOCAB, table_words=700, masks_bytes=64, lazy_words=1500, lazy_masks_bytes=20),
+)
+"""Room for all automata, and for few at a time."""
+MOST_STOPS = 3
+"""Runs that are stopped and gone on with, at most."""
+Rule = str | Grammar | None
+"""A regular expression, a grammar, or nothing that a row must match."""
+
+
+def adjusted(logits: Tensor, prompt: list[int], output: list[int], params: SamplingParams) -> Tensor:
+    """Biases and penalties by their definitions in jobs/README.md."""
+    for token, bias in params.logit_bias:
+        logits[token] += bias
+    for token in {*prompt, *output}:
+        factor = params.repetition_penalty
+        logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+    for token in set(output):
+        logits[token] -= params.presence_penalty + params.frequency_penalty * output.count(token)
+    return logits
+
+
+def allowed_after(rule: Rule, output: list[int], one: Request) -> set[int]:
+    """The tokens that may follow."""
+    if rule is None:
+        found = set(range(VOCAB))
+    elif isinstance(rule, Grammar):
+        found = {token for token in range(VOCAB) if grammars.may_follow(rule, output, token)}
+    else:
+        found = {token for token in range(VOCAB) if automata.may_follow(rule, output, token)}
+    not_yet = set(one.stop_ids) if len(output) < one.min_new_tokens else set()
+    return found - not_yet or found
+
+
+@torch.inference_mode()
+def defined(one: Request, rule: Rule) -> list[int]:
+    """The row's tokens: alone, one after the other, from logits of a model into which the row's adapter was merged."""
+    target, prompt = merged_target(one.adapter), one.prompt_ids.tolist()
+    output: list[int] = []
+    while len(output) < one.max_new_tokens:
+        logits = adjusted(full_logits(target, prompt + output).clone(), prompt, output, one.sampling)
+        logits[sorted(set(range(VOCAB)) - allowed_after(rule, output, one))] = -torch.inf
+        output.append(_draw(logits, one.sampling, one.seed, len(prompt) + len(output)))
+        if output[-1] in one.stop_ids or any(stop in decode(output) for stop in one.stop):
+            break
+    return output
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> list[tuple[Request, Rule]]:
+    beginning = draw(st.lists(st.integers(0, VOCAB - 1), max_size=10))
+    found: list[tuple[Request, Rule]] = []
+    for index in range(draw(st.integers(1, 6))):
+        own, cap = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9)), draw(st.integers(1, 14))
+        sampling = draw(st.sampled_from((*SAMPLINGS, *BIASED)))
+        one = request(
+            index, beginning + own if draw(st.booleans()) else own, cap=cap, sampling=sampling,
+            predicted=draw(st.integers(1, cap)), min_new_tokens=draw(st.sampled_from([0, 0, min(3, cap), cap])),
+            stop=tuple(draw(st.lists(st.sampled_from(["F", "GH", "K"]), max_size=1))), stop_ids=(EOS,),
+        )  # fmt: skip
+        rule: Rule = draw(st.sampled_from((None, *PATTERNS_OF_LETTERS[:4], *GRAMMARS)))
+        if isinstance(rule, Grammar):
+            one = replace(one, automaton=lazy(rule), automaton_state=ANSWER)
+        elif rule is not None:
+            made = automaton(rule)
+            one = replace(one, automaton=made, automaton_state=made.answer)
+        found.append((replace(one, adapter=draw(st.integers(0, NUM_ADAPTERS))), rule))
+    return draw(st.permutations(found))
+
+
+def drawn_engine(data: st.DataObject, drafter: Drafter, slots: int, longest: int, logprobs: int | None) -> Engine:
+    """longest: tokens of the longest row"""
+    page_size = data.draw(st.sampled_from([2, 4]), label="page_size")
+    scarce = 2 + -(-(longest + drafter.shape.kv_per_round) // page_size)
+    batch = packed(
+        slots, row_buckets=tuple(size for size in (1, 2, 4, 8) if size <= slots), page_size=page_size, max_len=longest,
+        num_pages=data.draw(st.sampled_from([scarce, 400]), label="pages"), draft_len=drafter.max_len,
+        prefill_tokens=data.draw(st.sampled_from([1, 7, 64]), label="prefill_tokens"),
+        run_ahead=data.draw(st.integers(0, 2), label="run_ahead"),
+    )  # fmt: skip
+    late = ExpandLate(data.draw(st.integers(0, 9), label="late"), lost=data.draw(st.sampled_from([0.0, 0.2]), label="lost"))
+    return Engine(
+        adapted_target(), drafter, batch, device=DEVICE, decode=decode, vocabulary=VOCABULARY, expanding=late,
+        automata_room=data.draw(st.sampled_from(ROOMS), label="room"), options=RoundOptions(logprobs=logprobs),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=8, suppress_health_check=list(HealthCheck))
+@given(job=jobs(), data=st.data())
+def test_rows_that_ask_for_all_at_once_get_the_tokens_of_the_definition(
+    kind: str, job: list[tuple[Request, Rule]], data: st.DataObject
+) -> None:
+    slots, draft_len = data.draw(st.sampled_from([1, 4, 8]), label="slots"), data.draw(st.integers(1, 4), label="draft_len")
+    longest = max(len(one.prompt_ids) + one.max_new_tokens for one, _ in job)
+    stop_after = data.draw(st.sampled_from([None, None, 1, 3, 6]), label="stop_after")
+    logprobs = None if stop_after else data.draw(st.sampled_from([None, 0, 2]), label="logprobs")
+    left, found, kinds = {one.request_id: one for one, _ in job}, dict[str, list[int]](), [kind]
+    while left:
+        engine = drawn_engine(data, drafter_of(kinds[-1], draft_len, slots), slots, longest, logprobs)
+        rounds = iter(range(stop_after or 0, 0, -1))
+
+        def stop(_: object, engine: Engine = engine, rounds: Any = rounds) -> None:
+            if len(kinds) <= MOST_STOPS and next(rounds, 0) == 1:
+                engine.stop()
+
+        engine.on_round = stop
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(allocator, "SHORT_CAP_TOKENS", data.draw(st.sampled_from([0, 512]), label="short"))
+            for done in engine.run(iter(list(left.values()))):
+                assert done.error is None, done.error
+                assert done.token_ids is not None
+                found[done.request_id] = done.token_ids.tolist()
+                del left[done.request_id]
+        for snapshot in engine.unfinished() if left else ():
+            row = f"r{snapshot.row_index}"
+            left[row] = replace(left[row], resumed=snapshot)
+        kinds.append(data.draw(st.sampled_from(KINDS), label="kind"))
+    assert found == {one.request_id: defined(one, rule) for one, rule in job}
