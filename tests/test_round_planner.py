@@ -19,6 +19,7 @@ from batchspec.engine.graphs import GRAPH_DTYPES, Shape
 from batchspec.engine.prefill import rehearse
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.results import PendingResult
+from batchspec.engine.round import RoundOptions
 from batchspec.engine.round_planner import Launch, RoundPlanner
 from batchspec.records import PackedBatch
 from tests.engines import DEVICE, packed, request, tiny_target
@@ -47,8 +48,8 @@ def planner(
     executor: Any = SimpleNamespace(
         target=SimpleNamespace(spec=SimpleNamespace(windows=kv_windows[0], experts=None)),
         drafter=drafter,
-        round=SimpleNamespace(drafter=drafter, draft_lens=draft_lens, nodes=None),
-        rows=SimpleNamespace(live=torch.ones(batch.num_slots, dtype=torch.int32), move=lambda *_: None),
+        round=SimpleNamespace(drafter=drafter, draft_lens=draft_lens, nodes=None, options=RoundOptions()),
+        rows=SimpleNamespace(live=torch.ones(batch.num_slots, dtype=torch.int32), move=lambda *_: None, provide=lambda *_: None),
         batch=batch,
     )
     executor.rehearse = MethodType(Executor.rehearse, executor)
@@ -225,16 +226,16 @@ def test_the_engine_refills_by_what_rounds_take(round_s: float, rounds: int, mon
 @pytest.mark.parametrize(
     ("max_tokens", "longest", "ends", "short", "between"),
     [
-        (100, 40, [40, 40, 20], 17, [[40, 24], [17] * 2, [17] * 4]),
-        (400, 40, [40] * 4, 17, [[40, 24], [17] * 2, [17] * 4]),
-        (10, 40, [10], 10, []),
-        (600, 300, [300, 300], 17, [[64], [256], [17] * 2, [17] * 4]),
+        (100, 40, [40, 40, 20], 17, [[1], [2], [4], [8], [16], [32], [40, 24], [17] * 2, [17] * 4]),
+        (400, 40, [40] * 4, 17, [[1], [2], [4], [8], [16], [32], [40, 24], [40, 40, 40, 8], [17] * 2, [17] * 4]),
+        (10, 40, [10], 10, [[1], [2], [4], [8]]),
+        (600, 300, [300, 300], 17, [*([1 << power] for power in range(9)), [300, 212], [17] * 2, [17] * 4]),
     ],
 )
 def test_a_rehearsal_is_the_largest_pass_that_there_can_be_and_a_short_one(
     max_tokens: int, longest: int, ends: list[int], short: int, between: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More than once each: the first time compiles. Sizes between only compile."""
+    """More than once each: the first time compiles. All powers of two of tokens and of rows below it only compile."""
     passes: list[list[int]] = []
     monkeypatch.setattr(prefill, "prefill_chunk", lambda _, __, segments, ___: passes.append([s.end for s in segments]))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -248,8 +249,8 @@ def test_a_rehearsal_is_the_largest_pass_that_there_can_be_and_a_short_one(
 @pytest.mark.parametrize("stalled", [1, 3, 5, 8])
 def test_a_stall_of_the_host_does_not_make_a_pass_dear(stalled: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full pass of 100 tokens takes 0.25 s and a short one 0.0625 s; one of them, or the one that compiles, takes 8 s more."""
-    clock, taken = [0.0], iter([9.0] * 3 + [0.25] * 3 + [0.0625] * 6)  # the first three only compile
-    stalls = iter([place in (0, 1, 2, 3, 3 + stalled) for place in range(12)])
+    clock, taken = [0.0], iter([9.0] * 9 + [0.25] * 3 + [0.0625] * 6)  # the first nine only compile
+    stalls = iter([place <= 9 or place == 9 + stalled for place in range(18)])
 
     def timed_pass(*_: Any) -> None:
         clock[0] += next(taken) + 8.0 * next(stalls)
