@@ -123,9 +123,9 @@ def constrain_logits(
     check("constrain_logits: row_ids", row_ids, (num_rows,), torch.int32)
     for name, tensor in (("states", states), ("classes", classes)):
         check(f"constrain_logits: {name}", tensor, (batch,), torch.int32)
-    _check_tables("constrain_logits", tables, symbols, starts)
+    check_tables("constrain_logits", tables, symbols, starts)
     check("constrain_logits: masks", masks, (masks.shape[0], -(-(starts.numel() - 1) // 32)), torch.int32)
-    _check_drafts("constrain_logits", num_rows, drafts, num_drafted, draft_rows)
+    check_drafts("constrain_logits", num_rows, drafts, num_drafted, draft_rows)
     if map_ids is not None:
         check("constrain_logits: map_ids", map_ids, (vocab,), torch.int32, torch.int64)
     elif first_id + vocab > starts.numel() - 1:
@@ -180,10 +180,10 @@ def mask_rows(
     check("mask_rows: out_rows", out_rows, (num_rows,), torch.int32)
     for name, tensor in (("states", states), ("classes", classes)):
         check(f"mask_rows: {name}", tensor, (states.numel(),), torch.int32)
-    _check_tables("mask_rows", tables, symbols, starts)
-    _check_drafts("mask_rows", num_rows, drafts, num_drafted, draft_rows)
+    check_tables("mask_rows", tables, symbols, starts)
+    check_drafts("mask_rows", num_rows, drafts, num_drafted, draft_rows)
     if not (row_ids.is_cuda or interpret):
-        state = _states_before(row_ids, states, classes, tables, symbols, starts, drafts, num_drafted, draft_rows)
+        state = states_before_reference(row_ids, states, classes, tables, symbols, starts, drafts, num_drafted, draft_rows)
         out_rows.copy_(torch.where(state > 0, tables[state.long()], -1))
     elif num_rows:
         mask_rows_kernel[(num_rows,)](
@@ -230,7 +230,7 @@ def constrain_drafts(
     check("constrain_drafts: draft_ids", draft_ids, (num_rows, width), torch.int32, rows=True)
     for name, tensor in (("draft_len", draft_len), ("states", states), ("classes", classes)):
         check(f"constrain_drafts: {name}", tensor, (num_rows,), torch.int32)
-    _check_tables("constrain_drafts", tables, symbols, starts)
+    check_tables("constrain_drafts", tables, symbols, starts)
     check("constrain_drafts: masks", masks, (masks.shape[0], -(-(starts.numel() - 1) // 32)), torch.int32)
     if not (states.is_cuda or interpret):
         constrain_drafts_reference(draft_ids, draft_len, states, classes, tables, masks, symbols, starts)
@@ -269,7 +269,7 @@ def advance_states(
     check("advance_states: tokens", tokens, (num_rows, width), torch.int32, rows=True)
     check("advance_states: kept", kept, (num_rows,), torch.int32)
     check("advance_states: live", live, (num_rows,), torch.int32)
-    _check_tables("advance_states", tables, symbols, starts)
+    check_tables("advance_states", tables, symbols, starts)
     if not (states.is_cuda or interpret):
         advance_states_reference(states, classes, tokens, kept, live, tables, symbols, starts)
     elif num_rows:
@@ -278,9 +278,10 @@ def advance_states(
         )
 
 
-def _check_drafts(
+def check_drafts(
     kernel: str, num_rows: int, drafts: Tensor | None, num_drafted: Tensor | None, draft_rows: Tensor | None
 ) -> None:
+    """Raises ValueError unless they are as of `constrain_logits`; num_rows: T."""
     if (drafts is None) != (num_drafted is None):
         raise ValueError(f"{kernel}: drafts and num_drafted come together; give both or neither")
     if drafts is not None and num_drafted is not None:
@@ -290,7 +291,8 @@ def _check_drafts(
         check(f"{kernel}: draft_rows", draft_rows, (num_rows,), torch.int32, torch.int64)
 
 
-def _check_tables(kernel: str, tables: Tensor, symbols: Tensor, starts: Tensor) -> None:
+def check_tables(kernel: str, tables: Tensor, symbols: Tensor, starts: Tensor) -> None:
+    """Raises ValueError unless they are int32 vectors."""
     for name, tensor in (("tables", tables), ("symbols", symbols), ("starts", starts)):
         check(f"{kernel}: {name}", tensor, (tensor.numel(),), torch.int32)
 
@@ -309,7 +311,7 @@ def walk_reference(state: Tensor, classes: Tensor, token: Tensor, tables: Tensor
     return state.int()
 
 
-def _states_before(
+def states_before_reference(
     row_ids: Tensor, states: Tensor, classes: Tensor, tables: Tensor, symbols: Tensor, starts: Tensor, drafts: Tensor | None,
     num_drafted: Tensor | None, draft_rows: Tensor | None,
 ) -> Tensor:  # fmt: skip
@@ -330,7 +332,7 @@ def constrain_logits_reference(
     stop_ids: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The same in plain torch."""
-    state = _states_before(row_ids, states, classes, tables, symbols, starts, drafts, num_drafted, draft_rows)
+    state = states_before_reference(row_ids, states, classes, tables, symbols, starts, drafts, num_drafted, draft_rows)
     constrained = (state > 0).nonzero().squeeze(1)
     ids = first_id + torch.arange(logits.shape[1], device=logits.device) if map_ids is None else map_ids.long()
     place = state[constrained].long()

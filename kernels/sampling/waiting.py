@@ -16,7 +16,7 @@ from torch import Tensor
 
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.rounds.accept import WAIT, WAITING
-from batchspec.kernels.sampling.constrain import walk, walk_reference
+from batchspec.kernels.sampling.constrain import check_drafts, check_tables, state_before, states_before_reference
 
 NOT_EXPANDED = -3
 """In the second column of a state's row."""
@@ -28,15 +28,9 @@ def mark_waiting_kernel(
     width, WAIT: tl.constexpr, NOT_EXPANDED: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
-    row = tl.load(row_ids + t).to(tl.int64)
-    state, class_map = tl.load(states + row), tl.load(classes + row)
-    if drafts is not None:
-        line = row
-        if draft_rows is not None:
-            line = tl.load(draft_rows + t).to(tl.int64)
-        count = tl.where(state > 0, tl.minimum(tl.load(num_drafted + t), width), 0).to(tl.int32)
-        for j in range(0, count):
-            state = walk(state, class_map, tl.load(drafts + line * draft_stride + j), tables, symbols, starts, num_tokens)
+    state = state_before(
+        t, row_ids, states, classes, drafts, num_drafted, draft_rows, tables, symbols, starts, draft_stride, num_tokens, width
+    )
     waits = (state > 0) & (tl.load(tables + state + 1, mask=state > 0, other=0) == NOT_EXPANDED)
     tl.store(target_ids + t, WAIT, mask=waits)
 
@@ -55,15 +49,8 @@ def mark_waiting(
     check("mark_waiting: row_ids", row_ids, (count,), torch.int32)
     for name, tensor in (("states", states), ("classes", classes)):
         check(f"mark_waiting: {name}", tensor, (batch,), torch.int32)
-    for name, tensor in (("tables", tables), ("symbols", symbols), ("starts", starts)):
-        check(f"mark_waiting: {name}", tensor, (tensor.numel(),), torch.int32)
-    if (drafts is None) != (num_drafted is None):
-        raise ValueError("mark_waiting: drafts and num_drafted come together; give both or neither")
-    if drafts is not None and num_drafted is not None:
-        check("mark_waiting: drafts", drafts, tuple(drafts.shape), torch.int32, rows=True)
-        check("mark_waiting: num_drafted", num_drafted, (count,), torch.int64)
-    if draft_rows is not None:
-        check("mark_waiting: draft_rows", draft_rows, (count,), torch.int32, torch.int64)
+    check_tables("mark_waiting", tables, symbols, starts)
+    check_drafts("mark_waiting", count, drafts, num_drafted, draft_rows)
     if not (target_ids.is_cuda or interpret):
         mark_waiting_reference(
             target_ids, row_ids, states, classes, tables, symbols, starts, drafts=drafts, num_drafted=num_drafted,
@@ -82,12 +69,7 @@ def mark_waiting_reference(
     drafts: Tensor | None = None, num_drafted: Tensor | None = None, draft_rows: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The same in plain torch."""
-    state, class_map = states[row_ids], classes[row_ids]
-    if drafts is not None and num_drafted is not None:
-        line = row_ids if draft_rows is None else draft_rows
-        for j in range(drafts.shape[1]):
-            after = walk_reference(state, class_map, drafts[:, j][line], tables, symbols, starts)
-            state = torch.where(num_drafted > j, after, state)
+    state = states_before_reference(row_ids, states, classes, tables, symbols, starts, drafts, num_drafted, draft_rows)
     waits = (state > 0) & (tables[torch.where(state > 0, state + 1, 0).long()] == NOT_EXPANDED)
     target_ids.masked_fill_(waits, WAIT)
 
