@@ -14,7 +14,8 @@ from batchspec.dataset.in_memory import table_of
 from batchspec.dataset.reader import table_source
 from batchspec.errors import ConfigError
 from batchspec.job import run_job
-from batchspec.prepare import make_engine, open_job, survey_first
+from batchspec.load import make_engine
+from batchspec.prepare import open_job, survey_first
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runner.decode_shards import decode_shards
 from batchspec.runner.run_monitor import RunMonitor

@@ -5,7 +5,7 @@ check_output(job)       the output folder: new, or that of an earlier run of thi
 new_retry(job, output)  the retry that resume.retry asks for, if any                                  runner/new_retry.py
 compute(job, ...)       one run:
   survey_first(job)       read and admit the first rows                                               dataset/, packing/
-  EngineWithFallback      choose the batch's shape, load the model, make the engine                     packing/, model/, engine/
+  EngineWithFallback      choose the batch's shape, load the model, make the engine                     load.py, packing/, model/
   create_output(job, ..)  the manifest: from here on the folder is a job                              runstate/
   work_plan(job, ..)      which rows are computed and which are carried over                          runner/
   ShardRunner.run()       claim shards, decode them, commit each once, until none is left             runner/, supervise/
@@ -26,9 +26,10 @@ from batchspec.distributed.group import Group
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.errors import TooManyErrors
 from batchspec.identity import job_fingerprint, recorded_facts
+from batchspec.load import make_engine
 from batchspec.packing.survey import Survey
 from batchspec.packing.work_plan import WorkPlan
-from batchspec.prepare import Job, make_engine, open_job, survey_first
+from batchspec.prepare import Job, open_job, survey_first
 from batchspec.report.card import dataset_card
 from batchspec.report.page import NEEDS_EXTRA, can_draw, write_report
 from batchspec.report.progress_bar import ProgressBar

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from batchspec import prepare
+from batchspec import load, prepare
 from batchspec.commands import plan as command
 from batchspec.commands.plan import histogram, plan
 from batchspec.commands.shapes import COMMON, SHAPES
@@ -112,7 +112,7 @@ def test_the_memory_of_quantised_models_on_a_gpu(
 ) -> None:
     """By hand, from the published sizes."""
     free = 140 * 10**9
-    for module in (command, prepare):
+    for module in (command, load):
         monkeypatch.setattr(module, "free_memory", lambda device, weights=0: free - weights)
     monkeypatch.setattr(prepare, "choose_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(prepare, "check_fp8_kv", lambda *_: None)

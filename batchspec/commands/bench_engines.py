@@ -1,6 +1,6 @@
 """The ways in which `batchspec bench` runs a workload: a drafter, a draft length, a temperature and options, as a job's config.
 
-Drafters and engines are made from that config as a job makes them (`draft/spec.py`, `prepare.build_engine`).
+Drafters and engines are made from that config as a job makes them (`draft/spec.py`, `load.build_engine`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from batchspec.draft.spec import USUAL_DRAFT_VOCAB, DrafterSpec, open_drafter
 from batchspec.engine.engine import Engine
 from batchspec.engine.lockstep import Lead
 from batchspec.errors import ConfigError
+from batchspec.load import build_engine
 from batchspec.packing.planner import CPU_PREFILL, GPU_PREFILL, GPU_RUN_AHEAD, PAGE_SIZE, free_memory, row_buckets
-from batchspec.prepare import build_engine
 from batchspec.records import PackedBatch
 from batchspec.token_automaton import TokenAutomaton, TokenSymbols
 

@@ -22,9 +22,10 @@ from batchspec.engine.step import Segment
 from batchspec.errors import CheckpointError, OutputError
 from batchspec.identity import job_fingerprint
 from batchspec.kernels.sampling.sample import gumbel_reference
+from batchspec.load import make_engine
 from batchspec.model.kv_scales import checkpoint_scales
 from batchspec.packing.planner import PAGE_SIZE
-from batchspec.prepare import Job, make_engine, open_job, survey_first
+from batchspec.prepare import Job, open_job, survey_first
 from batchspec.records import Request
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runner.kv_scales import with_saved_scales

@@ -13,6 +13,7 @@ from batchspec.config.checks import AUTO, TENSOR_PARALLEL, check_ranks
 from batchspec.config.compose import launch
 from batchspec.config.schema import RunConfig
 from batchspec.distributed.group import check_reach
+from batchspec.load import automata_bytes, check_memory, learning_bytes, plan_batch
 from batchspec.model.blocks.base import Shard
 from batchspec.model.shard import part_of
 from batchspec.model.tokenizer import Tokenizer
@@ -22,7 +23,7 @@ from batchspec.packing.planner import Forecast, forecast, free_memory, held_back
 from batchspec.packing.predict import SHORT_TOKENS
 from batchspec.packing.replicas import Way, best, ways
 from batchspec.packing.survey import Survey
-from batchspec.prepare import Job, automata_bytes, check_memory, learning_bytes, open_job, plan_batch
+from batchspec.prepare import Job, open_job
 from batchspec.records import Ids, PackedBatch
 from batchspec.report.push import check_push_key
 from batchspec.text import MESSAGE_CHARS, counted, one_line

@@ -24,9 +24,10 @@ from batchspec.draft.formats import HeadSpec
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import Head, load_head, read_head_spec
 from batchspec.errors import CheckpointError, InputError
+from batchspec.load import build_engine
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
-from batchspec.prepare import Job, build_engine, open_job
+from batchspec.prepare import Job, open_job
 from batchspec.records import Completion, PackedBatch, Request, SamplingParams
 
 DRAFT_LEN = 3

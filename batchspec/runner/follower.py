@@ -14,18 +14,10 @@ from batchspec.distributed.group import Group
 from batchspec.engine.lockstep import follow
 from batchspec.engine.messages import Build, Calibrate, End, Load, Scales, decode
 from batchspec.errors import CapacityError, ConfigError
+from batchspec.load import build_engine, check_memory, device_facts, free_bytes, load_weights, rewrite_weights
 from batchspec.model.kv_calibration import calibrate
 from batchspec.model.target import Target
-from batchspec.prepare import (
-    JobModel,
-    build_engine,
-    check_memory,
-    device_facts,
-    free_bytes,
-    load_weights,
-    open_model,
-    rewrite_weights,
-)
+from batchspec.prepare import JobModel, open_model
 from batchspec.runner.oom_fallback import OutOfMemoryGuard
 from batchspec.runner.run_shards import watchdog_s
 from batchspec.supervise.watchdog import Watchdog

@@ -13,11 +13,12 @@ import torch
 from batchspec.config.schema import PackingConfig
 from batchspec.engine.engine import Engine
 from batchspec.errors import CapacityError
+from batchspec.load import make_engine, plan_batch
 from batchspec.model.kv_scales import KVScales
 from batchspec.packing.cost import device_rates
 from batchspec.packing.planner import PAGE_SIZE
 from batchspec.packing.survey import Survey
-from batchspec.prepare import Job, make_engine, plan_batch
+from batchspec.prepare import Job
 from batchspec.records import PackedBatch
 from batchspec.report.progress_bar import ProgressBar
 

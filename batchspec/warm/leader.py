@@ -31,9 +31,10 @@ from batchspec.engine.lockstep import Lead
 from batchspec.engine.messages import Calibrate, End, NewWeights
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.errors import BatchspecError, CapacityError, RankLost
+from batchspec.load import rewrite_weights, vocabulary_of
 from batchspec.model.kv_calibration import give_scales
 from batchspec.packing.planner import host_share
-from batchspec.prepare import Job, open_model, rewrite_weights, vocabulary_of
+from batchspec.prepare import Job, open_model
 from batchspec.records import Request
 from batchspec.runner.follower import run_follower
 from batchspec.runner.oom_fallback import OutOfMemoryGuard

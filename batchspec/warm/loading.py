@@ -10,9 +10,10 @@ from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.reader import table_source
 from batchspec.engine.engine import Engine
 from batchspec.errors import CapacityError, ConfigError
+from batchspec.load import load_engine
 from batchspec.packing.planner import GPU_SLOTS, Demand
 from batchspec.packing.predict import LengthPredictor
-from batchspec.prepare import Job, JobModel, fetch_weights, job_of, load_engine, open_tokenizer
+from batchspec.prepare import Job, JobModel, fetch_weights, job_of, open_tokenizer
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runner.oom_fallback import OutOfMemoryGuard
 

@@ -1,0 +1,251 @@
+"""The engine of a checked job: its memory, the shape of its batch, its weights. Nothing here writes to the output folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from batchspec.adapt.limits import check_weights, memory_bytes
+from batchspec.batch.automata import AutomataRoom
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.config.schema import RunConfig
+from batchspec.config.values import logit_bias
+from batchspec.draft.base import Drafter
+from batchspec.engine.engine import Engine
+from batchspec.engine.lockstep import Lead
+from batchspec.engine.messages import Build, Calibrate, Load, Scales
+from batchspec.engine.round import RoundOptions
+from batchspec.errors import CapacityError
+from batchspec.lazy_automaton import Expanding
+from batchspec.model.kv_calibration import give_scales
+from batchspec.model.lora import adapted
+from batchspec.model.target import Target
+from batchspec.model.tokenizer import Tokenizer
+from batchspec.model.weights import Checkpoint
+from batchspec.packing.constraints import asked_by
+from batchspec.packing.cost import Rates, device_rates
+from batchspec.packing.planner import PAGE_SIZE, Demand, choose_batch, free_memory
+from batchspec.packing.survey import Survey
+from batchspec.prepare import Job, JobModel
+from batchspec.records import PackedBatch, SamplingParams
+from batchspec.report.progress_bar import ProgressBar
+from batchspec.structured.expander import Expander
+from batchspec.text import counted
+from batchspec.token_automaton import TokenSymbols
+from batchspec.tuning.table import table_in_use
+
+
+def device_facts(device: torch.device) -> str:
+    """What decides how a kernel is launched: the kind of device, and the software."""
+    kind = "cpu"
+    if device.type == "cuda":
+        own = torch.cuda.get_device_properties(device)
+        kind = f"{own.name} with {own.multi_processor_count} SMs"
+    return f"{kind}, torch {torch.__version__}"
+
+
+def load_message(device: torch.device) -> Load:
+    """What the leader of a group tells the others once the model's files are there. Raises ConfigError as `table_in_use`."""
+    return Load(device_facts(device), table_in_use(device))
+
+
+def weight_bytes(job: JobModel) -> int:
+    """Bytes of the weights of target and drafter in the device's memory."""
+    return job.spec.weight_bytes(job.dtype) + job.drafter.weight_bytes(dtype=job.dtype, device=job.device)
+
+
+def learning_bytes(job: Job, max_len: int) -> int:
+    """Bytes that the drafter needs to learn while the job runs, whose rows have up to `max_len` tokens."""
+    adapting = memory_bytes(
+        job.config.draft, job.drafter.head, job.spec, device=job.device, dtype=job.dtype, max_len=max_len
+    )  # fmt: skip
+    return job.drafter.state_bytes() + adapting
+
+
+def automata_bytes(job: Job) -> int:
+    """Bytes of the device's tables and masks of automata; 0 in a job without structured output."""
+    return 0 if job.admission.constraints is None else AutomataRoom(num_tokens=job.spec.vocab_size).nbytes
+
+
+def free_bytes(job: JobModel, *, loaded: bool = False) -> int:
+    """Bytes of memory for K/V pages and all else besides the weights; in a group those of the rank that has least.
+
+    loaded  the weights, the drafter's included, are in memory already
+    """
+    if loaded and job.device.type == "cuda":
+        torch.cuda.empty_cache()  # memory that loading used and released counts as free
+    own = free_memory(job.device, weights=0 if loaded else weight_bytes(job))
+    return own if job.group is None else job.group.least(own)
+
+
+def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) -> PackedBatch:
+    """The shape of the batch on this machine. Raises CapacityError if not even one row fits.
+
+    loaded  the weights, the drafter's included, are in memory already
+    """
+    shape, taken = job.drafter.shape, learning_bytes(job, demand.max_tokens) + automata_bytes(job)
+    return choose_batch(
+        job.config.packing,
+        job.spec,
+        rates,
+        demand,
+        device=job.device,
+        dtype=job.dtype,
+        draft_len=shape.num_verified,
+        num_lookahead_slots=shape.num_lookahead_slots,
+        draft_layers=job.drafter.kv_layers(job.dtype, PAGE_SIZE),
+        free_bytes=max(0, free_bytes(job, loaded=loaded) - taken),
+    )
+
+
+def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
+    """The engine for a job whose first rows were seen: see `load_engine`. Texts are left to who makes the tables."""
+    demand = seen.demand(job.source.num_rows, job.admission.max_len)
+    return load_engine(job, demand, progress, shares_prefix=seen.shares_prefix, defers_text=True)
+
+
+def load_engine(
+    job: Job, demand: Demand, progress: ProgressBar, *, shares_prefix: bool = False, defers_text: bool = False
+) -> Engine:
+    """Load the weights, choose the shape from the memory that is left, set up the engine; says each step on the progress line.
+
+    shares_prefix  rows share a prefix of many pages
+    defers_text    as of `Engine`
+    """
+    config = job.config
+    dtype = str(job.dtype).removeprefix("torch.")
+    check_memory(job)
+    on = job.device.type if job.group is None else f"{job.group.ranks} x {job.device.type}"
+    progress.phase(f"loading {config.model.path} in {dtype} on {on}")
+    lead = None if job.group is None else Lead(job.group.channel)
+    if lead is not None:
+        lead.send(load_message(job.device))
+    progress.start_up.done("earlier runs")
+    target, weights = load_weights(job)
+    progress.start_up.done("weights")
+    if job.spec.fp8_kv:
+        source = give_scales(
+            target, job.kv_scales, config.cache.scales, None if job.dummy else job.folder, job.tokenizer,
+            tell=lambda prompts: None if lead is None else lead.send(Calibrate(prompts)),
+        )  # fmt: skip
+        if lead is not None and target.all_kv_scales is not None:
+            lead.send(Scales(target.all_kv_scales.tolist()))
+        progress.phase(f"K and V in e4m3, scales {source}")
+    check_weights(config.draft, job.drafter.trainable(weights))
+    batch = plan_batch(job, demand, device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises), loaded=True)
+    drafter = job.drafter.build(weights, target, slots=batch.num_slots)
+    progress.phase(
+        f"{counted(batch.num_slots, 'slot')}, {batch.num_pages} pages of {batch.page_size} tokens, "
+        f"rows of at most {batch.max_len} tokens, draft={drafter.name} K={drafter.max_len}"
+    )
+    if lead is not None:
+        lead.send(Build(batch, vocabulary_of(job)))
+    engine = build_engine(
+        config, target, drafter, batch, tokenizer=job.tokenizer, lead=lead, vocabulary=vocabulary_of(job),
+        expanding=expanding_of(job), defers_text=defers_text,
+    )  # fmt: skip
+    if job.device.type == "cuda":
+        progress.phase("compiling kernels and capturing the graphs of the rounds")
+        progress.start_up.done("batch and drafter")
+        engine.prepare(usual_mode(job), shared=config.decode.n > 1 or shares_prefix)
+        progress.start_up.done("other preparations", engine.planner.seconds)
+    return engine
+
+
+def load_weights(job: JobModel) -> tuple[Target, Any]:
+    """The target, and the drafter's weights, both in the device's memory."""
+    ranks = None if job.group is None else job.group.collectives
+    target = Target.load(
+        job.folder, job.spec, dtype=job.dtype, device=job.device, dummy=job.dummy, ranks=ranks, adapter=job.adapter,
+        adapters=job.adapters,
+    )  # fmt: skip
+    return target, job.drafter.load(dtype=job.dtype, device=job.device)
+
+
+def rewrite_weights(job: JobModel, target: Target, folder: Path) -> None:
+    """Replace the target's weights, or a rank's part of them, in place by those of a folder. Raises as `Target.rewrite`."""
+    with Checkpoint(folder, job.spec, dtype=job.dtype, device=job.device) as weights:
+        target.rewrite(adapted(weights, job.adapter, job.spec))
+
+
+def build_engine(
+    config: RunConfig, target: Target, drafter: Drafter, batch: PackedBatch, *, tokenizer: Tokenizer | None = None,
+    lead: Lead | None = None, vocabulary: TokenSymbols | None = None, expanding: Expanding | None = None,
+    defers_text: bool = False,
+) -> Engine:  # fmt: skip
+    """The engine that these settings ask for, on the target's device; nothing is captured yet.
+
+    lead, vocabulary, expanding, defers_text  as of `Engine`
+    """
+    ablation, scores = config.ablation, config.decode.max_new_tokens == 0
+    num_top = config.output.prompt_logprobs if scores else config.output.logprobs
+    return Engine(
+        target,
+        drafter,
+        batch,
+        device=target.device,
+        options=RoundOptions(
+            logprobs=None if num_top is None else min(num_top, target.spec.vocab_size),
+            scores=scores,
+            coupled=config.draft.coupled is not False,
+            synthetic=tuple(config.draft.synthetic) if config.draft.synthetic else None,
+            argmax=ablation.argmax,
+            uniform_slots=ablation.uniform_slots,
+        ),
+        decode=tokenizer.decode if tokenizer else None,
+        defers_text=defers_text,
+        eos_ids=frozenset(target.spec.eos_ids) | frozenset(tokenizer.eos_ids if tokenizer else ()),
+        refill_dead=ablation.dead_rows,
+        adaptive=config.draft.adaptive is not False,
+        overlap=ablation.overlap,
+        expert_correlation=config.packing.expert_correlation,
+        lead=lead,
+        vocabulary=vocabulary,
+        expanding=expanding,
+    )
+
+
+def expanding_of(job: Job) -> Expanding | None:
+    """Computes states of lazy automata; None in a job without structured output."""
+    if job.admission.constraints is None:
+        return None
+    return Expander(job.admission.constraints.compiler.job)
+
+
+def vocabulary_of(job: Job) -> TokenSymbols | None:
+    """The symbols of the vocabulary that automata read; None in a job without structured output."""
+    return None if job.admission.constraints is None else job.admission.constraints.compiler.vocabulary
+
+
+def check_memory(job: JobModel) -> None:
+    """Raises CapacityError for weights that the device could not hold if it held nothing else."""
+    weights = weight_bytes(job)
+    on_gpu = job.device.type == "cuda"
+    memory = torch.cuda.mem_get_info(job.device)[1] if on_gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if weights > memory:
+        raise CapacityError(
+            f"model.path={job.config.model.path}: the weights take {weights / 1e9:,.1f} GB as {job.dtype}, "
+            f"and this {'GPU' if on_gpu else 'machine'} has {memory / 1e9:,.1f} GB of memory; "
+            "use a smaller model, another model.dtype or more GPUs for it (cluster.tensor_parallel)"
+        )
+
+
+def usual_mode(job: Job) -> SamplingMode:
+    """How the rows of a job choose tokens, by its keys and columns of schemas; rows that ask for more get graphs of their own."""
+    decode, constraints = job.config.decode, job.admission.constraints
+    params = SamplingParams(
+        temperature=decode.temperature,
+        top_k=decode.top_k,
+        top_p=decode.top_p,
+        min_p=decode.min_p,
+        repetition_penalty=decode.repetition_penalty,
+        presence_penalty=decode.presence_penalty,
+        frequency_penalty=decode.frequency_penalty,
+        logit_bias=tuple(logit_bias(decode.logit_bias).items()),
+    )
+    constrained = asked_by(job.config, job.columns) is not None
+    waits = constraints is not None and constraints.of_job_waits
+    return SamplingMode.of(params, decode.min_new_tokens, constrained=constrained, waits=waits)
