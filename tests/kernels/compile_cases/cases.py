@@ -1,0 +1,33 @@
+"""What a kernel is compiled with: its cases, and the names of the types of arguments."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+I32, I64, PI32, PI64, PF32 = "i32", "i64", "*i32", "*i64", "*fp32"
+
+
+class Case(NamedTuple):
+    """A kernel with one set of constants and types."""
+
+    room: str
+    module: str
+    kernel: str
+    warps: int
+    arguments: dict[str, object]
+    """In the kernel's order: the type of each, or the value of a constant."""
+
+
+class Cases(dict[str, Case]):
+    """The cases of a room of `kernels/`, by name."""
+
+    def __init__(self, room: str) -> None:
+        super().__init__()
+        self.room = room
+        self.seldom: set[str] = set()
+        """Those whose branches other cases reach: they are compiled with -m slow alone."""
+
+    def add(self, name: str, module: str, warps: int, **arguments: object) -> None:
+        """A case of the kernel that `name` begins with, in kernels/ROOM/`module`.py."""
+        assert name not in self, name
+        self[name] = Case(self.room, module, name.split(" ")[0], warps, arguments)

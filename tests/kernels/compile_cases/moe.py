@@ -1,0 +1,86 @@
+"""The variants in which the engine launches the kernels of `kernels/moe`."""
+
+from __future__ import annotations
+
+from tests.kernels.compile_cases.cases import I32, PF32, PI32, Cases
+
+CASES = Cases("moe")
+case = CASES.add
+
+for _wide, _t, _e, _warps in ((False, 16, 16, 8), (True, 32, 64, 4)):
+    case(f"router_kernel fp32 {_wide}", "router", _warps, x="*bf16", w=PF32 if _wide else "*bf16", bias=None, out=PF32,
+         num_tokens=I32, rounds=I32, stride_x=I32, NUM_EXPERTS=120, K=1536, BLOCK_T=_t, BLOCK_E=_e, PARTS=8,
+         PART_K=32 if _wide else 64, FEW=not _wide, WIDE=_wide, AHEAD=not _wide, INTERPRETED=False)  # fmt: skip
+case("route_kernel", "route", 4, logits=PF32, bias=PF32, live=None, out_ids=PI32, out_weights=PF32, num_tokens=I32, stride=I32,
+     NUM_EXPERTS=120, TOP_K=6, SIGMOID=True, NORM=True, TOKENS=4, LANES=128, SLOTS=8)  # fmt: skip
+for _tokens, _rows, _sigmoid in ((1, True, False), (8, False, True)):
+    _kind = "*bf16" if _rows else None
+    case(f"route_few_kernel {_tokens} tokens, rows {_rows}", "route_few", _tokens, logits=PF32, bias=PF32 if _sigmoid else None,
+         live="*u8" if _rows else None, x=_kind, out_ids=PI32, out_weights=PF32, out_pairs=PI32, out_places=PI32,
+         out_offsets=PI32, out_units=PI32, out_rows=_kind, out_num_read=PI32 if _rows else None, num_tokens=I32,
+         num_units=I32, stride=I32, stride_x=I32, width=I32, NUM_EXPERTS=120, TOP_K=6, SIGMOID=_sigmoid, NORM=True,
+         UNIT_PAIRS=16, TOKENS=_tokens, LANES=128, SLOTS=8, BLOCK=4096)  # fmt: skip
+case("list_kernel", "route", 8, expert_ids=PI32, out_pairs=PI32, out_places=PI32, out_offsets=PI32, out_units=PI32,
+     out_num_read=PI32, num_pairs=I32, num_units=I32,
+     NUM_EXPERTS=120, UNIT_PAIRS=16, LANES=128, BLOCK=2048)  # fmt: skip
+for _residual, _gain in ((None, None), ("*bf16", "*bf16"), ("*bf16", PF32)):
+    case(f"combine_kernel residual {_residual}, norm {_gain}", "combine", 8, y="*bf16", weights=PF32, residual=_residual,
+         norm=_gain, out="*bf16", out_aux=_residual, residual_stride=I32, out_stride=I32, aux_stride=I32, EPS=1e-5, TOP_K=6,
+         WIDTH=1536, BLOCK=2048, ACC="fp32")  # fmt: skip
+
+
+def _tokens_of(dtype: str, low: int, block_t: int, block_k: int, tma: bool, joined: bool = False) -> dict[str, object]:
+    """Types of x16 to x256."""
+    kinds: dict[str, object] = {}
+    for height in (16, 32, 64, 128, 256):
+        kind = f"tensordesc<{dtype}[{height}, {block_k}]>" if tma else f"*{dtype}"
+        kinds[f"x{height}"] = kind if low <= height <= block_t or (joined and height < 64) else None
+    return kinds
+
+
+# (dtype, gated, limit, lowest tile, pairs of a unit, rows of W, K block, warps)
+for _dtype, _gated, _limit, _low, _t, _n, _k, _warps in (
+    ("bf16", True, 7.0, 16, 32, 64, 64, 4), ("bf16", True, None, 32, 128, 128, 64, 8), ("bf16", False, None, 32, 128, 128, 64, 4),
+    ("fp32", True, None, 16, 32, 64, 32, 4),
+):  # fmt: skip
+    _ptr, _tma = f"*{_dtype}", _dtype == "bf16"
+    case(f"experts_plain_kernel {_dtype}, gated {_gated}, {_low} to {_t} pairs", "experts_plain", _warps,
+         **_tokens_of(_dtype, _low, _t, _k, _tma), w=f"tensordesc<bf16[{_n}, {_k}]>" if _tma else _ptr,
+         bias=_ptr if _gated else None, pairs=PI32, units=PI32, out=_ptr, num_units=I32, num_rows=I32, n=I32, k=I32,
+         SCATTER=not _gated, GATED=_gated, LIMIT=_limit, ALPHA=1.702, LOW=_low, BLOCK_T=_t, BLOCK_N=_n, BLOCK_K=_k, GROUP=8,
+         TMA=_tma, EVEN_K=_tma, INTERPRETED=False)  # fmt: skip
+case("sort_rows_kernel", "sort_rows", 8, x="*bf16", places=PI32, out="*bf16", stride_x=I32, k=I32, SLOTS=4,
+     BLOCK=4096)  # fmt: skip
+for _one, _scale in ((False, None), (True, None), (True, "fp32")):
+    case(f"quantise_kernel whole {_one}, given {_scale}", "quantise", 8, x="*bf16",
+         places=None if _one else PI32, out="*fp8e4nv", out_scales=PF32, given=_scale, num_rows=I32,
+         stride=I32, k=I32, SLOTS=1 if _one else 8, WHOLE=_one, GROUP=128, GROUPS=16, INTERPRETED=False)  # fmt: skip
+# (blocked, gated, quantised, pairs, rows of W, warps, TMA)
+for _blocked, _gated, _quantised, _t, _n, _warps, _tma in (
+    (True, True, True, 32, 128, 4, True), (True, False, False, 64, 128, 4, True), (True, True, False, 64, 64, 4, True),
+    (False, True, False, 16, 128, 4, False),
+):  # fmt: skip
+    case(f"experts_fp8_kernel blocked {_blocked}, gated {_gated}, quantised {_quantised}, {_t} pairs", "experts_fp8", _warps,
+         **_tokens_of("fp8e4nv", 16, _t, 128, _tma), x_scales=PF32,
+         w=f"tensordesc<fp8e4nv[{_n}, 128]>" if _tma else "*fp8e4nv", w_scales=PF32,
+         bias=None if _blocked else "*bf16", pairs=PI32, units=PI32, out="*fp8e4nv" if _quantised else "*bf16",
+         out_scales=PF32 if _quantised else None, num_units=I32, num_rows=I32, n=I32, k=I32, scale_stride=I32,
+         SCATTER=not _gated, GATED=_gated, LIMIT=None, ALPHA=1.702, BLOCKED=_blocked, LOW=16, BLOCK_T=_t,
+         BLOCK_N=_n, GROUP=8, TMA=_tma, EVEN_K=_tma, STAGES=4, INTERPRETED=False)  # fmt: skip
+# (gated, lowest tile, pairs, rows of W, warps, TMA)
+for _gated, _low, _t, _n, _warps, _tma in (
+    (True, 16, 64, 64, 4, True), (False, 16, 96, 128, 4, True), (True, 32, 128, 64, 4, True),
+    (False, 128, 128, 128, 8, True), (False, 16, 32, 128, 4, False), (True, 16, 16, 64, 4, False), (True, 16, 16, 32, 4, True),
+):  # fmt: skip
+    _joined = _low < 64 <= _t
+    case(f"experts_mxfp4_kernel gated {_gated}, {_low} to {_t} pairs, {_n} rows, TMA {_tma}", "experts_mxfp4", _warps,
+         **_tokens_of("bf16", _low, _t, 128, _tma, _joined),
+         w=f"tensordesc<i16[{'2, ' if _gated else ''}{_n}, 32]>" if _tma else "*i16", w_scales=PI32, bias="*bf16", pairs=PI32,
+         units=PI32, out="*bf16", num_units=I32, num_rows=I32, n=I32, k=I32, SCATTER=not _gated, GATED=_gated,
+         LIMIT=7.0 if _gated else None, ALPHA=1.702, TWO=_n >= (64 if _gated else 32 * _warps), LOW=_low, BLOCK_T=_t,
+         JOINED=_joined, BLOCK_N=_n, GROUP=8, TMA=_tma, INTERPRETED=False)  # fmt: skip
+
+CASES.seldom |= {
+    "experts_mxfp4_kernel gated True, 32 to 128 pairs, 64 rows, TMA True",
+    "experts_mxfp4_kernel gated False, 128 to 128 pairs, 128 rows, TMA True",
+}

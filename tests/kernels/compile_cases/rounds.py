@@ -1,0 +1,48 @@
+"""The variants in which the engine launches the kernels of `kernels/rounds`."""
+
+from __future__ import annotations
+
+from tests.kernels.compile_cases.cases import I32, PF32, PI32, PI64, Cases
+
+CASES = Cases("rounds")
+case = CASES.add
+
+for _tokens in (1, 5):
+    case(
+        f"prepare_verify_inputs_kernel S={_tokens}",
+        "prepare_verify_inputs",
+        1,
+        tokens=PI32,
+        num_tokens=PI32,
+        limit=PI32,
+        live=PI32,
+        page_table=PI32,
+        out_ids=PI32,
+        out_draft_len=PI32,
+        out_positions=PI64,
+        out_slot_mapping=PI64,
+        out_kv_len=PI32,
+        token_stride=I32,
+        max_tokens=I32,
+        max_pages=I32,
+        WIDTH=_tokens,
+        PAGE_SIZE=16,
+        LANES=1 if _tokens == 1 else 8,
+    )
+for _rates in (None, PF32):
+    for _k in (0, 4, 64):
+        case(f"accept_kernel K={_k}, rates {_rates}", "accept", 1, draft_ids=PI32, draft_len=PI32, target_ids=PI32,
+             cu_seqlens_q=PI32, stop_ids=PI32, limit=PI32, rates=_rates, keys=PI64, tokens=PI32, num_tokens=PI32, live=PI32,
+             finish=PI32, out_accepted_len=PI32, out_log=PI32, draft_stride=I32, token_stride=I32, max_tokens=I32,
+             K=_k, NUM_STOPS=3, LANES=max(2, 2 * _k), STOP_LANES=4, WAIT_ID=-2)  # fmt: skip
+for _word in ("i8", "i16", "i32", "i64"):
+    case(f"move_rows_kernel {_word}", "move_rows", 4, state=f"*{_word}", src_ids=PI32, dst_ids=PI32, stride_row=I32, width=I32,
+         BLOCK=1024)  # fmt: skip
+
+CASES.seldom |= {
+    "move_rows_kernel i16",
+    "move_rows_kernel i32",
+    "accept_kernel K=0, rates *fp32",
+    "accept_kernel K=4, rates *fp32",
+    "accept_kernel K=64, rates None",
+}

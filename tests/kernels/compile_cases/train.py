@@ -1,0 +1,90 @@
+"""The variants in which the engine launches the kernels of `kernels/train`."""
+
+from __future__ import annotations
+
+from tests.kernels.compile_cases.cases import I32, PF32, PI64, Cases
+
+CASES = Cases("train")
+case = CASES.add
+
+for _dtype in ("fp32", "bf16", "fp16", "fp64"):
+    _acc = "fp64" if _dtype == "fp64" else "fp32"
+    case(f"soft_cross_entropy_kernel {_dtype}", "soft_cross_entropy", 8, logits=f"*{_dtype}", probs=f"*{_acc}",
+         weights=f"*{_acc}", best_ids=PI64, out_loss=f"*{_acc}", out_hits=f"*{_acc}", vocab=I32, ACC=_acc,
+         BLOCK=4096)  # fmt: skip
+    case(
+        f"rope_train_kernel {_dtype}",
+        "rope_train",
+        4,
+        x=f"*{_dtype}",
+        cos=f"*{_acc}",
+        sin=f"*{_acc}",
+        out=f"*{_dtype}",
+        num_heads=I32,
+        length=I32,
+        HEADS=9,
+        D=64,
+        HALF=32,
+        ACC=_acc,
+        ROWS=32,
+    )
+    case(
+        f"swiglu_train_kernel {_dtype}",
+        "swiglu_train",
+        8,
+        gate=f"*{_dtype}",
+        up=f"*{_dtype}",
+        out=f"*{_dtype}",
+        count=I32,
+        ACC=_acc,
+        BLOCK=2048,
+    )
+    case(f"swiglu_train_backward_kernel {_dtype}", "swiglu_train", 8, gate=f"*{_dtype}", up=f"*{_dtype}", grad=f"*{_dtype}",
+         out_gate=f"*{_dtype}", out_up=f"*{_dtype}", count=I32, ACC=_acc, BLOCK=2048)  # fmt: skip
+_STEP_SIZES = {"num_tokens": I32, "length": I32, "step_stride": I32, "scale": "fp32", "HEADS": 9, "KEY_HEADS": 3, "D": 64,
+        "LANES": 64,
+        "TOKENS": 16}  # fmt: skip
+for _dtype in ("bf16", "fp16"):
+    _values = f"*{_dtype}"
+    case(
+        f"draft_step_attention_kernel {_dtype}",
+        "draft_step_attention",
+        4,
+        q=_values,
+        causal=_values,
+        causal_lse=PF32,
+        step_k=_values,
+        step_v=_values,
+        out=_values,
+        out_lse=PF32,
+        steps=I32,
+        **_STEP_SIZES,
+    )
+    case(
+        f"draft_step_queries_backward_kernel {_dtype}",
+        "draft_step_attention",
+        4,
+        q=_values,
+        grad=_values,
+        out=_values,
+        lse=PF32,
+        step_k=_values,
+        step_v=_values,
+        grad_q=_values,
+        steps=I32,
+        **_STEP_SIZES,
+    )
+    case(
+        f"draft_step_keys_backward_kernel {_dtype}",
+        "draft_step_attention",
+        4,
+        q=_values,
+        grad=_values,
+        out=_values,
+        lse=PF32,
+        step_k=_values,
+        step_v=_values,
+        out_k=_values,
+        out_v=_values,
+        **_STEP_SIZES,
+    )
