@@ -164,6 +164,7 @@ def open_model(config: RunConfig, *, here: bool = True, group: Group | None = No
     drafter = open_drafter(config, spec)
     check_head(config.draft, drafter.head, spec)
     spec = part_of_group(spec.with_lora(None if adapters is None else adapters.shape), group)
+    drafter = drafter.of_rank(spec.shard)
     return JobModel(
         config=config, files=model, spec=spec, device=device, dtype=dtype, drafter=drafter, group=group, adapter=adapter,
         adapters=adapters,

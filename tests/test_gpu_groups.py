@@ -132,6 +132,13 @@ def test_a_group_writes_the_tokens_of_one_gpu(
     for kind, more in {
         "plain": ["draft=none", "output.logprobs=2"],
         "drafts": ["draft=hybrid", f"draft.path={head}", "draft.num_speculative_tokens=3", "output.logprobs=2", *SAMPLED],
+        "cut head": [
+            "draft=eagle3",
+            f"draft.path={head}",
+            "draft.num_speculative_tokens=3",
+            "output.logprobs=2",
+            "ablation.sharded_draft=true",
+        ],
     }.items():
         one = frame_of(words_of(model, data, tmp_path / f"{kind}-one", *more), 1, tmp_path)
         group = frame_of(words_of(model, data, tmp_path / f"{kind}-group", *more), ranks, tmp_path)

@@ -31,7 +31,7 @@ from batchspec.packing.planner import CPU_PREFILL, GPU_PREFILL, GPU_RUN_AHEAD, P
 from batchspec.records import PackedBatch
 from batchspec.token_automaton import TokenAutomaton, TokenSymbols
 
-OPTIONS = ("coupled", "dead_positions", "uniform_slots", "argmax", "dead_rows", "overlap", "sharing")
+OPTIONS = ("coupled", "dead_positions", "uniform_slots", "argmax", "dead_rows", "overlap", "sharing", "sharded_draft")
 TREES = {"tree": LOGPROB, "tree-products": PROB}
 SETTINGS: dict[str, dict[str, Any]] = {
     "eagle3": {"parallel": False},
@@ -116,6 +116,7 @@ def config_of(args: argparse.Namespace, way: Way) -> RunConfig:
         uniform_slots=on.get("uniform_slots", True),
         dead_positions=on.get("dead_positions", True),
         overlap=on.get("overlap", False),
+        sharded_draft=on.get("sharded_draft"),
     )
     return RunConfig(model=ModelConfig(load_format="auto" if args.draft_path else "dummy"), draft=draft, ablation=ablation)
 
@@ -148,7 +149,7 @@ class Bench:
 
     def _drafter_spec(self, config: RunConfig) -> DrafterSpec[Any]:
         spec, vocab = self.workload.target.spec, DRAFT_VOCAB.get(self.args.shape, USUAL_DRAFT_VOCAB)
-        return open_drafter(config, spec.whole or spec, draft_vocab=vocab)
+        return open_drafter(config, spec.whole or spec, draft_vocab=vocab).of_rank(spec.shard)
 
     def drafter(self, way: Way, config: RunConfig) -> Drafter:
         """As a job has it; drafters with the same checkpoint share its weights."""

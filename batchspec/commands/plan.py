@@ -16,6 +16,7 @@ from batchspec.distributed.group import check_reach
 from batchspec.load import automata_bytes, check_memory, learning_bytes, plan_batch
 from batchspec.model.blocks.base import Shard
 from batchspec.model.shard import part_of
+from batchspec.model.spec import ModelSpec
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.cost import Rates, device_rates, num_multiplied
 from batchspec.packing.kv_memory import kv_bytes
@@ -212,7 +213,7 @@ def ways_of(job: Job, seen: Survey, rates: Rates, num_gpus: int) -> list[Way]:
         if job.device.type == "cuda":
             for copy in range(replicas):
                 check_reach(range(ranks * copy, ranks * (copy + 1)))
-        part = replace(job, spec=part_of(whole, Shard(0, ranks)))
+        part = _of_rank(job, whole, Shard(0, ranks))
         share = replace(demand, num_completions=-(-demand.num_completions // replicas))
         check_memory(part)
         batch = plan_batch(part, share, rates)
@@ -223,6 +224,11 @@ def ways_of(job: Job, seen: Survey, rates: Rates, num_gpus: int) -> list[Way]:
 
     workers = job.config.cluster.workers
     return ways(TENSOR_PARALLEL, num_gpus, predict, copies=None if workers == AUTO else workers)
+
+
+def _of_rank(job: Job, whole: ModelSpec, shard: Shard) -> Job:
+    """What one rank of the job computes. Raises ConfigError for a model, or a draft head, that cannot be cut so."""
+    return replace(job, spec=part_of(whole, shard), drafter=job.drafter.of_rank(shard))
 
 
 def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = False) -> Plan:
@@ -242,7 +248,7 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
     ranks = best(found).ranks if found and config.cluster.tensor_parallel == AUTO else config.cluster.tensor_parallel
     if demand.num_completions:
         if ranks not in (1, AUTO):
-            job = replace(job, spec=part_of(job.spec, Shard(0, ranks)))
+            job = _of_rank(job, job.spec, Shard(0, ranks))
         check_memory(job)
         batch = plan_batch(job, demand, rates)
         ahead = forecast(

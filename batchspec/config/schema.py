@@ -66,6 +66,9 @@ class AblationConfig:
     verified position; null is true."""
     overlap: bool = False
     """Run prefill concurrently with decode rounds on a second CUDA stream. false runs it between rounds."""
+    sharded_draft: bool | None = None
+    """Cut the draft head over the GPUs of cluster.tensor_parallel. false keeps a whole head on each of them; null cuts one whose
+    weights take longer to read than the exchanges that a cut one needs. A head that learns (draft.adapt) stays whole."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,6 +6,7 @@ says otherwise.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.shapes import ChainShape, TreeShape, usual_nodes
+from batchspec.draft.shard import cut, part_of_head
 from batchspec.draft.spec import USUAL_DRAFT_VOCAB, DrafterSpec
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec, head_bytes, judge_head, load_head
 from batchspec.errors import ConfigError
+from batchspec.model.blocks.base import Shard
 from batchspec.model.hub import find_model, resolve_model
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
@@ -30,12 +33,21 @@ class Eagle3DrafterSpec(DrafterSpec[Head]):
     """A drafter with a head: that of draft.path, or with model.load_format=dummy and no path one of noise."""
 
     head: HeadSpec
+    checkpoint: HeadSpec
+    """What this process holds of `head`: all of it, or the part of one rank."""
     assumed_accepted = 1.0
     """A mean acceptance length of 2, as published heads have on mixed prompts."""
 
     def __init__(self, config: RunConfig, target: ModelSpec, *, draft_vocab: int = USUAL_DRAFT_VOCAB) -> None:
         super().__init__(config, target, draft_vocab=draft_vocab)
-        self.checkpoint = self.head = _judged(config, target, draft_vocab)
+        self.head = self.checkpoint = _judged(config, target, draft_vocab)
+
+    def of_rank(self, shard: Shard) -> Eagle3DrafterSpec:
+        config, found = self.config, copy(self)
+        # A head that learns stays whole: rank 0 trains all of it.
+        asked = False if config.draft.adapt.every_shards else config.ablation.sharded_draft
+        found.checkpoint = part_of_head(self.head, shard, asked)
+        return found
 
     @property
     def shape(self) -> ChainShape | TreeShape:
@@ -46,17 +58,21 @@ class Eagle3DrafterSpec(DrafterSpec[Head]):
         return TreeShape(topk=tree.topk, depth=depth, nodes=tree.nodes or usual_nodes(tree.topk, depth), rank=tree.rank)
 
     def kv_layers(self, dtype: torch.dtype, page_size: int) -> tuple[tuple[KVLayout, int | None], ...]:
-        layout, draft = self.head.kv_layout(dtype, page_size), self.config.draft
+        layout, draft = self.checkpoint.kv_layout(dtype, page_size), self.config.draft
         return tuple((layout, window) for window in self.head.kv_windows(draft.window, draft.sink_tokens or 0))
 
     def weight_bytes(self, *, dtype: torch.dtype, device: torch.device) -> int:
-        return head_bytes(self.head, dtype)
+        return head_bytes(self.checkpoint, dtype)
 
     def fetch(self) -> None:
         if self.config.draft.path is not None:
             resolve_model(self.config.draft.path, key="draft.path")
 
     def load(self, *, dtype: torch.dtype, device: torch.device) -> Head:
+        head = self._load(dtype=dtype, device=device)
+        return head if self.checkpoint.whole is None else cut(head, self.checkpoint)
+
+    def _load(self, *, dtype: torch.dtype, device: torch.device) -> Head:
         draft = self.config.draft
         if draft.path is None:
             return dummy_head(self.head, dtype=dtype, device=device)

@@ -13,11 +13,12 @@ import torch
 
 from batchspec.cache.layout import KVLayout
 from batchspec.draft.layouts import MASK_KEYS, SPECFORGE, HeadConfig, family_of, read_config
+from batchspec.model.blocks.base import WHOLE, Shard
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.families.base import read_heads, read_windows
 from batchspec.model.families.registry import has_window_switch
 from batchspec.model.rope_config import RopeSpec, read_rope
-from batchspec.model.spec import ModelSpec
+from batchspec.model.spec import ModelSpec, tokens_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,15 @@ class HeadSpec:
     """It reads the target's last hidden state, after the target's final norm, in place of fc of aux hidden states."""
     mask_token_id: int | None = None
     """Replaces a token that is not known yet: with it the head can draft in parallel. None: chains only."""
+    shard: Shard = WHOLE
+    """The part that this is the shape of: numbers of heads and intermediate_size are of one rank, all other fields the head's."""
+    whole: HeadSpec | None = None
+    """The complete head if this is one rank's part of it; None: this is the complete head."""
+
+    @property
+    def draft_part(self) -> slice:
+        """The draft ids whose logits are computed: all, unless this is a part of a head with its own lm_head."""
+        return tokens_of(self.shard if self.own_head else WHOLE, self.draft_vocab_size)
 
     def kv_windows(self, window: int | None, sink: int) -> tuple[int | None, ...]:
         """[num_layers] newest keys that each layer reads where it is limited to `window` of them and the first `sink` ones.

@@ -1,4 +1,7 @@
-"""The network of an EAGLE-3 head: features in, layers, draft tokens out. T tokens, R rows, H hidden, NH heads of D numbers."""
+"""The network of an EAGLE-3 head: features in, layers, draft tokens out. T tokens, R rows, H hidden, NH heads of D numbers.
+
+Ranks may compute a head together (`batchspec.draft.shard`); NH is then the number of a rank's heads.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ from batchspec.model.products import gemm_products
 from batchspec.model.quant.plain import Linear
 from batchspec.model.rope import Rope
 from batchspec.model.target import Target
+from batchspec.model.vocabulary import gather_logits, greedy_of_ranks
 from batchspec.tuning.policy import gemm_tile
 from batchspec.tuning.table import Product
 
@@ -108,6 +112,8 @@ class EagleHead:
         self._embedding = target.embedding if own is None or same else own
         self._lm_head = tensors.get("lm_head.weight")
         self._target = target
+        self._ranks = None if spec.whole is None else target.ranks
+        """Of a head of which each computes a part; None: this process computes all of it."""
         # As the target's: reduced and kept in fp32, so that rounding makes no ties. A GPU multiplies bf16 into fp32 itself.
         self._fp32_out = self._lm_head is not None and self._lm_head.is_cuda and self._lm_head.dtype is torch.bfloat16
         self.logits_dtype = torch.float64 if target.dtype is torch.float64 else torch.float32
@@ -184,7 +190,7 @@ class EagleHead:
 
     def finish(self, index: int, q: Tensor, residual: Tensor, attend: PagedAttend, out: Tensor | None = None) -> Tensor:
         """The second half of `layer`, from q [T, NH, D]; out [T, H]: where the result goes, or None."""
-        stream = ResidualStream(residual)
+        stream = ResidualStream(residual, ranks=self._ranks)
         self._layers[index].decoder.finish(q, stream, attend, add_in_product=False)  # the norm that follows is the head's
         following = self._layers[index + 1].attention.norm if index + 1 < len(self._layers) else self._norm
         return stream.normed(following, self.spec.rms_eps, out=out)
@@ -196,6 +202,10 @@ class EagleHead:
         """
         if draws is not None:
             draws.choose(self.logits(normed), out_ids, self.map_ids)
+            return
+        if self._argmax and self._ranks is not None and self._lm_head is not None:
+            ids = greedy_of_ranks(self._own_logits(normed, self._lm_head), self.spec.draft_part.start, self._ranks)
+            out_ids.copy_(ids if self.map_ids is None else self.map_ids.index_select(0, ids))
             return
         tile = self._fused_tile(normed) if self._argmax else None
         if tile is not None and self._lm_head is not None:
@@ -230,8 +240,13 @@ class EagleHead:
         """fp32 [R, draft vocabulary] (fp64 for an fp64 model)."""
         if self._lm_head is None:
             return self._target.all_logits(normed)
+        own = self._own_logits(normed, self._lm_head)
+        return own if self._ranks is None else gather_logits(own, self.spec.draft_vocab_size, self._ranks)
+
+    def _own_logits(self, normed: Tensor, lm_head: Tensor) -> Tensor:
+        """Those of `spec.draft_part`."""
         if self._scores is None:
-            return torch.mm(normed, self._lm_head.t(), out_dtype=torch.float32)
+            return torch.mm(normed, lm_head.t(), out_dtype=torch.float32)
         return self._scores(normed.to(self.logits_dtype))
 
 

@@ -64,8 +64,9 @@ class HeadReader(DrafterBase):
     def rewrite(self, tensors: Mapping[str, Tensor]) -> None:
         """As `Rewritable.rewrite`, with the tensors of `EagleHead.rewrite`.
 
-        K/V and `state` from the old weights stay: they can only make drafts worse.
+        K/V and `state` from the old weights stay: they can only make drafts worse. Not of a head that is cut over ranks.
         """
+        assert self._spec.whole is None
         self.head.rewrite(tensors)
 
     def _read(

@@ -2,6 +2,7 @@
 
 open_drafter(config, target)   settings and checkpoint judged, no weight read; ConfigError, CheckpointError for what cannot draft
     .shape  .kv_layers()   .weight_bytes()  .state_bytes()     what the planner needs
+    .of_rank(shard)            the same where ranks compute the target together
     .fetch()                   weights of a hub id downloaded
     .load(dtype, device)       weights read
     .build(weights, target)    the drafter, for an engine
@@ -22,6 +23,7 @@ from batchspec.draft.base import Drafter
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.shapes import ChainShape, TreeShape
 from batchspec.draft.weights import Head
+from batchspec.model.blocks.base import Shard
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 
@@ -44,10 +46,18 @@ class DrafterSpec(ABC, Generic[W]):
     def __init__(self, config: RunConfig, target: ModelSpec, *, draft_vocab: int = USUAL_DRAFT_VOCAB) -> None:
         """Judge the checkpoint by its config.json and the headers of its weights.
 
+        target       the complete one, where ranks compute it together
         draft_vocab  draft tokens of a head of noise; real ones say themselves
         Raises ConfigError for settings that do not fit it, CheckpointError for one that is broken or another target's.
         """
         self.config, self.target = config, target
+
+    def of_rank(self, shard: Shard) -> DrafterSpec[W]:
+        """What one of the ranks that compute the target together holds of the drafter. Every rank has a whole one by default.
+
+        Raises ConfigError for one that is to be cut and cannot be.
+        """
+        return self
 
     @property
     def shape(self) -> ChainShape | TreeShape:

@@ -71,7 +71,7 @@ def expected_tensors(spec: HeadSpec) -> list[TensorSpec]:
     if spec.own_embedding:
         tensors.append(TensorSpec("embed_tokens.weight", (spec.vocab_size, hidden), "weight"))
     if spec.own_head:
-        tensors.append(TensorSpec("lm_head.weight", (spec.draft_vocab_size, hidden), "weight"))
+        tensors.append(TensorSpec("lm_head.weight", (spec.draft_part.stop - spec.draft_part.start, hidden), "weight"))
     if spec.mapped:
         tensors.append(TensorSpec("d2t", (spec.draft_vocab_size,), "table", ("I64", "I32")))
     if spec.mask_token_id is not None:

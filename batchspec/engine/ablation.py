@@ -28,7 +28,7 @@ class SoftmaxChoice(Round):
 
     def greedy_of_logits(self, logits: Tensor) -> Tensor:
         ranks = self.target.ranks
-        return greedy_by_softmax(logits if ranks is None else gather_logits(logits, self.target.spec, ranks))
+        return greedy_by_softmax(logits if ranks is None else gather_logits(logits, self.target.spec.vocab_size, ranks))
 
 
 class RaggedLayout(Round):

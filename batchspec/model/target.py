@@ -252,7 +252,7 @@ class Target:
     def all_logits(self, hidden: Tensor) -> Tensor:
         """The same over the whole vocabulary on every rank: for drafters whose choices need all of them."""
         logits = self.logits(hidden)
-        return logits if self.ranks is None else gather_logits(logits, self.spec, self.ranks)
+        return logits if self.ranks is None else gather_logits(logits, self.spec.vocab_size, self.ranks)
 
     @torch.inference_mode()
     def greedy_sample(

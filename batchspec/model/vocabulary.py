@@ -11,7 +11,7 @@ from torch import Tensor
 from batchspec.distributed.collectives import Collectives
 from batchspec.kernels.sampling.argmax import argmax
 from batchspec.model.blocks.base import Shard
-from batchspec.model.spec import ModelSpec, tokens_of
+from batchspec.model.spec import tokens_of
 
 
 def greedy_of_ranks(
@@ -41,9 +41,9 @@ def best_of_ranks(scores: Tensor, ids: Tensor, ranks: Collectives, *, flag_nonfi
     return ranks.best(scores, ids.int(), flag_nonfinite=flag_nonfinite)
 
 
-def gather_logits(logits: Tensor, spec: ModelSpec, ranks: Collectives) -> Tensor:
-    """The logits of all tokens [T, V], of this rank's [T, spec.num_logits]."""
-    parts = [tokens_of(Shard(rank, ranks.ranks), spec.vocab_size) for rank in range(ranks.ranks)]
+def gather_logits(logits: Tensor, vocab_size: int, ranks: Collectives) -> Tensor:
+    """The logits of all tokens [T, V], of those of this rank, which `tokens_of` divides."""
+    parts = [tokens_of(Shard(rank, ranks.ranks), vocab_size) for rank in range(ranks.ranks)]
     padded = torch.nn.functional.pad(logits, (0, parts[0].stop - logits.shape[1]))
     found = zip(ranks.gather(padded), parts, strict=True)
     return torch.cat([part[:, : tokens.stop - tokens.start] for part, tokens in found], 1)
