@@ -11,8 +11,8 @@ import torch
 from batchspec import __version__
 from batchspec.config.schema import TEMPLATE_DATE, CacheConfig
 from batchspec.dataset.schema import output_schema
+from batchspec.model.deterministic import ORDER_VERSION
 from batchspec.model.kv_calibration import CALIBRATION
-from batchspec.model.one_order import ORDER_VERSION
 from batchspec.model.weights import weight_files
 from batchspec.packing.constraints import KINDS
 from batchspec.prepare import Job
