@@ -11,8 +11,8 @@ import torch
 from batchspec import __version__
 from batchspec.config.schema import TEMPLATE_DATE, CacheConfig
 from batchspec.dataset.schema import output_schema
+from batchspec.model.deterministic import ORDER_VERSION
 from batchspec.model.kv_calibration import CALIBRATION
-from batchspec.model.one_order import ORDER_VERSION
 from batchspec.model.weights import weight_files
 from batchspec.packing.constraints import KINDS
 from batchspec.prepare import Job
@@ -27,7 +27,7 @@ NEWER_KEYS = ("frequency_penalty", "logit_bias")
 def job_fingerprint(job: Job) -> dict[str, str]:
     """Everything that changes results. Drafter, slots, pages and versions do not; they may differ between the runs of one job."""
     config, decode = job.config, asdict(job.config.decode)
-    think, channels = job.admission.think, job.admission.has_channels
+    think, channels = job.admission.settings.think, job.admission.has_channels
     schema = output_schema(job.source.schema, job.columns, config.output, channels=channels)
     return fingerprint(
         {
@@ -42,7 +42,7 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             **({"model.activations": "fp8"} if job.spec.formats.quantises else {}),
             **_kv_parts(config.cache),
             "model.max_len": job.admission.max_len,
-            "model.end_ids": sorted(job.admission.end_ids),
+            "model.end_ids": sorted(job.admission.settings.end_ids),
             "model.think_tokens": None if think is None else (think.begin_id, think.end_id),
             **{f"decode.{key}": value for key, value in decode.items() if key not in (*KINDS, *NEWER_KEYS, "deterministic")},
             **({"decode.deterministic": ORDER_VERSION} if config.decode.deterministic else {}),  # left out without, as above
@@ -67,7 +67,7 @@ def job_fingerprint(job: Job) -> dict[str, str]:
 def _newer_parts(job: Job) -> dict[str, Any]:
     """Those of NEWER_KEYS that are not off."""
     decode = job.config.decode
-    parts = {"decode.frequency_penalty": decode.frequency_penalty, "decode.logit_bias": job.admission.logit_bias}
+    parts = {"decode.frequency_penalty": decode.frequency_penalty, "decode.logit_bias": job.admission.settings.logit_bias}
     return {key: value for key, value in parts.items() if value}
 
 

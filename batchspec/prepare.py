@@ -18,13 +18,13 @@ from batchspec.distributed.group import Group
 from batchspec.draft.spec import DrafterSpec, open_drafter
 from batchspec.errors import ConfigError
 from batchspec.model.blocks.base import Shard
+from batchspec.model.deterministic import in_one_order
 from batchspec.model.files import ModelFiles
 from batchspec.model.hub import find_model
 from batchspec.model.kv_calibration import check_fp8_kv
 from batchspec.model.kv_scales import KVScales
 from batchspec.model.lora import Adapter, open_adapter
 from batchspec.model.lora_products import AdapterSet, AdapterSource
-from batchspec.model.one_order import in_one_order
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import resolve_dtype

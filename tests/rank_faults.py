@@ -24,7 +24,7 @@ from batchspec.engine.executor import Executor
 from batchspec.engine.step import ScheduledStep
 from batchspec.runner import follower
 from batchspec.supervise.leave import leave
-from batchspec.warm import leader
+from batchspec.warm import rank_process
 from tests.runs import put
 
 KIND, RANK, STEP = os.environ["FAULT"].split()
@@ -65,4 +65,4 @@ if __name__ == "__main__":
         sys.argv.pop(1)
     if sys.argv[1 if warm else 3] == RANK:
         make_faulty()
-    leave(guarded(leader.main if warm else worker.main))
+    leave(guarded(rank_process.main if warm else worker.main))

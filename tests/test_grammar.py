@@ -21,10 +21,10 @@ from batchspec.structured.grammar import grammar_rules
 from batchspec.structured.lazy_dfa import LazyDfa
 from batchspec.structured.lazy_masks import TokenTrie, expansion
 from batchspec.structured.network import Network
+from batchspec.structured.parse import network_of, rules_of, single_bytes
 from batchspec.structured.regex import regex_node
 from batchspec.structured.regular import EMPTY, Impossible, dfa_of, optional, text
 from batchspec.structured.rules import BadGrammar, Rules
-from batchspec.structured.sources import network_of, rules_of, single_bytes
 from batchspec.structured.token_masks import tokens_of_bytes
 from batchspec.token_automaton import DEAD, ENDS, FORCED, NUM_SYMBOLS, TokenAutomaton
 from tests.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, TOKENS, VOCABULARY, automaton

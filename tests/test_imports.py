@@ -80,7 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "identity": {
         "dataset.schema",
         "model.kv_calibration",
-        "model.one_order",
+        "model.deterministic",
         "model.weights",
         "packing.constraints",
         "prepare",

@@ -85,10 +85,10 @@ class Plan:
         return [f"prompts      {mean:,.0f} tokens on average, median {median:,.0f}, longest {most:,}", *histogram(lengths)]
 
     def _thinking(self) -> list[str]:
-        think, decode = self.job.admission.think, self.job.config.decode
+        think, decode = self.job.admission.settings.think, self.job.config.decode
         if think is None:
             return []
-        closing = [*self.job.admission.closing, *think.closing]
+        closing = [*self.job.admission.settings.closing, *think.closing]
         begin = "every answer" if think.begin_id is None else f"{think.begin} ({think.begin_id})"
         opened, count = self.survey.num_opened, len(self.survey.prompt_tokens)
         budget = decode.thinking_token_budget

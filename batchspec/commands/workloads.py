@@ -20,9 +20,9 @@ from batchspec.distributed.group import Group
 from batchspec.engine.lockstep import Lead
 from batchspec.errors import ConfigError
 from batchspec.load import load_message
+from batchspec.model.deterministic import in_one_order
 from batchspec.model.kv_calibration import check_e4m3, give_scales
 from batchspec.model.lora_products import DummyAdapters
-from batchspec.model.one_order import in_one_order
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype
 from batchspec.model.tokenizer import Tokenizer

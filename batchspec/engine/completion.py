@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from batchspec.engine.request_state import RequestState
 from batchspec.engine.stop_strings import Decode
 from batchspec.engine.thinking import Parts, split_thoughts
 from batchspec.engine.tool_calls import tool_calls
-from batchspec.records import Completion, RowError, RowStats
+from batchspec.records import Completion, Ids, RowError, RowStats
 
 NON_FINITE = "non_finite_logits"
 
@@ -36,15 +37,15 @@ def completion_of(
     now      the host's clock in seconds
     nodes    number of nodes in each round's tree; None for chains
     """
-    request = state.request
     assert state.finish_reason is not None
+    stats = _stats(state, drafter, slot, now, nodes)
     if state.prompt_logprobs is not None:
-        return _scored(state, state.prompt_logprobs, _stats(state, drafter, slot, now, nodes))
+        return _scored(state, state.prompt_logprobs, stats)
     if state.finish_reason == "error":
-        return _failure(state, _stats(state, drafter, slot, now, nodes))
+        return _failure(state, stats)
     count = len(state.tokens)
     assert state.num_top is None or len(state.logprobs) >= count, (len(state.logprobs), count)
-    text_due = defers_text and decode is not None and request.thinking is None and state.stop_string is None
+    text_due = defers_text and decode is not None and state.request.thinking is None and state.stop_string is None
     texts = _Texts() if text_due else _texts(state, decode)
     parts = texts.parts
     stop_id = None if state.stop_id is None or state.stop_id in eos_ids else str(state.stop_id)
@@ -52,14 +53,10 @@ def completion_of(
     if state.top:
         top = (np.stack([ids for ids, _ in state.top[:count]]), np.stack([values for _, values in state.top[:count]]))
     return Completion(
-        request_id=request.request_id,
-        row_index=request.row_index,
-        sample_index=request.sample_index,
-        shard=request.shard,
+        **_of_request(state),
         status="truncated" if state.finish_reason == "length" else "ok",
         finish_reason=state.finish_reason,
         stop_reason=stop_id if state.stop_string is None else state.stop_string,
-        prompt_ids=request.prompt_ids,
         token_ids=np.array(state.tokens, np.int32),
         text=texts.answer,
         text_due=text_due,
@@ -69,33 +66,48 @@ def completion_of(
         reasoning_tokens=None if parts is None else parts.num_reasoning,
         logprobs=np.array(state.logprobs[:count], np.float32) if state.logprobs else None,
         top_logprobs=top,
-        seed=request.seed,
-        predicted_tokens=request.predicted_tokens,
-        cached_tokens=state.cached_tokens,
-        stats=_stats(state, drafter, slot, now, nodes),
+        stats=stats,
     )
+
+
+class _OfRequest(TypedDict):
+    request_id: str
+    row_index: int
+    sample_index: int
+    shard: int
+    prompt_ids: Ids
+    seed: int
+    predicted_tokens: int
+    cached_tokens: int
+
+
+def _of_request(state: RequestState) -> _OfRequest:
+    """What every completion has of its request, however it ended."""
+    request = state.request
+    return {
+        "request_id": request.request_id,
+        "row_index": request.row_index,
+        "sample_index": request.sample_index,
+        "shard": request.shard,
+        "prompt_ids": request.prompt_ids,
+        "seed": request.seed,
+        "predicted_tokens": request.predicted_tokens,
+        "cached_tokens": state.cached_tokens,
+    }
 
 
 def _scored(state: RequestState, logprobs: NDArray[np.float32], stats: RowStats) -> Completion:
     """The completion of a prompt that was scored: no token, and the numbers of the prompt's."""
-    request = state.request
     bad = np.flatnonzero(~np.isfinite(logprobs[1:]))
     if len(bad):
         return _failure(state, stats, f"position {bad[0] + 1} (prompt token {bad[0] + 1})")
     return Completion(
-        request_id=request.request_id,
-        row_index=request.row_index,
-        sample_index=request.sample_index,
-        shard=request.shard,
+        **_of_request(state),
         status="ok",
         finish_reason="length",
-        prompt_ids=request.prompt_ids,
         token_ids=np.array([], np.int32),
         prompt_logprobs=logprobs,
         prompt_top_logprobs=state.prompt_top,
-        seed=request.seed,
-        predicted_tokens=request.predicted_tokens,
-        cached_tokens=state.cached_tokens,
         stats=stats,
     )
 
@@ -104,19 +116,12 @@ def _failure(state: RequestState, stats: RowStats, where: str | None = None) -> 
     """The completion of a row that the host gave up, or whose logits were not finite. Its tokens are dropped, because they may
     come from damaged numbers, or have no end. where: None: at its newest token."""
     emitted_in_all = stats.num_prefills + stats.num_accepted + stats.num_rounds
-    request, emitted = state.request, len(state.tokens)
-    where = where or f"position {len(request.prompt_ids) + emitted} (output token {emitted})"
+    emitted = len(state.tokens)
+    where = where or f"position {len(state.request.prompt_ids) + emitted} (output token {emitted})"
     return Completion(
-        request_id=request.request_id,
-        row_index=request.row_index,
-        sample_index=request.sample_index,
-        shard=request.shard,
+        **_of_request(state),
         status="error",
         finish_reason="error",
-        prompt_ids=request.prompt_ids,
-        seed=request.seed,
-        predicted_tokens=request.predicted_tokens,
-        cached_tokens=state.cached_tokens,
         stats=replace(stats, num_discarded=emitted_in_all),
         error=state.error
         or RowError(

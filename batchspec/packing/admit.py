@@ -32,18 +32,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from batchspec.config.schema import RunConfig
-from batchspec.config.values import violation
 from batchspec.dataset.columns import TYPES, ColumnMap, request_ids
 from batchspec.dataset.reader import InputShard, Source, SourceFacts, locate
 from batchspec.dataset.untyped_columns import json_kinds
 from batchspec.errors import ConfigError
-from batchspec.model.thinking import find_think_tokens
 from batchspec.packing.awaited import Compiling
 from batchspec.packing.cells import (
     BadRow,
-    bias_cell,
-    checked_biases,
-    number_cell,
     plain_cell,
     prompt_cell,
     row_values,
@@ -52,18 +47,12 @@ from batchspec.packing.cells import (
 from batchspec.packing.constraints import Constraints, asked_by, check_constraints
 from batchspec.packing.predict import LengthPredictor
 from batchspec.packing.prompt_encoder import PromptEncoder
-from batchspec.records import MAX_STOP_IDS, Completion, Ids, Request, RowError, SamplingParams, Thinking
+from batchspec.packing.row_settings import RowSettings
+from batchspec.records import Completion, Request, RowError
 
 if TYPE_CHECKING:
     from batchspec.model.spec import ModelSpec
     from batchspec.model.tokenizer import Tokenizer
-
-
-SAMPLING = (
-    "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "seed", "n",
-)  # fmt: skip
-"""Numbers that a row may have of its own."""
 
 
 def hash64(*parts: int | str) -> int:
@@ -93,47 +82,19 @@ class Admission:
         self.source, self.columns = SourceFacts(source.files, source.schema), columns
         self.tokenizer, self.vocab_size = tokenizer, spec.vocab_size
         self.max_len = job_max_len(config, spec)
-        special_ids = tokenizer.special_ids if tokenizer else {}
-        self.special_ids: Mapping[str, int] = {text: token for text, token in special_ids.items() if token < self.vocab_size}
-        self.think = find_think_tokens(config.model.think_tokens, tokenizer, spec.vocab_size)
-        if self.think is not None:  # their texts are not part of an answer's text, so a stop string must become a stop id
-            self.special_ids |= self.think.tokens()
+        self.settings = RowSettings(config, columns, spec, tokenizer)
         self.predictor = LengthPredictor()
-        of_answer = self.think.stop_ids if self.think is not None else ()
-        eos = set() if self.decode.ignore_eos else {*spec.eos_ids, *(tokenizer.eos_ids if tokenizer else ()), *of_answer}
-        outside = [token for token in self.decode.stop_ids if token >= self.vocab_size]
-        if outside:
-            raise ConfigError(f"decode.stop_ids={outside} exceed the vocabulary of {self.vocab_size} tokens; remove them")
-        # A tokenizer may have more tokens than the model; these are never drawn.
-        self.end_ids = {token for token in eos if token < self.vocab_size} | set(self.decode.stop_ids)
-        if len(self.end_ids) > MAX_STOP_IDS:
-            raise ConfigError(
-                f"decode.stop_ids={self.decode.stop_ids} and the model's {len(eos)} EOS ids are {len(self.end_ids)} stop ids, "
-                f"at most {MAX_STOP_IDS} fit; remove some or use decode.stop"
-            )
         if tokenizer is None and (self.columns.prompt_kind != "prompt_ids" or self.decode.stop):
             raise ConfigError("decode.stop and text prompts need a tokenizer, and the model folder has none; use prompt_ids")
 
-        try:
-            self.logit_bias = checked_biases(self.decode.logit_bias, self.vocab_size)
-        except BadRow as error:
-            raise ConfigError(f"decode.{error}") from None
-        self.adapters = {name: number for number, name in enumerate(config.model.adapters, 1)}
-        self.usual_adapter = 1 if spec.lora is not None and spec.lora.of_all_rows else 0
-        if (column := columns.get("adapter")) is not None and not self.adapters:
-            raise ConfigError(
-                f"column {column!r} names LoRA adapters, and model.adapters has none; give them, model.adapters={{NAME:FOLDER}}, "
-                "or hide the column: input.columns.adapter=null"
-            )
         self.constraints: Constraints | None = None
         """What answers must match; None: no key and no column asks for structured output."""
         asked = asked_by(config, columns)
         if asked is not None and self.decode.max_new_tokens:
-            check_constraints(config, asked, tokenizer, self.think, self.end_ids)
+            check_constraints(config, asked, tokenizer, self.settings.think, self.settings.end_ids)
             self.constraints = constraints or self._own_constraints()
         self.encoder = PromptEncoder(self.input, columns, tokenizer, vocab_size=self.vocab_size, max_len=self.max_len)
         self.fields = {name: source.schema.field(column) for name, column in columns.names.items()}
-        self.closing = self._closing()
         chat = self.columns.prompt_kind == "messages" or (self.columns.prompt_kind == "prompt" and self.input.chat)
         if chat and tokenizer is not None and not tokenizer.has_chat_template:
             raise ConfigError("a chat needs a template, and the model has none; set model.chat_template, or give plain prompts")
@@ -141,7 +102,7 @@ class Admission:
     def _own_constraints(self) -> Constraints:
         assert self.tokenizer is not None
         return Constraints(
-            self.decode, self.tokenizer, vocab_size=self.vocab_size, think=self.think, end_ids=self.end_ids
+            self.decode, self.tokenizer, vocab_size=self.vocab_size, think=self.settings.think, end_ids=self.settings.end_ids
         )  # fmt: skip
 
     def expect_constraints(self) -> None:
@@ -150,27 +111,10 @@ class Admission:
             with suppress(ConfigError):
                 self.constraints = self._own_constraints()
 
-    def _closing(self) -> tuple[int, ...]:
-        """The tokens of the text that is forced when a thought has used its budget, before those that end the thought."""
-        text, budget = self.decode.thinking_closing, self.decode.thinking_token_budget
-        if self.think is None:
-            if budget is not None:
-                raise ConfigError(
-                    f"decode.thinking_token_budget={budget} needs think tokens, and the tokenizer has no known ones; "
-                    "name them, model.think_tokens=[<think>,</think>], or remove the key"
-                )
-            return ()
-        if text and self.tokenizer is None:
-            raise ConfigError("decode.thinking_closing needs a tokenizer, and the model folder has none; remove the key")
-        ids = self.tokenizer.encode_part(text) if text and self.tokenizer is not None else []
-        if {self.think.begin_id, self.think.end_id, *self.think.tokens().values(), *self.end_ids} & set(ids):
-            raise ConfigError(f"decode.thinking_closing={text!r} holds a think token or one that ends the output; take it out")
-        return tuple(ids)
-
     @property
     def has_channels(self) -> bool:
         """Whether the model's outputs have channels (harmony): tool calls are told from the answer."""
-        return self.think is not None and self.think.channels is not None
+        return self.settings.think is not None and self.settings.think.channels is not None
 
     def observe(self, completion: Completion) -> None:
         """Update the predicted output length with a finished row."""
@@ -277,24 +221,18 @@ class Admission:
 
     def _requests(self, row: dict[str, Any], request_id: str, row_index: int, shard: int) -> Iterator[Request]:
         prompt = prompt_cell(row, self.columns.prompt_kind)
-        values = self._values(row)
-        stop, stop_ids = self._stops(row.get("stop"))
+        settings, values = self.settings, self.settings.values(row)
+        stop, stop_ids = settings.stops(row.get("stop"))
         max_new_tokens = int(values["max_new_tokens"])
-        self._check_scored(max_new_tokens, int(values["n"]))
+        settings.check_scored(max_new_tokens, int(values["n"]))
         room = self.max_len - max_new_tokens
         if room < 1:
             said = f"max_new_tokens={max_new_tokens} leaves no room for a prompt in model.max_len={self.max_len}; lower it"
             raise BadRow("bad_parameter", said)
-        adapter = self._adapter(row.get("adapter"))
+        adapter = settings.adapter(row.get("adapter"))
         prompt_ids = self.encoder.encode(prompt, row, room)
-        sampling = SamplingParams(
-            temperature=values["temperature"], top_k=min(int(values["top_k"]), self.vocab_size),
-            top_p=values["top_p"], min_p=values["min_p"],
-            repetition_penalty=values["repetition_penalty"], presence_penalty=values["presence_penalty"],
-            frequency_penalty=values["frequency_penalty"],
-            logit_bias=bias_cell(row, self.logit_bias, self.vocab_size),
-        )  # fmt: skip
-        thinking = self._thinking(prompt_ids, row.get("thinking_token_budget")) if max_new_tokens else None
+        sampling = settings.sampling(values, row)
+        thinking = settings.thinking(prompt_ids, row.get("thinking_token_budget")) if max_new_tokens else None
         constraint = None
         if self.constraints is not None:
             constraint = self.constraints.of_row(row)
@@ -310,67 +248,6 @@ class Admission:
                 seed=hash64(base, sample_index) if sample_index else base, predicted_tokens=predicted,
                 thinking=thinking, synthetic_len=synthetic_len, constraint=constraint, adapter=adapter,
             )  # fmt: skip
-
-    def _check_scored(self, max_new_tokens: int, num_samples: int) -> None:
-        """All rows of a job are scored, or none."""
-        scores = self.decode.max_new_tokens == 0
-        if scores != (max_new_tokens == 0):
-            whole = (
-                "a job that scores prompts" if scores else "a job that decodes; decode.max_new_tokens=0 scores all its prompts"
-            )
-            raise BadRow("bad_parameter", f"max_new_tokens={max_new_tokens} in {whole}; leave it null")
-        if scores and num_samples > 1:
-            raise BadRow("bad_parameter", f"n={num_samples} in a job that scores prompts; leave it null")
-
-    def _adapter(self, own: Any) -> int:
-        """The number of the row's LoRA adapter."""
-        if own is None:
-            return self.usual_adapter
-        number = self.adapters.get(own) if isinstance(own, str) else None
-        if number is None:
-            known = ", ".join(list(self.adapters)[:20])
-            raise BadRow("bad_parameter", f"adapter={own!r} is none of model.adapters ({known}); correct it or leave it null")
-        return number
-
-    def _thinking(self, prompt_ids: Ids, own: Any) -> Thinking | None:
-        think, budget = self.think, self.decode.thinking_token_budget
-        if own is not None:
-            budget = int(number_cell("thinking_token_budget", own, whole=True))
-            problem = violation("decode.thinking_token_budget", budget)
-            if problem or think is None:
-                said = f"thinking_token_budget={budget} needs think tokens, and the tokenizer has none; leave it null"
-                raise BadRow("bad_parameter", problem.removeprefix("decode.") if problem else said)
-        if think is None:
-            return None
-        return think.of_row(prompt_ids, budget, self.closing)
-
-    def _values(self, row: dict[str, Any]) -> dict[str, float]:
-        """The sampling values of a row: the row's own, or else the job's."""
-        values: dict[str, float] = {}
-        for name in SAMPLING:
-            own, usual = row.get(name), getattr(self.decode, name)
-            if own is None:
-                values[name] = usual
-                continue
-            values[name] = number_cell(name, own, whole=isinstance(usual, int))
-            problem = violation(f"decode.{name}", values[name])
-            if problem:
-                raise BadRow("bad_parameter", problem.removeprefix("decode."))
-        return values
-
-    def _stops(self, own: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Stop strings to search for in the text, and stop ids. A stop string that is a special token becomes a stop id."""
-        strings: list[Any] = list(self.decode.stop)
-        if own is not None:
-            strings = [own] if isinstance(own, str) else own if isinstance(own, list) else [None]
-            if not all(isinstance(item, str) and item for item in strings):
-                raise BadRow("bad_parameter", f"stop={own!r} must hold non-empty strings; correct it or leave it null")
-            if strings and self.tokenizer is None:
-                raise BadRow("bad_parameter", f"stop={own!r} needs a tokenizer, and the model folder has none; leave it null")
-        ids = self.end_ids | {self.special_ids[item] for item in strings if item in self.special_ids}
-        if len(ids) > MAX_STOP_IDS:
-            raise BadRow("bad_parameter", f"stop={own!r} makes {len(ids)} stop ids, at most {MAX_STOP_IDS} fit; shorten the list")
-        return tuple(item for item in strings if item not in self.special_ids), tuple(sorted(ids))
 
 
 def job_max_len(config: RunConfig, spec: ModelSpec) -> int:

@@ -52,7 +52,7 @@ class ShardWork:
 
     def table(self, shard: InputShard, completions: Sequence[Completion]) -> pa.Table:
         """The completions as output rows, with the texts that the engine left to it."""
-        think = self.admission.think
+        think = self.admission.settings.think
         return build_table(
             shard,
             [self._with_text(completion) for completion in completions],

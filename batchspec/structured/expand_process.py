@@ -16,8 +16,8 @@ from batchspec.lazy_automaton import Ask, Expansion, LazyAutomaton
 from batchspec.structured.compile_process import MAX_RECURSION
 from batchspec.structured.lazy_dfa import LazyDfa
 from batchspec.structured.lazy_masks import TokenTrie, expansion
+from batchspec.structured.parse import network_of
 from batchspec.structured.regular import Impossible, TooLarge
-from batchspec.structured.sources import network_of
 from batchspec.structured.token_masks import tokens_of_bytes
 from batchspec.token_automaton import DEAD, TokenSymbols
 

@@ -48,7 +48,7 @@ from batchspec.warm.wire import (
     Weights,
 )
 
-PROGRAM = ("-m", "batchspec.warm.leader")
+PROGRAM = ("-m", "batchspec.warm.rank_process")
 POLL_S = 0.05
 """Seconds between two checks whether the call was given up, or a rank has ended."""
 REQUESTS = 32

@@ -68,7 +68,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The totals so far, sent at most every TELL_S seconds (leader.py)."""
+    """The totals so far, sent at most every TELL_S seconds (rank_process.py)."""
 
     totals: EngineTotals
 

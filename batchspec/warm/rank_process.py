@@ -1,4 +1,4 @@
-"""The program of each rank of a warm engine's model, leader and followers: `python -m batchspec.warm.leader SEAT [PIPE]`.
+"""The program of each rank of a warm engine's model, leader and followers: `python -m batchspec.warm.rank_process SEAT [PIPE]`.
 
 `ranks.py` starts it. SEAT is the process's place in the group, four words (`distributed/seat.py`). Rank 0 leads: PIPE is the file
 descriptor of its end of the pipe to the engine, on which it answers the messages of `wire.py`. The other ranks execute what rank

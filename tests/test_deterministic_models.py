@@ -19,8 +19,8 @@ from batchspec.config.compose import compose
 from batchspec.config.schema import RunConfig
 from batchspec.errors import ConfigError
 from batchspec.kernels.gemm.ordered_tiles import MIN_SEGMENT, SEGMENT_UNIT, ordered_tile, segments_of
-from batchspec.model import one_order
-from batchspec.model.one_order import in_one_order
+from batchspec.model import deterministic
+from batchspec.model.deterministic import in_one_order
 from batchspec.model.quant.ordered import OrderedLinear
 from batchspec.model.quant.plain import PLAIN
 from batchspec.model.spec import ModelSpec, read_spec
@@ -36,7 +36,7 @@ ON = "decode.deterministic=true"
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_order, "has_same_bits_in_all_tiles", lambda device: True)
+    monkeypatch.setattr(deterministic, "has_same_bits_in_all_tiles", lambda device: True)
 
 
 def config_with(*overrides: str) -> RunConfig:
@@ -79,7 +79,7 @@ def test_devices_and_dtypes_without_it_are_refused_and_float64_needs_none(monkey
         in_one_order(LLAMA_8B, CPU, torch.bfloat16)
     with pytest.raises(ConfigError, match=r"on a GPU is built for model.dtype=bfloat16, and it is float32"):
         in_one_order(LLAMA_8B, CUDA, torch.float32)
-    monkeypatch.setattr(one_order, "has_same_bits_in_all_tiles", lambda device: False)
+    monkeypatch.setattr(deterministic, "has_same_bits_in_all_tiles", lambda device: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     with pytest.raises(ConfigError, match=r"Hopper generation \(compute capability 9.0\), and this is Some GPU"):
         in_one_order(LLAMA_8B, CUDA, torch.bfloat16)

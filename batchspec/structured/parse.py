@@ -1,4 +1,4 @@
-"""Reads the text of a constraint (schema, grammar, regex, choice) as rules of nodes, and as a network for a lazy automaton."""
+"""Parses the text of a constraint (schema, grammar, regex, choice): rules of nodes, and a network for a lazy automaton."""
 
 from __future__ import annotations
 
