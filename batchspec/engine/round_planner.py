@@ -96,7 +96,7 @@ class RoundPlanner:
     def prepare(self, mode: SamplingMode, *, shared: bool = False) -> PrefillCost | None:
         """Rehearse a prefill, capture the graphs of every row bucket and draft length for `mode`, and time them; no row may live.
 
-        shared  the graphs of rows with shared prefixes too
+        shared  the graphs of rows with shared prefixes too, if the longest prompt is long enough
         Returns what a prefill pass takes in seconds; None where rounds are no graphs (CPU, float64): nothing is timed.
         """
         batch, lengths, graphs = self._batch, self._lengths, self._executor.graphs
@@ -110,6 +110,8 @@ class RoundPlanner:
         rehearsed = time.perf_counter()
         if self._executor.round.options.scores:  # there are no rounds
             return cost
+        most_pages = (batch.longest_prompt or batch.max_len) // batch.page_size
+        shared = shared and self._executor.sharing.may_pay(batch.num_slots, most_pages)
         graphs.prepare([*shapes, *(replace(shape, shared=True) for shape in shapes if shared)])
         if cost is None:
             return None

@@ -65,7 +65,7 @@ class Scheduler:
         self._allocator, self._planner, self._executor, self._totals = allocator, planner, executor, totals
         self._hook = hook
         self._scores = executor.round.options.scores
-        self._prefix_groups = PrefixGroups(self.batch.num_slots)
+        self._prefix_groups = PrefixGroups(self.batch.num_slots, executor.sharing.pays)
         self.in_flight: deque[Launch] = deque()
         """Launches whose results are not read yet, the oldest first."""
         self._passes: deque[list[int]] = deque()
@@ -133,7 +133,7 @@ class Scheduler:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Rows of the newest round share a prefix."""
+        """The newest round read prefixes of its rows once."""
         return self._prefix_groups.any
 
     @property
