@@ -166,6 +166,26 @@ def test_graphs_that_read_prefixes_once_are_prepared_where_the_longest_prompt_co
     assert any(shape.shared for shape in one._executor.graphs.prepared) == prepared
 
 
+@pytest.mark.parametrize(
+    ("longest_row", "max_len", "usual"), [(96, 8192, 128), (96, 128, None), (110, 8192, 256), (None, 8192, None)]
+)
+def test_rounds_are_prepared_for_rows_a_little_longer_than_those_surveyed(
+    longest_row: int | None, max_len: int, usual: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quarter longer, drafts included: attention over rows that might have 8,192 tokens splits them all."""
+    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    one: Any = planner(packed(4, longest_row=longest_row, max_len=max_len, draft_len=1), 1)
+    one.prepare(MODE)
+    assert {shape.max_kv for shape in one._executor.graphs.prepared} == {usual}
+
+
+def test_a_round_with_one_longer_row_plans_for_all_that_the_job_allows() -> None:
+    """Drafts reach beyond a row's limit: with K = 1 by four keys at most, masks of a parallel head included."""
+    one = planner(packed(4, longest_row=96, max_len=8192, draft_len=1), 1)
+    assert [one.max_kv(longest) for longest in (1, 124, 125, 8192)] == [128, 128, None, None]
+    assert planner(packed(4, longest_row=None, max_len=8192), 1).max_kv(1) is None
+
+
 def test_a_result_speaks_of_the_round_that_it_came_from_however_many_were_launched_since(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five rounds over two of four slots, every other one without drafts, are launched before the first result is there."""
     monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))

@@ -115,7 +115,10 @@ class Executor:
         if scheduled.new_prefix_groups is not None:
             self.prefix_groups.write(scheduled.new_prefix_groups, scheduled.num_rows)
         self.drafter.refresh(scheduled.drafter_update)
-        shape = Shape(scheduled.num_rows, scheduled.draft_len, scheduled.mode, scheduled.shares_prefixes, scheduled.prepare_next)
+        shape = Shape(
+            scheduled.num_rows, scheduled.draft_len, scheduled.mode, scheduled.shares_prefixes, scheduled.prepare_next,
+            scheduled.max_kv,
+        )  # fmt: skip
         result = self.graphs.run(shape)
         if scheduled.counts_experts:
             result = replace(result, experts_read=self.target.experts_read())

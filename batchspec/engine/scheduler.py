@@ -260,6 +260,7 @@ class Scheduler:
             mode=slots.mode,
             shares_prefixes=groups.any,
             new_prefix_groups=new_groups,
+            max_kv=self._planner.max_kv(int(slots.max_tokens[slots.owner >= 0].max(initial=0))),
             counts_experts=launch.counts_experts,
             drafter_update=self._executor.drafter.next_update(),
         )
