@@ -296,6 +296,8 @@ class PackedBatch:
     """Number of rounds that the host launches before it reads the results of the first."""
     longest_prompt: int | None = None
     """Longest prompt in tokens among the surveyed rows, for which prefill is prepared; None: any that fits."""
+    longest_row: int | None = None
+    """Longest prompt + max_new_tokens among the surveyed rows, for which rounds are prepared; None: max_len."""
     more_pages: tuple[int, ...] = ()
     """K/V pages of the other K/V groups, layers with narrower windows; (): num_pages each."""
 

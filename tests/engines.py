@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import NoFeatures
+from batchspec.engine.shared_prefix import SharingCost
 from batchspec.kernels.sampling.sample import gumbel_reference
 from batchspec.model.rope_config import RopeSpec
 from batchspec.model.spec import ModelSpec
@@ -45,6 +47,11 @@ def tiny_target(dtype: torch.dtype = torch.float64, window: int | None = None, f
     """Two layers of noise, scaled up so that the distribution is not flat and greedy output neither loops at once nor never."""
     target = Target.load(Path(), tiny_spec(window), dtype=dtype, device=DEVICE, dummy=True)
     return in_e4m3(target) if fp8_kv else target
+
+
+def share_always(patch: pytest.MonkeyPatch) -> None:
+    """Rounds read every shared prefix once, however little that saves: a test's rows are short."""
+    patch.setattr(SharingCost, "pays", lambda cost, groups: bool(groups))
 
 
 def in_e4m3(target: Target) -> Target:

@@ -33,7 +33,7 @@ from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.model.weights import expected_shapes
 from batchspec.records import Completion, PackedBatch, Request, SamplingParams
-from tests.engines import decode, packed, request
+from tests.engines import decode, packed, request, share_always
 from tests.heads import distilled_tensors, random_tensors, tiny_design, write_head
 from tests.stand_ins import dense_spec
 
@@ -190,7 +190,10 @@ def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, overl
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-def test_rows_with_a_common_beginning_read_it_once_and_give_the_same_tokens(overlap: bool, tmp_path: Path) -> None:
+def test_rows_with_a_common_beginning_read_it_once_and_give_the_same_tokens(
+    overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share_always(monkeypatch)
     rng = np.random.default_rng(5)
     beginnings = [rng.integers(0, VOCAB, 132).tolist() for _ in range(3)]
     asked = [
@@ -234,6 +237,7 @@ def test_rows_with_common_beginnings_keep_their_tokens_while_the_batch_shrinks(s
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PagePool, "take", poison)
+        share_always(patch)
         done = list(engine.run(iter(asked)))
     assert tokens(done) == alone(asked)
 

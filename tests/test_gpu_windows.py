@@ -30,7 +30,7 @@ from batchspec.engine import allocator
 from batchspec.engine.engine import Engine
 from batchspec.model import target as target_module
 from batchspec.records import PackedBatch, Request
-from tests.engines import decode, request
+from tests.engines import decode, request, share_always
 from tests.freed_pages import poison_freed_pages
 from tests.test_gpu_engine import TREE, VOCAB, alone, eagle, requests, shape, tokens, windowed_target
 
@@ -104,6 +104,7 @@ def test_rows_with_a_common_beginning_read_it_once_in_the_layers_that_read_all_k
         request(i, beginnings[i % 3] + rng.integers(0, VOCAB, rng.integers(1, 12)).tolist(), cap=int(rng.integers(1, 50)))
         for i in range(40)
     ]
+    share_always(monkeypatch)
     shared: list[bool] = []
     own, drafter = windowed_target("cuda", MIXED), make_drafter("eagle3", MIXED, tmp_path, 8)
     engine = Engine(own, drafter, shape(8), device=GPU, overlap=overlap)

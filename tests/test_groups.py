@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from batchspec.cache.page_tables import RowPages
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.engine import Engine
 from batchspec.engine.request_state import RequestState
-from batchspec.engine.shared_prefix import MIN_PAGES, PrefixGroups, PrefixGroupTables, find_groups
+from batchspec.engine.shared_prefix import MIN_PAGES, PrefixGroups, PrefixGroupTables, SharingCost, find_groups
 from batchspec.engine.step import PrefixGroup, ScheduledRound
 from tests.engines import DEVICE, VOCAB, packed, request, tiny_target
 
@@ -28,8 +28,8 @@ def row(slot: int, pages: list[int]) -> RequestState:
 class Groups:
     """What the scheduler finds and the executor writes, as in a run."""
 
-    def __init__(self, num_slots: int, page_size: int) -> None:
-        self.found, self.tables = PrefixGroups(num_slots), PrefixGroupTables(num_slots, page_size, torch.device("cpu"))
+    def __init__(self, num_slots: int, page_size: int, pays: Callable[[Sequence[PrefixGroup]], bool] = bool) -> None:
+        self.found, self.tables = PrefixGroups(num_slots, pays), PrefixGroupTables(num_slots, page_size, torch.device("cpu"))
         self.clear, self.first = self.found.clear, self.tables.first
 
     def renew(self, requests: Sequence[RequestState | None], owner: NDArray[np.int64], num_rows: int) -> bool:
@@ -110,6 +110,53 @@ def test_rows_that_move_or_enter_renew_the_tables_and_rows_that_die_do_not() -> 
     alone: list[RequestState | None] = [moved[0], None, None, None]
     assert groups.renew(alone, owners(alone), 4)  # the member that died stays listed
     assert groups.first(4).row_group.tolist() == [0, 0, -1, -1]
+
+
+def test_prefixes_are_read_once_only_while_that_pays_and_the_tables_are_right_when_it_does() -> None:
+    groups = Groups(4, 16, pays=lambda found: sum(len(group.slots) for group in found) > 2)
+    rows: list[RequestState | None] = [row(0, [*COMMON, 1]), row(1, [*COMMON, 2]), None, None]
+    assert not groups.renew(rows, owners(rows), 4)
+    rows[3] = row(3, [*COMMON, 3])
+    assert groups.renew(rows, owners(rows), 4)
+    assert groups.first(4).row_group.tolist() == [0, 0, -1, 0]
+    rows[3] = None
+    other = [row(0, [*COMMON, 1]), row(1, [*COMMON, 2]), row(2, list(range(101, 110))), None]
+    assert not groups.renew(other, owners(other), 4)
+    other[3] = row(3, list(range(101, 111)))
+    assert groups.renew(other, owners(other), 4)
+    assert groups.first(4).row_group.tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("groups", "faster"),
+    [
+        ([(2, 12)], False),
+        ([(2, 13)], True),
+        ([(3, 6)], False),
+        ([(3, 7)], True),
+        ([(2, 6), (2, 6)], False),
+        ([(2, 7), (2, 8)], True),
+        ([], False),
+    ],
+)
+def test_sharing_pays_when_it_saves_more_bytes_than_a_second_pass_and_its_partial_results_cost(
+    groups: list[tuple[int, int]], faster: bool
+) -> None:
+    """A group of n rows reads its pages n - 1 times less, of 10 bytes here; each member costs 5, the pass 110."""
+    cost = SharingCost(page_bytes=10, row_bytes=5, pass_bytes=110)
+    assert cost.pays([PrefixGroup(tuple(range(rows)), pages) for rows, pages in groups]) == faster
+
+
+def test_a_model_whose_layers_all_have_windows_never_reads_a_prefix_once() -> None:
+    assert not SharingCost(page_bytes=1 << 30, row_bytes=0, pass_bytes=1, reads_all=False).may_pay(8, 100)
+
+
+def test_few_samples_of_long_prompts_pay_on_a_gpu_and_copies_of_short_questions_to_a_small_model_do_not() -> None:
+    """Eight prompts of 8,192 tokens, eight samples each, of an 8B model; 128 questions of 200 tokens, twice each, of SmolLM2."""
+    of_8b = SharingCost(page_bytes=16 * 4096, row_bytes=16 * 4096)
+    assert of_8b.pays([PrefixGroup(tuple(range(8)), 512)] * 8)
+    of_smollm2 = SharingCost(page_bytes=16 * 768, row_bytes=16 * 4 * 576)
+    assert not of_smollm2.pays([PrefixGroup((0, 1), 12)] * 128)
 
 
 def test_a_live_row_beyond_the_bucket_is_an_error_of_ours() -> None:

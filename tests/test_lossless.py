@@ -17,8 +17,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.cache.attention import AttentionPlan, plan_attention
+from batchspec.cache.layout import LayerKV
 from batchspec.draft import corpus as corpus_module
+from batchspec.draft import reader as reader_module
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.corpus import Corpus
@@ -37,6 +41,7 @@ from batchspec.engine.graphs import Shape
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.engine.round import RoundOptions, RoundResult
 from batchspec.engine.step import ScheduledRound
+from batchspec.model import target as target_module
 from batchspec.records import Completion, PackedBatch, Request, SamplingParams
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, decode, full_logits, packed, plain_tokens, request, tiny_target
 
@@ -85,7 +90,13 @@ def run(
         assert not engine.executor.rows.live[engine.slots.free()].any(), "a slot without a row is live on the device"
         launch(scheduled)
 
+    def plan_checked(batch: FlatBatch, kv: LayerKV, **options: Any) -> AttentionPlan:
+        assert batch.kv_len.max() <= batch.max_kv, "a row is longer than attention plans for"
+        return plan_attention(batch, kv, **options)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target_module, "plan_attention", plan_checked)
+        patch.setattr(reader_module, "plan_attention", plan_checked)
         patch.setattr(allocator, "SHORT_CAP_TOKENS", short_cap)
         patch.setattr(engine.executor, "_launch_round", launch_checked)
         done = {completion.request_id: completion for completion in engine.run(iter(requests))}
@@ -213,6 +224,7 @@ def check_lossless(requests: list[Request], data: st.DataObject) -> None:
         draft_len=drafter.max_len,
         prefill_tokens=data.draw(st.sampled_from([1, 7, 64]), label="prefill_tokens"),
         run_ahead=data.draw(st.integers(0, 3), label="run_ahead"),
+        longest_row=data.draw(st.none() | st.integers(2, longest), label="longest_row"),
     )
     tokens, done, _ = run(
         requests,
@@ -252,6 +264,19 @@ def test_acceptance_is_one_when_the_drafts_are_right_and_zero_when_they_are_wron
     for right, rounds in ((True, 4), (False, 20)):
         _, done, _ = run(requests, packed(4), ForcedDrafter(4, outputs, right=right, fixed_len=True))
         assert [c.stats.num_rounds for c in done.values() if c.stats] == [rounds] * 3
+
+
+@pytest.mark.parametrize("limit", [22, 23, 32])
+def test_drafts_past_the_limit_of_a_row_are_among_the_keys_that_attention_plans_for(limit: int) -> None:
+    """Rounds are prepared for 32 keys: a row of 22 tokens may read 10 more. `run` checks each plan."""
+    requests = [request(i, [i, 5, 7], cap=limit - 3) for i in range(2)]
+    expected = expected_tokens(requests)
+    outputs = {r.seed: expected[r.request_id] for r in requests}
+    tokens, _, engine = run(
+        requests, packed(2, longest_row=16, run_ahead=2), ForcedDrafter(4, outputs, right=False, fixed_len=True)
+    )
+    assert tokens == expected
+    assert engine.planner.max_kv(limit) == (32 if limit == 22 else None)
 
 
 def test_lookup_accepts_what_repeats() -> None:

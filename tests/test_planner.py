@@ -90,9 +90,8 @@ def test_the_buffers_of_rows_fit_what_is_held_back_for_them() -> None:
         held = reserve_bytes(
             small_spec(), dtype=torch.float32, slots=8, num_buckets=1, draft_len=3, prefill_tokens=8, max_len=max_len
         )
-        tensors = [
-            getattr(rows, field.name) for field in fields(rows) if field.name not in ("page_tables", "automata", "vocab_size")
-        ]
+        no_tensors = ("page_tables", "automata", "vocab_size", "max_kv")
+        tensors = [getattr(rows, field.name) for field in fields(rows) if field.name not in no_tensors]
         sizes.append((sum(tensor.nbytes for tensor in (*tensors, *rows.page_tables)), held))
     needed, held = (more - less for less, more in zip(*sizes, strict=True))
     assert needed <= held <= 1.3 * needed
@@ -262,6 +261,12 @@ def test_prefill_is_prepared_for_the_longest_prompt_that_was_seen() -> None:
     demand = survey((30, 6), (4, 200), (10, 5)).demand(1000, 512)
     assert demand.longest_prompt == 30
     assert on_cpu(demand).longest_prompt == 30
+
+
+def test_rounds_are_prepared_for_the_longest_row_that_was_seen() -> None:
+    demand = survey((30, 6), (4, 20), (10, 5)).demand(1000, 512)
+    assert demand.longest_row == 36
+    assert on_cpu(demand).longest_row == 36
 
 
 def test_a_small_job_gets_no_more_slots_or_pages_than_it_can_use() -> None:

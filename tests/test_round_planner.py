@@ -21,6 +21,7 @@ from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.results import PendingResult
 from batchspec.engine.round import RoundOptions
 from batchspec.engine.round_planner import Launch, RoundPlanner
+from batchspec.engine.shared_prefix import SharingCost
 from batchspec.records import PackedBatch
 from tests.engines import DEVICE, packed, request, tiny_target
 
@@ -39,10 +40,12 @@ def planner(
     base: Any = BASE,
     dtype: torch.dtype = torch.float32,
     kv_windows: tuple[tuple[int | None, ...], tuple[int | None, ...]] = ((None, None), ()),
+    pass_bytes: int = 0,
 ) -> RoundPlanner:
     """Of rounds that take what `base` says, in proportion to their rows. An earlier run has left rows alive.
 
     kv_windows  of the layers of target and drafter
+    pass_bytes  of `SharingCost`, whose pages have one byte here
     """
     drafter = SimpleNamespace(max_len=max_len, kv_windows=kv_windows[1], state=())
     executor: Any = SimpleNamespace(
@@ -51,6 +54,7 @@ def planner(
         round=SimpleNamespace(drafter=drafter, draft_lens=draft_lens, nodes=None, options=RoundOptions()),
         rows=SimpleNamespace(live=torch.ones(batch.num_slots, dtype=torch.int32), move=lambda *_: None, provide=lambda *_: None),
         batch=batch,
+        sharing=SharingCost(page_bytes=1, row_bytes=0, pass_bytes=pass_bytes),
     )
     executor.rehearse = MethodType(Executor.rehearse, executor)
     prepared: list[Shape] = []
@@ -149,6 +153,37 @@ def test_just_the_graphs_that_the_job_may_launch_are_prepared(
     ]
     assert len(one._executor.graphs.prepared) == len(wanted)
     assert set(one._executor.graphs.prepared) == set(wanted)
+
+
+@pytest.mark.parametrize(("longest", "prepared"), [(80, False), (96, True), (None, True)])
+def test_graphs_that_read_prefixes_once_are_prepared_where_the_longest_prompt_could_make_them_pay(
+    longest: int | None, prepared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of four rows save at most the pages of the longest prompt; of an unknown one, of the longest row."""
+    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    one: Any = planner(packed(4, page_size=16, longest_prompt=longest, max_len=128), 1, pass_bytes=3 * 5)
+    one.prepare(MODE, shared=True)
+    assert any(shape.shared for shape in one._executor.graphs.prepared) == prepared
+
+
+@pytest.mark.parametrize(
+    ("longest_row", "max_len", "usual"), [(96, 8192, 128), (96, 128, None), (110, 8192, 256), (None, 8192, None)]
+)
+def test_rounds_are_prepared_for_rows_a_little_longer_than_those_surveyed(
+    longest_row: int | None, max_len: int, usual: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quarter longer, drafts included: attention over rows that might have 8,192 tokens splits them all."""
+    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    one: Any = planner(packed(4, longest_row=longest_row, max_len=max_len, draft_len=1), 1)
+    one.prepare(MODE)
+    assert {shape.max_kv for shape in one._executor.graphs.prepared} == {usual}
+
+
+def test_a_round_with_one_longer_row_plans_for_all_that_the_job_allows() -> None:
+    """Drafts reach beyond a row's limit: with K = 1 by four keys at most, masks of a parallel head included."""
+    one = planner(packed(4, longest_row=96, max_len=8192, draft_len=1), 1)
+    assert [one.max_kv(longest) for longest in (1, 124, 125, 8192)] == [128, 128, None, None]
+    assert planner(packed(4, longest_row=None, max_len=8192), 1).max_kv(1) is None
 
 
 def test_a_result_speaks_of_the_round_that_it_came_from_however_many_were_launched_since(monkeypatch: pytest.MonkeyPatch) -> None:

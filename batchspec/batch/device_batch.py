@@ -130,6 +130,8 @@ class DeviceBatch:
     automata: Automata | None = None
     """The tables of all automata; None in a job without constraints."""
     vocab_size: int = 0
+    max_kv: int = 0
+    """No row has more tokens, the drafts of a round included, as far as the host knows: attention plans for as many keys."""
 
     @classmethod
     def allocate(
@@ -162,7 +164,7 @@ class DeviceBatch:
                 for _ in range(num_groups if spec.per_group else 1)
             )
             made[name] = tensors if spec.per_group else tensors[0]
-        return cls(**made, automata=automata, vocab_size=vocab_size)
+        return cls(**made, automata=automata, vocab_size=vocab_size, max_kv=batch.max_len)
 
     def provide(self, mode: SamplingMode) -> None:
         """Allocate the state that `mode` needs and that few jobs have: done once, before a graph of such a mode is captured."""
@@ -178,13 +180,13 @@ class DeviceBatch:
         value: Tensor | tuple[Tensor, ...] = getattr(self, name)
         return value if isinstance(value, tuple) else (value,)
 
-    def first(self, num_rows: int) -> DeviceBatch:
-        """The first slots as views: what a round of a smaller row bucket works on."""
+    def first(self, num_rows: int, max_kv: int | None = None) -> DeviceBatch:
+        """The first slots as views: what a round of a smaller row bucket works on. max_kv: if less is known of their lengths."""
         views: dict[str, Any] = {}
         for name, spec in SLOT_FIELDS.items():
             first = tuple(tensor[:num_rows] for tensor in self._tensors(name))
             views[name] = first if spec.per_group else first[0]
-        return DeviceBatch(**views, automata=self.automata, vocab_size=self.vocab_size)
+        return DeviceBatch(**views, automata=self.automata, vocab_size=self.vocab_size, max_kv=max_kv or self.max_kv)
 
     def begin(self, slots: Sequence[int], requests: Sequence[Request], outputs: Sequence[Sequence[int]]) -> None:
         """Put requests into slots, not live yet; `outputs` are the tokens that each has emitted already."""

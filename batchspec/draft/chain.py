@@ -234,5 +234,5 @@ class ChainDrafter(HeadReader):
             kv_len=kv_len,
             page_table=cache.draft_table(rows),
             max_q=1,
-            max_kv=rows.tokens.shape[1],
+            max_kv=rows.max_kv,
         )

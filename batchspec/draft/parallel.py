@@ -118,7 +118,7 @@ class ParallelDrafter(HeadReader):
             mask_id=self._mask_id, page_size=cache.page_size, out_ids=ids, out_hidden=fed, out_positions=positions,
             out_slot_mapping=slots, out_kv_len=kv_len, out_draft_len=draft_len,
         )  # fmt: skip
-        batch = self._layout.batch(ids.view(num_rows, width), positions, slots, kv_len, page_table, rows.tokens.shape[1])
+        batch = self._layout.batch(ids.view(num_rows, width), positions, slots, kv_len, page_table, rows.max_kv)
         normed, residual = self.head.enter(ids, fed)
         at, plans = Place(self._rope(positions), slots), self._plans(batch, cache, range(self._last + 1))
         for i, window in enumerate(self._windows):

@@ -60,8 +60,8 @@ class WindowDrafter(NoFeatures):
             out_ids=ids, out_draft_len=self._lens[:num_rows], out_positions=positions, out_slot_mapping=slots, out_kv_len=kv_len,
         )  # fmt: skip
         for k in range(width):
-            newest_ids, max_kv = ids[:, k : k + 1].contiguous(), rows.tokens.shape[1]
-            step = self._layout.batch(newest_ids, positions[k], slots[k], kv_len, page_table, max_kv)
+            newest_ids = ids[:, k : k + 1].contiguous()
+            step = self._layout.batch(newest_ids, positions[k], slots[k], kv_len, page_table, rows.max_kv)
             step.add_groups(more_tables, cache.page_size)
             step.row_adapters = rows.adapter  # the target drafts for itself: as it verifies
             hidden, _ = self._target.forward(step, cache, window=self._window, sink=self._sink)

@@ -23,7 +23,7 @@ from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.prefill_runner import PrefillRunner
 from batchspec.engine.results import PendingResult
 from batchspec.engine.round import RoundOptions
-from batchspec.engine.shared_prefix import PrefixGroupTables
+from batchspec.engine.shared_prefix import PrefixGroupTables, SharingCost
 from batchspec.engine.step import ScheduledRound, ScheduledStep
 from batchspec.engine.tree_round import round_for
 from batchspec.model.target import Target
@@ -82,6 +82,7 @@ class Executor:
         )
         self.prefix_groups = PrefixGroupTables(batch.num_slots, batch.page_size, device)
         self.graphs = Graphs(self.round, self.rows, self.prefix_groups)
+        self.sharing = SharingCost.of(target, page_size=batch.page_size, max_q=batch.draft_len + 1, launches=self.graphs.captures)
         self._prefill = PrefillRunner(self.round, self.rows, overlap=overlap)
         self._pending: deque[PendingResult] = deque()
         self.can_overlap = self._prefill.can_overlap
@@ -114,7 +115,10 @@ class Executor:
         if scheduled.new_prefix_groups is not None:
             self.prefix_groups.write(scheduled.new_prefix_groups, scheduled.num_rows)
         self.drafter.refresh(scheduled.drafter_update)
-        shape = Shape(scheduled.num_rows, scheduled.draft_len, scheduled.mode, scheduled.shares_prefixes, scheduled.prepare_next)
+        shape = Shape(
+            scheduled.num_rows, scheduled.draft_len, scheduled.mode, scheduled.shares_prefixes, scheduled.prepare_next,
+            scheduled.max_kv,
+        )  # fmt: skip
         result = self.graphs.run(shape)
         if scheduled.counts_experts:
             result = replace(result, experts_read=self.target.experts_read())

@@ -24,6 +24,8 @@ class Shape:
     """What a graph is captured for: R rows, K drafts a row at most, how tokens are chosen, whether rows share prefixes.
 
     prepare_next  the next round may draft
+    max_kv        no row has more tokens, drafts included; None: than the batch allows. Attention splits long rows over programs,
+                  and merging their parts is a launch in every layer
     """
 
     num_rows: int
@@ -31,6 +33,7 @@ class Shape:
     mode: SamplingMode
     shared: bool = False
     prepare_next: bool = True
+    max_kv: int | None = None
 
 
 class Graphs:
@@ -89,7 +92,9 @@ class Graphs:
     def _run(self, shape: Shape) -> RoundResult:
         self._rows.provide(shape.mode)
         shared = self._prefix_groups.first(shape.num_rows) if shape.shared else None
-        return self._round.run(self._rows.first(shape.num_rows), shape.mode, shape.draft_len, shared, shape.prepare_next)
+        return self._round.run(
+            self._rows.first(shape.num_rows, shape.max_kv), shape.mode, shape.draft_len, shared, shape.prepare_next
+        )
 
     def _capture(self, shape: Shape) -> None:
         """The warm-up compiles kernels. It runs over dead rows; the drafter's state is restored afterwards."""

@@ -182,7 +182,7 @@ class Round:
             rows.tokens, rows.num_tokens, rows.limit, rows.live, page_table, page_size=self.cache.page_size,
             out_ids=ids, out_draft_len=draft_len, out_positions=positions, out_slot_mapping=slots, out_kv_len=kv_len,
         )  # fmt: skip
-        batch = self._layout.batch(ids, positions, slots, kv_len, page_table, rows.tokens.shape[1])
+        batch = self._layout.batch(ids, positions, slots, kv_len, page_table, rows.max_kv)
         return batch.add_groups(more_tables, self.cache.page_size)
 
     def _ragged(self, rows: DeviceBatch, width: _Width, draft_len: Tensor) -> FlatBatch:
@@ -218,7 +218,7 @@ class Round:
             kv_len=kv_len,
             page_table=page_table,
             max_q=ids.shape[1],
-            max_kv=rows.tokens.shape[1] if kv_len.is_cuda else int(kv_len.max()),
+            max_kv=rows.max_kv if kv_len.is_cuda else int(kv_len.max()),
         ).add_groups(more_tables, self.cache.page_size)
 
     def commit(

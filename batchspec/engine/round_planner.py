@@ -64,6 +64,24 @@ class RoundClock:
         return None if last is None else result.seconds_since(last)
 
 
+SPARE = 1.25
+"""By this factor rows may be longer than the longest of those surveyed before rounds plan for the longest that the job allows."""
+
+
+def usual_kv(batch: PackedBatch) -> int | None:
+    """Tokens of a row, drafts included, that few rows exceed: a power of two. None: no less than the batch allows is known."""
+    if batch.longest_row is None:
+        return None
+    most = 1 << (int(SPARE * batch.longest_row) + drafted_keys(batch)).bit_length()
+    return most if most < batch.max_len else None
+
+
+def drafted_keys(batch: PackedBatch) -> int:
+    """Keys after a row's last token that a round may read: those of drafts past the row's limit, and of the masks that a parallel
+    head reads."""
+    return 2 * (batch.draft_len + 1)
+
+
 class RoundPlanner:
     """Results are to be shown to `learn` in the order of their launches."""
 
@@ -84,6 +102,8 @@ class RoundPlanner:
         self._lengths = None
         if adaptive and executor.graphs.captures and not executor.round.options.scores:
             self._lengths = DraftLengths(self._max_len, executor.round.draft_lens, self.experts, executor.round.nodes)
+        self.usual_kv = None if executor.round.nodes is not None else usual_kv(batch)
+        """Rounds are prepared for rows of at most so many tokens. A tree's plan does not depend on it."""
         self._clock = RoundClock()
         self._round_s: dict[int, float] = {}
         self._draft_len = 0
@@ -96,20 +116,24 @@ class RoundPlanner:
     def prepare(self, mode: SamplingMode, *, shared: bool = False) -> PrefillCost | None:
         """Rehearse a prefill, capture the graphs of every row bucket and draft length for `mode`, and time them; no row may live.
 
-        shared  the graphs of rows with shared prefixes too
+        shared  the graphs of rows with shared prefixes too, if the longest prompt is long enough
         Returns what a prefill pass takes in seconds; None where rounds are no graphs (CPU, float64): nothing is timed.
         """
         batch, lengths, graphs = self._batch, self._lengths, self._executor.graphs
         draft_lens = [self._max_len] if lengths is None else lengths.choices
         kinds = [(k, prepare_next) for k in draft_lens for prepare_next in ((True,) if k or lengths is None else (True, False))]
         shapes = [
-            Shape(num_rows, k, mode, prepare_next=prepare_next) for num_rows in batch.row_buckets for k, prepare_next in kinds
+            Shape(num_rows, k, mode, prepare_next=prepare_next, max_kv=self.usual_kv)
+            for num_rows in batch.row_buckets
+            for k, prepare_next in kinds
         ]
         began = time.perf_counter()
         cost = self._executor.rehearse(mode)
         rehearsed = time.perf_counter()
         if self._executor.round.options.scores:  # there are no rounds
             return cost
+        most_pages = (batch.longest_prompt or batch.max_len) // batch.page_size
+        shared = shared and self._executor.sharing.may_pay(batch.num_slots, most_pages)
         graphs.prepare([*shapes, *(replace(shape, shared=True) for shape in shapes if shared)])
         if cost is None:
             return None
@@ -123,7 +147,8 @@ class RoundPlanner:
         else:
             with self._executor.dead_tokens_routed():
                 if lengths is not None:
-                    self._time_experts(self.experts, Shape(batch.num_slots, 0, mode, prepare_next=False))
+                    shape = Shape(batch.num_slots, 0, mode, prepare_next=False, max_kv=self.usual_kv)
+                    self._time_experts(self.experts, shape)
                 with self._executor.different_tokens():
                     self._time(shapes)
         return cost
@@ -152,6 +177,10 @@ class RoundPlanner:
     def round_s(self) -> float:
         """Seconds of a round over all slots with the newest one's draft length, attention left out; 1 where nothing is timed."""
         return self._round_s.get(self._draft_len, 1.0)
+
+    def max_kv(self, longest: int) -> int | None:
+        """Of `ScheduledRound`, where `longest` is the largest number of tokens that a row of the round may reach."""
+        return self.usual_kv if longest + drafted_keys(self._batch) <= (self.usual_kv or 0) else None
 
     def choose(self, num_rows: int, num_tokens: NDArray[np.int64], owners: NDArray[np.int64], *, overlaps: bool) -> Launch:
         """Draft length and preparation of the round to launch now.

@@ -65,7 +65,7 @@ class Scheduler:
         self._allocator, self._planner, self._executor, self._totals = allocator, planner, executor, totals
         self._hook = hook
         self._scores = executor.round.options.scores
-        self._prefix_groups = PrefixGroups(self.batch.num_slots)
+        self._prefix_groups = PrefixGroups(self.batch.num_slots, executor.sharing.pays)
         self.in_flight: deque[Launch] = deque()
         """Launches whose results are not read yet, the oldest first."""
         self._passes: deque[list[int]] = deque()
@@ -133,7 +133,7 @@ class Scheduler:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Rows of the newest round share a prefix."""
+        """The newest round read prefixes of its rows once."""
         return self._prefix_groups.any
 
     @property
@@ -260,6 +260,7 @@ class Scheduler:
             mode=slots.mode,
             shares_prefixes=groups.any,
             new_prefix_groups=new_groups,
+            max_kv=self._planner.max_kv(int(slots.max_tokens[slots.owner >= 0].max(initial=0))),
             counts_experts=launch.counts_experts,
             drafter_update=self._executor.drafter.next_update(),
         )

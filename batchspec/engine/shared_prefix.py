@@ -5,7 +5,8 @@ The scheduler finds the groups (`PrefixGroups`), the executor keeps them on the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
@@ -16,22 +17,64 @@ from batchspec.batch.device_batch import upload
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.step import PrefixGroup
 from batchspec.kernels.attention.work_list import SharedPrefixes
+from batchspec.model.target import Target
 
 MIN_PAGES = 8
-"""Of a shared prefix: reading fewer pages once saves less than a second pass over the rows costs."""
+"""Of a shared prefix: shorter ones are no group."""
+SECOND_PASS_BYTES = 70 << 20
+"""What a second pass over the rows and the merge of its results cost in each layer, as bytes that attention reads meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharingCost:
+    """Whether attention is faster if it reads shared prefixes once, by bytes of one layer: all layers save and cost the same.
+
+    Rows with a shared prefix take a second launch, over the groups, and a third, which merges the partial results of both.
+    """
+
+    page_bytes: int
+    """K and V of a page in a layer."""
+    row_bytes: int
+    """Partial results of a member of a group: written and read again, in fp32, those of its group and its own."""
+    pass_bytes: int = SECOND_PASS_BYTES
+    reads_all: bool = True
+    """Some layer reads all keys. Layers with a window read shared prefixes by row."""
+
+    @staticmethod
+    def of(target: Target, *, page_size: int, max_q: int, launches: bool) -> SharingCost:
+        """max_q: queries of a row in a round. launches: kernels are launched; else a second pass costs nothing."""
+        spec = target.spec
+        if not launches:
+            return SharingCost(page_bytes=1, row_bytes=0, pass_bytes=0)
+        return SharingCost(
+            page_bytes=page_size * spec.kv_layout(target.dtype, page_size).token_bytes,
+            row_bytes=2 * 2 * 4 * max_q * max(attention.inner_size for attention in spec.attentions),
+            reads_all=None in spec.windows,
+        )
+
+    def pays(self, groups: Sequence[PrefixGroup]) -> bool:
+        """Whether a round over rows with these groups is faster if it reads their prefixes once."""
+        saved = sum((len(group.slots) - 1) * group.num_pages for group in groups) * self.page_bytes
+        members = sum(len(group.slots) for group in groups)
+        return self.reads_all and bool(groups) and saved - members * self.row_bytes > self.pass_bytes
+
+    def may_pay(self, num_slots: int, num_pages: int) -> bool:
+        """Whether it could with so many slots, if prefixes have at most this number of pages."""
+        return self.pays([PrefixGroup(tuple(range(num_slots)), num_pages)])
 
 
 class PrefixGroups:
-    """Which rows share a prefix.
+    """Which rows share a prefix that a round reads once.
 
     Groups hold for one row bucket and for the rows that are in its slots: `renew` compares both before every round, so no
     caller has to remember when rows enter, move, or when the bucket shrinks. A member that dies stays listed and is skipped.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self._num_rows, self._owner = -1, np.full(num_slots, -1, np.int64)
+    def __init__(self, num_slots: int, pays: Callable[[Sequence[PrefixGroup]], bool] = bool) -> None:
+        """pays: whether a round with these groups reads their prefixes once; default: if there is a group."""
+        self._num_rows, self._owner, self._pays = -1, np.full(num_slots, -1, np.int64), pays
         self.any = False
-        """Whether there is a group at all: rounds without one leave its work out."""
+        """Whether rounds read prefixes once: the others leave the work for it out."""
 
     def clear(self) -> None:
         """No row is in any slot: what follows may count its refills from 0 again."""
@@ -40,7 +83,8 @@ class PrefixGroups:
     def renew(
         self, requests: Sequence[RequestState | None], owner: NDArray[np.int64], num_rows: int
     ) -> tuple[PrefixGroup, ...] | None:
-        """All groups of a round over the first `num_rows` slots; None where the device's tables need no change.
+        """All groups of a round over the first `num_rows` slots, none if they do not pay; None where the device's tables need no
+        change.
 
         requests  by slot; owner int64 [slots] counts refills, -1 for a free slot
 
@@ -51,6 +95,7 @@ class PrefixGroups:
         assert not (owner[num_rows:] >= 0).any(), (num_rows, owner)
         self._num_rows, self._owner = num_rows, owner.copy()
         found = find_groups(requests[:num_rows])
+        found = found if self._pays(found) else ()
         had_any, self.any = self.any, bool(found)
         return found if found or had_any else None
 
@@ -64,8 +109,9 @@ def find_groups(requests: Sequence[RequestState | None]) -> tuple[PrefixGroup, .
     found = []
     for members in by_first.values():
         if len(members) > 1:
-            columns = zip(*(state.pages.tables[0] for state in members), strict=False)
-            pages = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+            tables = [state.pages.tables[0] for state in members]
+            ends = zip(min(tables), max(tables), strict=False)  # what these have in common, all between them have
+            pages = sum(1 for _ in takewhile(lambda ids: ids[0] == ids[1], ends))
             if pages >= MIN_PAGES:
                 found.append(PrefixGroup(tuple(state.slot for state in members), pages))
     return tuple(found)

@@ -89,6 +89,8 @@ class ScheduledRound:
     """Some rows share a prefix: attention reads it once for all of them."""
     new_prefix_groups: tuple[PrefixGroup, ...] | None
     """All groups, to be written to the device's tables; None: the tables are up to date, or not read."""
+    max_kv: int | None
+    """No row of the round has more tokens, drafts included; None: than the longest row that the batch allows."""
     counts_experts: bool
     """The result says how many experts of each layer had tokens."""
     drafter_update: DrafterUpdate

@@ -46,6 +46,8 @@ class Demand:
     """Longest prompt + max_new_tokens if all rows were surveyed, else the maximum that the job allows."""
     longest_prompt: int | None = None
     """Longest prompt of the surveyed rows."""
+    longest_row: int | None = None
+    """Longest prompt + max_new_tokens of the surveyed rows."""
     scores: bool = False
     """Prompts are scored: the logits of all tokens are computed, and nothing is decoded."""
 
@@ -124,6 +126,7 @@ def choose_batch(
         prefill_tokens=prefill_tokens,
         run_ahead=run_ahead,
         longest_prompt=demand.longest_prompt,
+        longest_row=demand.longest_row,
     )
 
 

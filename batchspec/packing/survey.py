@@ -78,11 +78,13 @@ class Survey:
         prompts, caps = self.lengths("prompt_tokens"), self.lengths("max_new_tokens")
         if not len(prompts):
             return Demand(num_completions=0, prompt_tokens=1.0, output_tokens=1.0, max_tokens=2)
+        longest_row = int((prompts + caps).max())
         return Demand(
             num_completions=round(len(prompts) * num_rows / self.num_rows),
             prompt_tokens=float(prompts.mean()),
             output_tokens=self.mean_output,
-            max_tokens=int((prompts + caps).max()) if self.num_rows == num_rows else max_len,
+            max_tokens=longest_row if self.num_rows == num_rows else max_len,
             longest_prompt=int(prompts.max()),
+            longest_row=longest_row,
             scores=not caps.any(),
         )

@@ -1,5 +1,6 @@
 """Benchmark of verify attention: `python -m batchspec.kernels.attention.verify_attention [8b] [ragged] [1b] [135m] [shared]
-[fp8]`; without names of sections all of them. fp8: over e4m3 K/V, whose bytes are half, with queries in bf16 as without.
+[prefixes] [fp8]`; without names of sections all of them. fp8: over e4m3 K/V, whose bytes are half, with queries in bf16 as
+without. prefixes: shared prefixes read by row and read once, and what reading once costs besides the bytes that it saves.
 
 For every shape it prints the error against the reference, and the time of attention and merge from a captured graph, with the
 default settings and with the best of some others: the measurements for the choices in `settings.py`.
@@ -190,6 +191,38 @@ def measure(inputs: Inputs, copy_tb_s: float) -> None:
         print(f"    failed: {line}")
 
 
+PREFIXES = (
+    # model, rows, keys, queries, tokens of the prefix, rows that share it
+    ("135m", 256, 320, 4, 128, 2), ("135m", 256, 320, 4, 128, 8), ("135m", 256, 320, 4, 256, 2), ("135m", 256, 320, 4, 256, 32),
+    ("135m", 256, 320, 1, 256, 2), ("135m", 256, 1280, 4, 1024, 2), ("135m", 256, 1280, 4, 1024, 4),
+    ("135m", 256, 1280, 4, 1024, 256), ("135m", 64, 1280, 4, 1024, 8), ("1b", 256, 1024, 4, 256, 2), ("1b", 256, 1024, 4, 512, 8),
+    ("8b", 256, 1024, 4, 128, 2), ("8b", 256, 1024, 4, 256, 4), ("8b", 64, 1024, 4, 512, 2), ("8b", 64, 1024, 4, 512, 8),
+    ("8b", 64, 1024, 1, 512, 8), ("8b", 8, 8448, 4, 8192, 2), ("8b", 8, 8448, 4, 8192, 8),
+)  # fmt: skip
+
+
+def measure_prefixes(copy_tb_s: float, fp8: bool) -> None:
+    """Print a row for each of PREFIXES: microseconds of a layer, bytes saved, and those that reading once costs as much as."""
+    for name, rows, keys, max_q, prefix, samples in PREFIXES:
+        model = MODELS[name]
+        apart, shared = (
+            make_inputs(name, model, [keys] * rows, max_q, samples=samples, prefix=prefix, share=share, fp8=fp8)
+            for share in (False, True)
+        )
+        apart_us, shared_us = (inputs.time_us(inputs.shape) for inputs in (apart, shared))
+        saved = (rows - rows // samples) * prefix * 2 * model.kv_heads * model.head_dim * shared.copies.itemsize / 2**20
+        cost = saved - (apart_us - shared_us) * copy_tb_s * 1e6 / 2**20
+        results = 16 * max_q * rows * model.num_heads * model.head_dim / 2**20
+        print(
+            f"{name + f' {rows} x {keys} S={max_q}, {prefix} of {samples}':<34} "
+            f"by row {apart_us:7.1f} us, once {shared_us:7.1f} us, "
+            f"saves {saved:7.1f} MiB, costs {cost:6.1f} MiB, partial results {results:5.1f} MiB",
+            flush=True,
+        )
+        del apart, shared
+        torch.cuda.empty_cache()
+
+
 def _make(inputs: Inputs) -> None:
     inputs.work(inputs.shape)
 
@@ -242,6 +275,8 @@ def main() -> None:
     columns = f"{'ms':>8} {'TB/s':>6} {'of copy':>7} {'error':>9} {'list us':>8} {'best ms':>9} {'TB/s':>6}  best setting"
     print(f"{'shape':<34} {columns}")
     fp8, asked = "fp8" in sys.argv[1:], set(sys.argv[1:]) - {"fp8"}
+    if not asked or "prefixes" in asked:
+        measure_prefixes(copy_tb_s, fp8)
     for name, make in sections(fp8).items():
         if not asked or name in asked:
             for inputs in make():
