@@ -66,6 +66,12 @@ def exchange_all(host: Collectives, folder: Path) -> None:
         few = noise(5, host.rank, 300, 2, dtype=torch.float32)
         assert torch.equal(ranks.sum(few).cpu(), host.sum(few.cpu()))
         assert bits(ranks.gather(few).cpu()) == bits(host.gather(few.cpu()))
+        for tokens in (1, 200, 10_000):
+            qkv, q_norm, k_norm = noise(6, host.rank, tokens, 3072 + 1024), noise(7, host.rank, 3072), noise(8, host.rank, 512)
+            by_host = qkv.cpu()
+            host.norm_heads(by_host, q_norm.cpu(), k_norm.cpu(), EPS)
+            ranks.norm_heads(qkv, q_norm, k_norm, EPS)
+            torch.testing.assert_close(qkv.cpu(), by_host, rtol=2**-6, atol=2**-7)
         scores, ids = few[:, 0].round().contiguous(), torch.arange(300, dtype=torch.int32).cuda() + 1000 * host.rank
         assert torch.equal(ranks.best(scores, ids).cpu(), host.best(scores.cpu(), ids.cpu()))
     assert int(ranks.gather(torch.tensor([host.rank])).sum()) == sum(range(host.ranks)), "tensors on the CPU are exchanged too"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from batchspec.errors import RankLost
 from batchspec.kernels.distributed.exchange import best_of_ranks_reference
+from batchspec.kernels.distributed.head_norms import head_norms_reference, mean_squares
 from batchspec.kernels.distributed.reduce_norm import reduce_reference
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens
 from batchspec.kernels.norm_rope.norm import add_norm
@@ -61,6 +62,15 @@ class Collectives(ABC):
         As `batchspec.kernels.norm_rope.norm_fp8.norm_fp8` of `sum`, with the same bits.
         """
         return norm_fp8(self.sum(partial), residual, weight, eps, form, out_aux=out_aux, interpret=not partial.is_cuda)
+
+    def norm_heads(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> None:
+        """Norm q and k of each token in place, each over the heads of all ranks.
+
+        As `batchspec.kernels.distributed.head_norms.head_norms`: qkv [T, (NH + 2 * KVH) * D], q_norm [NH * D], k_norm [KVH * D],
+        all of this rank's heads. Ranks have equal numbers of heads.
+        """
+        means = self.sum(mean_squares(qkv, len(q_norm), len(k_norm))) / self.ranks
+        head_norms_reference(qkv, q_norm, k_norm, eps, means)
 
     def best(self, scores: Tensor, ids: Tensor, *, flag_nonfinite: bool = False) -> Tensor:
         """int32 [T]: the id of the largest score of all ranks, the lowest id of equals.

@@ -18,6 +18,7 @@ from torch import Tensor
 from batchspec.distributed.collectives import Collectives
 from batchspec.errors import ConfigError, RankLost
 from batchspec.kernels.distributed import exchange
+from batchspec.kernels.distributed.head_norms import head_norms
 from batchspec.kernels.distributed.peer_memory import PeerMemory, connect
 from batchspec.kernels.distributed.reduce_norm import reduce, reduce_norm, reduce_norm_fp8, reduce_reference
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens
@@ -159,6 +160,13 @@ class PeerCollectives(Collectives):
             partial, residual, weight, eps, form, peers, out_aux=out_aux, two_shot=self._two_shot(partial),
             interpret=self._interpret,
         )  # fmt: skip
+
+    def norm_heads(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> None:
+        peers = self._peers(qkv[:, :2], max(4, qkv.element_size()))
+        if peers is None:
+            super().norm_heads(qkv, q_norm, k_norm, eps)
+        else:
+            head_norms(qkv, q_norm, k_norm, eps, peers, interpret=self._interpret)
 
     def best(self, scores: Tensor, ids: Tensor, *, flag_nonfinite: bool = False) -> Tensor:
         peers = self._peers(scores, max(4, scores.element_size()))

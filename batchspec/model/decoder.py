@@ -21,7 +21,6 @@ from batchspec.model.fused import (
     add_norm,
     combine_norm,
     norm_quantised,
-    norm_rows_of_ranks,
     reduce_norm,
     rms_norm,
     rope_write,
@@ -169,7 +168,7 @@ class PagedStore:
 
     def rotate_and_store(self, qkv: Any, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> Tensor:
         if self.norm_ranks is not None and q_norm is not None and k_norm is not None:
-            norm_rows_of_ranks(qkv, q_norm, k_norm, eps, self.norm_ranks)
+            self.norm_ranks.norm_heads(qkv, q_norm, k_norm, eps)
             q_norm = k_norm = None
         return rope_write(qkv, self.rope, self.kv, self.slot_mapping, q_norm=q_norm, k_norm=k_norm, eps=eps)
 

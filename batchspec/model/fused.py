@@ -177,22 +177,3 @@ def _norm_rows(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> None:
             norm.rms_norm(part, weight, eps, out=part)
         else:
             part.copy_(rms_norm(part, weight, eps))
-
-
-def norm_rows_of_ranks(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float, ranks: Collectives) -> None:
-    """Norm q and k of each token in place, over the heads of all ranks. One exchange of [T, 2].
-
-    qkv             [T, (NH + 2 * KVH) * D], the heads of this rank
-    q_norm, k_norm  [NH * D] and [KVH * D], of these heads
-
-    Ranks have equal numbers of heads, and every K/V head is on as many of them: the mean square of a whole row is the mean of the
-    ranks' mean squares.
-    """
-    q, k, _ = qkv.split((q_norm.shape[0], k_norm.shape[0], k_norm.shape[0]), 1)
-    wide = torch.promote_types(qkv.dtype, torch.float32)
-    own = torch.stack([part.to(wide).square().mean(1) for part in (q, k)], 1)
-    scales = (ranks.sum(own) / ranks.ranks + eps).rsqrt()
-    for part, weight, scale in ((q, q_norm, scales[:, :1]), (k, k_norm, scales[:, 1:])):
-        part.copy_(
-            (part.to(wide) * scale).to(qkv.dtype) * weight if weight.dtype is qkv.dtype else part.to(wide) * scale * weight
-        )

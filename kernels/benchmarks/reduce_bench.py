@@ -24,6 +24,7 @@ from torch import Tensor
 
 from batchspec.kernels.benchmarks.delay import delay
 from batchspec.kernels.distributed.exchange import best_of_ranks, best_of_ranks_reference, gather, sum_of_ranks
+from batchspec.kernels.distributed.head_norms import head_norms, head_norms_reference, mean_squares
 from batchspec.kernels.distributed.peer_memory import PeerMemory, connect
 from batchspec.kernels.distributed.reduce_norm import reduce, reduce_norm, reduce_norm_fp8, reduce_reference
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form
@@ -36,7 +37,7 @@ SUMS = ((64, 8192, torch.bfloat16), (1, 2880, torch.bfloat16), (200, 576, torch.
 """T, H, dtype of the sums of a replay: more and fewer rows than programs, widths that are no power of two."""
 QUANTISED, FORMS = (torch.bfloat16, torch.float32), (Fp8Form(whole=False), Fp8Form(whole=True))
 """Of the sums, those of these dtypes are quantised too."""
-EXCHANGES = 3 + 4 * len(SUMS) + 2 * len(FORMS) * sum(dtype in QUANTISED for _, _, dtype in SUMS)
+EXCHANGES = 4 + 4 * len(SUMS) + 2 * len(FORMS) * sum(dtype in QUANTISED for _, _, dtype in SUMS)
 REPLAYS, DELAY_STEPS = 1000, 120
 AWAY_S = 0.5
 SIZES_KB = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -137,6 +138,13 @@ class Checks:
         ids, out_ids = ids.int(), torch.full((300,), -7, dtype=torch.int32, device=self.device)
         self.delay()
         best_of_ranks(scores[peers.rank].clone(), ids[peers.rank].clone(), peers, out_ids=out_ids)
+        heads = torch.stack([values(rank, self.step, 52, (300, 24 * 128 + 8 * 128), torch.bfloat16) for rank in ranks])
+        weights = values(95, self.step, 53, (24 * 128,), torch.bfloat16), values(95, self.step, 54, (4 * 128,), torch.bfloat16)
+        normed, expected = heads[peers.rank].clone(), heads[peers.rank].clone()
+        self.delay()
+        head_norms(normed, *weights, EPS, peers)
+        head_norms_reference(expected, *weights, EPS, torch.stack([mean_squares(one, 3072, 512) for one in heads]).mean(0))
+        self.note("head norms", (normed - expected).abs() <= 2**-6 * expected.abs(), torch.ones_like(expected, dtype=torch.bool))
         self.note("gather", out_all, squares)
         self.note("sum of few", out, reduce_reference(squares))
         self.note("best", out_ids, best_of_ranks_reference(scores, ids))
@@ -248,11 +256,13 @@ def time_all(peers: PeerMemory, device: torch.device, nccl: dist.ProcessGroup) -
     best, small = partial(best_of_ranks, few, ids, peers, out_ids=ids), partial(gather, few, peers, out=all_few)
     library = partial(dist.all_gather_into_tensor, all_few.view(-1), few, group=nccl)
     found = [f"{graph_us(call):.1f}" for call in (best, small, partial(sum_of_ranks, few, peers, out=few), library)]
+    qkv, q_norm, k_norm = (torch.ones(*shape, dtype=torch.bfloat16, device=device) for shape in ((64, 4096), (3072,), (512,)))
+    found.append(f"{graph_us(partial(head_norms, qkv, q_norm, k_norm, EPS, peers)):.1f}")
     if peers.rank == 0:
         print(f"microseconds in a graph, {peers.ranks} ranks, bf16 rows of {WIDTH}")
         for row in rows:
             print(f"{row[0]:>6}" + "".join(f"{cell:>15}" for cell in row[1:]))
-        print("256 fp32: best {}, gather {}, sum {}; NCCL all_gather {}".format(*found), flush=True)
+        print("256 fp32: best {}, gather {}, sum {}; NCCL all_gather {}; q and k norms of 64 rows {}".format(*found), flush=True)
 
 
 def both(first: Call, second: Call) -> None:
