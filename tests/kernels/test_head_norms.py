@@ -61,7 +61,7 @@ def test_ranks_norm_their_heads_as_one_process_does_all(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_the_reference_of_a_rank_is_the_kernel(dtype: torch.dtype) -> None:
-    """Of more rows than programs too. It rounds at the same places: in fp16 hardly a bit differs. (Interpreted bf16 is cut off.)"""
+    """Of more rows than programs too. It rounds at the same places: in fp16 hardly a bit differs."""
     parts = [torch.randn(130, 40, dtype=torch.float64).to(dtype) for _ in range(2)]
     q_norm, k_norm = torch.randn(48).to(dtype), torch.randn(16).to(dtype)
     found = run(Peers.make(2, 1 << 12), 1, parts, q_norm, k_norm, size=0)
