@@ -89,17 +89,19 @@ def test_the_fused_activation_has_the_bits_of_two_kernels_at_every_number_of_tok
 def test_the_tiles_that_are_chosen_give_the_same_bits_at_every_number_of_tokens() -> None:
     for n, k, gated in ((6144, 4096, False), (4096, 14336, False), (28672, 4096, True), (576, 1536, False), (3072, 576, True)):
         x, w, segments = noise(max(COUNTS), k), noise(n, k, scale=k**-0.5), ordered_segments(n, k)
-        multiply, width = (ordered_swiglu, n // 2) if gated else (ordered_linear, n)
-        wanted = multiply(x, w, segments=segments, tile=ordered_tile(len(x), width, segments, gated=gated))
+        multiply = ordered_swiglu if gated else ordered_linear
+        wanted = multiply(x, w, segments=segments, tile=ordered_tile(len(x), n, k, segments, x.device, gated=gated))
         for tokens in range(1, 2048, 97):
-            tile = ordered_tile(tokens, width, segments, gated=gated)
+            tile = ordered_tile(tokens, n, k, segments, x.device, gated=gated)
             found = multiply(x[-tokens:], w, segments=segments, tile=tile)
             assert torch.equal(bits(found), bits(wanted[-tokens:])), (n, k, tokens)
 
 
 def test_a_greedy_token_is_that_of_the_logits_whatever_computes_them() -> None:
     x, w = noise(1024, 576), noise(49152, 576, scale=0.05)
-    logits = ordered_linear(x, w, segments=1, tile=ordered_tile(1024, 49152, 1), out=torch.empty(1024, 49152, device="cuda"))
+    logits = ordered_linear(
+        x, w, segments=1, tile=ordered_tile(1024, 49152, 576, 1, x.device), out=torch.empty(1024, 49152, device="cuda")
+    )
     wanted = torch.empty(1024, dtype=torch.int32, device="cuda")
     argmax(logits, out_ids=wanted)
     for block in HEAD:

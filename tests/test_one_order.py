@@ -118,7 +118,7 @@ def test_segments_depend_on_the_weight_alone_and_fit_every_tile() -> None:
         assert segments == 1 or (k % (segments * SEGMENT_UNIT) == 0 and k // segments >= MIN_SEGMENT)
         for tokens in (1, 64, 65, 128, 200, 512, 1024, 16384):
             for gated in (False, True):
-                tile = ordered_tile(tokens, rows, segments, gated=gated)
+                tile = ordered_tile(tokens, rows, k, segments, gated=gated)
                 assert tile.block_m >= 64
                 assert tile.split in (1, segments)
                 assert not tile.per_sm
