@@ -176,7 +176,7 @@ def test_the_figures_of_decode_deterministic_compare_jobs_of_the_same_rows_that_
     assert {job.draft.name for job in jobs} == {"none", "lookup", "eagle3", "hybrid", "window"}
     assert {job.input.limit for job in jobs} == {3, 40}
     assert min(job.packing.max_num_seqs or 0 for job in jobs) == 1
-    drawn = {Path(job.output.dir).name for job in jobs if job.decode.temperature > 0}
+    drawn = {Path(str(job.output.dir)).name for job in jobs if job.decode.temperature > 0}
     assert drawn == {"drawn", "drawn-stopped"}
     compared = next(line for line in lines if line[0] == "-")
     assert compared[2:] == ["plain", "drawn"]
