@@ -17,6 +17,8 @@
 # trees              sums against products of probabilities         adapt     a half-trained head that learns during the job
 # quantised          SmolLM2 made a MoE, FP8 and MXFP4: KL divergence, acceptance of the head
 # lossless           in these formats and with FP8 K/V: rows that differ between K = auto and no drafts, with gaps (ROWS=48)
+# deterministic      decode.deterministic: rows that differ between drafters, slots, kills; tok/s with and without it (no HEADS)
+# deterministic_8b   the same rows of an 8B dummy shape with long prompts (ROWS; neither HEADS nor DATA)
 set -euo pipefail
 out=${1:?OUT SECTION..., such as out/figures long; the sections are listed at the top of this file}
 shift
@@ -219,6 +221,74 @@ for name in ("fixed", "adapted"):
     frame = pl.read_parquet(f"{sys.argv[1]}/{name}/data/*.parquet").sort("row_index")
     spec = frame.tail(len(frame) // 4)["spec_decode"].struct.unnest()
     print(f"{name}: {1 + spec['num_accepted_draft_tokens'].sum() / spec['num_spec_steps'].sum():.3f} tokens a round, last quarter")
+PYTHON
+}
+figure_deterministic() { # on a CPU with DTYPE=float64, few ROWS and TOKENS
+    local rows=${ROWS:-1319} head=pkg://smollm2-135m-eagle3 common all drawn mode pid
+    common=(decode.deterministic=true decode.max_new_tokens="${TOKENS:-256}" model.path="$model" model.dtype="${DTYPE:-bfloat16}"
+        input.path="$DATA/gsm8k_test.parquet" input.chat=true output=training output.shard_rows=$((rows / 20 + 1))
+        packing.memory_gb="${MEMORY_GB:-5}")
+    all=(decode=greedy input.limit="$rows")
+    drawn=(decode=sampled decode.seed=7 input.limit="$rows" output.logprobs=0)
+    same plain "${all[@]}" draft=none packing.max_num_seqs=256 # alone: it compiles the kernels
+    same plain-one-slot decode=greedy input.limit="${FEW:-24}" draft=none packing.max_num_seqs=1 &
+    same plain-lookup "${all[@]}" draft=lookup packing.max_num_seqs=256 &
+    same plain-eagle3 "${all[@]}" draft=eagle3 draft.path="$head" packing.max_num_seqs=256 &
+    same plain-hybrid "${all[@]}" draft=hybrid draft.path="$head" packing.max_num_seqs=96 &
+    same plain-window "${all[@]}" draft=window draft.window=96 packing.max_num_seqs=200 &
+    stopped KILL plain-killed "draft=eagle3 draft.path=$head packing.max_num_seqs=256" "${all[@]}" &
+    stopped TERM plain-stopped "draft=lookup packing.max_num_seqs=130" "${all[@]}" &
+    same drawn "${drawn[@]}" draft=none packing.max_num_seqs=256 &
+    stopped TERM drawn-stopped "draft=eagle3 draft.path=$head packing.max_num_seqs=70" "${drawn[@]}" &
+    for pid in $(jobs -p); do wait "$pid"; done
+    differences plain drawn
+    for mode in ${MODES-off on}; do
+        real "$section-$mode" gsm8k_test --batch 256 --draft none eagle3 --k 3 --draft-path "$head" --runs "${RUNS:-3}" \
+            $([ "$mode" = off ] || echo --deterministic)
+    done
+}
+figure_deterministic_8b() {
+    local folder=$out/deterministic-8b rows=${ROWS:-128} common pid
+    [ -e "$folder" ] || bench --make-job "$folder" --shape llama8b --requests "$rows" --prompt 2560 --gen 256 > /dev/null
+    common=(decode.deterministic=true decode=greedy decode.max_new_tokens=256 decode.ignore_eos=true model.path="$folder/model"
+        model.load_format=dummy model.max_len=2880 input.path="$folder/known.parquet" output=training
+        output.shard_rows=$((rows / 12 + 1)) packing.memory_gb=24)
+    same large draft=none packing.max_num_seqs=64
+    same large-lookup draft=lookup packing.max_num_seqs=100 &
+    stopped KILL large-killed "draft=eagle3 packing.max_num_seqs=40" &
+    for pid in $(jobs -p); do wait "$pid"; done
+    differences large
+}
+same() { # NAME KEY=VALUE...: the job `common` with these keys
+    run "$1" "${common[@]}" "${@:2}" > "$out/$1.log" 2>&1 || { echo "$1 failed:"; tail -n 5 "$out/$1.log"; false; } >&2
+}
+stopped() { # SIGNAL NAME KEYS KEY=VALUE...: the same; a run with KEYS gets the signal after four shards, another one goes on
+    local pid
+    # shellcheck disable=SC2086
+    (exec "$python" -m batchspec.run output.dir="$out/$2" "${common[@]}" $3 "${@:4}" > "$out/$2.first.log" 2>&1) & pid=$!
+    while kill -0 "$pid" 2> /dev/null && [ "$(find "$out/$2/data" -name 'part-*' 2> /dev/null | wc -l)" -lt 4 ]; do sleep 0.02; done
+    kill -s "$1" "$pid" 2> /dev/null || true
+    wait "$pid" 2> /dev/null || true
+    same "$2" "${@:4}" draft=lookup packing.max_num_seqs=64
+}
+differences() { # NAME...: of each job NAME, the rows of the jobs NAME-* that differ from its rows; none may
+    "$python" - "$out" "$@" <<'PYTHON'
+import sys
+from pathlib import Path
+import polars as pl
+
+wrong = 0
+for name in sys.argv[2:]:
+    plain = pl.read_parquet(Path(sys.argv[1], name, "data", "*.parquet"))
+    columns = [column for column in ("token_ids", "logprobs") if column in plain.columns]
+    for folder in sorted(Path(sys.argv[1]).glob(f"{name}-*/")):
+        other = pl.read_parquet(folder / "data" / "*.parquet")
+        both = other.join(plain, on=["request_id", "sample_index"], suffix="_plain")
+        same = both.filter(pl.all_horizontal([pl.col(column) == pl.col(f"{column}_plain") for column in columns]))
+        runs, tokens = other["perf"].struct.field("attempt").n_unique(), both["token_ids"].list.len().sum()
+        wrong += len(other) - len(same)
+        print(f"{folder.name}: {len(other)} of {len(plain)} rows, {tokens:,} tokens, {runs} runs, {len(other) - len(same)} rows differ")
+sys.exit(f"{wrong} rows differ" if wrong else 0)
 PYTHON
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from batchspec import prepare, run
+from batchspec import load, prepare, run
 from batchspec.commands import decode_again
 from batchspec.commands import plan as plan_command
 from batchspec.commands import verify as verify_command
@@ -118,7 +118,7 @@ def test_segments_depend_on_the_weight_alone_and_fit_every_tile() -> None:
         assert segments == 1 or (k % (segments * SEGMENT_UNIT) == 0 and k // segments >= MIN_SEGMENT)
         for tokens in (1, 64, 65, 128, 200, 512, 1024, 16384):
             for gated in (False, True):
-                tile = ordered_tile(tokens, rows, segments, gated=gated)
+                tile = ordered_tile(tokens, rows, k, segments, gated=gated)
                 assert tile.block_m >= 64
                 assert tile.split in (1, segments)
                 assert not tile.per_sm
@@ -163,7 +163,7 @@ def test_plan_refuses_it_on_a_cpu_and_says_on_a_gpu_that_it_costs(
     with pytest.raises(ConfigError, match=r"on a CPU needs model.dtype=float64"):
         plan_command.plan(compose(given))
     free = 140 * 10**9
-    for module in (plan_command, prepare):
+    for module in (plan_command, load):
         monkeypatch.setattr(module, "free_memory", lambda device, weights=0: free - weights)
     monkeypatch.setattr(prepare, "choose_device", lambda name: CUDA)
     monkeypatch.setattr(policy, "is_hopper", lambda device: True)

@@ -44,6 +44,9 @@ from batchspec.model.target import Target
 from batchspec.records import SamplingParams
 from batchspec.tuning.policy import ordered_segments, ordered_tile
 from tests.engines import packed, request, tiny_spec
+from tests.moe_models import Strong
+from tests.moe_models import tiny_spec as moe_spec
+from tests.test_expert_kernels import MXFP4
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -89,17 +92,19 @@ def test_the_fused_activation_has_the_bits_of_two_kernels_at_every_number_of_tok
 def test_the_tiles_that_are_chosen_give_the_same_bits_at_every_number_of_tokens() -> None:
     for n, k, gated in ((6144, 4096, False), (4096, 14336, False), (28672, 4096, True), (576, 1536, False), (3072, 576, True)):
         x, w, segments = noise(max(COUNTS), k), noise(n, k, scale=k**-0.5), ordered_segments(n, k)
-        multiply, width = (ordered_swiglu, n // 2) if gated else (ordered_linear, n)
-        wanted = multiply(x, w, segments=segments, tile=ordered_tile(len(x), width, segments, gated=gated))
+        multiply = ordered_swiglu if gated else ordered_linear
+        wanted = multiply(x, w, segments=segments, tile=ordered_tile(len(x), n, k, segments, x.device, gated=gated))
         for tokens in range(1, 2048, 97):
-            tile = ordered_tile(tokens, width, segments, gated=gated)
+            tile = ordered_tile(tokens, n, k, segments, x.device, gated=gated)
             found = multiply(x[-tokens:], w, segments=segments, tile=tile)
             assert torch.equal(bits(found), bits(wanted[-tokens:])), (n, k, tokens)
 
 
 def test_a_greedy_token_is_that_of_the_logits_whatever_computes_them() -> None:
     x, w = noise(1024, 576), noise(49152, 576, scale=0.05)
-    logits = ordered_linear(x, w, segments=1, tile=ordered_tile(1024, 49152, 1), out=torch.empty(1024, 49152, device="cuda"))
+    logits = ordered_linear(
+        x, w, segments=1, tile=ordered_tile(1024, 49152, 576, 1, x.device), out=torch.empty(1024, 49152, device="cuda")
+    )
     wanted = torch.empty(1024, dtype=torch.int32, device="cuda")
     argmax(logits, out_ids=wanted)
     for block in HEAD:
@@ -175,8 +180,26 @@ def test_a_query_has_the_same_bits_in_prefill_and_in_any_round(
                 assert torch.equal(bits(found[row]), bits(whole[begin : begin + num_q])), (num_q, begin)
 
 
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "experts in bf16": ("qwen3_moe", {"moe_intermediate_size": 256, "norm_topk_prob": True}),
+    "experts in MXFP4, windows, sinks": (
+        "gpt_oss",
+        {"intermediate_size": 256, "sliding_window": 128, "quantization_config": MXFP4},
+    ),
+}
+
+
 @cache
-def target() -> Target:
+def target(kind: str = "dense") -> Target:
+    if kind != "dense":
+        family, changes = EXPERTS[kind]
+        sizes = {
+            "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 5000,
+            "max_position_embeddings": 4096, "num_local_experts": 16, "num_experts_per_tok": 4,
+        }  # fmt: skip
+        device = torch.device("cuda")
+        experts = moe_spec(family, **{**changes, **sizes}).on(device, torch.bfloat16).in_one_order()
+        return Target(experts, Strong(experts, dtype=torch.bfloat16, device=device), device)
     spec = tiny_spec(
         None, hidden_size=1024, num_heads=16, num_kv_heads=4, head_dim=64, intermediate_size=2048, vocab_size=5000,
         max_len=4096, dtype="bfloat16",
@@ -185,8 +208,9 @@ def target() -> Target:
     return Target.load(Path(), spec.in_one_order(), dtype=torch.bfloat16, device=device, dummy=True)
 
 
-def test_keys_values_and_logits_are_those_of_a_prompt_in_one_pass_however_it_is_cut() -> None:
-    own, length = target(), 2500
+@pytest.mark.parametrize("kind", ["dense", *EXPERTS])
+def test_keys_values_and_logits_are_those_of_a_prompt_in_one_pass_however_it_is_cut(kind: str) -> None:
+    own, length = target(kind), 2500
     ids = torch.randint(0, 5000, (length,), dtype=torch.int32, device="cuda")
 
     def computed(cuts: list[int]) -> tuple[Tensor, Tensor]:
@@ -211,6 +235,7 @@ def test_keys_values_and_logits_are_those_of_a_prompt_in_one_pass_however_it_is_
         return pages.flatten(2, 3)[:, :, 16 : length + 16], torch.cat(found)
 
     kv, logits = computed([length])
+    assert logits.isfinite().all()
     ends = [*range(2401, length + 1)]
     for cuts in ([700, length], [64, 65, 2047, 2048, 2049, length], [2400, *ends], [1, 2, 10, 2040, 2044, 2052, length]):
         other_kv, other_logits = computed(cuts)

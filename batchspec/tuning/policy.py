@@ -14,8 +14,9 @@ import torch
 
 from batchspec.kernels.attention.settings import ordered_work_shape, work_shape
 from batchspec.kernels.attention.work_list import WorkShape
-from batchspec.kernels.gemm import fp8_tiles, ordered_tiles, scaled_mm
+from batchspec.kernels.gemm import fp8_tiles, lm_head, ordered_tiles, scaled_mm
 from batchspec.kernels.gemm.fp8_tiles import Fp8Tile
+from batchspec.kernels.gemm.ordered import MIN_BLOCK_M
 from batchspec.kernels.gemm.tiles import Tile
 from batchspec.kernels.moe import tiles
 from batchspec.kernels.moe.tiles import ExpertTile
@@ -35,9 +36,25 @@ def ordered_segments(rows: int, k: int) -> int:
     return ordered_tiles.segments_of(rows, k)
 
 
-def ordered_tile(tokens: int, n: int, segments: int, *, gated: bool = False) -> Tile:
-    """How `ordered_linear`, gated `ordered_swiglu`, with n outputs is cut for so many tokens; no bit depends on it."""
-    return ordered_tiles.ordered_tile(tokens, n, segments, gated=gated)
+def ordered_tile(
+    tokens: int, rows: int, k: int, segments: int, device: torch.device, *, gated: bool = False
+) -> Tile:  # fmt: skip
+    """How `ordered_linear`, gated `ordered_swiglu`, with a weight [rows, k] is cut for so many tokens; no bit depends on it.
+
+    The tile that measured fastest for the product without one order, if it is one of those that may be taken; else by estimate.
+    """
+    tile = measured_tile("swiglu" if gated else "linear", tokens, rows, k, device) if segments == 1 else None
+    if tile is None or tile.split > 1 or tile.per_sm or tile.block_m < MIN_BLOCK_M:
+        return ordered_tiles.ordered_tile(tokens, rows // 2 if gated else rows, k, segments, gated=gated)
+    return tile
+
+
+def ordered_head_tile(tokens: int, rows: int, k: int, device: torch.device) -> Tile:
+    """How `lm_head` is cut if its logits must be those of `ordered_linear`: any tile of at least as many tokens."""
+    tile = measured_tile("lm_head", tokens, rows, k, device)
+    if tile is None or tile.block_m < MIN_BLOCK_M:
+        return lm_head.TILE if tokens > MIN_BLOCK_M else lm_head.TILE._replace(block_m=MIN_BLOCK_M)
+    return tile
 
 
 FAST_DTYPES = (torch.bfloat16,)

@@ -18,6 +18,7 @@ from torch import Tensor
 from batchspec.kernels.attention.merge_states import Partials, merge_states, partials_of
 from batchspec.kernels.attention.ordered_step import WARPS, attend_part
 from batchspec.kernels.attention.settings import ordered_work_shape, work_shape
+from batchspec.kernels.attention.softmax_step import page_of
 from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.kernels.attention.tile import lanes_of, write_lines, zero_tokens
 from batchspec.kernels.attention.verify_attention import verify_attention, verify_attention_reference
@@ -27,24 +28,28 @@ from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 
 STAGES = 3
+REGISTERS = 96
+"""Of a thread with a tile of 32 and heads of 64: a fifth program fits on a multiprocessor, and none of them spills."""
 MAX_ITEMS = 4096
 """Longer lists are divided among as many programs. They have room for rows of the job's greatest length, and few are so long."""
 
 
 @triton.jit
 def attend_item(
-    index, head, q, kv, page_table, positions, cu_seqlens_q, kv_len, row_order, items, row_parts, sink_logits, out, part_out,
-    part_lse, scale, max_pages, max_q, q_stride_t, q_stride_h, kv_stride_part, kv_stride_page,
+    index, listed, head, q, kv, page_table, positions, cu_seqlens_q, kv_len, row_order, items, row_parts, sink_logits, out,
+    part_out, part_lse, scale, max_pages, max_q, q_stride_t, q_stride_h, kv_stride_part, kv_stride_page,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr, WIDE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One item of the work list and one K/V head. Waits for earlier launches if EARLY."""
+    """One item of the work list and one K/V head; nothing if it is not `listed`. Waits for earlier launches if EARLY."""
     item = items + index * 8
     unit, tile = tl.load(item), tl.load(item + 1)
     first, end, part = tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
     begin, count = tl.load(item + 6), tl.load(item + 7)
-    if end == 0:  # a dead row, or the padding after the last row
+    if not listed:  # after the loads, which are valid for every program: one latency instead of two
+        await_earlier(EARLY)
+    elif end == 0:  # a dead row, or the padding after the last row
         await_earlier(EARLY)
         zero_tokens(out, begin, begin + count, head, HEADS, KV_HEADS, TILE, HEAD_DIM, DIM)
     else:
@@ -55,6 +60,7 @@ def attend_item(
         if GROUPED:  # the page tables of all live members begin with the same pages; without any, nothing is written
             table_row = tl.maximum(tl.max(tl.where(inside, row, -1), 0), 0)
         table = page_table + table_row.to(tl.int64) * max_pages
+        page = page_of(table, first + tl.arange(0, BLOCK), end, PAGE_SIZE)  # its latency and that of the positions overlap
         token = (first_place + lane // HEADS).to(tl.int64)
         position = tl.load(positions + token, mask=inside, other=-1).to(tl.int32)
         await_earlier(EARLY)
@@ -67,9 +73,16 @@ def attend_item(
             query = query.to(tl.float32)
         stop = tl.minimum(end, tl.max(position, 0) + 1)
         peak, mass, acc = attend_part(
-            query, first, stop, end, table, kv + head * HEAD_DIM, position, scale, kv_stride_part, kv_stride_page, WINDOW,
+            query, page, first, stop, end, table, kv + head * HEAD_DIM, position, scale, kv_stride_part, kv_stride_page, WINDOW,
             PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, TILE, BLOCK, WIDE,
         )  # fmt: skip
+        # Read again: kept in registers during the loop, the addresses would leave room for fewer programs of a multiprocessor.
+        lane, row, first_place, num_lanes, inside = lanes_of(
+            tl.load(item + 1, volatile=True), unit, begin, count, cu_seqlens_q, kv_len, row_order, max_q, HEADS, TILE, GROUPED
+        )
+        token = (first_place + lane // HEADS).to(tl.int64)
+        q_head = head * HEADS + lane % HEADS
+        within = inside[:, None] & (d < HEAD_DIM)[None, :]
         write_lines(
             out, part_out, part_lse, row_parts, sink_logits, peak, mass, acc, part, token, q_head, lane, row, num_lanes, head, d,
             inside, within, KV_HEADS, HEADS, HEAD_DIM,
@@ -93,18 +106,15 @@ def ordered_attention_kernel(
     if STRIDED:
         for at in range(index, count, stride):
             attend_item(
-                at, head, q, kv, page_table, positions, cu_seqlens_q, kv_len, row_order, items, row_parts, sink_logits, out,
+                at, True, head, q, kv, page_table, positions, cu_seqlens_q, kv_len, row_order, items, row_parts, sink_logits, out,
                 part_out, part_lse, scale, max_pages, max_q, q_stride_t, q_stride_h, kv_stride_part, kv_stride_page, KV_HEADS,
                 HEADS, HEAD_DIM, DIM, PAGE_SIZE, WINDOW, TILE, BLOCK, GROUPED, WIDE, False,
             )  # fmt: skip
     else:
-        if index >= count:
-            await_earlier(EARLY)
-            return
         attend_item(
-            index, head, q, kv, page_table, positions, cu_seqlens_q, kv_len, row_order, items, row_parts, sink_logits, out,
-            part_out, part_lse, scale, max_pages, max_q, q_stride_t, q_stride_h, kv_stride_part, kv_stride_page, KV_HEADS, HEADS,
-            HEAD_DIM, DIM, PAGE_SIZE, WINDOW, TILE, BLOCK, GROUPED, WIDE, EARLY,
+            index, index < count, head, q, kv, page_table, positions, cu_seqlens_q, kv_len, row_order, items, row_parts,
+            sink_logits, out, part_out, part_lse, scale, max_pages, max_q, q_stride_t, q_stride_h, kv_stride_part,
+            kv_stride_page, KV_HEADS, HEADS, HEAD_DIM, DIM, PAGE_SIZE, WINDOW, TILE, BLOCK, GROUPED, WIDE, EARLY,
         )  # fmt: skip
 
 
@@ -146,7 +156,7 @@ def ordered_attention(
             HEAD_DIM=head_dim, DIM=max(16, triton.next_power_of_2(head_dim)), PAGE_SIZE=shape.page_size, WINDOW=shape.window,
             TILE=tile, BLOCK=block, GROUPED=bool(kind), WIDE=not q.is_cuda, STRIDED=strided,
             EARLY=early and not strided and args["PDL"], num_warps=WARPS[tile],
-            num_stages=STAGES, enable_fp_fusion=False, **args,
+            num_stages=STAGES, maxnreg=REGISTERS if tile == 32 and head_dim <= 64 else None, enable_fp_fusion=False, **args,
         )  # fmt: skip
 
     if len(work.group_items):

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchspec.kernels.attention.ordered_step import PART, WARPS, attend_part, block_of
+from batchspec.kernels.attention.softmax_step import page_of
 from batchspec.kernels.attention.tile import lanes_of, sink_share
 from batchspec.kernels.benchmarks.timing import Bench, graph_us
 from batchspec.kernels.common.checks import check
@@ -56,6 +57,7 @@ def ordered_prefill_kernel(
     table = page_table + row.to(tl.int64) * max_pages
     base = kv + head * HEAD_DIM
     end = tl.minimum(length, tl.max(position, 0) + 1)
+    key = tl.arange(0, BLOCK)
     first = 0
     if WINDOW > 0:
         first = tl.maximum(tl.load(positions + begin + tile * TILE // HEADS).to(tl.int32) - (WINDOW - 1), 0) // BLOCK * BLOCK
@@ -64,9 +66,10 @@ def ordered_prefill_kernel(
         mass = tl.zeros([TILE], tl.float32)
         acc = tl.zeros([TILE, DIM], tl.float32)
         for part in range(first // PART, tl.cdiv(end, PART)):
+            low = tl.maximum(part * PART, first)
             own_peak, own_mass, own = attend_part(
-                query, tl.maximum(part * PART, first), tl.minimum(part * PART + PART, end), end, table, base, position, scale,
-                kv_stride_part, kv_stride_page, WINDOW, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, TILE, BLOCK, WIDE,
+                query, page_of(table, low + key, end, PAGE_SIZE), low, tl.minimum(part * PART + PART, end), end, table, base,
+                position, scale, kv_stride_part, kv_stride_page, WINDOW, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, TILE, BLOCK, WIDE,
             )  # fmt: skip
             own_mass = tl.maximum(own_mass, 1e-30)
             own = own / own_mass[:, None]
@@ -79,8 +82,8 @@ def ordered_prefill_kernel(
             peak = new_peak
     else:
         peak, mass, acc = attend_part(
-            query, first, end, end, table, base, position, scale, kv_stride_part, kv_stride_page, WINDOW, PAGE_SIZE, KV_HEADS,
-            HEAD_DIM, DIM, TILE, BLOCK, WIDE,
+            query, page_of(table, first + key, end, PAGE_SIZE), first, end, end, table, base, position, scale, kv_stride_part,
+            kv_stride_page, WINDOW, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, TILE, BLOCK, WIDE,
         )  # fmt: skip
     mass = tl.maximum(mass, 1e-30)
     acc = acc / mass[:, None]

@@ -29,12 +29,13 @@ def block_of(head_dim: int) -> int:
 
 @triton.jit
 def attend_part(
-    query, first, stop, end, table, base, position, scale, kv_stride_part, kv_stride_page,
+    query, page, first, stop, end, table, base, position, scale, kv_stride_part, kv_stride_page,
     WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """(peak, mass, acc) of a tile over the keys first .. stop-1, first a multiple of BLOCK; of them the row has those below end.
 
+    page   of the keys first .. first + BLOCK - 1 (`page_of`), which a caller may know before it has the queries
     base   address of K's head in page 0
     scale  of the scores, times log2(e)
     """
@@ -43,7 +44,6 @@ def attend_part(
     peak = tl.full([TILE], -1e30, tl.float32)  # finite, so that a query that sees no key of this part does not get NaN
     mass = tl.zeros([TILE, ONES], tl.float32)
     acc = tl.zeros([TILE, DIM], tl.float32)
-    page = page_of(table, first + key, end, PAGE_SIZE)
     for at in range(first, stop, BLOCK):
         next_page = page_of(table, at + BLOCK + key, end, PAGE_SIZE)  # one step ahead, as in `verify_attention.py`
         keys = at + key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -58,13 +59,20 @@ def split_kv_schedule_reference(work: AttentionWork, positions: Tensor, targets:
         for group, cuts in enumerate(group_cuts)
     ]
     for kind, (out, units) in enumerate(((work.items, listed), (work.group_items, groups))):
-        if shape.part:  # all items are of one length: rows stay in order, before those without keys
-            units.sort(key=lambda unit: not unit or not unit[0][3])
-        else:
+        if not shape.part:
             units.sort(key=lambda unit: -triton.cdiv(unit[0][3] - unit[0][2], shape.block) if unit else 0)
         lines = [item for unit in units for item in unit]
+        if shape.part:
+            lines.sort(key=partial(_rank, shape))
         out[: len(lines)] = torch.tensor(lines, dtype=torch.int32).view(-1, FIELDS)
         work.counts[kind] = len(lines)
+
+
+def _rank(shape: WorkShape, item: tuple[int, ...]) -> tuple[bool, int]:
+    """Whole parts first, in the order of rows, then what is left of rows, by falling length in blocks."""
+    _, _, first, end, *_ = item
+    whole = end > 0 and end % shape.part == 0
+    return not whole, 0 if whole else -triton.cdiv(end - first, shape.block)
 
 
 def _cuts(

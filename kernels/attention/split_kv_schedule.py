@@ -13,7 +13,8 @@ items long enough to hide the start and end of a program; and many short rows ar
 listed by falling length: the GPU starts them in that order, so that the last ones to finish are short. A windowed row lists only
 the keys that its first query still sees. Dead rows and padding get an item without keys, which zeroes their output.
 With `WorkShape.part` items end at its multiples instead, so that what is summed together depends on the row alone: a window
-begins at a multiple of the block, and of a shared prefix whole parts are read once.
+begins at a multiple of the block, and of a shared prefix whole parts are read once. Whole parts are listed first, then what is
+left of each row, by falling length.
 Bound by launch latency: each program ranks its unit among all others, one launch, no host read.
 """
 
@@ -133,9 +134,11 @@ def split_kv_schedule_kernel(
 
     keys = tl.where(alive, length - first, 0)
     tiles = tl.where(alive, tl.cdiv(places * HEADS, TILE), tl.minimum(places, 1))
+    whole = tl.zeros([ROWS], tl.int32)
     if PART > 0:
         origin = first // PART * PART
-        size = tl.where(alive, PART, 0)
+        whole = tl.where(alive, (length - origin) // PART, 0)
+        size = tl.cdiv(tl.where(whole > 0, length - origin - whole * PART, keys), BLOCK)  # of what is left, to rank it
         parts = tl.where(alive, tl.cdiv(length - origin, PART), 1)
     else:
         origin = first
@@ -153,10 +156,25 @@ def split_kv_schedule_kernel(
         sinks = 0
         if WINDOW > 0:
             sinks = tl.where(my_first > 0, SINK, 0)
+        index = tl.sum(tl.where(ahead, (parts - whole) * tiles, 0), 0)
+        my_origin, my_tiles, my_begin, my_places = pick(origin, mine), pick(tiles, mine), pick(begin, mine), pick(places, mine)
+        my_end = pick(tl.where(alive, length, 0), mine)
+        listed = pick(parts * tiles, mine)
+        if PART > 0:
+            my_whole = pick(whole, mine)
+            list_items(
+                out_items, tl.sum(tl.where(rows < program, whole * tiles, 0), 0), program, my_whole * my_tiles, my_tiles,
+                my_origin, my_first, PART, my_end, first_part, sinks, my_begin, my_places, LANES,
+            )  # fmt: skip
+            index += tl.sum(whole * tiles, 0)
+            listed -= my_whole * my_tiles
+            my_origin += my_whole * PART
+            my_size = PART
+            first_part = tl.where(my_parts > 1, first_part + my_whole, -1)
+            sinks = tl.where(my_whole > 0, 0, sinks)
         list_items(
-            out_items, tl.sum(tl.where(ahead, parts * tiles, 0), 0), program, pick(parts * tiles, mine), pick(tiles, mine),
-            pick(origin, mine), my_first, my_size, pick(tl.where(alive, length, 0), mine), first_part, sinks, pick(begin, mine),
-            pick(places, mine), LANES,
+            out_items, index, program, listed, my_tiles, my_origin, my_first, my_size, my_end, first_part, sinks, my_begin,
+            my_places, LANES,
         )  # fmt: skip
         if program < num_rows:
             tl.store(out_row_parts + 2 * program, tl.sum(tl.where(rows < program, lines, 0), 0))

@@ -2,6 +2,7 @@
 
     python -m batchspec.kernels.benchmarks.bits_bench            # classes of equal bits, then times
     python -m batchspec.kernels.benchmarks.bits_bench --no-times
+    python -m batchspec.kernels.benchmarks.bits_bench --no-bits --models 8b --counts 64 256
 
 Two ways to compute a product are of one class if all their outputs have the same bits, for every row and every number of tokens.
 """
@@ -27,19 +28,26 @@ from batchspec.kernels.benchmarks.timing import MAX_COPIES, Call, GraphClock
 from batchspec.kernels.gemm.linear import launch as launch_linear
 from batchspec.kernels.gemm.linear import linear
 from batchspec.kernels.gemm.ordered import launch, ordered_linear
+from batchspec.kernels.gemm.ordered_tiles import GATED, PLAIN, ordered_tile, segments_of
 from batchspec.kernels.gemm.split_k import counters
 from batchspec.kernels.gemm.tiles import Tile
 
 COUNTS = (1, 7, 16, 64, 129, 300, 1024, 4096)
 TIMED_COUNTS = (16, 64, 128, 256, 512, 1024, 8192)
+
+
+def _block(tile: Tile) -> tuple[int, int, int, int, int]:
+    return tile.block_m, tile.block_n, tile.block_k, tile.stages, tile.warps
+
+
 BLOCKS = (
-    (64, 32, 64, 6, 4), (64, 32, 128, 6, 4), (64, 64, 64, 5, 4), (64, 64, 128, 4, 4), (64, 128, 64, 5, 4), (64, 128, 128, 4, 4),
-    (64, 256, 64, 4, 4), (128, 64, 64, 5, 4), (128, 64, 128, 3, 8), (128, 128, 64, 4, 4), (128, 128, 64, 4, 8),
-    (128, 256, 64, 3, 8), (128, 256, 64, 4, 8), (256, 64, 64, 4, 8), (256, 128, 64, 3, 8), (256, 128, 64, 4, 8),
+    *(_block(tile) for tile, *_ in PLAIN),
+    (64, 32, 64, 6, 4), (64, 32, 128, 6, 4), (64, 128, 64, 5, 4), (128, 64, 64, 5, 4), (128, 64, 128, 3, 8), (128, 128, 64, 4, 8),
+    (128, 256, 64, 4, 8), (256, 64, 64, 4, 8), (256, 128, 64, 3, 8),
 )  # fmt: skip
 GATED_BLOCKS = (
-    (64, 32, 64, 5, 4), (64, 64, 64, 4, 4), (64, 64, 128, 3, 4), (64, 128, 64, 4, 4), (64, 128, 64, 4, 8), (128, 64, 64, 4, 4),
-    (128, 64, 64, 5, 8), (128, 128, 64, 3, 8), (128, 128, 64, 4, 8), (256, 64, 64, 4, 8),
+    *(_block(tile) for tile, *_ in GATED),
+    (64, 32, 64, 5, 4), (64, 128, 64, 4, 4), (64, 128, 64, 4, 8), (128, 64, 64, 5, 8), (128, 128, 64, 3, 8), (256, 64, 64, 4, 8),
 )  # fmt: skip
 SHAPES = {
     "8b": (("linear", 6144, 4096), ("linear", 4096, 4096), ("swiglu", 28672, 4096), ("linear", 4096, 14336)),
@@ -169,33 +177,39 @@ def dots_classes(dim: int, device: torch.device, block: int = 64, blocks: int = 
     print_classes(f"p v of {dim}", outs)
 
 
-def times(op: str, rows: int, k: int, device: torch.device) -> None:
-    """The fastest tile for each number of segments and of tokens, and the library."""
+def times(op: str, rows: int, k: int, device: torch.device, counts: Sequence[int], segments: Sequence[int]) -> None:
+    """For so many tokens each: the library, the tile that is chosen, and the fastest ones with each of these numbers of segments.
+
+    segments  none: the number that the weight has
+    """
     gated = op == "swiglu"
-    n = rows // 2 if gated else rows
+    n, own = rows // 2 if gated else rows, segments_of(rows, k)
     copies = min(MAX_COPIES, -(-(1 << 28) // (rows * k * 2)))
     weights = torch.empty(copies, rows, k, dtype=torch.bfloat16, device=device).normal_(std=k**-0.5)
     clock = GraphClock(device)
     counters(device)
-    for tokens in TIMED_COUNTS:
+    for tokens in counts:
         x = torch.randn(tokens, k, device=device).bfloat16()
         out = x.new_empty(tokens, n)
         library = clock.us([partial(F.linear, x, w) for w in weights])
         line = f"{op} {rows}x{k} T={tokens}: library {library:.1f} us" + (" without the activation" if gated else "")
-        for segments in SEGMENTS:
-            tiles = _tiles(gated, segments, tokens, n, k)
-            calls = {tile: [partial(launch, x, w, None, segments=segments, tile=tile, out=out, gated=gated) for w in weights]
+        for number in segments or (own,):
+            chosen = ordered_tile(tokens, n, k, own, gated=gated)
+            tiles = list(dict.fromkeys([*([chosen] if number == own else []), *_tiles(gated, number, tokens, n, k)]))
+            calls = {tile: [partial(launch, x, w, None, segments=number, tile=tile, out=out, gated=gated) for w in weights]
                      for tile in tiles}  # fmt: skip
             _compile([partial(calls[tile][0], compile_only=True) for tile in tiles], device)
-            measured: list[tuple[float, Tile]] = []
+            measured: dict[Tile, float] = {}
             for tile in tiles:
                 try:
-                    measured.append((clock.us(calls[tile]), tile))
+                    measured[tile] = clock.us(calls[tile])
                 except Exception as failure:
-                    print(f"  {segments} segments {tile}: {type(failure).__name__} {str(failure)[:80]!r}")
-            best = sorted(measured, key=lambda pair: pair[0])[:3]
-            shown = ", ".join(f"{us:.1f} {_shown(tile)}" for us, tile in best)
-            line += f"\n    {segments} segments: {shown}"
+                    print(f"  {number} segments {tile}: {type(failure).__name__} {str(failure)[:80]!r}")
+            best = sorted(measured, key=measured.__getitem__)[:3]
+            shown = ", ".join(f"{measured[tile]:.1f} {_shown(tile)}" for tile in best)
+            if number == own and chosen in measured:
+                shown = f"chosen {measured[chosen]:.1f} {_shown(chosen)}; fastest {shown}"
+            line += f"\n    {number} segments: {shown}"
         print(line, flush=True)
 
 
@@ -233,6 +247,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-times", action="store_true", help="classes of bits alone")
     parser.add_argument("--no-bits", action="store_true", help="times alone")
     parser.add_argument("--models", nargs="+", default=["8b", "135m"], choices=tuple(SHAPES), help="whose products are timed")
+    parser.add_argument("--counts", nargs="+", type=int, default=TIMED_COUNTS, help="numbers of tokens")
+    parser.add_argument("--segments", nargs="+", type=int, default=(), choices=SEGMENTS, help="of K; none: as the weight has")
     given: Any = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("bits_bench: no GPU here, nothing to compare")
@@ -246,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             product_classes(n, k, device)
     for model in () if given.no_times else given.models:
         for product in SHAPES[model]:
-            times(*product, device)
+            times(*product, device, given.counts, given.segments)
 
 
 if __name__ == "__main__":

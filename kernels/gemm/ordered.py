@@ -40,6 +40,7 @@ def sum_segment(
     """The products of a tile over K blocks first .. first + num_blocks - 1, from 0 on."""
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    tl.assume(num_blocks > 0)  # else ptxas lets each instruction of a tile of 128 x 256 wait for the last, as below
     for block in range(first, first + num_blocks):
         at = block * BLOCK_K
         a = read_block(x, m, at, num_tokens, k, stride_x, BLOCK_M, BLOCK_K, TMA, EVEN_K)
@@ -75,10 +76,14 @@ def ordered_kernel(
     await_earlier(PDL)
     complete = True
     if SEGMENTS == 1 or SPLIT:
-        acc, up = sum_segment(
-            x, w, m, col, program % SEGMENTS * segment_blocks, segment_blocks, num_tokens, n, k, w_rows, stride_x, stride_w,
-            BLOCK_M, BLOCK_N, BLOCK_K, TMA, EVEN_K, GATED, INTERPRETED,
-        )  # fmt: skip
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        # One step: without this loop ptxas (CUDA 12.8) lets each of the tensor cores' instructions of 8 warps wait for the last.
+        for segment in range(program % SEGMENTS, program % SEGMENTS + 1):
+            acc, up = sum_segment(
+                x, w, m, col, segment * segment_blocks, segment_blocks, num_tokens, n, k, w_rows, stride_x, stride_w,
+                BLOCK_M, BLOCK_N, BLOCK_K, TMA, EVEN_K, GATED, INTERPRETED,
+            )  # fmt: skip
         if SPLIT:
             complete, acc, up = join_parts(partials, arrived, tile, program, SEGMENTS, 1, acc, up, BLOCK_M, BLOCK_N, GATED)
     else:

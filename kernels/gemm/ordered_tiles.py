@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+from batchspec.kernels.gemm.split_k import MAX_TILES
 from batchspec.kernels.gemm.tiles import Tile
 
 MIN_SEGMENT = 1024
@@ -10,9 +13,22 @@ WIDE_ROWS = 8192
 """Rows of a weight that fill a GPU with tiles of 64 without segments."""
 SEGMENT_UNIT = 128
 """The largest block_k of a tile, of which a segment is a multiple."""
-FILL = 88
-"""Programs that fill a GPU of the Hopper generation well enough, two thirds of its 132 multiprocessors: with fewer, smaller tiles
-take less time."""
+
+# Tiles, with what a multiprocessor of an H200 computes with them in TFLOP/s, and how many of their programs it holds at once.
+PLAIN = (
+    (Tile(64, 64, 128, 4, 4, True), 3.3, 1), (Tile(64, 64, 64, 4, 4, True), 3.0, 3), (Tile(64, 128, 128, 4, 4, True), 4.6, 1),
+    (Tile(64, 256, 64, 4, 4, True), 5.1, 1), (Tile(128, 64, 64, 4, 4, True), 4.4, 2), (Tile(128, 128, 64, 3, 4, True), 5.7, 2),
+    (Tile(128, 128, 64, 5, 8, True), 6.1, 1), (Tile(256, 128, 64, 4, 8, True), 6.3, 1),
+)  # fmt: skip
+GATED = (
+    (Tile(64, 64, 128, 3, 4, True), 4.2, 1), (Tile(64, 64, 64, 4, 4, True), 4.0, 2), (Tile(128, 64, 64, 3, 4, True), 5.3, 2),
+    (Tile(128, 128, 64, 4, 8, True), 6.1, 1),
+)  # fmt: skip
+SMS = 132
+START_US, STEP_US = 1.0, {64: 0.13, 128: 0.2}
+"""Of a program: until its first step, and the least time of a step with this block_k."""
+JOIN_US, PARTS_BYTES_US = 1.0, 8e6
+"""To add up the parts of a tile: the wait for the last one, and the rate at which parts are written or read."""
 
 
 def segments_of(rows: int, k: int) -> int:
@@ -26,39 +42,33 @@ def segments_of(rows: int, k: int) -> int:
     return segments
 
 
-def ordered_tile(tokens: int, n: int, segments: int, *, gated: bool = False) -> Tile:
-    """How a product of so many tokens with n outputs is divided among programs. No bit depends on it.
+@lru_cache(maxsize=1 << 14)
+def ordered_tile(tokens: int, n: int, k: int, segments: int, *, gated: bool = False) -> Tile:
+    """How a product of so many tokens with n outputs is divided among programs: the fastest by estimate. No bit depends on it.
 
     gated  each output is made of two rows of the weight
     """
-    if gated:
-        base = _gated(tokens, n)
-    elif tokens <= 64:
+    if tokens <= 64 and not gated:  # bound by reading the weight, which needs no TMA
         base = Tile(64, 128, 128, 4, 4, False) if n >= 2 * WIDE_ROWS else Tile(64, 64, 128, 4, 4, False)
-    elif _tiles(tokens, n, 128, 64) * segments < FILL:
-        base = Tile(64, 64, 128, 4, 4, True)
-    elif tokens <= 128 and n < 2 * WIDE_ROWS:
-        base = Tile(128, 64, 64, 5, 4, True)
-    elif tokens <= 128:
-        base = Tile(128, 128, 64, 3, 4, True)
-    elif _tiles(tokens, n, 128, 128) * segments < FILL:
-        base = Tile(128, 64, 64, 5, 4, True)
-    elif segments > 1 or _tiles(tokens, n, 256, 128) < FILL:
-        base = Tile(128, 128, 64, 5, 8, True)
-    else:
-        base = Tile(256, 128, 64, 4, 8, True)
-    if segments > 1 and _tiles(tokens, n, base.block_m, base.block_n) < 3 * FILL:
         return base._replace(split=segments)
-    return base
+    found = []
+    for base, rate, resident in GATED if gated else PLAIN:
+        for split in {1, segments}:
+            tile, num_tiles = base._replace(split=split), _num_tiles(tokens, n, base)
+            if (split == 1 or num_tiles <= MAX_TILES) and base.block_m <= max(64, 1 << (tokens - 1).bit_length()):
+                found.append((_estimated_us(tile, num_tiles, k // split, rate, resident, gated), tile))
+    return min(found)[1]
 
 
-def _gated(tokens: int, n: int) -> Tile:
-    if tokens <= 64 or _tiles(tokens, n, 128, 64) < FILL:
-        return Tile(64, 64, 64, 4, 4, True)
-    if tokens <= 128 or _tiles(tokens, n, 128, 128) < FILL:
-        return Tile(128, 64, 64, 3, 4, True)
-    return Tile(128, 128, 64, 4, 8, True)
+def _estimated_us(tile: Tile, num_tiles: int, k: int, rate: float, resident: int, gated: bool) -> float:
+    """Of a product without its launch, every program of which sums k columns."""
+    outputs, split = tile.block_m * tile.block_n * (2 if gated else 1), tile.split
+    per_sm = -(-num_tiles * split // SMS)
+    computes = per_sm * 2e-6 * outputs * k / rate
+    waits = -(-per_sm // resident) * (START_US + -(-k // tile.block_k) * STEP_US[tile.block_k])
+    joins = JOIN_US + 2 * 4 * num_tiles * split * outputs / PARTS_BYTES_US if split > 1 else 0.0
+    return max(computes, waits) + joins
 
 
-def _tiles(tokens: int, n: int, block_m: int, block_n: int) -> int:
-    return -(-tokens // block_m) * -(-n // block_n)
+def _num_tiles(tokens: int, n: int, tile: Tile) -> int:
+    return -(-tokens // tile.block_m) * -(-n // tile.block_n)

@@ -193,6 +193,15 @@ def test_with_parts_whole_parts_of_a_shared_prefix_are_read_once(interpret: bool
     assert work.row_parts[:, 1].tolist() == [4, 3, 0]
 
 
+def test_with_parts_whole_parts_come_first_and_then_the_longest_ends(interpret: bool, device: torch.device) -> None:
+    rows = [(1, 130), (1, 40), (1, 64), (1, 0), (1, 180)]
+    case = make_case(rows, device=device, part=64, tile=16, block=16, group_block=16)
+    items = items_of(case.work(interpret=interpret))
+    assert [(item[0], item[2], item[3]) for item in items] == [
+        (0, 0, 64), (0, 64, 128), (2, 0, 64), (4, 0, 64), (4, 64, 128), (4, 128, 180), (1, 0, 40), (0, 128, 130), (3, 0, 0),
+    ]  # fmt: skip
+
+
 def in_group(work: AttentionWork, row: int) -> bool:
     return work.shared is not None and int(work.shared.row_group[row]) >= 0
 

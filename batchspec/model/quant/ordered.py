@@ -13,7 +13,7 @@ from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.model.blocks.forward import Product
 from batchspec.model.quant.base import Weights, joined_bias
 from batchspec.model.quant.plain import Plain
-from batchspec.tuning.policy import ordered_segments, ordered_tile
+from batchspec.tuning.policy import ordered_head_tile, ordered_segments, ordered_tile
 
 
 class OrderedPlain(Plain):
@@ -35,16 +35,17 @@ class OrderedLinear(Product):
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._weight, self._bias = weight, bias
-        self._segments = ordered_segments(*weight.shape)
+        self._rows, self._k = weight.shape
+        self._segments = ordered_segments(self._rows, self._k)
 
     def __call__(self, x: Tensor, lora: LoraTokens | None = None) -> Tensor:
-        tile = ordered_tile(x.shape[0], self._weight.shape[0], self._segments)
+        tile = ordered_tile(x.shape[0], self._rows, self._k, self._segments, x.device)
         return ordered_linear(
             x, self._weight, self._bias, segments=self._segments, tile=tile, interpret=not x.is_cuda
         )  # fmt: skip
 
     def swiglu(self, x: Tensor, lora: LoraTokens | None = None) -> Tensor:
-        tile = ordered_tile(x.shape[0], self._weight.shape[0] // 2, self._segments, gated=True)
+        tile = ordered_tile(x.shape[0], self._rows, self._k, self._segments, x.device, gated=True)
         return ordered_swiglu(
             x, self._weight, self._bias, segments=self._segments, tile=tile, interpret=not x.is_cuda
         )  # fmt: skip
@@ -55,16 +56,17 @@ class OrderedHead:
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
+        self._rows, self._k = weight.shape
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden bf16 [N, H] -> fp32 [N, V]."""
-        out = torch.empty(hidden.shape[0], self.weight.shape[0], dtype=torch.float32, device=hidden.device)
-        tile = ordered_tile(hidden.shape[0], self.weight.shape[0], 1)
+        out = torch.empty(hidden.shape[0], self._rows, dtype=torch.float32, device=hidden.device)
+        tile = ordered_tile(hidden.shape[0], self._rows, self._k, 1, hidden.device)
         return ordered_linear(hidden, self.weight, segments=1, tile=tile, out=out, interpret=not hidden.is_cuda)
 
     def greedy(self, hidden: Tensor, *, out_ids: Tensor, vocab: int | None, flag_nonfinite: bool) -> None:
         """The tokens int32 [N] of the largest of these logits, as the kernel `lm_head`."""
-        tile = ordered_tile(hidden.shape[0], self.weight.shape[0], 1)
+        tile = ordered_head_tile(hidden.shape[0], self._rows, self._k, hidden.device)
         lm_head(
             hidden, self.weight, out_ids=out_ids, tile=tile, vocab=vocab, flag_nonfinite=flag_nonfinite,
             interpret=not hidden.is_cuda,
