@@ -88,7 +88,8 @@ def run_job(config: RunConfig, source: Source | None = None, *, group: Group | N
         say(push_output(output, config.output.push_to_hub, private=config.output.push_private).line())
     errors = stats.by_status.get("error", 0)
     if errors:
-        say(f"{output.path}: {counted(errors, 'error row')}; the column `error` says why")
+        codes = ", ".join(f"{count} {code}" for code, count in stats.by_error.items())
+        say(f"{output.path}: {counted(errors, 'error row')} ({codes}); the column `error` says why")
     check_errors(job, stats.error_rows, all_failed=errors == stats.completions)
     say(f"inspect it:  batchspec stats {output.path}")
     say(f"             python -c \"import polars; print(polars.read_parquet('{output.path}/data'))\"")

@@ -54,8 +54,10 @@ def test_it_ends_by_saying_where_the_output_lies_and_how_to_inspect_it(demo: tup
     *_, done, report, errors, look, python = demo[1].splitlines()
     assert done.startswith(f"out/demo: done, {limit or 74} rows")
     assert "report.html" in report
-    num_errors = (demo[0]["status"] == "error").sum()
-    assert f"{num_errors} error row{'s' if num_errors > 1 else ''}; the column `error` says why" in errors
+    codes = demo[0].filter(pl.col("status") == "error")["error"].struct.field("code")
+    assert f"{len(codes)} error row{'s' if len(codes) > 1 else ''} (" in errors
+    assert all(f"1 {code}" in errors for code in codes)
+    assert "; the column `error` says why" in errors
     assert look.endswith("batchspec stats out/demo")
     assert "polars.read_parquet('out/demo/data')" in python
 

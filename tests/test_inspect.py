@@ -83,5 +83,5 @@ def test_an_id_that_is_not_there_is_one_line_with_the_nearest(out: Path) -> None
     said = str(caught.value)
     assert "no request 'q-4' (2 of 3 shards are committed, the others not written yet); the most similar ids are q-" in said
     assert "\n" not in said
-    with pytest.raises(OutputError, match="no id is similar"):
+    with pytest.raises(OutputError, match="no id is similar; the first one is 'q-0'"):
         main([str(out), "something else entirely"])

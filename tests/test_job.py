@@ -345,6 +345,7 @@ def test_verify_finds_no_difference_in_an_honest_output_and_names_a_false_one(
     assert verify.main([str(out), "--rows", "0", "--dtype", "float64", "--device", "cpu"]) == 0
     assert "loading" in (said := capsys.readouterr()).err
     assert "in float64 on cpu" in said.err
+    assert "21/21 completions (100.0%)" in said.err
     part = out / "data/part-00000.parquet"
     table = pq.read_table(part)
     ids = table["token_ids"].to_pylist()

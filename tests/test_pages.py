@@ -18,7 +18,8 @@ from batchspec.dataset.schema import output_schema
 from batchspec.train.settings import TrainRun
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / name for name in ("README.md", "conf/README.md", "jobs/README.md", "batchspec/README.md", "kernels/README.md")]
+NAMES = ("README.md", "conf/README.md", "jobs/README.md", "jobs/PERFORMANCE.md", "batchspec/README.md", "kernels/README.md")
+PAGES = [ROOT / name for name in NAMES]
 KEYS = {*keys(), *keys(TrainRun())}
 GROUPS = {key.rpartition(".")[0] for key in KEYS} | {"draft.tree", "draft.adapt"}
 KEY = re.compile(

@@ -250,6 +250,8 @@ def test_without_a_token_nothing_is_asked(hub: PushHub, out: Path, monkeypatch: 
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(ConfigError, match="a push needs a token that may write; set HF_TOKEN"):
         command.main([str(out), REPO])
+    with pytest.raises(OutputError, match="holds no batchspec job"):
+        command.main([str(out.parent / "nowhere"), REPO])
     assert not hub.requests
 
 

@@ -205,6 +205,8 @@ def test_a_job_that_never_began_one_that_nobody_works_on_and_no_job_at_all(
     (tmp_path / "thesis.txt").write_text("")
     with pytest.raises(OutputError, match="holds no batchspec job"):
         command.main([str(tmp_path)])
+    with pytest.raises(OutputError, match=r"thesis.txt is a file; give the output.dir of a run"):
+        command.main([str(tmp_path / "thesis.txt")])
 
 
 def test_json_says_all_of_it_and_watching_ends_with_the_job(

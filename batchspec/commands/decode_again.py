@@ -62,12 +62,14 @@ def summary(differences: Sequence[Difference], num_rows: int) -> str:
 def decode_again(
     engine: Engine, job: Job, written: dict[tuple[int, int], list[int]]
 ) -> Iterator[tuple[Request, Difference | None]]:
-    """Each request of `written`, and where plain decoding differs from what was written."""
-    for request in requests_of(job, set(written)):
-        tokens = written[request.row_index, request.sample_index]
-        (again,) = engine.run(iter([request]))
-        plain = [] if again.token_ids is None else again.token_ids.tolist()
-        yield request, None if plain == tokens else first_difference(engine, request, tokens, plain)
+    """Each request of `written`, and where plain decoding differs from what was written; shows the progress."""
+    with ProgressBar(len(written)) as progress:
+        for request in requests_of(job, set(written)):
+            tokens = written[request.row_index, request.sample_index]
+            (again,) = engine.run(iter([request]))
+            plain = [] if again.token_ids is None else again.token_ids.tolist()
+            yield request, None if plain == tokens else first_difference(engine, request, tokens, plain)
+            progress.update(completions=1, tokens=len(plain), live_rows=1)
 
 
 def job_of(out: str | Path, dtype: str | None, device: str | None, *, other_kv: bool = False) -> Job:

@@ -59,7 +59,7 @@ def inspect(output: OutputFolder, request_id: str, sample: int = 0) -> str:
     among = f"{len(done)} of {output.num_shards} shards are committed"
     among += "" if len(done) == output.num_shards else ", the others not written yet"
     near = _nearest(output, done, request_id)
-    hint = f"the most similar ids are {', '.join(near)}" if near else "no id is similar"
+    hint = f"the most similar ids are {', '.join(near)}" if near else f"no id is similar{_example(output, done)}"
     raise OutputError(f"{output.path} has no request {request_id!r} ({among}); {hint}")
 
 
@@ -70,6 +70,13 @@ def _nearest(output: OutputFolder, shards: list[int], request_id: str) -> list[s
         ids = _collected(output, output.scan([index]).select(pl.col("request_id").unique(maintain_order=True)))
         near = difflib.get_close_matches(request_id, [*near, *ids["request_id"]], NUM_NEAREST)
     return near
+
+
+def _example(output: OutputFolder, shards: list[int]) -> str:
+    if not shards:
+        return ""
+    ids = _collected(output, output.scan(shards[:1]).select("request_id").head(1))["request_id"].to_list()
+    return "".join(f"; the first one is {each!r}" for each in ids)
 
 
 def _collected(output: OutputFolder, rows: pl.LazyFrame) -> pl.DataFrame:

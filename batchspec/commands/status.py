@@ -6,6 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -35,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.watch is not None and not args.watch >= 1:
         parser.error(f"--watch {args.watch:g}: must be at least 1 second")
+    if Path(args.out).is_file():
+        raise OutputError(f"{args.out} is a file; give the output.dir of a run")
     reader = StatusReader(OutputFolder(args.out))
     screen = args.watch is not None and not args.json and sys.stdout.isatty()
     try:

@@ -21,7 +21,7 @@ from batchspec.commands.decode_again import Difference, decode_again, job_of, pl
 from batchspec.commands.verify_kv import compare_kv
 from batchspec.errors import StorageError
 from batchspec.runstate.output_folder import OutputFolder
-from batchspec.text import MESSAGE_CHARS, one_line
+from batchspec.text import MESSAGE_CHARS, counted, one_line
 
 
 def main(argv: list[str]) -> int:
@@ -67,7 +67,7 @@ def check_files(out: str | Path) -> int:
     """Print every damaged file of a job; returns the exit code."""
     output = OutputFolder(out)
     damage = list(output.damage())
-    summary = f"{len(output.committed())} files compared with their checksums: {len(damage)} are damaged"
+    summary = f"{counted(len(output.committed()), 'file')} compared with their checksums: {len(damage)} damaged"
     terminal.show("\n".join([*(one_line(line, MESSAGE_CHARS) for line in damage), summary]))
     return StorageError.exit_code if damage else 0
 

@@ -178,6 +178,8 @@ def one_line(error: Exception, known: Any = None) -> str:
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"{mark.name} line {mark.line + 1} is not YAML: {error.problem}"
+    if nowhere := re.search(r"Additional config directory '(.+)' not found", text):
+        return f"--config-dir: {nowhere[1]} is no folder; correct the path"
     if problem := _grammar(text):
         return problem
     override = re.search(r"Could not override '([^']+)'", text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, field, fields, is_dataclass, make_dataclass
 from functools import cache
@@ -125,6 +126,13 @@ def from_json(text: str) -> RunConfig:
 def type_error(error: OmegaConfBaseException) -> str:
     """omegaconf's complaint about a wrong value in one line, the key first."""
     said = (error.msg or str(error)).splitlines()[0]
+    if wrong := re.fullmatch(r"Value '(.*)' of type '\w+' could not be converted to (Integer|Float)", said):
+        number = "a whole number, without point or exponent" if wrong[2] == "Integer" else "a number"
+        return f"{error.full_key}={wrong[1]} must be {number}"
+    if wrong := re.match(r"Value '(.*)' is not a valid bool", said):
+        return f"{error.full_key}={wrong[1]} must be true or false"
+    if "is not Optional" in said:
+        return f"{error.full_key}=null: it must have a value; give one, or leave the key out"
     if "is not a ListConfig" in said:
         said = "it must be a list; write [value]"
     elif said.startswith(("Cannot assign", "Cannot merge DictConfig")):

@@ -126,12 +126,13 @@ def violation(key: str, value: float, ranges: Mapping[str, tuple[float, float, s
     low, high, advice = ranges[key]
     if low <= value <= high:  # false for NaN too
         return None
+    least, most = (f"{bound:.0f}" if 1e6 <= bound < 1e15 else f"{bound:g}" for bound in (low, high))
     if high == math.inf:
-        limit = f"at least {low:g}" if low > 1e-300 or low == 0 else "above 0"
+        limit = f"at least {least}" if low > 1e-300 or low == 0 else "above 0"
     elif (low, high) == INT64:
         limit = "in -2^63 .. 2^63-1"
     else:
-        limit = f"in {low:g} .. {high:g}" if low > 1e-300 or low <= 0 else f"above 0 and at most {high:g}"
+        limit = f"in {least} .. {most}" if low > 1e-300 or low <= 0 else f"above 0 and at most {most}"
     return f"{key}={value} must be {limit}; {advice}"
 
 

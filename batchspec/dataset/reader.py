@@ -153,7 +153,8 @@ class _FileSource:
         self.num_rows = rows if limit is None else min(rows, limit)
         if not self.num_rows:
             names = ", ".join(file.name for file in self.files[:3])
-            raise InputError(f"the input has no rows: {rows} in {names}, input.limit {limit}; check input.path and input.limit")
+            more = f" and {len(self.files) - 3} more files" if len(self.files) > 3 else ""
+            raise InputError(f"the input has no rows: none in {names}{more}; check input.path")
         self._files = [data for data, file in zip(files, self.files, strict=True) if file.num_rows]
         self.schema = _common_schema(self._files)
         self._stops = list(itertools.accumulate(file.num_rows for file in self.files if file.num_rows))

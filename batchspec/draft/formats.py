@@ -20,6 +20,8 @@ from batchspec.model.families.registry import has_window_switch
 from batchspec.model.rope_config import RopeSpec, read_rope
 from batchspec.model.spec import ModelSpec, tokens_of
 
+OTHER_TARGET = "a head of another target; give one made for this model"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSpec:
@@ -232,15 +234,13 @@ def _windows(shape: ConfigReader, family: str, num_layers: int) -> tuple[int | N
 
 def _check_target(head: HeadSpec, target: ModelSpec, config: ConfigReader) -> None:
     if head.vocab_size != target.vocab_size:
-        raise config.refusal(f"vocab_size {head.vocab_size}, the target's {target.vocab_size}: a head of another target")
+        raise config.refusal(f"vocab_size {head.vocab_size}, the target's {target.vocab_size}: {OTHER_TARGET}")
     if head.target_hidden_size != target.hidden_size:
-        raise config.refusal(
-            f"target_hidden_size {head.target_hidden_size}, the target's {target.hidden_size}: a head of another target"
-        )
+        raise config.refusal(f"target_hidden_size {head.target_hidden_size}, the target's {target.hidden_size}: {OTHER_TARGET}")
     if head.hidden_size != target.hidden_size and head.final_hidden:
         raise config.refusal(
             f"use_aux_hidden_state false with hidden_size {head.hidden_size} needs a target of that width, not of "
-            f"{target.hidden_size}: a head of another target"
+            f"{target.hidden_size}: {OTHER_TARGET}"
         )
     if head.hidden_size != target.hidden_size:
         shared = [name for name, own in (("embed_tokens", head.own_embedding), ("lm_head", head.own_head)) if not own]

@@ -34,8 +34,8 @@ def push_output(
     overwrite   replace a dataset that no job of batchspec made, data/ and card
     Raises OutputError for a job that is not complete and for another dataset of that name; otherwise as `push`.
     """
-    check_push(repo)
     missing = output.missing()
+    check_push(repo)
     if missing and not incomplete:
         raise OutputError(
             f"{output.path}: {len(missing):,} of {output.num_shards:,} shards are missing; run the job to its end, or push what "
