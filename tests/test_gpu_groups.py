@@ -121,28 +121,27 @@ def assert_same_tokens(one: pl.DataFrame, group: pl.DataFrame, *, sampled: bool 
     assert sampled or max(gaps, default=0.0) <= 2 * moved, (gaps, moved)
 
 
+DRAFTS = ["draft.num_speculative_tokens=3"]
+WAYS: dict[str, list[str]] = {
+    "plain": ["draft=none"],
+    "drafts": ["draft=hybrid", *DRAFTS, *SAMPLED],
+    "cut head": ["draft=eagle3", *DRAFTS, "ablation.sharded_draft=true"],
+}
+
+
 @pytest.mark.parametrize("ranks", COUNTS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", SHAPES)
 def test_a_group_writes_the_tokens_of_one_gpu(
-    family: str, ranks: int, models: dict[str, Path], data: Path, tmp_path: Path
+    family: str, way: str, ranks: int, models: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:
     model = models[family]
     design = tiny_design(load_spec(model))
     head = write_head(tmp_path / "head", design, random_tensors(design))
-    for kind, more in {
-        "plain": ["draft=none", "output.logprobs=2"],
-        "drafts": ["draft=hybrid", f"draft.path={head}", "draft.num_speculative_tokens=3", "output.logprobs=2", *SAMPLED],
-        "cut head": [
-            "draft=eagle3",
-            f"draft.path={head}",
-            "draft.num_speculative_tokens=3",
-            "output.logprobs=2",
-            "ablation.sharded_draft=true",
-        ],
-    }.items():
-        one = frame_of(words_of(model, data, tmp_path / f"{kind}-one", *more), 1, tmp_path)
-        group = frame_of(words_of(model, data, tmp_path / f"{kind}-group", *more), ranks, tmp_path)
-        assert_same_tokens(one, group, sampled=kind == "drafts")
+    more = [*WAYS[way], *([] if way == "plain" else [f"draft.path={head}"]), "output.logprobs=2"]
+    one = frame_of(words_of(model, data, tmp_path / "one", *more), 1, tmp_path)
+    group = frame_of(words_of(model, data, tmp_path / "group", *more), ranks, tmp_path)
+    assert_same_tokens(one, group, sampled=way == "drafts")
 
 
 @pytest.mark.parametrize("ranks", COUNTS)
