@@ -61,7 +61,16 @@ def files(folder: Path) -> set[str]:
 def test_every_source_test_recipe_and_script_is_in_the_source_distribution(sources: Path) -> None:
     wanted = {f"{top}/{name}" for top in ("batchspec", "kernels", "conf", "jobs", "tests") for name in files(ROOT / top)}
     wanted |= {f"batchspec/{top}/{name}" for top in ("kernels", "conf") for name in files(ROOT / top)}
-    wanted |= {"README.md", "conf/README.md", "jobs/README.md", "jobs/PERFORMANCE.md", "kernels/README.md", "batchspec/README.md", "LICENSE", ".ci/run"}
+    wanted |= {
+        "README.md",
+        "conf/README.md",
+        "jobs/README.md",
+        "jobs/PERFORMANCE.md",
+        "kernels/README.md",
+        "batchspec/README.md",
+        "LICENSE",
+        ".ci/run",
+    }
     wanted |= {"jobs/figures.sh", "jobs/train_head.sh", "jobs/submit.sbatch", "jobs/report.png", "batchspec/py.typed"}
     wanted |= {"jobs/kubernetes.yml", "jobs/skypilot.yml"}
     once = {f"conf/heads/{name}" for name in files(ROOT / "conf/heads")}
