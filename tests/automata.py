@@ -10,8 +10,9 @@ import torch
 
 from batchspec.model.target import Target
 from batchspec.records import Request
+from batchspec.structured.dfa import Dfa, dfa_of
 from batchspec.structured.regex import regex_node
-from batchspec.structured.regular import Dfa, dfa_of, optional, text
+from batchspec.structured.regular import optional, text
 from batchspec.structured.token_masks import over_tokens
 from batchspec.token_automaton import BEGIN_THOUGHT, END_THOUGHT, OTHER, TokenAutomaton, TokenSymbols
 from tests.engines import VOCAB, _draw, full_logits, tiny_target

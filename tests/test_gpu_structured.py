@@ -20,8 +20,9 @@ from batchspec.draft.none import NoDrafter
 from batchspec.kernels.gemm.lm_head import TILE
 from batchspec.model.target import Target
 from batchspec.records import Request, SamplingParams
+from batchspec.structured.dfa import dfa_of
 from batchspec.structured.regex import regex_node
-from batchspec.structured.regular import EMPTY, dfa_of
+from batchspec.structured.regular import EMPTY
 from batchspec.structured.token_masks import over_tokens
 from batchspec.token_automaton import OTHER, TokenAutomaton, TokenSymbols
 from batchspec.tuning.policy import gemm_tile

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Ask, LazyAutomaton
 from batchspec.structured import network as network_module
 from batchspec.structured.compiler import BadConstraint, Compiler
+from batchspec.structured.dfa import dfa_of
 from batchspec.structured.expander import Expander
 from batchspec.structured.grammar import grammar_rules
 from batchspec.structured.lazy_dfa import LazyDfa
@@ -23,7 +24,7 @@ from batchspec.structured.lazy_masks import TokenTrie, expansion
 from batchspec.structured.network import Network
 from batchspec.structured.parse import network_of, rules_of, single_bytes
 from batchspec.structured.regex import regex_node
-from batchspec.structured.regular import EMPTY, Impossible, dfa_of, optional, text
+from batchspec.structured.regular import EMPTY, Impossible, optional, text
 from batchspec.structured.rules import BadGrammar, Rules
 from batchspec.structured.token_masks import tokens_of_bytes
 from batchspec.token_automaton import DEAD, ENDS, FORCED, NUM_SYMBOLS, TokenAutomaton

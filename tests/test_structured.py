@@ -8,6 +8,7 @@ import pickle
 import re
 import signal
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jsonschema
@@ -18,13 +19,16 @@ from hypothesis import strategies as st
 
 from batchspec.lazy_automaton import LazyAutomaton
 from batchspec.model.tokenizer import Tokenizer
-from batchspec.structured import compile_process, regular
+from batchspec.structured import compile_process, nfa
 from batchspec.structured import compiler as compiler_module
+from batchspec.structured import dfa as dfa_module
 from batchspec.structured.compiler import BadConstraint, Compiler
+from batchspec.structured.dfa import Dfa, dfa_of
 from batchspec.structured.json_schema import schema_rules
 from batchspec.structured.merge import BadSchema
+from batchspec.structured.nfa import utf8_ranges
 from batchspec.structured.regex import BadRegex, regex_node
-from batchspec.structured.regular import Chars, Dfa, Impossible, TooLarge, dfa_of, utf8_ranges
+from batchspec.structured.regular import Chars, Impossible, TooLarge
 from batchspec.token_automaton import DEAD, OTHER, TokenAutomaton, TokenSymbols
 from tests.automata import EOS, PATTERNS_OF_LETTERS, TOKENS, VOCABULARY, automaton, finite, may_follow
 from tests.models import make_tokenizer
@@ -265,9 +269,11 @@ def test_what_cannot_be_met_is_refused_by_its_name(schema: Any, error: type[Exce
         schema_dfa(schema)
 
 
-@pytest.mark.parametrize(("bound", "pattern"), [("MAX_NFA_STATES", "[a-z]{40}"), ("MAX_STATES", "(a|b)*a(a|b){6}")])
-def test_what_is_too_large_is_refused(bound: str, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regular, bound, 30)
+@pytest.mark.parametrize(
+    ("module", "bound", "pattern"), [(nfa, "MAX_NFA_STATES", "[a-z]{40}"), (dfa_module, "MAX_STATES", "(a|b)*a(a|b){6}")]
+)
+def test_what_is_too_large_is_refused(module: ModuleType, bound: str, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, bound, 30)
     with pytest.raises(TooLarge, match="more than 30 "):
         dfa_of(regex_node(pattern))
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT
-from batchspec.structured.regular import Dfa
+from batchspec.structured.dfa import Dfa
 from batchspec.token_automaton import (
     BEGIN_THOUGHT,
     CHANNEL,

@@ -13,10 +13,11 @@ import time
 from typing import Any
 
 from batchspec.structured.compile_pool import LAZY
+from batchspec.structured.dfa import dfa_of
 from batchspec.structured.merge import BadSchema
 from batchspec.structured.parse import AFTER_THOUGHT, network_of, rules_of, single_bytes
 from batchspec.structured.regex import BadRegex
-from batchspec.structured.regular import Impossible, TooLarge, dfa_of
+from batchspec.structured.regular import Impossible, TooLarge
 from batchspec.structured.rules import BadGrammar
 from batchspec.structured.token_masks import over_tokens
 from batchspec.token_automaton import TokenAutomaton, TokenSymbols

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from batchspec.structured.regular import Alt, Impossible, Joined, Members, Nfa, Node, Ref, Repeat, Seq
+from batchspec.structured.nfa import Nfa
+from batchspec.structured.regular import Alt, Impossible, Joined, Members, Node, Ref, Repeat, Seq
 from batchspec.structured.rules import BadGrammar, Rules
 
 UNROLLED = 32

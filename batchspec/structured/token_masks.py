@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchspec.structured.channels import ChannelStates, with_letters
-from batchspec.structured.regular import MAX_STATES, Dfa, TooLarge
+from batchspec.structured.dfa import MAX_STATES, Dfa
+from batchspec.structured.regular import TooLarge
 from batchspec.token_automaton import (
     BEGIN_THOUGHT,
     DEAD,

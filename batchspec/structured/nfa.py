@@ -1,0 +1,133 @@
+"""The nondeterministic automaton of a node over UTF-8 bytes (Thompson 1968).
+
+Ranges of characters become ranges of bytes. Counted repetitions are unrolled: their size is bounded by MAX_NFA_STATES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from batchspec.structured.regular import Alt, Chars, Joined, Members, Node, Ref, Repeat, Seq, TooLarge
+
+MAX_NFA_STATES = 250_000
+
+
+class Nfa:
+    """States with moves on ranges of bytes and moves on nothing."""
+
+    def __init__(self) -> None:
+        self.moves: list[list[tuple[int, int, int]]] = []
+        """(lowest byte, highest byte, next state)"""
+        self.free: list[list[int]] = []
+
+    def _check(self, more: int) -> None:
+        """Whether so many more states are within the bound, before they are built one by one."""
+        if len(self.moves) + more > MAX_NFA_STATES:
+            raise TooLarge(f"it has more than {MAX_NFA_STATES:,} positions; shorten its repetitions or nest it less deeply")
+
+    def state(self) -> int:
+        self._check(1)
+        self.moves.append([])
+        self.free.append([])
+        return len(self.moves) - 1
+
+    def add(self, node: Node, start: int) -> int:
+        """Build a node from `start`; returns the state after it. Nothing else leads back into what was built."""
+        match node:
+            case Chars(ranges):
+                return self._chars(ranges, start)
+            case Seq(parts):
+                for part in parts:
+                    start = self.add(part, start)
+                return start
+            case Alt(parts):
+                end = self.state()
+                for part in parts:
+                    own = self.state()
+                    self.free[start].append(own)
+                    self.free[self.add(part, own)].append(end)
+                return end
+            case Repeat(part, least, most):
+                return self._repeat(part, least, most, start)
+            case Joined(item, between):
+                return self._joined(item, between, start)
+            case Members(items, between):
+                return self._members(items, between, start)
+            case Ref(rule):
+                return self._call(rule, start)
+
+    def _call(self, rule: str, start: int) -> int:
+        raise AssertionError(f"rule {rule!r} in a finite automaton: it must be inlined before")
+
+    def _chars(self, ranges: Sequence[tuple[int, int]], start: int) -> int:
+        end = self.state()
+        rest: dict[tuple[tuple[int, int], ...], int] = {(): end}
+        for low, high in ranges:
+            for sequence in utf8_ranges(low, high):
+                for i in range(len(sequence) - 1, 0, -1):
+                    if sequence[i:] not in rest:
+                        rest[sequence[i:]] = self.state()
+                        self.moves[rest[sequence[i:]]].append((*sequence[i], rest[sequence[i + 1 :]]))
+                self.moves[start].append((*sequence[0], rest[sequence[1:]]))
+        return end
+
+    def _repeat(self, part: Node, least: int, most: int | None, start: int) -> int:
+        times, first = (least if most is None else most), len(self.moves)
+        for count in range(least):
+            start = self.add(part, start)
+            if not count:
+                self._check((times - 1) * (len(self.moves) - first))
+        end = self.state()
+        if most is None:
+            self.free[start].append(end)
+            self.free[self.add(part, end)].append(end)
+            return end
+        for count in range(least, most):
+            if count == 1:
+                self._check((times - 1) * (len(self.moves) - first))
+            self.free[start].append(end)
+            own = self.state()  # a part that loops on its first state must not be left from inside the loop
+            self.free[start].append(own)
+            start = self.add(part, own)
+        self.free[start].append(end)
+        return end
+
+    def _joined(self, item: Node, between: Node, start: int) -> int:
+        before = self.state()
+        self.free[start].append(before)
+        after = self.add(item, before)
+        self.free[self.add(between, after)].append(before)
+        return after
+
+    def _members(self, items: Sequence[tuple[Node, bool]], between: Node, start: int) -> int:
+        none_yet, some = start, self.state()
+        for item, required in items:
+            before, none_after, some_after = self.state(), self.state(), self.state()
+            self.free[none_yet].append(before)
+            self.free[self.add(between, some)].append(before)
+            self.free[self.add(item, before)].append(some_after)
+            if not required:
+                self.free[none_yet].append(none_after)
+                self.free[some].append(some_after)
+            none_yet, some = none_after, some_after
+        end = self.state()
+        self.free[none_yet].append(end)
+        self.free[some].append(end)
+        return end
+
+
+def utf8_ranges(low: int, high: int) -> list[tuple[tuple[int, int], ...]]:
+    """The encodings of code points low .. high as sequences of byte ranges (Cox 2007, utf8-ranges of RE2)."""
+    for last in (0x7F, 0x7FF, 0xFFFF):
+        if low <= last < high:
+            return utf8_ranges(low, last) + utf8_ranges(last + 1, high)
+    if high <= 0x7F:
+        return [((low, high),)]
+    for bits in (6, 12, 18):
+        mask = (1 << bits) - 1
+        if low >> bits != high >> bits:
+            if low & mask:
+                return utf8_ranges(low, low | mask) + utf8_ranges((low | mask) + 1, high)
+            if high & mask != mask:
+                return utf8_ranges(low, (high & ~mask) - 1) + utf8_ranges(high & ~mask, high)
+    return [tuple(zip(chr(low).encode(), chr(high).encode(), strict=True))]
