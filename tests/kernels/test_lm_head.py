@@ -176,10 +176,12 @@ def bits_of(allowed: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "width", "vocab"), [(1, 70, 64), (21, 130, 130), (40, 77, 75)])
+@pytest.mark.parametrize("columns", [16, 32, 128])
 def test_rows_choose_among_the_tokens_that_their_masks_allow(
-    tokens: int, width: int, vocab: int, dtype: torch.dtype, interpret: bool, device: torch.device
+    columns: int, tokens: int, width: int, vocab: int, dtype: torch.dtype, interpret: bool, device: torch.device
 ) -> None:
-    """Bit for bit the choice among the same logits with -inf where a mask forbids."""
+    """Bit for bit the choice among the same logits with -inf where a mask forbids. A tile has half a word, one, or several."""
+    tile = TILE._replace(block_n=columns)
     noise = torch.Generator().manual_seed(tokens)
     hidden, weight = (torch.randn(n, 32, generator=noise).to(device, dtype) for n in (tokens, width))
     allowed = torch.rand(7, vocab, generator=noise) < torch.tensor([0.0, 0.02, 0.1, 0.5, 0.9, 1.0, 0.5])[:, None]
@@ -187,8 +189,9 @@ def test_rows_choose_among_the_tokens_that_their_masks_allow(
     allowed = allowed.to(device)
     lines = (torch.arange(tokens) % 8 - 1).int().to(device)
     everywhere = torch.ones(tokens, vocab, dtype=torch.bool, device=device)
-    free = choose(hidden, weight, interpret, vocab=vocab)
-    found = choose(hidden, weight, interpret, vocab=vocab, masks=bits_of(allowed), mask_rows=lines, flag_nonfinite=True)
+    free = choose(hidden, weight, interpret, vocab=vocab, tile=tile)
+    masks = {"masks": bits_of(allowed), "mask_rows": lines}
+    found = choose(hidden, weight, interpret, vocab=vocab, tile=tile, flag_nonfinite=True, **masks)
     chosen = torch.where((lines >= 0)[:, None], allowed[lines.clamp(min=0).long()], everywhere)
     logits = hidden.float() @ weight[:vocab].float().t()
     best = logits.masked_fill(~chosen, -INF)

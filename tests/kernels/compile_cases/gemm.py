@@ -41,7 +41,7 @@ for _dtype, _tma in (("bf16", True), ("bf16", False), ("fp32", False)):
     for _masks in (None, PI32):
         case(f"lm_head_kernel {_dtype}, TMA {_tma}, masks {_masks}", "lm_head", 4, x=_x, w=_x, masks=_masks, mask_rows=_masks,
              top=PF32, top_ids=PI32, num_tokens=I32, width=I32, vocab=I32, num_parts=I32, k=I32, stride_x=I32, stride_w=I32,
-             mask_stride=I32, BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, TMA=_tma, EVEN_K=True, FLAG=True,
+             mask_stride=I32, BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, WORDS=2, TMA=_tma, EVEN_K=True, FLAG=True,
              INTERPRETED=False)  # fmt: skip
 for _map in (None, PI32, PI64):
     case(f"first_top_kernel map {_map}", "lm_head", 4, top=PF32, top_ids=PI32, map_ids=_map, out_ids=PI32, out_stride=I32,
