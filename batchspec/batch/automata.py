@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,8 @@ LAZY_WORDS = 2 << 20
 """int32 words for the states of lazy automata, in places after those: 8 MiB."""
 LAZY_MASKS_BYTES = 64 << 20
 """Bytes for the masks of these states."""
+SENT_BYTES = 8 << 20
+"""Automata that come to the device together are sent so many bytes at a time, from pinned memory that is used again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,16 +113,24 @@ class Automata:
         self.masks = torch.zeros(room.num_masks + room.num_lazy_masks, room.mask_words, dtype=torch.int32, device=device)
         self.symbols, self.starts = (torch.from_numpy(x.copy()).to(device) for x in (vocabulary.symbols, vocabulary.starts))
 
-    def upload(self, new: AutomatonUpload) -> None:
+    def upload(self, new: Sequence[AutomatonUpload]) -> None:
         """In stream order: what was there before is read by no round that is launched later."""
-        self.tables[new.place : new.place + len(new.words)] = self._sent(new.words)
-        self.masks[self._sent(new.mask_ids).long()] = self._sent(new.masks).view(len(new.mask_ids), -1)
+        for part in _parts(new):
+            columns = ([one.words for one in part], [one.mask_ids for one in part], [one.masks for one in part])
+            words, mask_ids, masks = _sent(columns, self.tables.device)
+            for one, own in zip(part, words.split([one.words.size for one in part]), strict=True):
+                self.tables[one.place : one.place + len(own)] = own
+            self._write_masks(mask_ids, masks)
 
     def upload_states(self, new: StatesUpload) -> None:
         """In stream order. What rows may walk over at present keeps its value."""
-        self.tables[self._sent(new.at).long()] = self._sent(new.words)
-        if len(new.mask_ids):
-            self.masks[self._sent(new.mask_ids).long()] = self._sent(new.masks.reshape(len(new.mask_ids), -1))
+        at, words, mask_ids, masks = _sent(([new.at], [new.words], [new.mask_ids], [new.masks]), self.tables.device)
+        self.tables[at.long()] = words
+        self._write_masks(mask_ids, masks)
+
+    def _write_masks(self, mask_ids: Tensor, masks: Tensor) -> None:
+        if len(mask_ids):
+            self.masks[mask_ids.long()] = masks.view(len(mask_ids), -1)
 
     def mark_waiting(
         self, target_ids: Tensor, row_ids: Tensor, states: Tensor, classes: Tensor, *, drafts: Tensor | None,
@@ -134,11 +145,6 @@ class Automata:
     def park(self, states: Tensor, live: Tensor, log: Tensor) -> None:
         """See `park_waiting`."""
         park_waiting(states, self.tables, live=live, log=log)
-
-    def _sent(self, values: Ids) -> Tensor:
-        host = torch.from_numpy(values)
-        device = self.tables.device
-        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
     def constrain(
         self, logits: Tensor, row_ids: Tensor, states: Tensor, classes: Tensor, *, drafts: Tensor | None,
@@ -171,3 +177,24 @@ class Automata:
     def advance(self, states: Tensor, classes: Tensor, tokens: Tensor, kept: Tensor, live: Tensor) -> None:
         """See `advance_states`."""
         advance_states(states, classes, tokens, kept.contiguous(), live, self.tables, self.symbols, self.starts)
+
+
+def _parts(new: Sequence[AutomatonUpload]) -> Iterator[Sequence[AutomatonUpload]]:
+    """Uploads, in their order, that are sent together: at most SENT_BYTES, or a single one."""
+    first = num_bytes = 0
+    for at, one in enumerate(new):
+        own = one.words.nbytes + one.mask_ids.nbytes + one.masks.nbytes
+        if first < at and num_bytes + own > SENT_BYTES:
+            yield new[first:at]
+            first, num_bytes = at, 0
+        num_bytes += own
+    if new:
+        yield new[first:]
+
+
+def _sent(columns: Sequence[Sequence[Ids]], device: torch.device) -> tuple[Tensor, ...]:
+    """The arrays of each column end to end, int32, on the device, by one transfer. The host does not wait for a GPU."""
+    sizes = [sum(array.size for array in column) for column in columns]
+    host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    np.concatenate([array.ravel() for column in columns for array in column], out=host.numpy())
+    return host.to(device, non_blocking=True).split(sizes)

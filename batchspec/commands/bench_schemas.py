@@ -62,8 +62,7 @@ def begin_anywhere(engine: Engine, automata: Sequence[TokenAutomaton], request: 
         at = places.constraint(following(request, automaton), _drawn(automaton, slot))
         assert at is not None
         found.append((slot, at))
-    for upload in places.take_uploads():
-        rows.automata.upload(upload)
+    rows.automata.upload(places.take_uploads())
     rows.constrain(found)
 
 

@@ -70,8 +70,9 @@ class AutomatonPlaces:
             place = self._gap(automaton.num_words)
         if place is None or len(self._free_masks) < num_masks:
             return None
-        taken, self._free_masks = self._free_masks[:num_masks], self._free_masks[num_masks:]
-        found = _Resident(automaton, place, np.array(taken, np.int32))
+        at = len(self._free_masks) - num_masks
+        found = _Resident(automaton, place, np.array(self._free_masks[at:], np.int32))
+        del self._free_masks[at:]  # not a copy of the others, which are tens of thousands
         self._residents[id(automaton)] = found
         self._uploads.append(AutomatonUpload.of(automaton, place, found.mask_ids))
         return found

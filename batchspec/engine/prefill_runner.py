@@ -43,9 +43,9 @@ class PrefillRunner:
     def run(self, prefill: Prefill) -> list[PendingResult]:
         """Put a group into its slots and launch its passes, or queue them where they overlap; the results of those launched."""
         refills, rows = prefill.refills, self._rows
-        for new in prefill.uploads:
+        if prefill.uploads:
             assert rows.automata is not None
-            rows.automata.upload(new)
+            rows.automata.upload(prefill.uploads)
         rows.begin([refill.slot for refill in refills], [r.request for r in refills], [r.tokens for r in refills])
         if constraints := [(refill.slot, refill.constraint) for refill in refills if refill.constraint is not None]:
             rows.constrain(constraints)

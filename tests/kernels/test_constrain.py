@@ -33,7 +33,7 @@ def uploaded(device: torch.device) -> Automata:
     rows = np.random.default_rng(0).permutation(MASK_ROWS).astype(np.int32)
     for automaton_, place in zip(both(), PLACES, strict=True):
         taken, rows = rows[: len(automaton_.masks)], rows[len(automaton_.masks) :]
-        made.upload(AutomatonUpload.of(automaton_, place, taken))
+        made.upload([AutomatonUpload.of(automaton_, place, taken)])
     return made
 
 
@@ -205,6 +205,31 @@ def test_states_follow_the_committed_tokens(interpret: bool, device: torch.devic
             assert states[row] == place_of(one, after, int(classes[row]))
 
 
+@pytest.mark.parametrize("sent_bytes", [1, 3000, 1 << 20])
+def test_automata_that_come_together_lie_where_they_would_one_by_one(
+    sent_bytes: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = AutomataRoom(num_tokens=VOCAB, table_words=20_000, masks_bytes=4 * MASK_ROWS)
+    new, place, mask_ids = list[AutomatonUpload](), 3, np.random.default_rng(0).permutation(MASK_ROWS).astype(np.int32)
+    for pattern in ("(ab|c)*d", "[a-c]*", "(abcab|cd)d", "d|dd|ddd"):
+        one = automaton(pattern)
+        taken, mask_ids = mask_ids[: len(one.masks)], mask_ids[len(one.masks) :]
+        new.append(AutomatonUpload.of(one, place, taken))
+        place += one.num_words + 5
+    alone, together = Automata(VOCABULARY, room, device), Automata(VOCABULARY, room, device)
+    for upload in new:
+        alone.upload([upload])
+    monkeypatch.setattr("batchspec.batch.automata.SENT_BYTES", sent_bytes)
+    together.upload(new)
+    assert torch.equal(alone.tables, together.tables)
+    assert torch.equal(alone.masks, together.masks)
+    for upload in new:
+        assert together.tables[upload.place : upload.place + len(upload.words)].tolist() == upload.words.tolist()
+        assert together.masks[torch.from_numpy(upload.mask_ids).to(device).long()].tolist() == upload.masks.tolist()
+    together.upload([])
+    assert torch.equal(alone.tables, together.tables)
+
+
 def drafts_of(one: TokenAutomaton, state: int, drafts: list[int], width: int) -> list[int]:
     """What is drafted from a state, by the definition."""
     found, intact = list[int](), True
@@ -225,7 +250,7 @@ def test_drafts_are_cut_and_go_on_as_the_automaton_forces(interpret: bool, devic
     made = Automata(VOCABULARY, AutomataRoom(num_tokens=VOCAB, table_words=20_000, masks_bytes=4 * MASK_ROWS), device)
     rows = []
     for one, place, base in ((first, 3, 5), (second, 7000, 200)):
-        made.upload(AutomatonUpload.of(one, place, base + np.arange(len(one.masks), dtype=np.int32)))
+        made.upload([AutomatonUpload.of(one, place, base + np.arange(len(one.masks), dtype=np.int32))])
         for drafts in ([], [3, 4, 5, 3, 3], [5], [9, 9], [4, 4], [5, 6, EOS, 3, 3], [-1, 3], [40], [3, 3, 5, 3], [10, 5, 3]):
             rows.append((one, one.answer, place, drafts))
     width, count = 5, len(rows)
