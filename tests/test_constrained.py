@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.batch.automata import AutomataRoom, ConstraintPlace
+from batchspec.batch.automata import Automata, AutomataRoom, ConstraintPlace
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.draft.base import Drafter
 from batchspec.engine import allocator
@@ -310,3 +310,61 @@ def test_rows_that_the_host_ends_or_moves_leave_their_automata() -> None:
     assert rows.automaton_state.tolist() == [0, 303, 302, 0]
     rows.clear()
     assert not rows.automaton_state.any()
+
+
+def mixed_job() -> list[tuple[Request, str | None]]:
+    """Rows of all patterns, and some without one, long enough for several rounds."""
+    found: list[tuple[Request, str | None]] = []
+    for i in range(12):
+        pattern = None if i % 4 == 3 else PATTERNS[i % len(PATTERNS)]
+        found.append((constrained(request(i, [i, 3], cap=12, sampling=SAMPLINGS[i % 2]), pattern), pattern))
+    return found
+
+
+@pytest.mark.parametrize("name", ["none", "lookup", "eagle3", "tree"])
+def test_a_row_that_enters_without_its_constraint_is_an_error_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may draw nothing, because it has been told no place; other rows are as ever."""
+    job = mixed_job()
+    monkeypatch.setattr(AutomatonPlaces, "constraint", lambda *_: None)
+    done = run([req for req, _ in job], ALL[name]())
+    for req, pattern in job:
+        if pattern is None:
+            assert tokens(done)[req.row_index] == constrained_tokens(req, None)
+        else:
+            assert done[req.row_index].error is not None
+            assert done[req.row_index].token_ids is None
+
+
+@pytest.mark.parametrize("name", ["none", "lookup", "eagle3", "tree"])
+def test_no_row_that_left_its_automaton_is_written_as_a_match(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here no logits are masked: the rows whose tokens match by chance are kept, the others are error rows."""
+    job = mixed_job()
+    monkeypatch.setattr(Automata, "constrain", lambda *_, **__: None)
+    done = run([req for req, _ in job], ALL[name]())
+    for req, pattern in job:
+        free, found = constrained_tokens(req, None), done[req.row_index]
+        follows = all(may_follow(pattern, free[:i], free[i]) for i in range(len(free))) if pattern is not None else True
+        assert (found.status == "error") == (not follows)
+        if found.token_ids is not None:
+            assert found.token_ids.tolist() == free
+    errors = [one.error for one in done.values() if one.error is not None]
+    assert len(errors) > 5
+    assert "schema" in errors[0].message
+
+
+@pytest.mark.parametrize("name", ["none", "eagle3"])
+def test_a_row_whose_state_is_lost_between_rounds_is_an_error_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, advance, calls = mixed_job(), Automata.advance, [0]
+
+    def losing(self: Automata, states: Tensor, *rest: Any) -> None:
+        advance(self, states, *rest)
+        calls[0] += 1
+        if calls[0] == 3:
+            states.zero_()
+
+    monkeypatch.setattr(Automata, "advance", losing)
+    done = run([req for req, _ in job], ALL[name]())
+    assert any(one.status == "error" for one in done.values())
+    for req, pattern in job:
+        if done[req.row_index].token_ids is not None:
+            assert tokens(done)[req.row_index] == constrained_tokens(req, pattern)

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchspec.kernels.sampling.constrain import advance_states, constrain_drafts, constrain_logits, mask_rows
+from batchspec.kernels.sampling.advance_states import advance_states
+from batchspec.kernels.sampling.constrain import constrain_drafts, constrain_logits, mask_rows
 from batchspec.kernels.sampling.waiting import mark_waiting, park_waiting
 from batchspec.records import Ids
-from batchspec.token_automaton import DEAD, MASK, NEXT, NUM_SYMBOLS, TokenAutomaton, TokenSymbols
+from batchspec.token_automaton import DEAD, FORCED, MASK, NEXT, NUM_SYMBOLS, TokenAutomaton, TokenSymbols
 
 TABLE_WORDS = 16 << 20
 """int32 words for the tables of all automata that are on the device: 64 MiB."""
@@ -51,6 +52,12 @@ class AutomataRoom:
     @property
     def nbytes(self) -> int:
         return 4 * (self.table_words + self.lazy_words) + self.masks_bytes + self.lazy_masks_bytes
+
+    @property
+    def nothing(self) -> ConstraintPlace:
+        """After all others a state that allows no token: where a row with an automaton stands until it is told its place."""
+        classes = self.table_words + self.lazy_words
+        return ConstraintPlace(classes, classes + NUM_SYMBOLS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +116,10 @@ class Automata:
     """The tables of all automata that rows in slots follow, and the symbols of the vocabulary's tokens."""
 
     def __init__(self, vocabulary: TokenSymbols, room: AutomataRoom, device: torch.device) -> None:
-        self.tables = torch.zeros(room.table_words + room.lazy_words, dtype=torch.int32, device=device)
-        self.masks = torch.zeros(room.num_masks + room.num_lazy_masks, room.mask_words, dtype=torch.int32, device=device)
+        self.nothing, num_masks = room.nothing, room.num_masks + room.num_lazy_masks
+        self.tables = torch.zeros(self.nothing.state + NEXT + 1, dtype=torch.int32, device=device)
+        self.masks = torch.zeros(num_masks + 1, room.mask_words, dtype=torch.int32, device=device)
+        self.tables[self.nothing.state + MASK], self.tables[self.nothing.state + FORCED] = num_masks, -1  # its next state is 0
         self.symbols, self.starts = (torch.from_numpy(x.copy()).to(device) for x in (vocabulary.symbols, vocabulary.starts))
 
     def upload(self, new: Sequence[AutomatonUpload]) -> None:
@@ -174,9 +183,9 @@ class Automata:
         """See `constrain_drafts`."""
         constrain_drafts(draft_ids, draft_len, states, classes, self.tables, self.masks, self.symbols, self.starts)
 
-    def advance(self, states: Tensor, classes: Tensor, tokens: Tensor, kept: Tensor, live: Tensor) -> None:
+    def advance(self, states: Tensor, classes: Tensor, log: Tensor, live: Tensor) -> None:
         """See `advance_states`."""
-        advance_states(states, classes, tokens, kept.contiguous(), live, self.tables, self.symbols, self.starts)
+        advance_states(states, classes, log, live, self.tables, self.masks, self.symbols, self.starts)
 
 
 def _parts(new: Sequence[AutomatonUpload]) -> Iterator[Sequence[AutomatonUpload]]:
@@ -197,4 +206,5 @@ def _sent(columns: Sequence[Sequence[Ids]], device: torch.device) -> tuple[Tenso
     sizes = [sum(array.size for array in column) for column in columns]
     host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
     np.concatenate([array.ravel() for column in columns for array in column], out=host.numpy())
-    return host.to(device, non_blocking=True).split(sizes)
+    found: tuple[Tensor, ...] = host.to(device, non_blocking=True).split(sizes)
+    return found

@@ -189,7 +189,10 @@ class DeviceBatch:
         return DeviceBatch(**views, automata=self.automata, vocab_size=self.vocab_size, max_kv=max_kv or self.max_kv)
 
     def begin(self, slots: Sequence[int], requests: Sequence[Request], outputs: Sequence[Sequence[int]]) -> None:
-        """Put requests into slots, not live yet; `outputs` are the tokens that each has emitted already."""
+        """Put requests into slots, not live yet; `outputs` are the tokens that each has emitted already.
+
+        A request with an automaton may emit nothing until `constrain` says where its automaton stands.
+        """
         self.provide(SamplingMode.union(SamplingMode.of(request.sampling, 0) for request in requests))
         device = self.tokens.device
         index = upload(slots, torch.int64, device)
@@ -208,6 +211,9 @@ class DeviceBatch:
                 tensor[index] = upload(values, spec.dtype, device)
         if self.seen.shape[1]:
             self._mark_seen(slots, requests, outputs)
+        if constrained := [slot for slot, request in zip(slots, requests, strict=True) if request.automaton is not None]:
+            assert self.automata is not None, "the engine was made for requests without automata"
+            self.constrain([(slot, self.automata.nothing) for slot in constrained])
 
     def constrain(self, constraints: Sequence[tuple[int, ConstraintPlace]]) -> None:
         """The automata of rows that have just begun: slot and where its automaton stands."""
@@ -223,13 +229,13 @@ class DeviceBatch:
         assert self.automata is not None
         self.automata.constrain_drafts(draft_ids, draft_len, self.automaton_state, self.automaton_classes)
 
-    def advance_automata(self, tokens: Tensor, kept: Tensor, live: Tensor) -> None:
-        """Walk the rows' automata over the tokens just committed: the first kept[r] of tokens[r].
+    def advance_automata(self, log: Tensor, live: Tensor) -> None:
+        """Walk the rows' automata over the tokens just committed. A row whose tokens its automaton does not allow ends FAILED.
 
-        tokens int32 [R, S], kept int32 [R], live int32 [R] 0 for rows that ended with them
+        log int32 [R, L] as of `accept`, live int32 [R] 0 for rows that ended with these tokens: both are changed
         """
         assert self.automata is not None
-        self.automata.advance(self.automaton_state, self.automaton_classes, tokens, kept, live)
+        self.automata.advance(self.automaton_state, self.automaton_classes, log, live)
 
     def park(self, live: Tensor, log: Tensor) -> None:
         """Stop rows of lazy automata in a state without a mask: live int32 [R] becomes 0 and `finish` in the log WAITING."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import torch
 from torch import Tensor
@@ -22,15 +23,17 @@ from batchspec.engine.step import Segment
 from batchspec.errors import CheckpointError, OutputError
 from batchspec.identity import job_fingerprint
 from batchspec.kernels.sampling.sample import gumbel_reference
+from batchspec.lazy_automaton import Expansion
 from batchspec.load import make_engine
 from batchspec.model.kv_scales import checkpoint_scales
 from batchspec.packing.planner import PAGE_SIZE
 from batchspec.prepare import Job, open_job, survey_first
-from batchspec.records import Request
+from batchspec.records import Ids, Request
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runner.kv_scales import with_saved_scales
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
+from batchspec.token_automaton import DEAD, ENDS, FORCED, MASK, TokenAutomaton
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +49,8 @@ class Difference:
     plain: int | None
     """Token id of plain decoding; None if that ended before."""
     gap: float | None
-    """Score of the plain token minus that of the written one, in logits; None if one of them is missing."""
+    """Score of the plain token minus that of the written one, in logits; None if one of them is missing. Infinite if the row's
+    schema does not allow one of them."""
 
 
 def summary(differences: Sequence[Difference], num_rows: int) -> str:
@@ -160,7 +164,10 @@ def first_difference(engine: Engine, request: Request, written: list[int], plain
 
 @torch.inference_mode()
 def _scores(engine: Engine, request: Request, output: list[int]) -> Tensor:
-    """The score [V] that the draw after `output` maximises: penalised logit + temperature * noise, before top-k, top-p, min-p."""
+    """The score [V] that the draw after `output` maximises: penalised logit + temperature * noise, before top-k, top-p, min-p.
+
+    -inf for tokens that the row's schema does not allow there.
+    """
     rows, count = engine.executor.rows, len(request.prompt_ids) + len(output)
     pages = RowPages(engine.pools.groups.num_groups)
     engine.pools.grow(pages, -(-count // PAGE_SIZE))
@@ -173,7 +180,27 @@ def _scores(engine: Engine, request: Request, output: list[int]) -> Tensor:
     position = torch.tensor([count], device=logits.device)
     places = LogitRows(torch.zeros(1, dtype=torch.int32, device=logits.device), position)
     adjust_logits(logits, places, rows, SamplingMode.of(request.sampling, request.min_new_tokens))
+    if (mask := _mask_after(engine, request, output)) is not None:
+        words, only_ends = mask
+        allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[: logits.shape[1]].astype(bool)
+        if len(output) < request.min_new_tokens and not only_ends:
+            allowed[list(request.stop_ids)] = False
+        logits[0, torch.from_numpy(~allowed).to(logits.device)] = -torch.inf
     if request.sampling.temperature == 0:
         return logits[0]
     noise = gumbel_reference(rows.keys[:1], position, logits.shape[1])[0]
     return logits[0] + request.sampling.temperature * noise
+
+
+def _mask_after(engine: Engine, request: Request, output: Sequence[int]) -> tuple[Ids, bool] | None:
+    """Which tokens the row's automaton allows after `output`, as a row of `TokenAutomaton.masks`, and whether its text can only
+    end there; None: it has no automaton, or its output has left it."""
+    automaton = request.automaton
+    if isinstance(automaton, TokenAutomaton):
+        state = automaton.walk(request.automaton_state, output)
+        mask, forced = automaton.table[state, [MASK, FORCED]]
+        return None if state == DEAD else (automaton.masks[mask], bool(forced == ENDS))
+    if automaton is None or engine.lazy is None:
+        return None
+    found = engine.lazy.after(request, output)
+    return (found.mask, found.forced == ENDS) if isinstance(found, Expansion) and found.state != DEAD else None

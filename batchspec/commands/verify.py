@@ -1,13 +1,13 @@
 """`batchspec verify OUT`: decode rows of a job again, without speculation and one at a time, and compare the tokens.
 
-batchspec promises equal tokens, up to rounding. For each row that differs, the first difference is printed with its gap: how far
-apart the scores (logit + temperature * noise) of the two tokens are. The last line has the share of rows that differ and the
-quantiles of the gaps. A gap near the rounding error of the dtype is a tie resolved the other way; a large gap is an error, and
-with decode.deterministic every difference is one. --dtype and --device decode the rows in another precision or on another device
-(without decode.deterministic): the share of rows that differ then measures the effect of the precision. --kv decodes them with
-the other K/V cache (the model's data type for a job with cache.dtype=fp8, fp8 for any other) and adds the mean KL divergence of
-the next token between the two caches, over the written tokens. --files instead reads every output file and finds those that a
-disk or a copy has changed.
+batchspec promises equal tokens, up to rounding. For each row that differs, the first difference is printed with its gap: how
+far apart the scores (logit + temperature * noise) of the two tokens are, infinite if the row's schema forbids one. The last
+line has the share of rows that differ and the quantiles of the gaps. A gap near the rounding error of the dtype is a tie
+resolved the other way; a large gap is an error, and with decode.deterministic every difference is one. --dtype and --device
+decode the rows in another precision or on another device (without decode.deterministic): the share of rows that differ then
+measures the effect of the precision. --kv decodes them with the other K/V cache (the model's data type for a job with
+cache.dtype=fp8, fp8 for any other) and adds the mean KL divergence of the next token between the two caches, over the written
+tokens. --files instead reads every output file and finds those that a disk or a copy has changed.
 """
 
 from __future__ import annotations

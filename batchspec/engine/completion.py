@@ -15,6 +15,7 @@ from batchspec.engine.tool_calls import tool_calls
 from batchspec.records import Completion, Ids, RowError, RowStats
 
 NON_FINITE = "non_finite_logits"
+_OF_ALLOWED = " of a token that its schema, regex, choice or grammar allows; or a token was drawn that it does not allow"
 
 
 def completion_of(
@@ -117,6 +118,7 @@ def _failure(state: RequestState, stats: RowStats, where: str | None = None) -> 
     come from damaged numbers, or have no end. where: None: at its newest token."""
     emitted_in_all = stats.num_prefills + stats.num_accepted + stats.num_rounds
     emitted = len(state.tokens)
+    of_allowed = "" if state.request.automaton is None else _OF_ALLOWED
     where = where or f"position {len(state.request.prompt_ids) + emitted} (output token {emitted})"
     return Completion(
         **_of_request(state),
@@ -128,8 +130,8 @@ def _failure(state: RequestState, stats: RowStats, where: str | None = None) -> 
             code=NON_FINITE,
             stage="decode",
             message=(
-                f"the model's logits at {where} hold NaN or +inf, or no finite value; check the weights "
-                "and model.dtype, or drop the row"
+                f"the model's logits at {where} hold NaN or +inf, or no finite value{of_allowed}; check the weights and "
+                "model.dtype, or drop the row"
             ),
             retryable=True,
         ),

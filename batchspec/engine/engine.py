@@ -80,11 +80,11 @@ class Engine:
         if vocabulary is not None and automata_room is None:
             automata_room = AutomataRoom(num_tokens=vocabulary.num_tokens)
         self._automata_room = automata_room
-        self._lazy: LazyStates | None = None
+        self.lazy: LazyStates | None = None
         """The states of lazy automata that were found stay from run to run."""
         if expanding is not None:
             assert vocabulary is not None and automata_room is not None  # noqa: PT018
-            self._lazy = LazyStates(expanding, vocabulary, automata_room)
+            self.lazy = LazyStates(expanding, vocabulary, automata_room)
         self.target, self.drafter, self.batch, self.options = target, drafter, batch, options or RoundOptions()
         self.lead = lead
         self.executor = Executor(
@@ -176,7 +176,7 @@ class Engine:
             lookahead=self.batch.run_ahead * round_.max_emitted + round_.kv_per_round,
         )
         self._ended_at_once: list[RequestState] = []
-        lazy = self._lazy
+        lazy = self.lazy
         if lazy is not None:
             lazy.restart()
         self.slots = SlotTable(self.batch.num_slots, self.batch.max_len, self.drafter.max_len, num_groups=groups.num_groups)
@@ -224,7 +224,7 @@ class Engine:
 
     def _given_up(self) -> Iterator[Completion]:
         """Requests whose automaton has a state that cannot be found."""
-        for state in () if self._lazy is None else self._lazy.take_failed():
+        for state in () if self.lazy is None else self.lazy.take_failed():
             slot = state.slot
             if slot >= 0:
                 self.scheduler.end(state, on_device=False)

@@ -8,7 +8,7 @@ and their states are asked for again. The oldest row gets its state first, so th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
@@ -60,11 +60,15 @@ class LazyStates:
 
     def follows(self, request: Request) -> bool:
         """Whether the request's automaton allows the tokens that an earlier run left. Waits for the answer."""
-        automaton, resumed = request.automaton, request.resumed
-        if resumed is None or not isinstance(automaton, LazyAutomaton):
+        if request.resumed is None or not isinstance(request.automaton, LazyAutomaton):
             return True
-        found = self._expanding.submit(Ask(automaton, request.automaton_state, resumed.tokens, self._epoch)).result()
+        found = self.after(request, request.resumed.tokens)
         return found is None or isinstance(found, str) or found.state != DEAD
+
+    def after(self, request: Request, tokens: Sequence[int]) -> Answer:
+        """The state after these output tokens of a request with a lazy automaton. Waits for the answer."""
+        assert isinstance(request.automaton, LazyAutomaton)
+        return self._expanding.submit(Ask(request.automaton, request.automaton_state, tuple(tokens), self._epoch)).result()
 
     def hold(self, state: RequestState) -> bool:
         """Whether a request may enter a slot: the state after its tokens is on the device. If it is not, it is asked for."""

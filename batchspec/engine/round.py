@@ -257,7 +257,7 @@ class Round:
         if mode.penalties:
             mark_output(rows, log[:, 4:], log[:, 2])
         if mode.constrained:
-            rows.advance_automata(log[:, 4:], log[:, 2], live)
+            rows.advance_automata(log, live)
         if raw is None or places is None:
             return RoundResult(log)
         num_rows, width = log.shape[0], log.shape[1] - 4

@@ -1,11 +1,9 @@
-"""Automata over tokens on the device: the walk along drafts and the mask of each position's logits; the walk along new tokens.
+"""Masks of automata over tokens: those of each position's logits, and drafts cut where their automaton does not allow them.
 
-    state after a token = walk over its symbols:  state = tables[state + 2 + tables[classes + symbol]],  0 where it is not allowed
     logits[t, v] = -inf where bit v % 32 of masks[tables[s]][v // 32] is 0,  s = the row's state walked over the drafts before t
 
-`tables` holds class maps and rows of states of all automata, one after the other; a state is the place of its row, and 0 is no
-constraint. A position after a draft that is not allowed has state 0: nothing of what follows is kept. Before a row's minimum of
-tokens its stop ids are masked too, unless its text can only end.
+`token_walk.py` says what `tables` holds and how a state is walked. Before a row's minimum of tokens its stop ids are masked too,
+unless its text can only end.
 Bound by memory: only the masked logits are written and no logit is read. A walk reads a token's bytes one after the other, some 5
 loads that depend on each other's results, from L2.
 Source: token masks of an automaton, Willard and Louf 2023 (arXiv 2307.09702); here they stay on the device.
@@ -22,42 +20,19 @@ from torch import Tensor
 
 from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import FLOATS, check
+from batchspec.kernels.sampling.token_walk import (
+    ENDS,
+    check_drafts,
+    check_tables,
+    state_before,
+    states_before_reference,
+    walk,
+    walk_reference,
+)
 
 BLOCK = 2048
 BLOCKS = 8
 """Of a program: a walk is shared by so many blocks of the vocabulary."""
-ENDS = -2
-"""In place of a forced token: the text can only end."""
-
-
-@triton.jit
-def walk(state, classes, token, tables, symbols, starts, num_tokens):
-    """The state after one token; 0 stays 0."""
-    known = (state > 0) & (token >= 0) & (token < num_tokens)
-    state = tl.where(known, state, 0)
-    begin = tl.load(starts + token, mask=known, other=0)
-    end = tl.load(starts + token + 1, mask=known, other=0)
-    for i in range(begin, end):
-        of_symbol = tl.load(tables + classes + tl.load(symbols + i))
-        state = tl.load(tables + state + 2 + of_symbol, mask=state > 0, other=0)
-    return state
-
-
-@triton.jit
-def state_before(
-    t, row_ids, states, classes, drafts, num_drafted, draft_rows, tables, symbols, starts, draft_stride, num_tokens, width
-):
-    """The state of the row of position t, walked over the drafts before it."""
-    row = tl.load(row_ids + t).to(tl.int64)
-    state, class_map = tl.load(states + row), tl.load(classes + row)
-    if drafts is not None:
-        line = row
-        if draft_rows is not None:
-            line = tl.load(draft_rows + t).to(tl.int64)
-        count = tl.where(state > 0, tl.minimum(tl.load(num_drafted + t), width), 0).to(tl.int32)
-        for j in range(0, count):
-            state = walk(state, class_map, tl.load(drafts + line * draft_stride + j), tables, symbols, starts, num_tokens)
-    return state
 
 
 @triton.jit(do_not_specialize=["vocab", "first_id", "num_tokens", "width", "num_stop_ids"])
@@ -241,90 +216,6 @@ def constrain_drafts(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tokens", "width"])
-def advance_states_kernel(states, classes, tokens, kept, live, tables, symbols, starts, stride_row, num_tokens, width):
-    row = tl.program_id(0).to(tl.int64)
-    state, class_map = tl.load(states + row), tl.load(classes + row)
-    count = tl.where(state > 0, tl.minimum(tl.load(kept + row), width), 0)
-    for j in range(0, count):
-        state = walk(state, class_map, tl.load(tokens + row * stride_row + j), tables, symbols, starts, num_tokens)
-    state = tl.where(tl.load(live + row) != 0, state, 0)
-    tl.store(states + row, state, mask=count > 0)
-
-
-def advance_states(
-    states: Tensor, classes: Tensor, tokens: Tensor, kept: Tensor, live: Tensor, tables: Tensor, symbols: Tensor,
-    starts: Tensor, *, interpret: bool = False,
-) -> None:  # fmt: skip
-    """Walk each row's state, in place, over the tokens that were committed. Rows that kept nothing are not written.
-
-    tokens  int32 [R, S]  rows may be slices of wider ones
-    kept    int32 [R]     how many of them count
-    live    int32 [R]     0: the row has ended with them; its state becomes 0, because its automaton may leave the device
-    The others as of `constrain_logits`. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
-    """
-    num_rows, width = tokens.shape
-    check("advance_states: states", states, (num_rows,), torch.int32)
-    check("advance_states: classes", classes, (num_rows,), torch.int32)
-    check("advance_states: tokens", tokens, (num_rows, width), torch.int32, rows=True)
-    check("advance_states: kept", kept, (num_rows,), torch.int32)
-    check("advance_states: live", live, (num_rows,), torch.int32)
-    check_tables("advance_states", tables, symbols, starts)
-    if not (states.is_cuda or interpret):
-        advance_states_reference(states, classes, tokens, kept, live, tables, symbols, starts)
-    elif num_rows:
-        advance_states_kernel[(num_rows,)](
-            states, classes, tokens, kept, live, tables, symbols, starts, tokens.stride(0), starts.numel() - 1, width, num_warps=1
-        )
-
-
-def check_drafts(
-    kernel: str, num_rows: int, drafts: Tensor | None, num_drafted: Tensor | None, draft_rows: Tensor | None
-) -> None:
-    """Raises ValueError unless they are as of `constrain_logits`; num_rows: T."""
-    if (drafts is None) != (num_drafted is None):
-        raise ValueError(f"{kernel}: drafts and num_drafted come together; give both or neither")
-    if drafts is not None and num_drafted is not None:
-        check(f"{kernel}: drafts", drafts, tuple(drafts.shape), torch.int32, rows=True)
-        check(f"{kernel}: num_drafted", num_drafted, (num_rows,), torch.int64)
-    if draft_rows is not None:
-        check(f"{kernel}: draft_rows", draft_rows, (num_rows,), torch.int32, torch.int64)
-
-
-def check_tables(kernel: str, tables: Tensor, symbols: Tensor, starts: Tensor) -> None:
-    """Raises ValueError unless they are int32 vectors."""
-    for name, tensor in (("tables", tables), ("symbols", symbols), ("starts", starts)):
-        check(f"{kernel}: {name}", tensor, (tensor.numel(),), torch.int32)
-
-
-def walk_reference(state: Tensor, classes: Tensor, token: Tensor, tables: Tensor, symbols: Tensor, starts: Tensor) -> Tensor:
-    """The states [T] after one token each, token int [T]."""
-    known = (state > 0) & (token >= 0) & (token < starts.numel() - 1)
-    state = torch.where(known, state, 0).long()
-    token = torch.where(known, token, 0).long()
-    begin, length = starts[token].long(), (starts[token + 1] - starts[token]) * known
-    for i in range(int(length.max()) if length.numel() else 0):
-        going = (length > i) & (state > 0)
-        symbol = symbols[(begin + i).clamp(max=symbols.numel() - 1)]
-        of_symbol = tables[torch.where(going, classes + symbol, 0)]
-        state = torch.where(going, tables[torch.where(going, state + 2 + of_symbol, 0)].long(), state)
-    return state.int()
-
-
-def states_before_reference(
-    row_ids: Tensor, states: Tensor, classes: Tensor, tables: Tensor, symbols: Tensor, starts: Tensor, drafts: Tensor | None,
-    num_drafted: Tensor | None, draft_rows: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """The states [T] of all positions, walked over the drafts before them."""
-    state, class_map = states[row_ids], classes[row_ids]
-    if drafts is not None and num_drafted is not None:
-        line = row_ids if draft_rows is None else draft_rows
-        for j in range(drafts.shape[1]):
-            after = walk_reference(state, class_map, drafts[:, j][line], tables, symbols, starts)
-            state = torch.where(num_drafted > j, after, state)
-    return state
-
-
 def constrain_logits_reference(
     logits: Tensor, row_ids: Tensor, states: Tensor, classes: Tensor, tables: Tensor, masks: Tensor, symbols: Tensor,
     starts: Tensor, *, drafts: Tensor | None = None, num_drafted: Tensor | None = None, draft_rows: Tensor | None = None,
@@ -366,16 +257,6 @@ def constrain_drafts_reference(
         state = walk_reference(torch.where(going, state, 0), classes, token, tables, symbols, starts)
         going = going & (state > 0)
     draft_len.copy_(torch.where(constrained, count, draft_len))
-
-
-def advance_states_reference(
-    states: Tensor, classes: Tensor, tokens: Tensor, kept: Tensor, live: Tensor, tables: Tensor, symbols: Tensor, starts: Tensor
-) -> None:
-    """The same in plain torch."""
-    for j in range(tokens.shape[1]):
-        after = walk_reference(states, classes, tokens[:, j], tables, symbols, starts)
-        states.copy_(torch.where(kept > j, after, states))
-    states.masked_fill_((kept > 0) & (live == 0), 0)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@
     live[r] = 0, finish    of a row whose committed tokens end in such a state: it takes no part until the host wakes it
 
 `accept` takes the token before a WAIT for the round's last one, so nothing that no mask was applied to is committed. Bound by
-launch latency, and by the walk of `constrain.py`.
+launch latency, and by the walk of `token_walk.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.rounds.accept import WAIT, WAITING
-from batchspec.kernels.sampling.constrain import check_drafts, check_tables, state_before, states_before_reference
+from batchspec.kernels.sampling.token_walk import check_drafts, check_tables, state_before, states_before_reference
 
 NOT_EXPANDED = -3
 """In the second column of a state's row."""

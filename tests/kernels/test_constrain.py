@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from batchspec.batch.automata import Automata, AutomataRoom, AutomatonUpload, place_of
-from batchspec.kernels.sampling.constrain import BLOCK, BLOCKS, advance_states, constrain_drafts, constrain_logits, mask_rows
+from batchspec.kernels.rounds.accept import FAILED, FULL, STOPPED
+from batchspec.kernels.sampling.advance_states import advance_states
+from batchspec.kernels.sampling.constrain import BLOCK, BLOCKS, constrain_drafts, constrain_logits, mask_rows
 from batchspec.token_automaton import DEAD, FORCED, TokenAutomaton
 from tests.automata import EOS, VOCABULARY, automaton
 from tests.engines import VOCAB
@@ -42,7 +44,7 @@ def states_of(device: torch.device) -> tuple[Tensor, Tensor, list[tuple[TokenAut
     first, second = both()
     rows: list[tuple[TokenAutomaton | None, int]] = [(first, first.walk(first.answer, out)) for out in OUTPUTS]
     rows += [(second, second.answer), (None, DEAD)]
-    places = [PLACES[one is second] for one, _ in rows]
+    places = [0 if one is None else PLACES[one is second] for one, _ in rows]
     states = [0 if one is None or not s else place_of(one, s, p) for (one, s), p in zip(rows, places, strict=True)]
     return (
         torch.tensor(states, dtype=torch.int32, device=device), torch.tensor(places, dtype=torch.int32, device=device), rows
@@ -177,32 +179,71 @@ def test_a_vocabulary_of_several_blocks_and_programs(interpret: bool, device: to
     assert torch.equal(logits.isneginf().cpu(), ~allowed[:vocab].expand(2, -1))
 
 
+def committed(rows: list[tuple[list[int], int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """log and live as `accept` leaves them: of each row its tokens, of which the first so many are kept, and its finish."""
+    lines = [[len(tokens) - 1, 3, kept, finish, *tokens, *[-1] * (4 - len(tokens))] for tokens, kept, finish in rows]
+    live = [int(finish == 0) for _, _, finish in rows]
+    return tuple(torch.tensor(one, dtype=torch.int32, device=device) for one in (lines, live))  # type: ignore[return-value]
+
+
 def test_states_follow_the_committed_tokens(interpret: bool, device: torch.device) -> None:
     made, (states, classes, rows) = uploaded(device), states_of(device)
-    log = torch.tensor(
-        [[9, 3, 4, -1], [9, 3, 3, 3], [9, 5, 6, EOS], [9, 6, -1, -1], [9, 3, 3, 3], [9, 5, -1, -1], [9, 5, 5, 5]],
-        dtype=torch.int32, device=device,
-    )  # fmt: skip
-    kept = [2, 0, 3, 1, 2, 1, 3]
-    live = torch.tensor([1, 1, 0, 0, 0, 1, 1], dtype=torch.int32, device=device)
-    before = states.tolist()
-    advance_states(
-        states,
-        classes,
-        log[:, 1:],
-        torch.tensor(kept, dtype=torch.int32, device=device),
-        live,
-        interpret=interpret,
-        **tables(made),
-    )
-    for row, (one, state) in enumerate(rows):
-        if one is None or not kept[row]:
+    given = [([3, 4], 2, 0), ([3, 3, 3], 0, 0), ([5, 6, EOS], 3, STOPPED), ([6], 1, FULL), ([3, 3, 3], 0, 0), ([5], 1, 0),
+             ([5, 5, 5], 3, 0)]  # fmt: skip
+    log, live = committed(given, device)
+    before, logged, lived = states.tolist(), log.tolist(), live.tolist()
+    advance_states(states, classes, log, live, masks=made.masks, interpret=interpret, **tables(made))
+    assert (log.tolist(), live.tolist()) == (logged, lived)
+    for row, ((one, state), (tokens, kept, finish)) in enumerate(zip(rows, given, strict=True)):
+        if one is None or not kept:
             assert states[row] == before[row]
-        elif not live[row] or not state:
+        elif finish:
             assert states[row] == 0
         else:
-            after = one.walk(state, log[row, 1 : 1 + kept[row]].tolist())
-            assert states[row] == place_of(one, after, int(classes[row]))
+            assert states[row] == place_of(one, one.walk(state, tokens[:kept]), int(classes[row]))
+
+
+def test_a_row_that_has_lost_its_state_fails(interpret: bool, device: torch.device) -> None:
+    made = uploaded(device)
+    log, live = committed([([6], 1, 0), ([EOS], 1, STOPPED), ([6], 1, FULL), ([6], 0, 0)], device)
+    states, classes = torch.zeros_like(live), torch.full_like(live, PLACES[0])
+    advance_states(states, classes, log, live, masks=made.masks, interpret=interpret, **tables(made))
+    assert log[:, 3].tolist() == [FAILED, FAILED, FAILED, 0]
+    assert live.tolist() == [0, 0, 0, 1]
+
+
+STRAYS: tuple[tuple[list[int], int, int], ...] = (
+    ([3, 3], 2, 0),  # (ab|c)*d: no a after a
+    ([3, 3], 2, FULL),
+    ([3, EOS], 2, STOPPED),  # no end after a, though the stop id is not walked over
+    ([EOS], 1, STOPPED),
+    ([6, 3, EOS], 3, STOPPED),  # nothing after d
+    ([-1], 1, 0),
+    ([VOCAB], 1, STOPPED),
+)
+FOLLOW: tuple[tuple[list[int], int, int], ...] = (
+    ([6, EOS], 2, STOPPED), ([7, 5], 2, 0), ([3, 3], 1, FULL), ([3, 3], 0, FAILED), ([7], 1, FAILED),
+)  # fmt: skip
+
+
+def test_a_row_whose_committed_tokens_are_not_allowed_fails(interpret: bool, device: torch.device) -> None:
+    """Whatever committed them: a wrong mask, table or kernel. It neither goes on without a constraint nor ends as a match."""
+    made, (one, _) = uploaded(device), both()
+    given = (*STRAYS, *FOLLOW, *STRAYS)
+    log, live = committed(list(given), device)
+    states = torch.full((len(given),), place_of(one, one.answer, PLACES[0]), dtype=torch.int32, device=device)
+    classes = torch.full_like(states, PLACES[0])
+    states[-len(STRAYS) :] = classes[-len(STRAYS) :] = 0  # rows without a constraint may commit anything
+    logged, lived = log.tolist(), live.tolist()
+    advance_states(states, classes, log, live, masks=made.masks, interpret=interpret, **tables(made))
+    for row, (tokens, kept, finish) in enumerate(given):
+        strays = row < len(STRAYS)
+        assert log[row].tolist() == [*logged[row][:3], FAILED if strays else finish, *logged[row][4:]]
+        assert live[row] == (0 if strays else lived[row])
+        if strays or (finish and kept):
+            assert states[row] == 0
+        elif row < len(STRAYS) + len(FOLLOW):
+            assert states[row] == place_of(one, one.walk(one.answer, tokens[:kept]), PLACES[0])
 
 
 @pytest.mark.parametrize("sent_bytes", [1, 3000, 1 << 20])
@@ -284,14 +325,10 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="logits have 32 columns"):
         constrain_logits(**{**good, "logits": torch.zeros(7, VOCAB + 1)})
     kept = torch.zeros(7, dtype=torch.int32)
+    log = torch.zeros(7, 6, dtype=torch.int32)
     rest: dict[str, Any] = {
-        "states": states,
-        "classes": classes,
-        "tokens": kept[:, None],
-        "kept": kept,
-        "live": kept,
-        **tables(made),
-    }
+        "states": states, "classes": classes, "log": log, "live": kept, "masks": made.masks, **tables(made)
+    }  # fmt: skip
     advance_states(**rest)
     for name in rest:
         with pytest.raises(ValueError, match=f"advance_states: {name} is"):

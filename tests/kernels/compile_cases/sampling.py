@@ -30,8 +30,8 @@ case("mask_rows_kernel", "constrain", 1, row_ids=PI32, states=PI32, classes=PI32
      tables=PI32, symbols=PI32, starts=PI32, out_rows=PI32, draft_stride=I32, num_tokens=I32, width=I32)  # fmt: skip
 case("constrain_drafts_kernel", "constrain", 1, draft_ids=PI32, draft_len=PI32, states=PI32, classes=PI32, tables=PI32,
      masks=PI32, symbols=PI32, starts=PI32, draft_stride=I32, mask_stride=I32, num_tokens=I32, width=I32)  # fmt: skip
-case("advance_states_kernel", "constrain", 1, states=PI32, classes=PI32, tokens=PI32, kept=PI32, live=PI32, tables=PI32,
-     symbols=PI32, starts=PI32, stride_row=I32, num_tokens=I32, width=I32)  # fmt: skip
+case("advance_states_kernel", "advance_states", 1, states=PI32, classes=PI32, log=PI32, live=PI32, tables=PI32, masks=PI32,
+     symbols=PI32, starts=PI32, mask_stride=I32, num_tokens=I32, width=I32, STOPPED=1, FAILED=3)  # fmt: skip
 for _drafts in (None, PI32):
     case(f"mark_waiting_kernel drafts {_drafts}", "waiting", 1, target_ids=PI32, row_ids=PI32, states=PI32, classes=PI32,
          drafts=_drafts, num_drafted=_drafts and PI64, draft_rows=None, tables=PI32, symbols=PI32, starts=PI32,

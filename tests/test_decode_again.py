@@ -1,0 +1,89 @@
+"""The score gap that `batchspec verify` prints: over the tokens that a row may draw."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from batchspec.batch.automata import AutomataRoom
+from batchspec.commands.decode_again import first_difference
+from batchspec.draft.none import NoDrafter
+from batchspec.engine.engine import Engine
+from batchspec.packing.planner import PAGE_SIZE
+from batchspec.records import Request, SamplingParams
+from tests.automata import EOS, VOCABULARY, automaton, may_follow
+from tests.engines import DEVICE, VOCAB, packed, request, tiny_target
+from tests.grammars import GRAMMARS, ExpandLate, lazy
+from tests.grammars import may_follow as may_grammar
+
+SAMPLINGS = (SamplingParams(), SamplingParams(temperature=0.9))
+
+
+def an_engine(**more: object) -> Engine:
+    batch = packed(1, page_size=PAGE_SIZE, draft_len=0)
+    room = AutomataRoom(num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14, lazy_words=1 << 14, lazy_masks_bytes=256)
+    return Engine(
+        tiny_target(), NoDrafter(), batch, device=DEVICE, penalties=True, vocabulary=VOCABULARY, automata_room=room,
+        **more,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def decoded(engine: Engine, req: Request) -> list[int]:
+    (done,) = engine.run(iter([req]))
+    assert done.token_ids is not None
+    found: list[int] = done.token_ids.tolist()
+    return found
+
+
+def gaps(engine: Engine, req: Request, plain: list[int], place: int) -> list[float]:
+    """By token: the gap of an output that has this token at `place`; 0 of the plain one."""
+    found = []
+    for token in range(VOCAB):
+        written = [*plain[:place], token]
+        difference = None if token == plain[place] else first_difference(engine, req, written, plain)
+        assert difference is None or (difference.token_index, difference.gap is None) == (place, False)
+        found.append(0.0 if difference is None or difference.gap is None else difference.gap)
+    return found
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+def test_the_gap_of_a_token_that_the_schema_does_not_allow_is_infinite(sampling: SamplingParams) -> None:
+    pattern, made, engine = "(ab|c)*d", automaton("(ab|c)*d"), an_engine()
+    req = replace(
+        request(0, [5, 3, 8], cap=12, sampling=sampling), stop_ids=(EOS,), automaton=made, automaton_state=made.answer
+    )  # fmt: skip
+    plain = decoded(engine, req)
+    for place in (0, len(plain) - 1):
+        for token, gap in enumerate(gaps(engine, req, plain, place)):
+            allowed = may_follow(pattern, plain[:place], token)
+            assert (gap == math.inf) == (not allowed), (place, token)
+            assert not allowed or gap >= 0  # the plain token has the highest score
+
+
+def test_the_gap_of_a_row_without_a_schema_is_finite() -> None:
+    engine, req = an_engine(), request(0, [5, 3, 8], cap=3)
+    assert all(0 <= gap < math.inf for gap in gaps(engine, req, decoded(engine, req), 1))
+
+
+def test_a_stop_id_before_the_minimum_counts_only_where_the_text_can_only_end() -> None:
+    made, engine = automaton("d|dd|ddd"), an_engine()
+    req = replace(
+        request(0, [4], cap=8, min_new_tokens=7), stop_ids=(EOS,), automaton=made, automaton_state=made.answer
+    )  # fmt: skip
+    plain = decoded(engine, req)
+    assert plain[-1] == EOS
+    assert gaps(engine, req, plain, 0)[EOS] == math.inf
+    at_end = gaps(engine, req, plain, len(plain) - 1)
+    assert at_end[EOS] == 0
+    assert all(gap == math.inf for token, gap in enumerate(at_end) if token != EOS)
+
+
+def test_rows_of_lazy_automata_have_the_same_gaps() -> None:
+    grammar, engine = GRAMMARS[0], an_engine(expanding=ExpandLate(0, most_polls=0))
+    made = lazy(grammar)
+    req = replace(request(0, [5, 3], cap=6), stop_ids=(EOS,), automaton=made, automaton_state=made.answer)
+    plain = decoded(engine, req)
+    for token, gap in enumerate(gaps(engine, req, plain, 1)):
+        assert (gap == math.inf) == (not may_grammar(grammar, plain[:1], token)), token
