@@ -126,14 +126,14 @@ class Automata:
         """In stream order: what was there before is read by no round that is launched later."""
         for part in _parts(new):
             columns = ([one.words for one in part], [one.mask_ids for one in part], [one.masks for one in part])
-            words, mask_ids, masks = _sent(columns, self.tables.device)
+            words, mask_ids, masks = sent(columns, self.tables.device)
             for one, own in zip(part, words.split([one.words.size for one in part]), strict=True):
                 self.tables[one.place : one.place + len(own)] = own
             self._write_masks(mask_ids, masks)
 
     def upload_states(self, new: StatesUpload) -> None:
         """In stream order. What rows may walk over at present keeps its value."""
-        at, words, mask_ids, masks = _sent(([new.at], [new.words], [new.mask_ids], [new.masks]), self.tables.device)
+        at, words, mask_ids, masks = sent(([new.at], [new.words], [new.mask_ids], [new.masks]), self.tables.device)
         self.tables[at.long()] = words
         self._write_masks(mask_ids, masks)
 
@@ -201,8 +201,12 @@ def _parts(new: Sequence[AutomatonUpload]) -> Iterator[Sequence[AutomatonUpload]
         yield new[first:]
 
 
-def _sent(columns: Sequence[Sequence[Ids]], device: torch.device) -> tuple[Tensor, ...]:
-    """The arrays of each column end to end, int32, on the device, by one transfer. The host does not wait for a GPU."""
+def sent(columns: Sequence[Sequence[Ids]], device: torch.device) -> tuple[Tensor, ...]:
+    """The arrays of each column end to end, int32, on the device, by one transfer. The host does not wait for a GPU.
+
+    numpy copies them in this thread. `Tensor.pin_memory` copies more than 32,768 numbers with all threads of torch, and to wake
+    those took 3 to 8 ms each time beside the rounds: 100 automata of 0.7 MB 0.5 to 1.6 s instead of 0.01 s (H200, 16 cores).
+    """
     sizes = [sum(array.size for array in column) for column in columns]
     host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
     np.concatenate([array.ravel() for column in columns for array in column], out=host.numpy())

@@ -70,8 +70,10 @@ class Draws:
 
     def _perturb(self, logits: Tensor, map_ids: Tensor | None) -> None:
         rows, at, dtype = self.rows, self.at, torch.float64 if logits.dtype == torch.float64 else torch.float32
-        low = torch.full_like(logits[:, 0], -torch.inf, dtype=dtype)
         adjust_draft_logits(logits, at, rows, self.mode, map_ids)
+        if not self.mode.random:  # nothing is drawn: the noise of greedy rows is 0
+            return
+        low = torch.full_like(logits[:, 0], -torch.inf, dtype=dtype)
         if self.mode.filters:
             cutoff(logits, at.row_ids, rows.temperature, rows.top_k, rows.top_p, rows.min_p, out_cutoff=low)
         add_gumbel_noise(logits, at.row_ids, at.positions, rows.keys, rows.temperature, low, map_ids)
