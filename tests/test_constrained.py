@@ -281,10 +281,17 @@ def test_an_automaton_keeps_its_place_while_a_row_follows_it() -> None:
 
 def test_automata_share_the_room_without_overlap() -> None:
     room = AutomataRoom(num_tokens=VOCAB, table_words=2000, masks_bytes=4 * 60)
-    places, held, taken = AutomatonPlaces(room), deque[Any](), 0
+    places, held, taken, refused = AutomatonPlaces(room), deque[Any](), 0, 0
     for turn in range(60):
         one = automaton(PATTERNS[(turn * 7) % len(PATTERNS)])
         while not places.hold(one):
+            there = sorted((each.place, each.place + each.automaton.num_words) for each in places._residents.values())
+            assert all(each.num_rows for each in places._residents.values())  # whatever no row follows has made room
+            ends, begins = [1, *(end for _, end in there)], [*(begin for begin, _ in there), room.table_words]
+            gaps = [begin - end for end, begin in zip(ends, begins, strict=True)]
+            num_free = room.num_masks - sum(len(each.mask_ids) for each in places._residents.values())
+            assert max(gaps) < one.num_words or num_free < len(one.masks)
+            refused += 1
             places.release(held.popleft())
         held.append(one)
         now = [places._residents[id(other)] for other in set(held)]
@@ -296,6 +303,7 @@ def test_automata_share_the_room_without_overlap() -> None:
         assert len(set(masks)) == len(masks)
         taken += len(places.take_uploads())
     assert taken > 20  # many came more than once
+    assert refused > 5
     assert len(held) > 1
 
 

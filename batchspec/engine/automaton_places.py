@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,6 +10,9 @@ import numpy as np
 from batchspec.batch.automata import AutomataRoom, AutomatonUpload, ConstraintPlace, place_of
 from batchspec.records import Ids, Request
 from batchspec.token_automaton import DEAD, TokenAutomaton
+
+FIRST_PLACE = 1
+"""Place 0 is never used: it means no constraint."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +35,8 @@ class AutomatonPlaces:
         self._room = room
         self._residents: dict[int, _Resident] = {}
         """By the id of the automaton, which the entry keeps alive; the longest unused first."""
+        self._spans: list[tuple[int, int]] = []
+        """First word of each resident and the one after its last, in order."""
         self._free_masks = list(range(room.num_masks))
         self._uploads: list[AutomatonUpload] = []
 
@@ -62,26 +68,38 @@ class AutomatonPlaces:
         return uploads
 
     def _bring(self, automaton: TokenAutomaton) -> _Resident | None:
-        place, num_masks = self._gap(automaton.num_words), len(automaton.masks)
-        for key in [key for key, one in self._residents.items() if not one.num_rows]:
-            if place is not None and len(self._free_masks) >= num_masks:
-                break
-            self._free_masks += self._residents.pop(key).mask_ids.tolist()
-            place = self._gap(automaton.num_words)
-        if place is None or len(self._free_masks) < num_masks:
-            return None
+        num_words, num_masks = automaton.num_words, len(automaton.masks)
+        place = self._gap(num_words)
+        unused = (key for key, one in list(self._residents.items()) if not one.num_rows)
+        while place is None or len(self._free_masks) < num_masks:
+            key = next(unused, None)
+            if key is None:
+                return None
+            begin, end = self._remove(key)
+            if place is None and end - begin >= num_words:
+                place = begin
         at = len(self._free_masks) - num_masks
         found = _Resident(automaton, place, np.array(self._free_masks[at:], np.int32))
         del self._free_masks[at:]  # not a copy of the others, which are tens of thousands
         self._residents[id(automaton)] = found
+        bisect.insort(self._spans, (place, place + num_words))
         self._uploads.append(AutomatonUpload.of(automaton, place, found.mask_ids))
         return found
 
+    def _remove(self, key: int) -> tuple[int, int]:
+        """An automaton that no row follows makes room; returns where the gap that it leaves begins and ends."""
+        one = self._residents.pop(key)
+        self._free_masks += one.mask_ids.tolist()
+        at = bisect.bisect_left(self._spans, (one.place, 0))
+        del self._spans[at]
+        begin = self._spans[at - 1][1] if at else FIRST_PLACE
+        return begin, self._spans[at][0] if at < len(self._spans) else self._room.table_words
+
     def _gap(self, num_words: int) -> int | None:
-        """Where the first gap of so many words begins; None: there is none. Place 0 is never used: it means no constraint."""
-        place = 1
-        for one in sorted(self._residents.values(), key=lambda one: one.place):
-            if one.place - place >= num_words:
+        """Where the first gap of so many words begins; None: there is none."""
+        place = FIRST_PLACE
+        for begin, end in self._spans:
+            if begin - place >= num_words:
                 return place
-            place = one.place + one.automaton.num_words
+            place = end
         return place if self._room.table_words - place >= num_words else None
