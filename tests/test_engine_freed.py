@@ -16,6 +16,7 @@ from batchspec.draft.base import Drafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.engine import Engine
+from batchspec.engine.garbage import OF_PYTHON, older_objects_frozen
 from batchspec.records import Request
 from tests.engines import DEVICE, packed, request, tiny_target
 
@@ -58,12 +59,23 @@ def test_garbage_collections_skip_older_objects_during_a_run_and_no_longer(how: 
     engine = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
     running = engine.run(iter(requests()))
     next(running)
-    assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() > OF_PYTHON
     if how == "run":
         assert len(list(running)) == 3
     else:
         running.close()
     assert gc.get_freeze_count() == 0
+
+
+def test_what_python_itself_has_frozen_when_it_starts_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some hundred objects of Python 3.12."""
+    calls = list[str]()
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 375)
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, lambda name=name: calls.append(name))
+    with older_objects_frozen():
+        assert calls == ["freeze"]
+    assert calls == ["freeze", "unfreeze"]
 
 
 @pytest.mark.parametrize("how", ["run", "left half-way"])
