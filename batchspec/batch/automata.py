@@ -204,8 +204,8 @@ def _parts(new: Sequence[AutomatonUpload]) -> Iterator[Sequence[AutomatonUpload]
 def sent(columns: Sequence[Sequence[Ids]], device: torch.device) -> tuple[Tensor, ...]:
     """The arrays of each column end to end, int32, on the device, by one transfer. The host does not wait for a GPU.
 
-    numpy copies them in this thread. `Tensor.pin_memory` copies more than 32,768 numbers with all threads of torch, and to wake
-    those took 3 to 8 ms each time beside the rounds: 100 automata of 0.7 MB 0.5 to 1.6 s instead of 0.01 s (H200, 16 cores).
+    numpy copies them in this thread. `Tensor.pin_memory`, which copies more than 32,768 numbers with all threads of torch, took 3
+    to 8 ms each time beside the rounds: 100 automata of 0.7 MB took 0.5 to 1.6 s instead of 0.01 s (H200, 16 cores).
     """
     sizes = [sum(array.size for array in column) for column in columns]
     host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")

@@ -28,7 +28,7 @@ def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.as_tensor(values, dtype=dtype)
     array = np.asarray(values)
     host = torch.empty(array.shape, dtype=dtype, pin_memory=True)
-    host.numpy()[...] = array  # as in `automata.sent`: torch would wake all its threads to copy a large one
+    host.numpy()[...] = array  # as in `automata.sent`: torch copies a large one with all its threads
     return host.to(device, non_blocking=True)
 
 
