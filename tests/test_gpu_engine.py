@@ -189,6 +189,18 @@ def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, overl
     assert tokens(done) == alone(asked)
 
 
+def test_rows_that_end_soon_decode_in_rounds_over_all_slots(tmp_path: Path) -> None:
+    """The last rows too: their tokens are the same, and no graph is captured for fewer rows."""
+    rng = np.random.default_rng(5)
+    asked = [request(i, rng.integers(0, VOCAB, 9).tolist(), cap=int(rng.integers(1, 9))) for i in range(20)]
+    engine = Engine(target("cuda"), eagle(tmp_path, "cuda", 2, 8), shape(8), device=torch.device("cuda"), adaptive=True)
+    engine.prepare(SamplingMode(), most_rounds=8)
+    assert engine.batch.row_buckets == (8,)
+    captured = engine.executor.graphs.num_captured
+    assert tokens(list(engine.run(iter(asked)))) == alone(asked)
+    assert engine.executor.graphs.num_captured == captured
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 def test_rows_with_a_common_beginning_read_it_once_and_give_the_same_tokens(
     overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -186,6 +186,28 @@ def test_a_round_with_one_longer_row_plans_for_all_that_the_job_allows() -> None
     assert planner(packed(4, longest_row=None, max_len=8192), 1).max_kv(1) is None
 
 
+@pytest.mark.parametrize(("most_rounds", "buckets"), [(None, (1, 2, 4)), (2, (1, 2, 4)), (1, (4,))])
+def test_rounds_of_few_rows_are_left_out_where_the_last_rows_end_before_they_would_pay(
+    most_rounds: int | None, buckets: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three graphs are captured in 0.9 s and take 1 s a round at least: the six of one and two rows would take 1.8 s, so that
+    they could pay after two rounds, and never after one."""
+    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    one: Any = planner(packed(4), 1)
+    one._executor.graphs.num_captured, one._executor.graphs.capture_s = 3, 0.45
+    one.prepare(MODE, most_rounds=most_rounds)
+    assert one.row_buckets == buckets
+    prepared = [(shape.num_rows, shape.draft_len, shape.prepare_next) for shape in one._executor.graphs.prepared]
+    assert sorted(prepared) == sorted((rows, *kind) for rows in buckets for kind in BASE)
+    assert one.ready
+
+
+def test_rounds_that_are_no_graphs_may_have_any_row_bucket() -> None:
+    engine = Engine(tiny_target(), NoDrafter(), packed(4), device=DEVICE)
+    engine.prepare(MODE, most_rounds=1)
+    assert engine.batch.row_buckets == packed(4).row_buckets
+
+
 def test_a_result_speaks_of_the_round_that_it_came_from_however_many_were_launched_since(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five rounds over two of four slots, every other one without drafts, are launched before the first result is there."""
     monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
