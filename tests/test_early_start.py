@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -68,3 +70,22 @@ def test_the_checksum_of_the_compiler_is_the_one_that_triton_names_kernels_by() 
     """It is computed once a process: who asks again does not read the compiler again."""
     assert compiler_hash() == cache.triton_key()
     assert cache.triton_key.cache_info().currsize == 1
+
+
+NOT_NEEDED = (
+    "transformers", "flashinfer", "matplotlib", "huggingface_hub", "datasets", "llguidance", "lark", "torch._dynamo",
+    "torch._inductor", "sympy", "scipy", "pandas", "requests", "aiohttp", "fsspec", "boto3", "botocore", "google", "azure", "ray",
+    "jsonschema", "IPython", "pytest",
+)  # fmt: skip
+"""What few jobs or commands need, and what packages that are needed could import some day."""
+
+
+def test_a_run_imports_nothing_that_few_jobs_need() -> None:
+    """Each would cost every job's start-up a tenth of a second to several seconds. What torch imports by itself is its own."""
+    code = (
+        "import sys, torch; own = set(sys.modules); "
+        "import batchspec.run, batchspec.config.compose, batchspec.cluster.workers, batchspec.cluster.devices, batchspec.job; "
+        f"print(*[name for name in {NOT_NEEDED} if name in sys.modules and name not in own])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
