@@ -159,7 +159,7 @@ def test_just_the_graphs_that_the_job_may_launch_are_prepared(
 def test_graphs_that_read_prefixes_once_are_prepared_where_the_longest_prompt_could_make_them_pay(
     longest: int | None, prepared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two of four rows save at most the pages of the longest prompt, half of them; of an unknown one, those of the longest row."""
+    """Two of four rows save at most half of the pages of the longest prompt; of an unknown one, of the longest row."""
     monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
     one: Any = planner(packed(4, page_size=16, longest_prompt=longest, max_len=128), 1, pass_bytes=5)
     one.prepare(MODE, shared=True)
