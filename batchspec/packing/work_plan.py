@@ -76,7 +76,7 @@ class DecodedShard:
         ids = (ids for done in self.completions for ids in (done.prompt_ids, done.token_ids) if ids is not None)
         tops = (done.top_logprobs or done.prompt_top_logprobs for done in self.completions)
         top_bytes = sum(COPIES * (top[0].nbytes + top[1].nbytes) for top in tops if top is not None)
-        return self.shard.table.nbytes + TOKEN_BYTES * sum(map(len, ids)) + top_bytes
+        return float(self.shard.table.nbytes + TOKEN_BYTES * sum(map(len, ids)) + top_bytes)
 
 
 class WorkPlan(Protocol):
