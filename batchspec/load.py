@@ -104,16 +104,29 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
 def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
     """The engine for a job whose first rows were seen: see `load_engine`. Texts are left to who makes the tables."""
     demand = seen.demand(job.source.num_rows, job.admission.max_len)
-    return load_engine(job, demand, progress, shares_prefix=seen.shares_prefix, defers_text=True)
+    return load_engine(
+        job, demand, progress, shares_prefix=seen.shares_prefix, defers_text=True, most_rounds=most_last_rounds(job)
+    )
+
+
+def most_last_rounds(job: Job) -> int | None:
+    """Most rounds of the job after its last row has begun, which emit a token each at least; None where they are not known.
+
+    Rows may name limits of their own, and few rows decode while the others wait for their automata.
+    """
+    unknown = job.columns.get("max_new_tokens") is not None or job.admission.constraints is not None
+    return None if unknown else job.config.decode.max_new_tokens
 
 
 def load_engine(
-    job: Job, demand: Demand, progress: ProgressBar, *, shares_prefix: bool = False, defers_text: bool = False
-) -> Engine:
+    job: Job, demand: Demand, progress: ProgressBar, *, shares_prefix: bool = False, defers_text: bool = False,
+    most_rounds: int | None = None,
+) -> Engine:  # fmt: skip
     """Load the weights, choose the shape from the memory that is left, set up the engine; says each step on the progress line.
 
     shares_prefix  rows share a prefix of many pages
     defers_text    as of `Engine`
+    most_rounds    as of `Engine.prepare`
     """
     config = job.config
     dtype = str(job.dtype).removeprefix("torch.")
@@ -150,7 +163,7 @@ def load_engine(
     if job.device.type == "cuda":
         progress.phase("compiling kernels and capturing the graphs of the rounds")
         progress.start_up.done("batch and drafter")
-        engine.prepare(usual_mode(job), shared=config.decode.n > 1 or shares_prefix)
+        engine.prepare(usual_mode(job), shared=config.decode.n > 1 or shares_prefix, most_rounds=most_rounds)
         progress.start_up.done("other preparations", engine.planner.seconds)
     return engine
 

@@ -8,7 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from batchspec import terminal
+from batchspec.early_start import begin_compiler_hash, begin_context, one_gpu
 from batchspec.errors import ConfigError, Interrupted
+from batchspec.garbage import imports_frozen, no_garbage_collection
 
 if TYPE_CHECKING:
     from batchspec.config.schema import RunConfig
@@ -34,12 +36,18 @@ def run(config: RunConfig) -> int:
     One process: in this one. Several processes, or a task of Slurm: in child processes; an interrupted Slurm task that can
     continue is requeued.
     """
-    from batchspec.cluster import slurm, workers
-    from batchspec.cluster.devices import choose_ranks, devices_of
+    from batchspec.cluster import slurm
 
-    if config.cluster.tensor_parallel == "auto":
-        config = replace(config, cluster=replace(config.cluster, tensor_parallel=choose_ranks(config)))
-    task, devices = slurm.this_task(), devices_of(config)
+    task = slurm.this_task()
+    if task is None and config.device != "cpu" and one_gpu():
+        begin_context()
+    with no_garbage_collection():  # it would traverse the modules again and again while they are imported
+        from batchspec.cluster import workers
+        from batchspec.cluster.devices import choose_ranks, devices_of
+
+        if config.cluster.tensor_parallel == "auto":
+            config = replace(config, cluster=replace(config.cluster, tensor_parallel=choose_ranks(config)))
+        devices = devices_of(config)
     if task is None and len(devices) == 1:
         run_here(config)
         return 0
@@ -62,9 +70,14 @@ def run_here(config: RunConfig, group: Group | None = None) -> None:
                 f"{_name(config)} needs a GPU, and torch finds none on this machine; run it on a GPU machine, "
                 "or set requires_gpu=false to try it on the CPU"
             )
-    from batchspec.job import run_job
-
-    run_job(config, group=group)
+    if config.device != "cpu" and group is None:
+        begin_context()
+    with no_garbage_collection():
+        from batchspec.job import run_job
+    if config.device != "cpu":
+        begin_compiler_hash()
+    with imports_frozen():
+        run_job(config, group=group)
 
 
 def _name(config: RunConfig) -> str:

@@ -199,6 +199,19 @@ def test_prefill_on_a_gpu_is_that_of_the_cpu(longest: int, way: str, window: int
     torch.testing.assert_close(out, expected, atol=2e-2, rtol=0)
 
 
+@pytest.mark.parametrize(("longest", "asks"), [(flash.SHORT, False), (flash.SHORT + 1, True)])
+def test_flashinfer_is_imported_for_long_prompts_alone(longest: int, asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The import takes a second or two of a job's start-up."""
+    asked = []
+    monkeypatch.setattr(flash, "flashinfer", lambda: asked.append(longest))
+    generator = torch.Generator().manual_seed(0)
+    batch = make_batch([(70, 90), (200, longest)], generator)
+    batch.host = HostLayout([70, 200], [90, longest])
+    _, kv = make_tensors(batch, (6, 2), torch.bfloat16, generator)
+    assert type(flash.plan_flash(batch, layer_kv(kv), num_heads=6, window=None)) is flash.VarlenPlan
+    assert bool(asked) == asks
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("longest", [flash.SHORT, flash.SHORT + 1])

@@ -7,9 +7,12 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 
+import numpy as np
 import pytest
 
-from batchspec.runner.background_commit import WAITING, commit_in_background
+from batchspec.packing.work_plan import TOKEN_BYTES, DecodedShard
+from batchspec.runner.background_commit import MOST_WAITING, SMALL_BYTES, WAITING, commit_in_background
+from tests.io_samples import completion, dataset, shards_of
 
 
 def test_shards_come_back_in_order_when_they_are_committed_and_the_next_ones_are_decoded_meanwhile() -> None:
@@ -33,6 +36,36 @@ def test_shards_come_back_in_order_when_they_are_committed_and_the_next_ones_are
         assert f"committed {shard + WAITING + 1}" not in events
     assert [event for event in events if event.startswith("committed")] == [f"committed {shard}" for shard in range(6)]
     assert events.index(f"decoded {WAITING + 1}") > events.index("committed 0")  # decoding does not run away from it
+
+
+@pytest.mark.parametrize(("num_bytes", "most"), [(SMALL_BYTES / 4, 4), (SMALL_BYTES, WAITING), (1.0, MOST_WAITING)])
+def test_small_shards_that_end_together_do_not_keep_decoding_waiting(num_bytes: float, most: int) -> None:
+    """No commit ends before as many shards are decoded as may wait: with one more, decoding waits for the first."""
+    decoded: list[int] = []
+    waits = threading.Event()
+
+    def shards() -> Iterator[int]:
+        for shard in range(most + 1):
+            decoded.append(shard)
+            if shard == most:
+                waits.set()
+            yield shard
+
+    def commit(shard: int) -> None:
+        assert waits.wait(60)
+
+    for shard in commit_in_background(shards(), commit, lambda shard: num_bytes):
+        assert len(decoded) == most + 1, shard
+
+
+def test_what_a_shard_takes_grows_with_its_rows_and_a_retry_counts_as_large() -> None:
+    (shard, other), columns = shards_of(dataset(4), 2)
+    del columns
+    few, more = ([completion(0, prompt_ids=np.zeros(count, np.int32))] for count in (10, 1010))
+    small, large = (DecodedShard(shard=shard, completions=done).num_bytes for done in (few, more))
+    assert large - small == 1000 * TOKEN_BYTES
+    assert small > shard.table.nbytes
+    assert DecodedShard(shard=other, completions=few, num_carried=1).num_bytes > SMALL_BYTES
 
 
 def test_a_failed_commit_is_raised_and_no_shard_after_it_is_given_back() -> None:

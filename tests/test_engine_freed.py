@@ -16,7 +16,7 @@ from batchspec.draft.base import Drafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.engine import Engine
-from batchspec.engine.garbage import OF_PYTHON, older_objects_frozen
+from batchspec.garbage import OF_PYTHON, imports_frozen, older_objects_frozen
 from batchspec.records import Request
 from tests.engines import DEVICE, packed, request, tiny_target
 
@@ -78,12 +78,28 @@ def test_what_python_itself_has_frozen_when_it_starts_does_not_count(monkeypatch
     assert calls == ["freeze", "unfreeze"]
 
 
+@pytest.mark.parametrize("how", ["not run", "run", "left half-way"])
+def test_a_job_freezes_what_it_imported_and_its_engine_more_and_nothing_stays_frozen(how: str) -> None:
+    with imports_frozen():
+        imported = gc.get_freeze_count()
+        assert imported > 0
+        running = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE).run(iter(requests()))
+        if how != "not run":
+            next(running)
+            assert gc.get_freeze_count() > imported
+            running.close()
+            assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() == 0
+
+
 @pytest.mark.parametrize("how", ["run", "left half-way"])
 def test_objects_that_a_host_program_froze_stay_frozen(how: str) -> None:
     """A run within another one is such a case too: the first one's freeze lasts until that one ends."""
     gc.freeze()
     try:
         frozen = gc.get_freeze_count()
+        with imports_frozen():
+            use(Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE), how)
         use(Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE), how)
         assert gc.get_freeze_count() == pytest.approx(frozen, rel=0.01)  # some died meanwhile, as they do
     finally:

@@ -189,6 +189,38 @@ def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, overl
     assert tokens(done) == alone(asked)
 
 
+@pytest.mark.parametrize("name", ["none", "eagle3", "eagle3 general", "pard", "window"])
+def test_rounds_plan_for_longer_rows_than_those_surveyed_while_there_is_one(name: str, tmp_path: Path) -> None:
+    """Most rows have at most 54 tokens, for which rounds are captured; the others may have as many as the job allows."""
+    general: dict[str, Any] = {"dead_positions": False, "uniform_slots": False, "argmax": False}
+    drafters: dict[str, Callable[[], Drafter]] = {
+        "none": NoDrafter,
+        "eagle3": partial(eagle, tmp_path, "cuda", 3, 8),
+        "eagle3 general": partial(eagle, tmp_path, "cuda", 3, 8, **general),
+        "pard": partial(pard, 4, 8, parallel=True),
+        "window": partial(WindowDrafter, target("cuda"), 3, slots=8, window=12, sink=2),
+    }
+    rng = np.random.default_rng(3)
+    lengths = [(int(rng.integers(1, 30)), int(rng.integers(1, 24))) for _ in range(60)] + [(90, 80), (20, 35), (1, 120)]
+    asked = [request(i, rng.integers(0, VOCAB, prompt).tolist(), cap=cap) for i, (prompt, cap) in enumerate(lengths)]
+    options = RoundOptions(uniform_slots=name != "eagle3 general", argmax=name != "eagle3 general")
+    engine, done = run(target("cuda"), drafters[name](), shape(8, longest_row=40), asked, options=options)
+    assert {captured.max_kv for captured in engine.executor.graphs._graphs} == {64, None}
+    assert tokens(done) == alone(asked)
+
+
+def test_rows_that_end_soon_decode_in_rounds_over_all_slots(tmp_path: Path) -> None:
+    """The last rows too: their tokens are the same, and no graph is captured for fewer rows."""
+    rng = np.random.default_rng(5)
+    asked = [request(i, rng.integers(0, VOCAB, 9).tolist(), cap=int(rng.integers(1, 9))) for i in range(20)]
+    engine = Engine(target("cuda"), eagle(tmp_path, "cuda", 2, 8), shape(8), device=torch.device("cuda"), adaptive=True)
+    engine.prepare(SamplingMode(), most_rounds=8)
+    assert engine.batch.row_buckets == (8,)
+    captured = engine.executor.graphs.num_captured
+    assert tokens(list(engine.run(iter(asked)))) == alone(asked)
+    assert engine.executor.graphs.num_captured == captured
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 def test_rows_with_a_common_beginning_read_it_once_and_give_the_same_tokens(
     overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

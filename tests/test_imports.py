@@ -19,6 +19,7 @@ EVERYONE = {
     "config.renamed",
     "config.values",
     "config.checks",
+    "garbage",
     "text",
     "terminal",
     "token_automaton",
@@ -28,7 +29,8 @@ EVERYONE = {
 
 # Package (or top module) -> what of batchspec it may import, besides itself and what everyone may.
 MAY_IMPORT: dict[str, set[str]] = {
-    "run": {"config", "commands.reference", "job", "cli", "cluster", "distributed.group"},
+    "run": {"config", "commands.reference", "early_start", "job", "cli", "cluster", "distributed.group"},
+    "early_start": {"kernels.common.compiler_hash"},
     "cli": {"arguments", "commands"},
     "api": {
         "config",
@@ -207,6 +209,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"arguments", "draft.registry"},
     "kernels": set(),
     "arguments": set(),
+    "garbage": set(),
     "records": set(),
     "errors": set(),
     "text": set(),

@@ -159,9 +159,9 @@ def test_just_the_graphs_that_the_job_may_launch_are_prepared(
 def test_graphs_that_read_prefixes_once_are_prepared_where_the_longest_prompt_could_make_them_pay(
     longest: int | None, prepared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three of four rows save at most the pages of the longest prompt; of an unknown one, of the longest row."""
+    """Two of four rows save at most half of the pages of the longest prompt; of an unknown one, of the longest row."""
     monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
-    one: Any = planner(packed(4, page_size=16, longest_prompt=longest, max_len=128), 1, pass_bytes=3 * 5)
+    one: Any = planner(packed(4, page_size=16, longest_prompt=longest, max_len=128), 1, pass_bytes=5)
     one.prepare(MODE, shared=True)
     assert any(shape.shared for shape in one._executor.graphs.prepared) == prepared
 
@@ -184,6 +184,28 @@ def test_a_round_with_one_longer_row_plans_for_all_that_the_job_allows() -> None
     one = planner(packed(4, longest_row=96, max_len=8192, draft_len=1), 1)
     assert [one.max_kv(longest) for longest in (1, 124, 125, 8192)] == [128, 128, None, None]
     assert planner(packed(4, longest_row=None, max_len=8192), 1).max_kv(1) is None
+
+
+@pytest.mark.parametrize(("most_rounds", "buckets"), [(None, (1, 2, 4)), (2, (1, 2, 4)), (1, (4,))])
+def test_rounds_of_few_rows_are_left_out_where_the_last_rows_end_before_they_would_pay(
+    most_rounds: int | None, buckets: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three graphs are captured in 0.9 s and take 1 s a round at least: the six of one and two rows would take 1.8 s, so that
+    they could pay after two rounds, and never after one."""
+    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    one: Any = planner(packed(4), 1)
+    one._executor.graphs.num_captured, one._executor.graphs.capture_s = 3, 0.45
+    one.prepare(MODE, most_rounds=most_rounds)
+    assert one.row_buckets == buckets
+    prepared = [(shape.num_rows, shape.draft_len, shape.prepare_next) for shape in one._executor.graphs.prepared]
+    assert sorted(prepared) == sorted((rows, *kind) for rows in buckets for kind in BASE)
+    assert one.ready
+
+
+def test_rounds_that_are_no_graphs_may_have_any_row_bucket() -> None:
+    engine = Engine(tiny_target(), NoDrafter(), packed(4), device=DEVICE)
+    engine.prepare(MODE, most_rounds=1)
+    assert engine.batch.row_buckets == packed(4).row_buckets
 
 
 def test_a_result_speaks_of_the_round_that_it_came_from_however_many_were_launched_since(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,3 +141,35 @@ def test_the_card_is_read_by_datasets_and_runs_the_job_again(tmp_path: Path) -> 
     assert "| Mean acceptance length | 2.429 tokens a round, 52.6% of 19 draft tokens accepted |" in body
     assert "| Acceptance by position | 71.4%, 50.0%, 33.3% |" in body
     assert "| Sampling | temperature 0.5 |" in body
+
+
+def test_the_start_of_each_run_is_shown_by_phase_and_a_log_without_one_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The third run was interrupted before its first token, the others are of an older version, or damaged."""
+    job(tmp_path, mixed())
+    logs = tmp_path / "_batchspec" / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    written: list[object] = [
+        {"start_up": {"imports": 3.25, "engine": 0.5, "first rows": 0.25}},
+        {"start_up": {"imports": 2.25, "survey": 0.5, "first rows": 0.25}},
+        {"start_up": {"imports": 3.25, "engine": 0.5}},
+        {"tokens": 3},
+        {"start_up": {"first rows": "soon"}},
+        [1],
+    ]
+    for i, log in enumerate(written):
+        (logs / f"run-{i:032x}.json").write_text(json.dumps(log))
+    (logs / f"run-{9:032x}.json").write_text("{")
+    found = job_stats(tmp_path).start_ups
+    assert sorted(sum(run.values()) for run in found) == [3.0, 4.0]
+    assert main([str(tmp_path)]) == 0
+    block = capsys.readouterr().out.partition("from the command to the first token, seconds\n")[2]
+    assert [line.split() for line in block.splitlines()] == [
+        ["run", "1", "run", "2"],
+        ["imports", "3.2", "2.2"],
+        ["engine", "0.5", "-"],
+        ["first", "rows", "0.2", "0.2"],
+        ["survey", "-", "0.5"],
+        ["in", "all", "4.0", "3.0"],
+    ]

@@ -48,7 +48,7 @@ def fits_flash(batch: FlatBatch, kv: LayerKV, sink: int) -> bool:
 def plan_flash(batch: FlatBatch, kv: LayerKV, *, num_heads: int, window: int | None) -> FlashPlan | VarlenPlan:
     """The plan of one prefill pass for all layers with this window. `fits_flash` must be true for the batch."""
     assert batch.host is not None
-    if flashinfer() is None or max(batch.host.kv_len) <= SHORT:
+    if max(batch.host.kv_len) <= SHORT or flashinfer() is None:  # in this order: the import takes a second or two
         return VarlenPlan(batch, kv, window=window)
     return FlashPlan(batch, kv, num_heads=num_heads, window=window)
 

@@ -10,7 +10,7 @@ from batchspec.arguments import ArgumentParser
 from batchspec.report.stats import Acceptance, Extreme, JobStats, job_stats
 from batchspec.text import one_line
 
-MAX_GROUPS = 20
+MAX_GROUPS, MAX_RUNS = 20, 6
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,6 +42,8 @@ def render(stats: JobStats, by: str | None = None) -> str:
             blocks.append(_groups(f"by {by}", stats.by_column))
         blocks.append(_extremes("longest mean acceptance length", stats.best))
         blocks.append(_extremes("shortest mean acceptance length", stats.worst))
+    if stats.start_ups:
+        blocks.append(_start_ups(stats.start_ups))
     return "\n\n".join(blocks)
 
 
@@ -84,6 +86,17 @@ def _groups(title: str, groups: Sequence[Acceptance]) -> str:
     return _table(title, header, lines) + more
 
 
+def _start_ups(runs: Sequence[Mapping[str, float]]) -> str:
+    shown = runs[:MAX_RUNS]
+    phases = dict.fromkeys(phase for run in shown for phase in run)
+    lines = [(phase, *(_number(run.get(phase), 1) for run in shown)) for phase in phases]
+    lines.append(("in all", *(_number(sum(run.values()), 1) for run in shown)))
+    more = f"\n... and {len(runs) - MAX_RUNS} more runs (--json shows all)" if len(runs) > MAX_RUNS else ""
+    return (
+        _table("from the command to the first token, seconds", ("", *(f"run {i + 1}" for i in range(len(shown)))), lines) + more
+    )
+
+
 def _extremes(title: str, rows: Sequence[Extreme]) -> str:
     lines = [(row.request_id, row.sample_index, f"{row.tokens:,}", _number(row.mean_acceptance_length)) for row in rows]
     return _table(title, ("request", "sample", "tokens", "mean length"), lines)
@@ -93,5 +106,5 @@ def _table(title: str, header: Sequence[str], rows: Iterable[Sequence[object]]) 
     return "\n".join([one_line(title), *terminal.table([header, *rows])])
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+def _number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -21,7 +21,6 @@ from batchspec.engine.allocator import SlotAllocator
 from batchspec.engine.automaton_places import AutomatonPlaces
 from batchspec.engine.completion import completion_of
 from batchspec.engine.executor import Executor
-from batchspec.engine.garbage import older_objects_frozen
 from batchspec.engine.lazy_states import LazyStates
 from batchspec.engine.lockstep import HeadOfRanks, Lead
 from batchspec.engine.messages import Prepare, Scales, Step
@@ -35,6 +34,7 @@ from batchspec.engine.scoring import PromptScores
 from batchspec.engine.slots import SlotTable
 from batchspec.engine.static_batching import StaticBatching
 from batchspec.engine.stop_strings import Decode, StopFinder
+from batchspec.garbage import older_objects_frozen
 from batchspec.kernels.rounds.accept import WAITING
 from batchspec.lazy_automaton import Expanding
 from batchspec.model.target import Target
@@ -113,17 +113,20 @@ class Engine:
         self._reset(iter(()))
 
     @torch.inference_mode()
-    def prepare(self, mode: SamplingMode, *, shared: bool = False) -> None:
+    def prepare(self, mode: SamplingMode, *, shared: bool = False, most_rounds: int | None = None) -> None:
         """Rehearse a prefill, capture the graphs of every row bucket and draft length for `mode`, and time them.
 
         Only while no row is live.
 
         shared  capture the graphs of rows with shared prefixes too. What is not prepared is captured when it is first needed.
+        most_rounds  of `RoundPlanner.prepare`; with several ranks all row buckets are prepared
         """
         if self.lead is not None:
             self.lead.send(Prepare(mode, shared))
         with self.executor.stream_of_rounds():
-            self._prefill_cost = self.planner.prepare(mode, shared=shared)
+            most_rounds = most_rounds if self.lead is None else None  # it is compared with times, and ranks have their own
+            self._prefill_cost = self.planner.prepare(mode, shared=shared, most_rounds=most_rounds)
+            self.batch = replace(self.batch, row_buckets=self.planner.row_buckets)
 
     def run(self, requests: Iterator[Request | None]) -> Generator[Completion]:
         """Decode every request; completions come in the order in which rows end.

@@ -11,9 +11,9 @@ import torch
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.engine.garbage import no_garbage_collection
 from batchspec.engine.round import Round, RoundResult
 from batchspec.engine.shared_prefix import PrefixGroupTables
+from batchspec.garbage import no_garbage_collection
 
 GRAPH_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """fp64, for tests, has no verify attention that plans on the device."""

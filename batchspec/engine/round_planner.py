@@ -104,6 +104,8 @@ class RoundPlanner:
             self._lengths = DraftLengths(self._max_len, executor.round.draft_lens, self.experts, executor.round.nodes)
         self.usual_kv = None if executor.round.nodes is not None else usual_kv(batch)
         """Rounds are prepared for rows of at most so many tokens. A tree's plan does not depend on it."""
+        self.row_buckets = batch.row_buckets
+        """Row counts with which rounds may run: those that `prepare` did not leave out."""
         self._clock = RoundClock()
         self._round_s: dict[int, float] = {}
         self._draft_len = 0
@@ -113,10 +115,12 @@ class RoundPlanner:
         """Whether `choose` knows enough: to choose draft lengths it needs times, which `prepare` takes."""
         return self._lengths is None or self._lengths.ready
 
-    def prepare(self, mode: SamplingMode, *, shared: bool = False) -> PrefillCost | None:
+    def prepare(self, mode: SamplingMode, *, shared: bool = False, most_rounds: int | None = None) -> PrefillCost | None:
         """Rehearse a prefill, capture the graphs of every row bucket and draft length for `mode`, and time them; no row may live.
 
         shared  the graphs of rows with shared prefixes too, if the longest prompt is long enough
+        most_rounds  the last rows of the run end within so many rounds: row buckets below all slots, which serve them, are left
+                     out if they would save less time than it takes to prepare them; None: unknown
         Returns what a prefill pass takes in seconds; None where rounds are no graphs (CPU, float64): nothing is timed.
         """
         batch, lengths, graphs = self._batch, self._lengths, self._executor.graphs
@@ -134,7 +138,13 @@ class RoundPlanner:
             return cost
         most_pages = (batch.longest_prompt or batch.max_len) // batch.page_size
         shared = shared and self._executor.sharing.may_pay(batch.num_slots, most_pages)
-        graphs.prepare([*shapes, *(replace(shape, shared=True) for shape in shapes if shared)])
+        variants = [*shapes, *(replace(shape, shared=True) for shape in shapes if shared)]
+        graphs.prepare(shape for shape in variants if shape.num_rows == batch.num_slots)
+        if most_rounds is not None and self._ends_before_smaller_rounds_pay(most_rounds, shapes):
+            self.row_buckets = (batch.num_slots,)
+            shapes = [shape for shape in shapes if shape.num_rows == batch.num_slots]
+        else:
+            graphs.prepare(shape for shape in variants if shape.num_rows < batch.num_slots)
         if cost is None:
             return None
         self.seconds = {
@@ -152,6 +162,18 @@ class RoundPlanner:
                 with self._executor.different_tokens():
                     self._time(shapes)
         return cost
+
+    def _ends_before_smaller_rounds_pay(self, most_rounds: int, shapes: Sequence[Shape]) -> bool:
+        """Whether `most_rounds` rounds over all slots take less time than to prepare the graphs of all smaller row buckets.
+
+        Those over all slots are captured. A capture takes as long as the round before it, which warms up its kernels.
+        """
+        graphs = self._executor.graphs
+        whole = [shape for shape in shapes if shape.num_rows == self._batch.num_slots]
+        if not graphs.captures or len(whole) == len(shapes):
+            return False
+        prepare_s = 2 * graphs.capture_s / graphs.num_captured * (len(shapes) - len(whole))
+        return most_rounds * min(graphs.seconds(shape) for shape in whole) < prepare_s
 
     def _time(self, shapes: Sequence[Shape]) -> None:
         """Time rounds over dead rows, and count the experts that they read."""

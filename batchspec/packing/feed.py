@@ -124,6 +124,8 @@ class Feed:
         self._handed_out, self._filled_at = 0, 0.0
         self._compiling, self._busy, self._tell_refused = compiling, busy or self._has_unfinished, refused
         self._num_unfinished = 0
+        self.num_ready = 0
+        """Requests that are admitted and in order: they are handed out without waiting for anything."""
 
     def requests(self) -> Iterator[Request | None]:
         """Requests in decoding order: window by window, the longest of a window first. Those whose automata are not compiled yet
@@ -149,7 +151,9 @@ class Feed:
         for window in range(1, self._num_windows + 1):
             requests = order_requests(coming.admit_all())
             coming = self._coming(window)
+            self.num_ready = len(requests)
             for number, request in enumerate(requests, 1):
+                self.num_ready -= 1
                 # Predict again: rows that finished since the window was admitted improve the prediction.
                 yield self._predicted(request)
                 left = len(requests) - number

@@ -6,6 +6,7 @@ A new or resumed job computes every row (runner/compute_all.py). A retry compute
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,6 +18,12 @@ from batchspec.records import Completion, Request
 
 PlanRows = Callable[[InputShard, Iterator[Request | Completion]], Iterator[Request | Completion | None]]
 """`WorkPlan.rows`."""
+
+
+TOKEN_BYTES = 100
+"""Of a token until its row is committed: ids and text, in a completion and in tables."""
+COPIES = 3
+"""Of the other numbers: in a completion, in a table and in its file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +67,16 @@ class DecodedShard:
     """The output rows that are not carried over, in the order in which they finished."""
     num_carried: int = 0
     """Number of output rows that a retry keeps unchanged."""
+
+    @property
+    def num_bytes(self) -> float:
+        """Memory that its rows take until they are committed, roughly: those that a retry keeps are unknown and count as many."""
+        if self.num_carried:
+            return math.inf
+        ids = (ids for done in self.completions for ids in (done.prompt_ids, done.token_ids) if ids is not None)
+        tops = (done.top_logprobs or done.prompt_top_logprobs for done in self.completions)
+        top_bytes = sum(COPIES * (top[0].nbytes + top[1].nbytes) for top in tops if top is not None)
+        return float(self.shard.table.nbytes + TOKEN_BYTES * sum(map(len, ids)) + top_bytes)
 
 
 class WorkPlan(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +22,19 @@ def age_clock() -> Callable[[], float]:
     """A clock of the seconds since this process began: its zero is right to a hundredth, differences are exact."""
     began = time.perf_counter() - process_age_s()
     return lambda: time.perf_counter() - began
+
+
+LAST = "first rows"
+"""The phase that ends with the first token."""
+
+
+def start_up_of(log: str) -> dict[str, float] | None:
+    """The phases in the log of a run, a JSON object; None where it has none, or the run had no token."""
+    try:
+        found = json.loads(log)["start_up"]
+        return {str(phase): float(seconds) for phase, seconds in found.items()} if LAST in found else None
+    except (ValueError, TypeError, KeyError, AttributeError):  # of an older version, or damaged
+        return None
 
 
 class StartUp:

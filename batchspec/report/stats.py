@@ -12,6 +12,7 @@ import polars as pl
 
 from batchspec.errors import OutputError
 from batchspec.report.columns import type_names
+from batchspec.report.start_up import start_up_of
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
 
@@ -112,6 +113,8 @@ class JobStats:
     worst: tuple[Extreme, ...]
     columns: dict[str, str]
     """The output's columns and their types."""
+    start_ups: tuple[dict[str, float], ...]
+    """Of each run that has ended and had a token, in no order: seconds from the command to its first token, by phase."""
 
 
 def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
@@ -157,6 +160,7 @@ def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
         best=_extremes(tally.best),
         worst=_extremes(tally.worst),
         columns=type_names(schema),
+        start_ups=tuple(filter(None, map(start_up_of, folder.logs(".json")))),
     )
 
 

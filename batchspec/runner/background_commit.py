@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,27 +10,37 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-WAITING = 2
-"""At most this many shards are being committed or wait for it; beyond that decoding waits, so that memory stays bounded."""
+WAITING, MOST_WAITING = 2, 32
+"""Shards that are being committed or wait for it, beyond which decoding waits: so many large ones, and so many small ones. The
+shards of a window end almost together: a queue of two kept the engine waiting for a tenth of a second every half second."""
+SMALL_BYTES = 100 << 20
+"""Shards that take no more memory together are small."""
 
 
-def commit_in_background(shards: Iterable[T], commit: Callable[[T], object]) -> Generator[T]:
+def commit_in_background(
+    shards: Iterable[T], commit: Callable[[T], object], num_bytes: Callable[[T], float] = lambda shard: math.inf
+) -> Generator[T]:
     """Every shard, in order, once it is committed. One at a time is committed, in a thread, while the next ones are decoded.
 
+    num_bytes  of memory that a shard takes; default: all are large
     What `commit` raises is raised here, after the last shard at the latest. However the generator is left, commits that have
     begun are over then.
     """
-    under_way: deque[tuple[T, Future[object]]] = deque()
+    under_way: deque[tuple[T, Future[object], float]] = deque()
 
     def first() -> T:
-        shard, future = under_way.popleft()
+        shard, future, _ = under_way.popleft()
         future.result()
         return shard
 
+    def too_many() -> bool:
+        are_small = sum(size for _, _, size in under_way) <= SMALL_BYTES
+        return len(under_way) > (MOST_WAITING if are_small else WAITING)
+
     with ThreadPoolExecutor(1, thread_name_prefix="commit") as pool:
         for shard in shards:
-            under_way.append((shard, pool.submit(commit, shard)))
-            while len(under_way) > WAITING or (under_way and under_way[0][1].done()):
+            under_way.append((shard, pool.submit(commit, shard), num_bytes(shard)))
+            while too_many() or (under_way and under_way[0][1].done()):
                 yield first()
         while under_way:
             yield first()

@@ -9,6 +9,8 @@ import pyarrow as pa
 
 from batchspec.dataset.reader import InputShard
 from batchspec.engine.engine import Engine
+from batchspec.engine.output_processor import EngineTotals
+from batchspec.packing.ahead import Ahead
 from batchspec.packing.feed import Feed
 from batchspec.packing.work_plan import DecodedShard, PlanRows, WorkPlan, all_rows
 from batchspec.prepare import Job
@@ -19,6 +21,8 @@ from batchspec.runstate.journal import Journal, Journaled
 
 JOURNAL_S = 60.0
 """A killed run loses at most the rows that finished in this many seconds."""
+TAKEN_A_ROUND = 8
+"""Requests taken ahead after each round: twice as many as end in one, if 256 rows take 60 rounds each."""
 
 
 def decode_shards(
@@ -53,8 +57,16 @@ def decode_shards(
         journaled=journaled,
         compiling=job.admission.compiling,
     )
-    engine.on_round = monitor
-    with closing(engine.run(monitor.watch(feed))) as completions:
+    # Those whose automata are still compiled are no stream that could be taken from ahead.
+    most = engine.batch.num_slots // 2 if job.admission.compiling is None else 0
+    requests = Ahead(monitor.watch(feed), lambda: feed.num_ready, most=most)
+
+    def after_round(totals: EngineTotals) -> None:
+        monitor(totals)
+        requests.take(TAKEN_A_ROUND)
+
+    engine.on_round = after_round
+    with closing(engine.run(requests)) as completions:
         for completion in completions:
             job.admission.observe(completion)
             feed.add(completion)
@@ -63,6 +75,7 @@ def decode_shards(
                 journal.add(completion)
                 journal.flush_every(JOURNAL_S)
             yield from map(monitor.decoded, feed.complete())
+    engine.on_round = monitor
     yield from map(monitor.decoded, feed.complete())  # shards without one good row
 
 

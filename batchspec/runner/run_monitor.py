@@ -9,6 +9,7 @@ from batchspec.packing.feed import Feed
 from batchspec.packing.work_plan import DecodedShard
 from batchspec.records import Completion, Request
 from batchspec.report.progress_bar import ProgressBar
+from batchspec.report.start_up import LAST
 from batchspec.report.timeline import Timeline
 from batchspec.runstate.claims import Claims
 from batchspec.supervise.deadline import Deadline
@@ -76,7 +77,7 @@ class RunMonitor:
     def __call__(self, totals: EngineTotals) -> None:
         tokens, accepted, row_rounds = self._before
         if totals.tokens > tokens and not self._progress.start_up.over:
-            self._progress.start_up.end("first rows")
+            self._progress.start_up.end(LAST)
         self._progress.update(
             tokens=totals.tokens - tokens,
             accepted=totals.accepted - accepted,

@@ -93,7 +93,9 @@ class ShardRunner:
         totals, beat = self.holder.engine.totals, self._watchdog.beat
         monitor = RunMonitor(self.progress, self._mean_output, totals, timeline, self._claims, beat, self._deadline)
         decoded = with_tables(self.work, self._decoded(others, monitor))
-        commits = commit_in_background(decoded, lambda ready: commit_shard(self.job, self.plan, *ready))
+        commits = commit_in_background(
+            decoded, lambda ready: commit_shard(self.job, self.plan, *ready), lambda ready: ready[0].num_bytes
+        )
         try:
             with OutOfMemoryGuard() as guard, closing(commits):
                 for done, _ in commits:

@@ -1,0 +1,64 @@
+"""What a job on a GPU needs later and no Python code does: it begins in threads while this process imports and reads its input.
+
+Whatever fails here is tried again where it is needed, and fails there with a message.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+
+_begun: set[str] = set()
+
+
+def one_gpu() -> bool:
+    """Whether a process started here would see exactly one GPU, as far as that can be told without torch."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    nodes = num_nodes()
+    return nodes > 0 and (nodes if named is None else sum(1 for name in named.split(",") if name.strip())) == 1
+
+
+def num_nodes() -> int:
+    """GPUs whose device files this machine or container has."""
+    return sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def begin_context() -> None:
+    """Have the driver make the context of the first visible GPU, in which torch will work: a second or so of a CUDA program."""
+    if num_nodes():
+        os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch sets it, which comes too late then
+        _begin("context", _make_context)
+
+
+def begin_compiler_hash() -> None:
+    """Have Triton compute the checksum of its compiler, part of every kernel's name in its cache: it reads some 400 MB.
+
+    Call it once Triton is imported.
+    """
+    if num_nodes():
+        from batchspec.kernels.common.compiler_hash import compiler_hash
+
+        _begin("compiler hash", compiler_hash)
+
+
+def _begin(name: str, work: Callable[[], object]) -> None:
+    if name not in _begun:
+        _begun.add(name)
+        Thread(target=_quietly, args=(work,), name=name, daemon=True).start()
+
+
+def _quietly(work: Callable[[], object]) -> None:
+    with suppress(Exception):
+        work()
+
+
+def _make_context() -> None:
+    """Calls through ctypes leave the interpreter to other threads."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)

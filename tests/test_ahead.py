@@ -1,0 +1,86 @@
+"""Requests are taken while the device computes: in their order, each once, and never where that would wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchspec.packing.ahead import Ahead
+from batchspec.records import Request
+from tests.engines import request
+from tests.test_feed import done, feed, requests_of
+
+
+class Windows:
+    """Requests by window: the first of a window is not there before somebody waits for it."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.num_ready, self.waits = 0, 0
+        numbers = iter(range(sum(sizes)))
+        self.windows = [[request(next(numbers), [1], cap=1) for _ in range(size)] for size in sizes]
+
+    def __iter__(self) -> Iterator[Request | None]:
+        for window in self.windows:
+            self.num_ready, self.waits = len(window), self.waits + 1
+            for one in window:
+                self.num_ready -= 1
+                yield one
+
+
+@given(
+    sizes=st.lists(st.integers(0, 6), max_size=6),
+    most=st.integers(0, 5),
+    turns=st.lists(st.none() | st.integers(0, 9), max_size=60),
+)
+def test_requests_come_in_their_order_however_many_were_taken_before(
+    sizes: list[int], most: int, turns: list[int | None]
+) -> None:
+    windows = Windows(sizes)
+    ahead = Ahead(iter(windows), lambda: windows.num_ready, most=most)
+    found = []
+    for turn in turns:
+        if turn is None:
+            found += [one for one in [next(ahead, None)] if one is not None]
+        else:
+            waits = windows.waits
+            ahead.take(turn)
+            assert windows.waits == waits, "it waited for a window that nobody needed yet"
+            assert len(ahead._taken) <= most
+    found += [one for one in ahead if one is not None]
+    assert [one.row_index for one in found] == list(range(sum(sizes)))
+
+
+def test_a_stream_that_ends_early_leaves_what_was_taken() -> None:
+    asked = [request(i, [1], cap=1) for i in range(3)]
+    ahead = Ahead(iter(asked), lambda: 100, most=10)
+    ahead.take(8)
+    assert list(ahead) == asked
+
+
+@given(
+    caps=st.lists(st.integers(1, 400), min_size=1, max_size=80), shard_rows=st.integers(1, 9), slots=st.integers(1, 6),
+    turns=st.lists(st.integers(0, 7), max_size=40),
+)  # fmt: skip
+def test_what_a_feed_calls_ready_is_handed_out_without_reading_a_shard(
+    caps: list[int], shard_rows: int, slots: int, turns: list[int]
+) -> None:
+    """The order is that of a feed that nobody takes from ahead; only the admission of the next window may have begun."""
+    plain, made = feed(caps, shard_rows=shard_rows, slots=slots, clock=lambda: 0.0), feed(
+        caps, shard_rows=shard_rows, slots=slots, clock=lambda: 0.0
+    )  # fmt: skip
+    expected = [one.row_index for one in requests_of(plain)]
+    ahead = Ahead(made.requests(), lambda: made.num_ready, most=slots)
+    found: list[Request] = []
+    for turn in turns:
+        ready, room = made.num_ready, slots - len(ahead._taken)
+        ahead.take(turn)
+        assert ready - made.num_ready == min(turn, ready, room)
+        one = next(ahead, None)
+        if one is None:
+            break
+        found.append(one)
+        made.add(done(one))
+    found += [one for one in ahead if one is not None]
+    assert [one.row_index for one in found] == expected
