@@ -19,6 +19,7 @@ from batchspec.config.compose import compose
 from batchspec.config.schema import RunConfig
 from batchspec.errors import ConfigError
 from batchspec.kernels.gemm.ordered_tiles import MIN_SEGMENT, SEGMENT_UNIT, ordered_tile, segments_of
+from batchspec.kernels.gemm.tiles import Tile
 from batchspec.model import deterministic
 from batchspec.model.deterministic import in_one_order
 from batchspec.model.quant.ordered import OrderedLinear
@@ -123,6 +124,42 @@ def test_segments_depend_on_the_weight_alone_and_fit_every_tile() -> None:
                 assert tile.split in (1, segments)
                 assert not tile.per_sm
                 assert SEGMENT_UNIT % tile.block_k == 0
+
+
+def test_a_measured_tile_is_taken_where_it_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: dict[str, Tile] = {}
+    monkeypatch.setattr(policy, "measured_tile", lambda op, tokens, rows, k, device: measured.get(op))
+    whole = Tile(64, 256, 64, 4, 4, True)
+    by_estimate = policy.ordered_tile(256, 3072, 576, 1, CUDA)
+    assert by_estimate == ordered_tile(256, 3072, 576, 1)
+    measured["linear"] = whole
+    assert policy.ordered_tile(256, 3072, 576, 1, CUDA) == whole
+    assert policy.ordered_tile(256, 3072, 576, 1, CUDA, gated=True) == ordered_tile(256, 1536, 576, 1, gated=True)
+    for other in (whole._replace(split=2), whole._replace(per_sm=1), whole._replace(block_m=32)):
+        measured["linear"] = other
+        assert policy.ordered_tile(256, 3072, 576, 1, CUDA) == by_estimate
+    measured["linear"] = whole
+    assert policy.ordered_tile(256, 3072, 2048, 2, CUDA) == ordered_tile(256, 3072, 2048, 2)  # it sums K as one segment
+
+
+def test_greedy_tokens_and_logits_are_of_tiles_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: dict[str, Tile] = {}
+    monkeypatch.setattr(policy, "measured_tile", lambda op, tokens, rows, k, device: measured.get(op))
+    assert [policy.ordered_head_tile(tokens, 49152, 576, CUDA).block_m for tokens in (1, 64, 65, 4096)] == [64, 64, 128, 128]
+    measured["lm_head"] = Tile(256, 128, 64, 4, 8, True)
+    assert policy.ordered_head_tile(512, 49152, 576, CUDA) == measured["lm_head"]
+    measured["lm_head"] = Tile(32, 128, 64, 4, 8, True)
+    assert policy.ordered_head_tile(512, 49152, 576, CUDA).block_m == 128
+
+
+def test_tiles_follow_the_estimate() -> None:
+    """Few programs: small tiles; many: large ones; K is divided among programs where they would be too few."""
+    assert ordered_tile(256, 576, 576, 1)[:3] == (64, 64, 128)
+    assert ordered_tile(16384, 6144, 4096, 2)[:3] == (256, 128, 64)
+    assert ordered_tile(256, 4096, 14336, 2).split == 2
+    assert ordered_tile(16384, 4096, 14336, 2).split == 1
+    assert ordered_tile(256, 1536, 576, 1, gated=True) == Tile(64, 64, 128, 3, 4, True)  # as measured
+    assert ordered_tile(64, 4096, 14336, 2) == Tile(64, 64, 128, 4, 4, False, 2)  # as measured
 
 
 def test_products_take_their_segments_from_the_weight() -> None:
