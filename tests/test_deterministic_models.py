@@ -22,9 +22,11 @@ from batchspec.kernels.gemm.ordered_tiles import MIN_SEGMENT, SEGMENT_UNIT, orde
 from batchspec.kernels.gemm.tiles import Tile
 from batchspec.model import deterministic
 from batchspec.model.deterministic import in_one_order
+from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.quant.ordered import OrderedLinear
 from batchspec.model.quant.plain import PLAIN
 from batchspec.model.spec import ModelSpec, read_spec
+from batchspec.model.weights import DummyWeights
 from batchspec.packing.cost import H200
 from batchspec.tuning import policy
 from tests.models import make_checkpoint, make_tokenizer
@@ -91,12 +93,28 @@ def spec_of(shape: str) -> ModelSpec:
     return read_spec(COMMON | SHAPES[shape], "config.json")
 
 
-def test_fp8_weights_are_refused_and_experts_in_mxfp4_are_not(hopper: None) -> None:
-    with pytest.raises(ConfigError, match=r"decode.deterministic=true with FP8 weights is not built"):
-        in_one_order(spec_of("llama8b-fp8"), CUDA, torch.bfloat16)
+def test_fp8_activations_are_refused_and_fp8_weights_that_are_converted_and_experts_in_mxfp4_are_not(hopper: None) -> None:
+    fp8 = spec_of("llama8b-fp8")
+    with pytest.raises(ConfigError, match=r"FP8 weights and activations is not built; set model.activations=dtype"):
+        in_one_order(fp8.with_fp8_activations(), CUDA, torch.bfloat16)
+    assert in_one_order(fp8, CUDA, torch.bfloat16).ordered
     name = next(name for name in SHAPES if "oss" in name)
     found = in_one_order(spec_of(name), CUDA, torch.bfloat16)
     assert type(found.formats.of("model.layers.0.self_attn.q_proj")) is not type(PLAIN)
+
+
+def test_fp8_weights_that_are_converted_are_multiplied_in_one_order() -> None:
+    own = spec_of("llama8b-fp8").in_one_order()
+    formats, shape = own.formats, (256, 384)
+    name = "model.layers.0.mlp.up_proj"
+    assert isinstance(formats.of(name), Fp8)
+    weights = DummyWeights(own, dtype=torch.bfloat16, device=CPU)
+    weights.stored = lambda name: {  # type: ignore[method-assign]
+        True: torch.full((2, 3), 0.5), False: torch.arange(shape[0] * shape[1]).remainder(7).view(shape).to(torch.float8_e4m3fn)
+    }["scale" in name]  # fmt: skip
+    made = formats.of(name).load(weights, [name], bias=False)
+    assert isinstance(made, OrderedLinear)
+    assert torch.equal(made._weight, (weights.stored(name).float() * 0.5).bfloat16())
 
 
 def test_experts_that_the_library_computes_are_refused(hopper: None) -> None:

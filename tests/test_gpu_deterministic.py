@@ -52,7 +52,7 @@ from batchspec.tuning.policy import ordered_segments, ordered_tile
 from tests.engines import packed, request, tiny_spec
 from tests.moe_models import Strong
 from tests.moe_models import tiny_spec as moe_spec
-from tests.test_expert_kernels import MXFP4
+from tests.test_expert_kernels import FP8_BLOCKS, MXFP4
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -213,8 +213,12 @@ def test_a_query_has_the_same_bits_in_prefill_and_in_any_round(
                 assert torch.equal(bits(found[row]), bits(whole[begin : begin + num_q])), (num_q, begin)
 
 
-EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts in bf16": ("qwen3_moe", {"moe_intermediate_size": 256, "norm_topk_prob": True}),
+    "FP8 weights that are converted": (
+        "qwen3_moe",
+        {"moe_intermediate_size": 256, "norm_topk_prob": True, "quantization_config": FP8_BLOCKS},
+    ),
     "experts in MXFP4, windows, sinks": (
         "gpt_oss",
         {"intermediate_size": 256, "sliding_window": 128, "quantization_config": MXFP4},
@@ -225,14 +229,14 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
 @cache
 def target(kind: str = "dense") -> Target:
     if kind != "dense":
-        family, changes = EXPERTS[kind]
+        family, changes = FORMATS[kind]
         sizes = {
             "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 5000,
             "max_position_embeddings": 4096, "num_local_experts": 16, "num_experts_per_tok": 4,
         }  # fmt: skip
         device = torch.device("cuda")
-        experts = moe_spec(family, **{**changes, **sizes}).on(device, torch.bfloat16).in_one_order()
-        return Target(experts, Strong(experts, dtype=torch.bfloat16, device=device), device)
+        own = moe_spec(family, **{**changes, **sizes}).on(device, torch.bfloat16, "dtype").in_one_order()
+        return Target(own, Strong(own, dtype=torch.bfloat16, device=device), device)
     spec = tiny_spec(
         None, hidden_size=1024, num_heads=16, num_kv_heads=4, head_dim=64, intermediate_size=2048, vocab_size=5000,
         max_len=4096, dtype="bfloat16",
@@ -241,7 +245,7 @@ def target(kind: str = "dense") -> Target:
     return Target.load(Path(), spec.in_one_order(), dtype=torch.bfloat16, device=device, dummy=True)
 
 
-@pytest.mark.parametrize("kind", ["dense", *EXPERTS])
+@pytest.mark.parametrize("kind", ["dense", *FORMATS])
 def test_keys_values_and_logits_are_those_of_a_prompt_in_one_pass_however_it_is_cut(kind: str) -> None:
     own, length = target(kind), 2500
     ids = torch.randint(0, 5000, (length,), dtype=torch.int32, device="cuda")
