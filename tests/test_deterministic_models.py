@@ -19,11 +19,14 @@ from batchspec.config.compose import compose
 from batchspec.config.schema import RunConfig
 from batchspec.errors import ConfigError
 from batchspec.kernels.gemm.ordered_tiles import MIN_SEGMENT, SEGMENT_UNIT, ordered_tile, segments_of
+from batchspec.kernels.gemm.tiles import Tile
 from batchspec.model import deterministic
 from batchspec.model.deterministic import in_one_order
+from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.quant.ordered import OrderedLinear
 from batchspec.model.quant.plain import PLAIN
 from batchspec.model.spec import ModelSpec, read_spec
+from batchspec.model.weights import DummyWeights
 from batchspec.packing.cost import H200
 from batchspec.tuning import policy
 from tests.models import make_checkpoint, make_tokenizer
@@ -90,12 +93,28 @@ def spec_of(shape: str) -> ModelSpec:
     return read_spec(COMMON | SHAPES[shape], "config.json")
 
 
-def test_fp8_weights_are_refused_and_experts_in_mxfp4_are_not(hopper: None) -> None:
-    with pytest.raises(ConfigError, match=r"decode.deterministic=true with FP8 weights is not built"):
-        in_one_order(spec_of("llama8b-fp8"), CUDA, torch.bfloat16)
+def test_fp8_activations_are_refused_and_fp8_weights_that_are_converted_and_experts_in_mxfp4_are_not(hopper: None) -> None:
+    fp8 = spec_of("llama8b-fp8")
+    with pytest.raises(ConfigError, match=r"FP8 weights and activations is not built; set model.activations=dtype"):
+        in_one_order(fp8.with_fp8_activations(), CUDA, torch.bfloat16)
+    assert in_one_order(fp8, CUDA, torch.bfloat16).ordered
     name = next(name for name in SHAPES if "oss" in name)
     found = in_one_order(spec_of(name), CUDA, torch.bfloat16)
     assert type(found.formats.of("model.layers.0.self_attn.q_proj")) is not type(PLAIN)
+
+
+def test_fp8_weights_that_are_converted_are_multiplied_in_one_order() -> None:
+    own = spec_of("llama8b-fp8").in_one_order()
+    formats, shape = own.formats, (256, 384)
+    name = "model.layers.0.mlp.up_proj"
+    assert isinstance(formats.of(name), Fp8)
+    weights = DummyWeights(own, dtype=torch.bfloat16, device=CPU)
+    weights.stored = lambda name: {  # type: ignore[method-assign]
+        True: torch.full((2, 3), 0.5), False: torch.arange(shape[0] * shape[1]).remainder(7).view(shape).to(torch.float8_e4m3fn)
+    }["scale" in name]  # fmt: skip
+    made = formats.of(name).load(weights, [name], bias=False)
+    assert isinstance(made, OrderedLinear)
+    assert torch.equal(made._weight, (weights.stored(name).float() * 0.5).bfloat16())
 
 
 def test_experts_that_the_library_computes_are_refused(hopper: None) -> None:
@@ -123,6 +142,42 @@ def test_segments_depend_on_the_weight_alone_and_fit_every_tile() -> None:
                 assert tile.split in (1, segments)
                 assert not tile.per_sm
                 assert SEGMENT_UNIT % tile.block_k == 0
+
+
+def test_a_measured_tile_is_taken_where_it_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: dict[str, Tile] = {}
+    monkeypatch.setattr(policy, "measured_tile", lambda op, tokens, rows, k, device: measured.get(op))
+    whole = Tile(64, 256, 64, 4, 4, True)
+    by_estimate = policy.ordered_tile(256, 3072, 576, 1, CUDA)
+    assert by_estimate == ordered_tile(256, 3072, 576, 1)
+    measured["linear"] = whole
+    assert policy.ordered_tile(256, 3072, 576, 1, CUDA) == whole
+    assert policy.ordered_tile(256, 3072, 576, 1, CUDA, gated=True) == ordered_tile(256, 1536, 576, 1, gated=True)
+    for other in (whole._replace(split=2), whole._replace(per_sm=1), whole._replace(block_m=32)):
+        measured["linear"] = other
+        assert policy.ordered_tile(256, 3072, 576, 1, CUDA) == by_estimate
+    measured["linear"] = whole
+    assert policy.ordered_tile(256, 3072, 2048, 2, CUDA) == ordered_tile(256, 3072, 2048, 2)  # it sums K as one segment
+
+
+def test_greedy_tokens_and_logits_are_of_tiles_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: dict[str, Tile] = {}
+    monkeypatch.setattr(policy, "measured_tile", lambda op, tokens, rows, k, device: measured.get(op))
+    assert [policy.ordered_head_tile(tokens, 49152, 576, CUDA).block_m for tokens in (1, 64, 65, 4096)] == [64, 64, 128, 128]
+    measured["lm_head"] = Tile(256, 128, 64, 4, 8, True)
+    assert policy.ordered_head_tile(512, 49152, 576, CUDA) == measured["lm_head"]
+    measured["lm_head"] = Tile(32, 128, 64, 4, 8, True)
+    assert policy.ordered_head_tile(512, 49152, 576, CUDA).block_m == 128
+
+
+def test_tiles_follow_the_estimate() -> None:
+    """Few programs: small tiles; many: large ones; K is divided among programs where they would be too few."""
+    assert ordered_tile(256, 576, 576, 1)[:3] == (64, 64, 128)
+    assert ordered_tile(16384, 6144, 4096, 2)[:3] == (256, 128, 64)
+    assert ordered_tile(256, 4096, 14336, 2).split == 2
+    assert ordered_tile(16384, 4096, 14336, 2).split == 1
+    assert ordered_tile(256, 1536, 576, 1, gated=True) == Tile(64, 64, 128, 3, 4, True)  # as measured
+    assert ordered_tile(64, 4096, 14336, 2) == Tile(64, 64, 128, 4, 4, False, 2)  # as measured
 
 
 def test_products_take_their_segments_from_the_weight() -> None:

@@ -73,8 +73,8 @@ def attend_item(
             query = query.to(tl.float32)
         stop = tl.minimum(end, tl.max(position, 0) + 1)
         peak, mass, acc = attend_part(
-            query, page, first, stop, end, table, kv + head * HEAD_DIM, position, scale, kv_stride_part, kv_stride_page, WINDOW,
-            PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, TILE, BLOCK, WIDE,
+            query, page, first, None, stop, end, table, kv + head * HEAD_DIM, position, scale, kv_stride_part, kv_stride_page,
+            WINDOW, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, TILE, BLOCK, WIDE,
         )  # fmt: skip
         # Read again: kept in registers during the loop, the addresses would leave room for fewer programs of a multiprocessor.
         lane, row, first_place, num_lanes, inside = lanes_of(

@@ -25,6 +25,8 @@ from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 
 TILE, STAGES = 128, 2
+REGISTERS = 128
+"""Of a thread with heads of 64 and keys of one part: a second program fits on a multiprocessor, and none of them spills."""
 
 
 @triton.jit(do_not_specialize=["max_pages", "num_tiles"])
@@ -59,6 +61,9 @@ def ordered_prefill_kernel(
     end = tl.minimum(length, tl.max(position, 0) + 1)
     key = tl.arange(0, BLOCK)
     first = 0
+    seen = None
+    if WINDOW == 0:  # all queries of the tile see the keys up to the first of them
+        seen = (tl.min(tl.where(inside, position, 2147483646), 0) + 1) // BLOCK * BLOCK
     if WINDOW > 0:
         first = tl.maximum(tl.load(positions + begin + tile * TILE // HEADS).to(tl.int32) - (WINDOW - 1), 0) // BLOCK * BLOCK
     if PARTED:
@@ -68,8 +73,9 @@ def ordered_prefill_kernel(
         for part in range(first // PART, tl.cdiv(end, PART)):
             low = tl.maximum(part * PART, first)
             own_peak, own_mass, own = attend_part(
-                query, page_of(table, low + key, end, PAGE_SIZE), low, tl.minimum(part * PART + PART, end), end, table, base,
-                position, scale, kv_stride_part, kv_stride_page, WINDOW, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, TILE, BLOCK, WIDE,
+                query, page_of(table, low + key, end, PAGE_SIZE), low, seen, tl.minimum(part * PART + PART, end), end, table,
+                base, position, scale, kv_stride_part, kv_stride_page, WINDOW, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, TILE, BLOCK,
+                WIDE,
             )  # fmt: skip
             own_mass = tl.maximum(own_mass, 1e-30)
             own = own / own_mass[:, None]
@@ -82,8 +88,8 @@ def ordered_prefill_kernel(
             peak = new_peak
     else:
         peak, mass, acc = attend_part(
-            query, page_of(table, first + key, end, PAGE_SIZE), first, end, end, table, base, position, scale, kv_stride_part,
-            kv_stride_page, WINDOW, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, TILE, BLOCK, WIDE,
+            query, page_of(table, first + key, end, PAGE_SIZE), first, seen, end, end, table, base, position, scale,
+            kv_stride_part, kv_stride_page, WINDOW, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, TILE, BLOCK, WIDE,
         )  # fmt: skip
     mass = tl.maximum(mass, 1e-30)
     acc = acc / mass[:, None]
@@ -135,7 +141,8 @@ def ordered_prefill(
             num_tiles, q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), KV_HEADS=kv_heads, HEADS=heads, HEAD_DIM=head_dim,
             DIM=max(16, triton.next_power_of_2(head_dim)), PAGE_SIZE=page_size, WINDOW=window, TILE=TILE,
             BLOCK=block_of(head_dim), PART=PART, PARTED=max_kv > PART, WIDE=not q.is_cuda, num_warps=WARPS[TILE],
-            num_stages=STAGES, enable_fp_fusion=False, **launch_args(q),
+            num_stages=STAGES, maxnreg=REGISTERS if head_dim <= 64 and max_kv <= PART else None, enable_fp_fusion=False,
+            **launch_args(q),
         )  # fmt: skip
 
 

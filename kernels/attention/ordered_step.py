@@ -28,43 +28,67 @@ def block_of(head_dim: int) -> int:
 
 
 @triton.jit
+def attend_block(
+    query, page, at, end, table, base, position, scale, kv_stride_part, kv_stride_page, peak, mass, acc,
+    WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr, SEEN: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """(peak, mass, acc) with the keys at .. at + BLOCK - 1 added, and the pages of the next ones. SEEN: every query sees all."""
+    key = tl.arange(0, BLOCK)
+    d = tl.arange(0, DIM)
+    next_page = page_of(table, at + BLOCK + key, end, PAGE_SIZE)  # one step ahead, as in `verify_attention.py`
+    keys = at + key
+    place = page.to(tl.int64) * kv_stride_page + (keys % PAGE_SIZE) * (KV_HEADS * HEAD_DIM)
+    place = base + place[:, None] + d[None, :]
+    inside = (keys < end)[:, None] | SEEN
+    if HEAD_DIM != DIM:
+        inside = inside & (d < HEAD_DIM)[None, :]
+    k = tl.load(place, mask=inside, other=0.0)
+    v = tl.load(place + kv_stride_part, mask=inside, other=0.0)
+    if WIDE:
+        k = k.to(tl.float32)
+    s = tl.dot(query, tl.trans(k), input_precision="ieee")
+    if not SEEN:
+        s = tl.where(seen_keys(keys, end, position, position, position, False, WINDOW, 0), s, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(s, 1) * scale)
+    p = tl.exp2(tl.fma(s, tl.zeros_like(s) + scale, tl.zeros_like(s) - new_peak[:, None])).to(v.dtype)
+    ones = tl.full([BLOCK, ONES], 1.0, v.dtype)
+    if WIDE:
+        p, v, ones = p.to(tl.float32), v.to(tl.float32), ones.to(tl.float32)
+    shrink = tl.exp2(peak - new_peak)[:, None]
+    mass = tl.dot(p, ones, mass * shrink, input_precision="ieee")
+    acc = tl.dot(p, v, acc * shrink, input_precision="ieee")
+    return new_peak, mass, acc, next_page
+
+
+@triton.jit
 def attend_part(
-    query, page, first, stop, end, table, base, position, scale, kv_stride_part, kv_stride_page,
+    query, page, first, seen, stop, end, table, base, position, scale, kv_stride_part, kv_stride_page,
     WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """(peak, mass, acc) of a tile over the keys first .. stop-1, first a multiple of BLOCK; of them the row has those below end.
 
     page   of the keys first .. first + BLOCK - 1 (`page_of`), which a caller may know before it has the queries
+    seen   all queries see the keys below this multiple of BLOCK, which then need no comparison; None: they are all compared
     base   address of K's head in page 0
     scale  of the scores, times log2(e)
     """
-    key = tl.arange(0, BLOCK)
-    d = tl.arange(0, DIM)
     peak = tl.full([TILE], -1e30, tl.float32)  # finite, so that a query that sees no key of this part does not get NaN
     mass = tl.zeros([TILE, ONES], tl.float32)
     acc = tl.zeros([TILE, DIM], tl.float32)
-    for at in range(first, stop, BLOCK):
-        next_page = page_of(table, at + BLOCK + key, end, PAGE_SIZE)  # one step ahead, as in `verify_attention.py`
-        keys = at + key
-        place = page.to(tl.int64) * kv_stride_page + (keys % PAGE_SIZE) * (KV_HEADS * HEAD_DIM)
-        place = base + place[:, None] + d[None, :]
-        inside = (keys < end)[:, None]
-        if HEAD_DIM != DIM:
-            inside = inside & (d < HEAD_DIM)[None, :]
-        k = tl.load(place, mask=inside, other=0.0)
-        v = tl.load(place + kv_stride_part, mask=inside, other=0.0)
-        if WIDE:
-            k = k.to(tl.float32)
-        s = tl.dot(query, tl.trans(k), input_precision="ieee")
-        s = tl.where(seen_keys(keys, end, position, position, position, False, WINDOW, 0), s, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(s, 1) * scale)
-        p = tl.exp2(tl.fma(s, tl.zeros_like(s) + scale, tl.zeros_like(s) - new_peak[:, None])).to(v.dtype)
-        ones = tl.full([BLOCK, ONES], 1.0, v.dtype)
-        if WIDE:
-            p, v, ones = p.to(tl.float32), v.to(tl.float32), ones.to(tl.float32)
-        shrink = tl.exp2(peak - new_peak)[:, None]
-        mass = tl.dot(p, ones, mass * shrink, input_precision="ieee")
-        acc = tl.dot(p, v, acc * shrink, input_precision="ieee")
-        peak, page = new_peak, next_page
+    if seen is not None:
+        begin = tl.minimum(tl.maximum(first, seen), stop)
+        for at in range(first, begin, BLOCK):
+            peak, mass, acc, page = attend_block(
+                query, page, at, end, table, base, position, scale, kv_stride_part, kv_stride_page, peak, mass, acc, WINDOW,
+                PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, BLOCK, True, WIDE,
+            )  # fmt: skip
+    else:
+        begin = first
+    for at in range(begin, stop, BLOCK):
+        peak, mass, acc, page = attend_block(
+            query, page, at, end, table, base, position, scale, kv_stride_part, kv_stride_page, peak, mass, acc, WINDOW,
+            PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, BLOCK, False, WIDE,
+        )  # fmt: skip
     return peak, tl.max(mass, 1), acc  # all columns of mass are the same

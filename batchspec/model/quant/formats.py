@@ -71,9 +71,8 @@ class Formats:
 
     def in_one_order(self) -> Formats:
         """These formats with sums of one order. Raises ConfigError where products that are not plain have no such kernels."""
-        if isinstance(self.quantised, Fp8):
-            raise ConfigError("decode.deterministic=true with FP8 weights is not built; use a checkpoint in bfloat16")
-        return replace(self, ordered=True)
+        own = self.quantised
+        return replace(self, ordered=True, quantised=own.in_one_order() if isinstance(own, Fp8) else own)
 
     def with_fp8_activations(self) -> Formats:
         """These formats with activations quantised as the checkpoint says.

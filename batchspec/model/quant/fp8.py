@@ -24,6 +24,7 @@ from batchspec.model.blocks.forward import GroupedProduct, Product
 from batchspec.model.quant.base import Pieces, Slices, Weights, bias_of, joined_bias, shard_bias, shard_matrix
 from batchspec.model.quant.fp8_products import BLOCK, Activations, Fp8Experts, Fp8Linear, Fp8Weight, StackedFp8
 from batchspec.model.quant.grouped import SeparateExperts, expert_biases, expert_parts
+from batchspec.model.quant.ordered import OrderedLinear
 from batchspec.model.quant.plain import Linear
 
 _DUMMY_SCALE, _DUMMY_INPUT_SCALE = 2e-4, 0.02
@@ -41,12 +42,23 @@ class Fp8(SeparateExperts):
     scale_name: str = "weight_scale"
     quantises: bool = False
     """True: weights stay e4m3, and products quantise activations as `made_for` says. False: weights are converted at load."""
+    ordered: bool = False
+    """Products of converted weights have one order of sums (decode.deterministic)."""
 
     def with_activations(self) -> Fp8:
         """This format with quantised activations. Raises ConfigError if the checkpoint does not say how to quantise them."""
         if self.made_for == "plain":
             raise ConfigError("model.activations=fp8: the checkpoint does not say how to quantise activations; use dtype")
         return replace(self, quantises=True)
+
+    def in_one_order(self) -> Fp8:
+        """This format with sums of one order. Raises ConfigError where activations are quantised."""
+        if self.quantises:
+            raise ConfigError(
+                "decode.deterministic=true with FP8 weights and activations is not built; set model.activations=dtype, which "
+                "converts weights at load to twice the memory, or use a checkpoint in bfloat16"
+            )
+        return replace(self, ordered=True)
 
     @property
     def kept(self) -> str:
@@ -77,7 +89,7 @@ class Fp8(SeparateExperts):
             parts = [self._part(weights, name) for name in names]
             return Fp8Linear(parts, joined_bias(weights, names) if bias else None, self.made_for, weights.dtype)
         matrix = torch.cat([self.matrix(weights, name) for name in names])
-        return Linear(matrix, joined_bias(weights, names) if bias else None)
+        return (OrderedLinear if self.ordered else Linear)(matrix, joined_bias(weights, names) if bias else None)
 
     def matrix(self, weights: Weights, name: str) -> Tensor:
         """The weight [N, K] in the model's dtype: values are multiplied by their scales in fp32, then rounded once."""
