@@ -30,6 +30,7 @@ EVERYONE = {
 MAY_IMPORT: dict[str, set[str]] = {
     "run": {"config", "commands.reference", "job", "cli", "cluster", "distributed.group"},
     "cli": {"arguments", "commands"},
+    "__main__": {"cli"},
     "api": {
         "config",
         "job",
