@@ -188,6 +188,9 @@ def _adapters(config: RunConfig) -> None:
     one, several = config.model.adapter, config.model.adapters
     if one is None and not several:
         return
+    for name, folder in several.items():
+        if not isinstance(name, str) or not isinstance(folder, str) or not name or not folder:
+            raise ConfigError(f"model.adapters={{{name}: {folder}}} must be a name and a folder; write {{NAME: FOLDER}}")
     given = f"model.adapter={one}" if one is not None else f"model.adapters={{{','.join(several)}}}"
     if one is not None and several:
         raise ConfigError(
