@@ -128,7 +128,7 @@ def test_the_demo_has_everything_that_a_run_needs(jobs: Jobs) -> None:
         (["--job", "demo"], "--job is no option; keys are written without dashes"),
         ([*GIVEN, "decode.top_p=2"], "decode.top_p=2.0 must be above 0 and at most 1"),
         ([*GIVEN, "draft.window=1024"], "draft.window=1024 is not used by draft=lookup"),
-        ([*GIVEN, "output.dir=${nope}"], "nope"),
+        ([*GIVEN, "output.dir=${nope}"], "${nope} names no key; a variable of the environment is ${oc.env:nope}"),
         (["+job=reasoning_8k"], "model.path is required"),
         (["+job=reasoning_8k", "model.path=m"], "input.path is required"),
         (["+job=reasoning_8k", "model.path=m", "input.path=i", "device=cpu"], "reasoning_8k needs a GPU"),

@@ -148,6 +148,8 @@ def type_error(error: OmegaConfBaseException) -> str:
         return f"{error.full_key}={wrong[1]} must be true or false"
     if wrong := re.match(r"Cannot convert '\w+' to string: '(.*)'$", said):
         return f"{error.full_key}={wrong[1]} must be text"
+    if unknown := re.match(r"Interpolation key '(.+)' not found", said):
+        said = f"${{{unknown[1]}}} names no key; a variable of the environment is ${{oc.env:{unknown[1]}}}"
     if "is not Optional" in said:
         return f"{error.full_key}=null: it must have a value; give one, or leave the key out"
     if "is not a ListConfig" in said:
