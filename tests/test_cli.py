@@ -82,6 +82,11 @@ def test_help_has_a_line_for_every_command(capsys: pytest.CaptureFixture[str]) -
     assert all(f"\n  {name} " in said for name in cli.COMMANDS)
 
 
+def test_the_package_can_be_run() -> None:
+    done = subprocess.run([sys.executable, "-m", "batchspec", "stast"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "batchspec: stast is not a command; did you mean stats?\n")
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["--version"])

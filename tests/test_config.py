@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from batchspec.config.checks import READ_BY, check
+from batchspec.config.checks import check
 from batchspec.config.compose import compose
+from batchspec.config.draft_checks import READ_BY
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import from_dict, from_hydra, from_json, keys, suggest, to_json
 from batchspec.config.values import CHOICES, RANGES, violation

@@ -15,7 +15,8 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.pages import KVCache
 from batchspec.commands.bench_engines import DRAFTS
 from batchspec.commands.plan import plan
-from batchspec.config.checks import READ_BY, check
+from batchspec.config.checks import check
+from batchspec.config.draft_checks import READ_BY
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.schema import ModelConfig, RunConfig
 from batchspec.config.values import CHOICES

@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "run": {"config", "commands.reference", "early_start", "job", "cli", "cluster", "distributed.group"},
     "early_start": {"kernels.common.compiler_hash"},
     "cli": {"arguments", "commands"},
+    "__main__": {"cli"},
     "api": {
         "config",
         "job",

@@ -26,6 +26,8 @@ HOME = Path("~").expanduser()
         ("decode.stop='a,b'", "decode.stop", ["a,b"]),
         ("decode.stop=[END,</s>]", "decode.stop", ["END", "</s>"]),
         ("decode.stop_ids=3", "decode.stop_ids", [3]),
+        ("decode.choice=[yes,no,3]", "decode.choice", ["yes", "no", "3"]),
+        ("decode.choice=['true',\"1e3\"]", "decode.choice", ["true", "1e3"]),
         ("cluster.sbatch=--qos=low", "cluster.sbatch", ["--qos=low"]),
         ("input.columns={prompt:q}", "input.columns", {"prompt": "q"}),
         ("input.columns={prompt: q, id: null}", "input.columns", {"prompt": "q", "id": None}),

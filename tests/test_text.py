@@ -17,7 +17,7 @@ from batchspec import cli, run, terminal
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.text import counted, for_markdown, for_terminal, one_line
 from tests.models import make_checkpoint, make_tokenizer
-from tests.runs import run_apart
+from tests.runs import drawing, run_apart
 from tests.test_imports import module_of, sources
 
 RED = "\x1b[31m\x9b2J\r\x07\u202e\u2028\u200b"
@@ -125,7 +125,8 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
         f"model.path={model}", f'input.path="{folder}/in*.parquet"', f"output.dir={folder}/out", "output.token_ids=true",
         "decode.max_new_tokens=6", "packing.max_num_seqs=2", "output.shard_rows=2", 'decode.stop=["```\\n# Owned"]',
     ]  # fmt: skip
-    assert run.main(words) == 0
+    with drawing():
+        assert run.main(words) == 0
     said = {"host": f"node{HEADING}", "pid": 7, "end": "failed", "said": HEADING, "task": RED, "at": 5.0}
     OutputFolder(folder / "out").heartbeats().write(said)
     return folder, words

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from batchspec.config.schema import InputConfig, OutputConfig
 from batchspec.dataset.columns import map_columns
 from batchspec.dataset.reader import table_source
-from batchspec.dataset.writer import build_table, valid_text, write_parquet
+from batchspec.dataset.valid_text import valid_text
+from batchspec.dataset.writer import build_table, write_parquet
 from tests.io_samples import built, completion, dataset, failed, shards_of, stats
 
 

@@ -37,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(prog="batchspec compact", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", metavar="OUT", help="the output.dir of a finished job")
     parser.add_argument("folder", metavar="FOLDER", help="a local folder that does not exist yet")
-    parser.add_argument("--file-mb", type=int, default=FILE_MB, metavar="MB", help="size of a file, in 1e6 bytes; %(default)s")
+    parser.add_argument(
+        "--file-mb", type=int, default=FILE_MB, metavar="MB", help="size of a file, in 1e6 bytes; default %(default)s"
+    )
     args = parser.parse_args(argv)
     if args.file_mb < 1:
         parser.error(f"--file-mb {args.file_mb}: must be at least 1")

@@ -27,7 +27,7 @@ from batchspec.text import MESSAGE_CHARS, counted, one_line
 def main(argv: list[str]) -> int:
     parser = ArgumentParser(prog="batchspec verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", metavar="OUT", help="output folder of a job that wrote token_ids")
-    parser.add_argument("--rows", type=_count, default=20, help="number of completions to decode again, evenly spread; 0: all")
+    parser.add_argument("--rows", type=_count, default=20, help="completions to decode again, evenly spread; 0: all; default 20")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float64"], help="dtype of the decoding; default: the job's")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="device of the decoding; default: the job's")
     parser.add_argument("--kv", action="store_true", help="decode with the other K/V cache: fp8, or the model's data type")

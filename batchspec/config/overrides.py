@@ -94,15 +94,15 @@ def _quoted(value: str) -> str:
     return f"'{escaped}'"
 
 
-def list_keys(config: Any, prefix: str = "") -> list[str]:
-    """Keys whose value is a list."""
+def list_keys(config: Any, prefix: str = "", kind: str = "list[") -> list[str]:
+    """Keys whose value is a list; with kind `list[str]` those of text."""
     found: list[str] = []
     hints = get_type_hints(type(config))
     for item in fields(config):
         value = getattr(config, item.name)
         if is_dataclass(value):
-            found += list_keys(value, f"{prefix}{item.name}.")
-        elif str(hints[item.name]).startswith("list["):
+            found += list_keys(value, f"{prefix}{item.name}.", kind)
+        elif str(hints[item.name]).startswith(kind):
             found.append(prefix + item.name)
     return found
 

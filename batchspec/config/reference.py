@@ -23,7 +23,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml  # type: ignore[import-untyped]
 
-from batchspec.config.checks import READ_BY
+from batchspec.config.draft_checks import READ_BY
 from batchspec.config.values import INT64
 
 Ranges = Mapping[str, tuple[float, float, str]]

@@ -90,7 +90,7 @@ def typed(cfg: DictConfig, schema: type[Schema]) -> Schema:
     try:
         if schema not in _STRUCTURED:
             _STRUCTURED[schema] = OmegaConf.structured(schema)
-        config = OmegaConf.to_object(OmegaConf.merge(_STRUCTURED[schema], _with_lists(cfg, list_keys(known))))
+        config = OmegaConf.to_object(OmegaConf.merge(_STRUCTURED[schema], _with_lists(cfg, known)))
     except OmegaConfBaseException as error:
         raise ConfigError(type_error(error)) from error
     assert isinstance(config, schema)
@@ -98,19 +98,34 @@ def typed(cfg: DictConfig, schema: type[Schema]) -> Schema:
     return config
 
 
-def _with_lists(cfg: DictConfig, keys: Iterable[str]) -> DictConfig:
-    """The same; one value where a list is expected is a list of it, as on the command line."""
+def _with_lists(cfg: DictConfig, known: Any) -> DictConfig:
+    """The same; one value where a list is expected is a list of it, as on the command line. Raises ConfigError for
+    maps, and for true, 1e3 and the like where text is expected.
+    """
     values: Any = OmegaConf.to_container(cfg)  # interpolations are text here
-    for key in keys:
+    of_text = list_keys(known, kind="list[str]")
+    for key in list_keys(known):
         *groups, name = key.split(".")
         group = values
         for each in groups:
             group = group.get(each) if isinstance(group, dict) else None
-        value = group.get(name) if isinstance(group, dict) else None
-        if isinstance(value, str | int | float) and not str(value).startswith(("${", "???")):
-            group[name] = [value]
+        if isinstance(group, dict) and name in group:
+            group[name] = _listed(key, group[name], is_text=key in of_text)
     made: DictConfig = OmegaConf.create(values)
     return made
+
+
+def _listed(key: str, value: Any, *, is_text: bool) -> Any:
+    """The value of a key that takes a list. Text that stands for another value, such as `${...}`, and null stay as they are."""
+    if value is None or str(value).startswith(("${", "???")):
+        return value
+    items = value if isinstance(value, list) else [value]
+    if any(isinstance(item, dict | list | None) for item in items):
+        raise ConfigError(f"{key}={value} must be a list of plain values; write [value]")
+    for item in items if is_text else ():
+        if isinstance(item, bool | float):
+            raise ConfigError(f"{key}: {item} is no text as it stands there, and how it was spelled is lost; quote it")
+    return items
 
 
 def to_json(config: RunConfig) -> str:
@@ -131,6 +146,10 @@ def type_error(error: OmegaConfBaseException) -> str:
         return f"{error.full_key}={wrong[1]} must be {number}"
     if wrong := re.match(r"Value '(.*)' is not a valid bool", said):
         return f"{error.full_key}={wrong[1]} must be true or false"
+    if wrong := re.match(r"Cannot convert '\w+' to string: '(.*)'$", said):
+        return f"{error.full_key}={wrong[1]} must be text"
+    if unknown := re.match(r"Interpolation key '(.+)' not found", said):
+        said = f"${{{unknown[1]}}} names no key; a variable of the environment is ${{oc.env:{unknown[1]}}}"
     if "is not Optional" in said:
         return f"{error.full_key}=null: it must have a value; give one, or leave the key out"
     if "is not a ListConfig" in said:

@@ -240,12 +240,16 @@ def expand_home(config: Any, keys: Iterable[str]) -> None:
         group, _, name = key.rpartition(".")
         holder = getattr(config, group, None)
         value = getattr(holder, name, None)
-        if isinstance(value, str):
-            setattr(holder, name, os.path.expanduser(value))
-        elif isinstance(value, list):
-            setattr(holder, name, [os.path.expanduser(item) if isinstance(item, str) else item for item in value])
+        if isinstance(value, list):
+            setattr(holder, name, [_at_home(item) for item in value])
         elif isinstance(value, dict):
-            setattr(holder, name, {key: os.path.expanduser(item) for key, item in value.items()})
+            setattr(holder, name, {key: _at_home(item) for key, item in value.items()})
+        elif isinstance(value, str):
+            setattr(holder, name, _at_home(value))
+
+
+def _at_home(path: Any) -> Any:
+    return os.path.expanduser(path) if isinstance(path, str) else path
 
 
 def check_choices(config: Any, choices: Mapping[str, tuple[str, ...]]) -> None:

@@ -15,18 +15,16 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from batchspec.config.schema import InputConfig, OutputConfig
-from batchspec.dataset.columns import ColumnMap, is_list, is_text
-from batchspec.dataset.json_text import BadJson
-from batchspec.dataset.messages import THINKING_FIELD, BadChat, Message, kept_turn, messages_of, read_chat, without_nulls
+from batchspec.dataset.chats import Chats
+from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.reader import InputShard
-from batchspec.dataset.schema import messages_type, output_schema
-from batchspec.dataset.untyped_columns import as_text, json_kinds, value_of
+from batchspec.dataset.schema import output_schema
+from batchspec.dataset.untyped_columns import as_text
+from batchspec.dataset.valid_text import valid_text
 from batchspec.records import Completion, Ids, RowStats
 
 GROUP_BYTES = 128 << 20
 GROUP_ROWS = 8192
-
-Turn = Message
 
 
 def build_table(
@@ -42,12 +40,9 @@ def build_table(
 ) -> pa.Table:
     """The output rows of a shard, by (row_index, sample_index), in the schema of `output_schema`.
 
-    `messages` is the prompt's turns and the answer as the assistant's turn; a plain `prompt` becomes a user turn whether or not
-    a chat template wrapped it, because a user/assistant pair is what training on the output needs. Rows given as prompt_ids have
-    no messages. `think_tokens` enclose a thought there if output.reasoning_in_messages asks for it; None: the model's outputs
-    have channels, and thoughts and tool calls are fields of their own. Copied columns come from `shard.table`; text that is not
-    valid UTF-8 gets U+FFFD, so that every reader can open the file. `attempt` is the uuid of the run, `finished_at` (default now)
-    the time of the build.
+    `messages` and `think_tokens` are as of `Chats`. Copied columns come from `shard.table`; text that is not valid UTF-8 gets
+    U+FFFD, so that every reader can open the file. `attempt` is the uuid of the run, `finished_at` (default now) the time of the
+    build.
     """
     completions = sorted(completions, key=lambda c: (c.row_index, c.sample_index))
     assert not any(completion.text_due for completion in completions), "a text was never decoded"
@@ -55,24 +50,9 @@ def build_table(
     schema = output_schema(shard.table.schema, columns, output, channels=channels)
     input_fields = {field.name: field for field in shard.table.schema}
     rows = pa.array([c.row_index - shard.first_row for c in completions], pa.int64())
-    names = [field.name for field in messages_type(shard.table.schema, columns, output, channels=channels).value_type]
-    turns = _prompt_turns(shard, columns, input, names) if output.messages != "none" else []
+    chats = Chats(shard, columns, input, output, think_tokens) if output.messages != "none" else None
     when = finished_at or datetime.now(UTC)
-
-    def turns_of(completion: Completion) -> list[Turn] | None:
-        prompt = turns[completion.row_index - shard.first_row]
-        if completion.text is None or output.messages != "full":
-            return prompt
-        answer: Turn = {"content": completion.text}
-        if think_tokens is None:
-            answer |= {"tool_calls": completion.tool_calls}
-        if output.reasoning_in_messages and completion.reasoning is not None:
-            own = {THINKING_FIELD: completion.reasoning}
-            answer |= own if think_tokens is None else {"content": _with_thought(completion, think_tokens)}
-        return _messages(prompt, answer)
-
     values: dict[str, Callable[[Completion], Any]] = {
-        "messages": turns_of,
         "completion": attrgetter("text"),
         "logprobs": lambda completion: _logprobs(completion.logprobs),
         "top_logprobs": lambda completion: _top_logprobs(completion.top_logprobs),
@@ -84,6 +64,8 @@ def build_table(
         "spec_decode": lambda completion: _spec_decode(completion.stats),
         "perf": lambda completion: _perf(completion, attempt, when),
     }
+    if chats is not None:
+        values["messages"] = chats.of
     num_own = schema.get_field_index("perf") + 1
     arrays = []
     for field in list(schema)[:num_own]:
@@ -112,31 +94,6 @@ def write_parquet(table: pa.Table, path: Path, metadata: Mapping[str, str]) -> N
         os.fsync(file.fileno())
 
 
-def valid_text(array: pa.Array) -> pa.Array:
-    """The same values, with U+FFFD for bytes that are not UTF-8; the array itself if all are."""
-    try:
-        array.validate(full=True)
-        return array
-    except pa.ArrowInvalid:
-        pass
-    kind = array.type
-    if pa.types.is_dictionary(kind):
-        return valid_text(array.dictionary_decode())
-    if is_text(kind):
-        raw = array.cast(pa.large_binary()).to_pylist()
-        return pa.array([None if item is None else item.decode("utf-8", "replace") for item in raw], kind)
-    if pa.types.is_struct(kind):
-        fields = [valid_text(item) for item in array.flatten()]
-        return pa.StructArray.from_arrays(fields, fields=list(kind), mask=array.is_null())
-    if is_list(kind):
-        lengths = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        make = pa.LargeListArray if pa.types.is_large_list(kind) else pa.ListArray
-        width = pa.int64() if pa.types.is_large_list(kind) else pa.int32()
-        return make.from_arrays(pa.array(offsets, width), valid_text(array.flatten()), mask=array.is_null())
-    return array
-
-
 def _row_groups(table: pa.Table) -> Iterator[pa.Table]:
     if table.num_rows <= 1 or (table.num_rows <= GROUP_ROWS and table.nbytes <= GROUP_BYTES):
         yield table
@@ -144,64 +101,6 @@ def _row_groups(table: pa.Table) -> Iterator[pa.Table]:
     half = table.num_rows // 2
     yield from _row_groups(table.slice(0, half))
     yield from _row_groups(table.slice(half))
-
-
-def _prompt_turns(shard: InputShard, columns: ColumnMap, input: InputConfig, names: Sequence[str]) -> list[list[Turn] | None]:
-    """The turns of every row's prompt; None if it has none or they cannot be read."""
-    table, kind = shard.table, columns.prompt_kind
-    if kind == "prompt_ids":
-        return [None] * table.num_rows
-    prompts = _values(table, columns.prompt_column)
-    system = columns.get("system") if kind == "messages" or input.chat else None
-    systems = [None] * table.num_rows if system is None else _values(table, system)
-    own = columns.get("final_assistant")
-    finals = [None] * table.num_rows if own is None else _values(table, own)
-    if kind == "prompt":
-        prompts = [[{"role": "user", "content": text}] if isinstance(text, str) else None for text in prompts]
-    return [
-        _turns(prompt, text if isinstance(text, str) else None, final or input.final_assistant, names)
-        for prompt, text, final in zip(prompts, systems, finals, strict=True)
-    ]
-
-
-def _values(table: pa.Table, name: str) -> list[Any]:
-    """The cells of a text or messages column, with U+FFFD for what is no text; None for JSON text that has no value."""
-    field = table.schema.field(name)
-    cells = valid_text(table.column(name).combine_chunks()).to_pylist()
-    if not json_kinds(field):
-        return [without_nulls(cell) for cell in cells] if pa.types.is_nested(field.type) else cells
-    values: list[Any] = []
-    for cell in cells:
-        try:
-            values.append(value_of(cell, field))
-        except BadJson:
-            values.append(None)
-    return values
-
-
-def _turns(prompt: Any, system: str | None, final: str, names: Sequence[str]) -> list[Turn] | None:
-    try:
-        messages = messages_of(prompt)
-        keep = "drop" if final == "drop" else "continue"  # a row that is refused keeps all its turns
-        return None if messages is None else [kept_turn(turn, names) for turn in read_chat(messages, system, keep)]
-    except BadChat:
-        return None
-
-
-def _messages(prompt: list[Turn] | None, answer: Turn) -> list[Turn] | None:
-    """The chat with its answer, which continues a final assistant turn: only a row that goes on with one has an answer."""
-    if prompt is None:
-        return None
-    if prompt and prompt[-1]["role"] == "assistant":
-        return [*prompt[:-1], {**prompt[-1], **answer, "content": f"{prompt[-1]['content']}{answer['content']}"}]
-    return [*prompt, {"role": "assistant", **answer}]
-
-
-def _with_thought(completion: Completion, think_tokens: tuple[str, str]) -> str:
-    """The thought between its tokens, then the answer, with the line breaks that chat templates put there."""
-    thought = f"{think_tokens[0]}\n{completion.reasoning}\n"
-    unfinished = completion.finish_reason == "length" and not completion.text
-    return thought if unfinished else f"{thought}{think_tokens[1]}\n\n{completion.text}"
 
 
 def _prompt_sum(completion: Completion) -> float | None:

@@ -79,10 +79,31 @@ def over_tokens(
     final[:num_states] = dfa.final
     if thinks and not channels:
         final[either] = final[answer]
+    masks, mask_of, ends_alone = _masks(table, classes, final, vocabulary, end_ids)
+    table[:, MASK] = mask_of
+    table[:num_states, FORCED] = _forced(dfa, tokens_of_bytes(vocabulary), frozenset(end_ids))
+    table[num_states:, FORCED] = -1
+    table[ends_alone, FORCED] = ENDS
+    return TokenAutomaton(
+        classes=classes, table=table, masks=masks, answer=answer, thought=thought, either=either, vocabulary=vocabulary
+    )  # fmt: skip
+
+
+def _masks(
+    table: NDArray[np.int32], classes: NDArray[np.int32], final: NDArray[np.bool_], vocabulary: TokenSymbols,
+    end_ids: Collection[int],
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]:  # fmt: skip
+    """The different masks of allowed tokens, each state's among them, and the states where only the end is allowed.
+
+    table  [S, NEXT + classes], whose columns from NEXT on are filled
+    final  bool [S]: the text may end there
+    Returns int32 [masks, words], int32 [S] and bool [S]. Raises TooLarge.
+    """
     trie = _trie_of(vocabulary)
     kinds = _told_apart(table[:, NEXT:], int(np.diff(vocabulary.starts).max(initial=1)))
     words = -(-vocabulary.num_tokens // 32)
     _, first, numbers = np.unique(np.stack((kinds, final), 1), axis=0, return_index=True, return_inverse=True)
+    numbers = numbers.reshape(-1)
     ends, mask = np.array(sorted(end_ids), np.int64), np.zeros(32 * words, bool)
     found: dict[bytes, int] = {}
     of_kind, ends_alone = np.zeros(len(first), np.int32), np.zeros(len(first), bool)
@@ -96,14 +117,8 @@ def over_tokens(
         of_kind[kind] = found.setdefault(np.packbits(mask, bitorder="little").tobytes(), len(found))
         if 4 * words * len(found) > MAX_MASKS_BYTES:
             raise TooLarge(f"its different sets of allowed tokens take more than {MAX_MASKS_BYTES >> 20} MiB")
-    table[:, MASK] = of_kind[numbers.reshape(-1)]
-    table[:num_states, FORCED] = _forced(dfa, tokens_of_bytes(vocabulary), frozenset(end_ids))
-    table[num_states:, FORCED] = -1
-    table[ends_alone[numbers.reshape(-1)], FORCED] = ENDS
     packed = np.frombuffer(b"".join(found), np.int32).reshape(len(found), words).copy()
-    return TokenAutomaton(
-        classes=classes, table=table, masks=packed, answer=answer, thought=thought, either=either, vocabulary=vocabulary
-    )  # fmt: skip
+    return packed, of_kind[numbers], ends_alone[numbers]
 
 
 def _forced(dfa: Dfa, token_of: Mapping[bytes, int], end_ids: frozenset[int]) -> NDArray[np.int32]:

@@ -1,0 +1,115 @@
+"""The checks of the keys of `draft`: what the drafter reads, what it needs, and which keys exclude each other."""
+
+from __future__ import annotations
+
+import itertools
+
+from batchspec.config.draft_schema import DraftConfig
+from batchspec.config.schema import RunConfig
+from batchspec.config.values import MAX_TREE_NODES, MAX_TREE_PLACES, value_of
+from batchspec.draft.registry import DRAFTERS, readers
+from batchspec.errors import ConfigError
+
+READ_BY = readers()
+"""Keys that not every drafter reads -> the drafters that do."""
+
+
+def check_draft(config: RunConfig) -> None:
+    """Raises ConfigError. The drafter's name must be one of its choices."""
+    draft = config.draft
+    defaults = RunConfig()
+    for key, names in READ_BY.items():
+        value = value_of(config, key)
+        if draft.name not in names and value != value_of(defaults, key):
+            who = " or ".join(f"draft={name}" for name in names)
+            raise ConfigError(f"{key}={value} is not used by draft={draft.name}, only by {who}; remove the key")
+    for name, value in (("coupled", draft.coupled), ("parallel", draft.parallel)):
+        if value != "auto" and not isinstance(value, bool):
+            raise ConfigError(f"draft.{name}={value} must be one of auto, true, false")
+    entry = DRAFTERS[draft.name]
+    for key, what in entry.needs.items():
+        made_up = key == "draft.path" and entry.dummy and config.model.load_format == "dummy"
+        if value_of(config, key) is None and not made_up:
+            raise ConfigError(f"draft={draft.name} needs {key}: {what}")
+    if draft.sink_tokens and draft.window is None:
+        raise ConfigError(
+            f"draft.sink_tokens={draft.sink_tokens} without draft.window: all keys are read anyway; give a window or remove it"
+        )
+    if draft.prompt_lookup_min > draft.prompt_lookup_max:
+        raise ConfigError(
+            f"draft.prompt_lookup_min={draft.prompt_lookup_min} exceeds "
+            f"draft.prompt_lookup_max={draft.prompt_lookup_max}; swap them"
+        )
+    if draft.table_entries is not None and not draft.corpus_tokens:
+        raise ConfigError(
+            f"draft.table_entries={draft.table_entries} without draft.corpus_tokens: there is no corpus to index; give both or "
+            "remove it"
+        )
+    _tree(config)
+    _adapt(config)
+    if draft.synthetic is not None:
+        _synthetic(draft, draft.synthetic)
+
+
+def _synthetic(draft: DraftConfig, rates: list[float]) -> None:
+    if draft.name == "none":
+        raise ConfigError(f"draft.synthetic={rates} is not used by draft=none; remove the key or choose draft=lookup")
+    key, depth = (
+        ("draft.tree.depth", draft.tree.depth)
+        if draft.tree.depth
+        else ("draft.num_speculative_tokens", draft.num_speculative_tokens)
+    )
+    if len(rates) != depth:
+        raise ConfigError(f"draft.synthetic={rates} has {len(rates)} rates; {key}={depth} needs as many")
+    falling = all(earlier >= later for earlier, later in itertools.pairwise(rates))
+    if not falling or not all(0.0 <= rate <= 1.0 for rate in rates):
+        raise ConfigError(
+            f"draft.synthetic={rates} must be in 0 .. 1 and non-increasing: a draft token is accepted only after accepted ones"
+        )
+
+
+def _tree(config: RunConfig) -> None:
+    draft, tree = config.draft, config.draft.tree
+    if tree.topk == 1:
+        for name, value, unused in (("depth", tree.depth, None), ("nodes", tree.nodes, None), ("rank", tree.rank, "logprob")):
+            if value != unused:
+                raise ConfigError(
+                    f"draft.tree.{name}={value} is not used with draft.tree.topk=1, a chain; set topk or remove the key"
+                )
+        return
+    if draft.parallel is True:
+        raise ConfigError(
+            f"draft.tree.topk={tree.topk} grows a tree level by level, draft.parallel=true drafts all at once; remove one of them"
+        )
+    depth = tree.depth or draft.num_speculative_tokens
+    places, grown = (depth - 1) * tree.topk, tree.topk + (depth - 1) * tree.topk**2
+    if places > MAX_TREE_PLACES:
+        raise ConfigError(
+            f"draft.tree.topk={tree.topk} at {depth} levels takes {places} places to grow, more than {MAX_TREE_PLACES}; "
+            "lower it or draft.tree.depth"
+        )
+    if tree.nodes is not None and grown < tree.nodes <= MAX_TREE_NODES:
+        raise ConfigError(
+            f"draft.tree.nodes={tree.nodes} exceeds the {grown} nodes that draft.tree.topk={tree.topk} grows at {depth} levels; "
+            "lower it or remove the key"
+        )
+
+
+def _adapt(config: RunConfig) -> None:
+    draft, usual = config.draft, RunConfig().draft.adapt
+    if not draft.adapt.every_shards:
+        for name in ("time_share", "lr"):
+            if (value := getattr(draft.adapt, name)) != getattr(usual, name):
+                raise ConfigError(
+                    f"draft.adapt.{name}={value} without draft.adapt.every_shards: nothing learns; set it, 4 is usual"
+                )
+        return
+    asked = f"draft.adapt.every_shards={draft.adapt.every_shards}"
+    if draft.path is None:
+        raise ConfigError(
+            f"{asked} needs draft.path: the head that learns; noise of model.load_format=dummy has nothing to learn"
+        )
+    if draft.synthetic is not None:
+        raise ConfigError(f"{asked} and draft.synthetic, which makes up what is accepted: nothing would come of it; remove one")
+    if config.ablation.overlap:
+        raise ConfigError(f"{asked} and ablation.overlap=true: learning and prefill would share a workspace; remove one")
