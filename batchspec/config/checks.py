@@ -34,6 +34,8 @@ URLS = (
 
 MAX_ADAPTERS = 256
 """Of model.adapters."""
+MAX_WORKERS = 128
+"""Of cluster.workers: more processes than any machine has GPUs."""
 TENSOR_PARALLEL, AUTO = (1, 2, 4, 8), "auto"
 """Values of cluster.tensor_parallel."""
 
@@ -200,8 +202,8 @@ def _names(config: RunConfig) -> None:
     if path is not None and not (path and (isinstance(path, str) or _is_names(path))):
         raise ConfigError(f"input.path={path!r} must be a path or a list of paths; write input.path=[a.parquet,b.parquet]")
     workers = config.cluster.workers
-    if workers != "auto" and not (type(workers) is int and workers > 0):
-        raise ConfigError(f"cluster.workers={workers} must be auto or at least 1; auto is one a GPU, and one on a CPU")
+    if workers != "auto" and not (type(workers) is int and 0 < workers <= MAX_WORKERS):
+        raise ConfigError(f"cluster.workers={workers} must be auto or in 1 .. {MAX_WORKERS}; auto is one a GPU, and one on a CPU")
     if copied not in ("all", "none") and not _is_names(copied):
         raise ConfigError(f"output.passthrough={copied!r} must be all, none or a list of columns; write [a,b]")
 

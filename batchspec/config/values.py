@@ -266,6 +266,8 @@ def check_ranges(config: Any, ranges: Mapping[str, tuple[float, float, str]]) ->
     """Each number must be in its range; null always is."""
     for key in ranges:
         value = value_of(config, key)
+        if isinstance(value, list | dict):
+            raise ConfigError(f"{key}={value} must be one value; {ranges[key][2]}")
         problem = None if value is None or isinstance(value, str) else violation(key, value, ranges)
         if problem:
             raise ConfigError(problem)
