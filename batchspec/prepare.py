@@ -21,7 +21,7 @@ from batchspec.model.blocks.base import Shard
 from batchspec.model.deterministic import in_one_order
 from batchspec.model.files import ModelFiles
 from batchspec.model.hub import find_model
-from batchspec.model.kv_calibration import check_fp8_kv
+from batchspec.model.kv_calibration import check_e4m3, check_fp8_kv
 from batchspec.model.kv_scales import KVScales
 from batchspec.model.lora import Adapter, open_adapter
 from batchspec.model.lora_products import AdapterSet, AdapterSource
@@ -150,6 +150,8 @@ def open_model(config: RunConfig, *, here: bool = True, group: Group | None = No
     if config.cache.dtype == "fp8":
         spec = spec.with_fp8_kv()
         check_fp8_kv("calibrate" if dummy else config.cache.scales, spec, model, device)
+    if config.draft.cache_dtype == "fp8":
+        check_e4m3(device, "draft.cache_dtype")
     if here and config.draft.adaptive and device.type == "cpu":
         raise ConfigError("draft.adaptive=true goes by times measured on a GPU, and this job runs on the CPU; remove the key")
     dtype = resolve_dtype(config.model.dtype, spec, device)

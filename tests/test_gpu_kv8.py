@@ -178,7 +178,7 @@ def decoded(
     return engine, tokens(done)
 
 
-@pytest.mark.parametrize("name", ["lookup", "window", "eagle3", "tree"])
+@pytest.mark.parametrize("name", ["lookup", "window", "eagle3", "tree", "eagle3, e4m3", "tree, e4m3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_drafts_and_scarce_pages_leave_rows_as_they_are(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """In bf16 products differ by far more than a last bit: there rows end without an error, of the lengths that they have."""
@@ -190,6 +190,8 @@ def test_drafts_and_scarce_pages_leave_rows_as_they_are(name: str, dtype: torch.
         "window": partial(WindowDrafter, own, 3, slots=8, window=12, sink=2),
         "eagle3": partial(eagle, tmp_path, "cuda", 3, 8, own=own),
         "tree": partial(eagle, tmp_path, "cuda", 3, 8, own=own, tree=TREE),
+        "eagle3, e4m3": partial(eagle, tmp_path, "cuda", 3, 8, own=own, fp8_kv=True),
+        "tree, e4m3": partial(eagle, tmp_path, "cuda", 3, 8, own=own, tree=TREE, fp8_kv=True),
     }
     expected = decoded(NoDrafter(), shape(8), asked, dtype)[1]
     engine, found = decoded(drafters[name](), shape(8, num_pages=26), asked, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from batchspec import run
+from batchspec.cache.groups import KVGroups
 from batchspec.cache.layout import KVLayout
+from batchspec.cache.pages import KVCache
 from batchspec.commands import verify
 from batchspec.commands.verify_kv import compare_kv, divergence
 from batchspec.config.compose import compose
-from batchspec.errors import CheckpointError, OutputError
+from batchspec.errors import CheckpointError, ConfigError, OutputError
 from batchspec.model.kv_calibration import MARGIN, MAX_TOKENS, calibrate, calibration_prompts
 from batchspec.model.kv_scales import KVScales, checkpoint_scales
 from batchspec.model.spec import load_spec
@@ -65,6 +68,28 @@ def test_a_layout_counts_one_byte_a_number() -> None:
     head = ((plain.kv_layout(torch.bfloat16, 16), None),)  # a drafter's layer keeps its own layout
     assert KVMemory.of(fp8, torch.bfloat16, head, **sizes).page_bytes == (34 * memory[1].page_bytes[0] // 32,)
     assert fp8.kv_layout(torch.bfloat16, 16).allocate(1, 2, torch.device("cpu")).dtype is torch.float8_e4m3fn
+
+
+def test_a_head_s_own_layers_may_be_in_e4m3_alone() -> None:
+    """Their scales are 1; the target's layers are what its own layout says."""
+    plain = KVLayout(dtype=torch.bfloat16, num_kv_heads=2, head_dim=8, page_size=4)
+    for layout in (plain, replace(plain, fp8=True)):
+        scales = torch.full((1, 2, 2), 0.5) if layout.fp8 else None
+        cache = KVCache.allocate(
+            layout, groups=KVGroups.single(1), num_pages=(3,), device=torch.device("cpu"), num_draft_layers=2,
+            draft_layout=replace(plain, fp8=True), scales=scales,
+        )  # fmt: skip
+        target, *heads = cache.layers
+        assert target.pages.dtype is layout.stored
+        assert target.scales is None or target.scales.eq(0.5).all()
+        for kv in heads:
+            assert kv.pages.dtype is torch.float8_e4m3fn
+            assert kv.scales is not None
+            assert torch.equal(kv.scales, torch.ones(2, 2))
+            kv.write(torch.full((1, 2, 8), 1.0625), torch.full((1, 2, 8), -3e4), torch.tensor([5]))
+            k, v = kv.read_slots(torch.tensor([5]))
+            assert k.eq(1).all()
+            assert v.eq(-448).all()
 
 
 @pytest.mark.parametrize(
@@ -275,9 +300,10 @@ def test_a_gpu_without_e4m3_is_refused(model: Path, data: Path, monkeypatch: pyt
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (8, 0))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "an A100")
-    config = compose([f"model.path={model}", f"input.path={data}", "cache.dtype=fp8"])
-    with pytest.raises(Exception, match=r"cache.dtype=fp8 needs a GPU of compute capability 8.9 or newer, an A100 has 8.0"):
-        open_job(config)
+    for key, more in (("cache.dtype", []), ("draft.cache_dtype", ["draft=eagle3", "draft.path=head"])):
+        config = compose([f"model.path={model}", f"input.path={data}", f"{key}=fp8", *more])
+        with pytest.raises(ConfigError, match=rf"^{key}=fp8 needs .* capability 8.9 or newer, an A100 has 8.0; use {key}=auto"):
+            open_job(config)
 
 
 @pytest.mark.parametrize("ran_with", ["auto", "fp8"])

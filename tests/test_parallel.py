@@ -337,6 +337,11 @@ def test_a_job_drafts_in_parallel_where_the_head_can_unless_told_otherwise(tmp_p
         assert type(drafter) is kind
         assert drafter.shape == spec.shape
         assert tuple((drafter.kv_layout(4), w) for w in drafter.kv_windows) == spec.kv_layers(target.dtype, 4)
+        config.draft.cache_dtype = "fp8"
+        narrow = spec.build(spec.load(dtype=target.dtype, device=DEVICE), target, slots=2)
+        assert tuple((narrow.kv_layout(4), w) for w in narrow.kv_windows) == spec.kv_layers(target.dtype, 4)
+        layouts = drafter.kv_layout(4), narrow.kv_layout(4)
+        assert [layout is not None and layout.fp8 for layout in layouts] == [False, True]
     config.draft.parallel = True
     with pytest.raises(ConfigError, match=r"draft.parallel=true, but the head .*chain has no mask token: it drafts a chain"):
         open_drafter(config, target.spec)

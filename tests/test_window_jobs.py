@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchspec import prepare, run
+from batchspec import load, run
 from batchspec.cache.groups import KVGroups
 from batchspec.engine import allocator
 from batchspec.model.spec import load_spec
@@ -114,12 +114,23 @@ DRAFTERS: dict[str, list[str]] = {
     "always right": ["draft=window", "draft.window=200", "draft.num_speculative_tokens=3"],
     "head": ["draft=eagle3", "draft.num_speculative_tokens=3"],
     "narrow head": ["draft=eagle3", "draft.num_speculative_tokens=3", "draft.window=7", "draft.sink_tokens=0"],
+    "head in e4m3": ["draft=eagle3", "draft.num_speculative_tokens=3", "draft.cache_dtype=fp8"],
+    "tree in e4m3": [
+        "draft=eagle3",
+        "draft.tree.topk=3",
+        "draft.tree.depth=3",
+        "draft.tree.nodes=9",
+        "draft.cache_dtype=fp8",
+        "draft.window=9",
+    ],
     "tree": ["draft=eagle3", "draft.tree.topk=3", "draft.tree.depth=3", "draft.tree.nodes=9"],
 }
 JOBS = [
     ("mistral, 11", "lookup", 62),
     ("mistral, 11", "tree", 62),
     ("mistral, 40", "always right", 56),
+    ("mistral, 40", "head in e4m3", 56),
+    ("phi3, 21", "tree in e4m3", 62),
     ("mistral, 1", "narrow head", 56),
     ("mistral, longer than rows", "lookup", 62),
     ("mistral, layer types", "head", 62),
@@ -133,8 +144,13 @@ JOBS = [
     ("minimax", "lookup", 62),
 ]
 """Model, drafter, and a number of pages with which rows preempt each other."""
-QUICK = [("mistral, 11", "tree"), ("mistral, layer types", "head"), ("qwen2, later layers", "always right")]
-"""Jobs of one window, of two groups and of a windowed model that drafts; the others run with -m slow."""
+QUICK = [
+    ("mistral, 40", "head in e4m3"),
+    ("mistral, 11", "tree"),
+    ("mistral, layer types", "head"),
+    ("qwen2, later layers", "always right"),
+]
+"""Jobs of one window, of two groups, of a windowed model that drafts and of a head in e4m3; the others run with -m slow."""
 
 
 @pytest.mark.parametrize(
@@ -148,7 +164,7 @@ def test_tokens_and_probabilities_of_a_job_equal_those_of_transformers(
     monkeypatch.setattr(allocator, "SHORT_CAP_TOKENS", 0)  # slots are given out by predicted lengths, which are far too short
     monkeypatch.setattr(LengthPredictor, "predict", lambda self, most: 1)
     monkeypatch.setattr(planner, "PAGE_SIZE", PAGE_SIZE)
-    monkeypatch.setattr(prepare, "PAGE_SIZE", PAGE_SIZE)
+    monkeypatch.setattr(load, "PAGE_SIZE", PAGE_SIZE)
     groups: list[KVGroups] = []
     of = KVGroups.of
 

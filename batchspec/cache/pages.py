@@ -51,7 +51,7 @@ class KVCache:
         """Zeroed pages.
 
         num_pages     of each group
-        draft_layout  of the drafter's layers, which have no scales; None: the target's
+        draft_layout  of the drafter's layers, whose scales are 1; None: the target's, but not in e4m3
         scales        fp32 [target layers, 2 (K, V), KVH] of an e4m3 layout
         """
         draft_layout = draft_layout or replace(layout, fp8=False)
@@ -60,7 +60,10 @@ class KVCache:
             layout.allocate(groups.num_target_layers(group), count, device) for group, count in enumerate(num_pages)
         )
         draft_kv = draft_layout.allocate(num_draft_layers, num_pages[groups.draft_group], device)
-        return cls.of(layout, groups, target_kv, tuple(LayerKV(pages, draft_layout) for pages in draft_kv), scales)
+        # No token depends on drafts: what a scale of 1 rounds away costs acceptance alone.
+        ones = torch.ones(2, draft_layout.num_kv_heads, device=device) if draft_layout.fp8 else None
+        draft_layers = tuple(LayerKV(pages, draft_layout, ones) for pages in draft_kv)
+        return cls.of(layout, groups, target_kv, draft_layers, scales)
 
     @classmethod
     def of(

@@ -55,6 +55,7 @@ def parse(argv: list[str], description: str | None = None) -> argparse.Namespace
     add("--window", type=int, help="newest keys that the head reads (all without it), or the drafting model")
     add("--corpus-tokens", type=int, default=0, help="lookup, hybrid: newest tokens of ended rows that drafts are copied from")
     add("--sink", type=int, default=0, help="number of first keys that it reads besides its window")
+    add("--draft-kv", default="auto", choices=["auto", "fp8"], help="draft.cache_dtype: fp8 stores a head's K and V as e4m3")
     add("--opt", nargs="+", default=[], help=f"variants with NAME=false,...: {', '.join(OPTIONS)}")
     add("--prefill-tokens", type=int, default=0, help="tokens of a prefill pass; 0: as a job")
     add("--dtype", default="bfloat16", choices=["float32", "bfloat16"])

@@ -105,6 +105,7 @@ def config_of(args: argparse.Namespace, way: Way) -> RunConfig:
         corpus_tokens=args.corpus_tokens,
         window=args.window,
         sink_tokens=args.sink,
+        cache_dtype=args.draft_kv,
         tree=tree,
         synthetic=accept,
         coupled=on.get("coupled", True),

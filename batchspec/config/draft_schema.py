@@ -76,4 +76,8 @@ class DraftConfig:
     """Number of newest keys that the drafter's attention reads. null is all of them; draft=window needs a number."""
     sink_tokens: int | None = None
     """Number of first keys that the drafter's attention reads besides the window."""
+    cache_dtype: str = "auto"
+    """Data type of the K and V that a head keeps of its own. auto is the model's; fp8 is e4m3, of which drafting reads half the
+    bytes. Drafts may differ where rounding decides, output tokens do not. On a GPU it needs compute capability 8.9 (Ada, Hopper)
+    or newer."""
     adapt: AdaptConfig = field(default_factory=AdaptConfig)

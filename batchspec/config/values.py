@@ -100,6 +100,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.load_format": ("auto", "dummy"),
     "cache.dtype": ("auto", "fp8"),
     "cache.scales": ("auto", "checkpoint", "calibrate"),
+    "draft.cache_dtype": ("auto", "fp8"),
     "draft.aux_layers": ("auto", "input", "output"),
     "draft.tree.rank": ("logprob", "prob"),
     "input.on_overlong": ("error", "truncate", "skip"),

@@ -58,7 +58,8 @@ class Eagle3DrafterSpec(DrafterSpec[Head]):
         return TreeShape(topk=tree.topk, depth=depth, nodes=tree.nodes or usual_nodes(tree.topk, depth), rank=tree.rank)
 
     def kv_layers(self, dtype: torch.dtype, page_size: int) -> tuple[tuple[KVLayout, int | None], ...]:
-        layout, draft = self.checkpoint.kv_layout(dtype, page_size), self.config.draft
+        draft = self.config.draft
+        layout = self.checkpoint.kv_layout(dtype, page_size, fp8=draft.cache_dtype == "fp8")
         return tuple((layout, window) for window in self.head.kv_windows(draft.window, draft.sink_tokens or 0))
 
     def weight_bytes(self, *, dtype: torch.dtype, device: torch.device) -> int:
@@ -101,7 +102,10 @@ def reading(config: RunConfig) -> dict[str, Any]:
     """What a head reads of a row, as arguments of its drafter."""
     draft = config.draft
     dead_positions = config.ablation.dead_positions is not False
-    return {"window": draft.window, "sink": draft.sink_tokens or 0, "dead_positions": dead_positions}
+    return {
+        "window": draft.window, "sink": draft.sink_tokens or 0, "fp8_kv": draft.cache_dtype == "fp8",
+        "dead_positions": dead_positions,
+    }  # fmt: skip
 
 
 def _judged(config: RunConfig, target: ModelSpec, draft_vocab: int) -> HeadSpec:

@@ -88,9 +88,9 @@ class HeadSpec:
             return self.windows
         return tuple(None if sink else min(window, own or window) for own in self.windows)
 
-    def kv_layout(self, dtype: torch.dtype, page_size: int) -> KVLayout:
-        """How each of its layers keeps keys and values, computed in `dtype`."""
-        return KVLayout(dtype=dtype, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, page_size=page_size)
+    def kv_layout(self, dtype: torch.dtype, page_size: int, *, fp8: bool = False) -> KVLayout:
+        """How each of its layers keeps keys and values, computed in `dtype`; fp8: as e4m3."""
+        return KVLayout(dtype=dtype, fp8=fp8, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, page_size=page_size)
 
 
 def read_head(folder: Path, tensors: Collection[str], target: ModelSpec, *, aux_layers: str = "auto") -> HeadSpec:

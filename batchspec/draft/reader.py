@@ -28,6 +28,8 @@ class Reading(TypedDict, total=False):
     window: int | None
     """Newest keys that the head reads at most, besides the first `sink` ones; its own windows count too. None: all keys."""
     sink: int
+    fp8_kv: bool
+    """K and V of the head are kept as e4m3."""
     dead_positions: bool
     """False: every position of a catch-up runs through the whole head (ablation)."""
     argmax: bool
@@ -40,8 +42,8 @@ class HeadReader(DrafterBase):
     fixed_len = True
 
     def __init__(
-        self, head: Head, target: Target, max_len: int, *, window: int | None = None, sink: int = 0, dead_positions: bool = True,
-        argmax: bool = True,
+        self, head: Head, target: Target, max_len: int, *, window: int | None = None, sink: int = 0, fp8_kv: bool = False,
+        dead_positions: bool = True, argmax: bool = True,
     ) -> None:  # fmt: skip
         """See `Reading`."""
         spec = head.spec
@@ -51,6 +53,7 @@ class HeadReader(DrafterBase):
         self.head = EagleHead(head, target, argmax=argmax)
         self._spec, self._first_layer, self._dtype = spec, target.spec.num_layers, target.dtype
         self._windows = [own if window is None else min(window, own or window) for own in spec.windows]
+        self._fp8_kv = fp8_kv
         self._sink = sink if window is not None else 0
         self.kv_windows = spec.kv_windows(window, sink)
         self._prune, self._last = dead_positions, spec.num_layers - 1
@@ -86,7 +89,7 @@ class HeadReader(DrafterBase):
         return normed, residual, at
 
     def kv_layout(self, page_size: int) -> KVLayout | None:
-        return self._spec.kv_layout(self._dtype, page_size)
+        return self._spec.kv_layout(self._dtype, page_size, fp8=self._fp8_kv)
 
     def _rope(self, positions: Tensor) -> Rope:
         return rope_of(positions, self._freqs, self._spec.rope, self._dtype)

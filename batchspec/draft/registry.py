@@ -12,7 +12,7 @@ _LOOKUP_KEYS = tuple(
     f"draft.{key}" for key in ("prompt_lookup_min", "prompt_lookup_max", "growth", "corpus_tokens", "table_entries")
 )
 _HEAD_KEYS = (
-    *(f"draft.{key}" for key in ("path", "aux_layers", "window", "sink_tokens", "parallel", "coupled")),
+    *(f"draft.{key}" for key in ("path", "aux_layers", "window", "sink_tokens", "cache_dtype", "parallel", "coupled")),
     *(f"draft.adapt.{key}" for key in ("every_shards", "time_share", "lr")),
     "ablation.dead_positions",
 )

@@ -46,13 +46,13 @@ class TreeDrafter(ChainDrafter):
 
     def __init__(
         self, head: Head, target: Target, shape: TreeShape, *, slots: int, window: int | None = None, sink: int = 0,
-        dead_positions: bool = True,
+        fp8_kv: bool = False, dead_positions: bool = True,
     ) -> None:  # fmt: skip
         """The other arguments are those of HeadReader. Raises ValueError if topk exceeds the draft vocabulary."""
         if shape.topk > head.spec.draft_vocab_size:
             raise ValueError(f"TreeDrafter: topk={shape.topk} exceeds the head's {head.spec.draft_vocab_size} draft tokens")
         super().__init__(
-            head, target, shape.depth, slots=slots, window=window, sink=sink, dead_positions=dead_positions
+            head, target, shape.depth, slots=slots, window=window, sink=sink, fp8_kv=fp8_kv, dead_positions=dead_positions
         )  # fmt: skip
         device, branches, places = target.device, shape.topk, shape.num_drafted
         self._shape = shape

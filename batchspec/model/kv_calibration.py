@@ -54,13 +54,13 @@ class Encoder(Protocol):
     def encode_chat(self, messages: Sequence[Any]) -> list[int]: ...
 
 
-def check_e4m3(device: torch.device) -> None:
-    """Raises ConfigError for a GPU without e4m3."""
+def check_e4m3(device: torch.device, key: str = "cache.dtype") -> None:
+    """Raises ConfigError for a GPU without e4m3, which `key` asks for."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         major, minor = torch.cuda.get_device_capability(device)
         raise ConfigError(
-            f"cache.dtype=fp8 needs a GPU of compute capability 8.9 or newer, {torch.cuda.get_device_name(device)} has "
-            f"{major}.{minor}; use cache.dtype=auto"
+            f"{key}=fp8 needs a GPU of compute capability 8.9 or newer, {torch.cuda.get_device_name(device)} has "
+            f"{major}.{minor}; use {key}=auto"
         )
 
 
