@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from batchspec.adapt.limits import check_head
+from batchspec.config.checks import AUTO
 from batchspec.config.schema import RunConfig
 from batchspec.dataset.columns import ColumnMap, check_ids, map_columns
 from batchspec.dataset.reader import Source, open_source
@@ -165,7 +166,10 @@ def open_model(config: RunConfig, *, here: bool = True, group: Group | None = No
             )
     drafter = open_drafter(config, spec)
     check_head(config.draft, drafter.head, spec)
-    spec = part_of_group(spec.with_lora(None if adapters is None else adapters.shape), group)
+    spec = spec.with_lora(None if adapters is None else adapters.shape)
+    if group is None:
+        check_cut(config, spec, drafter)
+    spec = part_of_group(spec, group)
     drafter = drafter.of_rank(spec.shard)
     return JobModel(
         config=config, files=model, spec=spec, device=device, dtype=dtype, drafter=drafter, group=group, adapter=adapter,
@@ -196,6 +200,17 @@ def open_adapters(config: RunConfig, spec: ModelSpec) -> tuple[Adapter | None, A
 def part_of_group(spec: ModelSpec, group: Group | None) -> ModelSpec:
     """What this process computes of a model; without a group all of it. Raises ConfigError for a model that cannot be cut so."""
     return spec if group is None else part_of(spec, Shard(group.rank, group.ranks))
+
+
+def check_cut(config: RunConfig, spec: ModelSpec, drafter: DrafterSpec[Any]) -> None:
+    """Raises ConfigError for a model, or a draft head, that cannot be cut over as many ranks as cluster.tensor_parallel says.
+
+    For `plan`, `submit` and warm engines, which have no group: they refuse it before a process is started that computes a part.
+    """
+    ranks = config.cluster.tensor_parallel
+    if ranks not in (1, AUTO):
+        part_of(spec, Shard(0, ranks))
+        drafter.of_rank(Shard(0, ranks))
 
 
 def choose_device(name: str) -> torch.device:

@@ -168,6 +168,12 @@ def test_what_rows_of_schemas_write_is_what_their_patterns_allow(shape: Path) ->
         assert text[: len(begun)] == begun[: len(text)]
 
 
+def test_options_of_heads_are_tried_with_heads_alone() -> None:
+    words = ["--draft", "none", "lookup", "eagle3", "--k", "1", "--opt", "sharded_draft=false", "dead_positions=false"]
+    found = [way.name for way in ways(parse(["o", "n", "--shape", "smol135m", *words]))]
+    assert found == ["none", "lookup K=1", "eagle3 K=1", "eagle3 K=1 sharded_draft=false", "eagle3 K=1 dead_positions=false"]
+
+
 @pytest.mark.parametrize(("past", "drafters"), [(8, ["eagle3"]), (33, ["eagle3", "parallel", "window", "tree"])])
 def test_single_rounds_are_timed_over_rows_with_a_made_up_past(
     shape: Path, tmp_path: Path, past: int, drafters: list[str]

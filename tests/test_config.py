@@ -134,7 +134,7 @@ def test_a_drafter_must_have_what_it_drafts_with() -> None:
 def test_a_key_of_another_drafter_is_refused_rather_than_ignored(key: str) -> None:
     values = {"draft.path": "head", "draft.aux_layers": "output", "draft.prompt_lookup_min": 3, "ablation.dead_positions": False}
     values |= {"draft.parallel": True, "draft.tree.rank": "prob", "draft.table_entries": 64, "draft.coupled": False}
-    values |= {"draft.cache_dtype": "fp8", "draft.adapt.time_share": 0.5, "draft.adapt.lr": 0.5}
+    values |= {"draft.cache_dtype": "fp8", "draft.adapt.time_share": 0.5, "draft.adapt.lr": 0.5, "ablation.sharded_draft": True}
     readers, value = READ_BY[key], values.get(key, 7)
     changes: dict[str, Any] = {key.replace(".", "__"): value}
     complete: dict[str, dict[str, Any]] = {
@@ -210,6 +210,8 @@ def test_a_head_that_learns_needs_a_checkpoint_and_real_acceptance() -> None:
         **learns, draft__synthetic=[0.5], draft__num_speculative_tokens=1
     )
     assert "ablation.overlap=true: learning and prefill would share" in refused(**learns, ablation__overlap=True)
+    assert "ablation.sharded_draft=true: a head that learns stays whole" in refused(**learns, ablation__sharded_draft=True)
+    check(config(**learns, ablation__sharded_draft=False))
     assert "draft.adapt.time_share=1.5 must be above 0 and at most 1" in refused(**learns, draft__adapt__time_share=1.5)
 
 

@@ -18,6 +18,7 @@ from batchspec.config.checks import check
 from batchspec.config.compose import compose
 from batchspec.config.schema import RunConfig
 from batchspec.errors import ConfigError
+from batchspec.kernels.attention.ordered_step import PART, block_of
 from batchspec.kernels.gemm.ordered_tiles import MIN_SEGMENT, SEGMENT_UNIT, ordered_tile, segments_of
 from batchspec.kernels.gemm.tiles import Tile
 from batchspec.model import deterministic
@@ -180,6 +181,12 @@ def test_tiles_follow_the_estimate() -> None:
     assert ordered_tile(64, 4096, 14336, 2) == Tile(64, 64, 128, 4, 4, False, 2)  # as measured
 
 
+def test_another_cut_of_the_keys_is_another_order() -> None:
+    """Whoever changes one of these numbers raises the version: rows of a job that was begun before have other bits."""
+    assert (PART, block_of(64), block_of(128), block_of(256)) == (2048, 64, 64, 32)
+    assert deterministic.ORDER_VERSION >= 2
+
+
 def test_products_take_their_segments_from_the_weight() -> None:
     assert OrderedLinear(torch.zeros(64, 2048, dtype=torch.bfloat16))._segments == 2
 
@@ -204,7 +211,7 @@ def test_a_job_in_float64_runs_is_verified_and_is_another_job_than_one_without_i
     given = arguments(model, tmp_path / "prompts.parquet", out, "output.token_ids=true")
     assert run.main([*given, ON]) == 0
     assert run.main(given) == 2
-    assert "decode.deterministic: 1 -> (none)" in capsys.readouterr().err
+    assert "decode.deterministic: 2 -> (none)" in capsys.readouterr().err
     assert verify_command.verify(out, 3)[1:] == ([], True)
     job = decode_again.job_of(out, "float32", None)  # another dtype has bits of its own
     assert not job.config.decode.deterministic

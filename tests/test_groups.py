@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from batchspec.cache.page_tables import RowPages
@@ -15,7 +19,7 @@ from batchspec.engine.engine import Engine
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.shared_prefix import MIN_PAGES, PrefixGroups, PrefixGroupTables, SharingCost, find_groups
 from batchspec.engine.step import PrefixGroup, ScheduledRound
-from tests.engines import DEVICE, VOCAB, packed, request, tiny_target
+from tests.engines import DEVICE, VOCAB, packed, request, tiny_spec, tiny_target
 
 
 def row(slot: int, pages: list[int]) -> RequestState:
@@ -50,6 +54,17 @@ def test_rows_that_begin_with_the_same_pages_are_a_group() -> None:
 def test_the_beginning_is_what_all_members_have_in_common() -> None:
     rows = [row(0, [*COMMON, 50]), row(1, [*COMMON, 50, 51]), row(2, [*COMMON[:9], 80])]
     assert find_groups(rows) == (PrefixGroup((0, 1, 2), 9),)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), min_size=2, max_size=6))
+def test_no_member_differs_from_the_others_within_the_beginning_and_it_ends_where_one_does(rows: list[tuple[int, int]]) -> None:
+    """Rows, in any order, of `same` common pages and `own` ones. A page too many would be one row's answer from another's K/V."""
+    tables = [[*COMMON[: MIN_PAGES + same - 2], *range(100 + 10 * i, 100 + 10 * i + own)] for i, (same, own) in enumerate(rows)]
+    found = find_groups([row(i, table) for i, table in enumerate(tables)])
+    members = [i for i, table in enumerate(tables) if len(table) >= MIN_PAGES]
+    shared = min((MIN_PAGES + rows[i][0] - 2 for i in members), default=0)
+    expected = (PrefixGroup(tuple(members), shared),) if len(members) > 1 and shared >= MIN_PAGES else ()
+    assert found == expected
 
 
 def test_short_beginnings_and_single_rows_are_no_group() -> None:
@@ -147,6 +162,15 @@ def test_sharing_pays_when_it_saves_more_bytes_than_a_second_pass_and_its_partia
     pass 110."""
     cost = SharingCost(page_bytes=10, row_bytes=5, pass_bytes=110)
     assert cost.pays([PrefixGroup(tuple(range(rows)), pages) for rows, pages in groups]) == faster
+
+
+def test_what_sharing_saves_and_costs_follows_from_a_layer_of_the_model() -> None:
+    """Pages of 4 tokens, 5 queries; 2 K/V heads and 4 heads of 4 numbers in fp32. Without launches a second pass is free."""
+    found = SharingCost.of(tiny_target(torch.float32), page_size=4, max_q=5, launches=True)
+    assert found == SharingCost(page_bytes=4 * 2 * 2 * 4 * 4, row_bytes=2 * 2 * 4 * 5 * 16)
+    windowed: Any = SimpleNamespace(spec=tiny_spec(windows=(3, 5)), dtype=torch.float32)
+    assert not SharingCost.of(windowed, page_size=4, max_q=5, launches=True).reads_all
+    assert SharingCost.of(windowed, page_size=4, max_q=5, launches=False).pays([PrefixGroup((0, 1), MIN_PAGES)])
 
 
 def test_a_model_whose_layers_all_have_windows_never_reads_a_prefix_once() -> None:

@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.attention import AttentionPlan, plan_attention
@@ -39,7 +40,7 @@ from batchspec.engine import allocator
 from batchspec.engine.engine import Engine
 from batchspec.engine.graphs import Shape
 from batchspec.engine.output_processor import EngineTotals
-from batchspec.engine.round import RoundOptions, RoundResult
+from batchspec.engine.round import Round, RoundOptions, RoundResult
 from batchspec.engine.step import ScheduledRound
 from batchspec.model import target as target_module
 from batchspec.records import Completion, PackedBatch, Request, SamplingParams
@@ -87,7 +88,11 @@ def run(
     launch = engine.executor._launch_round
 
     def launch_checked(scheduled: ScheduledRound) -> None:
-        assert not engine.executor.rows.live[engine.slots.free()].any(), "a slot without a row is live on the device"
+        rows = engine.executor.rows
+        assert not rows.live[engine.slots.free()].any(), "a slot without a row is live on the device"
+        # Its newest token is below its limit, and drafts follow: whatever it emits before this round, no row may read more keys.
+        most = int(((rows.limit - 1 + drafter.max_len) * rows.live).max())
+        assert scheduled.max_kv is None or most <= scheduled.max_kv, "a row may grow beyond what attention plans for"
         launch(scheduled)
 
     def plan_checked(batch: FlatBatch, kv: LayerKV, **options: Any) -> AttentionPlan:
@@ -277,6 +282,26 @@ def test_drafts_past_the_limit_of_a_row_are_among_the_keys_that_attention_plans_
     )
     assert tokens == expected
     assert engine.planner.max_kv(limit) == (32 if limit == 22 else None)
+
+
+@pytest.mark.parametrize("place", [0, 4, 7])
+def test_rounds_plan_for_the_longest_row_that_is_there_and_no_longer(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of eight rows, which two slots decode, may have more than 32 keys."""
+    requests = [request(i, [i, 5, 7], cap=37 if i == place else 9) for i in range(8)]
+    expected = expected_tokens(requests)
+    launched: list[tuple[int, int]] = []
+    whole = Round.run
+
+    def noted(self: Round, rows: DeviceBatch, *args: Any) -> RoundResult:
+        launched.append((int((rows.limit * rows.live).max()), rows.max_kv))
+        return whole(self, rows, *args)
+
+    monkeypatch.setattr(Round, "run", noted)
+    outputs = {r.seed: expected[r.request_id] for r in requests}
+    drafter = ForcedDrafter(4, outputs, right=True, fixed_len=True)
+    tokens, *_ = run(requests, packed(2, longest_row=16, max_len=48), drafter)
+    assert tokens == expected
+    assert set(launched) == {(12, 32), (40, 48)}
 
 
 def test_lookup_accepts_what_repeats() -> None:

@@ -6,9 +6,10 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,10 +19,13 @@ from batchspec.commands import plan as plan_command
 from batchspec.commands import ranks as ranks_command
 from batchspec.commands import submit
 from batchspec.commands.workloads import shape_spec
+from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.schema import PackingConfig, RunConfig
 from batchspec.config.typed import to_json
+from batchspec.draft.formats import HeadSpec
 from batchspec.errors import CapacityError, ConfigError
-from batchspec.model.blocks.base import Shard
+from batchspec.model.blocks.base import WHOLE, Shard
+from batchspec.model.spec import load_spec
 from batchspec.packing.cost import H200, num_multiplied, read_bytes, round_seconds
 from batchspec.packing.exchange import exchange_seconds, sum_seconds
 from batchspec.packing.planner import Demand, Forecast, choose_batch, forecast
@@ -29,6 +33,7 @@ from batchspec.packing.replicas import Way, best, ways
 from batchspec.prepare import open_model
 from batchspec.records import PackedBatch
 from batchspec.tuning import exchange as tuning
+from tests.heads import random_tensors, tiny_design, write_head
 from tests.stand_ins import LLAMA_8B, small_spec
 from tests.test_plan import MODEL, planned, write
 from tests.test_plan import job as job  # a fixture
@@ -264,6 +269,58 @@ def test_the_process_that_is_asked_prints_the_number(
     job.output.dir = str(tmp_path / "out")
     assert ranks_command.main(to_json(job), 2) == 0
     assert capsys.readouterr().out == "1\n"
+
+
+def test_a_way_that_cuts_the_head_is_planned_with_a_rank_s_part_of_it(job: RunConfig) -> None:
+    """Its weights, and its layer of K/V: as many bytes of a cut head's pages are more pages."""
+    write(job, prompt=["x" * 10, "y" * 24])
+    job.model.load_format, job.packing.memory_gb, job.packing.max_num_seqs = "dummy", 31_000e-9, 2
+    job.draft = DraftConfig(name="eagle3", num_speculative_tokens=3)
+    pages, weights = {}, {}
+    for cut in (True, False):
+        job.ablation.sharded_draft, job.cluster.tensor_parallel = cut, 1
+        made = planned(job)
+        (way,) = (way for way in plan_command.ways_of(made.job, made.survey, H200, 2) if way.ranks == 2)
+        assert way.batch is not None
+        job.cluster.tensor_parallel = 2
+        of_two = planned(job)
+        assert of_two.batch is not None
+        assert of_two.batch.num_pages == way.batch.num_pages
+        pages[cut] = way.batch.num_pages
+        weights[cut] = of_two.job.drafter.weight_bytes(dtype=torch.float32, device=of_two.job.device)
+        group: Any = SimpleNamespace(rank=1, ranks=2)
+        held = open_model(job, group=group).drafter.checkpoint
+        assert isinstance(held, HeadSpec)
+        assert held.shard == (Shard(1, 2) if cut else WHOLE)
+    layer = 32 * (2 * (32 + 16 + 16) + 32) + 3 * 32 * 64 + 300 * 32
+    assert weights[False] - weights[True] == layer * 4 // 2
+    assert pages == {True: 9, False: 7}  # of 3,072 and of 4,096 bytes; nine are enough for both rows
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        (8, "num_attention_heads 4 cannot be cut into 8 equal parts; lower cluster.tensor_parallel"),
+        (2, "ablation.sharded_draft=true: of the draft head, num_key_value_heads 3 and 2 ranks: "),
+    ],
+)
+def test_plan_and_submit_refuse_what_the_ranks_of_a_run_would(
+    ranks: int, said: str, job: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert job.model.path is not None
+    write(job, prompt_ids=[[5, 6, 7]])
+    design = tiny_design(load_spec(Path(job.model.path)), heads=3, kv_heads=3)
+    head = write_head(tmp_path / "head", design, random_tensors(design))
+    job.draft = DraftConfig(name="eagle3", num_speculative_tokens=3, path=str(head))
+    job.cluster.tensor_parallel, job.ablation.sharded_draft = ranks, True
+    for refuse in (planned, partial(open_model, group=cast(Any, SimpleNamespace(rank=1, ranks=ranks)))):
+        with pytest.raises(ConfigError) as refused:
+            refuse(job)
+        assert str(refused.value).startswith(said)
+    words = [f"model.path={job.model.path}", f"input.path={job.input.path}", f"output.dir={tmp_path / 'out'}", "draft=eagle3"]
+    words += [f"draft.path={head}", f"cluster.tensor_parallel={ranks}", f"cluster.gpus={ranks}", "ablation.sharded_draft=true"]
+    assert submit.main(words) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_task_of_slurm_has_as_many_gpus_as_its_model_needs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,6 +145,8 @@ def test_a_job_cuts_a_large_head_and_keeps_a_small_one_or_one_that_learns_whole(
         return sizes[0] / sizes[1]
 
     assert share("llama70b", config_with()) == pytest.approx(0.57, abs=0.03)  # fc is whole
+    assert share("llama1b", config_with()) == 1  # its exchanges would take longer than the half that is not read
+    assert share("llama1b", config_with(), ranks=4) < 1
     assert share("smol135m", config_with()) == 1
     assert share("llama70b", config_with(every_shards=4)) == 1
     assert share("llama70b", config_with(sharded=False)) == 1

@@ -75,7 +75,7 @@ def ways(args: argparse.Namespace) -> Iterator[Way]:
         for length in [0] if draft == "none" else args.k:
             for temperature, schemas in product(args.temperature, args.schemas):
                 for options in [{}, *args.opt]:
-                    fits = "ablation.dead_positions" in reads or "dead_positions" not in options
+                    fits = all(f"ablation.{key}" in reads for key in options if key in ("dead_positions", "sharded_draft"))
                     if fits and (temperature or "coupled" not in options):
                         yield Way(draft, length, options, temperature, schemas)
 

@@ -113,3 +113,5 @@ def _adapt(config: RunConfig) -> None:
         raise ConfigError(f"{asked} and draft.synthetic, which makes up what is accepted: nothing would come of it; remove one")
     if config.ablation.overlap:
         raise ConfigError(f"{asked} and ablation.overlap=true: learning and prefill would share a workspace; remove one")
+    if config.ablation.sharded_draft:
+        raise ConfigError(f"{asked} and ablation.sharded_draft=true: a head that learns stays whole on every GPU; remove one")

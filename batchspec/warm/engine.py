@@ -27,13 +27,11 @@ from batchspec.dataset.in_memory import table_of
 from batchspec.engine.engine import Engine as BatchEngine
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.errors import CheckpointError, ConfigError, EngineInUse
-from batchspec.model.blocks.base import Shard
 from batchspec.model.given import GivenWeights
 from batchspec.model.hub import find_model
 from batchspec.model.kv_calibration import give_scales
 from batchspec.model.lora import adapted
 from batchspec.model.quant.base import Weights
-from batchspec.model.shard import part_of
 from batchspec.model.spec import load_spec
 from batchspec.model.weights import Checkpoint, judge_model
 from batchspec.packing.predict import LengthPredictor
@@ -73,11 +71,7 @@ class Engine:
         self._tokenizer, self._channels = opened.tokenizer, opened.admission.has_channels
         self._constraints = opened.admission.constraints
         self._engine: BatchEngine | EngineOfRanks | None = None
-        if (ranks := config.cluster.tensor_parallel) == 1:
-            self._engine = load(opened)
-        else:
-            part_of(opened.spec, Shard(0, ranks))  # refused here, before processes are started
-            self._engine = EngineOfRanks(config)
+        self._engine = load(opened) if config.cluster.tensor_parallel == 1 else EngineOfRanks(config)
 
     @property
     def shape(self) -> PackedBatch:
