@@ -11,7 +11,7 @@ from batchspec.model.quant.grouped import ROW_BYTES
 from batchspec.model.spec import ModelSpec
 from batchspec.tuning.policy import has_same_bits_in_all_tiles
 
-ORDER_VERSION = 1
+ORDER_VERSION = 2
 """Of the order of sums: a job that was begun with another one is not continued."""
 
 
