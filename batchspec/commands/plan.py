@@ -29,7 +29,7 @@ from batchspec.records import Ids, PackedBatch
 from batchspec.report.push import check_push_key
 from batchspec.text import MESSAGE_CHARS, counted, one_line
 
-COST = "24 % of tok/s for SmolLM2-135M on one H200, else not measured"
+COST = "0 to 5 % of decoding on an H200, long prefill not measured"
 """Of decode.deterministic, see jobs/README.md."""
 SAMPLE_ROWS = 10_000
 SHARD_ROWS = 500

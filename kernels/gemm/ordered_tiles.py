@@ -7,25 +7,28 @@ from functools import lru_cache
 from batchspec.kernels.gemm.split_k import MAX_TILES
 from batchspec.kernels.gemm.tiles import Tile
 
-MIN_SEGMENT = 1024
-"""Fewer columns are no segment of their own: programs would spend their time on starting, and on adding up."""
+MIN_SEGMENT = 4096
+"""Fewer columns are no segment of their own: at 256 tokens it would take a fifth longer to start twice, and to add up."""
 WIDE_ROWS = 8192
 """Rows of a weight that fill a GPU with tiles of 64 without segments."""
+FILL = 88
+"""Programs that read a weight at nearly the memory's rate."""
 SEGMENT_UNIT = 128
 """The largest block_k of a tile, of which a segment is a multiple."""
 
 # Tiles, with what a multiprocessor of an H200 computes with them in TFLOP/s, and how many of their programs it holds at once.
 PLAIN = (
-    (Tile(64, 64, 128, 4, 4, True), 3.3, 1), (Tile(64, 64, 64, 4, 4, True), 3.0, 3), (Tile(64, 128, 128, 4, 4, True), 4.6, 1),
-    (Tile(64, 256, 64, 4, 4, True), 5.1, 1), (Tile(128, 64, 64, 4, 4, True), 4.4, 2), (Tile(128, 128, 64, 3, 4, True), 5.7, 2),
-    (Tile(128, 128, 64, 5, 8, True), 6.1, 1), (Tile(256, 128, 64, 4, 8, True), 6.3, 1),
+    (Tile(64, 32, 128, 6, 4, True), 2.2, 1), (Tile(64, 64, 128, 4, 4, True), 3.3, 1), (Tile(64, 64, 64, 4, 4, True), 3.0, 3),
+    (Tile(64, 128, 128, 4, 4, True), 4.6, 1), (Tile(64, 256, 64, 4, 4, True), 5.1, 1), (Tile(128, 64, 64, 5, 4, True), 4.2, 1),
+    (Tile(128, 64, 64, 4, 4, True), 4.2, 2), (Tile(128, 128, 64, 3, 4, True), 5.7, 2), (Tile(128, 128, 64, 5, 8, True), 6.1, 1),
+    (Tile(256, 128, 64, 4, 8, True), 6.3, 1),
 )  # fmt: skip
 GATED = (
     (Tile(64, 64, 128, 3, 4, True), 4.2, 1), (Tile(64, 64, 64, 4, 4, True), 4.0, 2), (Tile(128, 64, 64, 3, 4, True), 5.3, 2),
     (Tile(128, 128, 64, 4, 8, True), 6.1, 1),
 )  # fmt: skip
 SMS = 132
-START_US, STEP_US = 1.0, {64: 0.13, 128: 0.2}
+START_US, STEP_US = 1.0, {64: 0.14, 128: 0.24}
 """Of a program: until its first step, and the least time of a step with this block_k."""
 JOIN_US, PARTS_BYTES_US = 1.0, 8e6
 """To add up the parts of a tile: the wait for the last one, and the rate at which parts are written or read."""
@@ -49,8 +52,9 @@ def ordered_tile(tokens: int, n: int, k: int, segments: int, *, gated: bool = Fa
     gated  each output is made of two rows of the weight
     """
     if tokens <= 64 and not gated:  # bound by reading the weight, which needs no TMA
-        base = Tile(64, 128, 128, 4, 4, False) if n >= 2 * WIDE_ROWS else Tile(64, 64, 128, 4, 4, False)
-        return base._replace(split=segments)
+        if n >= 2 * WIDE_ROWS:
+            return Tile(64, 128, 128, 4, 4, False, segments)
+        return Tile(64, 64, 128, 4, 4, False, segments) if n * segments >= 64 * FILL else Tile(64, 32, 128, 6, 4, False, segments)
     found = []
     for base, rate, resident in GATED if gated else PLAIN:
         for split in {1, segments}:
