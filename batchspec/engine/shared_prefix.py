@@ -25,8 +25,8 @@ SECOND_PASS_BYTES = 40 << 20
 """What a second pass over the rows and the merge of its results cost in each layer, as bytes that attention reads meanwhile."""
 L2_SHARE = 0.5
 """Of the bytes that reading once saves, those that would not have been read from memory: rows with one prefix find it in the L2
-cache. The rule as a whole is fitted to the shapes of `attention_bench prefixes` on an H200: of 17, it chooses the slower way for
-three, by 2 to 14 % of attention; to share them all costs up to twice the time."""
+cache. Both numbers were chosen by the 17 shapes of `attention_bench prefixes` that an H200 measured, once each, and by no others:
+for three of them the rule chooses the slower way, by 1 to 4 % of attention; to read once always takes up to twice the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

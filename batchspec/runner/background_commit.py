@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 WAITING, MOST_WAITING = 2, 32
 """Shards that are being committed or wait for it, beyond which decoding waits: so many large ones, and so many small ones. The
-shards of a window end almost together: a queue of two kept the engine waiting for a tenth of a second every half second."""
+shards of a window end almost together, four or more of them, and with two that may wait the engine would wait for the others."""
 SMALL_BYTES = 100 << 20
 """Shards that take no more memory together are small."""
 
