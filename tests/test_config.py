@@ -258,6 +258,21 @@ def test_unknown_keys_and_wrong_types_name_the_key_in_one_line() -> None:
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("value", [[], {}, [["a"]], {"a": [1]}, "a b", float("nan"), 10**20], ids=str)
+def test_any_value_of_any_key_is_taken_or_refused_in_one_line(value: Any) -> None:
+    for key in keys():
+        values = value
+        for part in reversed(key.split(".")):
+            values = {part: values}
+        said = key
+        try:
+            check(from_hydra(OmegaConf.create(values)))
+        except ConfigError as error:
+            said = str(error)
+        assert key.partition(".")[0] in said, key
+        assert "\n" not in said, key
+
+
 def test_the_shipped_prompts_have_a_name_that_works_from_anywhere() -> None:
     made = from_hydra(OmegaConf.structured(config(input__path="pkg://demo")))
     assert made.input.path.endswith("prompts/demo.parquet")

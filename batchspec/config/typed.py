@@ -168,6 +168,8 @@ def _refuse_unknown(cfg: DictConfig, schema: Any, prefix: str, root: Any) -> Non
     for name in map(str, cfg):
         if name not in known:
             raise unknown_key(f"{prefix}{name}", root)
+        if isinstance(known[name], dict) and OmegaConf.is_list(cfg._get_node(name)):
+            raise ConfigError(f"{prefix}{name}: it must be a map; write {{name:value}}")
         if is_dataclass(known[name]) and isinstance(cfg[name], DictConfig):
             _refuse_unknown(cfg[name], known[name], f"{prefix}{name}.", root)
 
