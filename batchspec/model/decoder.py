@@ -20,6 +20,7 @@ from batchspec.model.files import listed
 from batchspec.model.fused import (
     add_norm,
     combine_norm,
+    combine_quantised,
     norm_quantised,
     reduce_norm,
     rms_norm,
@@ -81,9 +82,11 @@ class ResidualStream:
         out_aux: Tensor | None = None,
     ) -> Any:  # fmt: skip
         form = product.fp8_form
-        if form is not None and norm is not None and not isinstance(self._pending, Pairs):
+        if form is not None and norm is not None:
             pending, self._pending = self._pending, None
-            if isinstance(pending, Partial):
+            if isinstance(pending, Pairs):
+                rows = combine_quantised(*pending, self.residual, norm, eps, form, out_aux)
+            elif isinstance(pending, Partial):
                 assert self._ranks is not None
                 rows = self._ranks.add_norm_fp8(pending.values, self.residual, norm, eps, form, out_aux=out_aux)
             else:

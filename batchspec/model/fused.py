@@ -11,6 +11,7 @@ from batchspec.distributed.collectives import Collectives
 from batchspec.kernels.gemm import activation
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens, quantise_activation
 from batchspec.kernels.moe import combine
+from batchspec.kernels.moe.combine_fp8 import combine_fp8
 from batchspec.kernels.norm_rope import norm
 from batchspec.kernels.norm_rope.norm_fp8 import norm_fp8
 from batchspec.model.rope import Rope
@@ -65,6 +66,13 @@ def norm_quantised(
     if out_aux is not None:
         out_aux.copy_(residual)
     return norm_fp8(residual, None, weight, eps, form, interpret=interpret)
+
+
+def combine_quantised(
+    values: Tensor, weights: Tensor, residual: Tensor, weight: Tensor, eps: float, form: Fp8Form, out_aux: Tensor | None
+) -> Fp8Tokens:
+    """`combine_norm`, quantised as a product wants it; in bf16 or fp32."""
+    return combine_fp8(values, weights, residual, weight, eps, form, out_aux=out_aux, interpret=not values.is_cuda)
 
 
 def activation_quantised(gate_up: Tensor, form: Fp8Form, *, gelu: bool) -> Fp8Tokens:

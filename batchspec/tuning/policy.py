@@ -101,6 +101,14 @@ def expert_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch.dt
     return tiles.expert_tile(unit_pairs, num_units, gated=gated, dtype=dtype)
 
 
+def gathers_rows(unit_pairs: int, dtype: torch.dtype) -> bool:
+    """Whether the first product of experts gathers its rows by token, rather than reads them sorted by expert. Changes no bit.
+
+    dtype  of the weights
+    """
+    return tiles.gathers(unit_pairs, dtype)
+
+
 def attention_shape(
     *, num_rows: int, max_q: int, max_kv: int, num_heads: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype,
     fp8: bool, device: torch.device, window: int | None, sink: int,

@@ -100,10 +100,11 @@ class Product:
     def empty(self, pairs: int) -> Tensor:
         return torch.empty(pairs, self.rows // 2 if self.gated else self.rows, dtype=torch.bfloat16, device=self.device)
 
-    def run(self, rows: Any, routing: Routing, tile: ExpertTile, out: Tensor, *, compile_only: bool = False) -> None:
+    def run(self, rows: Any, routing: Routing, tile: ExpertTile, out: Tensor, **how: bool) -> None:
+        """how: `by_token` and `compile_only` of the kernels' `launch`."""
         module: Any = {"bf16": experts_plain, "fp8": experts_fp8, "mxfp4": experts_mxfp4}[self.form]
         gate = self.shape.gate if self.gated else None
-        module.launch("moe_bench", rows, self.weight, self.bias, routing, tile, out, gate=gate, compile_only=compile_only)
+        module.launch("moe_bench", rows, self.weight, self.bias, routing, tile, out, gate=gate, **how)
 
     def result(self, x: Tensor, routing: Routing, tile: ExpertTile) -> Tensor:
         """The product in pair order; NaN where nothing was written."""

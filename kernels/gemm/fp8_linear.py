@@ -23,7 +23,8 @@ from batchspec.kernels.gemm.fp8_tiles import Fp8Tile
 from batchspec.kernels.gemm.fp8_tokens import Fp8Tokens
 from batchspec.kernels.gemm.split_k import MAX_TILES, counters, join_parts
 from batchspec.kernels.moe.blocks import add_bias_and_gate, store_rows
-from batchspec.kernels.moe.experts_fp8 import apply_row_scales, fp8_product_reference, sum_blocks
+from batchspec.kernels.moe.experts_fp8 import fp8_product_reference
+from batchspec.kernels.moe.fp8_steps import apply_row_scales, sum_blocks
 from batchspec.kernels.moe.quantise import GROUP, Fp8Rows
 from batchspec.kernels.moe.units import place_of
 
@@ -49,9 +50,11 @@ def fp8_linear_kernel(
     start = program % split * part_blocks
     expert = tile * 0
     await_earlier(PDL)
+    own_scales = x_scales + begin + tl.arange(0, BLOCK_T)
     acc, up = sum_blocks(
-        x, x_scales, w, w_scales, expert, begin, count, first, num_rows, n, k, start, tl.minimum(start + part_blocks, num_blocks),
-        False, BLOCKED, BLOCK_T, BLOCK_N, TMA, EVEN_K, DOT, STAGES,
+        x, own_scales, w, w_scales, expert, begin, count, first, first, first // 128, first // 128, num_rows, n, tl.cdiv(n, 128),
+        k, start, tl.minimum(start + part_blocks, num_blocks), False, BLOCKED, BLOCK_T, BLOCK_N, TMA, 0, EVEN_K, DOT,
+        STAGES,
     )  # fmt: skip
     complete = True
     AHEAD: tl.constexpr = 4 if BLOCK_N * BLOCK_T <= 4096 else 2  # without spilling registers
@@ -61,9 +64,7 @@ def fp8_linear_kernel(
         )
     if complete:
         if not BLOCKED:
-            acc, up = apply_row_scales(
-                acc, up, x_scales, w_scales, expert, begin, count, first, n, scale_stride, False, BLOCK_T, BLOCK_N
-            )
+            acc = apply_row_scales(acc, own_scales, w_scales, expert, count, first, n, n - 1, scale_stride, BLOCK_N)
         acc = add_bias_and_gate(acc, up, bias, expert, first, n, False, None, 0.0, BLOCK_N)
         store_rows(acc, out, out, begin, count, first, n, False, BLOCK_T, BLOCK_N)
 

@@ -54,6 +54,21 @@ def load_tokens(x, begin, count, at, num_rows, k, BLOCK_T: tl.constexpr, BLOCK_K
 
 
 @triton.jit
+def rows_of_tokens(x, pairs, begin, count, k, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Pointers [BLOCK_T, 1] to the rows of x [T, k] of the tokens of a unit's pairs, for `load_row_blocks`."""
+    lane = tl.arange(0, BLOCK_T)
+    token = tl.load(pairs + begin + lane, mask=lane < count, other=0) // TOP_K
+    return x + token.to(tl.int64)[:, None] * k
+
+
+@triton.jit
+def load_row_blocks(rows, at, k, BLOCK_K: tl.constexpr):
+    """The columns [rows, BLOCK_K] from `at` on of rows whose pointers are given."""
+    column = at + tl.arange(0, BLOCK_K)[None, :]
+    return tl.load(rows + column, mask=column < k, other=0.0)
+
+
+@triton.jit
 def store_rows(y, out, pairs, begin, count, first, n, SCATTER: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
     """Store a tile [BLOCK_N, BLOCK_T] transposed, to rows in the list's order, or if SCATTER to the rows of the pairs."""
     lane = tl.arange(0, BLOCK_T)

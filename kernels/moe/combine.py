@@ -29,14 +29,11 @@ VALUES_PER_THREAD = 8  # a 16-byte load of bf16
 
 
 @triton.jit
-def combine_kernel(
-    y, weights, residual, norm, out, out_aux, residual_stride, out_stride, aux_stride,
-    EPS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
-    PDL: tl.constexpr,
+def combined_row(
+    y, weights, residual, norm, out_aux, token, residual_stride, aux_stride, DTYPE: tl.constexpr,
+    EPS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The kernel of `combine` if `residual` is None, else that of `combine_norm`; `out_aux` may be None in both."""
-    DTYPE: tl.constexpr = out.dtype.element_ty
-    token = tl.program_id(0).to(tl.int64)
+    """The sum of a token's pairs; with a residual the norm of their sum, which is stored. In ACC, to be rounded to DTYPE."""
     lane = tl.arange(0, BLOCK)
     inside = lane < WIDTH
     if residual is not None:
@@ -60,7 +57,23 @@ def combine_kernel(
         if norm.dtype.element_ty == DTYPE:
             x = x.to(DTYPE).to(ACC)
         x = x * gain
-    tl.store(out + token * out_stride + lane, x, mask=inside)
+    return x
+
+
+@triton.jit
+def combine_kernel(
+    y, weights, residual, norm, out, out_aux, residual_stride, out_stride, aux_stride,
+    EPS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The kernel of `combine` if `residual` is None, else that of `combine_norm`; `out_aux` may be None in both."""
+    token = tl.program_id(0).to(tl.int64)
+    x = combined_row(
+        y, weights, residual, norm, out_aux, token, residual_stride, aux_stride, out.dtype.element_ty, EPS,
+        TOP_K, WIDTH, BLOCK, ACC, PDL,
+    )  # fmt: skip
+    lane = tl.arange(0, BLOCK)
+    tl.store(out + token * out_stride + lane, x, mask=lane < WIDTH)
 
 
 def combine(y: Tensor, weights: Tensor, *, out: Tensor, interpret: bool = False) -> None:
@@ -118,8 +131,12 @@ def _launch(
             y, weights, residual, weight, out, out_aux, 0 if residual is None else residual.stride(0), out.stride(0),
             0 if out_aux is None else out_aux.stride(0),
             EPS=eps, TOP_K=weights.shape[1], WIDTH=width, BLOCK=block, ACC=tl.float64 if y.dtype == torch.float64 else tl.float32,
-            num_warps=min(16, max(1, block // (32 * VALUES_PER_THREAD))), **launch_args(y),
+            num_warps=warps_of(block), **launch_args(y),
         )  # fmt: skip
+
+
+def warps_of(block: int) -> int:
+    return min(16, max(1, block // (32 * VALUES_PER_THREAD)))
 
 
 def combine_reference(y: Tensor, weights: Tensor) -> Tensor:

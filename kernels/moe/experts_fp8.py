@@ -24,7 +24,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.e4m3 import E4M3
 from batchspec.kernels.common.pdl import await_earlier, launch_args
-from batchspec.kernels.moe.blocks import add_bias_and_gate, blocks_of, check_launch, load_rows, load_tokens, narrowest, store_rows
+from batchspec.kernels.moe.blocks import add_bias_and_gate, blocks_of, check_launch, narrowest, rows_of_tokens, store_rows
+from batchspec.kernels.moe.fp8_steps import apply_row_scales, sum_blocks, sum_blocks_of_tokens
 from batchspec.kernels.moe.gate import SWIGLU, Gate
 from batchspec.kernels.moe.quantise import GROUP, Fp8Rows, magnitude, quantise_rows_reference, to_e4m3
 from batchspec.kernels.moe.tiles import ExpertTile
@@ -42,104 +43,68 @@ class Fp8Weight(NamedTuple):
 
 
 @triton.jit
-def scale_at(scales, expert, tile_row, num_rows, block, num_blocks):
-    """The scale of a block of 128 rows and 128 columns of an expert's weight; 0 past the last block of columns."""
-    return tl.load(scales + (expert * num_rows + tile_row) * num_blocks + block, mask=block < num_blocks, other=0.0)
-
-
-@triton.jit
-def sum_blocks(
-    x, x_scales, w, w_scales, expert, begin, count, first, num_rows, n, k, start, stop,
-    GATED: tl.constexpr, BLOCKED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
-    EVEN_K: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
+def multiply(
+    x, x_scales, w, w_scales, bias, pairs, out, out_scales, expert, begin, count, tile, x_rows, num_rows, n, k,
+    scale_stride,
+    SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BLOCKED: tl.constexpr,
+    TURNED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, TOP_K: tl.constexpr,
+    EVEN_K: tl.constexpr, INTERPRETED: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sums over blocks start to stop of K of a tile of BLOCK_N rows of W (gated: and as many of up) by BLOCK_T rows of x.
+    """One tile of BLOCK_N rows of W (gated: and as many of up) by BLOCK_T rows of x.
 
-    x_scales [blocks of K, num_rows]. Row scales are left to `apply_row_scales`.
+    TURNED: the tile is two blocks of rows of W, and from 64 tokens on the tokens are on the wide side.
     """
-    num_blocks = tl.cdiv(k, 128)
+    HALF: tl.constexpr = BLOCK_N // 2 if TURNED and not GATED else BLOCK_N
+    TWO: tl.constexpr = TURNED or GATED
+    first = tile * BLOCK_N
     w_rows = 2 * n if GATED else n
     scale_rows = tl.cdiv(n, 128) * (2 if GATED else 1)
-    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    second = n + first if GATED else first + BLOCK_N - HALF
+    second_scale_row = tl.cdiv(n, 128) + first // 128 if GATED else tl.minimum(second // 128, scale_rows - 1)
     lane = tl.arange(0, BLOCK_T)
-    own_scales = x_scales + begin + lane
-    if BLOCKED:  # loaded one block ahead: Triton does not pipeline loads of scalars
-        scale = scale_at(w_scales, expert, first // 128, scale_rows, start, num_blocks)
-        up_scale = scale_at(w_scales, expert, tl.cdiv(n, 128) + first // 128, scale_rows, start, num_blocks) if GATED else scale
-    for block in tl.range(start, stop, num_stages=STAGES):
-        at = block * 128
-        tokens = tl.trans(load_tokens(x, begin, count, at, num_rows, k, BLOCK_T, 128, TMA)).to(DOT)
-        a = load_rows(w, expert, first, w_rows, at, k, BLOCK_N, 128, TMA, EVEN_K)
-        if BLOCKED:
-            x_scale = tl.load(own_scales + block * num_rows, mask=lane < count, other=0.0)
-            next_scale = scale_at(w_scales, expert, first // 128, scale_rows, block + 1, num_blocks)
-        part = tl.dot(a.to(DOT), tokens, input_precision="ieee")
-        acc += part * (x_scale * scale)[None, :] if BLOCKED else part
-        if GATED:
-            b = load_rows(w, expert, n + first, w_rows, at, k, BLOCK_N, 128, TMA, EVEN_K)
-            part = tl.dot(b.to(DOT), tokens, input_precision="ieee")
-            up += part * (x_scale * up_scale)[None, :] if BLOCKED else part
-            if BLOCKED:
-                up_scale = scale_at(w_scales, expert, tl.cdiv(n, 128) + first // 128, scale_rows, block + 1, num_blocks)
-        if BLOCKED:
-            scale = next_scale
-    return acc, up
-
-
-@triton.jit
-def apply_row_scales(
-    acc, up, x_scales, w_scales, expert, begin, count, first, n, scale_stride, GATED: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """The sums of `sum_blocks` over all of K, times the scale of each row of x and of W."""
-    lane = tl.arange(0, BLOCK_T)
-    x_scale = tl.load(x_scales + begin + lane, mask=lane < count, other=0.0)[None, :]
-    rows = tl.minimum(first + tl.arange(0, BLOCK_N), n - 1) * scale_stride
-    own = w_scales + expert * ((2 * n if GATED else n) * scale_stride + 1 - scale_stride)
-    acc = acc * x_scale * tl.load(own + rows)[:, None]
-    if GATED:
-        up = up * x_scale * tl.load(own + n * scale_stride + rows)[:, None]
-    return acc, up
-
-
-@triton.jit
-def multiply(
-    x, x_scales, w, w_scales, bias, pairs, out, out_scales, expert, begin, count, first, tile, num_rows, n, k, scale_stride,
-    SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BLOCKED: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, INTERPRETED: tl.constexpr,
-    DOT: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """One tile of BLOCK_N rows of W (gated: and as many of up) by BLOCK_T rows of x."""
-    acc, up = sum_blocks(
-        x, x_scales, w, w_scales, expert, begin, count, first, num_rows, n, k, 0, tl.cdiv(k, 128),
-        GATED, BLOCKED, BLOCK_T, BLOCK_N, TMA, EVEN_K, DOT, STAGES,
-    )  # fmt: skip
-    if not BLOCKED:
-        acc, up = apply_row_scales(
-            acc, up, x_scales, w_scales, expert, begin, count, first, n, scale_stride, GATED, BLOCK_T, BLOCK_N
-        )
-    acc = add_bias_and_gate(acc, up, bias, expert, first, n, GATED, LIMIT, ALPHA, BLOCK_N)
-    if out_scales is None:
-        store_rows(acc, out, pairs, begin, count, first, n, SCATTER, BLOCK_T, BLOCK_N)
+    own_scales = x_scales + begin + (tl.minimum(lane, count - 1) if TURNED and BLOCK_T >= 64 else lane)
+    if TOP_K:
+        x = rows_of_tokens(x, pairs, begin, count, k, TOP_K, BLOCK_T)
+        own_scales = x_scales + tl.load(pairs + begin + tl.minimum(lane, count - 1)) // TOP_K
+    if TURNED and BLOCK_T >= 64:
+        acc, other = sum_blocks_of_tokens(
+            x, own_scales, w, w_scales, expert, begin, count, first, second, first // 128, second_scale_row, x_rows, w_rows,
+            scale_rows, k, BLOCKED, BLOCK_T, HALF, TMA, TOP_K, EVEN_K, DOT,
+        )  # fmt: skip
     else:
-        y = tl.where((first + tl.arange(0, BLOCK_N) < n)[:, None], acc, 0.0).to(tl.bfloat16).to(tl.float32)
+        acc, other = sum_blocks(
+            x, own_scales, w, w_scales, expert, begin, count, first, second, first // 128, second_scale_row, x_rows, w_rows,
+            scale_rows, k, 0, tl.cdiv(k, 128), TWO, BLOCKED, BLOCK_T, HALF, TMA, TOP_K, EVEN_K, DOT, STAGES,
+        )  # fmt: skip
+    if not BLOCKED:
+        acc = apply_row_scales(acc, own_scales, w_scales, expert, count, first, w_rows, n - 1, scale_stride, HALF)
+        if TWO:
+            other = apply_row_scales(other, own_scales, w_scales, expert, count, second, w_rows, w_rows - 1, scale_stride, HALF)
+    if TWO and not GATED:
+        other = add_bias_and_gate(other, other, bias, expert, second, n, False, None, 0.0, HALF)
+        store_rows(other, out, pairs, begin, count, second, n, SCATTER, BLOCK_T, HALF)
+    acc = add_bias_and_gate(acc, other, bias, expert, first, n, GATED, LIMIT, ALPHA, HALF)
+    if out_scales is None:
+        store_rows(acc, out, pairs, begin, count, first, n, SCATTER, BLOCK_T, HALF)
+    else:
+        y = tl.where((first + tl.arange(0, HALF) < n)[:, None], acc, 0.0).to(tl.bfloat16).to(tl.float32)
         y, scales = to_e4m3(y, tl.max(magnitude(y), 0)[None, :], INTERPRETED)
-        lane = tl.arange(0, BLOCK_T)
-        store_rows(y, out, pairs, begin, count, first, n, SCATTER, BLOCK_T, BLOCK_N)
+        store_rows(y, out, pairs, begin, count, first, n, SCATTER, BLOCK_T, HALF)
         tl.store(out_scales + tile.to(tl.int64) * num_rows + (begin + lane)[None, :], scales, mask=(lane < count)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_units", "num_rows"])
+@triton.jit(do_not_specialize=["num_units", "x_rows", "num_rows"])
 def experts_fp8_kernel(
-    x16, x32, x64, x128, x256, x_scales, w, w_scales, bias, pairs, units, out, out_scales, num_units, num_rows, n, k,
-    scale_stride,
+    x16, x32, x64, x128, x256, x_scales, w, w_scales, bias, pairs, units, out, out_scales, num_units, x_rows, num_rows, n,
+    k, scale_stride,
     SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BLOCKED: tl.constexpr,
-    LOW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
-    EVEN_K: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    TURNED: tl.constexpr, LOW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    TMA: tl.constexpr, TOP_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """x16 to x256: x [num_rows, k] with blocks of so many rows, None where LOW to BLOCK_T does not include it.
+    """x16 to x256: x [x_rows, k] with blocks of so many rows, None where LOW to BLOCK_T does not include it. num_rows: of out.
 
+    TOP_K: of a token, if x has a row of each token; 0: rows are in the order of the list.
     scale_stride: 1 if each row of W has a scale, 0 if an expert has one. It is not read with block scales.
     """
     DOT: tl.constexpr = tl.float32 if INTERPRETED else tl.float8e4nv
@@ -148,18 +113,17 @@ def experts_fp8_kernel(
     expert = tl.load(units + unit * 4)
     begin = tl.load(units + unit * 4 + 1)
     count = tl.load(units + unit * 4 + 2)
-    first = tile * BLOCK_N
     blocks = (x16, x32, x64, x128, x256)
     for step in tl.static_range(5):  # unrolled
         if 16 << step >= LOW and 16 << step <= BLOCK_T and narrowest(count, 16 << step, LOW):
-            multiply(blocks[step], x_scales, w, w_scales, bias, pairs, out, out_scales, expert, begin, count, first, tile,
-                     num_rows, n, k, scale_stride, SCATTER, GATED, LIMIT, ALPHA, BLOCKED, 16 << step, BLOCK_N, TMA, EVEN_K,
-                     INTERPRETED, DOT, STAGES)  # fmt: skip
+            multiply(blocks[step], x_scales, w, w_scales, bias, pairs, out, out_scales, expert, begin, count, tile, x_rows,
+                     num_rows, n, k, scale_stride, SCATTER, GATED, LIMIT, ALPHA, BLOCKED, TURNED, 16 << step, BLOCK_N, TMA,
+                     TOP_K, EVEN_K, INTERPRETED, DOT, STAGES)  # fmt: skip
 
 
 def experts_fp8_up(
     x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, routing: Routing, *, tile: ExpertTile, gate: Gate = SWIGLU,
-    dtype: torch.dtype = torch.bfloat16, interpret: bool = False,
+    dtype: torch.dtype = torch.bfloat16, by_token: bool = False, interpret: bool = False,
 ) -> Tensor:  # fmt: skip
     """The gated first product of each pair.
 
@@ -170,20 +134,22 @@ def experts_fp8_up(
     routing  from `route` with unit_pairs=tile.block_t
     tile     block_k is 128; with block scales block_n divides 128
     dtype    of the result: bf16 or fp32; on a CPU any float dtype
+    by_token  x has a row of each token, [R, H] with R >= T, which programs gather: for few pairs faster than to sort rows before
 
     Returns [P, I] in the order of the list. Does not synchronise on a GPU. The launch raises ValueError for other shapes,
     dtypes or strides.
     """
     if not (x.values.is_cuda or interpret):
-        return experts_fp8_up_reference(x, weight, bias, routing, gate=gate).to(dtype)
-    out = x.values.new_empty(len(x.values), weight.values.shape[1] // 2, dtype=dtype)
-    launch("experts_fp8_up", x, weight, bias, routing, tile, out, gate=gate)
+        rows = rows_of_pairs(x, routing) if by_token else x
+        return experts_fp8_up_reference(rows, weight, bias, routing, gate=gate).to(dtype)
+    out = x.values.new_empty(len(routing.pairs), weight.values.shape[1] // 2, dtype=dtype)
+    launch("experts_fp8_up", x, weight, bias, routing, tile, out, gate=gate, by_token=by_token)
     return out
 
 
 def experts_fp8_up_quantised(
     x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, routing: Routing, *, tile: ExpertTile, gate: Gate = SWIGLU,
-    interpret: bool = False,
+    by_token: bool = False, interpret: bool = False,
 ) -> Fp8Rows:  # fmt: skip
     """`experts_fp8_up` in bf16 and `quantise_rows` on its result, in one launch.
 
@@ -191,11 +157,21 @@ def experts_fp8_up_quantised(
     Returns [P, I] in the order of the list with one scale per 128 values.
     """
     if not (x.values.is_cuda or interpret):
-        return quantise_rows_reference(experts_fp8_up_reference(x, weight, bias, routing, gate=gate).bfloat16())
-    num_pairs, width = len(x.values), weight.values.shape[1] // 2
+        rows = rows_of_pairs(x, routing) if by_token else x
+        return quantise_rows_reference(experts_fp8_up_reference(rows, weight, bias, routing, gate=gate).bfloat16())
+    num_pairs, width = len(routing.pairs), weight.values.shape[1] // 2
     out = Fp8Rows(x.values.new_empty(num_pairs, width), x.scales.new_empty(-(-width // GROUP), num_pairs))
-    launch("experts_fp8_up_quantised", x, weight, bias, routing, tile, out.values, gate=gate, out_scales=out.scales)
+    launch(
+        "experts_fp8_up_quantised", x, weight, bias, routing, tile, out.values, gate=gate, out_scales=out.scales,
+        by_token=by_token,
+    )  # fmt: skip
     return out
+
+
+def rows_of_pairs(x: Fp8Rows, routing: Routing) -> Fp8Rows:
+    """Rows of tokens [R, K] in the order of the list of pairs, in plain torch."""
+    tokens = routing.pairs.long() // routing.expert_ids.shape[1]
+    return Fp8Rows(x.values.view(torch.uint8)[tokens].view(E4M3), x.scales[:, tokens].contiguous())
 
 
 def experts_fp8_down(
@@ -215,7 +191,7 @@ def experts_fp8_down(
 
 def launch(
     kernel: str, x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, routing: Routing, tile: ExpertTile, out: Tensor, *,
-    gate: Gate | None = None, out_scales: Tensor | None = None, compile_only: bool = False,
+    gate: Gate | None = None, out_scales: Tensor | None = None, by_token: bool = False, compile_only: bool = False,
 ) -> None:  # fmt: skip
     """Check the arguments and start the kernel, unless `compile_only`.
 
@@ -223,7 +199,10 @@ def launch(
     """
     num_experts, w_rows, k = weight.values.shape
     num_rows, n = len(routing.pairs), w_rows if gate is None else w_rows // 2
-    blocked = _check_scales(kernel, x, num_rows, weight, gate is not None, tile)
+    top_k, x_rows = (routing.expert_ids.shape[1], len(x.values)) if by_token else (0, num_rows)
+    if x_rows < num_rows // (top_k or 1):
+        raise ValueError(f"{kernel}: {x_rows} rows of x; a routing of {num_rows // top_k} tokens")
+    blocked = _check_scales(kernel, x, x_rows, weight, gate is not None, tile)
     if out_scales is None:
         check(f"{kernel}: out", out, (num_rows, n), torch.bfloat16, torch.float32)
     else:
@@ -239,15 +218,17 @@ def launch(
         return
     tma = tile.tma and x.values.data_ptr() % 16 == 0 and weight.values.data_ptr() % 16 == 0 and k % 16 == 0
     flat = weight.values.view(num_experts * w_rows, k)
+    half = tile.block_n // 2 if tile.turned and gate is None else tile.block_n
     grid = (num_units * triton.cdiv(n, tile.block_n),)
     start = partial(experts_fp8_kernel.warmup, grid=grid) if compile_only else experts_fp8_kernel[grid]
     start(
-        *blocks_of(x.values, tile, tma), x.scales, TensorDescriptor.from_tensor(flat, [tile.block_n, GROUP]) if tma else flat,
-        weight.scales, bias, routing.pairs, routing.units, out, out_scales, num_units, num_rows, n, k,
+        *blocks_of(x.values, tile, tma and not by_token), x.scales,
+        TensorDescriptor.from_tensor(flat, [half, GROUP]) if tma else flat,
+        weight.scales, bias, routing.pairs, routing.units, out, out_scales, num_units, x_rows, num_rows, n, k,
         int(weight.scales.dim() == 2), SCATTER=gate is None, GATED=gate is not None,
-        LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha, BLOCKED=blocked, LOW=tile.low, BLOCK_T=tile.block_t,
-        BLOCK_N=tile.block_n, GROUP=tile.group, TMA=tma, EVEN_K=k % GROUP == 0, STAGES=tile.stages,
-        INTERPRETED=not out.is_cuda, num_warps=tile.warps, num_stages=tile.stages, **launch_args(out),
+        LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha, BLOCKED=blocked, TURNED=tile.turned, LOW=tile.low,
+        BLOCK_T=tile.block_t, BLOCK_N=tile.block_n, GROUP=tile.group, TMA=tma, TOP_K=top_k, EVEN_K=k % GROUP == 0,
+        STAGES=tile.stages, INTERPRETED=not out.is_cuda, num_warps=tile.warps, num_stages=tile.stages, **launch_args(out),
     )  # fmt: skip
 
 
@@ -262,8 +243,11 @@ def _check_scales(kernel: str, x: Fp8Rows, num_rows: int, weight: Fp8Weight, gat
     shape = (num_experts, row_blocks, num_blocks) if blocked else (num_experts, w_rows)[: weight.scales.dim()]
     check(f"{kernel}: scales of x", x.scales, (num_blocks, num_rows), torch.float32)
     check(f"{kernel}: scales of weight", weight.scales, shape, torch.float32)
-    if tile.block_k != GROUP or (blocked and GROUP % tile.block_n):
-        raise ValueError(f"{kernel}: {tile}; block_k must be {GROUP}; with block scales block_n must divide {GROUP}")
+    rows = tile.block_n // 2 if tile.turned and not gated else tile.block_n
+    if tile.block_k != GROUP or (blocked and GROUP % rows):
+        raise ValueError(
+            f"{kernel}: {tile}; block_k must be {GROUP}; with block scales block_n, or its half, must divide {GROUP}"
+        )
     return blocked
 
 

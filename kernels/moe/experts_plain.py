@@ -3,11 +3,12 @@
     up    h[i] = gate(x[i] Wg[e]' + bg[e], x[i] Wu[e]' + bu[e])     W [E, 2I, H]: gate rows, up rows
     down  y[p] = h[i] W[e]' + b[e]                                  W [E, H, I]          i: place of p in the list of pairs
 
-Rows of x and h are in the order of the list of pairs (`sort_rows.py`), those of y in pair order.
+Rows of x and h are in the order of the list of pairs (`sort_rows.py`), those of y in pair order. Rows of x may also be those of
+tokens, which the programs gather: for few pairs of an expert that takes less time than a launch that sorts them.
 Each program multiplies one tile of rows of W with the pairs of one unit (`units.py`). A tensor-core instruction takes at least 64
 rows of its first operand (M) and as few as 8 of its second (N). At decode an expert has few tokens, so W is the first operand and
 the tokens are the second: acc [rows of W, pairs]. The program takes the narrowest tile that holds the unit's pairs: only the GPU
-knows their number, so one kernel holds the code of several widths. TMA loads weights and tokens.
+knows their number, so one kernel holds the code of several widths. TMA loads weights, and tokens that are not gathered.
 Sums over K are in fp32 and rounded once; their order depends on neither the tile nor the number of tokens.
 Bound by memory (the weights of the experts that have tokens) up to about 200 tokens per expert, then by the tensor cores.
 """
@@ -25,8 +26,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.gemm.operands import DTYPES
-from batchspec.kernels.moe.blocks import add_bias_and_gate, blocks_of, check_launch, load_rows, load_tokens, narrowest, store_rows
+from batchspec.kernels.moe.blocks import (
+    add_bias_and_gate,
+    blocks_of,
+    check_launch,
+    load_row_blocks,
+    load_rows,
+    load_tokens,
+    narrowest,
+    rows_of_tokens,
+    store_rows,
+)
 from batchspec.kernels.moe.gate import SWIGLU, Gate
+from batchspec.kernels.moe.sort_rows import sort_rows_reference
 from batchspec.kernels.moe.tiles import ExpertTile
 from batchspec.kernels.moe.units import Routing, program_place, rows_by_expert
 
@@ -36,15 +48,19 @@ def multiply(
     x, w, bias, pairs, out, expert, begin, count, first, num_rows, n, k,
     SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr,
-    DOT: tl.constexpr,
+    DOT: tl.constexpr, TOP_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of BLOCK_N rows of W (gated: and as many of up) by BLOCK_T rows of x."""
+    """One tile of BLOCK_N rows of W (gated: and as many of up) by BLOCK_T rows of x. TOP_K: see `experts_plain_kernel`."""
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     w_rows = 2 * n if GATED else n
+    rows = rows_of_tokens(x, pairs, begin, count, k, TOP_K, BLOCK_T) if TOP_K else x
     for at in range(0, k, BLOCK_K):
-        tokens = tl.trans(load_tokens(x, begin, count, at, num_rows, k, BLOCK_T, BLOCK_K, TMA)).to(DOT)
-        a = load_rows(w, expert, first, w_rows, at, k, BLOCK_N, BLOCK_K, TMA, EVEN_K)
+        a = load_rows(w, expert, first, w_rows, at, k, BLOCK_N, BLOCK_K, TMA, EVEN_K)  # first: it waits for no pairs
+        if TOP_K:
+            tokens = tl.trans(load_row_blocks(rows, at, k, BLOCK_K)).to(DOT)
+        else:
+            tokens = tl.trans(load_tokens(x, begin, count, at, num_rows, k, BLOCK_T, BLOCK_K, TMA)).to(DOT)
         acc = tl.dot(a.to(DOT), tokens, acc, input_precision="ieee")
         if GATED:
             b = load_rows(w, expert, n + first, w_rows, at, k, BLOCK_N, BLOCK_K, TMA, EVEN_K)
@@ -58,9 +74,12 @@ def experts_plain_kernel(
     x16, x32, x64, x128, x256, w, bias, pairs, units, out, num_units, num_rows, n, k,
     SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     LOW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    TMA: tl.constexpr, EVEN_K: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    TMA: tl.constexpr, EVEN_K: tl.constexpr, TOP_K: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x16 to x256: x [num_rows, k] with blocks of so many rows, None where LOW to BLOCK_T does not include it."""
+    """x16 to x256: x [num_rows, k] with blocks of so many rows, None where LOW to BLOCK_T does not include it.
+
+    TOP_K: of a token, if x has a row of each token; 0: rows are in the order of the list.
+    """
     DOT: tl.constexpr = tl.float32 if INTERPRETED else out.dtype.element_ty
     unit, tile = program_place(num_units, tl.cdiv(n, BLOCK_N), GROUP)
     await_earlier(PDL)
@@ -72,12 +91,12 @@ def experts_plain_kernel(
     for step in tl.static_range(5):  # unrolled
         if 16 << step >= LOW and 16 << step <= BLOCK_T and narrowest(count, 16 << step, LOW):
             multiply(blocks[step], w, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT,
-                     ALPHA, 16 << step, BLOCK_N, BLOCK_K, TMA, EVEN_K, DOT)  # fmt: skip
+                     ALPHA, 16 << step, BLOCK_N, BLOCK_K, TMA, EVEN_K, DOT, TOP_K)  # fmt: skip
 
 
 def experts_plain_up(
     x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, *, tile: ExpertTile, gate: Gate = SWIGLU,
-    out: Tensor | None = None, interpret: bool = False,
+    by_token: bool = False, out: Tensor | None = None, interpret: bool = False,
 ) -> Tensor:  # fmt: skip
     """The gated first product of each pair.
 
@@ -85,14 +104,16 @@ def experts_plain_up(
     weight   same dtype [E, 2I, H], contiguous, gate rows before up rows
     bias     same dtype [E, 2I], or None
     routing  from `route` with unit_pairs=tile.block_t
+    by_token  x has a row of each token, [T, H], which programs gather: for few pairs faster than to sort rows before
     out      same dtype [P, I], contiguous; None: a new tensor
 
     Returns out, in the order of the list. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
-    out = x.new_empty(len(x), weight.shape[1] // 2) if out is None else out
+    out = x.new_empty(len(routing.pairs), weight.shape[1] // 2) if out is None else out
     if x.is_cuda or interpret:
-        launch("experts_plain_up", x, weight, bias, routing, tile, out, gate=gate)
+        launch("experts_plain_up", x, weight, bias, routing, tile, out, gate=gate, by_token=by_token)
         return out
+    x = sort_rows_reference(x, routing) if by_token else x
     return out.copy_(experts_plain_up_reference(x, weight, bias, routing, gate=gate))
 
 
@@ -113,12 +134,13 @@ def experts_plain_down(
 
 def launch(
     kernel: str, x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, tile: ExpertTile, out: Tensor, *,
-    gate: Gate | None = None, compile_only: bool = False,
+    gate: Gate | None = None, by_token: bool = False, compile_only: bool = False,
 ) -> None:  # fmt: skip
     """Check the arguments and start the kernel, unless `compile_only`."""
+    top_k = routing.expert_ids.shape[1] if by_token else 0
     num_pairs, (num_experts, w_rows, k) = routing.expert_ids.numel(), weight.shape
     n = w_rows if gate is None else w_rows // 2
-    check(f"{kernel}: x", x, (num_pairs, k), *DTYPES)
+    check(f"{kernel}: x", x, (num_pairs // (top_k or 1), k), *DTYPES)
     check(f"{kernel}: weight", weight, (num_experts, w_rows, k), x.dtype)
     check(f"{kernel}: out", out, (num_pairs, n), x.dtype)
     if bias is not None:
@@ -131,11 +153,13 @@ def launch(
     grid = (len(routing.units) * triton.cdiv(n, tile.block_n),)
     start = partial(experts_plain_kernel.warmup, grid=grid) if compile_only else experts_plain_kernel[grid]
     start(
-        *blocks_of(x, tile, tma), TensorDescriptor.from_tensor(flat, [tile.block_n, tile.block_k]) if tma else weight, bias,
+        *blocks_of(x, tile, tma and not by_token),
+        TensorDescriptor.from_tensor(flat, [tile.block_n, tile.block_k]) if tma else weight, bias,
         routing.pairs, routing.units, out, len(routing.units), num_pairs, n, k,
         SCATTER=gate is None, GATED=gate is not None, LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha,
         LOW=tile.low, BLOCK_T=tile.block_t, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=tile.group, TMA=tma,
-        EVEN_K=k % tile.block_k == 0, INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages, **launch_args(x),
+        EVEN_K=k % tile.block_k == 0, TOP_K=top_k, INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages,
+        **launch_args(x),
     )  # fmt: skip
 
 

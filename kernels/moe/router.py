@@ -23,7 +23,8 @@ from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.fetch import fetch_to_l2
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 
-FEW_TILES = 256  # of 16 tokens and 16 experts; beyond, tiles are larger
+FEW_TILES = 256  # of 16 tokens and 16 experts; beyond, all warps sum one part after another
+ONE_WAVE = 132  # tiles that run at once on an H200; of more, tiles have 32 tokens
 PARTS = 8
 PART_K, PART_K_WIDE = 64, 32  # WIDE: for fp32 operands, whose two TF32 parts take more registers
 
@@ -134,9 +135,10 @@ def router_logits(
     if not (x.is_cuda or interpret):
         return router_logits_reference(x, weight, bias)
     out = x.new_empty(num_tokens, num_experts, dtype=torch.float32)
-    few = triton.cdiv(num_tokens, 16) * triton.cdiv(num_experts, 16) <= FEW_TILES
+    num_tiles = triton.cdiv(num_tokens, 16) * triton.cdiv(num_experts, 16)
+    few = num_tiles <= FEW_TILES
     wide = x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16
-    block_t, block_e = (16, 16) if few else (32, 64)
+    block_t, block_e = (16 if num_tiles <= ONE_WAVE else 32, 16) if few else (32, 64)
     part_k = PART_K_WIDE if wide else PART_K
     rounds = triton.cdiv(k, PARTS * part_k * (1 if wide or not x.is_cuda else 2))
     if num_tokens:

@@ -2,7 +2,8 @@
 
     out[places[t * k + s]] = x[t]        for each slot s of the k of token t
 
-The grouped products read the rows of a unit as one block by TMA. `quantise_rows` does the same for FP8 rows.
+The grouped products read the rows of a unit as one block by TMA. `quantise_rows` does the same for FP8 rows. Products of few
+pairs that gather rows by token (`blocks.rows_of_tokens`) save this launch.
 Each program reads one row of x and writes its k copies. Bound by launch latency at decode sizes, by memory at prefill sizes.
 """
 

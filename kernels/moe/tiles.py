@@ -42,6 +42,9 @@ class ExpertTile(NamedTuple):
     """MXFP4 only: use the heights of `JOINED` too."""
     registers: int | None = None
     """MXFP4 only: most registers of a thread (Triton's maxnreg), so that more programs share a multiprocessor; None: no limit."""
+    turned: bool = False
+    """FP8 only: from 64 pairs on the pairs are on the wide side of the tensor cores' products, and a program works at two blocks
+    of rows of W in the second product too, block_n / 2 rows each. For wide tiles, whose sums leave few registers for scales."""
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -57,13 +60,13 @@ def unit_pairs_of(num_tokens: int, top_k: int, num_experts: int, dtype: torch.dt
     That is their mean number plus two standard deviations, as if each token chose its experts independently.
 
     dtype  of the weights, as in `expert_tile`. Wide tiles gain little where the instructions that unpack weights (MXFP4) or scale
-           sums (FP8) take as long as the products: two units of 64 pairs take less time than one of 128
+           sums (FP8) take long: two units of 64 pairs take less time than one of 128, but with a great many pairs
     """
     mean = num_tokens * top_k / num_experts
     deviation = (mean * (1 - top_k / num_experts)) ** 0.5
     pairs = max(16, 1 << (int(mean + 2 * deviation) - 1).bit_length())
     if dtype == torch.float8_e4m3fn:
-        return min(64, pairs)
+        return 128 if mean >= MANY_FP8_PAIRS else min(64, pairs)
     if dtype == torch.uint8:
         if mean >= MANY_EXPERT_PAIRS:
             return min(128, pairs)
@@ -72,8 +75,22 @@ def unit_pairs_of(num_tokens: int, top_k: int, num_experts: int, dtype: torch.dt
     return min(128, pairs)
 
 
+def gathers(unit_pairs: int, dtype: torch.dtype) -> bool:
+    """Whether a layer's first product, with weights of this dtype, takes less time if its programs gather the rows of x by token.
+
+    No launch sorts the rows by expert then. Measured on one H200 (2026-11-22) at 256 and 512 tokens of Qwen3-30B-A3B, a layer
+    without attention: bf16 400 and 434 us for 404 and 439, FP8 268.5 for 271.4 at 256. Where registers are full it takes longer:
+    FP8 with 64 pairs 312.5 for 310.8, MXFP4 (gpt-oss-20b) 328 for 300.
+    """
+    return unit_pairs <= GATHERED_PAIRS.get(dtype, 0)
+
+
+GATHERED_PAIRS = {torch.bfloat16: 64, torch.float32: 64, torch.float8_e4m3fn: 32}
+"""Most pairs of a unit with which programs gather rows, by dtype of the weights. fp32 is for tests, which alone run it."""
 MANY_EXPERT_PAIRS = 256
 """Mean pairs of an expert from which units of MXFP4 products have 128 pairs."""
+MANY_FP8_PAIRS = 512
+"""The same of FP8 products."""
 MANY_LAYER_PAIRS = 8192
 """Pairs of a layer from which wider units do not leave multiprocessors without a program."""
 
@@ -91,13 +108,17 @@ def expert_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch.dt
     these points the units grow with the mean number of pairs (`unit_pairs_of`). With 128 registers a thread, four programs of
     units of 32 pairs share a multiprocessor in place of three: 342 and 178 us for 356 and 190 (120b, 512 tokens); other units
     lose by it. One token of gpt-oss takes 47 us a layer with 6 stages, 53 with 3; from four tokens on 3 are faster.
+    FP8 tiles with `turned` were timed on Qwen3-30B-A3B at 512 to 16,384 tokens, and on MiniMax-M2 at 1,024 and 4,096. Three
+    programs of 64 pairs, or two of 128 pairs and eight warps, share a multiprocessor; one of twice the rows of W takes longer.
     """
     if dtype == torch.float32:
         return ExpertTile(unit_pairs, 64, 32, 2, 4, False)
     if dtype == torch.float8_e4m3fn:
         if unit_pairs <= 32:
             return ExpertTile(unit_pairs, 128, 128, 3, 4)
-        return ExpertTile(unit_pairs, 64 if gated else 128, 128, 4, 4 if unit_pairs == 64 else 8)
+        if unit_pairs == 64:
+            return ExpertTile(64, 64 if gated else 128, 128, 3, 4, turned=True)
+        return ExpertTile(unit_pairs, 64 if gated else 128, 128, 3, 8, low=unit_pairs, turned=True)
     if dtype == torch.uint8:
         if unit_pairs == 128:
             return ExpertTile(unit_pairs, 64, 128, 2, 4, low=32) if gated else ExpertTile(unit_pairs, 128, 128, 2, 8, low=128)
@@ -140,8 +161,12 @@ def candidates(num_tokens: int, top_k: int, num_experts: int, *, gated: bool, dt
             for low in sorted(lows):
                 joined = dtype == torch.uint8 and low < block_t and block_t > 32
                 tile = ExpertTile(block_t, block_n, block_k, stages, warps, low=low, joined=joined)
-                if fits(tile, gated=gated, dtype=dtype):
-                    found += [tile, tile._replace(registers=128)] if dtype == torch.uint8 else [tile]
+                others = []
+                if dtype == torch.uint8:
+                    others = [tile._replace(registers=128)]
+                elif dtype == torch.float8_e4m3fn and block_t >= 64:
+                    others = [tile._replace(turned=True, block_n=block_n if gated else 2 * block_n)]
+                found += [own for own in (tile, *others) if fits(own, gated=gated, dtype=dtype)]
     return list(dict.fromkeys(found))
 
 
@@ -153,4 +178,5 @@ def fits(tile: ExpertTile, *, gated: bool, dtype: torch.dtype) -> bool:
     sums = tile.block_n * tile.block_t * (2 if gated else 1) // (32 * tile.warps)  # fp32 registers per thread
     if fp8:  # sums of one block of K and total sums
         sums = sums * 3 // 2
-    return shared <= SHARED_BYTES and sums <= (192 if fp8 else 128) and not (fp8 and tile.block_n > 128)
+    most_rows = 256 if tile.turned and not gated else 128
+    return shared <= SHARED_BYTES and sums <= (192 if fp8 else 128) and not (fp8 and tile.block_n > most_rows)

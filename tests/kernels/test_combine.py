@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from batchspec.kernels.gemm.fp8_tokens import Fp8Form, quantise_tokens
 from batchspec.kernels.moe.combine import combine, combine_norm, combine_norm_reference, combine_reference
+from batchspec.kernels.moe.combine_fp8 import combine_fp8, combine_fp8_reference
 from tests.kernels.moe_cases import assert_near
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float64: 1e-12}
@@ -69,3 +71,47 @@ def test_wrong_arguments_are_refused() -> None:
         combine(y, weights.double(), out=out)
     with pytest.raises(ValueError, match="combine_norm: residual"):
         combine_norm(y, weights, out.bfloat16(), torch.zeros(8), 1e-5, out=out)
+
+
+@pytest.mark.parametrize("form", [Fp8Form(whole=False), Fp8Form(whole=True), Fp8Form(whole=True, scale=0.02)])
+@pytest.mark.parametrize("width", [90, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_quantised_norm_has_the_bits_of_two_launches(
+    dtype: torch.dtype, width: int, form: Fp8Form, interpret: bool, device: torch.device
+) -> None:
+    """Also of what is left in the residual and copied for a drafter; a row of NaN stays one that is not finite."""
+    tokens, top_k = 6, 3
+    y = torch.randn(tokens * top_k, width, device=device).to(dtype)
+    y[3 * top_k] = torch.nan
+    weights, gain = torch.rand(tokens, top_k, device=device), torch.randn(width, device=device).to(dtype)
+    wide = torch.randn(tokens, 2 * width, device=device).to(dtype)
+    residual, expected = wide.clone()[:, width:], wide.clone()[:, width:]
+    copy, out = torch.zeros(tokens, width, dtype=dtype, device=device), torch.empty(tokens, width, dtype=dtype, device=device)
+    found = combine_fp8(y, weights, residual, gain, 1e-5, form, out_aux=copy, interpret=interpret)
+    combine_norm(y, weights, expected, gain, 1e-5, out=out, interpret=interpret)
+    wanted = quantise_tokens(out, form, interpret=interpret)
+    live = [0, 1, 2, 4, 5]
+    assert found.num_tokens == tokens
+    assert torch.equal(found.rows.values[live].float(), wanted.rows.values[live].float())
+    assert torch.equal(found.rows.scales[:, live], wanted.rows.scales[:, live])
+    assert not (found.rows.values[3].float().sum() * found.rows.scales[:, 3].sum()).isfinite()
+    torch.testing.assert_close(residual, expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(copy, expected, rtol=0, atol=0, equal_nan=True)
+    reference = combine_fp8_reference(y, weights, wide.clone()[:, width:], gain, 1e-5, form)
+    tolerance = 1e-5 if dtype is torch.float32 else 2**-4  # the interpreter cuts bf16 off
+    torch.testing.assert_close(found.rows.scales[:, live], reference.rows.scales[:, live], rtol=tolerance, atol=0)
+
+
+def test_a_quantised_norm_refuses_other_shapes(device: torch.device) -> None:
+    y, weights, residual = torch.zeros(6, 20, device=device), torch.ones(3, 2, device=device), torch.zeros(3, 20, device=device)
+    form = Fp8Form(whole=False)
+    with pytest.raises(ValueError, match="combine_fp8: weight is"):
+        combine_fp8(y, weights, residual, torch.ones(19, device=device), 1e-5, form, interpret=True)
+    with pytest.raises(ValueError, match="combine_fp8: y is"):
+        combine_fp8(y[:5], weights, residual, torch.ones(20, device=device), 1e-5, form, interpret=True)
+    with pytest.raises(ValueError, match="combine_fp8: out_aux"):
+        combine_fp8(y, weights, residual, torch.ones(20, device=device), 1e-5, form, out_aux=residual[:2], interpret=True)
+    with pytest.raises(ValueError, match=r"combine_fp8: scale=0\.5 applies to whole rows"):
+        combine_fp8(y, weights, residual, torch.ones(20, device=device), 1e-5, Fp8Form(False, 0.5), interpret=True)
+    none = combine_fp8(y[:0], weights[:0], residual[:0], torch.ones(20, device=device), 1e-5, form, interpret=True)
+    assert none.num_tokens == 0

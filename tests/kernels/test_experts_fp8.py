@@ -17,6 +17,7 @@ from batchspec.kernels.moe.tiles import ExpertTile
 from tests.kernels.moe_cases import SPREADS, assert_near, fp8_tolerance, noise, routing_of, sorted_pairs
 
 TILE = ExpertTile(16, 64, 128, 2, 4)
+TURNED = ExpertTile(64, 64, 128, 2, 4, turned=True)
 HIDDEN, WIDTH = 144, 80  # tails of the blocks of 128
 
 
@@ -92,13 +93,14 @@ def test_nan_is_not_lost(options: dict[str, Any], interpret: bool, device: torch
 
 
 @pytest.mark.parametrize(
-    ("scales_of", "spread", "gate", "tma"),
-    [("block", SPREADS[0], SWIGLU, True), ("block", SPREADS[2], Gate(0.5), False), ("row", SPREADS[1], SWIGLU, True),
-     ("tensor", SPREADS[2], Gate(0.5), True)],
+    ("scales_of", "spread", "gate", "tile"),
+    [("block", SPREADS[0], SWIGLU, TILE), ("block", SPREADS[2], Gate(0.5), TILE._replace(tma=False)),
+     ("row", SPREADS[1], SWIGLU, TILE), ("tensor", SPREADS[2], Gate(0.5), TILE),
+     ("row", SPREADS[0], Gate(0.5), TURNED), ("tensor", SPREADS[1], SWIGLU, TURNED)],
 )  # fmt: skip
-def test_both_products(scales_of: str, spread: str, gate: Gate, tma: bool, interpret: bool, device: torch.device) -> None:
-    tokens, experts, top_k, tile = 9, 5, 2, TILE._replace(tma=tma)
-    routing = routing_of(tokens, experts, top_k, spread, 16, device)
+def test_both_products(scales_of: str, spread: str, gate: Gate, tile: ExpertTile, interpret: bool, device: torch.device) -> None:
+    tokens, experts, top_k = 9 if tile.block_t == 16 else 90, 5, 2
+    routing = routing_of(tokens, experts, top_k, spread, tile.block_t, device)
     ids = routing.expert_ids
     wide = noise(tokens, HIDDEN, dtype=torch.float32, device=device)
     x = quantise_rows(wide, routing, whole=scales_of != "block", interpret=interpret)

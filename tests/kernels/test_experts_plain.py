@@ -156,7 +156,7 @@ def test_tiles_fit(dtype: torch.dtype, gated: bool) -> None:
 def test_units_grow_with_the_pairs_of_an_expert() -> None:
     counts = (1, 16, 64, 256, 512, 1024, 4096, 16384)
     assert [unit_pairs_of(tokens, 8, 128) for tokens in counts] == [16, 16, 16, 32, 64, 128, 128, 128]
-    assert [unit_pairs_of(tokens, 8, 128, E4M3) for tokens in counts] == [16, 16, 16, 32, 64, 64, 64, 64]
+    assert [unit_pairs_of(tokens, 8, 128, E4M3) for tokens in counts] == [16, 16, 16, 32, 64, 64, 64, 128]
     assert [unit_pairs_of(tokens, 4, 32, torch.uint8) for tokens in counts] == [16, 16, 16, 64, 96, 64, 128, 128]
     assert [unit_pairs_of(tokens, 4, 128, torch.uint8) for tokens in counts] == [16, 16, 16, 16, 32, 64, 96, 128]
-    assert [unit_pairs_of(tokens, 1, 1, E4M3) for tokens in (1, 17, 64, 65, 300)] == [16, 32, 64, 64, 64]
+    assert [unit_pairs_of(tokens, 1, 1, E4M3) for tokens in (1, 17, 64, 65, 300, 512)] == [16, 32, 64, 64, 64, 128]

@@ -83,6 +83,20 @@ def test_any_size(
     assert_lists_hold_every_pair_once(found, tokens, experts)
 
 
+@pytest.mark.parametrize(("tokens", "top_k"), [(700, 5), (1300, 3), (2100, 4)])
+def test_lists_of_many_pairs(tokens: int, top_k: int, interpret: bool, device: torch.device) -> None:
+    """Of more pairs than a program reads at once; with dead tokens, all of them at the end of the list."""
+    torch.manual_seed(tokens)
+    logits, live = torch.randn(tokens, 7, device=device), torch.rand(tokens, device=device) < 0.8
+    found = route(logits, top_k, norm_topk=True, unit_pairs=64, interpret=interpret)
+    assert_same(found, route_reference(logits, top_k, norm_topk=True, unit_pairs=64))
+    assert_lists_hold_every_pair_once(found, tokens, 7)
+    found = route(logits, top_k, norm_topk=True, unit_pairs=64, live=live, interpret=interpret)
+    assert_same(found, route_reference(logits, top_k, norm_topk=True, unit_pairs=64, live=live))
+    dead = found.pairs[int(found.offsets[-1]) :].long() // top_k
+    assert not live[dead].any()
+
+
 def assert_lists_hold_every_pair_once(routing: Routing, tokens: int, experts: int) -> None:
     top_k = routing.expert_ids.shape[1]
     flat = routing.expert_ids.flatten()

@@ -31,7 +31,7 @@ from batchspec.kernels.moe.units import Routing
 from batchspec.model.blocks.base import Clamp, GroupedSpec
 from batchspec.model.blocks.forward import Product
 from batchspec.model.quant.grouped import ROW_BYTES, PlainExperts, gate_of, tile_of
-from batchspec.tuning.policy import fp8_tile, has_fast_experts, has_scaled_mm
+from batchspec.tuning.policy import fp8_tile, gathers_rows, has_fast_experts, has_scaled_mm
 
 BLOCK = 128
 
@@ -202,14 +202,15 @@ class Fp8Experts(PlainExperts):
     def up(self, x: Tensor, routing: Routing, clamp: Clamp | None, *, quantise: bool) -> Tensor | Fp8Rows:
         if not self._fast:
             return self.plain_up(x, routing, clamp)
-        rows = quantised(x, self._activations, self._input_scale, routing)
+        by_token = gathers_rows(routing.unit_pairs, E4M3)
+        rows = quantised(x, self._activations, self._input_scale, None if by_token else routing)
         tile, gate, interpret = tile_of(routing, gated=True, dtype=E4M3), gate_of(clamp), not x.is_cuda
         if quantise and tile.block_n == BLOCK:
             return kernels.experts_fp8_up_quantised(
-                rows, self.weight, self._bias, routing, tile=tile, gate=gate, interpret=interpret
+                rows, self.weight, self._bias, routing, tile=tile, gate=gate, by_token=by_token, interpret=interpret
             )
         return kernels.experts_fp8_up(
-            rows, self.weight, self._bias, routing, tile=tile, gate=gate, dtype=x.dtype, interpret=interpret
+            rows, self.weight, self._bias, routing, tile=tile, gate=gate, dtype=x.dtype, by_token=by_token, interpret=interpret
         )
 
     def down(self, inner: Tensor | Fp8Rows, routing: Routing) -> Tensor:

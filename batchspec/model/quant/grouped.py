@@ -23,7 +23,7 @@ from batchspec.model.blocks.base import Clamp, GroupedSpec, Projection, Share, T
 from batchspec.model.blocks.forward import GroupedProduct
 from batchspec.model.fused import clamped_swiglu, silu_and_mul
 from batchspec.model.quant.base import Slices, Weights, check_blocks
-from batchspec.tuning.policy import expert_tile, has_fast_experts
+from batchspec.tuning.policy import expert_tile, gathers_rows, has_fast_experts
 
 
 class PlainExperts(ABC):
@@ -71,8 +71,11 @@ class GroupedLinear(PlainExperts):
         if not self._fast:
             return self.plain_up(x, routing, clamp)
         interpret, tile = not x.is_cuda, tile_of(routing, gated=True, dtype=x.dtype)
-        rows = rows_in_order(x, routing)
-        return experts_plain_up(rows, self._weight, self._bias, routing, tile=tile, gate=gate_of(clamp), interpret=interpret)
+        by_token = routing.rows is None and gathers_rows(routing.unit_pairs, x.dtype) and x.is_contiguous()
+        rows = x if by_token else rows_in_order(x, routing)
+        return experts_plain_up(
+            rows, self._weight, self._bias, routing, tile=tile, gate=gate_of(clamp), by_token=by_token, interpret=interpret
+        )
 
     def down(self, inner: Tensor | Fp8Rows, routing: Routing) -> Tensor:
         assert isinstance(inner, Tensor)

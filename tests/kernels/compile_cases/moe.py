@@ -27,6 +27,11 @@ for _residual, _gain in ((None, None), ("*bf16", "*bf16"), ("*bf16", PF32)):
     case(f"combine_kernel residual {_residual}, norm {_gain}", "combine", 8, y="*bf16", weights=PF32, residual=_residual,
          norm=_gain, out="*bf16", out_aux=_residual, residual_stride=I32, out_stride=I32, aux_stride=I32, EPS=1e-5, TOP_K=6,
          WIDTH=1536, BLOCK=2048, ACC="fp32")  # fmt: skip
+for _one, _scale in ((False, None), (True, "fp32")):
+    case(f"combine_fp8_kernel whole {_one}, given {_scale}", "combine_fp8", 8, y="*bf16", weights=PF32, residual="*bf16",
+         norm="*bf16", out="*fp8e4nv", out_scales=PF32, out_aux=None if _one else "*bf16", given=_scale, num_rows=I32,
+         residual_stride=I32, aux_stride=I32, EPS=1e-5, TOP_K=6, WIDTH=4000, BLOCK=4096, WHOLE=_one, GROUP=128,
+         INTERPRETED=False)  # fmt: skip
 
 
 def _tokens_of(dtype: str, low: int, block_t: int, block_k: int, tma: bool, joined: bool = False) -> dict[str, object]:
@@ -38,35 +43,43 @@ def _tokens_of(dtype: str, low: int, block_t: int, block_k: int, tma: bool, join
     return kinds
 
 
-# (dtype, gated, limit, lowest tile, pairs of a unit, rows of W, K block, warps)
-for _dtype, _gated, _limit, _low, _t, _n, _k, _warps in (
-    ("bf16", True, 7.0, 16, 32, 64, 64, 4), ("bf16", True, None, 32, 128, 128, 64, 8), ("bf16", False, None, 32, 128, 128, 64, 4),
-    ("fp32", True, None, 16, 32, 64, 32, 4),
+def _gathered(dtype: str, low: int, block_t: int) -> dict[str, object]:
+    """The same where programs gather rows of tokens."""
+    return {f"x{height}": f"*{dtype}" if low <= height <= block_t else None for height in (16, 32, 64, 128, 256)}
+
+
+# (dtype, gated, limit, lowest tile, pairs of a unit, rows of W, K block, warps, rows gathered)
+for _dtype, _gated, _limit, _low, _t, _n, _k, _warps, _by_token in (
+    ("bf16", True, 7.0, 16, 32, 64, 64, 4, True), ("bf16", True, None, 32, 128, 128, 64, 8, False),
+    ("bf16", False, None, 32, 128, 128, 64, 4, False), ("fp32", True, None, 16, 32, 64, 32, 4, False),
 ):  # fmt: skip
     _ptr, _tma = f"*{_dtype}", _dtype == "bf16"
     case(f"experts_plain_kernel {_dtype}, gated {_gated}, {_low} to {_t} pairs", "experts_plain", _warps,
-         **_tokens_of(_dtype, _low, _t, _k, _tma), w=f"tensordesc<bf16[{_n}, {_k}]>" if _tma else _ptr,
+         **(_gathered(_dtype, _low, _t) if _by_token else _tokens_of(_dtype, _low, _t, _k, _tma)),
+         w=f"tensordesc<bf16[{_n}, {_k}]>" if _tma else _ptr,
          bias=_ptr if _gated else None, pairs=PI32, units=PI32, out=_ptr, num_units=I32, num_rows=I32, n=I32, k=I32,
          SCATTER=not _gated, GATED=_gated, LIMIT=_limit, ALPHA=1.702, LOW=_low, BLOCK_T=_t, BLOCK_N=_n, BLOCK_K=_k, GROUP=8,
-         TMA=_tma, EVEN_K=_tma, INTERPRETED=False)  # fmt: skip
+         TMA=_tma, EVEN_K=_tma, TOP_K=8 * _by_token, INTERPRETED=False)  # fmt: skip
 case("sort_rows_kernel", "sort_rows", 8, x="*bf16", places=PI32, out="*bf16", stride_x=I32, k=I32, SLOTS=4,
      BLOCK=4096)  # fmt: skip
 for _one, _scale in ((False, None), (True, None), (True, "fp32")):
     case(f"quantise_kernel whole {_one}, given {_scale}", "quantise", 8, x="*bf16",
          places=None if _one else PI32, out="*fp8e4nv", out_scales=PF32, given=_scale, num_rows=I32,
          stride=I32, k=I32, SLOTS=1 if _one else 8, WHOLE=_one, GROUP=128, GROUPS=16, INTERPRETED=False)  # fmt: skip
-# (blocked, gated, quantised, pairs, rows of W, warps, TMA)
-for _blocked, _gated, _quantised, _t, _n, _warps, _tma in (
-    (True, True, True, 32, 128, 4, True), (True, False, False, 64, 128, 4, True), (True, True, False, 64, 64, 4, True),
-    (False, True, False, 16, 128, 4, False),
+# (blocked, gated, quantised, lowest tile, pairs, rows of W, warps, TMA, turned, rows gathered)
+for _blocked, _gated, _quantised, _low, _t, _n, _warps, _tma, _turned, _by_token in (
+    (True, True, True, 16, 32, 128, 4, True, False, True), (True, False, False, 16, 64, 128, 4, True, True, False),
+    (True, True, False, 16, 64, 64, 4, True, True, True), (True, True, False, 128, 128, 64, 8, True, True, False),
+    (False, True, False, 16, 16, 128, 4, False, False, False),
 ):  # fmt: skip
+    _half = _n // 2 if _turned and not _gated else _n
     case(f"experts_fp8_kernel blocked {_blocked}, gated {_gated}, quantised {_quantised}, {_t} pairs", "experts_fp8", _warps,
-         **_tokens_of("fp8e4nv", 16, _t, 128, _tma), x_scales=PF32,
-         w=f"tensordesc<fp8e4nv[{_n}, 128]>" if _tma else "*fp8e4nv", w_scales=PF32,
+         **(_gathered("fp8e4nv", _low, _t) if _by_token else _tokens_of("fp8e4nv", _low, _t, 128, _tma)), x_scales=PF32,
+         w=f"tensordesc<fp8e4nv[{_half}, 128]>" if _tma else "*fp8e4nv", w_scales=PF32,
          bias=None if _blocked else "*bf16", pairs=PI32, units=PI32, out="*fp8e4nv" if _quantised else "*bf16",
-         out_scales=PF32 if _quantised else None, num_units=I32, num_rows=I32, n=I32, k=I32, scale_stride=I32,
-         SCATTER=not _gated, GATED=_gated, LIMIT=None, ALPHA=1.702, BLOCKED=_blocked, LOW=16, BLOCK_T=_t,
-         BLOCK_N=_n, GROUP=8, TMA=_tma, EVEN_K=_tma, STAGES=4, INTERPRETED=False)  # fmt: skip
+         out_scales=PF32 if _quantised else None, num_units=I32, x_rows=I32, num_rows=I32, n=I32, k=I32, scale_stride=I32,
+         SCATTER=not _gated, GATED=_gated, LIMIT=None, ALPHA=1.702, BLOCKED=_blocked, TURNED=_turned, LOW=_low, BLOCK_T=_t,
+         BLOCK_N=_n, GROUP=8, TMA=_tma, TOP_K=8 * _by_token, EVEN_K=_tma, STAGES=3, INTERPRETED=False)  # fmt: skip
 # (gated, lowest tile, pairs, rows of W, warps, TMA)
 for _gated, _low, _t, _n, _warps, _tma in (
     (True, 16, 64, 64, 4, True), (False, 16, 96, 128, 4, True), (True, 32, 128, 64, 4, True),
