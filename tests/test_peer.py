@@ -172,6 +172,10 @@ def exchange_large(host: Collectives, folder: Path) -> None:
             by.add_norm(partial, stream, weight, EPS, out=out, out_aux=None)
         assert torch.equal(streams[0], streams[1])
         assert torch.equal(outs[0], outs[1])
+        heads = noise(3, host.rank, ROUND_BYTES // 8 + 1, 12).repeat(2, 1, 1)  # two fp32 numbers of each row are exchanged
+        for by, qkv in zip((ranks, host), heads, strict=True):
+            by.norm_heads(qkv, noise(4, host.rank, 4), noise(5, host.rank, 4), EPS)
+        assert torch.equal(heads[0], heads[1])
     peers = ranks.lanes()[0].peers
     assert peers is not None
     assert int(peers.epochs[0]) == 0

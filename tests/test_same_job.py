@@ -25,6 +25,8 @@ from batchspec.engine.step import ScheduledRound
 from batchspec.errors import OutputError
 from batchspec.identity import job_fingerprint
 from batchspec.job import check_output
+from batchspec.kernels.attention.ordered_step import PART, block_of
+from batchspec.model.deterministic import ORDER_VERSION
 from batchspec.prepare import open_job
 from tests.models import CHAT_TEMPLATE, make_checkpoint, make_thinking_tokenizer, make_tokenizer
 from tests.test_job import arguments, prompts
@@ -114,6 +116,12 @@ NO_PART = re.compile(
 def test_every_key_is_a_part_of_what_a_job_is_or_of_how_it_is_run() -> None:
     """A new key belongs into one of the two: forgotten, its change would mix two jobs."""
     assert {key for key in keys() if not NO_PART.fullmatch(key)} == CHANGES.keys()
+
+
+def test_another_cut_of_the_keys_is_another_order_of_sums() -> None:
+    """Whoever changes one of these numbers raises the version, which `decode.deterministic` brings into a job's identity."""
+    assert (PART, block_of(64), block_of(128), block_of(256)) == (2048, 64, 64, 32)
+    assert ORDER_VERSION >= 2
 
 
 def changed(config: RunConfig, key: str, value: Any) -> RunConfig:
