@@ -311,7 +311,7 @@ def refused(kind: type[BatchspecError], made: Path, out: Path, capfd: Any, *over
     [
         ("train.lrr=1", "train.lrr is no key of the configuration; did you mean train.lr?"),
         ("train.lr=0", "train.lr=0.0 must be above 0 and at most 1; 3e-3 is usual"),
-        ("train.ahead=fast", "train.ahead: Value 'fast'"),
+        ("train.ahead=fast", "train.ahead=fast must be a whole number, without point or exponent"),
         ("train.max_len=4096", "train.max_len=4096 exceeds train.batch_tokens=700"),
         ("draft=lookup", "draft=lookup cannot be trained; use draft=eagle3 or draft=parallel"),
         ("draft=eagel3", "draft=eagel3 is no choice of the group draft; did you mean eagle3?"),
