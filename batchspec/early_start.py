@@ -1,6 +1,7 @@
-"""What a job on a GPU needs later and no Python code does: it begins in threads while this process imports and reads its input.
+"""Starts slow work of a GPU job early, in threads, while this process imports modules and reads its input: the CUDA context and
+Triton's checksum of its compiler. Both mostly run without the interpreter's lock.
 
-Whatever fails here is tried again where it is needed, and fails there with a message.
+What fails here is tried again where it is needed, and fails there with a message.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def num_nodes() -> int:
 
 
 def begin_context() -> None:
-    """Have the driver make the context of the first visible GPU, in which torch will work: a second or so of a CUDA program."""
+    """Have the driver create the primary context of the first visible GPU, which torch then uses; it takes about a second."""
     if num_nodes():
         os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch sets it, which comes too late then
         _begin("context", _make_context)
@@ -57,7 +58,7 @@ def _quietly(work: Callable[[], object]) -> None:
 
 
 def _make_context() -> None:
-    """Calls through ctypes leave the interpreter to other threads."""
+    """By ctypes, which releases the interpreter's lock during calls."""
     driver = ctypes.CDLL("libcuda.so.1")
     device, context = ctypes.c_int(), ctypes.c_void_p()
     if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:

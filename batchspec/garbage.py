@@ -1,5 +1,4 @@
-"""What Python's garbage collector must not do: traverse what imports made while they go on, and while rounds are launched or
-captured."""
+"""Keeps Python's garbage collector from traversing modules and models during imports, launches of rounds and graph capture."""
 
 from __future__ import annotations
 
@@ -8,17 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 OF_PYTHON = 1000
-"""More objects than Python itself has frozen when it starts: Python 3.12.1 375, 3.11 and 3.13 none. A program that freezes its
-objects has thousands: those of an interpreter that has imported nothing are more than 5,000."""
+"""Up to so many frozen objects (`gc.get_freeze_count()`) are Python's own: 3.12.1 starts with 375, 3.11 and 3.13 with none. A
+program that calls `gc.freeze()` has thousands: an interpreter that has imported nothing already has more than 5,000 objects."""
 _imports_frozen = False
-"""What is frozen was frozen by `imports_frozen`: a run of an engine may freeze more, and unfreeze all of it."""
+"""Whether `imports_frozen` froze what is frozen: then a run of an engine may freeze more, and unfreeze all of it."""
 
 
 @contextmanager
 def imports_frozen() -> Iterator[None]:
-    """Until the first run of an engine within this block has ended, garbage collections skip what exists at its beginning.
+    """Garbage collections skip what exists at the start of this block, until the first run of an engine in it has ended.
 
-    Kernels that are compiled or loaded make much garbage: without this, every few of them the modules of torch are traversed.
+    Compiling and loading kernels makes so much garbage that torch's modules would be traversed once every few kernels.
     """
     global _imports_frozen
     if gc.get_freeze_count() > OF_PYTHON:
@@ -38,7 +37,7 @@ def older_objects_frozen() -> Iterator[None]:
     """Within this block garbage collections skip the objects that exist already, torch's and the model's.
 
     A collection that traversed all of them took 0.1 to 0.17 s (SmolLM2-135M, H200), during which no round was launched.
-    Where something is frozen already, by the host program or by another run, nothing is: Python can only unfreeze everything.
+    If the host program or another run has frozen objects, this does nothing: Python can only unfreeze everything.
     """
     global _imports_frozen
     if gc.get_freeze_count() > OF_PYTHON and not _imports_frozen:
@@ -54,8 +53,8 @@ def older_objects_frozen() -> Iterator[None]:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Within this block there is none. Of imports it takes a fifth: they make objects that stay. A collection could free the
-    graphs of another engine, and CUDA permits that in no capture."""
+    """Within this block no garbage is collected. During imports collections find little to free and take a fifth of the time;
+    during a capture they could free the graphs of another engine, which CUDA forbids."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -48,7 +48,7 @@ def device_facts(device: torch.device) -> str:
 
 
 def load_message(device: torch.device) -> Load:
-    """What the leader of a group tells the others once the model's files are there. Raises ConfigError as `table_in_use`."""
+    """What rank 0 of a group tells the other ranks when the model's files are there. Raises ConfigError as `table_in_use`."""
     return Load(device_facts(device), table_in_use(device))
 
 
@@ -58,7 +58,7 @@ def weight_bytes(job: JobModel) -> int:
 
 
 def learning_bytes(job: Job, max_len: int) -> int:
-    """Bytes that the drafter needs to learn while the job runs, whose rows have up to `max_len` tokens."""
+    """Bytes that the drafter needs to learn during the job, for rows of up to `max_len` tokens."""
     adapting = memory_bytes(
         job.config.draft, job.drafter.head, job.spec, device=job.device, dtype=job.dtype, max_len=max_len
     )  # fmt: skip
@@ -102,7 +102,7 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
 
 
 def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
-    """The engine for a job whose first rows were seen: see `load_engine`. Texts are left to who makes the tables."""
+    """The engine for a surveyed job, see `load_engine`. It does not decode texts: the code that makes the tables does."""
     demand = seen.demand(job.source.num_rows, job.admission.max_len)
     return load_engine(
         job, demand, progress, shares_prefix=seen.shares_prefix, defers_text=True, most_rounds=most_last_rounds(job)
@@ -110,9 +110,9 @@ def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
 
 
 def most_last_rounds(job: Job) -> int | None:
-    """Most rounds of the job after its last row has begun, which emit a token each at least; None where they are not known.
+    """The largest number of rounds after the job's last row has begun (a round emits at least one token of a row); None: unknown.
 
-    Rows may name limits of their own, and few rows decode while the others wait for their automata.
+    Unknown if rows have limits of their own, or wait for their automata while few others decode.
     """
     unknown = job.columns.get("max_new_tokens") is not None or job.admission.constraints is not None
     return None if unknown else job.config.decode.max_new_tokens

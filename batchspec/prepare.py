@@ -48,11 +48,11 @@ class JobModel:
     config: RunConfig
     files: ModelFiles
     spec: ModelSpec
-    """Of the part that this process computes, if there is a group."""
+    """If there is a group, that of the part which this process computes."""
     device: torch.device
     dtype: torch.dtype
     drafter: DrafterSpec[Any]
-    """Its checkpoint is judged, its weights are not read."""
+    """Its checkpoint is checked, its weights are not read."""
     group: Group | None = None
     """The processes that compute the target together; None: this one alone."""
     adapter: Adapter | None = None
@@ -72,7 +72,7 @@ class JobModel:
 
     @property
     def dummy(self) -> bool:
-        """Weights are noise."""
+        """Whether weights are random (model.load_format=dummy)."""
         return self.config.model.load_format == "dummy"
 
 
@@ -85,7 +85,7 @@ class Job(JobModel):
     tokenizer: Tokenizer | None
     admission: Admission
     kv_scales: KVScales | None = None
-    """Those that an earlier run kept in the output folder, with cache.dtype=fp8."""
+    """With cache.dtype=fp8 the scales that an earlier run wrote to the output folder."""
 
     @property
     def shard_rows(self) -> int:

@@ -24,7 +24,7 @@ LAZY_WORDS = 2 << 20
 LAZY_MASKS_BYTES = 64 << 20
 """Bytes for the masks of these states."""
 SENT_BYTES = 8 << 20
-"""Automata that come to the device together are sent so many bytes at a time, from pinned memory that is used again."""
+"""Automata that are uploaded together are sent in parts of at most so many bytes, from pinned memory that is reused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class AutomataRoom:
 
     @property
     def nothing(self) -> ConstraintPlace:
-        """After all others a state that allows no token: where a row with an automaton stands until it is told its place."""
+        """A state after all others that allows no token: that of a row with an automaton until `constrain` sets its own."""
         classes = self.table_words + self.lazy_words
         return ConstraintPlace(classes, classes + NUM_SYMBOLS)
 

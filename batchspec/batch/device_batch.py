@@ -135,7 +135,7 @@ class DeviceBatch:
     """The tables of all automata; None in a job without constraints."""
     vocab_size: int = 0
     max_kv: int = 0
-    """No row has more tokens, the drafts of a round included, as far as the host knows: attention plans for as many keys."""
+    """Limit on the tokens of a row, drafts of a round included, that the host knows: attention plans for so many keys."""
 
     @classmethod
     def allocate(
@@ -185,7 +185,7 @@ class DeviceBatch:
         return value if isinstance(value, tuple) else (value,)
 
     def first(self, num_rows: int, max_kv: int | None = None) -> DeviceBatch:
-        """The first slots as views: what a round of a smaller row bucket works on. max_kv: if less is known of their lengths."""
+        """The first slots as views: what a round of a smaller row bucket works on. max_kv: a lower limit on their tokens."""
         views: dict[str, Any] = {}
         for name, spec in SLOT_FIELDS.items():
             first = tuple(tensor[:num_rows] for tensor in self._tensors(name))

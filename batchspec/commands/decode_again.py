@@ -104,7 +104,8 @@ def job_of(out: str | Path, dtype: str | None, device: str | None, *, other_kv: 
 
 
 def other_cache(job: Job) -> CacheConfig:
-    """The model's data type for a job in fp8. fp8 for any other, calibrated where the checkpoint's scales cannot be used."""
+    """The K/V cache to compare with: the model's data type for a job with FP8 K/V, else FP8, with calibrated scales where the
+    checkpoint's cannot be used."""
     if job.spec.fp8_kv:
         return CacheConfig(dtype="auto")
     if job.adapter is not None or job.adapters is not None:  # the checkpoint's are those of the model without them
@@ -149,7 +150,7 @@ def requests_of(job: Job, wanted: set[tuple[int, int]]) -> Iterator[Request]:
 
 
 def first_difference(engine: Engine, request: Request, written: list[int], plain: list[int]) -> Difference:
-    """Where two outputs of a request begin to differ; they do."""
+    """The first difference between two outputs of a request, which must not be equal."""
     token_index = next((i for i, (a, b) in enumerate(zip(written, plain, strict=False)) if a != b), min(len(written), len(plain)))
     old = written[token_index] if token_index < len(written) else None
     new = plain[token_index] if token_index < len(plain) else None

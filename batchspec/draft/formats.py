@@ -70,7 +70,7 @@ class HeadSpec:
     mask_token_id: int | None = None
     """Replaces a token that is not known yet: with it the head can draft in parallel. None: chains only."""
     shard: Shard = WHOLE
-    """The part that this is the shape of: numbers of heads and intermediate_size are of one rank, all other fields the head's."""
+    """The rank's part that this describes: numbers of heads and intermediate_size are the rank's, all other fields the head's."""
     whole: HeadSpec | None = None
     """The complete head if this is one rank's part of it; None: this is the complete head."""
 

@@ -113,7 +113,7 @@ class EagleHead:
         self._lm_head = tensors.get("lm_head.weight")
         self._target = target
         self._ranks = None if spec.whole is None else target.ranks
-        """Of a head of which each computes a part; None: this process computes all of it."""
+        """The ranks that compute the head together; None: this process computes all of it."""
         # As the target's: reduced and kept in fp32, so that rounding makes no ties. A GPU multiplies bf16 into fp32 itself.
         self._fp32_out = self._lm_head is not None and self._lm_head.is_cuda and self._lm_head.dtype is torch.bfloat16
         self.logits_dtype = torch.float64 if target.dtype is torch.float64 else torch.float32
@@ -244,7 +244,7 @@ class EagleHead:
         return own if self._ranks is None else gather_logits(own, self.spec.draft_vocab_size, self._ranks)
 
     def _own_logits(self, normed: Tensor, lm_head: Tensor) -> Tensor:
-        """Those of `spec.draft_part`."""
+        """Logits [R, draft ids of `spec.draft_part`]."""
         if self._scores is None:
             return torch.mm(normed, lm_head.t(), out_dtype=torch.float32)
         return self._scores(normed.to(self.logits_dtype))

@@ -1,7 +1,7 @@
-"""Which part of an EAGLE-3 head each of the ranks holds that compute its target together (tensor parallelism).
+"""Tensor parallelism of an EAGLE-3 head: which part of it each rank holds.
 
-The layers are cut as the target's are (`batchspec.model.shard`), an lm_head of the head's own by its draft vocabulary. fc, norms,
-embedding and vocabulary table are whole on every rank. K/V pages hold the heads of the rank.
+Layers are cut as the target's are (`batchspec.model.shard`), and the head's own lm_head, if it has one, by its draft vocabulary.
+fc, norms, embedding and vocabulary table are whole on every rank. K/V pages hold the K/V heads of the rank.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from batchspec.model.quant.plain import PLAIN
 from batchspec.model.weights import taken
 
 EXCHANGE_WEIGHTS = 25_000_000
-"""Weights of 2 bytes that a GPU reads at 4.3 TB/s in the time of one exchange: 12 us, as in the table of `tuning/exchange.py`."""
+"""Weights of 2 bytes that a GPU reads at 4.3 TB/s during one exchange: 12 us, those of 2 MB on two H200 or of 512 KB on four
+(table of `tuning/exchange.py`)."""
 
 
 def part_of_head(spec: HeadSpec, shard: Shard, asked: bool | None = None) -> HeadSpec:
     """What the rank of `shard` computes of a head: a part, or the whole head where every rank computes all of it.
 
-    asked  cut it or not; None: where one draft step then saves more time on weights than its exchanges take
+    asked  ablation.sharded_draft: cut it or not; None: cut it if a draft step saves more time on weights than its exchanges take
     Raises ConfigError for a head that is to be cut and cannot be.
     """
     if shard.ranks == 1 or asked is False or (asked is None and not _pays(spec, shard)):
@@ -52,7 +53,7 @@ def _pays(spec: HeadSpec, shard: Shard) -> bool:
 
 
 def cut(head: Head, part: HeadSpec) -> Head:
-    """A whole head's tensors -> those of the rank of `part`, in memory of their own."""
+    """The tensors of one rank (`part`), copied from a whole head's."""
     assert part.whole == head.spec, part
     tensors = dict(head.tensors)
     for name, pieces in _slices(part):
@@ -61,7 +62,7 @@ def cut(head: Head, part: HeadSpec) -> Head:
 
 
 def _slices(part: HeadSpec) -> Iterator[tuple[str, tuple[tuple[slice, ...], ...]]]:
-    """By the names of tensors that are cut, their pieces; no piece: another rank adds this bias."""
+    """The name and the slices of each tensor that is cut; no slices: a bias that another rank adds, 0 on this one."""
     assert part.whole is not None
     for index, layer in enumerate(head_layers(part.whole)):
         for block in layer.blocks:

@@ -40,7 +40,7 @@ class RaggedLayout(Round):
 
 
 def greedy_by_softmax(logits: Tensor) -> Tensor:
-    """As `sampling.greedy_sample`, the long way."""
+    """The tokens of `sampling.greedy_sample` by softmax and top-k: logits [T, V] -> int32 [T]."""
     ids = torch.softmax(logits, -1).topk(1, dim=-1).indices.flatten()
     return torch.where(logits.amax(-1).isfinite(), ids, NO_TOKEN).int()
 

@@ -36,7 +36,7 @@ class AutomatonPlaces:
         self._residents: dict[int, _Resident] = {}
         """By the id of the automaton, which the entry keeps alive; the longest unused first."""
         self._spans: list[tuple[int, int]] = []
-        """First word of each resident and the one after its last, in order."""
+        """The first word of each resident automaton and the word after its last, in order."""
         self._free_masks = list(range(room.num_masks))
         self._uploads: list[AutomatonUpload] = []
 

@@ -65,11 +65,11 @@ class RoundClock:
 
 
 SPARE = 1.25
-"""By this factor rows may be longer than the longest of those surveyed before rounds plan for the longest that the job allows."""
+"""Margin over the longest surveyed row. Rounds with longer rows plan attention for the longest row that the job allows."""
 
 
 def usual_kv(batch: PackedBatch) -> int | None:
-    """Tokens of a row, drafts included, that few rows exceed: a power of two. None: no less than the batch allows is known."""
+    """Tokens of a row, drafts included, that few rows exceed: a power of two. None: no row was surveyed, or max_len is less."""
     if batch.longest_row is None:
         return None
     most = 1 << (int(SPARE * batch.longest_row) + drafted_keys(batch)).bit_length()
@@ -77,18 +77,17 @@ def usual_kv(batch: PackedBatch) -> int | None:
 
 
 def drafted_keys(batch: PackedBatch) -> int:
-    """Keys after a row's last token that a round may read: those of drafts past the row's limit, and of the masks that a parallel
-    head reads."""
+    """Keys after a row's last token that a round may read: those of drafts past the row's limit, and of a parallel
+    head's mask tokens."""
     return 2 * (batch.draft_len + 1)
 
 
 class RoundPlanner:
-    """Results are to be shown to `learn` in the order of their launches."""
+    """Call `learn` with each result, in the order of their launches."""
 
     def __init__(self, executor: Executor, batch: PackedBatch, *, adaptive: bool, expert_correlation: float = 1.0) -> None:
-        """adaptive: choose the draft length of each round, 0 included, where rounds are timed; else it is the largest.
-
-        expert_correlation  of `ExpertReads`, until rounds were counted
+        """adaptive            choose the draft length of each round, 0 included, where rounds are timed; else it is the largest
+        expert_correlation  as of `ExpertReads`, used until rounds have been counted
         """
         self._executor, self._batch = executor, batch
         self._max_len = executor.drafter.max_len
@@ -116,12 +115,12 @@ class RoundPlanner:
         return self._lengths is None or self._lengths.ready
 
     def prepare(self, mode: SamplingMode, *, shared: bool = False, most_rounds: int | None = None) -> PrefillCost | None:
-        """Rehearse a prefill, capture the graphs of every row bucket and draft length for `mode`, and time them; no row may live.
+        """Run a prefill, capture the graphs of every row bucket and draft length for `mode`, and time them. No row may be live.
 
         shared  the graphs of rows with shared prefixes too, if the longest prompt is long enough
         most_rounds  the last rows of the run end within so many rounds: row buckets below all slots, which serve them, are left
                      out if they would save less time than it takes to prepare them; None: unknown
-        Returns what a prefill pass takes in seconds; None where rounds are no graphs (CPU, float64): nothing is timed.
+        Returns the cost of prefill passes in seconds; None where rounds are not CUDA graphs (CPU, float64), and nothing is timed.
         """
         batch, lengths, graphs = self._batch, self._lengths, self._executor.graphs
         draft_lens = [self._max_len] if lengths is None else lengths.choices
@@ -166,7 +165,7 @@ class RoundPlanner:
     def _ends_before_smaller_rounds_pay(self, most_rounds: int, shapes: Sequence[Shape]) -> bool:
         """Whether `most_rounds` rounds over all slots take less time than to prepare the graphs of all smaller row buckets.
 
-        Those over all slots are captured. A capture takes as long as the round before it, which warms up its kernels.
+        Those over all slots must be captured. Factor 2: a capture takes as long as the warm-up round before it.
         """
         graphs = self._executor.graphs
         whole = [shape for shape in shapes if shape.num_rows == self._batch.num_slots]
@@ -188,7 +187,7 @@ class RoundPlanner:
                     self.experts.set_base(shape.num_rows, shape.draft_len, self._executor.experts_read())
 
     def _time_experts(self, experts: ExpertReads, shape: Shape) -> None:
-        """The same round over rows with one token, which choose the same experts, and over rows with different ones."""
+        """Time one round twice: over rows of equal tokens, which choose equal experts, and over rows of different tokens."""
         graphs, executor = self._executor.graphs, self._executor
         same_s, same = graphs.seconds(shape), executor.experts_read().mean()
         with executor.different_tokens():
@@ -201,7 +200,7 @@ class RoundPlanner:
         return self._round_s.get(self._draft_len, 1.0)
 
     def max_kv(self, longest: int) -> int | None:
-        """Of `ScheduledRound`, where `longest` is the largest number of tokens that a row of the round may reach."""
+        """`ScheduledRound.max_kv` of a round whose rows may reach `longest` tokens, its own drafts not counted."""
         return self.usual_kv if longest + drafted_keys(self._batch) <= (self.usual_kv or 0) else None
 
     def choose(self, num_rows: int, num_tokens: NDArray[np.int64], owners: NDArray[np.int64], *, overlaps: bool) -> Launch:

@@ -20,13 +20,13 @@ from batchspec.kernels.attention.work_list import SharedPrefixes
 from batchspec.model.target import Target
 
 MIN_PAGES = 8
-"""Of a shared prefix: shorter ones are no group."""
+"""Pages that a shared prefix must have to be read once."""
 SECOND_PASS_BYTES = 40 << 20
-"""What a second pass over the rows and the merge of its results cost in each layer, as bytes that attention reads meanwhile."""
+"""Cost of a second pass over the rows and of merging its results, in bytes that attention reads in that time, for each layer."""
 L2_SHARE = 0.5
-"""Of the bytes that reading once saves, those that would not have been read from memory: rows with one prefix find it in the L2
-cache. Both numbers were chosen by the 17 shapes of `attention_bench prefixes` that an H200 measured, once each, and by no others:
-for three of them the rule chooses the slower way, by 1 to 4 % of attention; to read once always takes up to twice the time."""
+"""Share of the saved bytes that rows with a common prefix would have found in the L2 cache. Both numbers are fitted to 17 shapes,
+measured once each on an H200 (`python -m batchspec.kernels.attention.verify_attention prefixes`), and tested on no others. For
+three of them the rule chooses the slower way, by 1 to 4 % of attention; always reading once takes up to twice the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class SharingCost:
     page_bytes: int
     """K and V of a page in a layer."""
     row_bytes: int
-    """Partial results of a member of a group: written and read again, in fp32, those of its group and its own."""
+    """Partial results of a member of a group, of the prefix and of its own keys: fp32, written and read once."""
     pass_bytes: int = SECOND_PASS_BYTES
     reads_all: bool = True
     """Some layer reads all keys. Layers with a window read shared prefixes by row."""
@@ -59,7 +59,7 @@ class SharingCost:
     def pays(self, groups: Sequence[PrefixGroup]) -> bool:
         """Whether a round over rows with these groups is faster if it reads their prefixes once.
 
-        A pass over a group takes about as long as one more of its rows: a group of two saves nothing.
+        Reading a prefix once takes about as long as reading it for two rows, so a group of two saves nothing.
         """
         if not (groups and self.reads_all):
             return False
@@ -68,7 +68,7 @@ class SharingCost:
         return self.pass_bytes == 0 or (1 - L2_SHARE) * pages * self.page_bytes - members * self.row_bytes > self.pass_bytes
 
     def may_pay(self, num_slots: int, num_pages: int) -> bool:
-        """Whether it could with so many slots, if prefixes have at most this number of pages."""
+        """Whether `pays` can be true in a batch of num_slots whose prefixes have at most num_pages."""
         return self.pays([PrefixGroup(tuple(range(num_slots)), num_pages)])
 
 
@@ -83,7 +83,7 @@ class PrefixGroups:
         """pays: whether a round with these groups reads their prefixes once; default: if there is a group."""
         self._num_rows, self._owner, self._pays = -1, np.full(num_slots, -1, np.int64), pays
         self.any = False
-        """Whether rounds read prefixes once: the others leave the work for it out."""
+        """Whether rounds read prefixes once. If not, they omit the launches for it."""
 
     def clear(self) -> None:
         """No row is in any slot: what follows may count its refills from 0 again."""
@@ -92,7 +92,7 @@ class PrefixGroups:
     def renew(
         self, requests: Sequence[RequestState | None], owner: NDArray[np.int64], num_rows: int
     ) -> tuple[PrefixGroup, ...] | None:
-        """All groups of a round over the first `num_rows` slots, none if they do not pay; None where the device's tables need no
+        """All groups of a round over the first `num_rows` slots, () if they do not pay; None if the device's tables need no
         change.
 
         requests  by slot; owner int64 [slots] counts refills, -1 for a free slot

@@ -90,7 +90,7 @@ class ScheduledRound:
     new_prefix_groups: tuple[PrefixGroup, ...] | None
     """All groups, to be written to the device's tables; None: the tables are up to date, or not read."""
     max_kv: int | None
-    """No row of the round has more tokens, drafts included; None: than the longest row that the batch allows."""
+    """Limit on the tokens of each row of the round, drafts included; None: that of the batch."""
     counts_experts: bool
     """The result says how many experts of each layer had tokens."""
     drafter_update: DrafterUpdate

@@ -12,11 +12,12 @@ from batchspec.model.spec import ModelSpec
 from batchspec.tuning.policy import has_same_bits_in_all_tiles
 
 ORDER_VERSION = 2
-"""Of the order of sums: a job that was begun with another one is not continued."""
+"""Version of the order of sums: a job that was begun with another one is not continued."""
 
 
 def in_one_order(spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, here: bool = True) -> ModelSpec:
-    """The model with sums whose order depends on the row alone. In float64 it stays as it is: there no token shows the order.
+    """The model with batch-invariant sums: their order depends on the row alone. A float64 model is returned unchanged: there the
+    order of sums changes no token.
 
     here  False: the job will run on another machine, whose devices are unknown
     Raises ConfigError for devices, dtypes and weight formats for which it is not built.
@@ -40,12 +41,13 @@ def in_one_order(spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, h
 
 
 def _check_experts(block: MoeSpec, asked: str) -> None:
-    """Raises ConfigError for experts that no kernel computes."""
+    """Raises ConfigError for experts that no kernel of batchspec computes."""
     odd = [grouped.k for grouped in block.grouped if grouped.k * torch.bfloat16.itemsize % ROW_BYTES]
     many = block.experts.num_experts > MAX_EXPERTS or block.router.top_k > MAX_TOP_K
     if odd or many:
-        what = f"rows of {odd[0]} numbers" if odd else f"{block.experts.num_experts} experts, {block.router.top_k} a token,"
-        raise ConfigError(f"{asked}: experts with {what} are computed by the library, in no fixed order; remove it")
+        layer = f"{block.experts.num_experts} experts with {block.router.top_k} a token"
+        what = f"experts with rows of {odd[0]} numbers" if odd else layer
+        raise ConfigError(f"{asked}: {what} are computed by the library, in no fixed order; remove it")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,7 +1,7 @@
-"""Requests are taken from their stream while the device computes, a few after each round.
+"""Prefetches requests from their stream while the device computes, a few after each round.
 
-To predict, to judge and to hand out a request takes some 20 us of the thread that launches the rounds. A refill asks for a
-hundred at a time, and the device would wait.
+Taking a request (its length is predicted, and compared with the time left) costs the thread that launches rounds some 20 us. A
+refill asks for a hundred at a time: without prefetching the device would wait for all of them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from batchspec.records import Request
 
 
 class Ahead(Iterator[Request | None]):
-    """The same requests, in their order.
+    """The requests of the stream, in its order.
 
-    num_ready  how many requests the stream can give without waiting
-    most       of requests that are taken and not yet handed out
+    num_ready  number of requests that the stream can give without waiting
+    most       limit on requests that are prefetched and not yet handed out
     """
 
     def __init__(self, requests: Iterator[Request | None], num_ready: Callable[[], int], *, most: int) -> None:
@@ -27,9 +27,9 @@ class Ahead(Iterator[Request | None]):
         return self._taken.popleft() if self._taken else next(self._requests)
 
     def take(self, count: int) -> None:
-        """Take so many requests, or as many as there is room for and the stream need not wait for."""
+        """Prefetch up to `count` requests: no more than there is room for, and only those that are ready."""
         for _ in range(min(count, self._most - len(self._taken), self._num_ready())):
             try:
                 self._taken.append(next(self._requests))
-            except StopIteration:  # it has ended before its time: the run has no time for more rows
+            except StopIteration:  # the stream ends early when the run has no time for more rows
                 return

@@ -35,7 +35,7 @@ CALIBRATED_TOKENS = (8, 32, 128, 256)
 FP8_TOKENS = {"cpu": 64, "cuda": 2048}
 """Of the W8A8 product that is measured: so many that arithmetic bounds it."""
 LORA_LAUNCH_S, LORA_SLOWDOWN = 3e-6, 2.0
-"""Least seconds of a low-rank product in a CUDA graph, and how many times longer than by bytes and operations it takes. Fitted to
+"""Seconds of a low-rank product in a CUDA graph at least, and its time over that of its bytes or operations. Fitted to
 rounds of Llama-8B on an H200 with 16 adapters of rank 16 or 64, 256 and 1,024 tokens (2026-11): within 23 percent of the 1.9 to
 7.4 ms that they add."""
 SMALL_OPERATIONS = {"cpu": 3000, "cuda": 200}

@@ -1,4 +1,4 @@
-"""What a row asks for besides its prompt: its own values where it has any, else the job's. Anything wrong raises BadRow."""
+"""Settings of a row besides its prompt: its own values, else the job's. All methods raise BadRow for values that are wrong."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAMPLING = (
     "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "seed", "n",
 )  # fmt: skip
-"""Numbers that a row may have of its own."""
+"""Numbers of `decode` that a row may replace by its own."""
 
 
 class RowSettings:
@@ -96,7 +96,7 @@ class RowSettings:
     def sampling(self, values: Mapping[str, float], row: Mapping[str, Any]) -> SamplingParams:
         """How the row's tokens are chosen. Raises BadRow.
 
-        values  those of `values`
+        values  the row's numbers, as `values` returns them
         """
         return SamplingParams(
             temperature=values["temperature"], top_k=min(int(values["top_k"]), self.vocab_size),
@@ -124,7 +124,7 @@ class RowSettings:
         return tuple(item for item in strings if item not in self.special_ids), tuple(sorted(ids))
 
     def check_scored(self, max_new_tokens: int, num_samples: int) -> None:
-        """All rows of a job are scored, or none."""
+        """Raises BadRow for a row to be scored in a job that decodes, or the reverse: all rows of a job are scored, or none."""
         scores = self.decode.max_new_tokens == 0
         if scores != (max_new_tokens == 0):
             whole = (
@@ -135,7 +135,7 @@ class RowSettings:
             raise BadRow("bad_parameter", f"n={num_samples} in a job that scores prompts; leave it null")
 
     def adapter(self, own: Any) -> int:
-        """The number of the row's LoRA adapter."""
+        """The number of the row's LoRA adapter; 0: none."""
         if own is None:
             return self.usual_adapter
         number = self.adapters.get(own) if isinstance(own, str) else None

@@ -21,9 +21,9 @@ PlanRows = Callable[[InputShard, Iterator[Request | Completion]], Iterator[Reque
 
 
 TOKEN_BYTES = 100
-"""Of a token until its row is committed: ids and text, in a completion and in tables."""
+"""Bytes of memory for each token of an uncommitted row: ids and text, in a completion and in tables."""
 COPIES = 3
-"""Of the other numbers: in a completion, in a table and in its file."""
+"""Copies of all other numbers: in a completion, in a table and in its file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class DecodedShard:
 
     @property
     def num_bytes(self) -> float:
-        """Memory that its rows take until they are committed, roughly: those that a retry keeps are unknown and count as many."""
+        """Estimated bytes of its rows until they are committed; infinite if a retry keeps rows, whose sizes are unknown."""
         if self.num_carried:
             return math.inf
         ids = (ids for done in self.completions for ids in (done.prompt_ids, done.token_ids) if ids is not None)

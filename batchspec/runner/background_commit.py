@@ -11,10 +11,10 @@ from typing import TypeVar
 T = TypeVar("T")
 
 WAITING, MOST_WAITING = 2, 32
-"""Shards that are being committed or wait for it, beyond which decoding waits: so many large ones, and so many small ones. The
-shards of a window end almost together, four or more of them, and with two that may wait the engine would wait for the others."""
+"""Limits on shards that are being committed or wait for it, for large and for small shards: beyond them decoding waits. Four or
+more shards of a window end almost together, so a limit of two would stop the engine."""
 SMALL_BYTES = 100 << 20
-"""Shards that take no more memory together are small."""
+"""Shards are small while all uncommitted ones together take no more memory than this."""
 
 
 def commit_in_background(
@@ -22,7 +22,7 @@ def commit_in_background(
 ) -> Generator[T]:
     """Every shard, in order, once it is committed. One at a time is committed, in a thread, while the next ones are decoded.
 
-    num_bytes  of memory that a shard takes; default: all are large
+    num_bytes  a shard -> bytes of memory that it takes; default: all shards are large
     What `commit` raises is raised here, after the last shard at the latest. However the generator is left, commits that have
     begun are over then.
     """

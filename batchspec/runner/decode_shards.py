@@ -22,7 +22,7 @@ from batchspec.runstate.journal import Journal, Journaled
 JOURNAL_S = 60.0
 """A killed run loses at most the rows that finished in this many seconds."""
 TAKEN_A_ROUND = 8
-"""Requests taken ahead after each round: twice as many as end in one, if 256 rows take 60 rounds each."""
+"""Requests prefetched after each round: twice as many as end in a round of 256 rows that take 60 rounds each."""
 
 
 def decode_shards(
@@ -57,7 +57,7 @@ def decode_shards(
         journaled=journaled,
         compiling=job.admission.compiling,
     )
-    # Those whose automata are still compiled are no stream that could be taken from ahead.
+    # No prefetching while automata are compiled: the order of requests then depends on which is ready.
     most = engine.batch.num_slots // 2 if job.admission.compiling is None else 0
     requests = Ahead(monitor.watch(feed), lambda: feed.num_ready, most=most)
 

@@ -63,7 +63,7 @@ def _subsets(
     closures: dict[int, frozenset[int]] = {}
 
     def closure(state: int) -> frozenset[int]:
-        """What is reached for free, as far as it has moves or is the end."""
+        """States reached by empty moves (epsilon closure): those that have other moves, and the end."""
         if state not in closures:
             seen, todo = {state}, [state]
             while todo:

@@ -13,7 +13,7 @@ MAX_NFA_STATES = 250_000
 
 
 class Nfa:
-    """States with moves on ranges of bytes and moves on nothing."""
+    """States with moves on ranges of bytes (`moves`) and empty moves (`free`)."""
 
     def __init__(self) -> None:
         self.moves: list[list[tuple[int, int, int]]] = []
@@ -21,7 +21,7 @@ class Nfa:
         self.free: list[list[int]] = []
 
     def _check(self, more: int) -> None:
-        """Whether so many more states are within the bound, before they are built one by one."""
+        """Raises TooLarge if so many more states exceed MAX_NFA_STATES: called before they are built."""
         if len(self.moves) + more > MAX_NFA_STATES:
             raise TooLarge(f"it has more than {MAX_NFA_STATES:,} positions; shorten its repetitions or nest it less deeply")
 

@@ -39,9 +39,9 @@ def ordered_segments(rows: int, k: int) -> int:
 def ordered_tile(
     tokens: int, rows: int, k: int, segments: int, device: torch.device, *, gated: bool = False
 ) -> Tile:  # fmt: skip
-    """How `ordered_linear`, gated `ordered_swiglu`, with a weight [rows, k] is cut for so many tokens; no bit depends on it.
+    """Tile of `ordered_linear`, or of `ordered_swiglu` if gated, for a weight [rows, k] and so many tokens; no bit depends on it.
 
-    The tile that measured fastest for the product without one order, if it is one of those that may be taken; else by estimate.
+    The tile that measured fastest for the product in any order, if this kernel can use it; else one by estimate.
     """
     tile = measured_tile("swiglu" if gated else "linear", tokens, rows, k, device) if segments == 1 else None
     if tile is None or tile.split > 1 or tile.per_sm or tile.block_m < MIN_BLOCK_M:
@@ -50,7 +50,7 @@ def ordered_tile(
 
 
 def ordered_head_tile(tokens: int, rows: int, k: int, device: torch.device) -> Tile:
-    """How `lm_head` is cut if its logits must be those of `ordered_linear`: any tile of at least as many tokens."""
+    """Tile of `lm_head` whose logits must have the bits of `ordered_linear`: any of at least MIN_BLOCK_M tokens."""
     tile = measured_tile("lm_head", tokens, rows, k, device)
     if tile is None or tile.block_m < MIN_BLOCK_M:
         return lm_head.TILE if tokens > MIN_BLOCK_M else lm_head.TILE._replace(block_m=MIN_BLOCK_M)

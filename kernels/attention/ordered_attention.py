@@ -29,7 +29,7 @@ from batchspec.kernels.common.pdl import await_earlier, launch_args
 
 STAGES = 3
 REGISTERS = 96
-"""Of a thread with a tile of 32 and heads of 64: a fifth program fits on a multiprocessor, and none of them spills."""
+"""Registers of a thread with a tile of 32 and heads of 64: a fifth program fits on a multiprocessor, and none of them spills."""
 MAX_ITEMS = 4096
 """Longer lists are divided among as many programs. They have room for rows of the job's greatest length, and few are so long."""
 

@@ -26,7 +26,7 @@ from batchspec.kernels.common.pdl import await_earlier, launch_args
 
 TILE, STAGES = 128, 2
 REGISTERS = 128
-"""Of a thread with heads of 64 and keys of one part: a second program fits on a multiprocessor, and none of them spills."""
+"""Registers of a thread with heads of 64 and keys of one part: two programs fit on a multiprocessor, and none of them spills."""
 
 
 @triton.jit(do_not_specialize=["max_pages", "num_tiles"])

@@ -54,8 +54,10 @@ def combine_fp8(
     weights   fp32 [T, k]
     residual  [T, H] of the same dtype  rows may be slices of wider rows
     weight, out_aux   as of `combine_norm`
+    form      how many scales a row has, or the given scale
 
-    Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    Returns the quantised rows [T, H] and their scales. Does not synchronise on a GPU. Raises ValueError for other shapes,
+    dtypes or strides.
     """
     num_tokens, width = residual.shape
     if not (y.is_cuda or interpret):

@@ -1,9 +1,9 @@
 """The sums over K of a tile of FP8 weights and FP8 activations (`experts_fp8.py`, `gemm/fp8_linear.py`).
 
-A tile is one block of HALF rows of W, or two: of the gate and of up, or two neighbours. Each has scales and sums of its own.
-Either the rows of W or the tokens are on the wide side of the tensor cores' products, M; the other is N. With the tokens on M,
-a thread holds numbers of two tokens in each 64, so a block of K takes two scales of x; with the rows of W on M one for each token
-of the tile. With few tokens the rows of W must be on M, which has at least 64. The sums have the same bits.
+A tile is one block of HALF rows of W, or two (gate and up, or neighbours), each with its own scales and sums. A tensor core's
+product has a side M of at least 64, so with few tokens the rows of W are on M (`sum_blocks`): for each block of K a thread then
+needs a scale of x for every token of the tile. With many, the tokens are on M (`sum_blocks_of_tokens`): a thread holds two tokens
+of each 64, and needs their two scales. Both give the same bits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def sum_blocks(
 ):  # fmt: skip
     """Sums [HALF, BLOCK_T] over blocks start to stop of K of the rows of W from `first` on, if TWO also of those from `second`.
 
-    Rows of W are on the wide side. own_scales: pointers [BLOCK_T] to the scales of x of block 0, num_rows apart from block to
+    Rows of W are on M. own_scales: pointers [BLOCK_T] to the scales of x of block 0, num_rows apart from block to
     block; scale_row, second_scale_row: rows of the scales of W, of which an expert has scale_rows. Row scales are left to
     `apply_row_scales`. TOP_K not 0: x is pointers from `rows_of_tokens`.
     """
@@ -70,11 +70,11 @@ def sum_blocks_of_tokens(
     BLOCKED: tl.constexpr, BLOCK_T: tl.constexpr, HALF: tl.constexpr, TMA: tl.constexpr, TOP_K: tl.constexpr,
     EVEN_K: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """The same over all of K, for two blocks of rows, with the tokens on the wide side; also [HALF, BLOCK_T] each.
+    """The sums of `sum_blocks` over all of K, for two blocks of rows, with the tokens on M; also [HALF, BLOCK_T] each.
 
-    The scales of x are read while the first product runs, without a copy in shared memory: loads that Triton pipelines would be
-    made there by every warp, number by number. Those of W, which come from memory rather than from the L2 cache, are loaded one
-    block ahead. own_scales of rows past `count` point to some row's.
+    The scales of x are read into registers while the first product runs: if Triton pipelined these loads, every warp would copy
+    them to shared memory number by number. Those of W, which come from memory rather than from the L2 cache, are loaded one block
+    ahead. own_scales of rows past `count` point to some row's.
     """
     num_blocks = tl.cdiv(k, 128)
     acc = tl.zeros([BLOCK_T, HALF], tl.float32)

@@ -49,9 +49,9 @@ def advance_states(
     states: Tensor, classes: Tensor, log: Tensor, live: Tensor, tables: Tensor, masks: Tensor, symbols: Tensor, starts: Tensor, *,
     interpret: bool = False,
 ) -> None:  # fmt: skip
-    """Walk each row's state, in place, over the tokens that were committed. Rows that kept nothing are not written.
+    """Walk each row's state, in place, over the tokens that were committed. Rows without a committed token stay unchanged.
 
-    states  int32 [R]     in/out: of a row that has ended with these tokens 0, because its automaton may leave the device
+    states  int32 [R]     in/out: 0 once a row has ended, because its automaton may then leave the device
     classes int32 [R]     0: the row has no constraint
     log     int32 [R, L]  as of `accept`, contiguous; `finish` of a row whose tokens its automaton does not allow becomes FAILED
     live    int32 [R]     in: 0 for rows that have ended with these tokens; out: 0 for rows that FAILED, too

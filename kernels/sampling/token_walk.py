@@ -2,8 +2,8 @@
 
     state after a token = walk over its symbols:  state = tables[state + 2 + tables[classes + symbol]],  0 where it is not allowed
 
-`tables` holds class maps and rows of states of all automata, one after the other; a state is the place of its row, and 0 is no
-constraint. A position after a draft that is not allowed has state 0: nothing of what follows is kept.
+`tables` holds class maps and rows of states of all automata, one after the other. A state is the index in `tables` where its row
+begins; 0 is no constraint. A position after a draft that is not allowed has state 0: no token after it is kept.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 from batchspec.kernels.common.checks import check
 
 ENDS = -2
-"""In place of a forced token: the text can only end."""
+"""Stands for a forced token where the only thing allowed is the end of the text."""
 
 
 @triton.jit
 def walk(state, classes, token, tables, symbols, starts, num_tokens):
-    """The state after one token; 0 stays 0."""
+    """The state after one token, all scalars; state 0 stays 0, and a token outside the vocabulary gives 0."""
     known = (state > 0) & (token >= 0) & (token < num_tokens)
     state = tl.where(known, state, 0)
     begin = tl.load(starts + token, mask=known, other=0)
