@@ -153,7 +153,7 @@ class PackingConfig:
 
 @dataclass(slots=True, kw_only=True)
 class CacheConfig:
-    """The K/V cache of the target. A drafter's own K/V keep the model's data type; `draft.cache_dtype` is for a head's."""
+    """The K/V cache of the target. A drafter's own K/V keep the model's data type; `draft.cache_dtype` changes that of a head."""
 
     dtype: str = "auto"
     """Data type of K and V in memory. auto is the model's; fp8 is e4m3 with a scale of each layer and head: half of the memory of

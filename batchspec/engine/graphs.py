@@ -24,7 +24,7 @@ class Shape:
     """What a graph is captured for: R rows, K drafts a row at most, how tokens are chosen, whether rows share prefixes.
 
     prepare_next  the next round may draft
-    max_kv        no row has more tokens, drafts included; None: than the batch allows. Attention splits long rows over programs,
+    max_kv        limit on the tokens of a row, drafts included; None: the batch's. Attention splits long rows over programs,
                   and merging their parts is a launch in every layer
     """
 

@@ -8,7 +8,7 @@ from batchspec.kernels.gemm.split_k import MAX_TILES
 from batchspec.kernels.gemm.tiles import Tile
 
 MIN_SEGMENT = 4096
-"""Fewer columns are no segment of their own: at 256 tokens it would take a fifth longer to start twice, and to add up."""
+"""Columns of a segment at least. At 256 tokens shorter ones take a fifth longer: programs start twice and add up their parts."""
 WIDE_ROWS = 8192
 """Rows of a weight that fill a GPU with tiles of 64 without segments."""
 FILL = 88
@@ -29,9 +29,9 @@ GATED = (
 )  # fmt: skip
 SMS = 132
 START_US, STEP_US = 1.0, {64: 0.14, 128: 0.24}
-"""Of a program: until its first step, and the least time of a step with this block_k."""
+"""Microseconds of a program until its first step, and of a step at least, by block_k."""
 JOIN_US, PARTS_BYTES_US = 1.0, 8e6
-"""To add up the parts of a tile: the wait for the last one, and the rate at which parts are written or read."""
+"""Microseconds that a tile waits for the last of its parts, and bytes of parts that are written or read in a microsecond."""
 
 
 def segments_of(rows: int, k: int) -> int:
