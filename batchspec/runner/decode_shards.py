@@ -57,7 +57,7 @@ def decode_shards(
         journaled=journaled,
         compiling=job.admission.compiling,
     )
-    # No prefetching while automata are compiled: the order of requests then depends on which is ready.
+    # No prefetching in jobs with automata: the order of requests depends on which automata are compiled.
     most = engine.batch.num_slots // 2 if job.admission.compiling is None else 0
     requests = Ahead(monitor.watch(feed), lambda: feed.num_ready, most=most)
 
