@@ -17,7 +17,7 @@ from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.static_batching import StaticBatching
 from batchspec.errors import CapacityError
-from batchspec.packing.planner import order_requests
+from batchspec.packing.order import order_requests
 from batchspec.packing.predict import LengthPredictor
 from batchspec.records import PackedBatch, Request
 from tests.engines import request

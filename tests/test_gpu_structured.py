@@ -92,7 +92,8 @@ def test_a_masked_product_chooses_what_masked_logits_do(name: str, tmp_path: Pat
     """In bf16 and greedy, where lm_head writes no logits. Sums in another order may resolve a tie the other way."""
     own = windowed_target("cuda", (None, None), torch.bfloat16)
     requests = asked((SamplingParams(),))
-    monkeypatch.setattr("batchspec.model.target.gemm_tile", lambda op, *sizes: TILE if op == "lm_head" else gemm_tile(op, *sizes))
+    found_tile = "batchspec.model.output_head.gemm_tile"
+    monkeypatch.setattr(found_tile, lambda op, *sizes: TILE if op == "lm_head" else gemm_tile(op, *sizes))
 
     def decoded() -> dict[str, list[int]]:
         drafter: Drafter = NoDrafter() if name == "none" else eagle(tmp_path, "cuda", 3, 8, own=own)

@@ -32,7 +32,7 @@ from batchspec.model.lora_products import DummyAdapters, LoraStacks
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.model.weights import DummyWeights
-from batchspec.packing.planner import order_requests
+from batchspec.packing.order import order_requests
 from batchspec.packing.survey import PREFIX_TOKENS, Survey
 from batchspec.records import Request
 from tests.engines import DEVICE, VOCAB, decode, packed, plain_tokens, request, tiny_spec

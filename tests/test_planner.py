@@ -24,7 +24,8 @@ from batchspec.packing import planner
 from batchspec.packing.cost import H200, Rates
 from batchspec.packing.kv_memory import DraftLayers, KVMemory, kv_bytes
 from batchspec.packing.memory import MOST_LENGTHS, learning_bytes, reserve_bytes
-from batchspec.packing.planner import Demand, choose_batch, forecast, free_memory, order_requests, row_buckets
+from batchspec.packing.order import order_requests
+from batchspec.packing.planner import Demand, choose_batch, forecast, free_memory, row_buckets
 from batchspec.packing.survey import Survey
 from batchspec.records import PackedBatch, Request, SamplingParams
 from tests.stand_ins import LLAMA_8B, small_spec

@@ -16,23 +16,18 @@ from batchspec.cache.attention import plan_attention
 from batchspec.cache.pages import KVCache
 from batchspec.distributed.collectives import Collectives
 from batchspec.errors import ConfigError
-from batchspec.kernels.gemm.lm_head import lm_head
-from batchspec.kernels.gemm.tiles import Tile
 from batchspec.kernels.lora.lora_tokens import LoraTokens
-from batchspec.kernels.sampling.argmax import argmax
 from batchspec.model.decoder import LayerWeights, PagedAttend, PagedStore, ResidualStream
 from batchspec.model.kv_scales import heads_of_part
 from batchspec.model.lora import Adapter, adapted
 from batchspec.model.lora_products import AdapterSource, LoraStacks
+from batchspec.model.output_head import Allowed, output_head
 from batchspec.model.quant.base import Weights
-from batchspec.model.quant.ordered import OrderedHead
-from batchspec.model.quant.plain import Linear
 from batchspec.model.rewrite import rewrite
 from batchspec.model.rope import rope_frequencies, rope_of
 from batchspec.model.spec import EMBEDDING, FINAL_NORM, OUTPUT, ModelSpec, layer_prefix
 from batchspec.model.vocabulary import gather_logits, greedy_of_ranks
 from batchspec.model.weights import Checkpoint, DummyWeights
-from batchspec.tuning.policy import gemm_tile
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -71,12 +66,7 @@ class Target:
         self._layers = [layer.build(self._layer_weights(weights, i)) for i, layer in enumerate(spec.layers)]
         self._norm = weights.tensor(FINAL_NORM)
         head = self._embedding[spec.vocab_part] if spec.tie else weights.tensor(OUTPUT)
-        # Logits are reduced and kept in fp32: rounded to bf16 they would tie, and ties fall differently in other batch shapes.
-        self._head_dtype = torch.float64 if self.dtype is torch.float64 else torch.float32
-        self._ordered_head = OrderedHead(head) if spec.ordered else None
-        # A GPU multiplies bf16 into fp32 itself; elsewhere the head is kept in the dtype of the logits.
-        self._narrow_head = head if (head.is_cuda and head.dtype is torch.bfloat16) or spec.ordered else None
-        self._head = Linear(head.to(self._head_dtype)) if self._narrow_head is None else None
+        self._head = output_head(head, ordered=spec.ordered)
         self._ropes = list(dict.fromkeys(spec.ropes))
         self._rope_ids = [self._ropes.index(rope) for rope in spec.ropes]
         self._freqs = [rope_frequencies(rope, spec.head_dim).to(device) for rope in self._ropes]
@@ -120,10 +110,7 @@ class Target:
             rewrite(layer, spec.build(self._layer_weights(weights, i)), f"layer {i}")
         rewrite(self._norm, weights.tensor(FINAL_NORM), "the final norm")
         head = self._embedding[self.spec.vocab_part] if self.spec.tie else weights.tensor(OUTPUT)
-        if self._narrow_head is not None:
-            rewrite(self._narrow_head, head, "lm_head")
-        if self._head is not None:
-            rewrite(self._head, Linear(head.to(self._head_dtype)), "lm_head")
+        rewrite(self._head, output_head(head, ordered=self.spec.ordered), "lm_head")
 
     def use_kv_scales(self, values: Tensor) -> None:
         """Set the scales, fp32 [L, 2, KVH] for all heads of the model, or replace their numbers where caches read them."""
@@ -241,12 +228,7 @@ class Target:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] of `forward` -> fp32 [N, V] (fp64 for an fp64 model); of a rank the logits of `spec.vocab_part` alone."""
-        if self._ordered_head is not None:
-            return self._ordered_head.logits(hidden)
-        if self._head is None:
-            assert self._narrow_head is not None
-            return torch.mm(hidden, self._narrow_head.t(), out_dtype=torch.float32)
-        return self._head(hidden.to(self._head_dtype))
+        return self._head.logits(hidden)
 
     @torch.inference_mode()
     def all_logits(self, hidden: Tensor) -> Tensor:
@@ -256,45 +238,25 @@ class Target:
 
     @torch.inference_mode()
     def greedy_sample(
-        self, hidden: Tensor, vocab: int | None = None, *, flag_nonfinite: bool = False,
-        allowed: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, hidden: Tensor, vocab: int | None = None, *, flag_nonfinite: bool = False, allowed: Allowed | None = None
+    ) -> Tensor:
         """int32 [N]: the token of each row's largest logit, the lowest id of equals. On a GPU the logits are not written out.
 
         vocab           of the first so many tokens, None: of all
         flag_nonfinite  NO_TOKEN where the logits hold NaN or +inf, or no finite value; else NaN counts as -inf
-        allowed         masks and mask_rows of `lm_head`, only where `masks_in_product`: other tokens are not chosen
+        allowed         only where `masks_in_product`: other tokens are not chosen
         """
         if self.ranks is not None:
             return greedy_of_ranks(
                 self.logits(hidden), self.spec.vocab_part.start, self.ranks, vocab, flag_nonfinite=flag_nonfinite
             )
         out = torch.empty(hidden.shape[0], dtype=torch.int32, device=hidden.device)
-        if self._ordered_head is not None:
-            assert allowed is None
-            self._ordered_head.greedy(hidden, out_ids=out, vocab=vocab, flag_nonfinite=flag_nonfinite)
-            return out
-        tile = self._head_tile(hidden)
-        if tile is None:
-            assert allowed is None
-            argmax(self.logits(hidden), out_ids=out, vocab=vocab, flag_nonfinite=flag_nonfinite)
-        else:
-            assert self._narrow_head is not None
-            masks, mask_rows = allowed or (None, None)
-            lm_head(
-                hidden, self._narrow_head, out_ids=out, tile=tile, vocab=vocab, flag_nonfinite=flag_nonfinite, masks=masks,
-                mask_rows=mask_rows,
-            )  # fmt: skip
+        self._head.greedy(hidden, out_ids=out, vocab=vocab, flag_nonfinite=flag_nonfinite, allowed=allowed)
         return out
 
     def masks_in_product(self, hidden: Tensor) -> bool:
         """Whether `greedy_sample` of these rows writes no logits, so that it must be told which tokens are allowed."""
-        return self.ranks is None and self._ordered_head is None and self._head_tile(hidden) is not None
-
-    def _head_tile(self, hidden: Tensor) -> Tile | None:
-        """The tile of the product that chooses tokens itself; None: logits are written out."""
-        head = self._narrow_head
-        return None if head is None else gemm_tile("lm_head", hidden.shape[0], head.shape[0], head.shape[1], hidden.device)
+        return self.ranks is None and self._head.masks_in_product(hidden)
 
 
 class _Range(TypedDict):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from batchspec.dataset.reader import InputShard
 from batchspec.packing.awaited import Awaited, Compiling
-from batchspec.packing.planner import order_requests
+from batchspec.packing.order import order_requests
 from batchspec.packing.work_plan import AdmitShards, AdmittedShard, AdmittedShards, DecodedShard, PlanRows, all_rows
 from batchspec.records import Completion, Request
 from batchspec.runstate.journal import Journaled

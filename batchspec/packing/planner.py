@@ -1,10 +1,8 @@
-"""The planner: one static shape for the whole job, and the order in which requests stream through it."""
+"""The planner: one static shape for the whole job, and what it is predicted to cost."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from batchspec.model.spec import ModelSpec
 from batchspec.packing.cost import Rates, kv_read_bytes, prefill_seconds, read_bytes, round_seconds
 from batchspec.packing.kv_memory import DraftLayers, KVMemory
 from batchspec.packing.memory import reserve_bytes
-from batchspec.records import PackedBatch, Request
+from batchspec.records import PackedBatch
 
 PAGE_SIZE = 16
 CPU_SLOTS = 16
@@ -197,47 +195,6 @@ def row_buckets(slots: int) -> tuple[int, ...]:
     powers = [1 << power for power in range((slots - 1).bit_length())]
     halves = [3 * power // 2 for power in powers if power >= 8]
     return (*sorted(bucket for bucket in (*powers, *halves) if bucket < slots), slots)
-
-
-def order_requests(window: Sequence[Request], page_size: int = PAGE_SIZE) -> list[Request]:
-    """The order in which requests enter the batch: rows with a shared prefix together, longest predicted total first.
-
-    A row's group is the longest prefix of whole pages that it shares with another row of the window. A group is placed by its
-    longest member; equal totals keep the order of the input (row, then sample). With long rows first, the short ones are left to
-    fill the slots at the end.
-    """
-    group_of = _groups(window, page_size)
-    longest: dict[Hashable, tuple[int, int, int]] = {}
-    for request in window:
-        group = group_of[request.row_index]
-        longest[group] = min(_rank(request), longest.get(group, _rank(request)))
-    return sorted(window, key=lambda request: (longest[group_of[request.row_index]], _rank(request)))
-
-
-def _rank(request: Request) -> tuple[int, int, int]:
-    return -(len(request.prompt_ids) + request.predicted_tokens), request.row_index, request.sample_index
-
-
-def _groups(window: Sequence[Request], page_size: int) -> dict[int, Hashable]:
-    """Row -> its group. A row that shares no page forms a group with its samples alone."""
-    prompts = {request.row_index: request.prompt_ids for request in window}
-    group_of: dict[int, Hashable] = {row: (0, row) for row in prompts}
-    # Rows that share their prefix up to this page with another row: those of different adapters share nothing.
-    together: dict[int, Hashable] = {request.row_index: request.adapter for request in window}
-    end = page_size
-    while together:
-        pages = {
-            row: (beginning, prompts[row][end - page_size : end].tobytes())
-            for row, beginning in together.items()
-            if len(prompts[row]) >= end
-        }
-        counts = Counter(pages.values())
-        # Each prefix gets a number: hashing its whole content would take longer with every page.
-        numbers = {page: (end, number) for number, page in enumerate(counts)}
-        together = {row: numbers[page] for row, page in pages.items() if counts[page] > 1}
-        group_of.update(together)
-        end += page_size
-    return group_of
 
 
 def _held_back(

@@ -64,10 +64,17 @@ class OrderedHead:
         tile = ordered_tile(hidden.shape[0], self._rows, self._k, 1, hidden.device)
         return ordered_linear(hidden, self.weight, segments=1, tile=tile, out=out, interpret=not hidden.is_cuda)
 
-    def greedy(self, hidden: Tensor, *, out_ids: Tensor, vocab: int | None, flag_nonfinite: bool) -> None:
-        """The tokens int32 [N] of the largest of these logits, as the kernel `lm_head`."""
+    def greedy(
+        self, hidden: Tensor, *, out_ids: Tensor, vocab: int | None, flag_nonfinite: bool,
+        allowed: tuple[Tensor, Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """The tokens int32 [N] of the largest of these logits, as the kernel `lm_head`. It takes no masks."""
+        assert allowed is None
         tile = ordered_head_tile(hidden.shape[0], self._rows, self._k, hidden.device)
         lm_head(
             hidden, self.weight, out_ids=out_ids, tile=tile, vocab=vocab, flag_nonfinite=flag_nonfinite,
             interpret=not hidden.is_cuda,
         )  # fmt: skip
+
+    def masks_in_product(self, hidden: Tensor) -> bool:
+        return False

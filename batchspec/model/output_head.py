@@ -1,0 +1,99 @@
+"""The output matrix of a target: logits, and greedy choices that write none. N rows of hidden states [N, H], V tokens."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from batchspec.kernels.gemm.lm_head import lm_head
+from batchspec.kernels.gemm.tiles import Tile
+from batchspec.kernels.sampling.argmax import argmax
+from batchspec.model.quant.ordered import OrderedHead
+from batchspec.model.quant.plain import Linear
+from batchspec.tuning.policy import gemm_tile
+
+Allowed = tuple[Tensor, Tensor]
+"""masks and mask_rows of the kernel `lm_head`: the tokens that may be chosen."""
+
+
+class OutputHead(Protocol):
+    """Logits are reduced and kept in fp32, of an fp64 model in fp64: rounded to bf16 they would tie, and ties fall differently in
+    batches of other shapes.
+    """
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, V]"""
+
+    def greedy(
+        self, hidden: Tensor, *, out_ids: Tensor, vocab: int | None, flag_nonfinite: bool, allowed: Allowed | None = None
+    ) -> None:
+        """out_ids int32 [N]: the token of each row's largest logit, as the kernel `argmax`.
+
+        allowed  only where `masks_in_product`
+        """
+
+    def masks_in_product(self, hidden: Tensor) -> bool:
+        """Whether `greedy` of these rows writes no logits, so that it must be told which tokens are allowed."""
+
+
+def output_head(weight: Tensor, *, ordered: bool) -> OutputHead:
+    """weight [V, H]; ordered: sums in one order at any number of rows (decode.deterministic)."""
+    if ordered:
+        return OrderedHead(weight)
+    if weight.is_cuda and weight.dtype is torch.bfloat16:
+        return NarrowHead(weight)
+    return WideHead(weight)
+
+
+class WideHead:
+    """The matrix in the dtype of its logits."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._dtype = torch.float64 if weight.dtype is torch.float64 else torch.float32
+        self._product = Linear(weight.to(self._dtype))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._product(hidden.to(self._dtype))
+
+    def greedy(
+        self, hidden: Tensor, *, out_ids: Tensor, vocab: int | None, flag_nonfinite: bool, allowed: Allowed | None = None
+    ) -> None:
+        assert allowed is None
+        argmax(self.logits(hidden), out_ids=out_ids, vocab=vocab, flag_nonfinite=flag_nonfinite)
+
+    def masks_in_product(self, hidden: Tensor) -> bool:
+        return False
+
+
+class NarrowHead:
+    """The matrix in bf16 on a GPU, which multiplies bf16 into fp32 itself."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return torch.mm(hidden, self._weight.t(), out_dtype=torch.float32)
+
+    def greedy(
+        self, hidden: Tensor, *, out_ids: Tensor, vocab: int | None, flag_nonfinite: bool, allowed: Allowed | None = None
+    ) -> None:
+        tile = self._tile(hidden)
+        if tile is None:
+            assert allowed is None
+            argmax(self.logits(hidden), out_ids=out_ids, vocab=vocab, flag_nonfinite=flag_nonfinite)
+            return
+        masks, mask_rows = allowed or (None, None)
+        lm_head(
+            hidden, self._weight, out_ids=out_ids, tile=tile, vocab=vocab, flag_nonfinite=flag_nonfinite, masks=masks,
+            mask_rows=mask_rows,
+        )  # fmt: skip
+
+    def masks_in_product(self, hidden: Tensor) -> bool:
+        return self._tile(hidden) is not None
+
+    def _tile(self, hidden: Tensor) -> Tile | None:
+        """The tile of the product that chooses tokens itself; None: logits are written out."""
+        num_tokens, size = self._weight.shape
+        return gemm_tile("lm_head", hidden.shape[0], num_tokens, size, hidden.device)
