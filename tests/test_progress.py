@@ -133,6 +133,21 @@ def test_a_log_file_hears_of_a_long_prefill_too(monkeypatch: pytest.MonkeyPatch)
     assert stream.getvalue().splitlines()[0].endswith("no round for 31 s")
 
 
+def test_a_log_file_hears_which_phase_of_the_start_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels may compile for minutes: a run that is ended meanwhile has said what it was at."""
+    monkeypatch.setattr(progress_module, "TICK_S", 0.01)
+    stream, clock = io.StringIO(), Clock()
+    with ProgressBar(10, stream=stream, clock=clock) as progress:
+        progress.phase("loading the model")
+        clock.now += 20
+        progress.phase("compiling kernels")
+        clock.now += 11
+        deadline = time.monotonic() + 30
+        while "so far" not in stream.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert stream.getvalue().splitlines()[:3] == ["loading the model", "compiling kernels", "compiling kernels: 11 s so far"]
+
+
 def test_on_a_real_terminal_of_40_and_80_columns_nothing_wraps_and_the_bar_is_seen() -> None:
     for columns in (40, 80):
         shown = on_terminal(columns)

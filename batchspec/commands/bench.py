@@ -25,6 +25,7 @@ from batchspec import terminal
 from batchspec.commands import bench_job, bench_rounds
 from batchspec.commands.bench_arguments import device_of, parse
 from batchspec.commands.bench_engines import Bench
+from batchspec.commands.bench_phases import Phases
 from batchspec.commands.bench_ranks import lead
 from batchspec.commands.bench_variants import Record, TransformersVariant, Variant, engine_variants
 from batchspec.commands.doctor import versions
@@ -51,9 +52,18 @@ def main(argv: list[str]) -> int:
 
 def _measure(args: argparse.Namespace, argv: Sequence[str], device: torch.device, group: Group | None = None) -> None:
     """group: the processes that compute the model together; this one is their leader. None: it computes alone."""
+    phases = Phases()
+    with phases.watched():
+        _measure_in(phases, args, argv, device, group)
+
+
+def _measure_in(
+    phases: Phases, args: argparse.Namespace, argv: Sequence[str], device: torch.device, group: Group | None
+) -> None:  # fmt: skip
+    phases.begin(f"loading {args.model}" if args.model else f"making the weights of {args.shape}")
     bench = Bench(args, make_workload(args, device, group), device, group)
     if args.rounds is not None:
-        found = bench_rounds.time_rounds(bench)
+        found = bench_rounds.time_rounds(bench, phases.begin)
         _write(args, [(way.name, record, _head(args, argv, way.name, device) | row) for way, row, record in found])
         return
     bench.lead = None if group is None else Lead(group.channel)
@@ -62,17 +72,21 @@ def _measure(args: argparse.Namespace, argv: Sequence[str], device: torch.device
         variants.insert(0, TransformersVariant(bench))
     for turn in range(args.runs):
         for variant in variants:
-            _take_turn(args, turn, variant)
+            _take_turn(args, turn, variant, phases)
     rows = [_row(args, argv, variant, len(bench.workload.requests), device) for variant in variants]
     _write(args, [(variant.name, variant.record, row) for variant, row in zip(variants, rows, strict=True)])
     _print(variants, rows)
 
 
-def _take_turn(args: argparse.Namespace, turn: int, variant: Variant) -> None:
-    variant.open()
+def _take_turn(args: argparse.Namespace, turn: int, variant: Variant, phases: Phases) -> None:
+    phases.begin(f"{variant.name}: preparing turn {turn + 1} of {args.runs}")
+    if parts := variant.open():
+        phases.say(f"{variant.name}: prepared, of it " + ", ".join(f"{part} {taken:.1f} s" for part, taken in parts.items()))
     record = variant.record
     if not turn and not args.requests and not args.model:
+        phases.begin(f"{variant.name}: one token of each row")
         record.prefill_s, _ = variant.run(1)
+    phases.begin(f"{variant.name}: turn {turn + 1} of {args.runs}")
     seconds, record.tokens = variant.run()
     record.seconds.append(seconds)
     speed = record.tokens / seconds

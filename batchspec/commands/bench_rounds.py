@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,14 +46,15 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError("--rounds has rows without prompts: leave out --model, --requests and --samples")
 
 
-def time_rounds(bench: Bench) -> list[tuple[Way, dict[str, Any], Record]]:
-    """A row of figures for each variant, and its profile with --profile; prints them as they come.
+def time_rounds(bench: Bench, begin: Callable[[str], object] = lambda phase: None) -> list[tuple[Way, dict[str, Any], Record]]:
+    """A row of figures for each variant, and its profile with --profile; prints them as they come. begin: told each phase.
 
     Nothing in here depends on a clock or on the host: the ranks of a group all call it, and need no leader.
     """
     found = []
     terminal.show(f"{'variant':<32}{'us/round':>12}{'no row live':>14}{'accept len':>12}{'tok/s':>12}")
     for way in ways(bench.args):
+        begin(f"{way.name}: preparing and timing {bench.args.rounds} rounds")
         record = Record()
         row = _time(bench, way, record)
         gc.collect()

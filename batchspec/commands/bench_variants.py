@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -44,8 +45,8 @@ class Variant(Protocol):
     name: str
     record: Record
 
-    def open(self) -> None:
-        """Take memory and warm up, where that has not happened."""
+    def open(self) -> Mapping[str, float]:
+        """Take memory and warm up, where that has not happened; the seconds of its parts, as far as they are known."""
 
     def close(self) -> None:
         """Give the memory back."""
@@ -70,14 +71,16 @@ class EngineVariant:
 
     _engine: Engine | None
 
-    def open(self) -> None:
+    def open(self) -> Mapping[str, float]:
         if self._engine is not None:
-            return
+            return {}
         mode = SamplingMode(random=self._way.temperature > 0, constrained=self._way.schemas > 0)
-        self.build().prepare(mode, shared=self._bench.args.samples > 1)
+        engine = self.build()
+        engine.prepare(mode, shared=self._bench.args.samples > 1)
         if automata := self._bench.automata(self._way):
             self._requests = [following(one, automata[i % len(automata)]) for i, one in enumerate(self._requests)]
         self._decode(self._requests[:WARM_ROWS], WARM_TOKENS)
+        return engine.planner.seconds
 
     def build(self) -> Engine:
         """The engine, without warming up where it is new."""
@@ -143,13 +146,14 @@ class TransformersVariant:
         self._workload = bench.workload
         self._model: Any = None
 
-    def open(self) -> None:
+    def open(self) -> Mapping[str, float]:
         if self._model is None:
             from transformers import AutoModelForCausalLM
 
             self._model = AutoModelForCausalLM.from_pretrained(self._workload.folder, dtype=self._workload.target.dtype)
             self._model.to(self._device).eval()
             self.run(2)
+        return {}
 
     def close(self) -> None:
         return None

@@ -59,6 +59,7 @@ class ProgressBar:
         self._history = deque([(clock(), 0, done)])
         self._began_at, self._drawn_at, self._next_line = clock(), 0.0, clock() + interval_s
         self._working = False
+        self._phase: tuple[str, float] | None = None
         self._over = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="progress bar", daemon=True)
         self._bar = terminal.StatusLine(self.stream) if self.stream.isatty() and total_completions else None
@@ -88,9 +89,13 @@ class ProgressBar:
     def _show(self) -> None:
         if self._bar is not None:
             self._draw()
-        elif self._working and self.clock() >= self._next_line:
+        elif self.clock() >= self._next_line:
             self._next_line = self.clock() + self.interval_s
-            self._line()
+            if self._working:
+                self._line()
+            elif self._phase is not None:
+                note, began = self._phase
+                terminal.say(f"{note}: {self.clock() - began:.0f} s so far", stream=self.stream)
 
     def update(
         self,
@@ -133,7 +138,8 @@ class ProgressBar:
             self._show()
 
     def phase(self, note: str) -> None:
-        """Print a line about the present phase of the run."""
+        """Print a line about the present phase of the run; in a log file again while it lasts, until the first round."""
+        self._phase = note, self.clock()
         terminal.say(note, stream=self.stream)
 
     def facts(self) -> dict[str, Any]:
