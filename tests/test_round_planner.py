@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import replace
 from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.draft.none import NoDrafter
 from batchspec.engine import executor as executor_module
 from batchspec.engine import prefill
+from batchspec.engine.draft_lengths import candidates
 from batchspec.engine.engine import Engine
 from batchspec.engine.executor import Executor
 from batchspec.engine.graphs import GRAPH_DTYPES, Shape
@@ -22,8 +27,11 @@ from batchspec.engine.results import PendingResult
 from batchspec.engine.round import RoundOptions
 from batchspec.engine.round_planner import Launch, RoundPlanner
 from batchspec.engine.shared_prefix import SharingCost
+from batchspec.packing.memory import GRAPH_BYTES, MOST_LENGTHS, reserve_bytes
+from batchspec.packing.planner import row_buckets
 from batchspec.records import PackedBatch
 from tests.engines import DEVICE, packed, request, tiny_target
+from tests.stand_ins import small_spec
 
 BASE = {(0, False): 1.0, (0, True): 1.25, (1, True): 1.5}
 """Seconds of a round over all slots, dead rows, by draft length and whether it prepares a draft for the next one."""
@@ -184,6 +192,35 @@ def test_a_round_with_one_longer_row_plans_for_all_that_the_job_allows() -> None
     one = planner(packed(4, longest_row=96, max_len=8192, draft_len=1), 1)
     assert [one.max_kv(longest) for longest in (1, 124, 125, 8192)] == [128, 128, None, None]
     assert planner(packed(4, longest_row=None, max_len=8192), 1).max_kv(1) is None
+
+
+@given(
+    slots=st.integers(1, 40),
+    draft_len=st.integers(0, 63),
+    max_len=st.integers(2, 3000),
+    longest_row=st.none() | st.integers(1, 3000),
+)
+def test_memory_is_kept_for_all_graphs_of_usual_rows_and_for_those_that_longer_rows_ask_for(
+    slots: int, draft_len: int, max_len: int, longest_row: int | None
+) -> None:
+    """The latter are captured in the middle of the run, when a row that is longer than those surveyed comes."""
+    longest_row = None if longest_row is None else min(longest_row, max_len)
+    batch = packed(slots, row_buckets=row_buckets(slots), max_len=max_len, longest_row=longest_row, draft_len=draft_len)
+    one: Any = planner(batch, draft_len, draft_lens=candidates(draft_len), base=defaultdict(lambda: 1.0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+        one.prepare(MODE)
+    usual = set(one._executor.graphs.prepared)
+    longer = {replace(shape, max_kv=one.max_kv(max_len)) for shape in usual}
+    common: dict[str, Any] = {
+        "dtype": torch.bfloat16, "slots": slots, "draft_len": draft_len, "prefill_tokens": 8, "max_len": max_len,
+        "longest_row": longest_row,
+    }  # fmt: skip
+    held, without = (reserve_bytes(small_spec(), num_buckets=count, **common) for count in (len(batch.row_buckets), 0))
+    assert held - without >= GRAPH_BYTES * len(usual | longer)
+    if longest_row in (None, max_len):  # all rows are as prepared: not twice as much
+        assert held - without <= GRAPH_BYTES * len(batch.row_buckets) * (MOST_LENGTHS + 1)
+        assert longer == usual
 
 
 @pytest.mark.parametrize(("most_rounds", "buckets"), [(None, (1, 2, 4)), (2, (1, 2, 4)), (1, (4,))])

@@ -10,7 +10,8 @@ L layers, e bytes a number:
               512 tokens where prompts are scored
     attention 4 S NH (D + 2) for each (row, 512 keys): partial results, merged by log-sum-exp
     state     R (5 max_len + 4 V): token buffers, page table, counts of tokens for penalties
-    graphs    16 MB for each (row bucket, draft length), at most 13 draft lengths
+    graphs    16 MB for each row bucket and draft length, at most 13 of these, 0 twice: the next round drafts or not. As many
+              again where rows may be longer than those surveyed: their graphs are captured when the first such row comes
     adapters  of a model with LoRA adapters of rows: what lies between their two products, of T and of R S tokens
     exchanges 4 e R S H + 128 MiB, of a model that several GPUs compute: buffers that they read from each other
     fixed     2 GB: workspaces of matrix products and attention, compiled kernels, fragmentation
@@ -20,7 +21,7 @@ L layers, e bytes a number:
               its logits, and the gradients of lm_head with the saved activations of each step: k (V' H (e + 4) + 1.5 e T (5 H
               + 8 NH D + 4 I))
 
-Llama-3.1-8B, T = 16384, R = 92, S = 4: 4.5 + 0.1 + 0.6 + 0.1 + 0.1 + 0.7 + 2 = 8.1 GB of the 132 that one H200 has after the
+Llama-3.1-8B, T = 16384, R = 92, S = 4: 4.5 + 0.1 + 0.6 + 0.1 + 0.1 + 0.9 + 2 = 8.3 GB of the 132 that one H200 has after the
 weights; the pages hold 900 thousand tokens, 80 rows of 8192 + 3072.
 """
 
@@ -52,16 +53,23 @@ def reserve_bytes(
     draft_len: int,
     prefill_tokens: int,
     max_len: int,
+    longest_row: int | None = None,
     scores: bool = False,
 ) -> int:
-    """Bytes of everything but weights and pages; the formula is in the module's docstring. scores: prompts are scored."""
+    """Bytes of everything but weights and pages; the formula is in the module's docstring.
+
+    longest_row  tokens of the longest row surveyed, up to max_len; None: no row was surveyed, and no graph is for usual rows
+    scores       prompts are scored
+    """
     verified = slots * (draft_len + 1)
     passes = _activation_bytes(spec, dtype, prefill_tokens) + _activation_bytes(spec, dtype, verified)
     logits = 4 * LOGIT_COPIES * (max(verified, SCORED_TOKENS) if scores else verified) * spec.num_logits
     chunks = slots * -(-max_len // CHUNK_TOKENS)
     partials = 4 * chunks * (draft_len + 1) * max(a.inner_size + 2 * a.num_heads for a in spec.attentions)
     state = slots * (5 * max_len + 4 * spec.vocab_size)
-    graphs = GRAPH_BYTES * num_buckets * min(draft_len + 1, MOST_LENGTHS)
+    graphs = GRAPH_BYTES * num_buckets * (min(draft_len + 1, MOST_LENGTHS) + 1)
+    if longest_row is not None and longest_row < max_len:
+        graphs *= 2
     exchanges = 0 if spec.shard.ranks == 1 else 4 * dtype.itemsize * verified * spec.hidden_size + PREFILL_EXCHANGE_BYTES
     adapters = 0 if spec.lora is None else spec.lora.temporary_bytes(prefill_tokens) + spec.lora.temporary_bytes(verified)
     return round(passes) + logits + partials + state + graphs + adapters + exchanges + FIXED_BYTES

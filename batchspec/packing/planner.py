@@ -158,7 +158,8 @@ def held_back_bytes(batch: PackedBatch, spec: ModelSpec, dtype: torch.dtype, *, 
     """GPU memory that passes, rounds and graphs of this batch take."""
     return reserve_bytes(
         spec, dtype=dtype, slots=batch.num_slots, num_buckets=len(batch.row_buckets), draft_len=batch.draft_len,
-        prefill_tokens=min(batch.prefill_tokens, batch.num_slots * batch.max_len), max_len=batch.max_len, scores=scores,
+        prefill_tokens=min(batch.prefill_tokens, batch.num_slots * batch.max_len), max_len=batch.max_len,
+        longest_row=batch.longest_row, scores=scores,
     )  # fmt: skip
 
 
@@ -212,6 +213,7 @@ def _held_back(
             draft_len=draft_len,
             prefill_tokens=min(tokens, slots * demand.max_tokens),
             max_len=demand.max_tokens,
+            longest_row=demand.longest_row,
             scores=demand.scores,
         )
         if packing.max_num_batched_tokens or tokens <= CPU_PREFILL or reserve <= free_bytes // 4:
