@@ -29,7 +29,7 @@ from batchspec.kernels.common.pdl import await_earlier_alone, launch_args, start
 from batchspec.kernels.distributed.barrier import PROGRAMS, begin, buffer_of, buffers_of, end, region_of, send, wait
 from batchspec.kernels.distributed.peer_memory import PeerMemory
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens, check_form, empty_tokens
-from batchspec.kernels.moe.quantise import GROUP, Fp8Rows, quantise_groups
+from batchspec.kernels.moe.quantise import GROUP, Fp8Rows, store_quantised
 from batchspec.kernels.norm_rope.norm import VALUES_PER_THREAD, add_norm_reference
 
 SHARE_UNIT = 8
@@ -108,13 +108,8 @@ def reduce_norm_kernel(
         if out_scales is None:
             tl.store(out + at * out_stride + lane, x, mask=inside)
         else:
-            y = tl.reshape(x.to(DTYPE).to(tl.float32), [BLOCK // GROUP, GROUP])
-            y, scales = quantise_groups(y, given, WHOLE, INTERPRETED)
-            group = tl.arange(0, BLOCK // GROUP)
-            spot = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-            tl.store(out + at * out_stride + spot, y, mask=spot < WIDTH)
-            num_scales = 1 if WHOLE else tl.cdiv(WIDTH, GROUP)
-            tl.store(out_scales + group.to(tl.int64)[:, None] * out_rows + row, scales, mask=group[:, None] < num_scales)
+            x = x.to(DTYPE).to(tl.float32)
+            store_quantised(x, out, out_scales, given, at, out_stride, out_rows, WIDTH, BLOCK, WHOLE, GROUP, INTERPRETED)
     end(epochs, count)
 
 

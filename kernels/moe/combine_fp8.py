@@ -19,7 +19,7 @@ from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import launch_args
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens, check_form, empty_tokens, quantise_tokens
 from batchspec.kernels.moe.combine import combine_norm_reference, combined_row, warps_of
-from batchspec.kernels.moe.quantise import GROUP, quantise_groups
+from batchspec.kernels.moe.quantise import GROUP, store_quantised
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -36,12 +36,7 @@ def combine_fp8_kernel(
         BLOCK, tl.float32, PDL,
     )  # fmt: skip
     x = x.to(DTYPE).to(tl.float32)
-    x, scale = quantise_groups(tl.reshape(x, [BLOCK // GROUP, GROUP]), given, WHOLE, INTERPRETED)
-    group = tl.arange(0, BLOCK // GROUP)
-    place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    tl.store(out + token * WIDTH + place, x, mask=place < WIDTH)
-    num_scales = 1 if WHOLE else tl.cdiv(WIDTH, GROUP)
-    tl.store(out_scales + group.to(tl.int64)[:, None] * num_rows + token, scale, mask=group[:, None] < num_scales)
+    store_quantised(x, out, out_scales, given, token, WIDTH, num_rows, WIDTH, BLOCK, WHOLE, GROUP, INTERPRETED)
 
 
 def combine_fp8(

@@ -89,6 +89,23 @@ def quantise_groups(values, given, WHOLE: tl.constexpr, INTERPRETED: tl.constexp
     return y, scale
 
 
+@triton.jit
+def store_quantised(
+    x, out, out_scales, given, row, stride, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Quantise x [BLOCK], fp32, 0 from WIDTH on, and store it as row `row`, int64, of out [num_rows, WIDTH] and of its scales.
+
+    stride: from row to row of out. given, WHOLE: as of `quantise_groups`.
+    """
+    y, scale = quantise_groups(tl.reshape(x, [BLOCK // GROUP, GROUP]), given, WHOLE, INTERPRETED)
+    group = tl.arange(0, BLOCK // GROUP)
+    place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    tl.store(out + row * stride + place, y, mask=place < WIDTH)
+    num_scales = 1 if WHOLE else tl.cdiv(WIDTH, GROUP)
+    tl.store(out_scales + group.to(tl.int64)[:, None] * num_rows + row, scale, mask=group[:, None] < num_scales)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def quantise_kernel(
     x, places, out, out_scales, given, num_rows, stride, k, SLOTS: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr,

@@ -19,7 +19,7 @@ from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import launch_args
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens, check_form, empty_tokens, quantise_tokens
-from batchspec.kernels.moe.quantise import GROUP, quantise_groups
+from batchspec.kernels.moe.quantise import GROUP, store_quantised
 from batchspec.kernels.norm_rope.norm import VALUES_PER_THREAD, add_norm, add_norm_reference, normed_row, rms_norm_reference
 
 
@@ -35,12 +35,7 @@ def norm_fp8_kernel(
         hidden, residual, weight, out_aux, row, hidden_stride, residual_stride, aux_stride, EPS, WIDTH, BLOCK, tl.float32, PDL
     )
     y = y.to(hidden.dtype.element_ty).to(tl.float32)
-    y, scale = quantise_groups(tl.reshape(y, [BLOCK // GROUP, GROUP]), given, WHOLE, INTERPRETED)
-    group = tl.arange(0, BLOCK // GROUP)
-    place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    tl.store(out + row * WIDTH + place, y, mask=place < WIDTH)
-    num_scales = 1 if WHOLE else tl.cdiv(WIDTH, GROUP)
-    tl.store(out_scales + group.to(tl.int64)[:, None] * num_rows + row, scale, mask=group[:, None] < num_scales)
+    store_quantised(y, out, out_scales, given, row, WIDTH, num_rows, WIDTH, BLOCK, WHOLE, GROUP, INTERPRETED)
 
 
 def norm_fp8(
