@@ -1,0 +1,44 @@
+"""A CPU that passes for a GPU of the Hopper generation: whole models take every kernel that they take there, interpreted.
+
+Tensors say that they lie on a GPU. The device keeps its name, so nothing asks CUDA for anything, and products that a GPU leaves
+to its library go to torch. Rounds are not captured, and results are read at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime import interpreter
+
+from batchspec.engine.graphs import Graphs
+from batchspec.engine.results import PendingResult
+from batchspec.tuning import policy
+
+
+@contextmanager
+def stand_in_gpu(*dtypes: torch.dtype) -> Iterator[Counter[str]]:
+    """What is built and run in here takes the CPU for a GPU that has the kernels for models of these dtypes.
+
+    Gives the number of launches of each kernel.
+    """
+    launch, launches = interpreter.GridExecutor.__call__, Counter[str]()
+
+    def interpreted(executor: Any, *args: Any, **kwargs: Any) -> None:
+        """A wrapper tells its kernel by the tensors whether it is interpreted."""
+        given = {"INTERPRETED": True} | ({"WIDE": True} if executor.fn.__name__ == "verify_kernel" else {})
+        launches[executor.fn.__name__] += 1
+        launch(executor, *args, **kwargs | {name: value for name, value in given.items() if name in executor.arg_names})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.GridExecutor, "__call__", interpreted)
+        patch.setattr(policy, "is_hopper", lambda device: True)
+        patch.setattr(policy, "FAST_DTYPES", dtypes)
+        patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+        patch.setattr(Graphs, "run", Graphs._run)
+        patch.setattr(PendingResult, "send", lambda result, began=None: PendingResult(result.to_host(), began))
+        yield launches
