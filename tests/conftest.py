@@ -52,6 +52,7 @@ LONG = (
     "test_eagle3.py",
     "test_kv_groups.py",
     "test_expert_kernels.py",
+    "test_gpu_dispatch.py",
     "test_object_stores.py",
     "test_contention.py",
     "test_lockstep.py",

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from triton.runtime import interpreter
 
 from batchspec.engine.graphs import Graphs
@@ -34,11 +35,17 @@ def stand_in_gpu(*dtypes: torch.dtype) -> Iterator[Counter[str]]:
         launches[executor.fn.__name__] += 1
         launch(executor, *args, **kwargs | {name: value for name, value in given.items() if name in executor.arg_names})
 
+    def product(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
+        """A GPU's library multiplies bf16 into fp32, a CPU's does not."""
+        return mm(a, b) if out_dtype is None else mm(a.to(out_dtype), b.to(out_dtype))
+
+    mm = torch.mm
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.GridExecutor, "__call__", interpreted)
         patch.setattr(policy, "is_hopper", lambda device: True)
         patch.setattr(policy, "FAST_DTYPES", dtypes)
         patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+        patch.setattr(torch, "mm", product)
         patch.setattr(Graphs, "run", Graphs._run)
         patch.setattr(PendingResult, "send", lambda result, began=None: PendingResult(result.to_host(), began))
         yield launches

@@ -24,6 +24,7 @@ from batchspec.model.quant.mxfp4 import PackedExperts
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec, layer_prefix
 from batchspec.model.target import Target
+from batchspec.model.weights import DummyWeights
 from batchspec.packing.cost import read_bytes
 from batchspec.tuning import policy
 from tests.engines import packed, request
@@ -72,7 +73,7 @@ class Biased(Noise):
         return found.zero_() if name.endswith((".gate.weight", "router.weight")) else found
 
 
-def made(spec: ModelSpec, dtype: torch.dtype, weights: type[Noise] = Noise) -> Target:
+def made(spec: ModelSpec, dtype: torch.dtype, weights: type[DummyWeights] = Noise) -> Target:
     return Target(spec, weights(spec, dtype=dtype, device=CPU), CPU)
 
 

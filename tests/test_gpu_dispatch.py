@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -28,11 +28,11 @@ from batchspec.model.target import Target
 from tests.engines import packed, request
 from tests.moe_models import Strong, ids_of, tiny_spec
 from tests.stand_in_gpu import stand_in_gpu
-from tests.test_expert_kernels import CASES, CPU, VOCAB, made
+from tests.test_expert_kernels import CASES, CPU, FP8_BLOCKS, VOCAB, WIDE, made
 from tests.test_target import Runner, prompts
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; test_gpu_engine.py runs on a GPU")
-FP8, F32 = "fp8 blocks, qwen3_moe", torch.float32
+FP8, F32, BF16 = "fp8 blocks, qwen3_moe", torch.float32, torch.bfloat16
 FP8_UNITS = {1: 16, 16: 16, 17: 16, 40: 32, 64: 64, 129: 128}
 """Tokens of a pass -> pairs of a unit, with seven experts, three of a token, and units of 128 from a mean of 48 pairs on."""
 
@@ -78,7 +78,8 @@ def logits(target: Target, num_tokens: int) -> Tensor:
 
 def errors(found: Tensor, expected: Tensor) -> Tensor:
     """Of each token, by the norm of the difference; NaN stays NaN."""
-    return (found - expected).norm(dim=1) / expected.norm(dim=1)
+    share: Tensor = (found - expected).norm(dim=1) / expected.norm(dim=1)
+    return share
 
 
 @pytest.mark.parametrize("num_tokens", FP8_UNITS)
@@ -92,6 +93,45 @@ def test_every_token_is_that_of_plain_torch_whatever_units_its_pass_has(num_toke
     assert (launches["route_few_kernel"], launches["list_kernel"]) == ((2, 0) if num_tokens <= 16 else (0, 2))
     assert launches["experts_fp8_kernel"] == 4
     assert launches["combine_fp8_kernel"] == launches["combine_kernel"] == 1, "the next layer quantises, the last norm does not"
+
+
+FAMILIES = {name: case for name, case in CASES.items() if "mxfp4" not in name}
+FAMILIES["fp8 blocks, minimax_m2"] = "minimax_m2", {**WIDE, "quantization_config": FP8_BLOCKS}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_family_and_format_is_that_of_plain_torch(name: str) -> None:
+    family, changes = FAMILIES[name]
+    spec = tiny_spec(family, **changes, num_hidden_layers=2)
+    expected = logits(made(spec.on(CPU, F32, "fp8" if "fp8" in name else "dtype"), F32, Strong), 17)
+    with stand_in_gpu(F32):
+        found = logits(made(spec.on(CPU, F32), F32, Strong), 17)
+    assert errors(found, expected).max() < 2e-3
+
+
+class InBf16(Strong):
+    """The numbers of bf16 weights in every dtype."""
+
+    def tensor(self, name: str) -> Tensor:
+        own, self.dtype = self.dtype, BF16
+        try:
+            found = super().tensor(name)
+        finally:
+            self.dtype = own
+        return found.to(own) if found.dtype is BF16 else found
+
+
+@pytest.mark.parametrize("num_tokens", [17, 64])
+@pytest.mark.parametrize("name", [FP8, "mxfp4, gpt_oss"])
+def test_in_bf16_tokens_are_as_near_to_those_of_fp32_as_plain_torch_comes(name: str, num_tokens: int) -> None:
+    """What is rounded to bf16 may choose another expert, or be another number of FP8. Other tokens are off by more than 1."""
+    how: Literal["fp8", "dtype"] = "fp8" if name == FP8 else "dtype"
+    exact = logits(made(spec_of(name).on(CPU, F32, how), F32, InBf16), num_tokens)
+    plain = errors(logits(made(spec_of(name).on(CPU, BF16, how), BF16, InBf16), num_tokens), exact)
+    with stand_in_gpu(BF16):
+        own = errors(logits(made(spec_of(name).on(CPU, BF16), BF16, InBf16), num_tokens), exact)
+    assert own.median() < 1.5 * plain.median()
+    assert own.max() < 0.5
 
 
 @pytest.mark.parametrize("num_tokens", [1, 17, 40])
