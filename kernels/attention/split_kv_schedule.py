@@ -227,12 +227,14 @@ def split_kv_schedule(
         split_kv_schedule_reference(work, positions, (target, group_target), min_chunk)
         return work
     groups = (shared.row_group, shared.group_start, shared.shared_len) if shared is not None else (kv_len, kv_len, kv_len)
+    # Without groups their constants, which go by the number of rows, are not read: others would be compiled for nothing.
+    of_groups = (shape.max_q, shape.group_tile, shape.group_block) if num_groups else (1, 1, 1)
     split_kv_schedule_kernel[(num_rows + 1 + num_groups,)](
         cu_seqlens_q, kv_len, positions, *groups, work.items, work.group_items, work.counts, work.row_parts,
         num_rows, num_groups, num_flat_tokens, target, group_target, shape.chunk, min_chunk,
-        HEADS=shape.heads_per_kv, MAX_Q=shape.max_q if num_groups else 1, WINDOW=shape.window, SINK=shape.sink,
-        PAGE_SIZE=shape.page_size, TILE=shape.tile, BLOCK=shape.block, GROUP_TILE=shape.group_tile,
-        GROUP_BLOCK=shape.group_block, WAVES=WAVES, PART=shape.part, ROWS=max(LEAST_ROWS, triton.next_power_of_2(num_rows + 1)),
+        HEADS=shape.heads_per_kv, MAX_Q=of_groups[0], WINDOW=shape.window, SINK=shape.sink,
+        PAGE_SIZE=shape.page_size, TILE=shape.tile, BLOCK=shape.block, GROUP_TILE=of_groups[1],
+        GROUP_BLOCK=of_groups[2], WAVES=WAVES, PART=shape.part, ROWS=max(LEAST_ROWS, triton.next_power_of_2(num_rows + 1)),
         GROUPS=triton.next_power_of_2(num_groups) if num_groups else 0, LANES=LANES, num_warps=4,
         **launch_args(kv_len),
     )  # fmt: skip

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton.runtime import interpreter
 
 from batchspec.kernels.attention.settings import work_shape
 from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
@@ -51,6 +52,20 @@ def test_more_long_rows_fill_it_several_times_with_items_of_many_keys(num_rows: 
     items = items_of(equal_work(shape, [8448] * num_rows))
     assert {item[3] - item[2] for item in items} <= set(range(1024, 4097))
     assert (waves - 2) * shape.programs < len(items) * 8 <= waves * shape.programs
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="looks at what the interpreter is given")
+def test_without_shared_prefixes_the_number_of_rows_compiles_no_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tile of a group's queries grows with it."""
+    launched: list[dict[str, Any]] = []
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda self, *args, **constants: launched.append(constants))
+    shapes = [h200(num_rows, 1536) for num_rows in (1, 4, 48)]
+    assert len({(shape.group_tile, shape.group_block) for shape in shapes}) > 1
+    for shape, num_rows in zip(shapes, (1, 4, 48), strict=True):
+        lengths = torch.full((num_rows,), 900, dtype=torch.int32)
+        cu_seqlens_q = torch.arange(num_rows + 1, dtype=torch.int32)
+        split_kv_schedule(cu_seqlens_q, lengths, torch.zeros(num_rows, dtype=torch.int64), shape=shape, interpret=True)
+    assert launched == [launched[0]] * 3
 
 
 def test_many_short_rows_stay_whole_and_need_no_merge() -> None:
