@@ -167,9 +167,11 @@ def on_terminal(columns: int) -> str:
             for _ in range(5):
                 clock.now += 10
                 progress.update(completions=150, tokens=700, accepted=5, rounds=20, live_rows=8)
-        written = os.read(ours, 1 << 16).decode()
+        written = b""
+        while not written.endswith(b"\n"):  # the system hands over what was written a part at a time
+            written += os.read(ours, 1 << 16)
     os.close(ours)
-    return written
+    return written.decode()
 
 
 def test_an_empty_rate_shows_no_time_left(capsys: pytest.CaptureFixture[str]) -> None:
