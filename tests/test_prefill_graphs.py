@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ from hypothesis import strategies as st
 from batchspec.batch.device_batch import SLOT_FIELDS
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.flash import SHORT
+from batchspec.commands.bench_arguments import parse
+from batchspec.commands.bench_engines import config_of, ways
+from batchspec.config.compose import compose
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.none import NoDrafter
@@ -26,12 +30,13 @@ from batchspec.draft.shapes import TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.engine.engine import Engine
 from batchspec.engine.executor import Executor
-from batchspec.engine.prefill import chunks, prefill_chunk
+from batchspec.engine.prefill import Prefilled, chunks, prefill_chunk
 from batchspec.engine.prefill_cost import PrefillCost
-from batchspec.engine.prefill_graphs import PrefillGraphs
+from batchspec.engine.prefill_graphs import CAPTURE_AT, PrefillGraphs, in_order
 from batchspec.engine.prefill_shapes import PassShape, PassShapes
 from batchspec.engine.round import RoundOptions
 from batchspec.engine.step import Segment
+from batchspec.load import build_engine
 from batchspec.model.target import Target
 from batchspec.records import Request
 from tests import test_constrained, test_lora_lossless, test_lossless
@@ -198,9 +203,95 @@ def test_padded_passes_leave_what_plain_passes_leave_and_touch_no_other_row(name
     for ours, theirs in zip(padded.drafter.state, plain.drafter.state, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
     others = [page for slot in {*range(job.slots)} - {*job.entering} for page in range(1 + 8 * slot, 9 + 8 * slot)]
-    for ours, theirs, own in zip(padded.cache.layers, plain.cache.layers, before, strict=True):
-        torch.testing.assert_close(ours.pages[:, 1:], theirs.pages[:, 1:], rtol=1e-9, atol=1e-12)
-        assert torch.equal(ours.pages[:, others], own[:, others])
+    for layer, other, own in zip(padded.cache.layers, plain.cache.layers, before, strict=True):
+        torch.testing.assert_close(layer.pages[:, 1:], other.pages[:, 1:], rtol=1e-9, atol=1e-12)
+        assert torch.equal(layer.pages[:, others], own[:, others])
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=SLOW)
+@given(job=refills())
+@torch.inference_mode()
+def test_a_padded_batch_keeps_the_contract_of_flat_batches(job: Refills) -> None:
+    """No row is without a token; dead rows have no keys; their tokens and those of no row go to slot 0 in every K/V group."""
+    executor = job.executor(NoDrafter())
+    graphs = PrefillGraphs(executor.round, executor.rows, executor.graphs, max_tokens=64)
+    for segments in job.passes:
+        ordered, num_tokens = in_order(segments), sum(s.end - s.begin for s in segments)
+        graphs._inputs.fill(ordered, job.slots)
+        batch, slot_ids = graphs._batch(PassShape(64, job.slots, 64, 64, 128, job.mode))
+        count = len(segments)
+        assert sorted(slot_ids.tolist()) == list(range(job.slots))  # no two rows write to one line
+        assert batch.cu_seqlens_q.diff().tolist() == [s.end - s.begin for s in ordered] + [1] * (job.slots - count)
+        assert batch.kv_len.tolist() == [s.end for s in ordered] + [0] * (job.slots - count)
+        for group in range(executor.cache.groups.num_groups):
+            slots = batch.of_group(group).slot_mapping
+            assert bool((slots[:num_tokens] > 0).all())
+            assert not slots[num_tokens:].any()
+
+
+class Copied:
+    """Stands for CUDA graphs on a CPU: a capture leaves no trace, and a replay writes where the capture said it would."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor, self.replays = executor, 0
+
+    def capture(self, run: Callable[[], Prefilled]) -> tuple[Any, Prefilled]:
+        executor, graphs = self._executor, self._executor.prefill_graphs
+        assert graphs is not None
+        state = [tensor for field in SLOT_FIELDS for tensor in executor.rows._tensors(field)]
+        state += [graphs._inputs._buffer, *(layer.pages for layer in executor.cache.layers), *executor.drafter.state]
+        before = [tensor.clone() for tensor in state]
+        outcome = run()
+        for tensor, value in zip(state, before, strict=True):
+            tensor.copy_(value)
+
+        def replay() -> None:
+            self.replays += 1
+            found = run()
+            assert found.result is not None
+            assert outcome.result is not None
+            tensors = (*outcome.result.tensors, outcome.slot_ids, *outcome.carried)
+            for there, value in zip(tensors, (*found.result.tensors, found.slot_ids, *found.carried), strict=True):
+                there.copy_(value)
+
+        return SimpleNamespace(replay=replay), outcome
+
+
+@pytest.mark.parametrize("most", [0, 1, 16])
+def test_a_shape_is_captured_when_it_is_asked_for_the_third_time(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then, and if there are as many graphs as there may be, passes are plain. The capturing pass counts once."""
+    monkeypatch.setattr("batchspec.engine.prefill_graphs.PREFILL_GRAPHS", most)
+    rng = np.random.default_rng(2)
+    asked = [request(i, rng.integers(0, VOCAB, 5 + i % 3).tolist(), cap=2 + i % 5, sampling=SAMPLINGS[i % 4]) for i in range(40)]
+    target, drafter = tiny_target(window=5), ChainDrafter(parallel_head(), tiny_target(window=5), 2, slots=3)
+    plain: list[Sequence[Segment]] = []
+
+    def counted(round_: Any, rows: Any, segments: Sequence[Segment], mode: SamplingMode) -> Prefilled:
+        plain.append(segments)
+        return prefill_chunk(round_, rows, segments, mode)
+
+    monkeypatch.setattr("batchspec.engine.prefill_graphs.prefill_chunk", counted)
+    batch = packed(3, draft_len=2)
+    engine = Engine(target, drafter, batch, device=DEVICE, penalties=True, prefill_graphs=True)
+    graphs = engine.executor.prefill_graphs
+    assert graphs is not None
+    pool: Any = Copied(engine.executor)
+    graphs.cost, graphs._captures, graphs._pool = ALWAYS, True, pool
+    found = {c.request_id: c.token_ids.tolist() for c in engine.run(iter(asked)) if c.token_ids is not None}
+    assert found == {r.request_id: plain_tokens(target, r) for r in asked}
+    assert graphs.num_captured == min(most, sum(uses >= CAPTURE_AT for uses in graphs._uses.values()))
+    assert graphs.num_padded == graphs.num_captured + pool.replays
+    assert len(plain) == sum(graphs._uses.values()) - graphs.num_captured
+    assert (pool.replays > 1) == (most > 0)
+
+
+def test_no_pass_is_padded_before_passes_were_timed_nor_without_being_asked_for() -> None:
+    for asked in (False, True):
+        engine = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE, prefill_graphs=asked)
+        assert len(list(engine.run(request(i, [i, 5], cap=3) for i in range(6)))) == 6
+        graphs = engine.executor.prefill_graphs
+        assert (graphs is not None) == asked
+        assert graphs is None or graphs.num_padded == 0
 
 
 def shapes_of(drafter: Drafter | None = None, *, target: Target | None = None, **options: Any) -> PassShapes:
@@ -233,7 +324,8 @@ def rows_of(*spans: tuple[int, int]) -> list[Segment]:
 )
 def test_a_pass_is_padded_to_powers_of_two_and_midpoints(spans: list[tuple[int, int]], expected: tuple[int, ...]) -> None:
     """tokens, rows (at most one a slot), tokens and keys of a row, keys of all rows"""
-    assert shapes_of().of(rows_of(*spans), GREEDY, ALWAYS) == PassShape(*expected, GREEDY)
+    num_tokens, num_rows, max_q, max_kv, max_keys = expected
+    assert shapes_of().of(rows_of(*spans), GREEDY, ALWAYS) == PassShape(num_tokens, num_rows, max_q, max_kv, max_keys, GREEDY)
 
 
 @given(st.lists(st.tuples(st.integers(0, 900), st.integers(1, 400)), min_size=1, max_size=24))
@@ -279,3 +371,21 @@ def test_ranks_pass_plainly() -> None:
         return shapes_of(target=part_of(tiny_spec(5), ranks)).of(rows_of((0, 30)), GREEDY, ALWAYS)
 
     assert on_ranks(2, shape) == [None, None]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_bench_and_jobs_ask_by_the_same_key(asked: bool) -> None:
+    words = ["o", "n", "--draft", "none", *(["--opt", "prefill_graphs=true"] if asked else [])]
+    args = parse(words)
+    config = config_of(args, [*ways(args)][-1])
+    assert config.ablation.prefill_graphs == asked
+    assert compose([f"ablation.prefill_graphs={asked}"]).ablation == replace(compose([]).ablation, prefill_graphs=asked)
+    engine = build_engine(config, tiny_target(), NoDrafter(), packed(2))
+    assert (engine.executor.prefill_graphs is not None) == asked
+
+
+def test_passes_that_overlap_rounds_stay_plain() -> None:
+    executor = Executor(
+        tiny_target(), NoDrafter(), packed(2), device=DEVICE, options=RoundOptions(), overlap=True, prefill_graphs=True
+    )
+    assert executor.prefill_graphs is None

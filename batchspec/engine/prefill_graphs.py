@@ -31,12 +31,11 @@ from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.prefill_shapes import PassShape, PassShapes
 from batchspec.engine.round import Round
 from batchspec.engine.step import Segment
+from batchspec.records import PREFILL_GRAPHS
 
 CAPTURE_AT = 3
 """Use of a shape that captures it. A capture takes about as long as two plain passes: shapes that are rare are not captured, and
 the others lose at most about as much as they gain later."""
-MOST_GRAPHS = 16
-"""Shapes that are captured; more take too much memory."""
 _ALIGNED = 4
 """Lines of the buffer begin at multiples of so many numbers: kernels are compiled for addresses that 16 divides, or do not."""
 
@@ -102,7 +101,8 @@ class PrefillGraphs:
         return len(self._graphs)
 
     def run(self, segments: Sequence[Segment], mode: SamplingMode) -> Prefilled:
-        """As `prefill_chunk`. The next pass or round writes over the tensors that it returns: read them before, in stream order."""
+        """As `prefill_chunk`. The next pass or round writes over the tensors that it returns: read them before, in stream
+        order."""
         shape = self._shapes.of(segments, mode, self.cost)
         if shape is None or not self._is_due(shape):
             return prefill_chunk(self._round, self._rows, segments, mode)
@@ -125,7 +125,7 @@ class PrefillGraphs:
         if not self._captures or shape in self._graphs:
             return True
         self._uses[shape] += 1
-        return self._uses[shape] >= CAPTURE_AT and len(self._graphs) < MOST_GRAPHS
+        return self._uses[shape] >= CAPTURE_AT and len(self._graphs) < PREFILL_GRAPHS
 
     @torch.inference_mode()
     def _run(self, shape: PassShape) -> Prefilled:

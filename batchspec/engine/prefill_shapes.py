@@ -12,9 +12,7 @@ from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.round import Round
 from batchspec.engine.step import Segment
 from batchspec.kernels.attention.settings import MAX_QUERIES
-
-KEYS_PER_TOKEN = 4
-"""Keys of a padded pass are at most so many times the tokens of the largest pass: its rows may share prefixes."""
+from batchspec.records import KEYS_PER_TOKEN
 
 
 @dataclass(frozen=True, slots=True)
