@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from batchspec.batch.device_batch import SLOT_FIELDS
 from batchspec.batch.sampling_mode import SamplingMode
@@ -37,6 +38,7 @@ from batchspec.engine.prefill_shapes import PassShape, PassShapes
 from batchspec.engine.round import RoundOptions
 from batchspec.engine.step import Segment
 from batchspec.load import build_engine
+from batchspec.model.lora_products import LoraStacks
 from batchspec.model.target import Target
 from batchspec.records import Request
 from tests import test_constrained, test_lora_lossless, test_lossless
@@ -64,7 +66,7 @@ def test_jobs_with_padded_passes_have_the_tokens_of_plain_decoding(requests: lis
 @pytest.mark.parametrize("kind", test_lora_lossless.KINDS)
 @settings(deadline=None, max_examples=3, suppress_health_check=SLOW)
 @given(requests=requests_of_a_job(), data=st.data())
-def test_padding_goes_through_no_adapter(kind: str, requests: list[Request], data: st.DataObject) -> None:
+def test_rows_with_adapters_are_padded_too(kind: str, requests: list[Request], data: st.DataObject) -> None:
     adapters = st.integers(0, test_lora_lossless.NUM_ADAPTERS)
     requests = [replace(r, adapter=data.draw(adapters, label="adapter")) for r in requests]
     with padded_passes():
@@ -81,8 +83,34 @@ def test_rows_with_automata_are_padded_too(name: str, job: list[tuple[Request, s
     assert shapes
 
 
+@pytest.mark.parametrize("kind", ["experts", "adapters"])
+@torch.inference_mode()
+def test_padding_goes_through_no_expert_and_no_adapter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rows of 30 tokens together, padded to 96 tokens; every row of the slots has an adapter."""
+    given: list[Tensor] = []
+    live, lora = Target._live, LoraStacks.tokens
+    if kind == "experts":
+        monkeypatch.setattr(Target, "_live", lambda own, batch: given.append(found := live(own, batch)) or found)
+    else:
+        monkeypatch.setattr(LoraStacks, "tokens", lambda own, adapters: given.append(adapters != 0) or lora(own, adapters))
+    target = tiny_moe("mixtral") if kind == "experts" else test_lora_lossless.adapted_target()
+    batch = packed(8, row_buckets=(8,), prefill_tokens=96)
+    executor = Executor(target, NoDrafter(), batch, device=DEVICE, options=RoundOptions(), prefill_graphs=True)
+    asked = [replace(request(i, [i] * 45, cap=4), adapter=int(kind == "adapters")) for i in range(8)]
+    executor.rows.begin(range(8), asked, [()] * 8)
+    pages = [(slot, 0, (range(1 + 12 * slot, 13 + 12 * slot),) * len(executor.rows.page_tables)) for slot in range(8)]
+    executor.rows.grant(pages)
+    graphs = executor.prefill_graphs
+    assert graphs is not None
+    graphs.cost = ALWAYS
+    graphs.run([Segment(2, 0, 40, True), Segment(5, 0, 27, False), Segment(6, 22, 45, True)], GREEDY)
+    assert graphs.num_padded == 1
+    assert given[0].tolist() == [True] * 90 + [False] * 6
+    assert all(tokens.sum() <= 90 for tokens in given[1:])
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "minimax_m2", "gpt_oss"])
-def test_padding_goes_through_no_expert(family: str) -> None:
+def test_targets_with_experts_are_padded_too(family: str) -> None:
     """gpt_oss has two K/V groups and attention sinks, mixtral a window."""
     target, rng = tiny_moe(family), np.random.default_rng(0)
     asked = [request(i, rng.integers(0, VOCAB, 1 + 2 * i).tolist(), cap=6, sampling=SAMPLINGS[i]) for i in range(6)]
