@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchspec.batch.device_batch import SLOT_FIELDS
+from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.flash import SHORT
 from batchspec.commands.bench_arguments import parse
@@ -37,6 +38,7 @@ from batchspec.engine.prefill_graphs import CAPTURE_AT, PrefillGraphs, in_order
 from batchspec.engine.prefill_shapes import PassShape, PassShapes
 from batchspec.engine.round import RoundOptions
 from batchspec.engine.step import Segment
+from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.load import build_engine
 from batchspec.model.lora_products import LoraStacks
 from batchspec.model.target import Target
@@ -89,10 +91,18 @@ def test_padding_goes_through_no_expert_and_no_adapter(kind: str, monkeypatch: p
     """Three rows of 30 tokens together, padded to 96 tokens; every row of the slots has an adapter."""
     given: list[Tensor] = []
     live, lora = Target._live, LoraStacks.tokens
-    if kind == "experts":
-        monkeypatch.setattr(Target, "_live", lambda own, batch: given.append(found := live(own, batch)) or found)
-    else:
-        monkeypatch.setattr(LoraStacks, "tokens", lambda own, adapters: given.append(adapters != 0) or lora(own, adapters))
+
+    def live_tokens(own: Target, batch: FlatBatch) -> Tensor | None:
+        found = live(own, batch)
+        given.extend([] if found is None else [found])
+        return found
+
+    def adapted_tokens(own: LoraStacks, adapters: Tensor) -> LoraTokens:
+        given.append(adapters != 0)
+        return lora(own, adapters)
+
+    monkeypatch.setattr(Target, "_live", live_tokens)
+    monkeypatch.setattr(LoraStacks, "tokens", adapted_tokens)
     target = tiny_moe("mixtral") if kind == "experts" else test_lora_lossless.adapted_target()
     batch = packed(8, row_buckets=(8,), prefill_tokens=96)
     executor = Executor(target, NoDrafter(), batch, device=DEVICE, options=RoundOptions(), prefill_graphs=True)
