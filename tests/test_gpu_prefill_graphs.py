@@ -58,13 +58,19 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchspec.engine.executor.rehearse", lambda *_, **__: ALWAYS)
 
 
+@pytest.fixture
+def at_once(always: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And captured when a shape is asked for the first time: few rows replay many."""
+    monkeypatch.setattr("batchspec.engine.prefill_graphs.CAPTURE_AT", 1)
+
+
 def graphs_of(engine: Engine) -> PrefillGraphs:
     found = engine.executor.prefill_graphs
     assert found is not None
     return found
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize(
     "name",
     ["none", "lookup", "window", "pard", "pard chain", "eagle3", "eagle3 general", "eagle3 with a window", "hybrid", "tree"],
@@ -91,7 +97,7 @@ def test_jobs_with_replayed_passes_have_the_tokens_of_one_row_at_a_time_on_the_c
     assert tokens(done) == alone(asked)
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("windows", [(9, None), (9, 40, None)], ids=str)
 def test_groups_of_windows_are_replayed(windows: tuple[int | None, ...]) -> None:
     asked = requests(80)
@@ -100,8 +106,8 @@ def test_groups_of_windows_are_replayed(windows: tuple[int | None, ...]) -> None
     assert tokens(done) == alone(asked, windowed_target("cpu", windows))
 
 
-@pytest.mark.usefixtures("always")
-def test_padding_goes_through_no_adapter() -> None:
+@pytest.mark.usefixtures("at_once")
+def test_rows_with_adapters_are_replayed() -> None:
     asked = [replace(own, adapter=i % (test_gpu_lora.NUM_ADAPTERS + 1)) for i, own in enumerate(requests(60))]
     engine, done = run(test_gpu_lora.target("cuda"), NoDrafter(), shape(8), asked, prefill_graphs=True)
     assert graphs_of(engine).num_padded > graphs_of(engine).num_captured > 0
@@ -238,7 +244,7 @@ def test_the_graphs_take_no_more_memory_than_is_kept_for_them() -> None:
         assert taken <= memory.prefill_graph_bytes(own.spec, dtype=torch.bfloat16, tokens=4096)
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("at_once")
 def test_rows_with_penalties_and_biases_are_replayed_by_graphs_of_their_own() -> None:
     samplings = (
         SamplingParams(),
