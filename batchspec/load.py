@@ -27,7 +27,8 @@ from batchspec.model.tokenizer import Tokenizer
 from batchspec.model.weights import Checkpoint
 from batchspec.packing.constraints import asked_by
 from batchspec.packing.cost import Rates, device_rates
-from batchspec.packing.planner import PAGE_SIZE, Demand, choose_batch, free_memory
+from batchspec.packing.memory import prefill_graph_bytes
+from batchspec.packing.planner import GPU_PREFILL, PAGE_SIZE, Demand, choose_batch, free_memory
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, JobModel
 from batchspec.records import PackedBatch, SamplingParams
@@ -70,6 +71,14 @@ def automata_bytes(job: Job) -> int:
     return 0 if job.admission.constraints is None else AutomataRoom(num_tokens=job.spec.vocab_size).nbytes
 
 
+def padded_prefill_bytes(job: JobModel) -> int:
+    """Bytes of the CUDA graphs of prefill passes (ablation.prefill_graphs); 0 in a job without them."""
+    if job.device.type != "cuda" or not job.config.ablation.prefill_graphs:
+        return 0
+    tokens = job.config.packing.max_num_batched_tokens or GPU_PREFILL
+    return prefill_graph_bytes(job.spec, dtype=job.dtype, tokens=tokens)
+
+
 def free_bytes(job: JobModel, *, loaded: bool = False) -> int:
     """Bytes of memory for K/V pages and all else besides the weights; in a group those of the rank that has least.
 
@@ -86,7 +95,7 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
 
     loaded  the weights, the drafter's included, are in memory already
     """
-    shape, taken = job.drafter.shape, learning_bytes(job, demand.max_tokens) + automata_bytes(job)
+    shape, taken = job.drafter.shape, learning_bytes(job, demand.max_tokens) + automata_bytes(job) + padded_prefill_bytes(job)
     return choose_batch(
         job.config.packing,
         job.spec,
@@ -214,6 +223,7 @@ def build_engine(
         refill_dead=ablation.dead_rows,
         adaptive=config.draft.adaptive is not False,
         overlap=ablation.overlap,
+        prefill_graphs=ablation.prefill_graphs,
         expert_correlation=config.packing.expert_correlation,
         lead=lead,
         vocabulary=vocabulary,

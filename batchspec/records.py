@@ -18,6 +18,10 @@ MAX_STOP_IDS = 16
 
 SCORED_TOKENS = 512
 """Number of positions whose logits are in memory at once while prompts are scored."""
+PREFILL_GRAPHS = 16
+"""Maximum number of shapes of prefill passes that are captured as CUDA graphs; more take too much memory."""
+KEYS_PER_TOKEN = 4
+"""Keys of a captured prefill pass are at most so many times the tokens of the largest pass: its rows may share prefixes."""
 MAX_LOGIT_BIAS = 1024
 """Maximum number of tokens of a row whose logits are biased: the width of two tensors on the device."""
 

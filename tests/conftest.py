@@ -46,6 +46,7 @@ LONG = (
     "test_bench.py",
     "test_lossless_formats.py",
     "test_lossless.py",
+    "test_prefill_graphs.py",
     "test_remote_input.py",
     "test_tree.py",
     "test_moe_drafters.py",

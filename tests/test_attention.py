@@ -14,7 +14,7 @@ from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch, HostLayout, TreeTail
 from batchspec.cache import flash
-from batchspec.cache.attention import attend, plan_attention
+from batchspec.cache.attention import attend, plan_attention, plans_by_bounds
 from tests.kernels.trees import path_to_root, random_parents
 from tests.kv_pages import layer_kv
 
@@ -284,3 +284,63 @@ def test_one_plan_serves_every_layer() -> None:
     plan = plan_attention(batch, layer_kv(layers[0][1]), num_heads=4, window=5)
     for q, kv in layers:
         assert torch.equal(plan.attend(q, layer_kv(kv), 0.5), attend(q, layer_kv(kv), batch, scale=0.5, window=5))
+
+
+def flash_by_hand(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int, max_k: int, dropout: float,
+    causal: bool, debug: bool, *, scale: float, window_size_left: int, window_size_right: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What torch's operator computes on a GPU; NaN where no row has a token, which it leaves as memory was."""
+    assert (dropout, causal, debug, window_size_right) == (0.0, True, False, 0)
+    out, lse = torch.full_like(q, math.nan), torch.full((q.shape[1], q.shape[0]), math.nan, dtype=torch.float64)
+    ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for begin, end, first, last in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False):
+        assert end - begin <= max_q
+        assert last - first <= max_k
+        out[begin:end] = 0
+        if first == last:
+            continue
+        place = torch.arange(last - first)
+        seen = place <= torch.arange(last - first - (end - begin), last - first)[:, None]
+        if window_size_left >= 0:
+            seen &= place >= torch.arange(last - first - (end - begin), last - first)[:, None] - window_size_left
+        keys, values = (x[first:last].repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[begin:end], keys).mul(scale).masked_fill(~seen, -math.inf)
+        out[begin:end] = torch.einsum("hqk,khd->qhd", scores.softmax(2), values)
+        lse[:, begin:end] = scores.logsumexp(2)
+    return out, lse
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_torchs_attention_needs_bounds_alone(window: int | None, sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tokens, keys and rows: a dead row and padding after the last one change nothing, and the host knows no length."""
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_by_hand)
+    generator = torch.Generator().manual_seed(0)
+    rows = [(70, 90), (1, 33), (3, 3), (100, 130)]
+    exact = make_batch(rows, generator)
+    q, kv = make_tensors(exact, (6, 2), torch.float64, generator)
+    kv[:, 0] = math.nan  # the scratch page, where the keys after the last row's are gathered
+    exact.kv_len[2] = 0
+    padding = 50
+    bounded = replace(
+        exact, max_q=128, max_kv=256, max_keys=300, positions=torch.cat((exact.positions, torch.zeros(padding).long())),
+        token_ids=torch.zeros(len(q) + padding).int(), row_ids=torch.cat((exact.row_ids, torch.zeros(padding).int())),
+    )  # fmt: skip
+    with_sinks = torch.tensor([-2.0, 1.0, 0.0, 4.0, -9.0, 2.0]).double() if sinks else None
+    expected = plan_attention(exact, layer_kv(kv), num_heads=6, window=window).attend(
+        q, layer_kv(kv), 0.3, sink_logits=with_sinks
+    )
+    plan = flash.plan_flash(bounded, layer_kv(kv), num_heads=6, window=window)
+    padded = torch.cat((q, torch.full((padding, *q.shape[1:]), math.nan, dtype=q.dtype)))
+    found = plan.attend(padded, layer_kv(kv), 0.3, sink_logits=with_sinks)
+    alive = exact.row_ids != 2
+    torch.testing.assert_close(found[: len(q)][alive], expected[alive], atol=1e-12, rtol=1e-9)
+
+
+def test_bounds_serve_where_a_gpu_has_an_attention_that_reads_no_list() -> None:
+    layout = layer_kv(torch.zeros(2, 2, 4, 2, 64)).layout
+    kinds = {dtype: replace(layout, dtype=dtype) for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+    assert [plans_by_bounds(own, 64) for own in kinds.values()] == [False, True, True, True]
+    assert [plans_by_bounds(own, 65) for own in kinds.values()] == [False, False, True, True]
+    assert not plans_by_bounds(replace(layout, dtype=torch.bfloat16, head_dim=264), 65)

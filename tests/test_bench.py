@@ -20,10 +20,12 @@ from batchspec.commands.bench_schemas import following, symbols_of
 from batchspec.commands.profile import read_trace
 from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.commands.workloads import make_job, make_workload
+from batchspec.engine.prefill_graphs import PrefillGraphs
 from batchspec.errors import ConfigError
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.model.lora_products import LoraStacks
 from tests.models import make_checkpoint, make_tokenizer
+from tests.padded_prefill import ALWAYS
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -166,6 +168,18 @@ def test_what_rows_of_schemas_write_is_what_their_patterns_allow(shape: Path) ->
         ).decode()
         begun = f'{{"field_{done.row_index % 3}": "'
         assert text[: len(begun)] == begun[: len(text)]
+
+
+def test_passes_that_were_padded_are_counted(shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on a CPU, where padding saves nothing, unless its time is made up."""
+    words = ["--batch", "2", "--requests", "6", "--prompt", "9", "--gen", "4", "--draft", "none", "--opt", "prefill_graphs=true"]
+    plain, asked = lines(shape, tmp_path / "o.jsonl", *words)
+    assert "padded_passes" not in plain
+    assert asked["padded_passes"] == 0
+    monkeypatch.setattr(PrefillGraphs, "cost", ALWAYS)
+    _, padded = lines(shape, tmp_path / "p.jsonl", *words)
+    assert padded["padded_passes"] >= 3
+    assert padded["tokens"] == plain["tokens"]
 
 
 def test_options_of_heads_are_tried_with_heads_alone() -> None:

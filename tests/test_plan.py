@@ -21,7 +21,7 @@ from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.config.schema import RunConfig
 from batchspec.errors import CapacityError, ConfigError, InputError
 from batchspec.packing.cost import H200
-from batchspec.packing.memory import reserve_bytes
+from batchspec.packing.memory import prefill_graph_bytes, reserve_bytes
 from batchspec.tuning import policy
 from tests.models import write_weights
 from tests.stand_ins import ByteTokenizer
@@ -139,6 +139,35 @@ def test_the_memory_of_quantised_models_on_a_gpu(
         f"memory       {weights / GB:.2f} GB weights + {pages / GB:.2f} GB K/V + {held / GB:.2f} GB passes, rounds and graphs = "
         f"{(weights + pages + held) / GB:.2f} GB of 140.00 GB that are free"
     )
+
+
+def test_pages_leave_memory_for_the_graphs_of_prefill(job: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a GPU that cannot hold all rows."""
+    free = 33 * 10**9
+    for module in (command, load):
+        monkeypatch.setattr(module, "free_memory", lambda device, weights=0: free - weights)
+    monkeypatch.setattr(prepare, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    monkeypatch.setattr(policy, "is_hopper", lambda device: True)
+    monkeypatch.setattr(command, "device_rates", lambda *_, **__: H200)
+    (Path(str(job.model.path)) / "config.json").write_text(json.dumps(COMMON | SHAPES["llama8b-fp8"]))
+    job.model.load_format, job.draft.name = "dummy", "none"
+    job.packing.max_num_seqs, job.packing.max_num_batched_tokens, job.decode.max_new_tokens = 64, 16384, 512
+    write(job, prompt_ids=[[1] * 3000] * 64)
+    plain = planned(job)
+    assert "graphs of prefill" not in plain.text()
+    job.ablation.prefill_graphs = True
+    graphed = planned(job)
+    assert plain.batch is not None
+    assert graphed.batch is not None
+    held = prefill_graph_bytes(plain.job.spec, dtype=torch.bfloat16, tokens=16384)
+    a_pass, keys = 1.5 * 2 * 16384 * (12 * 4096 + 3 * 14336), 4 * 16384 * 2 * 8 * 128 * 2
+    assert held == pytest.approx(a_pass + keys + 16 * 16 * 10**6, rel=0.01)
+    page_bytes = 32 * 2 * 8 * 128 * 2 * 16
+    assert plain.batch.num_pages - graphed.batch.num_pages == pytest.approx(
+        held / page_bytes, rel=0.02
+    )  # fewer rows need less besides
+    assert f" {held / GB:.2f} GB graphs of prefill " in graphed.text()
 
 
 def test_token_ids_need_no_tokenizer(job: RunConfig) -> None:

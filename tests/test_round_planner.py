@@ -63,6 +63,7 @@ def planner(
         rows=SimpleNamespace(live=torch.ones(batch.num_slots, dtype=torch.int32), move=lambda *_: None, provide=lambda *_: None),
         batch=batch,
         sharing=SharingCost(page_bytes=1, row_bytes=0, pass_bytes=pass_bytes),
+        prefill_graphs=None,
     )
     executor.rehearse = MethodType(Executor.rehearse, executor)
     prepared: list[Shape] = []
@@ -131,9 +132,12 @@ def test_prefill_is_rehearsed_with_rows_as_long_as_the_job_has_seen(
         return PrefillCost(least=3.0, token=0.5)
 
     monkeypatch.setattr(executor_module, "rehearse", recorded)
-    cost = planner(packed(4, longest_prompt=longest, max_len=128, prefill_tokens=400), 1).prepare(MODE)
+    one, graphs = planner(packed(4, longest_prompt=longest, max_len=128, prefill_tokens=400), 1), SimpleNamespace(cost=None)
+    executor: Any = one._executor
+    executor.prefill_graphs = graphs
+    cost = one.prepare(MODE)
     assert (found["longest"], found["max_tokens"]) == (rehearsed, 400)
-    assert cost == PrefillCost(least=3.0, token=0.5)
+    assert graphs.cost == cost == PrefillCost(least=3.0, token=0.5)
 
 
 @pytest.mark.parametrize("shared", [False, True])

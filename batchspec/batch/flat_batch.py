@@ -53,7 +53,9 @@ class FlatBatch:
     shared: SharedPrefixes | None = None
     """Rows that begin with the same pages, for attention that reads those once; None where nothing is known of it."""
     host: HostLayout | None = None
-    """What the host knows of the rows: of a prefill everything, of a round nothing."""
+    """What the host knows of the rows: of a prefill everything, of a round and of a padded prefill nothing."""
+    max_keys: int | None = None
+    """Of a padded prefill: the kv_len of all rows together are no more than this (host bound)."""
     row_adapters: Tensor | None = None
     """int32 [R] the LoRA adapter of each row, 0 is none; None where the model has none that are told apart by rows"""
     tree: TreeTail | None = None

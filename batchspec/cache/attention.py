@@ -7,11 +7,12 @@ from typing import Protocol
 from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch
-from batchspec.cache.flash import fits_flash, plan_flash
-from batchspec.cache.layout import LayerKV
+from batchspec.cache.flash import fits_flash, fits_layout, plan_flash
+from batchspec.cache.layout import KVLayout, LayerKV
 from batchspec.cache.ordered import plan_ordered
 from batchspec.cache.padded import TorchPlan
 from batchspec.cache.verify import fits_verify, plan_verify
+from batchspec.kernels.attention.settings import DTYPES, MAX_QUERIES
 
 
 def attend(q: Tensor, kv: LayerKV, batch: FlatBatch, *, scale: float, window: int | None, sink: int = 0) -> Tensor:
@@ -43,6 +44,13 @@ def plan_attention(batch: FlatBatch, kv: LayerKV, *, num_heads: int, window: int
     if fits_flash(batch, kv, sink):
         return plan_flash(batch, kv, num_heads=num_heads, window=window)
     return TorchPlan(batch, num_heads, window, sink)
+
+
+def plans_by_bounds(layout: KVLayout, max_q: int) -> bool:
+    """Whether `plan_attention` needs bounds alone (`FlatBatch.max_keys`) for a prefill on a GPU whose rows have at most `max_q`
+    tokens, and reads nothing back: a CUDA graph can hold such a pass. Not with a sink.
+    """
+    return layout.dtype in DTYPES if max_q <= MAX_QUERIES else fits_layout(layout)
 
 
 class AttentionPlan(Protocol):

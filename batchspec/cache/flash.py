@@ -1,5 +1,5 @@
-"""Prefill attention on a GPU, planned on the host, which knows all lengths: FlashInfer (FA3 on Hopper) for long rows, torch's own
-FlashAttention 2 for short rows and if FlashInfer is not installed."""
+"""Prefill attention on a GPU: FlashInfer (FA3 on Hopper) for long rows, planned on the host, which knows all lengths; torch's own
+FlashAttention 2 for short rows, for passes of which the host knows bounds alone, and if FlashInfer is not installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchspec.cache.layout import LayerKV
+from batchspec.cache.layout import KVLayout, LayerKV
 from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
 
 if TYPE_CHECKING:
@@ -40,28 +40,38 @@ def flashinfer() -> Any:
 
 def fits_flash(batch: FlatBatch, kv: LayerKV, sink: int) -> bool:
     """Whether `plan_flash` supports this batch and these pages."""
-    layout = kv.layout
-    fits = batch.host is not None and kv.pages.is_cuda and layout.dtype in (torch.bfloat16, torch.float16) and not sink
+    bounded = batch.host is not None or batch.max_keys is not None
+    return bounded and kv.pages.is_cuda and not sink and fits_layout(kv.layout)
+
+
+def fits_layout(layout: KVLayout) -> bool:
+    """Whether both kinds of attention here support K and V of this layout."""
+    fits = layout.dtype in (torch.bfloat16, torch.float16)
     return fits and layout.head_dim <= _MAX_HEAD_DIM and layout.head_dim % 8 == 0
 
 
 def plan_flash(batch: FlatBatch, kv: LayerKV, *, num_heads: int, window: int | None) -> FlashPlan | VarlenPlan:
     """The plan of one prefill pass for all layers with this window. `fits_flash` must be true for the batch."""
-    assert batch.host is not None
-    if max(batch.host.kv_len) <= SHORT or flashinfer() is None:  # in this order: the import takes a second or two
+    # In this order: the import takes a second or two.
+    if batch.host is None or max(batch.host.kv_len) <= SHORT or flashinfer() is None:
         return VarlenPlan(batch, kv, window=window)
     return FlashPlan(batch, kv, num_heads=num_heads, window=window)
 
 
 class VarlenPlan:
     """torch's FlashAttention 2 over concatenated rows of any length. Before torch 2.12 its public function does not support
-    grouped K/V heads, so the internal operator is called."""
+    grouped K/V heads, so the internal operator is called.
+
+    It reads lengths on the device and bounds on the host: with `max_keys` a CUDA graph can hold it. What it returns for padding
+    after the last row is not defined.
+    """
 
     def __init__(self, batch: FlatBatch, kv: LayerKV, *, window: int | None) -> None:
-        assert batch.host is not None
-        self._key_slots = _key_slots(batch, sum(batch.host.kv_len), kv.layout.page_size)
+        num_keys = batch.max_keys if batch.host is None else sum(batch.host.kv_len)
+        assert num_keys is not None
+        self._key_slots = _key_slots(batch, num_keys, kv.layout.page_size)
         self._cu_seqlens_q, self._cu_seqlens_k = batch.cu_seqlens_q, F.pad(batch.kv_len.cumsum(0, dtype=torch.int32), (1, 0))
-        self._longest = max(batch.host.q_len), max(batch.host.kv_len)
+        self._longest = batch.max_q, batch.max_kv
         self._window = -1 if window is None else window - 1
 
     def attend(
@@ -125,7 +135,7 @@ def _with_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> Tensor:
 
 
 def _key_slots(batch: FlatBatch, num_keys: int, page_size: int) -> Tensor:
-    """int64 [keys of all rows, concatenated] the slot of each key in the cache."""
+    """int64 [num_keys] the slot of each key of all rows, concatenated, in the cache; 0 after the last row's."""
     device = batch.kv_len.device
     row_ids = torch.empty(num_keys, dtype=torch.int32, device=device)
     positions, slots = (torch.empty(num_keys, dtype=torch.int64, device=device) for _ in range(2))

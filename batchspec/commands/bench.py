@@ -141,6 +141,8 @@ def _row(
             "cached_tokens": record.totals.cached_tokens,
         }
     row |= _of_requests(record)
+    if record.padded_passes is not None:
+        row["padded_passes"] = record.padded_passes
     if record.peak_bytes:
         row["peak_gb"] = round(record.peak_bytes / 1e9, 2)
     if record.profile is not None:

@@ -31,7 +31,9 @@ from batchspec.packing.planner import CPU_PREFILL, GPU_PREFILL, GPU_RUN_AHEAD, P
 from batchspec.records import PackedBatch
 from batchspec.token_automaton import TokenAutomaton, TokenSymbols
 
-OPTIONS = ("coupled", "dead_positions", "uniform_slots", "argmax", "dead_rows", "overlap", "sharing", "sharded_draft")
+OPTIONS = (
+    "coupled", "dead_positions", "uniform_slots", "argmax", "dead_rows", "overlap", "prefill_graphs", "sharing", "sharded_draft",
+)  # fmt: skip
 TREES = {"tree": LOGPROB, "tree-products": PROB}
 SETTINGS: dict[str, dict[str, Any]] = {
     "eagle3": {"parallel": False},
@@ -117,6 +119,7 @@ def config_of(args: argparse.Namespace, way: Way) -> RunConfig:
         uniform_slots=on.get("uniform_slots", True),
         dead_positions=on.get("dead_positions", True),
         overlap=on.get("overlap", False),
+        prefill_graphs=on.get("prefill_graphs", False),
         sharded_draft=on.get("sharded_draft"),
     )
     return RunConfig(model=ModelConfig(load_format="auto" if args.draft_path else "dummy"), draft=draft, ablation=ablation)

@@ -37,6 +37,8 @@ class Record:
     totals: EngineTotals | None = None
     rows: list[tuple[RowStats, int]] = field(default_factory=list)
     """Of each request of the last turn: what speculation did, and its tokens."""
+    padded_passes: int | None = None
+    """Prefill passes of the last turn that were padded to CUDA graphs; None without ablation.prefill_graphs."""
     peak_bytes: int = 0
     profile: Profile | None = None
 
@@ -110,10 +112,13 @@ class EngineVariant:
         assert self._engine is not None
         capped = [r if cap is None else replace(r, max_new_tokens=min(cap, r.max_new_tokens)) for r in requests]
         self._engine.totals = EngineTotals()
+        graphs = self._engine.executor.prefill_graphs
+        before = 0 if graphs is None else graphs.num_padded
         began = clock(self._bench.device)
         with closing(self._engine.run(iter(capped))) as completions:
             found = [(done.stats, len(done.token_ids)) for done in completions if done.token_ids is not None]
         self.record.rows, tokens = [(stats, count) for stats, count in found if stats], sum(count for _, count in found)
+        self.record.padded_passes = None if graphs is None else graphs.num_padded - before
         return clock(self._bench.device) - began, tokens
 
     def profile(self) -> None:

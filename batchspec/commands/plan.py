@@ -13,7 +13,7 @@ from batchspec.config.checks import AUTO, TENSOR_PARALLEL, check_ranks
 from batchspec.config.compose import launch
 from batchspec.config.schema import RunConfig
 from batchspec.distributed.group import check_reach
-from batchspec.load import automata_bytes, check_memory, learning_bytes, plan_batch
+from batchspec.load import automata_bytes, check_memory, learning_bytes, padded_prefill_bytes, plan_batch
 from batchspec.model.blocks.base import Shard
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec
@@ -180,6 +180,7 @@ class Plan:
             "drafter": job.drafter.weight_bytes(dtype=job.dtype, device=job.device),
             "state of the drafter": learning_bytes(job, batch.max_len),
             "schemas": automata_bytes(job),
+            "graphs of prefill": padded_prefill_bytes(job),
             "K/V": pages_bytes,
             "passes, rounds and graphs": held_back_bytes(batch, job.spec, job.dtype, scores=self._scores)
             if job.device.type == "cuda"

@@ -66,6 +66,10 @@ class Drafter(Protocol):
         """What a round verifies."""
 
     @property
+    def prefill_by_bounds(self) -> bool:
+        """`prefill` needs neither `FlatBatch.host` nor numbers that it would have to read back: a CUDA graph can hold it."""
+
+    @property
     def rewritable(self) -> Rewritable | None:
         """The network that online adaptation may rewrite; None: none."""
 
@@ -140,6 +144,10 @@ class DrafterBase:
         return ChainShape(self.max_len)
 
     @property
+    def prefill_by_bounds(self) -> bool:
+        return False
+
+    @property
     def rewritable(self) -> Rewritable | None:
         return None
 
@@ -161,6 +169,10 @@ class NoFeatures(DrafterBase):
     state: tuple[Tensor, ...] = ()
 
     kv_windows: tuple[int | None, ...] = ()
+
+    @property
+    def prefill_by_bounds(self) -> bool:
+        return True
 
     def kv_layout(self, page_size: int) -> KVLayout | None:
         return None

@@ -63,6 +63,10 @@ class HybridDrafter:
         return ChainShape(self.max_len)
 
     @property
+    def prefill_by_bounds(self) -> bool:
+        return self.head.prefill_by_bounds
+
+    @property
     def rewritable(self) -> Rewritable:
         return self.head
 

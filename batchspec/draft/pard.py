@@ -111,6 +111,10 @@ class PardDrafter(DrafterBase):
         return self._model.spec.kv_layout(self._model.dtype, page_size)
 
     @property
+    def prefill_by_bounds(self) -> bool:
+        return True
+
+    @property
     def kv_windows(self) -> tuple[int | None, ...]:
         return self._model.spec.windows
 

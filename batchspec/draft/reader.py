@@ -60,6 +60,10 @@ class HeadReader(DrafterBase):
         self._freqs = rope_frequencies(spec.rope, spec.head_dim).to(target.device)
 
     @property
+    def prefill_by_bounds(self) -> bool:
+        return not self._sink  # whose attention no kernel of prefill knows
+
+    @property
     def rewritable(self) -> Rewritable:
         return self
 

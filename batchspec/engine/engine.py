@@ -60,6 +60,7 @@ class Engine:
         refill_dead: bool = True,
         adaptive: bool = False,
         overlap: bool = False,
+        prefill_graphs: bool = False,
         expert_correlation: float = 1.0,
         lead: Lead | None = None,
         vocabulary: TokenSymbols | None = None,
@@ -72,6 +73,7 @@ class Engine:
         refill_dead  False: no new rows until all have ended (ablation)
         adaptive     choose the draft length of each round, 0 included, by measured times and acceptance (GPU only)
         overlap      prefill concurrently with the rounds, not between them (GPU only)
+        prefill_graphs  prefill passes of short rows as CUDA graphs, where that pays and they do not overlap rounds (GPU only)
         expert_correlation  share of tokens that choose experts independently, until rounds were counted (`ExpertReads`)
         lead     of the leader of several ranks that compute the target together
         vocabulary  of a job whose requests may have automata; automata_room None: the usual one
@@ -89,7 +91,7 @@ class Engine:
         self.lead = lead
         self.executor = Executor(
             target, drafter, batch, device=device, options=self.options, penalties=penalties, overlap=overlap,
-            vocabulary=vocabulary, automata_room=automata_room,
+            prefill_graphs=prefill_graphs, vocabulary=vocabulary, automata_room=automata_room,
         )  # fmt: skip
         self.planner = RoundPlanner(self.executor, batch, adaptive=adaptive, expert_correlation=expert_correlation)
         self.totals = EngineTotals()

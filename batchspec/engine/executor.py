@@ -20,6 +20,7 @@ from batchspec.draft.base import Drafter
 from batchspec.engine.graphs import Graphs, Shape
 from batchspec.engine.prefill import rehearse
 from batchspec.engine.prefill_cost import PrefillCost
+from batchspec.engine.prefill_graphs import PrefillGraphs
 from batchspec.engine.prefill_runner import PrefillRunner
 from batchspec.engine.results import PendingResult
 from batchspec.engine.round import RoundOptions
@@ -48,11 +49,13 @@ class Executor:
         options: RoundOptions,
         penalties: bool = False,
         overlap: bool = False,
+        prefill_graphs: bool = False,
         vocabulary: TokenSymbols | None = None,
         automata_room: AutomataRoom | None = None,
     ) -> None:
         """penalties: allocate their state at once; overlap: prefill may run concurrently with rounds (GPU only).
 
+        prefill_graphs  short prefill passes that do not overlap rounds are CUDA graphs where that pays
         vocabulary, automata_room  of a job whose requests may have automata
         """
         spec = target.spec
@@ -83,7 +86,10 @@ class Executor:
         self.prefix_groups = PrefixGroupTables(batch.num_slots, batch.page_size, device)
         self.graphs = Graphs(self.round, self.rows, self.prefix_groups)
         self.sharing = SharingCost.of(target, page_size=batch.page_size, max_q=batch.draft_len + 1, launches=self.graphs.captures)
-        self._prefill = PrefillRunner(self.round, self.rows, overlap=overlap)
+        self.prefill_graphs: PrefillGraphs | None = None
+        if prefill_graphs and not overlap:
+            self.prefill_graphs = PrefillGraphs(self.round, self.rows, self.graphs, max_tokens=batch.prefill_tokens)
+        self._prefill = PrefillRunner(self.round, self.rows, overlap=overlap, graphs=self.prefill_graphs)
         self._pending: deque[PendingResult] = deque()
         self.can_overlap = self._prefill.can_overlap
 
@@ -152,7 +158,10 @@ class Executor:
         if batch.num_slots > 1:  # compiles the move of a row
             self.rows.move([(1, 0)], self.drafter.state)
         longest = min(batch.longest_prompt or batch.max_len, batch.max_len - 1)
-        return rehearse(self.round, self.rows, max_tokens=batch.prefill_tokens, longest=longest, mode=mode)
+        cost = rehearse(self.round, self.rows, max_tokens=batch.prefill_tokens, longest=longest, mode=mode)
+        if self.prefill_graphs is not None:
+            self.prefill_graphs.cost = cost
+        return cost
 
     def dead_tokens_routed(self) -> AbstractContextManager[object]:
         """Within this block tokens of dead rows go through experts like those of live rows."""

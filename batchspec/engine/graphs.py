@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.engine.graph_pool import GraphPool
 from batchspec.engine.round import Round, RoundResult
 from batchspec.engine.shared_prefix import PrefixGroupTables
-from batchspec.garbage import no_garbage_collection
 
 GRAPH_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """fp64, for tests, has no verify attention that plans on the device."""
@@ -43,7 +43,7 @@ class Graphs:
         self._round, self._rows, self._prefix_groups = round_, rows, prefix_groups
         self.captures = rows.tokens.is_cuda and round_.target.dtype in GRAPH_DTYPES
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, RoundResult]] = {}
-        self._pool: Any = None
+        self.pool = GraphPool()
         self.warm_up_s = self.capture_s = 0.0
         """Seconds in which rounds were run for the first time, which compiles their kernels, and captured."""
 
@@ -104,19 +104,9 @@ class Graphs:
         began = time.perf_counter()
         self._run(shape)
         warmed_up = time.perf_counter()
-        graph = torch.cuda.CUDAGraph()
-        # The kernels of a graph keep the priority of the stream it was captured on.
-        current = torch.cuda.current_stream()
-        stream = None if current == torch.cuda.default_stream() else current
-        # Only calls of this thread count: the thread that builds a corpus pins memory meanwhile, which would spoil the capture.
-        with (
-            no_garbage_collection(),
-            torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
-        ):
-            result = self._run(shape)
+        captured = self.pool.capture(partial(self._run, shape))
         self.warm_up_s += warmed_up - began
         self.capture_s += time.perf_counter() - warmed_up
-        self._pool = self._pool or graph.pool()
         for tensor, value in zip(state, before, strict=True):
             tensor.copy_(value)
-        self._graphs[shape] = (graph, result)
+        self._graphs[shape] = captured

@@ -97,14 +97,31 @@ def _prefill_chunk(round_: Round, rows: DeviceBatch, segments: Sequence[Segment]
         cu_seqlens_q = torch.zeros(mask.shape[0] + 1, dtype=torch.int32, device=device)
         torch.cumsum(mask, 0, dtype=torch.int32, out=cu_seqlens_q[1:])
         places = LogitRows(slots.int(), batch.kv_len[segment].long())
-        drafts = Drafts(rows.tokens[:, :0], torch.zeros_like(rows.live))
-        result = round_.commit(hidden[segment], places, cu_seqlens_q, drafts, rows, mask, mode, torch.empty_like(mask))
+        result = emit(round_, rows, hidden[segment], places, cu_seqlens_q, mask, mode)
         if mode.waits:
             rows.park(mask, result.log)
+    return Prefilled(result, mask, slot_ids, prefill_drafter(round_, rows, batch, slot_ids, aux_hidden_states, mode))
+
+
+def emit(
+    round_: Round, rows: DeviceBatch, hidden: Tensor, places: LogitRows, cu_seqlens_q: Tensor, mask: Tensor, mode: SamplingMode
+) -> RoundResult:
+    """Choose and commit the token after each of the states `hidden` [N, H], which are at `places`.
+
+    cu_seqlens_q  int32 [slots + 1]: the state of slot r, where its mask is 1, is that of number cu_seqlens_q[r]
+    mask          int32 [slots] in: 1 for the slots that emit; out: 0 for those that end with this token
+    """
+    drafts = Drafts(rows.tokens[:, :0], torch.zeros_like(rows.live))
+    return round_.commit(hidden, places, cu_seqlens_q, drafts, rows, mask, mode, torch.empty_like(mask))
+
+
+def prefill_drafter(
+    round_: Round, rows: DeviceBatch, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, mode: SamplingMode
+) -> tuple[Tensor, ...]:
+    """What the drafter carries of each row of the batch, once its tokens are committed."""
     round_.couple(mode)
     own_batch = batch.of_group(round_.cache.groups.draft_group)
-    carried = round_.drafter.prefill(own_batch, slot_ids, aux_hidden_states, rows, round_.cache)
-    return Prefilled(result, mask, slot_ids, carried)
+    return round_.drafter.prefill(own_batch, slot_ids, aux_hidden_states, rows, round_.cache)
 
 
 def _score_chunk(round_: Round, rows: DeviceBatch, segments: Sequence[Segment]) -> Prefilled:
@@ -167,15 +184,34 @@ def flat_batch(rows: DeviceBatch, segments: Sequence[Segment], page_size: int) -
     """The segments end to end, and the slot of each, int64 [segments]."""
     device = rows.tokens.device
     lengths = [s.end - s.begin for s in segments]
-    count, num_tokens = len(segments), sum(lengths)
     slot_ids, begins, ends, q_len = upload(
         [[s.slot for s in segments], [s.begin for s in segments], [s.end for s in segments], lengths], torch.int64, device
     )
-    page_table, *more_tables = (table[slot_ids] for table in rows.page_tables)
-    cu_seqlens_q, row_ids = (torch.empty(size, dtype=torch.int32, device=device) for size in (count + 1, num_tokens))
+    batch = lay_out(
+        rows, slot_ids, [table[slot_ids] for table in rows.page_tables], begins.int(), q_len.int(), ends.int(),
+        num_tokens=sum(lengths), max_q=max(lengths), max_kv=max(s.end for s in segments), page_size=page_size,
+    )  # fmt: skip
+    batch.host = HostLayout(lengths, [s.end for s in segments])
+    return batch, slot_ids
+
+
+def lay_out(
+    rows: DeviceBatch, slot_ids: Tensor, page_tables: Sequence[Tensor], begins: Tensor, q_len: Tensor, kv_len: Tensor, *,
+    num_tokens: int, max_q: int, max_kv: int, page_size: int,
+) -> FlatBatch:  # fmt: skip
+    """The tokens of rows that are known to the device, end to end, and padding up to `num_tokens`.
+
+    slot_ids       int64 [R] the slot of each row
+    page_tables    of each K/V group, int32 [R, max pages a row]
+    begins, q_len, kv_len  int32 [R] position of the row's first token, number of its tokens, keys that the last one sees
+    max_q, max_kv  bounds of q_len and kv_len
+    """
+    page_table, *more_tables = page_tables
+    device = slot_ids.device
+    cu_seqlens_q, row_ids = (torch.empty(size, dtype=torch.int32, device=device) for size in (slot_ids.shape[0] + 1, num_tokens))
     positions, slots = (torch.empty(num_tokens, dtype=torch.int64, device=device) for _ in range(2))
     compute_slot_mapping(
-        begins.int(), q_len.int(), page_table, page_size=page_size,
+        begins, q_len, page_table, page_size=page_size,
         out_cu_seqlens_q=cu_seqlens_q, out_row_ids=row_ids, out_positions=positions, out_slot_mapping=slots,
     )  # fmt: skip
     batch = FlatBatch(
@@ -184,11 +220,10 @@ def flat_batch(rows: DeviceBatch, segments: Sequence[Segment], page_size: int) -
         positions=positions,
         slot_mapping=slots,
         cu_seqlens_q=cu_seqlens_q,
-        kv_len=ends.int(),
+        kv_len=kv_len,
         page_table=page_table,
-        max_q=max(lengths),
-        max_kv=max(s.end for s in segments),
-        host=HostLayout(lengths, [s.end for s in segments]),
+        max_q=max_q,
+        max_kv=max_kv,
         row_adapters=rows.adapter[slot_ids],
     )
-    return batch.add_groups(more_tables, page_size), slot_ids
+    return batch.add_groups(more_tables, page_size)

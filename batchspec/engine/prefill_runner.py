@@ -9,6 +9,7 @@ import torch
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.engine.prefill import Prefilled, prefill_chunk
+from batchspec.engine.prefill_graphs import PrefillGraphs
 from batchspec.engine.prefill_stream import PrefillStream
 from batchspec.engine.results import Moment, PendingResult, now_on
 from batchspec.engine.round import Round
@@ -16,9 +17,10 @@ from batchspec.engine.step import Prefill
 
 
 class PrefillRunner:
-    def __init__(self, round_: Round, rows: DeviceBatch, *, overlap: bool) -> None:
-        """overlap: passes may run concurrently with rounds (GPU only)."""
+    def __init__(self, round_: Round, rows: DeviceBatch, *, overlap: bool, graphs: PrefillGraphs | None = None) -> None:
+        """overlap: passes may run concurrently with rounds (GPU only); graphs: only without it."""
         self._round, self._rows = round_, rows
+        self._launch = partial(prefill_chunk, round_, rows) if graphs is None else graphs.run
         self._device = rows.tokens.device
         self._stream = PrefillStream(self._device) if overlap and self._device.type == "cuda" else None
 
@@ -50,7 +52,7 @@ class PrefillRunner:
         if constraints := [(refill.slot, refill.constraint) for refill in refills if refill.constraint is not None]:
             rows.constrain(constraints)
         rows.grant([(refill.slot, 0, refill.pages) for refill in refills])
-        passes = [partial(prefill_chunk, self._round, rows, segments, prefill.mode) for segments in prefill.passes]
+        passes = [partial(self._launch, segments, prefill.mode) for segments in prefill.passes]
         if prefill.overlaps:
             assert self._stream is not None
             self._stream.launch(passes)

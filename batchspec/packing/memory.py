@@ -15,6 +15,8 @@ L layers, e bytes a number:
     adapters  of a model with LoRA adapters of rows: what lies between their two products, of T and of R S tokens
     exchanges 4 e R S H + 128 MiB, of a model that several GPUs compute: buffers that they read from each other
     fixed     2 GB: workspaces of matrix products and attention, compiled kernels, fragmentation
+    passes as graphs (ablation.prefill_graphs)  a pass once more, in the graphs' pool; K and V of 4 T keys; 16 MB for each of 16
+              graphs
     learning  (draft.adapt) of a head with P weights and V' draft tokens, T tokens a slice, k draft steps:
               P (18 + e) fp32 weights, gradients, two moments, copies in the target's dtype for products and for drafting;
               T (4 V' + e W) distributions and features; then the larger of the target's pass as above with 3 * 4 * 4096 V of
@@ -30,7 +32,7 @@ from __future__ import annotations
 import torch
 
 from batchspec.model.spec import ModelSpec
-from batchspec.records import SCORED_TOKENS
+from batchspec.records import KEYS_PER_TOKEN, PREFILL_GRAPHS, SCORED_TOKENS
 
 FIXED_BYTES = 2 * 10**9
 PREFILL_EXCHANGE_BYTES = 1 << 27
@@ -73,6 +75,13 @@ def reserve_bytes(
     exchanges = 0 if spec.shard.ranks == 1 else 4 * dtype.itemsize * verified * spec.hidden_size + PREFILL_EXCHANGE_BYTES
     adapters = 0 if spec.lora is None else spec.lora.temporary_bytes(prefill_tokens) + spec.lora.temporary_bytes(verified)
     return round(passes) + logits + partials + state + graphs + adapters + exchanges + FIXED_BYTES
+
+
+def prefill_graph_bytes(spec: ModelSpec, *, dtype: torch.dtype, tokens: int) -> int:
+    """Bytes that CUDA graphs of prefill passes of up to `tokens` tokens need, besides what passes need."""
+    layout = spec.kv_layout(dtype, 1)
+    keys = KEYS_PER_TOKEN * tokens * 2 * layout.num_kv_heads * layout.head_dim * dtype.itemsize
+    return round(_activation_bytes(spec, dtype, tokens)) + keys + PREFILL_GRAPHS * GRAPH_BYTES
 
 
 def learning_bytes(

@@ -1,0 +1,39 @@
+"""Capture of CUDA graphs: rounds and prefill passes share the memory of an engine's graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from batchspec.garbage import no_garbage_collection
+
+T = TypeVar("T")
+
+
+class GraphPool:
+    """Memory of graphs that are replayed one at a time, in one stream. A later graph takes what earlier ones need only while they
+    run: the tensors that a replay leaves are valid until the next replay of any graph.
+    """
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """The graph of what `run` launches, and the tensors that it returns, which replays write. Nothing is executed.
+
+        Waits for the device. `run` must have run before: first calls compile kernels and allocate workspaces.
+        """
+        graph = torch.cuda.CUDAGraph()
+        # The kernels of a graph keep the priority of the stream it was captured on.
+        current = torch.cuda.current_stream()
+        stream = None if current == torch.cuda.default_stream() else current
+        # Only calls of this thread count: the thread that builds a corpus pins memory meanwhile, which would spoil the capture.
+        with (
+            no_garbage_collection(),
+            torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+        ):
+            result = run()
+        self._pool = self._pool or graph.pool()
+        return graph, result

@@ -1,0 +1,156 @@
+"""Prefill passes of short rows as CUDA graphs: one launch by the host instead of some hundred kernels. Not measured yet.
+
+A pass is padded to a shape (`prefill_shapes.py`). What depends on its rows is in one buffer on the device, `PassInputs`, which
+one upload fills before each pass. Padding are dead rows of one token, as many as there are rows to fill, and tokens of no row
+after them: they write their K/V to slot 0 in page 0, which nobody reads, go through no expert and no adapter, and emit nothing.
+
+Every token of a row is computed as in the plain pass (`prefill_chunk`), by the same kernels. But for decode.deterministic, whose
+passes stay plain, a product may choose its tile by the number of tokens, padding included, and the work of attention may be split
+by the number of rows: sums may be rounded otherwise, as they may be in any other batch.
+
+A shape is captured when it is asked for the third time. On a CPU the same calls run as they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchspec.batch.device_batch import DeviceBatch, upload
+from batchspec.batch.flat_batch import FlatBatch
+from batchspec.batch.logits import LogitRows
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.engine.graphs import Graphs
+from batchspec.engine.prefill import Prefilled, emit, lay_out, prefill_chunk, prefill_drafter
+from batchspec.engine.prefill_cost import PrefillCost
+from batchspec.engine.prefill_shapes import PassShape, PassShapes
+from batchspec.engine.round import Round
+from batchspec.engine.step import Segment
+from batchspec.records import PREFILL_GRAPHS
+
+CAPTURE_AT = 3
+"""Use of a shape that captures it. A capture takes about as long as two plain passes: shapes that are rare are not captured, and
+the others lose at most about as much as they gain later."""
+_ALIGNED = 4
+"""Lines of the buffer begin at multiples of so many numbers: kernels are compiled for addresses that 16 divides, or do not."""
+
+
+class PassInputs:
+    """What a padded pass is told of its rows: one buffer at a fixed address, of which each field is a line. R rows of the shape.
+
+    slot_ids   int32 [R] the slots of the pass, those that emit a token first, in order, then others; dead rows have slots that
+               are not in the pass: no two rows have the same
+    begins     int32 [R] position of the row's first token; of a dead row 0
+    q_len      int32 [R] number of its tokens; of a dead row 1
+    kv_len     int32 [R] keys that its last token sees; 0 marks a dead row
+    emits      int32 [slots] 1 for the slots that emit a token; the pass makes it 0 for those that end with it
+    emit_ids   int32 [slots + 1] how many slots before this one emit: the row of the pass that slot r is, if it emits
+    """
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self._num_slots, width = num_slots, -(-(num_slots + 1) // _ALIGNED) * _ALIGNED
+        self._buffer = torch.zeros(6, width, dtype=torch.int32, device=device)
+        self.slot_ids, self.begins, self.q_len, self.kv_len, emits, emit_ids = self._buffer.unbind()
+        self.emits, self.emit_ids = emits[:num_slots], emit_ids[: num_slots + 1]
+
+    def fill(self, segments: Sequence[Segment], num_rows: int) -> None:
+        """For this pass, in the order of `in_order`. One upload, in stream order: the host does not wait."""
+        lines, count, slots = np.zeros(self._buffer.shape, np.int32), len(segments), [s.slot for s in segments]
+        others = np.setdiff1d(np.arange(self._num_slots, dtype=np.int32), slots)[: num_rows - count]
+        assert count + len(others) == num_rows, "a slot is twice in a pass"
+        slot_ids, begins, q_len, kv_len, emits, emit_ids = lines
+        slot_ids[:num_rows] = [*slots, *others]
+        begins[:count] = [s.begin for s in segments]
+        q_len[:num_rows] = 1
+        q_len[:count] = [s.end - s.begin for s in segments]
+        kv_len[:count] = [s.end for s in segments]
+        emits[[s.slot for s in segments if s.last]] = 1
+        np.cumsum(emits[: self._num_slots], out=emit_ids[1 : self._num_slots + 1])
+        self._buffer.copy_(upload(lines, torch.int32, self._buffer.device))
+
+
+def in_order(segments: Sequence[Segment]) -> list[Segment]:
+    """Those that emit a token first, by slot: `accept` finds the choice of each at its place among them."""
+    return sorted(segments, key=lambda s: (not s.last, s.slot))
+
+
+class PrefillGraphs:
+    """Runs the passes of an engine that do not overlap rounds, padded and captured where that pays."""
+
+    cost: PrefillCost | None = None
+    """What passes take, once they were timed; until then none is padded."""
+
+    def __init__(self, round_: Round, rows: DeviceBatch, graphs: Graphs, *, max_tokens: int) -> None:
+        """graphs: those of the rounds, which share their memory and the stream; max_tokens: of the largest pass."""
+        self._round, self._rows, self._captures, self._pool = round_, rows, graphs.captures, graphs.pool
+        num_slots = rows.live.shape[0]
+        self._shapes = PassShapes(round_, num_slots=num_slots, max_tokens=max_tokens)
+        self._inputs = PassInputs(num_slots, rows.live.device)
+        self._graphs: dict[PassShape, tuple[torch.cuda.CUDAGraph, Prefilled]] = {}
+        self._uses: Counter[PassShape] = Counter()
+        self.num_padded = 0
+        """Passes that were padded; on a GPU all but those that captured a graph were replays."""
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._graphs)
+
+    def run(self, segments: Sequence[Segment], mode: SamplingMode) -> Prefilled:
+        """As `prefill_chunk`. The next pass or round writes over the tensors that it returns: read them before, in stream
+        order."""
+        shape = self._shapes.of(segments, mode, self.cost)
+        if shape is None or not self._is_due(shape):
+            return prefill_chunk(self._round, self._rows, segments, mode)
+        self.num_padded += 1
+        segments = in_order(segments)
+        self._inputs.fill(segments, shape.num_rows)
+        if shape in self._graphs:
+            graph, whole = self._graphs[shape]
+            graph.replay()
+        else:
+            whole = self._run(shape)
+            if self._captures:  # what ran just now compiled its kernels
+                self._graphs[shape] = self._pool.capture(partial(self._run, shape))
+        emits, count = any(s.last for s in segments), len(segments)
+        carried = tuple(state[:count] for state in whole.carried)
+        return Prefilled(whole.result if emits else None, whole.mask if emits else None, whole.slot_ids[:count], carried)
+
+    def _is_due(self, shape: PassShape) -> bool:
+        """Whether the pass runs padded: captured, or about to be."""
+        if not self._captures or shape in self._graphs:
+            return True
+        self._uses[shape] += 1
+        return self._uses[shape] >= CAPTURE_AT and len(self._graphs) < PREFILL_GRAPHS
+
+    @torch.inference_mode()
+    def _run(self, shape: PassShape) -> Prefilled:
+        """The pass over what is in the buffer. Launches depend on the shape alone, and nothing is read back."""
+        round_, rows, inputs = self._round, self._rows, self._inputs
+        rows.provide(shape.mode)
+        batch, slot_ids = self._batch(shape)
+        aux_layer_ids = round_.drafter.aux_layer_ids
+        hidden, aux_hidden_states = round_.target.forward(batch, round_.cache, aux_layer_ids, ends_only=True)
+        places = LogitRows(slot_ids.int(), batch.kv_len.long())
+        result = emit(round_, rows, hidden, places, inputs.emit_ids, inputs.emits, shape.mode)
+        carried = prefill_drafter(round_, rows, batch, slot_ids, aux_hidden_states, shape.mode)
+        return Prefilled(result, inputs.emits, slot_ids, carried)
+
+    def _batch(self, shape: PassShape) -> tuple[FlatBatch, Tensor]:
+        """The rows of the buffer end to end, and the slot of each, int64 [R]."""
+        rows, own = self._rows, self._inputs
+        slot_ids, begins, q_len, kv_len = (x[: shape.num_rows] for x in (own.slot_ids, own.begins, own.q_len, own.kv_len))
+        slot_ids = slot_ids.long()
+        # The slot of a dead row may hold a live one: its token must not find that row's pages.
+        alive = (kv_len > 0).int().unsqueeze(1)
+        page_size = self._round.cache.page_size
+        batch = lay_out(
+            rows, slot_ids, [table[slot_ids] * alive for table in rows.page_tables], begins, q_len, kv_len,
+            num_tokens=shape.num_tokens, max_q=shape.max_q, max_kv=shape.max_kv, page_size=page_size,
+        )  # fmt: skip
+        batch.max_keys = shape.max_keys
+        return batch, slot_ids

@@ -1,0 +1,94 @@
+"""Which prefill passes are padded to a fixed shape, so that CUDA graphs can hold them, and to which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.cache.attention import plans_by_bounds
+from batchspec.cache.flash import SHORT
+from batchspec.engine.prefill_cost import PrefillCost
+from batchspec.engine.round import Round
+from batchspec.engine.step import Segment
+from batchspec.kernels.attention.settings import MAX_QUERIES
+from batchspec.records import KEYS_PER_TOKEN
+
+
+@dataclass(frozen=True, slots=True)
+class PassShape:
+    """What a graph of a pass is captured for. Its numbers are bounds: the rest of a pass is padding.
+
+    num_tokens  T, padding included
+    num_rows    R, dead rows of one token included
+    max_q, max_kv  tokens and keys of a row
+    max_keys    keys of all rows together
+    """
+
+    num_tokens: int
+    num_rows: int
+    max_q: int
+    max_kv: int
+    max_keys: int
+    mode: SamplingMode
+
+
+class PassShapes:
+    """The shapes of the padded passes of an engine."""
+
+    def __init__(self, round_: Round, *, num_slots: int, max_tokens: int) -> None:
+        """max_tokens: of the largest pass. No overlapping pass may be asked about: graphs share memory with the rounds'."""
+        self._num_slots, self._max_tokens = num_slots, max_tokens
+        self._layouts = {kv.layout for kv in round_.cache.layers}
+        self._on_gpu = round_.cache.layers[0].pages.is_cuda
+        # Scored passes keep logits of all tokens. Ranks exchange in buffers of the largest pass. A deterministic pass may depend
+        # on its number of tokens in no product, and that was not shown of padded ones.
+        self._never = (
+            round_.options.scores
+            or round_.target.ranks is not None
+            or any(layout.ordered for layout in self._layouts)
+            or not round_.drafter.prefill_by_bounds
+        )
+
+    def of(self, segments: Sequence[Segment], mode: SamplingMode, cost: PrefillCost | None) -> PassShape | None:
+        """The shape that this pass is padded to; None: it is launched kernel by kernel.
+
+        That is so where
+
+        - prompts are scored, ranks compute the target together, the job is deterministic, or the drafter's prefill reads host
+          lists (`Drafter.prefill_by_bounds`);
+        - a row follows a lazy automaton, for which it may have to wait;
+        - a row has more than SHORT keys: FlashInfer plans its attention on the host;
+        - attention needs host lists for another reason, as in float32 with rows of more than 64 tokens;
+        - padding would make it the largest pass of the engine, or its rows have many more keys than tokens;
+        - the padding takes longer than the launches that a graph saves, or nothing is known of either.
+        """
+        num_tokens, num_rows = sum(s.end - s.begin for s in segments), len(segments)
+        longest_q, longest_kv = max(s.end - s.begin for s in segments), max(s.end for s in segments)
+        if self._never or mode.waits or longest_kv > SHORT or cost is None:
+            return None
+        padded_rows = min(self._num_slots, _power(num_rows))
+        least = num_tokens + padded_rows - num_rows
+        padded = min(_padded(least), self._max_tokens)
+        max_kv = max(MAX_QUERIES, _power(longest_kv))
+        max_q = MAX_QUERIES if longest_q <= MAX_QUERIES else max_kv
+        if self._on_gpu and not all(plans_by_bounds(layout, max_q) for layout in self._layouts):
+            return None
+        num_keys, max_keys = sum(s.end for s in segments), padded
+        while max_keys < num_keys:
+            max_keys *= 2
+        if least > padded or max_keys > KEYS_PER_TOKEN * self._max_tokens or not cost.pays_padding(num_tokens, padded):
+            return None
+        return PassShape(padded, padded_rows, max_q, max_kv, max_keys, mode)
+
+
+def _power(number: int) -> int:
+    """The smallest power of two that is not less."""
+    return 1 << (number - 1).bit_length()
+
+
+def _padded(number: int) -> int:
+    """The smallest power of two, or midpoint between two, that is not less: at most half of a pass, a fifth on average, is
+    padding."""
+    power = _power(number)
+    return power * 3 // 4 if number <= power * 3 // 4 else power

@@ -1,0 +1,78 @@
+"""Prefill passes on a CPU, padded as those that a GPU replays: what a replay may find or leave behind is poisoned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from batchspec.engine import engine as engine_module
+from batchspec.engine.executor import Executor
+from batchspec.engine.prefill import Prefilled
+from batchspec.engine.prefill_cost import PrefillCost
+from batchspec.engine.prefill_graphs import PassInputs, PrefillGraphs
+from batchspec.engine.prefill_shapes import PassShape
+from batchspec.engine.results import Moment, PendingResult
+from batchspec.engine.round import RoundResult
+from batchspec.engine.step import Segment
+
+ALWAYS = PrefillCost(least=1.0, token=0.0)
+"""Padding takes no time."""
+
+
+@contextmanager
+def padded_passes() -> Iterator[list[PassShape]]:
+    """Engines that are made within this block pad all passes that can be padded; yields the shapes of those that were.
+
+    As with graphs, a pass of a shape writes its results where the last one of that shape wrote them; the next pass makes them
+    invalid, so the host must have copied them. The scratch page and the buffer hold NaN and wrong numbers before each pass.
+    """
+    shapes: list[PassShape] = []
+    left: list[Tensor] = []
+    homes: dict[tuple[int, PassShape], tuple[Tensor, ...]] = {}
+    run_pass, fill_inputs, send_result = PrefillGraphs._run, PassInputs.fill, PendingResult.send
+
+    def fill(inputs: PassInputs, segments: Sequence[Segment], num_rows: int) -> None:
+        inputs._buffer.fill_(1 << 30)
+        for tensor in left:
+            tensor.fill_(99)
+        fill_inputs(inputs, segments, num_rows)
+
+    def run(graphs: PrefillGraphs, shape: PassShape) -> Prefilled:
+        shapes.append(shape)
+        for layer in graphs._round.cache.layers:
+            layer.pages[0, 0], layer.pages[1, 0] = torch.nan, 77.0
+        found = run_pass(graphs, shape)
+        assert found.result is not None
+        assert found.mask is not None
+        values = (*found.result.tensors, found.slot_ids, *found.carried)
+        home = homes.setdefault((id(graphs), shape), tuple(value.clone() for value in values))
+        for there, value in zip(home, values, strict=True):
+            there.copy_(value)
+        left[:] = home
+        results, slot_ids, carried = home[: len(found.result.tensors)], home[len(found.result.tensors)], found.carried
+        names = ("log", "logprobs", "top_ids", "top_logprobs", "experts_read")
+        kept = [name for name in names if getattr(found.result, name) is not None]
+        result = RoundResult(**dict(zip(kept, results, strict=True)))
+        return Prefilled(result, found.mask, slot_ids, home[len(home) - len(carried) :] if carried else ())
+
+    def send(result: RoundResult, began: Moment | None = None) -> PendingResult:
+        fields = ("log", "logprobs", "top_ids", "top_logprobs")
+        copies = {name: value.clone() for name in fields if (value := getattr(result, name)) is not None}
+        return send_result(replace(result, **copies), began)
+
+    def executor(*args: Any, **options: Any) -> Executor:
+        return Executor(*args, **(options | {"prefill_graphs": True}))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PrefillGraphs, "cost", ALWAYS)
+        patch.setattr(PrefillGraphs, "_run", run)
+        patch.setattr(PassInputs, "fill", fill)
+        patch.setattr(PendingResult, "send", staticmethod(send))
+        patch.setattr(engine_module, "Executor", executor)
+        yield shapes

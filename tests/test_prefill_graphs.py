@@ -1,0 +1,429 @@
+"""Padded prefill passes, as CUDA graphs hold them, on a CPU: they give what plain passes give, whatever lies in the padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchspec.batch.device_batch import SLOT_FIELDS
+from batchspec.batch.flat_batch import FlatBatch
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.cache.flash import SHORT
+from batchspec.commands.bench_arguments import parse
+from batchspec.commands.bench_engines import config_of, ways
+from batchspec.config.compose import compose
+from batchspec.draft.base import Drafter
+from batchspec.draft.chain import ChainDrafter
+from batchspec.draft.none import NoDrafter
+from batchspec.draft.parallel import ParallelDrafter
+from batchspec.draft.pard import PardDrafter
+from batchspec.draft.shapes import TreeShape
+from batchspec.draft.tree import TreeDrafter
+from batchspec.engine.engine import Engine
+from batchspec.engine.executor import Executor
+from batchspec.engine.prefill import Prefilled, chunks, prefill_chunk
+from batchspec.engine.prefill_cost import PrefillCost
+from batchspec.engine.prefill_graphs import CAPTURE_AT, PrefillGraphs, in_order
+from batchspec.engine.prefill_shapes import PassShape, PassShapes
+from batchspec.engine.round import RoundOptions
+from batchspec.engine.step import Segment
+from batchspec.kernels.lora.lora_tokens import LoraTokens
+from batchspec.load import build_engine
+from batchspec.model.lora_products import LoraStacks
+from batchspec.model.target import Target
+from batchspec.records import Request
+from tests import test_constrained, test_lora_lossless, test_lossless
+from tests.automata import constrained_tokens
+from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_spec, tiny_target
+from tests.moe_models import tiny_moe
+from tests.padded_prefill import ALWAYS, padded_passes
+from tests.ranks import on_ranks, part_of
+from tests.test_logit_rules import ALL
+from tests.test_lossless import SAMPLINGS, parallel_head, pard_model, requests_of_a_job
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
+GREEDY = SamplingMode()
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=SLOW)
+@given(requests=requests_of_a_job(), data=st.data())
+def test_jobs_with_padded_passes_have_the_tokens_of_plain_decoding(requests: list[Request], data: st.DataObject) -> None:
+    """Every drafter, sampling, number of slots, pages and chunks, K/V in e4m3, rows with common beginnings, preempted rows."""
+    with padded_passes():
+        test_lossless.check_lossless(requests, data)
+
+
+@pytest.mark.parametrize("kind", test_lora_lossless.KINDS)
+@settings(deadline=None, max_examples=3, suppress_health_check=SLOW)
+@given(requests=requests_of_a_job(), data=st.data())
+def test_rows_with_adapters_are_padded_too(kind: str, requests: list[Request], data: st.DataObject) -> None:
+    adapters = st.integers(0, test_lora_lossless.NUM_ADAPTERS)
+    requests = [replace(r, adapter=data.draw(adapters, label="adapter")) for r in requests]
+    with padded_passes():
+        test_lora_lossless.check(requests, kind, data)
+
+
+@pytest.mark.parametrize("name", ALL)
+@settings(deadline=None, max_examples=3, suppress_health_check=SLOW)
+@given(job=test_constrained.jobs())
+def test_rows_with_automata_are_padded_too(name: str, job: list[tuple[Request, str | None]]) -> None:
+    with padded_passes() as shapes:
+        done = test_constrained.run([req for req, _ in job], ALL[name](), prefill_tokens=64)
+    assert test_constrained.tokens(done) == {req.row_index: constrained_tokens(req, pattern) for req, pattern in job}
+    assert shapes
+
+
+@pytest.mark.parametrize("kind", ["experts", "adapters"])
+@torch.inference_mode()
+def test_padding_goes_through_no_expert_and_no_adapter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rows of 30 tokens together, padded to 96 tokens; every row of the slots has an adapter."""
+    given: list[Tensor] = []
+    live, lora = Target._live, LoraStacks.tokens
+
+    def live_tokens(own: Target, batch: FlatBatch) -> Tensor | None:
+        found = live(own, batch)
+        given.extend([] if found is None else [found])
+        return found
+
+    def adapted_tokens(own: LoraStacks, adapters: Tensor) -> LoraTokens:
+        given.append(adapters != 0)
+        return lora(own, adapters)
+
+    monkeypatch.setattr(Target, "_live", live_tokens)
+    monkeypatch.setattr(LoraStacks, "tokens", adapted_tokens)
+    target = tiny_moe("mixtral") if kind == "experts" else test_lora_lossless.adapted_target()
+    batch = packed(8, row_buckets=(8,), prefill_tokens=96)
+    executor = Executor(target, NoDrafter(), batch, device=DEVICE, options=RoundOptions(), prefill_graphs=True)
+    asked = [replace(request(i, [i] * 45, cap=4), adapter=int(kind == "adapters")) for i in range(8)]
+    executor.rows.begin(range(8), asked, [()] * 8)
+    pages = [(slot, 0, (range(1 + 12 * slot, 13 + 12 * slot),) * len(executor.rows.page_tables)) for slot in range(8)]
+    executor.rows.grant(pages)
+    graphs = executor.prefill_graphs
+    assert graphs is not None
+    graphs.cost = ALWAYS
+    graphs.run([Segment(2, 0, 40, True), Segment(5, 0, 27, False), Segment(6, 22, 45, True)], GREEDY)
+    assert graphs.num_padded == 1
+    assert given[0].tolist() == [True] * 90 + [False] * 6
+    assert all(tokens.sum() <= 90 for tokens in given[1:])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "minimax_m2", "gpt_oss"])
+def test_targets_with_experts_are_padded_too(family: str) -> None:
+    """gpt_oss has two K/V groups and attention sinks, mixtral a window."""
+    target, rng = tiny_moe(family), np.random.default_rng(0)
+    asked = [request(i, rng.integers(0, VOCAB, 1 + 2 * i).tolist(), cap=6, sampling=SAMPLINGS[i]) for i in range(6)]
+    with padded_passes() as shapes:
+        engine = Engine(target, NoDrafter(), packed(4), device=DEVICE, penalties=True)
+        found = {c.request_id: c.token_ids.tolist() for c in engine.run(iter(asked)) if c.token_ids is not None}
+    assert found == {r.request_id: plain_tokens(target, r) for r in asked}
+    assert len(shapes) > 1
+
+
+@pytest.mark.parametrize("num_top", [0, 3])
+def test_logprobs_of_first_tokens_are_those_of_plain_passes(num_top: int) -> None:
+    """Padding has slots of its own: it writes over no row's."""
+    asked = [request(i, [1 + i, 5, 7][: 1 + i % 3], cap=3, sampling=SAMPLINGS[i]) for i in range(8)]
+
+    def done() -> dict[str, tuple[Any, ...]]:
+        engine = Engine(
+            tiny_target(), NoDrafter(), packed(5, run_ahead=2), device=DEVICE, options=RoundOptions(logprobs=num_top),
+            penalties=True,
+        )  # fmt: skip
+        return {c.request_id: (c.token_ids, c.logprobs, c.top_logprobs) for c in engine.run(iter(asked))}
+
+    plain = done()
+    with padded_passes() as shapes:
+        padded = done()
+    assert shapes
+    for name, (token_ids, logprobs, top) in plain.items():
+        assert padded[name][0].tolist() == token_ids.tolist()
+        np.testing.assert_allclose(padded[name][1], logprobs, atol=1e-6)
+        assert (top is None) == (num_top == 0)
+        for ours, theirs in zip(padded[name][2] or (), top or (), strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+DRAFTERS: dict[str, Callable[[int], Drafter]] = {
+    "none": lambda slots: NoDrafter(),
+    "chain": lambda slots: ChainDrafter(parallel_head(), tiny_target(window=5), 2, slots=slots),
+    "chain, all positions": lambda slots: ChainDrafter(
+        parallel_head(), tiny_target(window=5), 2, slots=slots, dead_positions=False
+    ),
+    "parallel": lambda slots: ParallelDrafter(parallel_head(), tiny_target(window=5), 2, slots=slots),
+    "tree": lambda slots: TreeDrafter(parallel_head(), tiny_target(window=5), TreeShape(topk=2, depth=2, nodes=5), slots=slots),
+    "pard": lambda slots: PardDrafter(pard_model(), tiny_target().spec, 2, slots=slots, parallel=True),
+}
+
+
+@dataclass(frozen=True)
+class Refills:
+    """Rows that enter slots, and rows that decode meanwhile in others. The first `begin` tokens of a row are in its pages."""
+
+    slots: int
+    entering: dict[int, tuple[Request, int]]
+    decoding: dict[int, Request]
+    max_tokens: int
+
+    def executor(self, drafter: Drafter) -> Executor:
+        """With these rows in their slots; pages hold noise."""
+        batch = packed(self.slots, row_buckets=(self.slots,), page_size=4, num_pages=1 + 8 * self.slots, max_len=32, draft_len=2)
+        executor = Executor(tiny_target(window=5), drafter, batch, device=DEVICE, options=RoundOptions(), penalties=True)
+        noise, rows = torch.Generator().manual_seed(1), executor.rows
+        for layer in executor.cache.layers:
+            layer.pages.copy_(torch.randn(layer.pages.shape, generator=noise, dtype=layer.pages.dtype))
+        there = {slot: one for slot, (one, _) in self.entering.items()} | self.decoding
+        rows.begin(list(there), list(there.values()), [()] * len(there))
+        pages = {slot: tuple(range(1 + 8 * slot, 9 + 8 * slot)) for slot in there}
+        rows.grant([(slot, 0, (own,) * len(rows.page_tables)) for slot, own in pages.items()])
+        rows.live[list(self.decoding)] = 1
+        return executor
+
+    @property
+    def passes(self) -> list[list[Segment]]:
+        return [*chunks([(slot, begin, len(r.prompt_ids)) for slot, (r, begin) in self.entering.items()], self.max_tokens)]
+
+    @property
+    def mode(self) -> SamplingMode:
+        return SamplingMode.union(SamplingMode.of(r.sampling, r.min_new_tokens) for r, _ in self.entering.values())
+
+
+@st.composite
+def refills(draw: st.DrawFn) -> Refills:
+    slots = draw(st.integers(1, 7))
+    prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20)
+    kinds = draw(st.lists(st.sampled_from(["entering", "decoding", "free"]), min_size=slots, max_size=slots))
+    kinds[draw(st.integers(0, slots - 1))] = "entering"
+    made = [
+        request(i, draw(prompts), cap=draw(st.integers(1, 4)), sampling=draw(st.sampled_from(SAMPLINGS)),
+                stop_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=3, unique=True))))
+        for i in range(slots)
+    ]  # fmt: skip
+    order = draw(st.permutations([slot for slot, kind in enumerate(kinds) if kind == "entering"]))
+    entering = {slot: (made[slot], draw(st.integers(0, len(made[slot].prompt_ids) - 1))) for slot in order}
+    decoding = {slot: made[slot] for slot, kind in enumerate(kinds) if kind == "decoding"}
+    return Refills(slots, entering, decoding, draw(st.integers(1, 40)))
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@settings(deadline=None, max_examples=15, suppress_health_check=SLOW)
+@given(job=refills())
+@torch.inference_mode()
+def test_padded_passes_leave_what_plain_passes_leave_and_touch_no_other_row(name: str, job: Refills) -> None:
+    """Tokens, state of all slots, what the drafter carries, K and V; of rows that decode meanwhile not a bit changes."""
+    plain, padded = (job.executor(DRAFTERS[name](job.slots)) for _ in range(2))
+    before = [layer.pages.clone() for layer in padded.cache.layers]
+    with padded_passes() as shapes:
+        graphs = PrefillGraphs(padded.round, padded.rows, padded.graphs, max_tokens=64)
+        for segments in job.passes:
+            expected, found = prefill_chunk(plain.round, plain.rows, segments, job.mode), graphs.run(segments, job.mode)
+            assert (found.result is None) == (expected.result is None) == (not any(s.last for s in segments))
+            if found.result is not None and expected.result is not None:
+                assert torch.equal(found.result.log, expected.result.log)
+            assert sorted(found.slot_ids.tolist()) == sorted(s.slot for s in segments)
+            expected.activate(plain.rows, plain.drafter)
+            found.activate(padded.rows, padded.drafter)
+    assert len(shapes) == len(job.passes)
+    for field in SLOT_FIELDS:
+        for ours, theirs in zip(padded.rows._tensors(field), plain.rows._tensors(field), strict=True):
+            assert torch.equal(ours, theirs), field
+    for ours, theirs in zip(padded.drafter.state, plain.drafter.state, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    others = [page for slot in {*range(job.slots)} - {*job.entering} for page in range(1 + 8 * slot, 9 + 8 * slot)]
+    for layer, other, own in zip(padded.cache.layers, plain.cache.layers, before, strict=True):
+        torch.testing.assert_close(layer.pages[:, 1:], other.pages[:, 1:], rtol=1e-9, atol=1e-12)
+        assert torch.equal(layer.pages[:, others], own[:, others])
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=SLOW)
+@given(job=refills())
+@torch.inference_mode()
+def test_a_padded_batch_keeps_the_contract_of_flat_batches(job: Refills) -> None:
+    """No row is without a token; dead rows have no keys; their tokens and those of no row go to slot 0 in every K/V group."""
+    executor = job.executor(NoDrafter())
+    graphs = PrefillGraphs(executor.round, executor.rows, executor.graphs, max_tokens=64)
+    for segments in job.passes:
+        ordered, num_tokens = in_order(segments), sum(s.end - s.begin for s in segments)
+        graphs._inputs.fill(ordered, job.slots)
+        batch, slot_ids = graphs._batch(PassShape(64, job.slots, 64, 64, 128, job.mode))
+        count = len(segments)
+        assert sorted(slot_ids.tolist()) == list(range(job.slots))  # no two rows write to one line
+        assert batch.cu_seqlens_q.diff().tolist() == [s.end - s.begin for s in ordered] + [1] * (job.slots - count)
+        assert batch.kv_len.tolist() == [s.end for s in ordered] + [0] * (job.slots - count)
+        for group in range(executor.cache.groups.num_groups):
+            slots = batch.of_group(group).slot_mapping
+            assert bool((slots[:num_tokens] > 0).all())
+            assert not slots[num_tokens:].any()
+
+
+class Copied:
+    """Stands for CUDA graphs on a CPU: a capture leaves no trace, and a replay writes where the capture said it would."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor, self.replays = executor, 0
+
+    def capture(self, run: Callable[[], Prefilled]) -> tuple[Any, Prefilled]:
+        executor, graphs = self._executor, self._executor.prefill_graphs
+        assert graphs is not None
+        state = [tensor for field in SLOT_FIELDS for tensor in executor.rows._tensors(field)]
+        state += [graphs._inputs._buffer, *(layer.pages for layer in executor.cache.layers), *executor.drafter.state]
+        before = [tensor.clone() for tensor in state]
+        outcome = run()
+        for tensor, value in zip(state, before, strict=True):
+            tensor.copy_(value)
+
+        def replay() -> None:
+            self.replays += 1
+            found = run()
+            assert found.result is not None
+            assert outcome.result is not None
+            tensors = (*outcome.result.tensors, outcome.slot_ids, *outcome.carried)
+            for there, value in zip(tensors, (*found.result.tensors, found.slot_ids, *found.carried), strict=True):
+                there.copy_(value)
+
+        return SimpleNamespace(replay=replay), outcome
+
+
+@pytest.mark.parametrize("most", [0, 1, 16])
+def test_a_shape_is_captured_when_it_is_asked_for_the_third_time(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then, and if there are as many graphs as there may be, passes are plain. The capturing pass counts once."""
+    monkeypatch.setattr("batchspec.engine.prefill_graphs.PREFILL_GRAPHS", most)
+    rng = np.random.default_rng(2)
+    asked = [request(i, rng.integers(0, VOCAB, 5 + i % 3).tolist(), cap=2 + i % 5, sampling=SAMPLINGS[i % 4]) for i in range(40)]
+    target, drafter = tiny_target(window=5), ChainDrafter(parallel_head(), tiny_target(window=5), 2, slots=3)
+    plain: list[Sequence[Segment]] = []
+
+    def counted(round_: Any, rows: Any, segments: Sequence[Segment], mode: SamplingMode) -> Prefilled:
+        plain.append(segments)
+        return prefill_chunk(round_, rows, segments, mode)
+
+    monkeypatch.setattr("batchspec.engine.prefill_graphs.prefill_chunk", counted)
+    batch = packed(3, draft_len=2)
+    engine = Engine(target, drafter, batch, device=DEVICE, penalties=True, prefill_graphs=True)
+    graphs = engine.executor.prefill_graphs
+    assert graphs is not None
+    pool: Any = Copied(engine.executor)
+    graphs.cost, graphs._captures, graphs._pool = ALWAYS, True, pool
+    found = {c.request_id: c.token_ids.tolist() for c in engine.run(iter(asked)) if c.token_ids is not None}
+    assert found == {r.request_id: plain_tokens(target, r) for r in asked}
+    assert graphs.num_captured == min(most, sum(uses >= CAPTURE_AT for uses in graphs._uses.values()))
+    assert graphs.num_padded == graphs.num_captured + pool.replays
+    assert len(plain) == sum(graphs._uses.values()) - graphs.num_captured
+    assert (pool.replays > 1) == (most > 0)
+
+
+def test_no_pass_is_padded_before_passes_were_timed_nor_without_being_asked_for() -> None:
+    for asked in (False, True):
+        engine = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE, prefill_graphs=asked)
+        assert len(list(engine.run(request(i, [i, 5], cap=3) for i in range(6)))) == 6
+        graphs = engine.executor.prefill_graphs
+        assert (graphs is not None) == asked
+        assert graphs is None or graphs.num_padded == 0
+
+
+def shapes_of(drafter: Drafter | None = None, *, target: Target | None = None, **options: Any) -> PassShapes:
+    own = drafter or NoDrafter()
+    engine = Engine(
+        target or tiny_target(), own, packed(32, draft_len=own.max_len), device=DEVICE, options=RoundOptions(**options)
+    )
+    return PassShapes(engine.executor.round, num_slots=24, max_tokens=4096)
+
+
+SHAPES = cache(shapes_of)
+
+
+def rows_of(*spans: tuple[int, int]) -> list[Segment]:
+    return [Segment(slot, begin, end, True) for slot, (begin, end) in enumerate(spans)]
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        ([(0, 1)], (1, 1, 64, 64, 1)),
+        ([(0, 50)] * 3, (192, 4, 64, 64, 192)),  # 150 tokens and a dead row
+        ([(0, 48)] * 2, (96, 2, 64, 64, 96)),
+        ([(0, 65), (0, 30)], (96, 2, 128, 128, 96)),
+        ([(0, 65), (0, 30), (0, 1)], (128, 4, 128, 128, 128)),  # 96 tokens and a dead row
+        ([(300, 330)] * 20, (768, 24, 64, 512, 12288)),  # a common beginning of 300 tokens: 600 tokens, 6,600 keys
+        ([(0, 2000), (0, 2000)], (4096, 2, 2048, 2048, 4096)),
+        ([(0, 1365)] * 3, (4096, 4, 2048, 2048, 4096)),  # as large as the largest pass
+    ],
+)
+def test_a_pass_is_padded_to_powers_of_two_and_midpoints(spans: list[tuple[int, int]], expected: tuple[int, ...]) -> None:
+    """tokens, rows (at most one a slot), tokens and keys of a row, keys of all rows"""
+    num_tokens, num_rows, max_q, max_kv, max_keys = expected
+    assert shapes_of().of(rows_of(*spans), GREEDY, ALWAYS) == PassShape(num_tokens, num_rows, max_q, max_kv, max_keys, GREEDY)
+
+
+@given(st.lists(st.tuples(st.integers(0, 900), st.integers(1, 400)), min_size=1, max_size=24))
+def test_what_a_shape_says_bounds_the_pass(rows: list[tuple[int, int]]) -> None:
+    segments = rows_of(*((begin, begin + length) for begin, length in rows))
+    shape = SHAPES().of(segments, GREEDY, ALWAYS)
+    num_tokens, num_keys = sum(length for _, length in rows), sum(s.end for s in segments)
+    if shape is None:
+        assert num_tokens + 24 > 4096 or num_keys > 2 * 4096
+        return
+    assert num_tokens + shape.num_rows - len(rows) <= shape.num_tokens <= 4096
+    assert len(rows) <= shape.num_rows <= 24
+    assert max(length for _, length in rows) <= shape.max_q <= shape.max_kv <= SHORT
+    assert max(s.end for s in segments) <= shape.max_kv
+    assert num_keys <= shape.max_keys <= 4 * 4096
+
+
+def test_passes_that_no_graph_can_hold_or_that_padding_makes_slower_stay_plain() -> None:
+    pass_, shapes = rows_of((0, 30), (0, 40)), shapes_of()  # 70 tokens, padded to 96
+    assert shapes.of(pass_, GREEDY, ALWAYS) is not None
+    assert shapes.of(pass_, SamplingMode(constrained=True), ALWAYS) is not None
+    assert shapes.of(pass_, SamplingMode(constrained=True, waits=True), ALWAYS) is None
+    assert shapes.of(rows_of((0, SHORT)), GREEDY, ALWAYS) is not None
+    assert shapes.of(rows_of((SHORT, SHORT + 1)), GREEDY, ALWAYS) is None
+    assert shapes.of(rows_of(*[(0, 1366)] * 3), GREEDY, ALWAYS) is None  # 4,098 tokens
+    assert shapes.of(rows_of(*[(1900, 1901)] * 9), GREEDY, ALWAYS) is None  # 17,109 keys
+    assert shapes.of(pass_, GREEDY, None) is None
+    assert shapes.of(pass_, GREEDY, PrefillCost(least=96.0, token=1.0)) is not None
+    assert shapes.of(pass_, GREEDY, PrefillCost(least=95.0, token=1.0)) is None
+    assert shapes.of(rows_of((0, 48), (0, 48)), GREEDY, PrefillCost(least=1.0, token=1.0)) is not None  # nothing is padded
+
+
+def test_engines_whose_passes_stay_plain() -> None:
+    pass_ = rows_of((0, 30), (0, 40))
+    ordered = Target.load(Path(), tiny_spec(dtype="bfloat16").in_one_order(), dtype=torch.bfloat16, device=DEVICE, dummy=True)
+    with_sink = ChainDrafter(parallel_head(), tiny_target(window=5), 2, slots=32, window=4, sink=1)
+    for shapes in (shapes_of(scores=True), shapes_of(target=ordered), shapes_of(with_sink, target=tiny_target(window=5))):
+        assert shapes.of(pass_, GREEDY, ALWAYS) is None
+
+
+def test_ranks_pass_plainly() -> None:
+    def shape(ranks: Any) -> object:
+        return shapes_of(target=part_of(tiny_spec(5), ranks)).of(rows_of((0, 30)), GREEDY, ALWAYS)
+
+    assert on_ranks(2, shape) == [None, None]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_bench_and_jobs_ask_by_the_same_key(asked: bool) -> None:
+    words = ["o", "n", "--draft", "none", *(["--opt", "prefill_graphs=true"] if asked else [])]
+    args = parse(words)
+    config = config_of(args, [*ways(args)][-1])
+    assert config.ablation.prefill_graphs == asked
+    assert compose([f"ablation.prefill_graphs={asked}"]).ablation == replace(compose([]).ablation, prefill_graphs=asked)
+    engine = build_engine(config, tiny_target(), NoDrafter(), packed(2))
+    assert (engine.executor.prefill_graphs is not None) == asked
+
+
+def test_passes_that_overlap_rounds_stay_plain() -> None:
+    executor = Executor(
+        tiny_target(), NoDrafter(), packed(2), device=DEVICE, options=RoundOptions(), overlap=True, prefill_graphs=True
+    )
+    assert executor.prefill_graphs is None
