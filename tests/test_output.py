@@ -16,8 +16,9 @@ from batchspec.engine.stop_strings import StopFinder
 from batchspec.kernels.rounds.accept import FULL
 from batchspec.records import Request, SamplingParams, Thinking
 
-PIECES = [b"a", b"b", b"ab", b"\n", b"END", b"E", b"ND", b"\xe4", b"\xbd", b"\xa0", b"", b" x"]
-"""Token id -> bytes: a tokenizer in which characters and stop strings span tokens; token 10 is special (no text)."""
+PIECES = [b"a", b"b", b"ab", b"\n", b"END", b"E", b"ND", b"\xe4", b"\xbd", b"\xa0", b"", b" x", b"b\xe4"]
+"""Token id -> bytes: a tokenizer in which characters and stop strings span tokens; token 10 is special (no text), and
+token 12 ends one character and begins another."""
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -94,6 +95,14 @@ def test_bytes_of_an_unfinished_character_wait_for_its_end() -> None:
     assert finish(progress) == ("", "stop", "\u4f60")
 
 
+def test_a_stop_string_before_an_unfinished_character_is_found_though_the_character_never_ends() -> None:
+    full, ended = make(stop=("b",), cap=2), make(stop=("b",), stop_ids=(10,))
+    for progress in (full, ended):
+        progress.add_prefill([0])
+        progress.add_round(0, 0, 1, [12])
+        assert finish(progress) == ("a", "stop", "b")
+
+
 def test_a_stop_id_names_itself_unless_it_is_the_models_own_eos() -> None:
     users, eos = make(stop_ids=(3, 10)), make(stop_ids=(3, 10))
     users.add_round(2, 3, 3, [0, 3])
@@ -129,8 +138,9 @@ def test_where_a_row_stops_depends_on_its_tokens_alone(tokens: list[int], sizes:
             at += size
     assert whole.tokens == cut.tokens
     assert (whole.finish_reason, whole.stop_string) == (cut.finish_reason, cut.stop_string)
-    if whole.stop_string:
-        assert whole.stop_string not in finish(whole)[0]  # type: ignore[operator]
+    if whole.finish_reason is None:
+        whole.end(FULL)
+    assert not any(text in finish(whole)[0] for text in stop)
 
 
 def test_seconds_are_those_of_all_prefills_and_from_the_first_token_on_and_of_earlier_runs() -> None:

@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens left out."""
+UNFINISHED = "\ufffd"
+"""What a text ends with while the bytes of its last character are not all there."""
 
 
 class StopFinder:
     """Decodes a row's output token by token and finds the first stop string, whatever tokens or rounds it spans.
 
-    What it finds depends on the tokens alone. Bytes of an unfinished character wait for the token that ends it.
+    What it finds depends on the tokens alone. Bytes of an unfinished character wait for the token that ends it; the text before
+    them does not, because the row may end without that token.
     """
 
     def __init__(self, decode: Decode, stops: Sequence[str]) -> None:
@@ -32,14 +35,17 @@ class StopFinder:
         self._ids.append(token)
         before = self._decode(self._ids[self._begin : self._settled])
         now = self._decode(self._ids[self._begin :])
-        if len(now) <= len(before) or now.endswith("\ufffd"):
+        if len(now) <= len(before):
             return None
+        new = now[len(before) :]
+        text = self.text + new.rstrip(UNFINISHED)  # no further byte changes what stands before an unfinished character
         search_from = max(0, len(self.text) - self._reach)
-        self.text += now[len(before) :]
-        self._begin, self._settled = self._settled, len(self._ids)
-        places = [(place, stop) for stop in self._stops if (place := self.text.find(stop, search_from)) >= 0]
+        places = [(place, stop) for stop in self._stops if (place := text.find(stop, search_from)) >= 0]
         if not places:
+            if not new.endswith(UNFINISHED):
+                self.text = text
+                self._begin, self._settled = self._settled, len(self._ids)
             return None
         place, stop = min(places)
-        self.text = self.text[:place]
+        self.text = text[:place]
         return stop
