@@ -324,6 +324,31 @@ def test_csv_is_text_with_numbers_where_numbers_are_wanted(tmp_path: Path, monke
         assert [row["note"] for row in read.output()] == ["", "x", "x", None, ""]
 
 
+def test_an_empty_cell_of_csv_is_no_system_turn_in_the_prompt_nor_in_the_output(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, user("Hi")]
+    with (tmp_path / "in.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(
+            [["messages", "system", "final_assistant"], [json.dumps(chat), "", ""], [json.dumps(chat), "Hey", ""]]
+        )
+    read = Read(tmp_path / "in.csv")
+    assert [row["messages"] for row in read.template.rows] == [chat, [{**chat[0], "content": "Hey"}, chat[1]]]
+    for seen, row in zip(read.template.rows, read.output(), strict=True):
+        assert [{name: turn[name] for name in ("role", "content")} for turn in row["messages"][:-1]] == seen["messages"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "stop"),
+    [
+        ('["e", "the end"]', ("e", "the end")), ("[]", ()), ("e", ("e",)), ("", ()), ("[/INST]", ("[/INST]",)),
+        ("[1]", ("[1]",)), ('["e"', ('["e"',)), ('"e"', ('"e"',)),
+    ],
+)  # fmt: skip
+def test_stops_in_csv_are_a_json_list_or_one_text(tmp_path: Path, cell: str, stop: tuple[str, ...]) -> None:
+    with (tmp_path / "in.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["prompt", "stop"], ["Hi", cell]])
+    assert Read(tmp_path / "in.csv").requests[0].stop == stop
+
+
 def test_a_quote_that_nothing_closes_says_how_much_it_took_in(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text('id,prompt\n1,a\n2,"b\n3,c\n4,d\n')
     read = Read(tmp_path / "in.csv")

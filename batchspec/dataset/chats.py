@@ -13,7 +13,7 @@ from batchspec.dataset.json_text import BadJson
 from batchspec.dataset.messages import THINKING_FIELD, BadChat, Message, kept_turn, messages_of, read_chat, without_nulls
 from batchspec.dataset.reader import InputShard
 from batchspec.dataset.schema import messages_type
-from batchspec.dataset.untyped_columns import json_kinds, value_of
+from batchspec.dataset.untyped_columns import value_of
 from batchspec.dataset.valid_text import valid_text
 from batchspec.records import Completion
 
@@ -59,9 +59,9 @@ def _prompt_turns(shard: InputShard, columns: ColumnMap, input: InputConfig, nam
         return [None] * table.num_rows
     prompts = _values(table, columns.prompt_column)
     system = columns.get("system") if kind == "messages" or input.chat else None
-    systems = [None] * table.num_rows if system is None else _values(table, system)
+    systems = [None] * table.num_rows if system is None else _values(table, system, optional=True)
     own = columns.get("final_assistant")
-    finals = [None] * table.num_rows if own is None else _values(table, own)
+    finals = [None] * table.num_rows if own is None else _values(table, own, optional=True)
     if kind == "prompt":
         prompts = [[{"role": "user", "content": text}] if isinstance(text, str) else None for text in prompts]
     return [
@@ -70,16 +70,17 @@ def _prompt_turns(shard: InputShard, columns: ColumnMap, input: InputConfig, nam
     ]
 
 
-def _values(table: pa.Table, name: str) -> list[Any]:
-    """The cells of a text or messages column, with U+FFFD for what is no text; None for JSON text that has no value."""
+def _values(table: pa.Table, name: str, *, optional: bool = False) -> list[Any]:
+    """The cells of a text or messages column as admission reads them (`value_of`), with U+FFFD for what is no text; None for JSON
+    text that has no value."""
     field = table.schema.field(name)
     cells = valid_text(table.column(name).combine_chunks()).to_pylist()
-    if not json_kinds(field):
-        return [without_nulls(cell) for cell in cells] if pa.types.is_nested(field.type) else cells
+    if pa.types.is_nested(field.type):
+        return [without_nulls(cell) for cell in cells]
     values: list[Any] = []
     for cell in cells:
         try:
-            values.append(value_of(cell, field))
+            values.append(value_of(cell, field, optional=optional))
         except BadJson:
             values.append(None)
     return values

@@ -164,9 +164,10 @@ def as_text(column: pa.Array | pa.ChunkedArray, field: pa.Field) -> pa.Array | p
     return text_array([text_bytes(cell) if cell is not None and cell.startswith(b'"') else cell for cell in cells])
 
 
-def value_of(cell: Any, field: pa.Field, *, number: bool = False) -> Any:
-    """The value of a cell: JSON text is parsed, and CSV text becomes a number if `number`. Raises BadJson."""
-    if cell is None:
+def value_of(cell: Any, field: pa.Field, *, number: bool = False, optional: bool = False) -> Any:
+    """The value of a cell: JSON text is parsed, CSV text becomes a number if `number`, and an empty cell of CSV null if
+    `optional`. Raises BadJson."""
+    if cell is None or (optional and cell == "" and is_csv(field)):
         return None
     if json_kinds(field):
         return parse(cell)

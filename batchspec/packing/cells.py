@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
@@ -56,10 +57,11 @@ def row_values(cells: Mapping[str, Any], fields: Mapping[str, pa.Field], prompt:
 
 def _meant(name: str, cell: Any, field: pa.Field, is_prompt: bool) -> Any:
     try:
-        if is_csv(field) and cell == "" and not is_prompt:
-            return None
-        value = value_of(cell, field, number=name in NUMBERS)
-        value = messages_of(value) if name == "messages" else value
+        value = value_of(cell, field, number=name in NUMBERS, optional=not is_prompt)
+        if name == "messages":
+            value = messages_of(value)
+        elif name == "stop" and is_csv(field):
+            value = _listed(value)
     except BadChat as error:
         raise BadRow("bad_messages", str(error)) from None
     except BadJson as error:
@@ -71,6 +73,15 @@ def _meant(name: str, cell: Any, field: pa.Field, is_prompt: bool) -> Any:
     if pa.types.is_map(field.type) and isinstance(value, list):
         value = dict(value)
     return without_nulls(value) if pa.types.is_nested(field.type) else value
+
+
+def _listed(text: str | None) -> Any:
+    """A list of strings, which CSV holds as JSON text; any other text is itself, such as the string [/INST]."""
+    with suppress(BadJson):
+        found = parse(text) if text is not None and text.startswith("[") else None
+        if isinstance(found, list) and all(isinstance(item, str) for item in found):
+            return found
+    return text
 
 
 def prompt_cell(row: Mapping[str, Any], column: str) -> Any:
