@@ -219,6 +219,12 @@ def test_openai_s_requests_become_an_input_that_batchspec_maps(tmp_path: Path, c
         (json.dumps(request(seed=1 << 63)), "does not fit in 64 bits"),
         (json.dumps(request(temperature="hot")), r"body.temperature=\"hot\" is not a number"),
         (json.dumps(request(stop=[1])), r"body.stop is neither"),
+        (
+            json.dumps(request(max_tokens=7, max_completion_tokens=9)),
+            r"body.max_tokens and body.max_completion_tokens ask for diff",
+        ),
+        (json.dumps(request(guided_regex="a", response_format={"type": "json_object"})), r"a row has one response_format"),
+        (json.dumps(request(guided_regex="a", guided_choice=["b"])), r"--drop guided_choice"),
         (json.dumps(request(messages="hi")), r"body.messages is no list"),
         (json.dumps(request(messages=[{"role": "user", "content": [{"type": "image_url"}]}])), "a part of type 'image_url'"),
         (json.dumps(request(messages=[{"role": "assistant", "tool_calls": [1]}])), "tool_calls that are not a list"),
@@ -286,6 +292,16 @@ def test_a_prefix_that_nothing_can_continue_is_named(tmp_path: Path, body: dict[
     source = written(tmp_path / "in.jsonl", [request(**body)])
     with pytest.raises(InputError, match=said):
         main(["--from-openai", str(source), str(tmp_path / "input.parquet")])
+
+
+def test_two_keys_that_say_the_same_are_one(tmp_path: Path) -> None:
+    source = written(
+        tmp_path / "in.jsonl",
+        [request(max_tokens=7, max_completion_tokens=7, response_format={"type": "text"}, guided_regex="a")],
+    )
+    assert main(["--from-openai", str(source), str(tmp_path / "x.parquet")]) == 0
+    (row,) = pl.read_parquet(tmp_path / "x.parquet").to_dicts()
+    assert (row["max_new_tokens"], json.loads(row["response_format"])) == (7, {"type": "regex", "regex": "a"})
 
 
 def test_a_response_format_is_a_column(tmp_path: Path) -> None:

@@ -73,8 +73,8 @@ def parse_request(text: str, where: str, drop: Sequence[str] = ()) -> dict[str, 
     """The input row for a request line, with only those of COLUMNS that it fills.
 
     `where` begins an error message (file and line). Raises InputError for a line that is not JSON, another endpoint, content that
-    is not text, a message that no template could see whole, a value of the wrong type, and a key that batchspec cannot honour,
-    unless `drop` names it.
+    is not text, a message that no template could see whole, a value of the wrong type, two keys that contradict each other, and a
+    key that batchspec cannot honour, unless `drop` names it.
     """
     try:
         line = parse(text)
@@ -87,31 +87,44 @@ def parse_request(text: str, where: str, drop: Sequence[str] = ()) -> dict[str, 
         raise InputError(f"{where}: url {url!r} is not {URLS[0]}, the one endpoint that batchspec takes; leave the line out")
     row: dict[str, Any] = {"id": str(custom_id), "messages": _messages(messages, where)}
     row |= _prefix(messages, where) if messages else {}
+    keys: dict[str, str] = {}
     for key, value in body.items():
         if value is None or key in ("messages", *WITHOUT_EFFECT, *drop):
             continue
-        if key in NUMBERS:
-            row[NUMBERS[key]] = _number(value, COLUMNS[NUMBERS[key]], f"{where}: body.{key}")
-        elif key == "tools":
-            row["tools"] = json.dumps(value, ensure_ascii=False)
-        elif key == TEMPLATE_KWARGS or key in OF_TEMPLATE:
-            row["template_kwargs"] = json.dumps(_template_kwargs(body, where), ensure_ascii=False)
-        elif key == "response_format":
-            row |= _response_format(value, f"{where}: body.{key}")
-        elif key == "logit_bias":
-            row |= _logit_bias(value, f"{where}: body.{key}")
-        elif key == "structured_outputs" or key in GUIDED:
-            row |= _structured(key, value, f"{where}: body.{key}")
-        elif key == "stop":
-            row["stop"] = _strings(value, f"{where}: body.stop")
-        elif key in (GOES_ON, ADDS_ANSWER):
-            row |= _final_assistant(body, f"{where}: body.{key}")
-        elif key not in NEUTRAL or value != NEUTRAL[key]:
-            raise InputError(
-                f"{where}: body.{key}={json.dumps(value)[:60]} has no column in a batchspec input; "
-                f"set it for the whole job if there is a key for it, and pass --drop {key}"
-            )
+        for column, cell in _cells(key, value, body, where).items():
+            if column in keys and row[column] != cell:
+                raise InputError(
+                    f"{where}: body.{keys[column]} and body.{key} ask for different things, and a row has one {column}; "
+                    f"leave one out, or pass --drop {key}"
+                )
+            row[column], keys[column] = cell, key
     return row
+
+
+def _cells(key: str, value: Any, body: Line, where: str) -> dict[str, Any]:
+    """The columns that a key of the body fills, and their cells. Raises InputError, as `parse_request`."""
+    if key in NUMBERS:
+        return {NUMBERS[key]: _number(value, COLUMNS[NUMBERS[key]], f"{where}: body.{key}")}
+    if key == "tools":
+        return {"tools": json.dumps(value, ensure_ascii=False)}
+    if key == TEMPLATE_KWARGS or key in OF_TEMPLATE:
+        return {"template_kwargs": json.dumps(_template_kwargs(body, where), ensure_ascii=False)}
+    if key == "response_format":
+        return _response_format(value, f"{where}: body.{key}")
+    if key == "logit_bias":
+        return _logit_bias(value, f"{where}: body.{key}")
+    if key == "structured_outputs" or key in GUIDED:
+        return _structured(key, value, f"{where}: body.{key}")
+    if key == "stop":
+        return {"stop": _strings(value, f"{where}: body.stop")}
+    if key in (GOES_ON, ADDS_ANSWER):
+        return _final_assistant(body, f"{where}: body.{key}")
+    if key in NEUTRAL and value == NEUTRAL[key]:
+        return {}
+    raise InputError(
+        f"{where}: body.{key}={json.dumps(value)[:60]} has no column in a batchspec input; "
+        f"set it for the whole job if there is a key for it, and pass --drop {key}"
+    )
 
 
 def _final_assistant(body: Line, where: str) -> dict[str, str]:
