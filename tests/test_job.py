@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from batchspec.commands import verify
 from batchspec.commands.decode_again import Difference, summary
 from batchspec.engine.engine import Engine
 from batchspec.engine.round import Round, RoundResult
-from batchspec.errors import ConfigError
+from batchspec.errors import ConfigError, OutputError
 from tests.models import make_checkpoint, make_tokenizer
 from tests.runs import run_apart, signalled_after_commits, start_apart
 
@@ -346,16 +347,63 @@ def test_verify_finds_no_difference_in_an_honest_output_and_names_a_false_one(
     assert "loading" in (said := capsys.readouterr()).err
     assert "in float64 on cpu" in said.err
     assert "21/21 completions (100.0%)" in said.err
-    part = out / "data/part-00000.parquet"
-    table = pq.read_table(part)
-    ids = table["token_ids"].to_pylist()
-    ids[0][2] = (ids[0][2] + 1) % 300
-    place = table.schema.get_field_index("token_ids")
-    pq.write_table(table.set_column(place, table.schema.field(place), [pa.array(ids, pa.list_(pa.int32()))]), part)
+
+    def another_token(ids: list[Any]) -> None:
+        ids[0][2] = (ids[0][2] + 1) % 300
+
+    rewrite(out, "token_ids", another_token)
     assert verify.main([str(out), "--rows", "0"]) == 1
     shown = capsys.readouterr().out
     assert "q0 sample 0 token 2" in shown
     assert "21 completions decoded again one at a time and without speculation: 1 differ (4.8%)" in shown
+
+
+def rewrite(out: Path, name: str, change: Callable[[list[Any]], None]) -> None:
+    """Change a column of the first shard, as no run would."""
+    part = out / "data/part-00000.parquet"
+    table = pq.read_table(part)
+    cells, place = table[name].to_pylist(), table.schema.get_field_index(name)
+    change(cells)
+    field = table.schema.field(place)
+    pq.write_table(table.set_column(place, field, [pa.array(cells, field.type)]), part)
+
+
+def test_verify_compares_logprobs_too(model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert run.main(arguments(model, data, out, "draft=lookup", "output.logprobs=2", "decode.repetition_penalty=1.2")) == 0
+    kept = (out / "data/part-00000.parquet").read_bytes()
+    assert verify.verify(out, 0).logprobs.nats < 1e-5  # type: ignore[union-attr]
+
+    def another_number(cells: list[Any]) -> None:
+        cells[1][3] -= 0.25
+
+    def another_top(cells: list[Any]) -> None:
+        cells[1][3][0]["id"] = (cells[1][3][0]["id"] + 1) % 300
+
+    def one_too_few(cells: list[Any]) -> None:
+        cells[1].pop(3)
+
+    for name, change, said in (
+        ("logprobs", another_number, "0.25 nats, at q1 sample 0 token 3"),
+        ("top_logprobs", another_top, "nats, at q1 sample 0 token 3"),
+        ("logprobs", one_too_few, "nats, at q1"),
+    ):
+        rewrite(out, name, change)
+        capsys.readouterr()
+        assert verify.main([str(out), "--rows", "0"]) == 1
+        shown = capsys.readouterr().out
+        assert "21 completions decoded again one at a time and without speculation: 0 differ" in shown
+        assert said in shown
+        (out / "data/part-00000.parquet").write_bytes(kept)
+
+
+def test_verify_that_can_compare_nothing_says_so(model: Path, tmp_path: Path) -> None:
+    pl.DataFrame({"id": ["a", "b"], "prompt": [None, ""]}, schema_overrides={"prompt": pl.String}).write_parquet(
+        tmp_path / "p.parquet"
+    )
+    assert run.main(arguments(model, tmp_path / "p.parquet", tmp_path / "out", "input.max_error_fraction=1")) == 3
+    with pytest.raises(OutputError, match="no completion that can be decoded again"):
+        verify.verify(tmp_path / "out", 0)
 
 
 @pytest.mark.parametrize("penalty", ["repetition_penalty=1.5", "presence_penalty=2"])

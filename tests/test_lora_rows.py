@@ -387,7 +387,8 @@ def test_rows_are_verified_with_their_adapters(
 ) -> None:
     out, seen = tmp_path / "out", list[int]()
     assert run.main(words(base, data, out, named(folders), "draft=lookup")) == 0
-    assert verify(out, 0)[:2] == (len(ROWS), [])
+    verified = verify(out, 0)
+    assert (verified.num_rows, verified.differences) == (len(ROWS), [])
 
     def noted(target: Target, ids: list[int], *, fp8: bool, adapter: int = 0) -> Any:
         seen.append(adapter)

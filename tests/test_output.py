@@ -43,8 +43,9 @@ def make(stop: tuple[str, ...] = (), stop_ids: tuple[int, ...] = (), cap: int = 
     return RequestState(request=request, draft_len=draft_len, finder=StopFinder(decode, stop) if stop else None)
 
 
-def finish(progress: RequestState) -> tuple[str | None, str, str | None]:
+def finish(progress: RequestState) -> tuple[str, str, str | None]:
     done = completion_of(progress, decode=decode, drafter="lookup", eos_ids=frozenset({10}), slot=0, now=1.0)
+    assert done.text is not None
     return done.text, done.finish_reason, done.stop_reason
 
 
@@ -140,7 +141,8 @@ def test_where_a_row_stops_depends_on_its_tokens_alone(tokens: list[int], sizes:
     assert (whole.finish_reason, whole.stop_string) == (cut.finish_reason, cut.stop_string)
     if whole.finish_reason is None:
         whole.end(FULL)
-    assert not any(text in finish(whole)[0] for text in stop)
+    written, *_ = finish(whole)
+    assert not any(text in written for text in stop)
 
 
 def test_seconds_are_those_of_all_prefills_and_from_the_first_token_on_and_of_earlier_runs() -> None:

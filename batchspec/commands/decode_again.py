@@ -28,7 +28,7 @@ from batchspec.load import make_engine
 from batchspec.model.kv_scales import checkpoint_scales
 from batchspec.packing.planner import PAGE_SIZE
 from batchspec.prepare import Job, open_job, survey_first
-from batchspec.records import Ids, Request
+from batchspec.records import Completion, Ids, Request
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runner.kv_scales import with_saved_scales
 from batchspec.runstate.output_folder import OutputFolder
@@ -63,16 +63,25 @@ def summary(differences: Sequence[Difference], num_rows: int) -> str:
     return f"{len(differences)} differ ({len(differences) / max(1, num_rows):.1%}){first}{gap}"
 
 
-def decode_again(
-    engine: Engine, job: Job, written: dict[tuple[int, int], list[int]]
-) -> Iterator[tuple[Request, Difference | None]]:
-    """Each request of `written`, and where plain decoding differs from what was written; shows the progress."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Again:
+    """A row that was decoded again."""
+
+    request: Request
+    completion: Completion
+    difference: Difference | None
+    """None: the tokens are those that were written."""
+
+
+def decode_again(engine: Engine, job: Job, written: dict[tuple[int, int], list[int]]) -> Iterator[Again]:
+    """The rows of `written`, but for those that admission refuses by now; shows the progress."""
     with ProgressBar(len(written)) as progress:
         for request in requests_of(job, set(written)):
             tokens = written[request.row_index, request.sample_index]
             (again,) = engine.run(iter([request]))
             plain = [] if again.token_ids is None else again.token_ids.tolist()
-            yield request, None if plain == tokens else first_difference(engine, request, tokens, plain)
+            difference = None if plain == tokens else first_difference(engine, request, tokens, plain)
+            yield Again(request=request, completion=again, difference=difference)
             progress.update(completions=1, tokens=len(plain), live_rows=1)
 
 

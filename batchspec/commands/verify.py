@@ -3,7 +3,8 @@
 batchspec promises equal tokens, up to rounding. For each row that differs, the first difference is printed with its gap: how
 far apart the scores (logit + temperature * noise) of the two tokens are, infinite if the row's schema forbids one. The last
 line has the share of rows that differ and the quantiles of the gaps. A gap near the rounding error of the dtype is a tie
-resolved the other way; a large gap is an error, and with decode.deterministic every difference is one. --dtype and --device
+resolved the other way; a large gap is an error, and with decode.deterministic every difference is one. If the job wrote logprobs,
+their largest difference is printed too, and one that is no rounding counts as a difference. --dtype and --device
 decode the rows in another precision or on another device (without decode.deterministic): the share of rows that differ then
 measures the effect of the precision. --kv decodes them with the other K/V cache (the model's data type for a job with
 cache.dtype=fp8, fp8 for any other) and adds the mean KL divergence of the next token between the two caches, over the written
@@ -13,13 +14,16 @@ tokens. --files instead reads every output file and finds those that a disk or a
 from __future__ import annotations
 
 import argparse
+import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.commands.decode_again import Difference, decode_again, job_of, plain_engine, summary, written_tokens
 from batchspec.commands.verify_kv import compare_kv
-from batchspec.errors import StorageError
+from batchspec.commands.verify_logprobs import ROUNDING, Gap, gap_of, written_logprobs
+from batchspec.errors import OutputError, StorageError
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.text import MESSAGE_CHARS, counted, one_line
 
@@ -39,16 +43,21 @@ def main(argv: list[str]) -> int:
         report = compare_kv(args.out, args.rows, dtype=args.dtype, device=args.device)
         terminal.show("\n".join([*map(line_of, report.differences), *report.lines()]))
         return 0
-    checked, differences, exact = verify(args.out, args.rows, dtype=args.dtype, device=args.device)
-    for difference in differences:
+    found = verify(args.out, args.rows, dtype=args.dtype, device=args.device)
+    for difference in found.differences:
         terminal.show(line_of(difference))
-    terminal.show(f"{checked} completions decoded again one at a time and without speculation: {summary(differences, checked)}")
-    if exact and differences:
+    said = summary(found.differences, found.num_rows)
+    terminal.show(f"{found.num_rows} completions decoded again one at a time and without speculation: {said}")
+    if found.num_refused:
+        terminal.show(f"{found.num_refused} more were not: their rows are refused by the job as it is now, after a retry")
+    if found.logprobs is not None:
+        terminal.show(one_line(found.logprobs.line(found.num_rows), MESSAGE_CHARS))
+    if found.exact and found.differs:
         terminal.show("the job has decode.deterministic=true: every difference is an error of batchspec; please report it")
-    elif differences:
+    elif found.differs:
         rounding = "about 1e-4 in float32, 0.1 in bfloat16"
         terminal.show(f"a gap up to the rounding error of the logits ({rounding}) is a tie resolved the other way")
-    return 1 if differences else 0
+    return 1 if found.differs else 0
 
 
 def _count(text: str) -> int:
@@ -72,15 +81,48 @@ def check_files(out: str | Path) -> int:
     return StorageError.exit_code if damage else 0
 
 
-def verify(
-    out: str | Path, num_rows: int, *, dtype: str | None = None, device: str | None = None
-) -> tuple[int, list[Difference], bool]:
-    """The number of completions decoded again, the differences, and whether there may be none (decode.deterministic).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """Completions that were decoded again."""
 
-    Raises OutputError without a job or token_ids.
+    num_rows: int
+    num_refused: int
+    """Completions that could not be decoded again."""
+    differences: list[Difference]
+    logprobs: Gap | None
+    """The largest difference of logprobs; None if the job wrote none."""
+    most_nats: float
+    """The largest difference of logprobs that rounding may cause."""
+    exact: bool
+    """Whether nothing may differ (decode.deterministic)."""
+
+    @property
+    def differs(self) -> bool:
+        """Tokens differ, or logprobs by more than rounding."""
+        return bool(self.differences) or (self.logprobs is not None and self.logprobs.nats > self.most_nats)
+
+
+def verify(out: str | Path, num_rows: int, *, dtype: str | None = None, device: str | None = None) -> Verified:
+    """Decode completions again, and compare their tokens and logprobs. Raises OutputError without a job or token_ids, and if no
+    completion can be decoded again.
 
     dtype, device  for the second decoding; None: those of the job
     """
     job, written = job_of(out, dtype, device), written_tokens(out, num_rows)
-    found = [difference for _, difference in decode_again(plain_engine(job), job, written)]
-    return len(written), [difference for difference in found if difference is not None], job.config.decode.deterministic
+    logprobs, differences, gaps, count = written_logprobs(out, written.keys()), list[Difference](), list[Gap](), 0
+    for again in decode_again(plain_engine(job), job, written):
+        count += 1
+        differences += [] if again.difference is None else [again.difference]
+        if found := logprobs.get((again.request.row_index, again.request.sample_index)):
+            gaps.append(gap_of(found, again))
+    if not count:
+        raise OutputError(
+            f"{out} has no completion that can be decoded again: its rows are error rows; see batchspec stats {out}"
+        )
+    exact = job.config.decode.deterministic
+    dtypes = (json.loads(OutputFolder(out).manifest.fingerprint["model.dtype"]), str(job.dtype).removeprefix("torch."))
+    return Verified(
+        num_rows=count, num_refused=len(written) - count, differences=differences, exact=exact,
+        logprobs=max(gaps, key=lambda gap: gap.nats, default=None),
+        most_nats=0.0 if exact else max(map(ROUNDING.__getitem__, dtypes)),
+    )  # fmt: skip

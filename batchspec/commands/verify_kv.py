@@ -65,8 +65,10 @@ def compare_kv(out: str | Path, num_rows: int, *, dtype: str | None = None, devi
         give_scales(target, saved_scales(output, job.spec), output.manifest.config["cache"]["scales"], weights, job.tokenizer)
     differences: list[Difference] = []
     divergences: list[float] = []
-    for request, difference in decode_again(engine, job, written):
-        differences += [] if difference is None else [difference]
+    num_rows = 0
+    for again in decode_again(engine, job, written):
+        request, num_rows = again.request, num_rows + 1
+        differences += [] if again.difference is None else [again.difference]
         tokens = written[request.row_index, request.sample_index]
         divergences += divergence(target, request.prompt_ids.tolist(), tokens, adapter=request.adapter)
     if not divergences:
@@ -74,7 +76,7 @@ def compare_kv(out: str | Path, num_rows: int, *, dtype: str | None = None, devi
     names = (model_dtype, "fp8") if job.spec.fp8_kv else ("fp8", model_dtype)
     replaced = job.spec.fp8_kv and job.config.cache.scales == "calibrate"  # see `other_cache`
     return KVComparison(
-        written_with=names[0], decoded_with=names[1], replaced_scales=replaced, num_rows=len(written),
+        written_with=names[0], decoded_with=names[1], replaced_scales=replaced, num_rows=num_rows,
         differences=tuple(differences), num_positions=len(divergences), mean_kl=sum(divergences) / len(divergences),
         largest_kl=max(divergences),
     )  # fmt: skip

@@ -54,11 +54,11 @@ def build_table(
     when = finished_at or datetime.now(UTC)
     values: dict[str, Callable[[Completion], Any]] = {
         "completion": attrgetter("text"),
-        "logprobs": lambda completion: _logprobs(completion.logprobs),
-        "top_logprobs": lambda completion: _top_logprobs(completion.top_logprobs),
+        "logprobs": lambda completion: logprob_cells(completion.logprobs),
+        "top_logprobs": lambda completion: top_logprob_cells(completion.top_logprobs),
         "prompt_logprob_sum": _prompt_sum,
-        "prompt_logprobs": lambda completion: _logprobs(completion.prompt_logprobs),
-        "prompt_top_logprobs": lambda completion: _top_logprobs(completion.prompt_top_logprobs),
+        "prompt_logprobs": lambda completion: logprob_cells(completion.prompt_logprobs),
+        "prompt_top_logprobs": lambda completion: top_logprob_cells(completion.prompt_top_logprobs),
         "usage": _usage,
         "error": _error,
         "spec_decode": lambda completion: _spec_decode(completion.stats),
@@ -108,11 +108,13 @@ def _prompt_sum(completion: Completion) -> float | None:
     return None if values is None else float(values[1:].sum(dtype=np.float64))
 
 
-def _logprobs(values: NDArray[np.float32] | None) -> list[float | None] | None:
+def logprob_cells(values: NDArray[np.float32] | None) -> list[float | None] | None:
+    """Numbers as a column of logprobs has them: null for NaN."""
     return None if values is None else [None if value != value else value for value in values.tolist()]
 
 
-def _top_logprobs(top: tuple[Ids, NDArray[np.float32]] | None) -> list[list[dict[str, Any]]] | None:
+def top_logprob_cells(top: tuple[Ids, NDArray[np.float32]] | None) -> list[list[dict[str, Any]]] | None:
+    """Ids and logprobs [tokens, N] as a column of top_logprobs has them: no entry for the id -1."""
     if top is None:
         return None
     ids, logprobs = top
