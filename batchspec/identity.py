@@ -13,7 +13,8 @@ from batchspec.config.schema import TEMPLATE_DATE, CacheConfig
 from batchspec.dataset.schema import output_schema
 from batchspec.model.deterministic import ORDER_VERSION
 from batchspec.model.kv_calibration import CALIBRATION
-from batchspec.model.weights import weight_files
+from batchspec.model.quant.modelopt import CONFIG_FILE
+from batchspec.model.weight_files import weight_files
 from batchspec.packing.constraints import KINDS
 from batchspec.prepare import Job
 from batchspec.runstate.manifest import fingerprint
@@ -32,7 +33,7 @@ def job_fingerprint(job: Job) -> dict[str, str]:
     return fingerprint(
         {
             "model.config": (job.folder / "config.json").read_text(encoding="utf-8"),
-            "model.weights": "dummy" if job.dummy else weight_files(job.folder).fingerprint,
+            **_weight_parts(job),
             # Left out without one, so that jobs begun before this key existed resume.
             **({} if job.adapter is None else {"model.adapter": job.adapter.fingerprint}),
             **({} if not config.model.adapters else {"model.adapters": _named(job, "fingerprint")}),
@@ -62,6 +63,16 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             **({} if config.output.prompt_logprobs is None else {"output.prompt_logprobs": config.output.prompt_logprobs}),
         }
     )
+
+
+def _weight_parts(job: Job) -> dict[str, Any]:
+    """What tells the model's weights, and how they are stored beside config.json."""
+    file = job.folder / CONFIG_FILE
+    parts = {"model.quantization": file.read_text(encoding="utf-8") if file.is_file() else None}
+    if job.dummy:
+        return {**parts, "model.weights": "dummy"}
+    files = weight_files(job.folder)
+    return {**parts, "model.weights": files.fingerprint, "model.tensors": files.tensors}
 
 
 def _newer_parts(job: Job) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 import batchspec
 from batchspec.errors import RankLost
 from batchspec.model.spec import load_spec
-from batchspec.model.weights import weight_files
+from batchspec.model.weight_files import weight_files
 from batchspec.warm.ranks import EngineOfRanks
 from tests.heads import random_tensors, tiny_design, write_head
 from tests.models import make_checkpoint, make_tokenizer

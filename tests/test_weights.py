@@ -13,7 +13,8 @@ from torch import Tensor
 
 from batchspec.errors import CheckpointError
 from batchspec.model.spec import load_spec
-from batchspec.model.weights import Checkpoint, DummyWeights, expected_shapes, weight_files
+from batchspec.model.weight_files import weight_files
+from batchspec.model.weights import Checkpoint, DummyWeights, expected_shapes
 from tests.models import make_checkpoint
 
 CPU = torch.device("cpu")
@@ -138,6 +139,23 @@ def test_the_fingerprint_follows_shapes_names_and_sizes(folder: Path) -> None:
     assert weight_files(folder).fingerprint == before
     change(folder, extra__bias=torch.zeros(3))
     assert weight_files(folder).fingerprint != before
+
+
+def test_the_digest_of_tensors_follows_each_of_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more tensors than are read evenly chosen ones count."""
+    before, tensors = weight_files(folder).tensors, load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        save_file({**tensors, name: tensor + 1}, folder / "model.safetensors")
+        assert weight_files(folder).tensors != before, name
+    save_file(tensors, folder / "model.safetensors")
+    assert weight_files(folder).tensors == before
+    monkeypatch.setattr("batchspec.model.weight_files.MOST_TENSORS", len(tensors) // 3)
+    noticed = []
+    few = weight_files(folder).tensors
+    for name, tensor in tensors.items():
+        save_file({**tensors, name: tensor + 1}, folder / "model.safetensors")
+        noticed.append(weight_files(folder).tensors != few)
+    assert len(tensors) // 4 <= sum(noticed) <= len(tensors) // 3
 
 
 def test_dummy_weights_have_the_shapes_of_the_spec_and_the_usual_spread(folder: Path) -> None:

@@ -24,7 +24,8 @@ from batchspec.errors import ConfigError
 from batchspec.model.hub import find_model, resolve_model
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype
-from batchspec.model.weights import judge_model, weight_files
+from batchspec.model.weight_files import weight_files
+from batchspec.model.weights import judge_model
 from batchspec.prepare import choose_device
 from batchspec.supervise.signals import ending
 from batchspec.train.data import Numbers, Row, course, frequent_ids, read_rows, split_rows, unused_id

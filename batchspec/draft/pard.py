@@ -36,7 +36,8 @@ from batchspec.model.files import stored_tensors
 from batchspec.model.hub import find_model, resolve_model
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
-from batchspec.model.weights import check_tensors, weight_files
+from batchspec.model.weight_files import weight_files
+from batchspec.model.weights import check_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from hashlib import sha256
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,13 @@ from torch import Tensor
 from batchspec.errors import CheckpointError
 from batchspec.model.blocks.base import FLOATS, TensorSpec
 from batchspec.model.config_values import shown
-from batchspec.model.files import MAX_HEADER_BYTES, LocalFiles, ModelFiles, StoredTensor, listed, stored_tensors, weight_names
+from batchspec.model.files import LocalFiles, ModelFiles, StoredTensor, listed, stored_tensors, weight_names
 from batchspec.model.kv_scales import SUFFIXES
 from batchspec.model.quant.base import Pieces, Slices
 from batchspec.model.shard import slices_of
 from batchspec.model.spec import EMBEDDING, OUTPUT, ModelSpec, load_spec
 
 Shapes = dict[str, tuple[int, ...]]
-_SAMPLES, _SAMPLE_BYTES = 16, 1 << 14
 _DUMMY_EXPONENTS = (118, 125)
 
 
@@ -229,30 +227,3 @@ class DummyWeights:
         if tensor.role in ("norm", "scale"):
             return torch.full(shape, tensor.typical, dtype=dtype, device=self.device)
         return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(0.0, 0.02, generator=self._generator).to(dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class WeightFiles:
-    """The safetensors files that hold a model."""
-
-    paths: tuple[Path, ...]
-
-    @property
-    def fingerprint(self) -> str:
-        """sha256 of names, sizes, safetensors headers and samples of each file: two fine-tunes differ in the samples only."""
-        digest = sha256()
-        for path in self.paths:
-            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-            with path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                digest.update(file.read(min(length, MAX_HEADER_BYTES)))
-                data, size = file.tell(), path.stat().st_size
-                for sample in range(_SAMPLES):
-                    file.seek(data + (size - data) * sample // _SAMPLES)
-                    digest.update(file.read(_SAMPLE_BYTES))
-        return digest.hexdigest()
-
-
-def weight_files(folder: Path) -> WeightFiles:
-    """Those of the index, or model.safetensors. Raises CheckpointError where there are none or some are missing."""
-    return WeightFiles(tuple(folder / name for name in weight_names(LocalFiles(folder))))

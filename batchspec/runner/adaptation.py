@@ -16,7 +16,7 @@ from batchspec.adapt.limits import slice_tokens, steps_learnt
 from batchspec.engine.engine import Engine
 from batchspec.errors import CheckpointError, OutputError, StorageError
 from batchspec.model.hub import resolve_model
-from batchspec.model.weights import weight_files
+from batchspec.model.weight_files import weight_files
 from batchspec.prepare import Job
 from batchspec.records import Completion
 from batchspec.report.progress_bar import ProgressBar

@@ -16,6 +16,8 @@ MANIFEST = "_batchspec/manifest.json"
 VERSION = 2
 """2: every shard's file names its job in its footer; 1: files do not, see footers.py."""
 SHORT = 64
+LATER_KEYS = ("model.quantization", "model.tensors")
+"""Of the fingerprint: jobs begun before these keys existed lack them, and are compared without them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +92,7 @@ def _short(value: object) -> str:
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     """`key: old value -> new value` for every key that differs, values shortened."""
-    keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+    keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key) and (key in old or key not in LATER_KEYS)]
     return [f"{key}: {_shown(old.get(key))} -> {_shown(new.get(key))}" for key in keys]
 
 
