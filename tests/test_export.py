@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from batchspec.commands.export import main
+from batchspec.config.schema import InputConfig, OutputConfig
 from batchspec.dataset.columns import map_columns
 from batchspec.dataset.openai import TURN_KEYS, parse_request
+from batchspec.dataset.reader import table_source
+from batchspec.dataset.writer import build_table
 from batchspec.errors import ConfigError, InputError, OutputError
 from batchspec.packing.constraints import row_constraint
 from tests.io_samples import built, completion, dataset, failed, new_folder, shards_of
@@ -59,6 +63,22 @@ def test_chat_and_prompt_completion_hold_good_rows_and_say_what_they_left_out(
     assert main([str(out), str(file), "--to", "prompt_completion", "--status", "truncated,error", "--overwrite"]) == 0
     assert lines(file) == [{"prompt": [turn("user", "say 2")], "completion": [turn("assistant", "answer 2.0")]}]
     assert capsys.readouterr().out == f"{file}: 1 line; rows left out: 1 error, 3 ok\n"
+
+
+@pytest.mark.parametrize("kept", ["full", "prompt"])
+@pytest.mark.parametrize("of_job", [True, False])
+def test_an_answer_that_continues_a_turn_is_one_turn_with_it(tmp_path: Path, kept: str, of_job: bool) -> None:
+    """Whether the job says so or the row, and whether the output holds the answer in `messages` or not."""
+    chat = [turn("user", "say 0"), turn("assistant", "Well,")]
+    table = pa.table({"id": ["q-0"], "messages": [chat], "final_assistant": [None if of_job else "continue"]})
+    source, asked = table_source(table), InputConfig(final_assistant="continue" if of_job else "error")
+    columns, (shard,) = map_columns(source.schema, {}), source.shards(1)
+    config = {"input": {"final_assistant": asked.final_assistant}, "output": {"messages": kept}}
+    folder = new_folder(tmp_path / "out", 1, 1, config=config)
+    kept_as = OutputConfig(messages=kept)
+    folder.commit(0, build_table(shard, [completion(0, text=" zero")], columns=columns, input=asked, output=kept_as, attempt="a"))
+    assert main([str(tmp_path / "out"), "--to", "prompt_completion", str(tmp_path / "x.jsonl")]) == 0
+    assert lines(tmp_path / "x.jsonl") == [{"prompt": chat[:1], "completion": [turn("assistant", "Well, zero")]}]
 
 
 @pytest.mark.parametrize("kept", ["full", "prompt"])

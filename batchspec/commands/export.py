@@ -154,6 +154,9 @@ def _training_line(row: Line, form: str, *, whole: bool, goes_on: bool) -> dict[
     """
     prompt = row["messages"][:-1] if whole else row["messages"]
     answer = row["messages"][-1:] if goes_on else [_answer(row, whole)]
+    if not whole and prompt[-1]["role"] == "assistant":  # a row has an answer only if it continues this turn
+        begun, (rest,) = prompt[-1], answer
+        prompt, answer = prompt[:-1], [begun | rest | {"content": f"{begun['content']}{rest['content']}"}]
     return {"messages": prompt + answer} if form == "chat" else {"prompt": prompt, "completion": answer}
 
 
