@@ -19,6 +19,8 @@ Ids = NDArray[np.int32]
 BEGIN_THOUGHT, END_THOUGHT, OTHER, START, CHANNEL, CONSTRAIN = range(256, 262)
 """Symbols after the 256 bytes: the two think tokens; any other token that is no text (special, unknown); and with harmony, whose
 `<|message|>` and `<|end|>` are the first two, the tokens of these names."""
+BREAKS_AFTER_THOUGHT = 2
+"""Line breaks that an automaton allows at most between a thought and the answer, of which they are no part."""
 NUM_SYMBOLS = 262
 MASK, FORCED, NEXT = 0, 1, 2
 """Columns of a state's row: the number of its mask, the token that is drafted (-1: several may come; ENDS), and from NEXT on the

@@ -7,6 +7,7 @@ from copy import copy
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ from batchspec.engine.request_state import RequestState
 from batchspec.engine.stop_strings import StopFinder
 from batchspec.kernels.rounds.accept import FULL
 from batchspec.records import Request, SamplingParams, Thinking
+from tests.automata import automaton
 
 PIECES = [b"a", b"b", b"ab", b"\n", b"END", b"E", b"ND", b"\xe4", b"\xbd", b"\xa0", b"", b" x", b"b\xe4"]
 """Token id -> bytes: a tokenizer in which characters and stop strings span tokens; token 10 is special (no text), and
@@ -85,6 +87,23 @@ def test_a_thought_that_is_cut_at_its_budget_shows_the_stop_strings_no_text_twic
     assert progress.finish_reason is None
     progress.add_round(0, 3, 1, [2])
     assert finish(progress) == ("", "stop", "abab")
+
+
+@pytest.mark.parametrize(
+    ("constrained", "tokens", "answer"),
+    [(False, [3, 3, 3, 11], "x"), (True, [3, 3, 3, 11], "\n x"), (True, [3, 11], " x"), (True, [11, 0], " xa")],
+)
+def test_white_space_that_a_constraint_asks_for_is_part_of_the_answer(constrained: bool, tokens: list[int], answer: str) -> None:
+    """Two line breaks at most are none of it: those that an automaton allows after a thought."""
+    begin, end = 13, 14
+    request = make(cap=2 + len(tokens)).request
+    thinking = Thinking(begin_id=begin, end_id=end, opened=True, budget=None, closing=(end,))
+    made = automaton("(a|b)*") if constrained else None
+    progress = RequestState(request=replace(request, thinking=thinking, automaton=made), draft_len=3, finder=None)
+    progress.add_prefill([0])
+    for token in (end, *tokens):
+        progress.add_round(0, 0, 1, [token])
+    assert finish(progress) == (answer, "length", None)
 
 
 def test_bytes_of_an_unfinished_character_wait_for_its_end() -> None:

@@ -12,7 +12,8 @@ from batchspec.engine.request_state import RequestState
 from batchspec.engine.stop_strings import Decode
 from batchspec.engine.thinking import Parts, split_thoughts
 from batchspec.engine.tool_calls import tool_calls
-from batchspec.records import Completion, Ids, RowError, RowStats
+from batchspec.records import Completion, Ids, Request, RowError, RowStats
+from batchspec.token_automaton import BREAKS_AFTER_THOUGHT
 
 NON_FINITE = "non_finite_logits"
 _OF_ALLOWED = " of a token that its schema, regex, choice or grammar allows; or a token was drawn that it does not allow"
@@ -170,7 +171,7 @@ class _Texts:
 def _texts(state: RequestState, decode: Decode | None) -> _Texts:
     """The answer, the thought (None if there was none) and the tool calls.
 
-    White space between thought and answer is dropped: chat templates add their own. Messages of the answer are separated by an
+    White space between thought and answer is dropped (`_after_thought`). Messages of the answer are separated by an
     empty line.
     """
     thinking = state.request.thinking
@@ -189,7 +190,20 @@ def _texts(state: RequestState, decode: Decode | None) -> _Texts:
     if not parts.thoughts:
         return _Texts(text, None, calls, parts)
     thoughts = (decode(thought).strip() for thought in parts.thoughts)
-    return _Texts(text.lstrip(), "\n\n".join(thought for thought in thoughts if thought), calls, parts)
+    return _Texts(_after_thought(text, state.request), "\n\n".join(thought for thought in thoughts if thought), calls, parts)
+
+
+def _after_thought(text: str, request: Request) -> str:
+    """An answer without the white space that separates it from the thought: chat templates add their own.
+
+    White space with which the text of a constraint begins is a part of the answer, which would not match without it.
+    """
+    if request.automaton is None:
+        return text.lstrip()
+    if request.thinking is not None and request.thinking.channels is None:
+        for _ in range(BREAKS_AFTER_THOUGHT):
+            text = text.removeprefix("\n")
+    return text
 
 
 def _cut_off(state: RequestState, parts: Parts) -> bool:

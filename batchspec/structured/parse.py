@@ -13,9 +13,9 @@ from batchspec.structured.network import Network
 from batchspec.structured.regex import regex_node
 from batchspec.structured.regular import Alt, Repeat, text
 from batchspec.structured.rules import Rules
-from batchspec.token_automaton import TokenSymbols
+from batchspec.token_automaton import BREAKS_AFTER_THOUGHT, TokenSymbols
 
-AFTER_THOUGHT = Repeat(text("\n"), 0, 2)
+AFTER_THOUGHT = Repeat(text("\n"), 0, BREAKS_AFTER_THOUGHT)
 """White space that is allowed between a reasoning block and the answer, because models write it."""
 
 
