@@ -301,7 +301,8 @@ def test_rows_that_run_short_of_pages_get_them_oldest_first_as_far_as_the_pool_g
     for pool in pools.pools:
         pool.take(taken)
     ahead, before = data.draw(st.integers(0, 9)), {row.slot: row.pages.columns() for row in rows}
-    num_free, grants = min(pools.num_free), []
+    num_free = min(pools.num_free)
+    grants: list[PageGrant] = []
     most = {row.slot: allocator.pages_for(row.max_tokens + allocator._num_lookahead_slots) for row in rows}
     wanted = {row.slot: min(allocator.pages_for(int(slots.num_tokens[row.slot]) + ahead), most[row.slot]) for row in rows}
     short = [row for row in sorted(rows, key=lambda row: row.order) if wanted[row.slot] > row.pages.num_columns]

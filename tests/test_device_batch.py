@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from batchspec.batch import device_batch
 from batchspec.batch.device_batch import SLOT_FIELDS, DeviceBatch, upload_all
+from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.records import SamplingParams
 from tests.engines import packed, request
 
@@ -40,7 +43,7 @@ def test_every_field_of_a_slot_is_what_its_declaration_says(data: st.DataObject)
     rows = DeviceBatch.allocate(packed(5), vocab_size=31, penalties=False, device=CPU, num_groups=2)
     biased = data.draw(st.booleans())
     if biased:
-        rows.provide(device_batch.SamplingMode(biased=True))
+        rows.provide(SamplingMode(biased=True))
     for name in SLOT_FIELDS:
         for tensor in rows._tensors(name):
             tensor.fill_(5)
@@ -72,8 +75,14 @@ def test_every_field_of_a_slot_is_what_its_declaration_says(data: st.DataObject)
 
 
 def test_a_group_of_rows_takes_one_transfer_and_their_pages_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    transfers, separate = [], []
-    monkeypatch.setattr(device_batch, "upload_all", lambda arrays, device: transfers.append(1) or upload_all(arrays, device))
+    transfers: list[int] = []
+    separate: list[object] = []
+
+    def counted(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+        transfers.append(len(arrays))
+        return upload_all(arrays, device)
+
+    monkeypatch.setattr(device_batch, "upload_all", counted)
     monkeypatch.setattr(device_batch, "upload", lambda *values: separate.append(values))
     rows = DeviceBatch.allocate(packed(4), vocab_size=31, penalties=False, device=CPU)
     rows.begin([0, 2], [request(0, [1, 2], cap=4), request(1, [3], cap=4)], [(), (7,)])
