@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.engine.draft_lengths import PROBE_EVERY, PROBE_SHARE, DraftLengths, candidates
+from batchspec.engine.draft_lengths import (
+    HALF_LIFE_ROWS,
+    PRIOR_RATE,
+    PRIOR_ROWS,
+    PROBE_EVERY,
+    PROBE_SHARE,
+    DraftLengths,
+    candidates,
+)
 from batchspec.engine.results import PendingResult
 from batchspec.engine.round_planner import Launch, RoundClock
 
@@ -40,6 +48,23 @@ def expected(rates: list[float], costs: list[float]) -> np.ndarray:
     tokens = 1 + np.concatenate(([0.0], np.cumprod(rates).cumsum()))
     speeds: np.ndarray = tokens / np.array(costs)
     return speeds
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.lists(st.integers(0, 4), max_size=6)), max_size=6))
+def test_acceptance_is_counted_as_row_by_row(rounds: list[tuple[int, list[int]]]) -> None:
+    """Rounds of up to four drafts; of each row how many it accepted. p_k is kept / tried, both with a prior and a half-life."""
+    lengths = DraftLengths(4, choices=(0, 1, 2, 3, 4))
+    for k in range(5):
+        lengths.set_base(ROWS, k, 1.0)
+    tried, kept = np.full(4, PRIOR_ROWS), np.full(4, PRIOR_RATE * PRIOR_ROWS)
+    for draft_len, drawn in rounds:
+        accepted = [min(count, draft_len) for count in drawn]
+        lengths.observe(draft_len, np.array(accepted, np.int32))
+        decay = 0.5 ** (len(accepted) / HALF_LIFE_ROWS)
+        for k in range(draft_len):
+            tried[k] = PRIOR_ROWS + decay * (tried[k] - PRIOR_ROWS) + sum(count >= k for count in accepted)
+            kept[k] = PRIOR_RATE * PRIOR_ROWS + decay * (kept[k] - PRIOR_RATE * PRIOR_ROWS) + sum(count > k for count in accepted)
+    assert lengths.scores(ROWS, 0) == pytest.approx(expected(list(kept / tried), [1.0] * 5), rel=1e-12)
 
 
 @pytest.mark.parametrize(

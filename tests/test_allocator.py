@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import replace
+from hashlib import blake2b
 
 import numpy as np
 import pytest
@@ -15,7 +18,9 @@ from batchspec.cache.pages import PagePool, prefix_hashes
 from batchspec.engine.allocator import SlotAllocator
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.request_state import RequestState
+from batchspec.engine.slots import SlotTable
 from batchspec.engine.static_batching import StaticBatching
+from batchspec.engine.step import PageGrant
 from batchspec.errors import CapacityError
 from batchspec.packing.order import order_requests
 from batchspec.packing.predict import LengthPredictor
@@ -57,9 +62,8 @@ def drive(allocator: SlotAllocator, lengths: dict[str, int], pools: PagePools) -
             return
         remaining = {row.slot: lengths[row.request.request_id] - len(row.tokens) for row in allocator.slots.live}
         step = max(1, min(page, *remaining.values()))
-        for row in list(allocator.slots.live):
-            while row.slot >= 0 and allocator.grow(row, row.num_tokens + step) is None:
-                allocator.preempt(allocator.youngest())
+        while not allocator.grow(step, []):
+            allocator.preempt(allocator.youngest())
         alive = allocator.slots.live
         yield step, alive
         for row in alive:
@@ -257,9 +261,107 @@ def test_a_prefix_that_nobody_owns_any_more_counts_as_pages_to_be_taken() -> Non
     assert last.num_shared_pages == 2
 
 
+@given(
+    st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40), st.integers(1, 7), st.integers(0, 2), st.sampled_from([0, 1, 300])
+)
+def test_a_page_key_is_the_hash_of_the_key_before_and_of_the_page_and_its_lookahead(
+    ids: list[int], page_size: int, lookahead: int, adapter: int
+) -> None:
+    expected, key = [], adapter.to_bytes(4) if adapter else b""
+    for begin in range(0, len(ids), page_size):
+        if begin + page_size + lookahead <= len(ids):
+            page = np.array(ids[begin : begin + page_size + lookahead], np.int32)
+            key = blake2b(key + page.tobytes(), digest_size=16).digest()
+            expected.append(key)
+    assert prefix_hashes(np.array(ids, np.int32), page_size, lookahead, adapter=adapter) == expected
+
+
 def test_a_page_key_depends_on_everything_before_the_page() -> None:
     one, other = prefix_hashes(np.array([1, 2, 3, 4], np.int32), 2), prefix_hashes(np.array([9, 2, 3, 4], np.int32), 2)
     assert one[1] != other[1]
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_rows_that_run_short_of_pages_get_them_oldest_first_as_far_as_the_pool_goes(data: st.DataObject) -> None:
+    """One group with a window and one without. What `grow` grants is told by a definition for one row after the other."""
+    groups, pages = KVGroups((None, 8), (0, 1), 0), data.draw(st.integers(60, 140))
+    pools = PagePools(groups, (1 + pages, 1 + pages), 4, lookahead=4)
+    caps = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=6))
+    slots = SlotTable(8, 200, 0, num_groups=2)
+    stream = map(progress, [request(i, [i] * 5, cap=cap) for i, cap in enumerate(caps)])
+    batch = replace(shape(8, 1 + pages), more_pages=(1 + pages,))
+    allocator = SlotAllocator(batch, pools, stream, slots=slots, num_lookahead_slots=data.draw(st.integers(0, 3)))
+    rows = allocator.refill()
+    if len(rows) > 1 and data.draw(st.booleans()):
+        allocator.release(rows.pop(0))
+    for row in rows:
+        slots.num_tokens[row.slot] += data.draw(st.integers(0, row.max_tokens - 5))
+    taken = data.draw(st.integers(0, min(pools.num_free)))
+    for pool in pools.pools:
+        pool.take(taken)
+    ahead, before = data.draw(st.integers(0, 9)), {row.slot: row.pages.columns() for row in rows}
+    num_free = min(pools.num_free)
+    grants: list[PageGrant] = []
+    most = {row.slot: allocator.pages_for(row.max_tokens + allocator._num_lookahead_slots) for row in rows}
+    wanted = {row.slot: min(allocator.pages_for(int(slots.num_tokens[row.slot]) + ahead), most[row.slot]) for row in rows}
+    short = [row for row in sorted(rows, key=lambda row: row.order) if wanted[row.slot] > row.pages.num_columns]
+    fit = list(itertools.accumulate(wanted[row.slot] - row.pages.num_columns for row in short))
+    served = short[: sum(total <= num_free for total in fit)]
+
+    assert allocator.grow(ahead, grants) == (len(served) == len(short))
+    assert [grant.slot for grant in grants] == [row.slot for row in served]
+    for row in rows:
+        new = [grant for grant in grants if grant.slot == row.slot]
+        granted = tuple(old + (new[0].pages[group] if new else ()) for group, old in enumerate(before[row.slot]))
+        assert row.pages.columns() == granted
+        assert not new or new[0].first_column == len(before[row.slot][0])
+        assert new == [] or wanted[row.slot] <= row.pages.num_columns <= max(wanted[row.slot], most[row.slot])
+        assert slots.num_columns[row.slot] == row.pages.num_columns
+        assert slots.num_held[row.slot].tolist() == row.pages.num_held
+    for group in range(2):
+        owned = [page for row in rows for page in row.pages.owned(group)]
+        assert len(owned) == len(set(owned)), "a page has two owners"
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 30), st.integers(1, 2000), st.integers(1, 900), st.integers(0, 300)), min_size=1, max_size=5
+    )
+)
+def test_what_is_promised_to_rows_in_slots_is_what_was_expected_of_each_when_it_got_its_slot(
+    rows: list[tuple[int, int, int, int]],
+) -> None:
+    """Rows with short limits and with long ones, new and preempted: prompt, limit, predicted and emitted tokens of each."""
+    pools, states = pools_of(100_000), []
+    for i, (prompt, cap, predicted, emitted) in enumerate(rows):
+        states.append(progress(request(i, [i] * prompt, cap=cap, predicted=min(predicted, cap))))
+        states[-1].tokens = [0] * min(emitted, cap - 1)
+    allocator = SlotAllocator(shape(8, 100_000, max_len=4000), pools, iter(states))
+    assert len(allocator.refill()) == len(rows)
+    still = [allocator.expected_pages(state) - state.pages.num_columns for state in states]
+    assert allocator.promised().tolist() == [sum(max(0, count) for count in still)]
+
+
+def test_a_row_with_a_short_limit_gets_all_its_pages_at_once_where_half_the_pool_stays_free() -> None:
+    for num_pages, at_once in ((2 * (8 * 32 + 60), True), (2 * (8 * 32), False)):
+        allocator = SlotAllocator(shape(8, num_pages), pools_of(num_pages), iter([progress(request(0, [1] * 4, cap=96))]))
+        (row,) = allocator.refill()
+        assert (row.pages.num_columns == 25) == at_once
+        allocator.slots.num_tokens[row.slot] = 90
+        grants: list[PageGrant] = []
+        assert allocator.grow(10, grants)
+        assert (grants == []) == at_once
+
+
+def test_a_scarce_pool_grants_no_page_before_it_is_needed() -> None:
+    allocator = SlotAllocator(shape(8, 34), pools_of(34), iter([progress(request(0, [1] * 4, cap=60))]))
+    (row,) = allocator.refill()
+    assert row.pages.num_columns == 1
+    grants: list[PageGrant] = []
+    assert allocator.grow(1, grants)
+    assert [len(grant.pages[0]) for grant in grants] == [1]
 
 
 def test_a_row_that_can_never_fit_is_refused_with_the_numbers() -> None:

@@ -58,6 +58,7 @@ MISTAKES = {
     "doctor model --rows many": "argument --rows: invalid int value: 'many'; `batchspec doctor --help`",
     "bench out.jsonl name --gen": "argument --gen: expected one argument; `batchspec bench --help`",
     "bench --job-layer": "required: DIR; `batchspec bench --job-layer --help`",
+    "bench --host --slots 0": "--slots 0: must be at least 1; `batchspec bench --host --help`",
     "plan --config-dir": "argument --config-dir/-cd: expected one argument; `batchspec run --help`",
     "submit --cfg all-of-it": "argument --cfg/-c: invalid choice: 'all-of-it' ",
     "run --conf x": "ambiguous option: --conf could match ",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,30 @@ def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
+ALIGN_BYTES = 16
+"""Where each array begins in a joint transfer: a multiple of this, as kernels and views of other types need."""
+
+
+def upload_all(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Several arrays in one transfer, as `upload` does with one: for small ones the host's calls are what takes time."""
+    ends = list(accumulate(-(-array.nbytes // ALIGN_BYTES) * ALIGN_BYTES for array in arrays))
+    begins = [0, *ends[:-1]]
+    host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    data = host.numpy()
+    for begin, array in zip(begins, arrays, strict=True):
+        data[begin : begin + array.nbytes].view(array.dtype)[:] = array.ravel()
+    sent = host.to(device, non_blocking=True)
+    sent_as = {dtype: sent.view(_TORCH_DTYPES[dtype]) for dtype in {array.dtype.type for array in arrays}}
+    return [
+        sent_as[array.dtype.type][begin // array.itemsize : begin // array.itemsize + array.size].view(array.shape)
+        for begin, array in zip(begins, arrays, strict=True)
+    ]
+
+
+_TORCH_DTYPES = {np.int32: torch.int32, np.int64: torch.int64, np.float32: torch.float32}
+_NUMPY_DTYPES = {theirs: ours for ours, theirs in _TORCH_DTYPES.items()}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotField:
     """How one field of `DeviceBatch` is allocated and what happens to a slot's row of it.
@@ -53,10 +78,13 @@ class SlotField:
     per_group: bool = False
     """The field is a tuple of tensors, one for each K/V group."""
 
-    def padded(self, values: Sequence[Any], width: int) -> NDArray[Any]:
-        """The rows of several requests, padded with `initial`."""
+    def array(self, values: Sequence[Any], width: int) -> NDArray[Any]:
+        """The values or rows of several requests, rows padded with `initial`."""
+        dtype = _NUMPY_DTYPES[self.dtype]
+        if not self.width:
+            return np.array(values, dtype)
         width = max(map(len, values)) if self.long else width
-        rows = np.full((len(values), width), self.initial, np.float32 if self.dtype.is_floating_point else np.int32)
+        rows = np.full((len(values), width), self.initial, dtype)
         for row, value in zip(rows, values, strict=True):
             row[: len(value)] = value
         return rows
@@ -64,7 +92,7 @@ class SlotField:
 
 def known_tokens(request: Request, output: Sequence[int]) -> NDArray[np.int32]:
     """Prompt and output."""
-    return np.concatenate((request.prompt_ids, np.array(output, np.int32)))
+    return np.concatenate((request.prompt_ids, np.array(output, np.int32))) if len(output) else request.prompt_ids
 
 
 def declared(**options: Any) -> dict[str, SlotField]:
@@ -197,22 +225,26 @@ class DeviceBatch:
 
         A request with an automaton may emit nothing until `constrain` says where its automaton stands.
         """
-        self.provide(SamplingMode.union(SamplingMode.of(request.sampling, 0) for request in requests))
-        device = self.tokens.device
-        index = upload(slots, torch.int64, device)
-        for name, spec in SLOT_FIELDS.items():
-            if spec.begin is None:
-                for tensor in self._tensors(name):
-                    if tensor.numel():
-                        tensor[index] = spec.initial
-                continue
+        self.provide(SamplingMode.union(SamplingMode.of(one, 0) for one in {request.sampling for request in requests}))
+        given = {name: spec for name, spec in SLOT_FIELDS.items() if spec.begin is not None and getattr(self, name).numel()}
+        arrays = [
+            spec.array(
+                [spec.begin(request, output) for request, output in zip(requests, outputs, strict=True)],  # type: ignore[misc]
+                getattr(self, name).shape[-1],
+            )
+            for name, spec in given.items()
+        ]
+        index, *sent = upload_all([np.array(slots, np.int64), *arrays], self.tokens.device)
+        for (name, spec), values in zip(given.items(), sent, strict=True):
             tensor = getattr(self, name)
-            values = [spec.begin(request, output) for request, output in zip(requests, outputs, strict=True)]
-            if spec.width and tensor.shape[1]:
-                rows = spec.padded(values, tensor.shape[1])
-                tensor[index, : rows.shape[1]] = upload(rows, spec.dtype, device)
-            elif not spec.width:
-                tensor[index] = upload(values, spec.dtype, device)
+            if spec.long:
+                tensor[index, : values.shape[1]] = values
+            else:
+                tensor[index] = values
+        for name, spec in SLOT_FIELDS.items():
+            for tensor in self._tensors(name):
+                if name not in given and tensor.numel():
+                    tensor[index] = spec.initial
         if self.seen.shape[1]:
             self._mark_seen(slots, requests, outputs)
         if constrained := [slot for slot, request in zip(slots, requests, strict=True) if request.automaton is not None]:
@@ -260,12 +292,16 @@ class DeviceBatch:
 
     def grant(self, grants: Sequence[tuple[int, int, Sequence[Sequence[int]]]]) -> None:
         """Write newly granted pages into the tables: slot, first column, and by group the pages from there on."""
-        slots = [slot for slot, _, pages in grants for _ in pages[0]]
-        columns = [first + i for _, first, pages in grants for i in range(len(pages[0]))]
-        ids = [[page for _, _, pages in grants for page in pages[group]] for group in range(len(self.page_tables))]
-        at_slot, at_column, *ids_by_group = upload([slots, columns, *ids], torch.int64, self.tokens.device)
+        counts = [len(pages[0]) for _, _, pages in grants]
+        slots = np.repeat([slot for slot, _, _ in grants], counts)
+        columns = np.concatenate([np.arange(first, first + count) for (_, first, _), count in zip(grants, counts, strict=True)])
+        ids = [
+            np.fromiter(chain.from_iterable([pages[group] for _, _, pages in grants]), np.int32, len(slots))
+            for group in range(len(self.page_tables))
+        ]
+        at_slot, at_column, *ids_by_group = upload_all([slots, columns, *ids], self.tokens.device)
         for table, group_ids in zip(self.page_tables, ids_by_group, strict=True):
-            table[at_slot, at_column] = group_ids.int()
+            table[at_slot, at_column] = group_ids
 
     def kill(self, slots: Sequence[int]) -> None:
         """The host ends rows (stop string, preemption): dead from the next round on."""

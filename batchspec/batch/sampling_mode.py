@@ -37,7 +37,7 @@ class SamplingMode:
     @classmethod
     def union(cls, modes: Iterable[SamplingMode]) -> SamplingMode:
         """What serves all of `modes`."""
-        found = list(modes)
+        found = set(modes)
         return cls(**{flag.name: any(getattr(mode, flag.name) for mode in found) for flag in fields(cls)})
 
     @property

@@ -61,21 +61,17 @@ class PagePools:
         self.groups, self.page_size = groups, page_size
         self.pools = tuple(PagePool(count) for count in num_pages)
         self._windows = np.array([FOREVER if window is None else window for window in groups.windows], np.int64)
-        self._most_held = np.array(
-            [groups.max_columns(group, FOREVER, page_size, lookahead) for group in range(groups.num_groups)]
-        )
+        self._most_held_ints = [groups.max_columns(group, FOREVER, page_size, lookahead) for group in range(groups.num_groups)]
+        self._most_held = np.array(self._most_held_ints)
         self._windowed = [(group, window) for group, window in enumerate(groups.windows) if window is not None]
+        self.most_columns = min(num_pages) - 1
+        """Maximum number of columns of a row: while it is prefilled it owns all its columns in every group."""
         assert len(self.pools) == groups.num_groups, (num_pages, groups)
 
     @property
     def num_free(self) -> tuple[int, ...]:
         """For each group, the number of pages that could be granted now."""
-        return tuple(pool.num_free for pool in self.pools)
-
-    @property
-    def most_columns(self) -> int:
-        """Maximum number of columns of a row: while it is prefilled it owns all its columns in every group."""
-        return min(pool.num_pages for pool in self.pools) - 1
+        return tuple([pool.num_free for pool in self.pools])
 
     @property
     def any_window(self) -> bool:
@@ -87,17 +83,19 @@ class PagePools:
 
         A group with a window needs only the pages of the prefix that the first query after it reads; earlier columns are scratch.
         """
+        if not self._windowed:  # one group, of layers that read all keys
+            prefix = RowPages()
+            prefix.tables[0].extend(self.pools[0].match(hashes))
+            return prefix
         found: list[list[int | None]] = [[] for _ in self.pools]
         usable = len(hashes)
         for group, pool in enumerate(self.pools):
             if self.groups.windows[group] is None:
                 found[group] += pool.match(hashes)
                 usable = min(usable, len(found[group]))
-        num_columns = usable
-        if self._windowed:
-            for group, _ in self._windowed:
-                found[group] += [self.pools[group].find(page_hash) for page_hash in hashes[:usable]]
-            num_columns = max(set.intersection(*(self._lengths(group, found[group]) for group, _ in self._windowed)))
+        for group, _ in self._windowed:
+            found[group] += [self.pools[group].find(page_hash) for page_hash in hashes[:usable]]
+        num_columns = max(set.intersection(*(self._lengths(group, found[group]) for group, _ in self._windowed)))
         prefix = RowPages(len(self.pools))
         for group, pages in enumerate(found):
             first = prefix.first[group] = self._first_column(group, num_columns)
@@ -127,6 +125,10 @@ class PagePools:
         held: Counts = np.minimum(num_columns, self._most_held[:, None])
         return held
 
+    def most_held_by_row(self, num_columns: int) -> list[int]:
+        """`most_held` of one row."""
+        return [min(num_columns, most) for most in self._most_held_ints]
+
     def passed_columns(self, num_tokens: Counts) -> Counts:
         """int64 [groups, rows] number of columns that no later round reads, of rows with so many committed tokens [rows]."""
         passed: Counts = np.maximum(0, num_tokens - 1 - self._windows[:, None]) // self.page_size
@@ -138,20 +140,21 @@ class PagePools:
 
         hashes  hashes of the prompt's full pages, which later rows can match from now on
         """
+        num_matched = prefix.num_columns
         for group, pool in enumerate(self.pools):
             table = prefix.tables[group]
             pool.share(prefix.owned(group))
-            table += pool.take(num_columns - len(table))
-            for page, page_hash in zip(table, hashes, strict=False):
-                if page != SCRATCH_PAGE:
-                    pool.cache_prefix(page, page_hash)
+            new = pool.take(num_columns - num_matched)
+            table += new
+            for page, page_hash in zip(new, hashes[num_matched:], strict=False):
+                pool.cache_prefix(page, page_hash)
 
     def grow(self, row: RowPages, count: int) -> Columns:
         """Add `count` columns in every group and return them. The caller has checked that the pages are free."""
-        before = row.num_columns
-        for table, pool in zip(row.tables, self.pools, strict=True):
-            table += pool.take(count)
-        return row.columns(before)
+        new = tuple([tuple(pool.take(count)) for pool in self.pools])
+        for table, pages in zip(row.tables, new, strict=True):
+            table += pages
+        return new
 
     def free_passed(self, row: RowPages, num_tokens: int) -> None:
         """Give back the pages that no later round reads. The row has `num_tokens` committed tokens, all prefilled."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -117,8 +117,10 @@ def prefix_hashes(ids: Ids, page_size: int, lookahead: int = 0, *, adapter: int 
     adapter    that all K/V of the row depends on: rows of different adapters share no page
     """
     hashes, parent = [], adapter.to_bytes(4) if adapter else b""
-    for end in range(page_size, len(ids) - lookahead + 1, page_size):
-        parent = blake2b(parent + ids[end - page_size : end + lookahead].tobytes(), digest_size=16).digest()
+    data, token_bytes = ids.tobytes(), ids.itemsize
+    page_bytes, lookahead_bytes = page_size * token_bytes, lookahead * token_bytes
+    for end in range(page_bytes, len(data) - lookahead_bytes + 1, page_bytes):
+        parent = blake2b(parent + data[end - page_bytes : end + lookahead_bytes], digest_size=16).digest()
         hashes.append(parent)
     return hashes
 
@@ -137,7 +139,7 @@ class PagePool:
             )
         self.num_pages = num_pages
         self._refs = [0] * num_pages
-        self._free = deque(range(SCRATCH_PAGE + 1, num_pages))
+        self._free = list(range(num_pages - 1, SCRATCH_PAGE, -1))  # a stack: what was released last is taken first
         self._hash_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # unowned pages that can be found by hash, oldest first
@@ -150,15 +152,15 @@ class PagePool:
     def take(self, count: int) -> list[int]:
         """`count` pages for one owner; at most `num_free`."""
         assert count <= self.num_free, (count, self.num_free)
-        pages = []
-        for _ in range(count):
-            if self._free:
-                page = self._free.popleft()
-            else:
-                page, _none = self._idle.popitem(last=False)
-                del self._page_of[self._hash_of.pop(page)]
-            self._refs[page] = 1
-            pages.append(page)
+        free, refs = self._free, self._refs
+        while len(free) < count:
+            page, _none = self._idle.popitem(last=False)
+            del self._page_of[self._hash_of.pop(page)]
+            free.append(page)
+        pages = free[: -count - 1 : -1]
+        del free[len(free) - count :]
+        for page in pages:
+            refs[page] = 1
         return pages
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
@@ -200,11 +202,12 @@ class PagePool:
 
     def release(self, pages: Iterable[int]) -> None:
         """Remove an owner from each page."""
+        refs, hash_of = self._refs, self._hash_of
         for page in pages:
-            self._refs[page] -= 1
-            assert self._refs[page] >= 0, page
-            if self._refs[page] == 0:
-                if page in self._hash_of:
+            refs[page] = left = refs[page] - 1
+            assert left >= 0, page
+            if not left:
+                if page in hash_of:
                     self._idle[page] = None
                 else:
                     self._free.append(page)

@@ -6,8 +6,8 @@ prompts (--input). Every --draft with every --k, that again with each --opt, and
 --against-transformers, take turns within one process; ratios are of one turn, and the median of the turns is reported with
 its spread. `--rounds N` times N single rounds of each way instead, over rows with a made-up past of --prompt tokens.
 `--tensor-parallel N` does all this with a model that N processes compute together, one a GPU; speeds are of the group.
-`--make-job DIR` writes a job for `batchspec run`, with the same prompts and output lengths, and `batchspec bench --job-layer
-DIR --rows N` measures what a job costs besides its model.
+`--make-job DIR` writes a job for `batchspec run`, with the same prompts and output lengths. `batchspec bench --job-layer DIR
+--rows N` measures what a job costs besides its model, and `batchspec bench --host` what the engine's rounds cost besides theirs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from batchspec import terminal
-from batchspec.commands import bench_job, bench_rounds
+from batchspec.commands import bench_host, bench_job, bench_rounds
 from batchspec.commands.bench_arguments import device_of, parse
 from batchspec.commands.bench_engines import Bench
 from batchspec.commands.bench_phases import Phases
@@ -37,6 +37,8 @@ JOB_ROWS = 192
 
 
 def main(argv: list[str]) -> int:
+    if argv[:1] == ["--host"]:
+        return bench_host.main(argv[1:])
     if argv[:1] == ["--job-layer"]:
         return bench_job.main(argv[1:])
     args = parse(argv, __doc__)

@@ -13,13 +13,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from batchspec.batch.automata import AutomatonUpload, ConstraintPlace
-from batchspec.cache.page_tables import Columns, Counts, PagePools
+from batchspec.cache.page_tables import Counts, PagePools
 from batchspec.cache.pages import prefix_hashes
 from batchspec.engine.automaton_places import AutomatonPlaces
 from batchspec.engine.lazy_states import LazyStates
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.slots import SlotTable
+from batchspec.engine.step import PageGrant
 from batchspec.errors import CapacityError
 from batchspec.lazy_automaton import LazyAutomaton
 from batchspec.records import PackedBatch, Request
@@ -27,8 +28,9 @@ from batchspec.token_automaton import TokenAutomaton
 
 SHORT_CAP_TOKENS = 512
 """Requests that may emit at most this many tokens are promised pages for all of them at once."""
-GROW_PAGES = 4
-"""Pages a row gets at once where there are plenty: the page table is then written every few rounds, not every round."""
+GROW_PAGES, AMPLE_PAGES = 4, 32
+"""Pages that a row gets before it needs them: the first where every slot could have as many, the second where half of the pool
+would be free even then. Page tables are then written every few rounds, or once for rows with a short limit, not every round."""
 
 
 class SlotAllocator:
@@ -76,7 +78,7 @@ class SlotAllocator:
         """Rows of a round: all slots while a request waits, else the smallest row bucket that the live rows fit in."""
         if self._peek() is not None:
             return self.batch.num_slots
-        return min(b for b in self.batch.row_buckets if b >= len(self.slots.live))
+        return min(b for b in self.batch.row_buckets if b >= self.slots.num_live)
 
     def num_rows_taken(self) -> int:
         """The smallest row bucket that holds every slot with a request."""
@@ -104,11 +106,13 @@ class SlotAllocator:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.batch.page_size)
 
-    def _expected_pages(self, state: RequestState) -> Counts:
-        """By K/V group, pages that a waiting request will hold at its end, as far as anyone knows: see `_pages_at_end`."""
-        request = state.request
-        one = [np.array([n]) for n in (len(request.prompt_ids), state.max_tokens, request.predicted_tokens, len(state.tokens))]
-        return self.pools.most_held(self._pages_at_end(*one))[:, 0]
+    def expected_pages(self, state: RequestState) -> int:
+        """Pages that a waiting request will need at its end, as far as anyone knows: `_pages_at_end` of one request, in ints."""
+        request, at_end = state.request, state.max_tokens
+        if request.max_new_tokens > SHORT_CAP_TOKENS:
+            output = max(request.predicted_tokens, len(state.tokens) * 3 // 2 + 4 * self.batch.page_size)
+            at_end = min(at_end, len(request.prompt_ids) + output)
+        return self.pages_for(at_end + self._num_lookahead_slots)
 
     def _pages_at_end(self, prompt_len: Counts, max_tokens: Counts, predicted: Counts, emitted: Counts) -> Counts:
         """All pages of a request with a short limit. Else those of the predicted length; a request that outgrows it is expected
@@ -118,8 +122,8 @@ class SlotAllocator:
         at_end = np.where(max_tokens - prompt_len <= SHORT_CAP_TOKENS, max_tokens, expected) + self._num_lookahead_slots
         return -(-at_end // self.batch.page_size)
 
-    def _promised(self) -> Counts:
-        """By K/V group, pages that the requests in slots are expected to ask for still."""
+    def promised(self) -> Counts:
+        """int64 [groups] pages that the requests in slots are expected to ask for still."""
         slots = self.slots
         emitted = slots.num_tokens - slots.prompt_len
         at_end = self._pages_at_end(slots.prompt_len, slots.max_tokens, slots.predicted_tokens, emitted)
@@ -139,7 +143,7 @@ class SlotAllocator:
             return []
         self._idle = 0.0
         group: list[RequestState] = []
-        promised = self._promised()
+        promised = self.promised().tolist()
         for slot in free:
             state = self._peek()
             if state is None or not self._admit(state, promised):
@@ -148,7 +152,6 @@ class SlotAllocator:
             self.slots.place(state, slot, self._num_refills)
             self._num_refills += 1
             group.append(state)
-            promised += np.maximum(0, self._expected_pages(state) - state.pages.num_held)
         return group
 
     def _worth_a_prefill(self, num_free: int, round_s: float) -> bool:
@@ -163,15 +166,40 @@ class SlotAllocator:
         self._idle += round_s * num_free / self.batch.num_slots
         return self._idle >= self._prefill_cost.least - self._prefill_cost.token * num_free * state.num_tokens
 
-    def short_of_pages(self, ahead: int) -> list[RequestState]:
-        """Requests whose pages end before their tokens and `ahead` more, or their limit, oldest first."""
-        slots = self.slots
-        wanted = np.minimum(slots.num_tokens + ahead, slots.max_tokens + self._num_lookahead_slots)
-        short = np.flatnonzero((slots.owner >= 0) & (-(-wanted // self.batch.page_size) > slots.num_columns))
-        return [slots.at(slot) for slot in short[np.argsort(slots.owner[short])]]
+    def grow(self, ahead: int, grants: list[PageGrant]) -> bool:
+        """Pages for every row whose pages end before its tokens and `ahead` more, or its limit: oldest first, noted in `grants`.
 
-    def _admit(self, state: RequestState, promised: Counts) -> bool:
-        """Grant pages for the request's tokens and the one its prefill emits, if the rest of its output will find pages too."""
+        False where a pool has too few: the oldest rows have got theirs then.
+        """
+        slots, page_size = self.slots, self.batch.page_size
+        most = slots.max_tokens + self._num_lookahead_slots
+        missing = -(-np.minimum(slots.num_tokens + ahead, most) // page_size) - slots.num_columns
+        short = np.flatnonzero((missing > 0) & (slots.owner >= 0))
+        if not len(short):
+            return True
+        short = short[np.argsort(slots.owner[short])]
+        counts, num_free = missing[short], min(self.pools.num_free)
+        left_to_most = -(-most[short] // page_size) - slots.num_columns[short]
+        counts = np.maximum(counts, np.minimum(self._pages_ahead(int(counts.sum())), left_to_most))
+        fits = counts.cumsum() <= num_free
+        for slot, count in zip(short[fits].tolist(), counts[fits].tolist(), strict=True):
+            pages = slots.at(slot).pages
+            grants.append(PageGrant(slot, pages.num_columns, self.pools.grow(pages, count)))
+        slots.add_pages(short[fits], counts[fits])
+        return bool(fits.all())
+
+    def _pages_ahead(self, count: int) -> int:
+        """Pages that a row gets before it needs them, if `count` pages are taken from each pool now."""
+        num_slots, pools = self.batch.num_slots, self.pools.pools
+        if all(pool.num_free - count > pool.num_pages // 2 + AMPLE_PAGES * num_slots for pool in pools):
+            return AMPLE_PAGES
+        return GROW_PAGES if all(pool.num_free - count > GROW_PAGES * num_slots for pool in pools) else 0
+
+    def _admit(self, state: RequestState, promised: list[int]) -> bool:
+        """Grant pages for the request's tokens and the one its prefill emits, if the rest of its output will find pages too.
+
+        promised  by K/V group, pages that the requests in slots will ask for; this one's are added
+        """
         request = state.request
         most = self.pages_for(state.max_tokens + self._num_lookahead_slots)
         if most > self.pools.most_columns:
@@ -185,15 +213,19 @@ class SlotAllocator:
         # The last prompt token is always computed: its logits give the first output token.
         prefix = self.pools.match(hashes[: (len(request.prompt_ids) - 1) // self.batch.page_size])
         num_columns = self.pages_for(state.num_tokens)
-        # A group with a window holds the whole row while it is prefilled, and less later.
-        needed = np.maximum(self._expected_pages(state), num_columns - np.array(prefix.first)) - prefix.num_held
-        needed += self.pools.num_idle(prefix)
-        if self.slots.any_live and bool((promised + needed > self.pools.num_free).any()):
-            return False
+        expected, num_idle = self.pools.most_held_by_row(self.expected_pages(state)), self.pools.num_idle(prefix)
+        for group, (first, held) in enumerate(zip(prefix.first, prefix.num_held, strict=True)):
+            # A group with a window holds the whole row while it is prefilled, and less later.
+            needed = max(expected[group], num_columns - first) - held + num_idle[group]
+            if self.slots.num_live and promised[group] + needed > self.pools.pools[group].num_free:
+                return False
         if request.automaton is not None and not self._hold(state, request.automaton):
             return False
         state.pages, state.num_shared_pages = prefix, prefix.num_columns
+        num_columns = min(num_columns + self._pages_ahead(num_columns), most)
         self.pools.admit(state.pages, num_columns, hashes)
+        for group, held in enumerate(prefix.num_held):
+            promised[group] += max(0, expected[group] - held)
         return True
 
     def _hashes(self, request: Request) -> list[bytes]:
@@ -213,20 +245,6 @@ class SlotAllocator:
             return self._automata.hold(automaton)
         assert self.lazy is not None, "the engine was made for requests without lazy automata"
         return self.lazy.hold(state)
-
-    def grow(self, state: RequestState, num_tokens: int) -> Columns | None:
-        """Pages so that `num_tokens` (at most the limit and the lookahead slots) fit: the new ones, or None when a pool has too
-        few."""
-        most = state.max_tokens + self._num_lookahead_slots
-        missing = self.pages_for(min(num_tokens, most)) - state.pages.num_columns
-        num_free = min(self.pools.num_free)
-        if missing > num_free:
-            return None
-        if 0 < missing < GROW_PAGES and num_free > GROW_PAGES * self.batch.num_slots:
-            missing = min(GROW_PAGES, self.pages_for(most) - state.pages.num_columns)
-        pages = self.pools.grow(state.pages, max(0, missing))
-        self.slots.note_pages(state)
-        return pages
 
     def _free_passed_pages(self) -> None:
         """Give back the pages that the windows of the rows have passed.

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,8 +70,8 @@ class DraftLengths:
     def forget(self) -> None:
         """Discard the measured acceptance, as for a new drafter; times stay."""
         self._num_probed = np.zeros(self.max_len + 1, np.int64)
-        self._tried = np.full(self.max_len, PRIOR_ROWS)
-        self._kept = np.full(self.max_len, PRIOR_RATE * PRIOR_ROWS)
+        self._tried = [PRIOR_ROWS] * self.max_len
+        self._kept = [PRIOR_RATE * PRIOR_ROWS] * self.max_len
 
     @property
     def ready(self) -> bool:
@@ -99,11 +100,11 @@ class DraftLengths:
         if not len(accepted):
             return
         decay = 0.5 ** (len(accepted) / HALF_LIFE_ROWS)
+        prior = PRIOR_RATE * PRIOR_ROWS
+        at_least = np.bincount(accepted, minlength=draft_len + 1)[::-1].cumsum()[::-1].tolist()
         for k in range(draft_len):
-            tried = accepted >= k
-            self._tried[k] = PRIOR_ROWS + decay * (self._tried[k] - PRIOR_ROWS) + tried.sum()
-            prior = PRIOR_RATE * PRIOR_ROWS
-            self._kept[k] = prior + decay * (self._kept[k] - prior) + (tried & (accepted > k)).sum()
+            self._tried[k] = PRIOR_ROWS + decay * (self._tried[k] - PRIOR_ROWS) + at_least[k]
+            self._kept[k] = prior + decay * (self._kept[k] - prior) + at_least[k + 1]
 
     def timed(
         self, num_rows: int, draft_len: int, context_tokens: int, seconds: float, *, prepare_next: bool = False,
@@ -120,26 +121,31 @@ class DraftLengths:
     def scores(self, num_rows: int, context_tokens: int, *, live_rows: int | None = None) -> NDArray[np.float64]:
         """Expected tokens a row and second for each of `choices`; live_rows as for `choose`."""
         seconds = self._seconds(num_rows, context_tokens, num_rows if live_rows is None else live_rows)
-        scores: NDArray[np.float64] = self._tokens() / seconds
+        scores: NDArray[np.float64] = np.array(self._tokens()) / seconds
         return scores
 
-    def _tokens(self) -> NDArray[np.float64]:
-        """Expected tokens of a round for each of `choices`."""
-        accepted = np.concatenate(([0.0], (self._kept / self._tried).cumprod().cumsum()))
-        tokens: NDArray[np.float64] = 1 + accepted[self._lengths]
-        return tokens
+    # A few numbers in each round: lists are faster than arrays.
 
-    def _seconds(self, num_rows: int, context_tokens: int, live_rows: int) -> NDArray[np.float64]:
+    def _tokens(self) -> list[float]:
+        """Expected tokens of a round for each of `choices`."""
+        rate, accepted, tokens = 1.0, 0.0, [1.0]
+        for kept, tried in zip(self._kept, self._tried, strict=True):
+            rate *= kept / tried
+            accepted += rate
+            tokens.append(1 + accepted)
+        return [tokens[k] for k in self.choices]
+
+    def _seconds(self, num_rows: int, context_tokens: int, live_rows: int) -> list[float]:
         """Of a round for each of `choices`."""
-        timed_s = np.array([self._base[num_rows, k, k > 0] for k in self.choices])
-        base = self._with_experts(num_rows, self._lengths, timed_s, live_rows)
+        base = [self._base[num_rows, k, k > 0] for k in self.choices]
+        if self._experts is not None:
+            base = self._with_experts(num_rows, self._lengths, np.array(base), live_rows).tolist()
         if not context_tokens or not self._token_s:
             return base
         timed = self._token_s.get(num_rows) or self._token_s[min(self._token_s, key=lambda at: abs(math.log(at / num_rows)))]
         least = {k: min(newest) for k, newest in timed.items()}
         added = [least[k] if k in least else least[min(least, key=lambda at: abs(at - k))] for k in self.choices]
-        seconds: NDArray[np.float64] = base + context_tokens * np.array(added)
-        return seconds
+        return [base_s + context_tokens * token_s for base_s, token_s in zip(base, added, strict=True)]
 
     def _with_experts(
         self, num_rows: int, draft_lens: NDArray[np.int64], base_s: NDArray[np.float64], live_rows: int
@@ -154,22 +160,23 @@ class DraftLengths:
 
     def _pick(self, num_rows: int, context_tokens: int, live_rows: int) -> int:
         tokens, seconds = self._tokens(), self._seconds(num_rows, context_tokens, live_rows)
-        scores = tokens / seconds
-        place, best = self.choices.index(self._current), int(scores.argmax())
+        scores = [num / took for num, took in zip(tokens, seconds, strict=True)]
+        place, best = self.choices.index(self._current), scores.index(max(scores))
         if scores[best] > MARGIN * scores[place]:
             place = best
             self._current = self.choices[best]
         self._rounds += 1
         if self._rounds % PROBE_EVERY_AT_FIRST:
             return self._current
-        hopeful = 1 + self._lengths > scores[place] * self._seconds(num_rows, 0, live_rows)
+        least_s = self._seconds(num_rows, 0, live_rows)
+        hopeful = [1 + k > scores[place] * took for k, took in zip(self.choices, least_s, strict=True)]
         probed = self._probe(place, hopeful)
         if probed is None:
             return self._current
         self._lost_rounds += max(0.0, seconds[probed] * scores[place] - tokens[probed]) / tokens[place]
         return self.choices[probed]
 
-    def _probe(self, place: int, hopeful: NDArray[np.bool_]) -> int | None:
+    def _probe(self, place: int, hopeful: Sequence[bool]) -> int | None:
         """Index in `choices` of another K to probe now, or None; the current K is at `place`."""
         others = [at for at in dict.fromkeys((place + 1, place - 1, 0)) if 0 <= at < len(self.choices) and at != place]
         others = [at for at in others if hopeful[at]]

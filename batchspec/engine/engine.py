@@ -153,7 +153,7 @@ class Engine:
                 with self.executor.stream_of_rounds():
                     done = list(self._step())
                     finished = self._finished
-                if finished and not self.slots.live and self.keeps_prefixes:
+                if finished and not self.slots.num_live and self.keeps_prefixes:
                     self._kept_pools = self.pools
                 yield done
                 if finished:
@@ -239,7 +239,7 @@ class Engine:
     def _finished(self) -> bool:
         if self._stopping:
             return self.scheduler.idle
-        return not self.slots.live and self.scheduler.idle and self._allocator.exhausted and not self._ended_at_once
+        return not self.slots.num_live and self.scheduler.idle and self._allocator.exhausted and not self._ended_at_once
 
     def stop(self) -> None:
         """End `run` at the next step, for good, or before it begins: what is launched is read, nothing more is launched.
@@ -311,7 +311,7 @@ class Engine:
             self.totals.tokens += sum(segment.end - segment.begin for segment in launch.segments)
         self._processor.add(result, slots, log, now)
         self.totals.add(result, log)
-        self.totals.live_rows = len(self.slots.live)
+        self.totals.live_rows = self.slots.num_live
         self.planner.learn(launch, result, log.accepted_len)
         if self.planner.experts is not None:
             self.totals.expert_correlation = self.planner.experts.correlation

@@ -44,14 +44,7 @@ class PrefillRunner:
 
     def run(self, prefill: Prefill) -> list[PendingResult]:
         """Put a group into its slots and launch its passes, or queue them where they overlap; the results of those launched."""
-        refills, rows = prefill.refills, self._rows
-        if prefill.uploads:
-            assert rows.automata is not None
-            rows.automata.upload(prefill.uploads)
-        rows.begin([refill.slot for refill in refills], [r.request for r in refills], [r.tokens for r in refills])
-        if constraints := [(refill.slot, refill.constraint) for refill in refills if refill.constraint is not None]:
-            rows.constrain(constraints)
-        rows.grant([(refill.slot, 0, refill.pages) for refill in refills])
+        self.place(prefill)
         passes = [partial(self._launch, segments, prefill.mode) for segments in prefill.passes]
         if prefill.overlaps:
             assert self._stream is not None
@@ -61,6 +54,17 @@ class PrefillRunner:
         for launch in passes:
             results += self._activate(launch(), began)
         return results
+
+    def place(self, prefill: Prefill) -> None:
+        """Put a group into its slots: its rows, where their automata stand, and their pages."""
+        refills, rows = prefill.refills, self._rows
+        if prefill.uploads:
+            assert rows.automata is not None
+            rows.automata.upload(prefill.uploads)
+        rows.begin([refill.slot for refill in refills], [r.request for r in refills], [r.tokens for r in refills])
+        if constraints := [(refill.slot, refill.constraint) for refill in refills if refill.constraint is not None]:
+            rows.constrain(constraints)
+        rows.grant([(refill.slot, 0, refill.pages) for refill in refills])
 
     def oldest_done(self) -> bool:
         """Whether the oldest overlapping pass has ended. Does not wait."""

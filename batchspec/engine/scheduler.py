@@ -89,9 +89,9 @@ class Scheduler:
             yield from self._compact()
             if self._lazy is not None:
                 yield from self._find_states(self._lazy)
-            if self.slots.live and not self._all_wait:
+            if self.slots.num_live and not self._all_wait:
                 yield from self._round()
-            if not self.slots.live or self._all_wait:
+            if not self.slots.num_live or self._all_wait:
                 yield self._step(read_all=True)
                 if self._lazy is not None and self._lazy.is_asking and not self._passes:
                     self._lazy.rest(REST_S)
@@ -111,7 +111,7 @@ class Scheduler:
     @property
     def _all_wait(self) -> bool:
         """Every request in a slot waits for a state."""
-        return self._lazy is not None and bool(self.slots.live) and self._lazy.num_waiting == len(self.slots.live)
+        return self._lazy is not None and 0 < self.slots.num_live == self._lazy.num_waiting
 
     def wait(self, state: RequestState) -> None:
         """The row stopped by itself: the device does not know the state of its automaton."""
@@ -204,11 +204,11 @@ class Scheduler:
     def _too_few_active(self) -> bool:
         """Delay decoding until half of the slots are active: a small round costs nearly as much as a full one."""
         num_inactive = sum(map(len, self._passes))
-        return bool(self._passes) and 2 * (len(self.slots.live) - num_inactive) < self.batch.num_slots
+        return bool(self._passes) and 2 * (self.slots.num_live - num_inactive) < self.batch.num_slots
 
     def _compact(self) -> Iterator[ScheduledStep]:
         """While no request waits, shrink to the next smaller row bucket once the live rows fit."""
-        if self._passes or not self.slots.live:
+        if self._passes or not self.slots.num_live:
             return
         num_rows = self._allocator.num_rows_needed()
         if num_rows < self.num_rows:
@@ -223,7 +223,7 @@ class Scheduler:
         """Pages for all that the launched rounds and the next one may write, preempting the youngest rows if needed; then it."""
         overlaps = self._hook.call is not None and self._hook.call()
         grants: list[PageGrant] = []
-        while not self._grow_all(grants):
+        while not self._allocator.grow(self._tokens_ahead, grants):
             if self.in_flight:  # unread results may free pages, and the tokens of a preempted row must all be known
                 yield self._step(num_reads=1)
             elif self._passes:  # no row may be preempted whose pages are being filled
@@ -231,21 +231,15 @@ class Scheduler:
             else:
                 self.preempt(self._allocator.youngest())
                 self._totals.preempted += 1
-        if not self.slots.live:  # all of them ended in the results that were read
+        if not self.slots.num_live:  # all of them ended in the results that were read
             return
         yield self._step(grants=tuple(grants), round=self._schedule_round(overlaps=overlaps or bool(self._passes)))
 
-    def _grow_all(self, grants: list[PageGrant]) -> bool:
-        """Pages for every row that is short of them, oldest first, noted in `grants`; False where the pool ran out."""
+    @property
+    def _tokens_ahead(self) -> int:
+        """Tokens after those read that the launched rounds and the next one may write of a row."""
         round_ = self._executor.round
-        ahead = len(self.in_flight) * round_.max_emitted + round_.kv_per_round
-        for state in self._allocator.short_of_pages(ahead):
-            first_column = state.pages.num_columns
-            pages = self._allocator.grow(state, int(self.slots.num_tokens[state.slot]) + ahead)
-            if pages is None:
-                return False
-            grants.append(PageGrant(state.slot, first_column, pages))
-        return True
+        return len(self.in_flight) * round_.max_emitted + round_.kv_per_round
 
     def _schedule_round(self, *, overlaps: bool) -> ScheduledRound:
         slots, groups = self.slots, self._prefix_groups

@@ -52,7 +52,8 @@ class SlotTable:
         self.begin_id = zeros() + NO_BEGIN_ID
         """Token that begins a thought of a request with a thinking budget."""
         self._any_budget = False
-        self._tokens = np.zeros((num_slots, max_len), np.int32)
+        self._tokens = np.zeros((num_slots, max_len + draft_len + 1), np.int32)
+        """Those buffered, and after them whatever a log holds after the tokens that a row keeps."""
         self._num_buffered, self._num_prefills, self._num_discarded = zeros(), zeros(), zeros()
         self._accepted, self._drafted = zeros(draft_len + 1), zeros(draft_len + 1)
         self._counts = (self._num_buffered, self._num_prefills, self._num_discarded, self._accepted, self._drafted)
@@ -62,18 +63,13 @@ class SlotTable:
             self.budget_due, self.begin_id, self._tokens, *self._counts,
         )  # fmt: skip
         self._modes: Counter[SamplingMode] = Counter()
-        self._live: list[RequestState] | None = None
+        self.num_live = 0
+        """Number of requests in slots."""
 
     @property
     def live(self) -> list[RequestState]:
         """Requests in slots, by slot."""
-        if self._live is None:
-            self._live = [state for state in self.requests if state is not None]
-        return self._live
-
-    @property
-    def any_live(self) -> bool:
-        return bool((self.owner >= 0).any())
+        return [state for state in self.requests if state is not None]
 
     @property
     def mode(self) -> SamplingMode:
@@ -96,7 +92,8 @@ class SlotTable:
         """Put a request, which has its pages, into a free slot; `order` counts refills."""
         assert self.owner[slot] == FREE, slot
         request, state.slot, state.order = state.request, slot, order
-        self.requests[slot], self._live = state, None
+        self.requests[slot] = state
+        self.num_live += 1
         self.owner[slot], self.num_tokens[slot], self.num_prefilled[slot] = order, state.num_tokens, state.num_tokens
         self.note_pages(state)
         self.prompt_len[slot], self.max_tokens[slot] = len(request.prompt_ids), state.max_tokens
@@ -109,11 +106,17 @@ class SlotTable:
         """The request has got pages, or given some back."""
         self.num_columns[state.slot], self.num_held[state.slot] = state.pages.num_columns, state.pages.num_held
 
+    def add_pages(self, slots: Slots, counts: NDArray[np.int64]) -> None:
+        """The requests in these slots have got `counts` pages each, in every K/V group."""
+        self.num_columns[slots] += counts
+        self.num_held[slots] += counts[:, None]
+
     def clear(self, state: RequestState) -> None:
         """The request leaves its slot, flushed."""
         self.flush(state)
         self._modes[state.mode] -= 1
-        self.requests[state.slot], self._live = None, None
+        self.requests[state.slot] = None
+        self.num_live -= 1
         self.owner[state.slot] = FREE
 
     def flush(self, state: RequestState) -> None:
@@ -128,7 +131,6 @@ class SlotTable:
 
     def move(self, moves: Iterable[tuple[int, int]]) -> None:
         """Compaction: (source, destination) of each request that changes its slot; destinations are free."""
-        self._live = None
         for source, destination in moves:
             state = self.at(source)
             state.slot = destination
@@ -154,10 +156,9 @@ class SlotTable:
         self._drafted[slots, log.draft_len] += 1
         self._num_discarded[slots] += log.accepted_len + 1 - kept
         before = self._num_buffered[slots]
-        for j in range(int(kept.max(initial=0))):
-            there = kept > j
-            self._tokens[slots[there], before[there] + j] = log.tokens[there, j]
-        self._num_buffered[slots] += kept
+        width = log.tokens.shape[1]
+        self._tokens[slots[:, None], before[:, None] + np.arange(width)] = log.tokens
+        self._num_buffered[slots] = before + kept
 
     def watch_budget(self, state: RequestState) -> None:
         """Note when the host must check the thinking budget of a request whose tokens are all flushed."""

@@ -1,0 +1,80 @@
+"""The table of slots: a round of many rows is added by arrays, as if row by row."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchspec.engine.request_state import RequestState
+from batchspec.engine.results import RoundLog
+from batchspec.engine.slots import SlotTable
+from tests.engines import request
+
+SLOTS, K, MAX_LEN = 4, 3, 40
+
+
+def log_lines(data: st.DataObject, rows: list[RequestState], width: int) -> np.ndarray:
+    """Lines as `accept` writes them: a row keeps what it emits up to a stop id, and at least nothing."""
+    lines = np.full((len(rows), 4 + width), -1, np.int32)
+    for line in lines:
+        drafted = data.draw(st.integers(0, width - 1))
+        accepted = data.draw(st.integers(0, drafted))
+        kept = data.draw(st.integers(0, accepted + 1))
+        line[:4] = accepted, drafted, kept, 0
+        line[4 : 4 + kept] = data.draw(st.lists(st.integers(0, 99), min_size=kept, max_size=kept))
+        if kept <= accepted:  # what an unkept token leaves in the log counts for nothing
+            line[4 + kept] = data.draw(st.integers(-1, 99))
+    return lines
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_rounds_added_by_arrays_are_those_added_row_by_row(data: st.DataObject) -> None:
+    """Adaptive rounds of any width, of some of the rows, with flushes and compactions between them."""
+    table = SlotTable(SLOTS, MAX_LEN, K)
+    rows, twins = ([RequestState.of(request(i, [1], cap=MAX_LEN - 1), K, None) for i in range(SLOTS - 1)] for _ in range(2))
+    for slot, row in enumerate(rows):
+        table.place(row, slot, order=slot)
+    for _ in range(data.draw(st.integers(1, 9))):
+        width = data.draw(st.integers(1, K + 1))
+        there = [row for row in rows if data.draw(st.booleans())]
+        lines = log_lines(data, there, width)
+        table.add_round(np.array([row.slot for row in there], np.intp), RoundLog.of(lines))
+        for row, (accepted, drafted, kept, _, *tokens) in zip(there, lines.tolist(), strict=True):
+            twins[row.request.row_index].add_round(accepted, drafted, accepted + 1, tokens[:kept])
+        if data.draw(st.booleans()):
+            table.flush(rows[data.draw(st.integers(0, len(rows) - 1))])
+        free = table.free()
+        if data.draw(st.booleans()):
+            table.move([(rows[0].slot, free[0])])
+    for row, twin in zip(rows, twins, strict=True):
+        table.clear(row)
+        assert row.tokens == twin.tokens
+        assert (row.num_rounds, row.num_accepted, row.num_drafted) == (twin.num_rounds, twin.num_accepted, twin.num_drafted)
+        assert (row.histogram, row.accepted_at, row.drafted_at) == (twin.histogram, twin.accepted_at, twin.drafted_at)
+        assert row.num_discarded == twin.num_discarded
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, SLOTS - 1)), max_size=20))
+def test_the_number_of_live_rows_is_that_of_requests_in_slots(turns: list[tuple[bool, int]]) -> None:
+    table = SlotTable(SLOTS, MAX_LEN, K)
+    for order, (enters, slot) in enumerate(turns):
+        if enters and slot in table.free():
+            table.place(RequestState.of(request(order, [1], cap=4), K, None), slot, order)
+        elif not enters and table.requests[slot] is not None:
+            table.clear(table.at(slot))
+        assert table.num_live == len(table.live) == SLOTS - len(table.free())
+
+
+def test_a_row_that_fills_its_slot_to_the_last_token_keeps_them_all() -> None:
+    """The round writes what the log holds after the kept tokens too: there is room for it after the longest row."""
+    table = SlotTable(1, 8, K)
+    row = RequestState.of(request(0, [], cap=8), K, None)
+    table.place(row, 0, 0)
+    for emitted in ([1, 2, 3, 4], [5, 6, 7], [8]):
+        kept = len(emitted)
+        line = np.array([[3, 3, kept, 0, *emitted, *[-1] * (K + 1 - kept)]], np.int32)
+        table.add_round(np.array([0]), RoundLog.of(line))
+    table.flush(row)
+    assert row.tokens == [1, 2, 3, 4, 5, 6, 7, 8]
