@@ -286,7 +286,7 @@ def test_a_model_runs_to_the_cap_or_to_its_own_ends_over_prompts_as_chats(tmp_pa
         (["o", "n", "--model", "m", "--eos", "--against-transformers"], "a static batch waits for its longest row"),
         (["o", "n", "--model", "m", "--eos", "--schemas", "0", "5"], "rows with schemas would end at other lengths"),
         (["o", "n", "--adapters", "2", "--adapter-rank", "65"], "there may be up to 256 adapters, of rank 1 to 64"),
-        (["o", "n", "--adapters", "2", "--deterministic"], "with --deterministic is not built"),
+        (["o", "n", "--adapters", "2", "--deterministic"], "with --deterministic is not supported"),
         (["--make-job", "d", "--adapters", "2"], "give the job adapters of its own"),
         (["o", "n", "--shape", "llama9b"], "neither one of llama8b"),
         (["o", "n", "--device", "cpu", "--draft", "tree", "--k", "9"], "--draft tree with --k 9, --topk, --nodes: .* at most 64"),

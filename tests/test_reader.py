@@ -135,6 +135,10 @@ def test_lines_that_are_bad_cost_their_rows_and_keep_what_can_be_read(tmp_path: 
     ("make", "message"),
     [
         (lambda d: d / "nowhere.parquet", "does not exist"),
+        (
+            lambda d: "org/name",
+            r"does not exist; check the path \(the working folder is .*\); a dataset of the hub is hf://datasets/org/name",
+        ),
         (lambda d: d / "*.parquet", "no data file there"),
         (lambda d: d, "no data file there"),
         (lambda d: (d / "in.txt").write_text("x") and d / "in.txt", "no data by its name"),
