@@ -78,7 +78,7 @@ def test_a_greedy_job_of_a_model_that_recommends_sampling_says_so(
     job: RunConfig, temperature: float, generation: dict[str, Any], said: str | None
 ) -> None:
     write(job, prompt=["x"])
-    Path(job.model.path, "generation_config.json").write_text(json.dumps(generation))
+    (Path(job.input.path or "").parent / "model" / "generation_config.json").write_text(json.dumps(generation))
     job.decode.temperature = temperature
     text = planned(job).text()
     assert ("\nsampling     decoding is greedy" in text) == (said is not None)
