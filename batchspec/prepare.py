@@ -162,7 +162,7 @@ def open_model(config: RunConfig, *, here: bool = True, group: Group | None = No
         if adapters is not None and dtype is not torch.float64:
             raise ConfigError(
                 "decode.deterministic=true with LoRA adapters that are not merged (model.adapters, or FP8 and MXFP4 weights) is "
-                "not built: their sums depend on the batch; remove one, or set model.dtype=float64"
+                "not supported: their sums depend on the batch; remove one, or set model.dtype=float64"
             )
     drafter = open_drafter(config, spec)
     check_head(config.draft, drafter.head, spec)
@@ -188,7 +188,7 @@ def open_adapters(config: RunConfig, spec: ModelSpec) -> tuple[Adapter | None, A
         if own.kept and config.draft.adapt.every_shards:
             raise ConfigError(
                 f"model.adapter={model.adapter} changes FP8 or MXFP4 weights and is not merged, and draft.adapt.every_shards="
-                f"{config.draft.adapt.every_shards} with such an adapter is not built; remove one"
+                f"{config.draft.adapt.every_shards} with such an adapter is not supported; remove one"
             )
         return own, AdapterSet((own,)) if own.kept else None
     if not model.adapters:

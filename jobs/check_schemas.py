@@ -22,8 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
-from jsonschema.protocols import Validator
-from jsonschema.validators import Draft202012Validator, validator_for
+
+try:
+    from jsonschema.protocols import Validator
+    from jsonschema.validators import Draft202012Validator, validator_for
+except ModuleNotFoundError:
+    sys.exit("check_schemas.py: it validates with the package jsonschema, which is not installed; pip install jsonschema")
 
 SHOWN = 5
 

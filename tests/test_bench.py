@@ -202,7 +202,8 @@ def test_single_rounds_are_timed_over_rows_with_a_made_up_past(
         # Every draft but the third is accepted; the tokens of 5 rounds of 4 rows come in their time.
         length = {"none": 1.0, "K=0": 1.0, "K=1": 2.0, "K=3": 3.0}[row["variant"].split(" ")[-1]]
         assert row["mean_acceptance_length"] == length or row["variant"].startswith("tree")
-        assert row["tok_s"] * row["round_us"] / 1e6 == pytest.approx(4 * row["mean_acceptance_length"], rel=1e-3)
+        tok_s = 4 * row["mean_acceptance_length"] / row["round_us"] * 1e6
+        assert row["tok_s"] == pytest.approx(tok_s, rel=1e-3, abs=0.06)  # written with one digit after the point
 
 
 @pytest.mark.parametrize("more", [["--rounds", "3", "--k", "0", "2"], ["--k", "2"]])
@@ -286,7 +287,7 @@ def test_a_model_runs_to_the_cap_or_to_its_own_ends_over_prompts_as_chats(tmp_pa
         (["o", "n", "--model", "m", "--eos", "--against-transformers"], "a static batch waits for its longest row"),
         (["o", "n", "--model", "m", "--eos", "--schemas", "0", "5"], "rows with schemas would end at other lengths"),
         (["o", "n", "--adapters", "2", "--adapter-rank", "65"], "there may be up to 256 adapters, of rank 1 to 64"),
-        (["o", "n", "--adapters", "2", "--deterministic"], "with --deterministic is not built"),
+        (["o", "n", "--adapters", "2", "--deterministic"], "with --deterministic is not supported"),
         (["--make-job", "d", "--adapters", "2"], "give the job adapters of its own"),
         (["o", "n", "--shape", "llama9b"], "neither one of llama8b"),
         (["o", "n", "--device", "cpu", "--draft", "tree", "--k", "9"], "--draft tree with --k 9, --topk, --nodes: .* at most 64"),

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from batchspec.config import vllm_names
 from batchspec.config.checks import check
 from batchspec.config.compose import compose
 from batchspec.config.draft_checks import READ_BY
@@ -247,6 +248,11 @@ def test_a_typed_configuration_survives_the_way_through_omegaconf() -> None:
 
 def test_unknown_keys_and_wrong_types_name_the_key_in_one_line() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
+        (
+            {"decode": {"max_tokens": 3}},
+            "decode.max_tokens is no key of the configuration; batchspec calls it decode.max_new_tokens",
+        ),
+        ({"gpu_memory_utilization": 0.9}, "batchspec calls it packing.memory_gb"),
         ({"decode": {"max_tokns": 3}}, "decode.max_tokns is no key of the configuration; did you mean decode.max_new_tokens?"),
         ({"extra": 1}, "extra is no key"),
         ({"decode": {"n": "two"}}, "decode.n=two must be a whole number"),
@@ -282,6 +288,8 @@ def test_the_shipped_prompts_have_a_name_that_works_from_anywhere() -> None:
 
 def test_a_suggestion_finds_the_right_last_part_in_the_wrong_group() -> None:
     assert suggest("temperature", keys()) == "did you mean decode.temperature?"
+    assert set(vllm_names.NAMES.values()) <= set(keys())
+    assert not set(vllm_names.NAMES) & {key.rsplit(".", 1)[-1] for key in keys()}
     assert suggest("zzzz", keys()) == ""
 
 

@@ -129,7 +129,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def test_what_is_read_is_what_transformers_reads(config: dict[str, Any]) -> None:
     spec, theirs = ours(config), rotary(config)
     if spec is None or theirs is None:
-        return  # refusing what it reads is right where it is not built; both directions have tests of their own below
+        return  # refusing what it reads is right where it is not supported; both directions have tests of their own below
     made, embedding = theirs
     assert (spec.num_heads, spec.num_kv_heads) == (made.num_attention_heads, made.num_key_value_heads)
     # Qwen2 knows no head_dim of its own but takes it from the file where it is there.

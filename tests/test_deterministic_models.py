@@ -1,4 +1,4 @@
-"""decode.deterministic: what it is built for, what is refused by name, and what depends on it."""
+"""decode.deterministic: what supports it, what is refused by name, and what depends on it."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def config_with(*overrides: str) -> RunConfig:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["cache.dtype=fp8"], "cache.dtype=fp8 with decode.deterministic=true is not built; remove one"),
-        (["cluster.tensor_parallel=2"], "decode.deterministic=true with cluster.tensor_parallel=2 is not built; set it to 1"),
-        (["draft=tree", "draft.path=head"], "decode.deterministic=true with draft.tree.topk=10 is not built"),
+        (["cache.dtype=fp8"], "cache.dtype=fp8 with decode.deterministic=true is not supported; remove one"),
+        (["cluster.tensor_parallel=2"], "decode.deterministic=true with cluster.tensor_parallel=2 is not supported; set it to 1"),
+        (["draft=tree", "draft.path=head"], "decode.deterministic=true with draft.tree.topk=10 is not supported"),
     ],
 )
 def test_what_is_not_built_is_refused_before_anything_is_read(overrides: list[str], said: str) -> None:
@@ -80,7 +80,7 @@ def test_devices_and_dtypes_without_it_are_refused_and_float64_needs_none(monkey
     assert in_one_order(LLAMA_8B, CPU, torch.float64) is LLAMA_8B
     with pytest.raises(ConfigError, match=r"on a CPU needs model.dtype=float64, and it is bfloat16"):
         in_one_order(LLAMA_8B, CPU, torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"on a GPU is built for model.dtype=bfloat16, and it is float32"):
+    with pytest.raises(ConfigError, match=r"on a GPU is supported with model.dtype=bfloat16 only, and it is float32"):
         in_one_order(LLAMA_8B, CUDA, torch.float32)
     monkeypatch.setattr(deterministic, "has_same_bits_in_all_tiles", lambda device: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
@@ -95,7 +95,7 @@ def spec_of(shape: str) -> ModelSpec:
 
 def test_fp8_activations_are_refused_and_fp8_weights_that_are_converted_and_experts_in_mxfp4_are_not(hopper: None) -> None:
     fp8 = spec_of("llama8b-fp8")
-    with pytest.raises(ConfigError, match=r"FP8 weights and activations is not built; set model.activations=dtype"):
+    with pytest.raises(ConfigError, match=r"FP8 weights and activations is not supported; set model.activations=dtype"):
         in_one_order(fp8.with_fp8_activations(), CUDA, torch.bfloat16)
     assert in_one_order(fp8, CUDA, torch.bfloat16).ordered
     name = next(name for name in SHAPES if "oss" in name)
@@ -186,7 +186,7 @@ def test_products_take_their_segments_from_the_weight() -> None:
 
 def test_the_bench_refuses_what_is_not_built() -> None:
     for given in (["--kv", "fp8"], ["--draft", "tree"]):
-        with pytest.raises(ConfigError, match="--deterministic is not built with"):
+        with pytest.raises(ConfigError, match="--deterministic is not supported with"):
             parse(["out.jsonl", "name", "--deterministic", *given], "")
 
 

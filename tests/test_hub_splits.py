@@ -100,7 +100,7 @@ def test_a_config_of_a_folder_has_the_splits_of_its_names() -> None:
         (MAIN_AND_SOCRATIC, "x", None, "W has no config 'x'; its configs are main, socratic"),
         (MAIN_AND_SOCRATIC, "main", None, "W has the splits train, test of the config 'main'; choose one: input.split=train"),
         (MAIN_AND_SOCRATIC, "main", "dev", "W has no split 'dev'; the splits of the config 'main' are train, test"),
-        (MAIN_AND_SOCRATIC, "main", "train[:9]", "parts of splits are not built: use input.limit"),
+        (MAIN_AND_SOCRATIC, "main", "train[:9]", "parts of splits are not supported: use input.limit for the first rows"),
         ("", None, "validation", "W has no split 'validation'; the splits are train, test"),
         ("", "main", None, "W has no config 'main'; its configs are default"),
         (card("configs:\n- config_name: a\n  data_files: none/*\n"), None, None, "no data file is in the split 'train'"),

@@ -220,8 +220,8 @@ def folders(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 @pytest.mark.parametrize(
     ("targets", "config", "named"),
     [
-        (["lm_head"], {}, "lm_head has an adapter; adapters of single rows are built for attention and dense MLPs"),
-        (["q_proj"], {"r": 65}, "q_proj has rank 65; ranks up to 64 are built for adapters that are not merged"),
+        (["lm_head"], {}, "lm_head has an adapter; adapters of single rows are supported in attention and dense MLPs"),
+        (["q_proj"], {"r": 65}, "q_proj has rank 65, above 64, the limit of adapters that cannot be merged"),
     ],
 )
 def test_what_rows_of_their_own_cannot_have_is_refused_by_name(
@@ -237,7 +237,7 @@ def test_what_rows_of_their_own_cannot_have_is_refused_by_name(
 def test_experts_of_rows_are_refused(tmp_path: Path) -> None:
     mixtral = make_checkpoint(tmp_path / "mixtral", "mixtral", num_hidden_layers=1, num_local_experts=4)
     folder = make_adapter(tmp_path / "of_experts", mixtral, ["w1"])
-    with pytest.raises(CheckpointError, match="adapters of MoE experts are not built"):
+    with pytest.raises(CheckpointError, match="adapters of MoE experts are not supported"):
         open_adapter(str(folder), load_spec(mixtral), per_row=True)
 
 
@@ -271,9 +271,9 @@ def words(model: Path, data: Path, out: Path, *more: str) -> list[str]:
         (["{adapters}", "input.columns.adapter=null"], "the input has no column that names the adapter of each row"),
         ([], "column 'adapter' names LoRA adapters, and model.adapters has none"),
         (["model.adapters={{gone:/no/such/folder}}"], "model.adapters.gone=/no/such/folder: no such folder"),
-        (["{adapters}", "draft=smollm2_eagle3", "draft.adapt.every_shards=1"], "with draft.adapt.every_shards=1 is not built"),
+        (["{adapters}", "draft=smollm2_eagle3", "draft.adapt.every_shards=1"], "draft.adapt.every_shards=1 is not supported"),
         (["model.adapters={{a:https://me:secret@host/x}}"], "model.adapters holds credentials in a URL"),
-        (["model.adapters={{" + ",".join(f"a{i}:x" for i in range(MAX_ADAPTERS + 1)) + "}}"], "at most 256 are built"),
+        (["model.adapters={{" + ",".join(f"a{i}:x" for i in range(MAX_ADAPTERS + 1)) + "}}"], "at most 256 are supported"),
     ],
 )  # fmt: skip
 def test_keys_and_columns_that_do_not_fit_each_other_are_refused_by_run_and_plan(
@@ -294,7 +294,7 @@ def test_sums_of_one_order_are_refused_where_adapters_depend_on_the_batch(
 ) -> None:
     """For a GPU's job; in float64 no token shows the order."""
     more = [named(folders), "decode.deterministic=true"]
-    with pytest.raises(ConfigError, match=r"with LoRA adapters that are not merged .* is not built"):
+    with pytest.raises(ConfigError, match=r"with LoRA adapters that are not merged .* is not supported"):
         open_model(compose(words(base, data, tmp_path / "out", *more, "model.dtype=bfloat16")), here=False)
     assert open_model(compose(words(base, data, tmp_path / "out", *more))).adapters is not None
     merged = [f"model.adapter={folders['math']}", "decode.deterministic=true", "model.dtype=bfloat16"]
@@ -307,7 +307,9 @@ def test_an_unmerged_adapter_and_a_head_that_learns_are_refused(tmp_path: Path) 
     make_tokenizer(fp8)
     pl.DataFrame({"prompt": ["a"]}).write_parquet(tmp_path / "in.parquet")
     more = [f"model.adapter={folder}", "draft=smollm2_eagle3", "draft.adapt.every_shards=1"]
-    with pytest.raises(ConfigError, match=r"is not merged, and draft\.adapt\.every_shards=1 with such an adapter is not built"):
+    with pytest.raises(
+        ConfigError, match=r"is not merged, and draft\.adapt\.every_shards=1 with such an adapter is not supported"
+    ):
         open_job(compose(words(fp8, tmp_path / "in.parquet", tmp_path / "out", *more)))
 
 

@@ -9,9 +9,11 @@ import csv
 import gzip
 import json
 import os
+from datetime import date
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,6 +23,7 @@ from hypothesis import strategies as st
 
 from batchspec.config.schema import InputConfig, OutputConfig, RunConfig
 from batchspec.dataset.columns import check_ids, map_columns, request_ids
+from batchspec.dataset.in_memory import table_of
 from batchspec.dataset.json_text import MAX_DEPTH
 from batchspec.dataset.reader import Source, open_source, table_source
 from batchspec.dataset.schema import MESSAGES, TOOL_MESSAGES, output_schema
@@ -146,6 +149,58 @@ def test_the_order_of_the_lines_changes_no_row_and_no_type(
     }  # fmt: skip
     schema = output_schema(read.source.schema, read.columns, OutputConfig())
     assert (schema.field("k").type, schema.field("m").type) == (pa.string(), pa.string())
+
+
+_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 63) - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(cells=st.lists(_VALUES, min_size=1, max_size=4))
+def test_dictionaries_in_memory_are_the_rows_of_the_same_json_lines(
+    cells: list[Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A cell of any kind, in a column that batchspec reads and in one of the user's: no row changes another one's value."""
+    rows = [{"messages": [{**user("a"), "more": cell}], "mine": cell} for cell in cells]
+    read, found = Read(lines(tmp_path_factory.mktemp("rows") / "in.jsonl", *rows)), Read(table_of(rows))
+    assert found.template.rows == read.template.rows
+    assert list(map(_value, found.output())) == list(map(_value, read.output()))
+
+
+def _value(row: Json) -> Any:
+    """The value of the user's column, whether it was copied as JSON text or not."""
+    try:
+        return json.loads(row["mine"])
+    except (TypeError, ValueError):
+        return row["mine"]
+
+
+def test_dictionaries_that_are_no_json_are_refused_with_row_and_column() -> None:
+    with pytest.raises(InputError, match=r"row 1: the value of 'k' cannot be written as JSON \(it has the type object\)"):
+        table_of([{"prompt": "a", "k": {}}, {"prompt": "b", "k": {"x": object()}}])
+
+
+def test_a_table_whose_cells_should_be_json_text_is_refused_with_what_to_do() -> None:
+    with pytest.raises(
+        InputError, match=r"allowed: JSON string; write its cells as JSON text or set input.columns.response_format"
+    ):
+        Read(pa.table({"prompt": ["a"], "response_format": [{"type": "text"}]}))
+    with pytest.raises(
+        InputError, match=r"input.columns.prompt=null to read messages, or input.columns.messages=null to read prompt"
+    ):
+        Read(pa.table({"prompt": ["a"], "messages": ["[]"]}))
+
+
+def test_numpy_values_and_dates_of_dictionaries_keep_their_types() -> None:
+    row = {"prompt_ids": np.arange(3), "day": date(2026, 1, 2), "k": {"x": np.float32(0.5), "y": np.arange(2)}}
+    [kept] = table_of([row]).to_pylist()
+    assert kept == {"prompt_ids": [0, 1, 2], "day": date(2026, 1, 2), "k": '{"x":0.5,"y":[0,1]}'}
 
 
 def test_tool_calls_are_kept_in_the_output_and_read_back_from_it(tmp_path: Path) -> None:

@@ -65,6 +65,26 @@ def test_rows_completions_and_bad_rows_are_counted(job: RunConfig) -> None:
     assert not list(Path(job.input.path).parent.glob("out*"))
 
 
+@pytest.mark.parametrize(
+    ("temperature", "generation", "said"),
+    [
+        (0.0, {"do_sample": True, "temperature": 0.6, "top_k": 20}, "decode.temperature=0.6 decode.top_k=20\n"),
+        (0.7, {"do_sample": True, "temperature": 0.6}, None),
+        (0.0, {"do_sample": False, "temperature": 0.6}, None),
+        (0.0, {"do_sample": True}, None),
+    ],
+)
+def test_a_greedy_job_of_a_model_that_recommends_sampling_says_so(
+    job: RunConfig, temperature: float, generation: dict[str, Any], said: str | None
+) -> None:
+    write(job, prompt=["x"])
+    (Path(job.input.path or "").parent / "model" / "generation_config.json").write_text(json.dumps(generation))
+    job.decode.temperature = temperature
+    text = planned(job).text()
+    assert ("\nsampling     decoding is greedy" in text) == (said is not None)
+    assert said is None or f"the model's generation_config.json recommends {said}" in text
+
+
 def test_the_shape_is_what_the_rows_need(job: RunConfig) -> None:
     write(job, prompt=["x" * 10, "y" * 24])
     made = planned(job)

@@ -48,13 +48,22 @@ def test_the_time_left_comes_from_expected_tokens_where_they_are_known() -> None
     clock, stream = Clock(), io.StringIO()
     progress = ProgressBar(10, stream=stream, clock=clock, interval_s=1)
     clock.now += 10
-    progress.update(completions=2, tokens=1000, live_rows=4)
+    progress.update(completions=2, tokens=1000, rounds=1000, live_rows=4)
     progress.update(mean_output=800, in_flight_tokens=400)
     clock.now += 10
-    progress.update(tokens=1000, mean_output=800, in_flight_tokens=1400)
+    progress.update(tokens=1000, rounds=1000, mean_output=800, in_flight_tokens=1400)
     first, second = stream.getvalue().splitlines()
-    assert first == "2/10 completions (20.0%), 100 tok/s, 4 live rows, ETA 00:40"
-    assert second == "2/10 completions (20.0%), 100 tok/s, 4 live rows, ETA 00:50"
+    assert first == "2/10 completions (20.0%), 100 tok/s, mean acceptance length 1.00, 4 live rows, ETA 00:40"
+    assert second == "2/10 completions (20.0%), 100 tok/s, mean acceptance length 1.00, 4 live rows, ETA 00:50"
+
+
+def test_the_tokens_of_prefill_alone_give_no_time_left() -> None:
+    """The first token of each row comes from its prefill: its rate made 17 hours of a minute's job."""
+    clock, stream = Clock(), io.StringIO()
+    progress = ProgressBar(80, stream=stream, clock=clock, interval_s=30)
+    clock.now += 36
+    progress.update(tokens=4, mean_output=100, in_flight_tokens=4, live_rows=16)
+    assert stream.getvalue().splitlines() == ["0/80 completions (0.0%), 0 tok/s, 16 live rows, no round for 36 s"]
 
 
 def test_the_rate_is_that_of_the_last_minute() -> None:

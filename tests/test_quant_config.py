@@ -1,4 +1,4 @@
-"""quantization_config: formats that are not built and hostile values are refused in one line, with what there is instead."""
+"""quantization_config: formats that are not supported and hostile values are refused in one line, with what there is instead."""
 
 from __future__ import annotations
 

@@ -289,7 +289,9 @@ def test_submit_prints_one_line_that_a_shell_can_run(capsys: pytest.CaptureFixtu
     given = ["--unseen", "model.path=m", "input.path=data/*.parquet", "output.dir=o"]
     keys = ["cluster.tasks=8", "cluster.gpus=2", "cluster.time_h=1.5", "cluster.memory_gb=64", 'cluster.sbatch=["--qos=low"]']
     assert command.main([*given, *keys]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr()
+    assert "nothing is submitted yet; the same command with --go submits it" in said.err
+    (line,) = said.out.splitlines()
     assert line.startswith("sbatch --array=0-7 --output=batchspec-%A_%a.log --signal=B:USR1@120 --time=1:30:00 --gpus-per-node=2")
     assert " --mem=61035M " in line
     assert line.endswith(

@@ -1,4 +1,4 @@
-"""config.json: both spellings, defaults, windows, end tokens; what is not built is refused by name."""
+"""config.json: both spellings, defaults, windows, end tokens; what is not supported is refused by name."""
 
 from __future__ import annotations
 

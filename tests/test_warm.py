@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import weakref
 from collections.abc import Iterator
@@ -114,6 +115,35 @@ def test_prompts_may_be_chats_or_token_ids(shared: batchspec.Engine, words: list
     ids = {"prompt_ids": [[5, 6, 7], [9]], "max_new_tokens": [3, 4]}
     for data in (chats, ids):
         assert same(shared.generate(data), batchspec.generate(data, overrides=words))
+
+
+def test_a_list_of_texts_is_the_column_prompt(shared: batchspec.Engine) -> None:
+    texts = ["Say word1 again", "Say word2 again"]
+    assert same(shared.generate(texts), shared.generate({"prompt": texts}))
+    with pytest.raises(InputError, match=r"rows are one text; give a list of texts"):
+        shared.generate(texts[0])
+
+
+def test_dictionaries_may_hold_objects_as_json_lines_do(shared: batchspec.Engine) -> None:
+    schema = {"type": "object", "properties": {"sea": {"const": None}}, "required": ["sea"]}
+    form = {"type": "json_schema", "json_schema": {"name": "sea", "schema": schema}}
+    parts = [{"type": "text", "text": "Name a "}, {"type": "text", "text": "sea."}]
+    given: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": "Name a sea."}], "response_format": form, "max_new_tokens": 40},
+        {"messages": [{"role": "user", "content": parts}], "stop": "e", "about": {"topic": "seas", "by": None}},
+        {"messages": [{"role": "user", "content": "Name a sea."}], "stop": ["e"], "logit_bias": {7: -100}, "about": 3},
+    ]
+    found = shared.generate(given)
+    assert found["error"].to_list() == [None] * 3
+    assert json.loads(found["completion"][0]) == {"sea": None}
+    assert found["prompt_ids"][1].to_list() == found["prompt_ids"][2].to_list()
+    assert found["about"].to_list() == [None, '{"topic":"seas","by":null}', "3"]
+    seen: list[Any] = []
+    shared.converse(given, lambda turn: seen.append(turn.row))
+    assert {row["max_new_tokens"] for row in seen} == {40, None}
+    for name in ("messages", "response_format", "stop", "about"):
+        for row in given:
+            assert any(turn.get(name) == row.get(name) for turn in seen), name
 
 
 def test_prefixes_are_kept_between_calls(shared: batchspec.Engine) -> None:

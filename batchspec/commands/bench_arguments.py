@@ -113,7 +113,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.adapters and args.against_transformers:
         raise ConfigError(f"--adapters {args.adapters} with --against-transformers: it would run the base model; leave one out")
     if args.adapters and args.deterministic:
-        raise ConfigError(f"--adapters {args.adapters} with --deterministic is not built: their sums depend on the batch")
+        raise ConfigError(f"--adapters {args.adapters} with --deterministic is not supported: their sums depend on the batch")
     if args.adapters and args.make_job:
         raise ConfigError(f"--adapters {args.adapters} with --make-job: give the job adapters of its own, model.adapters")
     if args.against_transformers and not args.model:
@@ -127,7 +127,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.eos and any(args.schemas):
         raise ConfigError(f"--eos with --schemas {args.schemas}: rows with schemas would end at other lengths; leave one out")
     if args.deterministic and (args.kv == "fp8" or args.tensor_parallel > 1 or not TREES.keys().isdisjoint(args.draft)):
-        raise ConfigError("--deterministic is not built with --kv fp8, --tensor-parallel above 1 or a tree; leave one out")
+        raise ConfigError("--deterministic is not supported with --kv fp8, --tensor-parallel above 1 or a tree; leave one out")
     if args.rounds is not None:
         bench_rounds.check(args)
         args.gen = bench_rounds.tokens_needed(args)

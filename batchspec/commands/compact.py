@@ -24,6 +24,7 @@ from batchspec.errors import OutputError, StorageError
 from batchspec.runstate.footers import part_name
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.storage.store import storing
+from batchspec.text import counted
 
 FILE_MB = 500
 GROUP_BYTES = 128 << 20
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--file-mb {args.file_mb}: must be at least 1")
     output, target = OutputFolder(args.out), new_folder(args.folder, args.out)
     files, rows = compact(output, target, args.file_mb * 1_000_000)
-    terminal.show_line(f"{target}: {rows:,} rows of {output.num_shards:,} shards in {files:,} file{'s' * (files != 1)}")
+    terminal.show_line(f"{target}: {counted(rows, 'row')} of {counted(output.num_shards, 'shard')} in {counted(files, 'file')}")
     return 0
 
 

@@ -23,6 +23,7 @@ from batchspec.packing.kv_memory import kv_bytes
 from batchspec.packing.planner import Forecast, forecast, free_memory, held_back_bytes
 from batchspec.packing.predict import SHORT_TOKENS
 from batchspec.packing.replicas import Way, best, ways
+from batchspec.packing.row_settings import sampling_advice
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, open_job
 from batchspec.records import Ids, PackedBatch
@@ -137,6 +138,7 @@ class Plan:
         return [
             f"model        {spec.family}, {spec.num_layers} layers, {num_multiplied(spec) / 1e6:,.0f} M weights a token, "
             f"{_bytes(spec.weight_bytes(job.dtype))} {kept} on {job.device.type}",
+            *([f"sampling     {advice}"] if (advice := sampling_advice(job.config.decode, spec.generation)) else []),
             *self._adapters(),
             f"shape        {counted(batch.num_slots, 'slot')}, rows up to {batch.max_len:,} tokens, "
             f"drafter {job.config.draft.name} ({job.drafter.shape}), prefill passes of {batch.prefill_tokens:,} tokens",

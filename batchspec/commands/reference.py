@@ -33,14 +33,14 @@ Run a job: Parquet in, completions and acceptance statistics out.
 
 `python -m batchspec.run` is the same command. The same command again resumes a job. `--cfg job` prints the configuration
 without running it, `-m` runs several jobs, `--config-dir` reads recipes and groups of your own, `--hydra-help` lists the other
-options. `batchspec plan` with the same words predicts what a run would do."""
+options. `batchspec plan` with the same arguments predicts what a run would do."""
 PLAN_HELP = """\
 Predict what a run would do, without running it: rows, bad rows, lengths, shape, memory, seconds.
-Takes the words of `batchspec run`.
+Takes the arguments of `batchspec run`.
 
   --full   read every row, not a sample of 10,000"""
 SUBMIT_HELP = """\
-Submit a job as a Slurm array. Takes the words of `batchspec run`; the keys of `cluster` describe the array.
+Submit a job as a Slurm array. Takes the arguments of `batchspec run`; the keys of `cluster` describe the array.
 
   --go      run sbatch; without it the command is only printed
   --unseen  check the configuration alone, for paths that only the nodes of the cluster see"""
@@ -56,7 +56,7 @@ RECIPES = "job"
 
 
 def asks_for_help(words: Iterable[str]) -> bool:
-    """Whether the words of a command ask for its help."""
+    """Whether the arguments of a command ask for its help."""
     return bool({"-h", "--help"} & set(words))
 
 

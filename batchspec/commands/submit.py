@@ -44,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
         terminal.show(shlex.join(command))
         if go:
             terminal.show_line(submitted(command, config))
+        else:
+            terminal.notice("nothing is submitted yet; the same command with --go submits it")
 
     return launch(submit, overrides, require=("model.path", "input.path", "output.dir"))
 

@@ -74,7 +74,7 @@ def _cache(config: RunConfig) -> None:
     if scales != "auto" and config.cache.dtype != "fp8":
         raise ConfigError(f"cache.scales={scales} is not used by cache.dtype={config.cache.dtype}; set fp8 or remove the key")
     if config.cache.dtype == "fp8" and config.decode.deterministic:
-        raise ConfigError("cache.dtype=fp8 with decode.deterministic=true is not built; remove one")
+        raise ConfigError("cache.dtype=fp8 with decode.deterministic=true is not supported; remove one")
     if scales == "checkpoint" and config.model.load_format == "dummy":
         raise ConfigError("cache.scales=checkpoint: model.load_format=dummy reads no checkpoint; use auto")
 
@@ -100,11 +100,11 @@ def _adapters(config: RunConfig) -> None:
         raise ConfigError(f"{given}: model.load_format=dummy has no weights to merge it into; remove one")
     if config.draft.adapt.every_shards and several:
         raise ConfigError(
-            f"{given} with draft.adapt.every_shards={config.draft.adapt.every_shards} is not built: a head learns from the "
+            f"{given} with draft.adapt.every_shards={config.draft.adapt.every_shards} is not supported: a head learns from the "
             "hidden states of one model; remove one"
         )
     if len(several) > MAX_ADAPTERS:
-        raise ConfigError(f"model.adapters has {len(several)} adapters, at most {MAX_ADAPTERS} are built; divide the job")
+        raise ConfigError(f"model.adapters has {len(several)} adapters, at most {MAX_ADAPTERS} are supported; divide the job")
 
 
 def _ranks(config: RunConfig) -> None:
@@ -118,7 +118,7 @@ def _ranks(config: RunConfig) -> None:
 def check_ranks(config: RunConfig, ranks: int) -> None:
     """Raises ConfigError for settings that do not run where so many ranks compute the model, whatever the model is."""
     if ranks > 1 and config.decode.deterministic:
-        raise ConfigError(f"decode.deterministic=true with cluster.tensor_parallel={ranks} is not built; set it to 1")
+        raise ConfigError(f"decode.deterministic=true with cluster.tensor_parallel={ranks} is not supported; set it to 1")
 
 
 def _decode(config: RunConfig) -> None:
@@ -137,8 +137,8 @@ def _decode(config: RunConfig) -> None:
         raise ConfigError(f"decode.{given[0]} and decode.{given[1]} are both given, and an answer follows one; remove one")
     if decode.deterministic and config.draft.tree.topk > 1:
         raise ConfigError(
-            f"decode.deterministic=true with draft.tree.topk={config.draft.tree.topk} is not built: a tree's keys lie in another "
-            "order; use draft=eagle3"
+            f"decode.deterministic=true with draft.tree.topk={config.draft.tree.topk} is not supported: a tree's keys lie in "
+            "another order; use draft=eagle3"
         )
     if "" in decode.stop:
         raise ConfigError(f"decode.stop={decode.stop} holds an empty string, which ends every output at once; remove it")
@@ -157,11 +157,11 @@ def _scoring(config: RunConfig) -> None:
         if output.prompt_logprobs is not None:
             raise ConfigError(
                 f"output.prompt_logprobs={output.prompt_logprobs} with decode.max_new_tokens={decode.max_new_tokens} "
-                "is not built: prompts are scored by a job of their own; set decode.max_new_tokens=0 or remove it"
+                "is not supported: prompts are scored by a job of their own; set decode.max_new_tokens=0 or remove it"
             )
         return
     if decode.deterministic:
-        raise ConfigError("decode.deterministic=true with decode.max_new_tokens=0 is not built; remove one")
+        raise ConfigError("decode.deterministic=true with decode.max_new_tokens=0 is not supported; remove one")
     if config.draft.name != "none":
         raise ConfigError(f"draft={config.draft.name} with decode.max_new_tokens=0 drafts nothing: prompts are scored; remove it")
     for key in (

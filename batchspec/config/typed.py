@@ -14,6 +14,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from batchspec.config import vllm_names
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.overrides import list_keys
 from batchspec.config.renamed import GROUPS_RENAMED, renamed
@@ -53,6 +54,8 @@ def unknown_key(key: str, config: Any = None) -> ConfigError:
         return ConfigError(f"{key} is called {new} since version 0.2; write {f'{new}.KEY' if key in GROUPS_RENAMED else new}=...")
     node = RunConfig() if config is None else config
     known = [*keys(node), *(item.name for item in fields(node))]
+    if (ours := vllm_names.NAMES.get(key.rsplit(".", 1)[-1])) in known:
+        return ConfigError(f"{key} is no key of the configuration; batchspec calls it {ours}, see `batchspec run --help`")
     return ConfigError(f"{key} is no key of the configuration; {suggest(key, known) or '`--help` lists them'}")
 
 

@@ -159,9 +159,10 @@ def map_columns(schema: pa.Schema, columns: Mapping[str, str | None]) -> ColumnM
         if not (_fits(field, name, fits) or (pa.types.is_null(field.type) and name not in ("id", *PROMPTS))):
             kinds = json_kinds(field)
             kind = f"no type that fits: each cell is {' or '.join(sorted(kinds))}" if kinds else f"type {field.type}"
+            advice = "write its cells as JSON text" if "JSON" in allowed and pa.types.is_nested(field.type) else "cast it"
             raise InputError(
                 f"column {column!r} is mapped to {name} but has {kind}; allowed: {allowed}; "
-                f"cast it or set input.columns.{name}=null"
+                f"{advice} or set input.columns.{name}=null"
             )
     return ColumnMap(names=names, prompt_kind=_only_prompt(names, schema))
 
@@ -180,7 +181,8 @@ def _only_prompt(names: Mapping[str, str], schema: pa.Schema) -> str:
     if len(prompts) > 1:
         listed = " and ".join(f"{name} (column {names[name]!r})" for name in prompts)
         raise InputError(
-            f"exactly one prompt column is allowed but {listed} are mapped; set input.columns.{prompts[-1]}=null, or the other"
+            f"exactly one prompt column is allowed but {listed} are mapped; set input.columns.{prompts[-1]}=null to read "
+            f"{prompts[0]}, or input.columns.{prompts[0]}=null to read {prompts[-1]}"
         )
     return prompts[0]
 

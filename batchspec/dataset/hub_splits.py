@@ -70,7 +70,7 @@ def files_of_split(files: Sequence[str], card: str, config_name: str | None, spl
     if split is None and len(splits) > 1:
         raise InputError(f"{where} has the splits {', '.join(splits)}{of}; choose one: input.split={next(iter(splits))}")
     if split is not None and split not in splits:
-        said = "; parts of splits are not built: use input.limit, or files" if re.search(r"[\[+]", split) else ""
+        said = "; parts of splits are not supported: use input.limit for the first rows" if re.search(r"[\[+]", split) else ""
         raise InputError(f"{where} has no split {split!r}; the splits{of} are {', '.join(splits)}{said}")
     chosen = splits[split or next(iter(splits))]
     if not chosen:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
@@ -15,6 +16,8 @@ from batchspec.storage.places import LocalPlace, Place, RemotePlace, place_of
 
 CARD_BYTES = 1 << 20
 """How much of a dataset's card is read: its YAML comes first."""
+_HUB_ID = re.compile(r"[\w.-]+/[\w-]+")
+"""ORG/NAME, which may also be a local path that is missing."""
 
 
 def find_files(entries: list[Any], config_name: str | None = None, split: str | None = None) -> dict[str, Place]:
@@ -33,7 +36,8 @@ def find_files(entries: list[Any], config_name: str | None = None, split: str | 
             key = "input.split" if config_name is None else "input.config_name"
             raise ConfigError(
                 f"{key}={split if config_name is None else config_name} is for a whole dataset of the hub, "
-                f"hf://datasets/ORG/NAME[@REVISION], and input.path {entry} is none; remove the key, or the path after the name"
+                f"hf://datasets/ORG/NAME[@REVISION], and input.path {entry} is none; remove the key, or "
+                "write the dataset's name without a path after it"
             )
         if place.is_file():
             if format_of(place.path) is None:
@@ -49,7 +53,10 @@ def find_files(entries: list[Any], config_name: str | None = None, split: str | 
             root, files = above.path, _data_files(above.path, matching)
         else:
             place.check_bucket()
-            where = f" (the working folder is {Path.cwd()})" if isinstance(place, LocalPlace) else " and the bucket"
+            where = " and the bucket"
+            if isinstance(place, LocalPlace):
+                hub = f"; a dataset of the hub is hf://datasets/{entry}" if _HUB_ID.fullmatch(str(entry)) else ""
+                where = f" (the working folder is {Path.cwd()}){hub}"
             raise InputError(f"input.path {entry}: does not exist; check the path{where}")
         if not files:
             place.check_bucket()

@@ -254,10 +254,10 @@ def _common_schema(files: Sequence[DataFile]) -> pa.Schema:
             here, there = found.get(name), wanted.get(name)
             if here is None or there is None or mark_of(here) != mark_of(there):
                 raise InputError(
-                    f"{other.name} disagrees with {first.name} about column {name!r}: {_kind(here)} against {_kind(there)}; make "
-                    "the files alike or run them as two jobs"
+                    f"column {name!r} differs between files: {other.name} has {_kind(here)}, {first.name} has {_kind(there)}; "
+                    "give all files the same columns or run them as two jobs"
                 )
-    marked = isinstance(first, JsonLinesFile | CsvFile)
+    marked = isinstance(first, JsonLinesFile | CsvFile | MemoryFile)
     return pa.schema([pa.field(field.name, field.type, metadata=field.metadata if marked else None) for field in first.schema])
 
 
@@ -271,4 +271,4 @@ def _by_name(file: DataFile) -> dict[str, pa.Field]:
 
 
 def _kind(field: pa.Field | None) -> str:
-    return "not there" if field is None else "JSON of any kind" if json_kinds(field) else f"{field.type}"
+    return "no such column" if field is None else "JSON of any kind" if json_kinds(field) else f"{field.type}"

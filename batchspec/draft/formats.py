@@ -99,7 +99,7 @@ def read_head(folder: Path, tensors: Collection[str], target: ModelSpec, *, aux_
     tensors     names in the head's files, normalised (`weights.normalised`): optional parts are there where they are
     aux_layers  what the layer ids of the config mean. input: what enters layer i; output: what leaves it;
                 auto: input in the speculators layout; in the flat one output where the first id is 1, else input
-    Raises CheckpointError, in one line, for a folder that is no EAGLE-3 head, one of another target, keys that are not built.
+    Raises CheckpointError, in one line, for a folder that is no EAGLE-3 head, one of another target, keys that are not supported.
     """
     source = read_config(folder)
     head = _head_spec(source, tensors, target, aux_layers)

@@ -55,7 +55,7 @@ _HARMLESS = frozenset((
 ))  # fmt: skip
 # What configs of dense heads repeat from a gpt-oss target.
 _OF_GPT_OSS = frozenset(("num_local_experts", "experts_per_token", "num_experts_per_tok"))
-# Keys of eagle_config, with the only value that is built where there is one (NVIDIA ModelOpt exports them).
+# Keys of eagle_config, with the only value that is supported where there is one (NVIDIA ModelOpt exports them).
 _EAGLE_CONFIG: dict[str, Any] = {
     "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
     "use_mtp_layernorm": False, "has_lm_head": True, "next_layer_regular": True, "parallel_draft_step": 1,
@@ -77,7 +77,7 @@ class HeadConfig:
 
 
 def read_config(folder: Path) -> HeadConfig:
-    """config.json of a head's folder. Raises CheckpointError, in one line, where none is, and for keys that are not built."""
+    """config.json of a head's folder. Raises CheckpointError, in one line, where none is, and for keys that are not supported."""
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{shown(folder)}: no config.json; draft.path must be the folder of an EAGLE-3 head")

@@ -1,4 +1,4 @@
-"""Rounds of ranks that share the vocabulary: each has the logits of its tokens, and all choose the same token of all.
+"""Token choice with tensor parallelism: each rank has the logits of its part of the vocabulary, and all choose the same token.
 
 What ranks exchange per flat position: for a greedy token one logit and one id; for a draw its score, its id and the largest
 logit; for top-k, top-p and min-p as many of the largest logits as decide the cutoff, and a log-sum-exp; for logprobs a

@@ -61,7 +61,7 @@ class LoraConfig:
 
 
 def read_adapter_config(folder: Path) -> LoraConfig:
-    """Raises CheckpointError, in one line, without a file, for a malformed key, and for what is not built."""
+    """Raises CheckpointError, in one line, without a file, for a malformed key, and for what is not supported."""
     path = folder / CONFIG
     values = read_json(path)
     config = ConfigReader(values, shown(path)).ranged(_RANKS)

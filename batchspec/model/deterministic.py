@@ -1,4 +1,4 @@
-"""decode.deterministic (batch-invariant sums): checks which models, dtypes and devices it is built for, and switches it on."""
+"""decode.deterministic (batch-invariant sums): checks which models, dtypes and devices support it, and switches it on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def in_one_order(spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, h
     order of sums changes no token.
 
     here  False: the job will run on another machine, whose devices are unknown
-    Raises ConfigError for devices, dtypes and weight formats for which it is not built.
+    Raises ConfigError for devices, dtypes and weight formats for which it is not supported.
     """
     if dtype is torch.float64:
         return spec
@@ -28,10 +28,10 @@ def in_one_order(spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, h
     if here and device.type != "cuda":
         raise ConfigError(f"{asked} on a CPU needs model.dtype=float64, and it is {_name(dtype)}; set it, or use a GPU")
     if here and dtype is not torch.bfloat16:
-        raise ConfigError(f"{asked} on a GPU is built for model.dtype=bfloat16, and it is {_name(dtype)}; set it")
+        raise ConfigError(f"{asked} on a GPU is supported with model.dtype=bfloat16 only, and it is {_name(dtype)}; set it")
     if here and not has_same_bits_in_all_tiles(device):
         raise ConfigError(
-            f"{asked} is built for GPUs of the Hopper generation (compute capability 9.0), and this is "
+            f"{asked} is supported only on GPUs of the Hopper generation (compute capability 9.0), and this is "
             f"{torch.cuda.get_device_name(device)}; remove it, or set model.dtype=float64"
         )
     for _, block in spec.blocks():

@@ -147,17 +147,18 @@ def _merges(module: str, spec: ModelSpec) -> bool:
 
 
 def _check_kept(where: str, kept: Mapping[str, Delta]) -> None:
-    """Raises CheckpointError for what the products of `lora_products.py` are not built for."""
+    """Raises CheckpointError for adapters that the products of `lora_products.py` do not support."""
     if _HEAD in kept:
         raise CheckpointError(
-            f"{where}: {_HEAD} has an adapter; adapters of single rows are built for attention and dense MLPs; train one "
+            f"{where}: {_HEAD} has an adapter; adapters of single rows are supported in attention and dense MLPs; train one "
             "without it, or give it as model.adapter of a job of its own"
         )
     if large := {module: delta.rank for module, delta in kept.items() if delta.rank > MAX_RANK}:
         module, rank = next(iter(large.items()))
         raise CheckpointError(
-            f"{where}: {module} has rank {rank}; ranks up to {MAX_RANK} are built for adapters that are not merged, of single "
-            "rows and of FP8 or MXFP4 weights; merge it into a bf16 checkpoint with PEFT, or give it as model.adapter of one"
+            f"{where}: {module} has rank {rank}, above {MAX_RANK}, the limit of adapters that cannot be merged into the weights "
+            "(model.adapters, and any adapter of FP8 or MXFP4 weights); for one adapter of bf16 weights use model.adapter, or "
+            "merge it with PEFT"
         )
 
 
@@ -201,7 +202,7 @@ def _check_modules(
     """Raises CheckpointError for modules that have no adapters here, and for others than adapter_config.json names."""
     experts = tuple(f"{prefix}{grouped.name}." for prefix, block in spec.blocks() for grouped in block.grouped)
     if of_experts := [module for module in modules if f"{module}.".startswith(experts)]:
-        raise CheckpointError(f"{where}: {listed(of_experts)}: adapters of MoE experts are not built; {MERGE}")
+        raise CheckpointError(f"{where}: {listed(of_experts)}: adapters of MoE experts are not supported; {MERGE}")
     if unknown := [module for module in modules if module not in known]:
         raise CheckpointError(
             f"{where}: {len(unknown)} modules are no projections of the model: {listed(unknown)}; give the adapter's own base "

@@ -1,4 +1,4 @@
-"""New numbers for a model that is in use: every tensor keeps its address, so that captured graphs read the new numbers."""
+"""Replaces the weights of a loaded model in place: every tensor keeps its address, so that captured graphs read the new ones."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ def load_spec(folder: Path) -> ModelSpec:
     """Read config.json and generation_config.json of a Hugging Face model folder.
 
     Raises CheckpointError, in one line, where the folder has no config.json, a key is missing or malformed, or a key
-    changes the computation in a way that is not built; code that the folder names (auto_map) is never run.
+    changes the computation in a way that is not supported; code that the folder names (auto_map) is never run.
     """
     path = folder / "config.json"
     if not path.is_file():

@@ -12,7 +12,7 @@ bad_text       a string is not valid Unicode
 bad_messages   a message without role or content, or with a content that is not text; a chat that ends with the assistant's turn
 bad_ids        prompt_ids holds a null or an id outside the vocabulary
 bad_parameter  a per-row value is out of range, or needs something that the job lacks (a tokenizer, think tokens)
-bad_schema     a schema, regex or grammar is not valid, or holds what is not built
+bad_schema     a schema, regex or grammar is not valid, or holds what is not supported
 impossible     no text is valid by the schema, matches the regex, or is of the grammar
 large_schema   following the schema, regex or grammar takes more time, memory or states than allowed
 template_error the chat template refuses the messages (order of roles, missing variables)

@@ -119,7 +119,7 @@ def asked_by(config: RunConfig, columns: ColumnMap) -> str | None:
 def check_constraints(
     config: RunConfig, name: str, tokenizer: Tokenizer | None, think: ThinkTokens | None, end_ids: Collection[int]
 ) -> None:
-    """Raises ConfigError if what `name` asks for is not built with another key of the job, or its model."""
+    """Raises ConfigError if what `name` asks for is not supported with another key of the job, or its model."""
     if tokenizer is None:
         raise ConfigError(f"{name} needs a tokenizer, and the model folder has none; remove it")
     if config.draft.synthetic is not None:

@@ -216,13 +216,13 @@ class ProgressBar:
         return ", ".join(parts)
 
     def _eta_s(self) -> float | None:
-        """Seconds left; None before there is a rate."""
+        """Seconds left; None before there is a rate. The first tokens come from prefill, whose rate says little about rounds."""
         tokens_rate, done_rate = self._rate(1), self._rate(2)
         if self.done >= self.total:
             return 0.0
         if self.mean_output:  # 0 where prompts are scored
             left = max(0.0, (self.total - self.done) * self.mean_output - self.in_flight_tokens)
-            return left / tokens_rate if tokens_rate else None
+            return left / tokens_rate if tokens_rate and self.rounds else None
         return (self.total - self.done) / done_rate if done_rate else None
 
     def _rate(self, column: int) -> float:

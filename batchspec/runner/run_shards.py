@@ -195,13 +195,13 @@ def check_errors(job: Job, num_errors: int, *, all_failed: bool = False) -> None
     fraction, rows = job.config.input.max_error_fraction, job.source.num_rows
     if all_failed:
         raise TooManyErrors(
-            f"every completion of all {rows} rows is an error; inspect the `error` column of the output, then mend the input, "
+            f"every completion of all {rows} rows is an error; inspect the `error` column of the output, then correct the input, "
             "input.columns or the chat template"
         )
     if num_errors > fraction * rows + 1e-9:  # 0.29 * 100 is a little less than 29
         raise TooManyErrors(
             f"{num_errors} of {rows} rows are error rows, more than input.max_error_fraction={fraction:g} allows; "
-            "inspect the `error` column of the output, then mend the input or raise the fraction"
+            "inspect the `error` column of the output, then correct the input or raise the fraction"
         )
 
 

@@ -208,7 +208,7 @@ def explain(cloud: str, error: Exception) -> str:
     if found.status in (401, 403):
         return f"access denied ({found.code or found.status}); check {LOG_IN[cloud]}"
     if found.kind:
-        what = f"no host {found.host}" if found.kind == "Dns" else KINDS.get(found.kind, "no whole answer")
+        what = f"no host {found.host}" if found.kind == "Dns" else KINDS.get(found.kind, "no complete answer")
         return f"{what}; check {ENDPOINT[cloud]} and the network"
     what = found.code or (f"HTTP status {found.status}" if found.status else type(error).__name__)
     return f"{what}; check {ENDPOINT[cloud]} and the store's health"

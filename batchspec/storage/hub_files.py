@@ -157,7 +157,7 @@ def reason_of(error: Exception) -> str:
         return f"access denied (HTTP status {status}); check {LOG_IN}"
     if status:
         return f"HTTP status {status}; check {ENDPOINT} and the hub's health"
-    return f"no whole answer ({type(error).__name__}); check {ENDPOINT} and the network"
+    return f"no complete answer ({type(error).__name__}); check {ENDPOINT} and the network"
 
 
 def may_pass(error: Exception) -> bool:

@@ -21,6 +21,7 @@ import pyarrow as pa
 from batchspec.dataset.columns import PROMPTS, ColumnMap
 from batchspec.dataset.messages import BadChat, Message, read_chat
 from batchspec.dataset.reader import InputShard
+from batchspec.dataset.untyped_columns import value_of
 from batchspec.errors import ConfigError
 from batchspec.packing.admit import hash64
 from batchspec.packing.cells import BadRow
@@ -169,7 +170,7 @@ class Conversations:
         answer: Request | Completion | BaseException | None
         try:
             chat = self._with_answer(conversation.chat, completion)
-            row = self._rows(completion.row_index).to_pylist()[0]
+            row = self._row(completion.row_index)
             given = self._next_turn(Turn(completion=completion, messages=chat, row=row, number=conversation.number))
             answer = None if given is None else self._admitted(conversation, given)
         except BaseException as error:
@@ -212,6 +213,11 @@ class Conversations:
 
     def _rows(self, row_index: int) -> pa.Table:
         return self.call.rows.table.slice(row_index, 1)
+
+    def _row(self, row_index: int) -> dict[str, Any]:
+        """The row as it was given."""
+        table, schema = self._rows(row_index), self._job.source.schema
+        return {name: value_of(cell, schema.field(name)) for name, cell in table.to_pylist()[0].items()}
 
     def _shard(self, row_index: int) -> InputShard:
         return InputShard(index=0, first_row=row_index, table=self._rows(row_index))

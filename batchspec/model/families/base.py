@@ -40,7 +40,7 @@ def partial_rope(config: ConfigReader) -> RopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One model_type: what its keys mean, the blocks that they describe, and what of them is not built."""
+    """One model_type: what its keys mean, the blocks that they describe, and what of them is not supported."""
 
     name: str
     """model_type of config.json."""
@@ -68,7 +68,7 @@ class Family:
     """Windows count only with use_sliding_window, from layer max_window_layers on."""
 
     def check(self, config: ConfigReader) -> None:
-        """Raises CheckpointError that names every key whose computation is not built."""
+        """Raises CheckpointError that names every key whose computation is not supported."""
         found = [config.shown(key) for key in NOT_BUILT if key not in self.computes and config.differs(key, None, False)]
         found += [config.shown(key) for key in NOT_BUILT_SCALES if key not in self.computes and config.differs(key, None, 1.0)]
         if "hidden_act" not in self.computes and config.text("hidden_act", "silu") not in ("silu", "swish"):

@@ -1,4 +1,4 @@
-"""The model families that are built, one line each."""
+"""The model families that are supported, one line each."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Fp8(SeparateExperts):
         """This format with sums of one order. Raises ConfigError where activations are quantised."""
         if self.quantises:
             raise ConfigError(
-                "decode.deterministic=true with FP8 weights and activations is not built; set model.activations=dtype, which "
+                "decode.deterministic=true with FP8 weights and activations is not supported; set model.activations=dtype, which "
                 "converts weights at load to twice the memory, or use a checkpoint in bfloat16"
             )
         return replace(self, ordered=True)
