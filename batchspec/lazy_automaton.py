@@ -64,6 +64,8 @@ class Expansion:
     states: Ids
     following: Ids
     classes: Ids
+    ahead: tuple[Expansion, ...] = ()
+    """States that tokens of this one are likely to lead to, each as if it had been asked for."""
 
     @classmethod
     def of_dead(cls) -> Expansion:
@@ -75,13 +77,15 @@ class Expansion:
 class Ask:
     """Asks for the expansion of the state after these tokens from `state`.
 
-    epoch  states are numbered within an epoch: the first ask of another epoch drops all states
+    epoch    states are numbered within an epoch: the first ask of another epoch drops all states
+    written  tokens that the row wrote since its last ask: which states are likely is learned from them
     """
 
     automaton: LazyAutomaton
     state: int
     tokens: tuple[int, ...]
     epoch: int
+    written: tuple[int, ...] = ()
 
 
 Answer = Expansion | str | None
