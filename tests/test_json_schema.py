@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import jsonschema
@@ -97,6 +98,18 @@ def test_every_text_of_every_schema_is_valid(schema: Any) -> None:
             draft(schema).validate(json.loads(text))
         except RecursionError:  # a schema that refers to itself at once
             return
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(documents(), st.data())
+def test_a_value_of_a_wrong_type_is_refused_or_ignored(schema: Any, data: st.DataObject) -> None:
+    keys = sorted(schema.keys() - {"$schema", "$defs"})
+    if keys:
+        schema = schema | {
+            data.draw(st.sampled_from(keys)): data.draw(st.sampled_from([None, 3, -1, 1.5, "x", [], [3], {"a": 3}, 1e400]))
+        }
+    with suppress(BadSchema, TooLarge):
+        schema_rules(schema)
 
 
 def written(schema: Any, *texts: str) -> list[bool]:

@@ -34,7 +34,10 @@ MAX_WAYS = 20_000
 def schema_rules(schema: Any) -> Rules:
     """The JSON texts of a schema. Raises BadSchema for one that is not valid, or has a keyword that is not built; TooLarge."""
     reader = _Reader(schema)
-    return Rules(reader.value([("", schema)]), reader.rules)
+    try:
+        return Rules(reader.value([("", schema)]), reader.rules)
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:  # a keyword whose value nobody has looked at yet
+        raise BadSchema(f"a keyword of the schema has a value of a wrong type ({error}); correct it") from error
 
 
 class _Reader:
