@@ -77,8 +77,9 @@ class Expansion:
 class Ask:
     """Asks for the expansion of the state after these tokens from `state`.
 
-    epoch    states are numbered within an epoch: the first ask of another epoch drops all states
-    written  tokens that the row wrote since its last ask: which states are likely is learned from them
+    epoch        states are numbered within an epoch: the first ask of another epoch drops all states
+    written      tokens that the row wrote since its last ask: which states are likely is learned from them
+    reads_ahead  states that are likely to follow may be computed too: no other row waits
     """
 
     automaton: LazyAutomaton
@@ -86,6 +87,7 @@ class Ask:
     tokens: tuple[int, ...]
     epoch: int
     written: tuple[int, ...] = ()
+    reads_ahead: bool = True
 
 
 Answer = Expansion | str | None

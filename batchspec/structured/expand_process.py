@@ -26,7 +26,7 @@ from batchspec.token_automaton import DEAD, TokenSymbols
 
 MAX_AHEAD = 16
 """States that are computed ahead for one that is asked for; none is begun after AHEAD_S, while the row waits."""
-AHEAD_S = 0.01
+AHEAD_S = 0.003
 LEAST_SHARE = 0.01
 """Of the texts that go on from the state that is asked for: states that fewer reach are not computed ahead."""
 
@@ -83,7 +83,7 @@ class Work:
         began = time.perf_counter()
         found, shares = self._expander.expansion(known.dfa, state, self._weights)
         known.answered.add(state)
-        return replace(found, ahead=tuple(self._ahead(known, shares, began)))
+        return replace(found, ahead=tuple(self._ahead(known, shares, began))) if ask.reads_ahead else found
 
     def _ahead(self, known: _Known, shares: dict[int, float], began: float) -> Iterator[Expansion]:
         """The states that most texts pass, of those that were not sent yet: best first."""
