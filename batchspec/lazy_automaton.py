@@ -64,6 +64,8 @@ class Expansion:
     states: Ids
     following: Ids
     classes: Ids
+    ahead: tuple[Expansion, ...] = ()
+    """States that tokens of this one are likely to lead to, each as if it had been asked for."""
 
     @classmethod
     def of_dead(cls) -> Expansion:
@@ -75,13 +77,17 @@ class Expansion:
 class Ask:
     """Asks for the expansion of the state after these tokens from `state`.
 
-    epoch  states are numbered within an epoch: the first ask of another epoch drops all states
+    epoch        states are numbered within an epoch: the first ask of another epoch drops all states
+    written      tokens that the row wrote since its last ask: which states are likely is learned from them
+    reads_ahead  states that are likely to follow may be computed too: no other row waits
     """
 
     automaton: LazyAutomaton
     state: int
     tokens: tuple[int, ...]
     epoch: int
+    written: tuple[int, ...] = ()
+    reads_ahead: bool = True
 
 
 Answer = Expansion | str | None

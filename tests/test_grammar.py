@@ -13,27 +13,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Ask, LazyAutomaton
+from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Ask, Expansion, LazyAutomaton
+from batchspec.structured import expand_process
 from batchspec.structured import network as network_module
 from batchspec.structured.compiler import BadConstraint, Compiler
 from batchspec.structured.dfa import dfa_of
 from batchspec.structured.expander import Expander
 from batchspec.structured.grammar import grammar_rules
 from batchspec.structured.lazy_dfa import LazyDfa
-from batchspec.structured.lazy_masks import TokenTrie, expansion
+from batchspec.structured.lazy_masks import Expander as StateExpander
 from batchspec.structured.network import Network
 from batchspec.structured.parse import network_of, rules_of, single_bytes
 from batchspec.structured.regex import regex_node
 from batchspec.structured.regular import EMPTY, Impossible, optional, text
 from batchspec.structured.rules import BadGrammar, Rules
-from batchspec.structured.token_masks import tokens_of_bytes
 from batchspec.token_automaton import DEAD, ENDS, FORCED, NUM_SYMBOLS, TokenAutomaton
 from tests.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, TOKENS, VOCABULARY, automaton
 from tests.grammars import GRAMMARS, Grammar, may_follow, work
 from tests.test_structured import SCHEMAS, matches, schema_dfa
 
 BYTES = np.ones(256, bool)
-TRIE = TokenTrie.of(VOCABULARY)
 TREE = {
     "$defs": {"t": {"type": "object", "properties": {"v": {"type": "integer"},
                     "c": {"type": "array", "items": {"$ref": "#/$defs/t"}}}, "required": ["v"]}},
@@ -43,6 +42,10 @@ TREE = {
 
 def lazily(rules: Rules) -> LazyDfa:
     return LazyDfa(Network(rules, EMPTY, BYTES), thinks=False, may_begin=False)
+
+
+def expanded(dfa: LazyDfa, state: int) -> Expansion:
+    return StateExpander(VOCABULARY, (EOS,)).expansion(dfa, state, np.ones(VOCABULARY.num_tokens))[0]
 
 
 def accepts(dfa: LazyDfa, value: str | bytes) -> bool:
@@ -79,7 +82,7 @@ def test_the_tokens_that_may_follow_are_those_of_the_definition(grammar: Grammar
     dfa = LazyDfa(network_of("grammar", grammar.gbnf, VOCABULARY), thinks=True, may_begin=True)
     state, out = {None: ANSWER, True: THOUGHT, False: EITHER}[thought], list[int]()
     for _ in range(8):
-        found = expansion(dfa, state, TRIE, (EOS,), tokens_of_bytes(VOCABULARY))
+        found = expanded(dfa, state)
         expected = [may_follow(grammar, out, token, thought=thought) for token in range(len(TOKENS))]
         assert allowed(found.mask) == expected, out
         ways = [token for token, may in enumerate(expected) if may and token != EOS]
@@ -110,7 +113,7 @@ def test_a_lazy_automaton_has_the_masks_of_the_finite_one(pattern: str, unrolled
         if (ours, lazy) in pairs:
             continue
         pairs.add((ours, lazy))
-        found = expansion(dfa, lazy, TRIE, (EOS,), tokens_of_bytes(VOCABULARY))
+        found = expanded(dfa, lazy)
         assert allowed(found.mask) == made.allowed(ours).tolist()
         assert found.forced == made.table[ours, FORCED]
         for token in np.flatnonzero(made.allowed(ours)).tolist():
@@ -313,10 +316,36 @@ def test_a_state_that_takes_too_long_is_an_answer_too(compiler: Compiler) -> Non
 def test_states_are_numbered_anew_in_another_epoch() -> None:
     here, lazy = work(), LazyAutomaton("grammar", GRAMMARS[0].gbnf)
     here.answer(Ask(lazy, ANSWER, (3, 3, 3), 1))
-    (dfa,) = here._known.values()
-    assert dfa.num_states > 5
+    (known,) = here._known.values()
+    assert known.dfa.num_states > 5
     here.answer(Ask(lazy, ANSWER, (), 2))
-    assert next(iter(here._known.values())) is not dfa
+    assert next(iter(here._known.values())).dfa is not known.dfa
+
+
+def test_a_state_that_comes_ahead_is_as_if_it_had_been_asked_for() -> None:
+    lazy = LazyAutomaton("grammar", GRAMMARS[2].gbnf)
+    here, there = work(), work()
+    first = here.answer(Ask(lazy, ANSWER, (), 1))
+    assert not isinstance(first, str)
+    assert first.ahead
+    for one in first.ahead:
+        assert there.answer(Ask(lazy, ANSWER, (), 1)) is not None
+        asked = there.answer(Ask(lazy, one.state, (), 1))
+        assert not isinstance(asked, str)
+        assert (asked.mask.tolist(), asked.forced) == (one.mask.tolist(), one.forced)
+
+
+def test_what_rows_write_is_what_is_computed_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expand_process, "MAX_AHEAD", 1)
+    lazy, letters = LazyAutomaton("grammar", 'root ::= "a" root "b" | "c" root "d" | "d"'), {}
+    for letter in "ac":
+        here, token = work(), TOKENS.index(letter.encode())
+        after = here.answer(Ask(lazy, ANSWER, (token,), 1))
+        again = here.answer(Ask(lazy, ANSWER, (), 2, (token,) * 50))
+        assert not isinstance(after, str)
+        assert not isinstance(again, str)
+        letters[letter] = [one.mask.tolist() for one in again.ahead] == [after.mask.tolist()]
+    assert letters == {"a": True, "c": True}
 
 
 def test_symbols_of_think_tokens_are_no_text() -> None:

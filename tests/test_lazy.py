@@ -18,7 +18,7 @@ from batchspec.engine.lazy_places import LazyPlaces
 from batchspec.engine.round import RoundOptions
 from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Expanding
 from batchspec.records import Completion, Request, SamplingParams, Snapshot, Thinking
-from batchspec.structured import lazy_dfa
+from batchspec.structured import expand_process, lazy_dfa
 from tests.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, VOCABULARY, constrained_tokens, written
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, packed, request, tiny_target
 from tests.grammars import GRAMMARS, ExpandLate, Grammar, grammar_tokens, is_text, lazy, may_follow
@@ -100,7 +100,8 @@ def test_drafts_that_are_all_right_or_all_forbidden(right: bool) -> None:
         assert emitted - out.stats.num_discarded == len(out.token_ids)
 
 
-def test_states_are_asked_for_once_and_serve_all_rows_and_later_runs() -> None:
+def test_states_are_asked_for_once_and_serve_all_rows_and_later_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expand_process, "MAX_AHEAD", 0)
     expanding = ExpandLate(0, most_polls=0)
     room = AutomataRoom(num_tokens=VOCAB, table_words=1 << 10, masks_bytes=1 << 10, lazy_words=1 << 14, lazy_masks_bytes=256)
     engine = Engine(
@@ -116,6 +117,18 @@ def test_states_are_asked_for_once_and_serve_all_rows_and_later_runs() -> None:
     assert tokens(again) == tokens(first)
     rounds = [sum(done.stats.num_rounds for done in found.values() if done.stats) for found in (first, again)]
     assert rounds[1] < rounds[0]  # no draft is cut where the states are known
+
+
+def test_states_that_are_computed_ahead_save_asks_and_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = [following(request(i, [i, 7], cap=14, sampling=SAMPLINGS[i % 2]), GRAMMARS[i % 3]) for i in range(9)]
+    found = []
+    for most in (0, expand_process.MAX_AHEAD):
+        monkeypatch.setattr(expand_process, "MAX_AHEAD", most)
+        monkeypatch.setattr(expand_process, "AHEAD_S", 60.0)
+        expanding = ExpandLate(0)
+        found.append((tokens(run(job, ALL["none"](), expanding=expanding)), expanding.num_asks))
+    assert found[0][0] == found[1][0]
+    assert 3 * found[1][1] < 2 * found[0][1]
 
 
 @pytest.mark.parametrize("name", ["none", "eagle3", "lookup", "tree"])

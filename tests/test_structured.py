@@ -24,8 +24,8 @@ from batchspec.structured import compiler as compiler_module
 from batchspec.structured import dfa as dfa_module
 from batchspec.structured.compiler import BadConstraint, Compiler
 from batchspec.structured.dfa import Dfa, dfa_of
+from batchspec.structured.json_leaves import BadSchema
 from batchspec.structured.json_schema import schema_rules
-from batchspec.structured.merge import BadSchema
 from batchspec.structured.nfa import utf8_ranges
 from batchspec.structured.regex import BadRegex, regex_node
 from batchspec.structured.regular import Chars, Impossible, TooLarge
@@ -244,24 +244,32 @@ def test_usual_texts_can_be_written(schema: Any, texts: list[str]) -> None:
         ({"type": "object", "properties": {"a": False}, "required": ["a"]}, Impossible, "no text"),
         ({"enum": []}, Impossible, "no text"), ({"type": "integer", "minimum": 3, "maximum": 2}, Impossible, "no text"),
         ({"type": "array", "minItems": 2, "maxItems": 1}, Impossible, "no text"),
-        ({"allOf": [{"type": "string"}, {"type": "null"}]}, BadSchema, "type is"),
-        ({"type": "strin"}, BadSchema, "/type is"), ({"multipleOf": 2, "x": 1}, BadSchema, "/multipleOf: this keyword"),
-        ({"properties": {"a": {"not": {}}}}, BadSchema, "/properties/a/not"),
+        ({"allOf": [{"type": "string"}, {"type": "null"}]}, Impossible, "no text"),
+        ({"type": "strin"}, BadSchema, "/type is"),
+        ({"unevaluatedProperties": False, "x": 1}, BadSchema, "/unevaluatedProperties: this keyword"),
+        ({"properties": {"a": {"not": {"uniqueItems": True}}}}, BadSchema, "/properties/a/not"),
         ({"type": "string", "pattern": "("}, BadSchema, "/pattern: "), ({"$ref": "#/x"}, BadSchema, "no such part"),
         ({"$ref": "other.json"}, BadSchema, "no pointer within"), ({"$ref": "#anchor"}, BadSchema, "no pointer within"),
         ({"anyOf": [{"$ref": "#anchor"}]}, BadSchema, "no pointer within"),
         ({"$defs": {"a": {"$id": "b", "$ref": "#/c"}}, "$ref": "#/$defs/a"}, BadSchema, "inner"),
-        ({"const": True, "enum": [1]}, Impossible, "no text"), ({"allOf": [{"const": 1}, {"const": True}]}, BadSchema, "const"),
-        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, BadSchema, "could fit several"),
-        ({"uniqueItems": True}, BadSchema, "uniqueItems"),
-        ({"type": "string", "format": "regex"}, BadSchema, "format"), ({"multipleOf": 2}, BadSchema, "multipleOf"),
-        ({"type": "number", "minimum": 0.5}, BadSchema, "not whole"), ({"minimum": True}, BadSchema, "draft-04"),
-        ({"enum": [1], "minimum": 2}, BadSchema, "beside const or enum"),
-        ({"patternProperties": {"^a": True}}, BadSchema, "patternProperties without"),
-        ({"patternProperties": {"^a": True}, "properties": {"ab": True}}, BadSchema, "matches the property 'ab'"),
-        ({"additionalProperties": False, "required": ["a"]}, BadSchema, "forbids it"), ([], BadSchema, "not an object"),
-        ({"allOf": [{"properties": {"a": True}, "additionalProperties": False}, {"properties": {"b": True}}]},
-         BadSchema, "additional"),
+        ({"const": True, "enum": [1]}, Impossible, "no text"),
+        ({"allOf": [{"const": 1}, {"const": True}]}, Impossible, "no text"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, BadSchema, "none fits one alone"),
+        ({"oneOf": [{"items": {"type": "null"}}, {"uniqueItems": True}]}, BadSchema, "could fit part 0 and part 1"),
+        ({"oneOf": [{"required": ["a"]}, {"required": ["a"]}]}, BadSchema, "none fits one alone"),
+        ({"uniqueItems": True}, BadSchema, "uniqueItems"), ({"multipleOf": 1.1}, BadSchema, "multipleOf"),
+        ({"multipleOf": 4097}, BadSchema, "at most 1,000"), ({"minimum": True}, BadSchema, "must be a number"),
+        ({"enum": [1], "minimum": 2}, Impossible, "no text"), ([], BadSchema, "not an object"),
+        ({"patternProperties": {"(": True}}, BadSchema, "patternProperties.*no regular expression"),
+        ({"pattern": "a(?!b)"}, BadSchema, "lookahead"), ({"pattern": "^(?!a)b|c"}, BadSchema, "lookahead inside"),
+        ({"minProperties": 2}, BadSchema, "minProperties"),
+        ({"properties": {"a": {}}, "minProperties": 2}, BadSchema, "name more"),
+        ({"additionalProperties": False, "required": ["a"]}, Impossible, "no text"),
+        ({"allOf": [{"required": ["a"]}, {"not": {"required": ["a"]}}]}, Impossible, "no text"),
+        ({"pattern": "^a{5}$", "maxLength": 4}, Impossible, "no text"), ({"properties": []}, BadSchema, "/properties is"),
+        ({"exclusiveMinimum": 0.1234567890123456, "type": "number"}, BadSchema, "more than 15 digits"),
+        ({"contains": {}, "uniqueItems": True}, BadSchema, "contains beside"),
+        ({"enum": [{}], "required": True}, BadSchema, "wrong type"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_met_is_refused_by_its_name(schema: Any, error: type[Exception], what: str) -> None:

@@ -73,6 +73,12 @@ class LazyPlaces:
         self._masks: dict[bytes, int] = {}
 
     @property
+    def has_spare(self) -> bool:
+        """Half of the room is free: states that no row needs yet may come."""
+        words = self._next_word - self._room.table_words
+        return 2 * words < self._room.lazy_words and 2 * len(self._masks) < self._room.num_lazy_masks
+
+    @property
     def is_empty(self) -> bool:
         return not self.known
 

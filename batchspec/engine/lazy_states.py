@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from batchspec.batch.automata import AutomataRoom, ConstraintPlace, StatesUpload
 from batchspec.engine.lazy_places import LazyPlaces
 from batchspec.engine.request_state import RequestState
-from batchspec.lazy_automaton import Answer, Ask, Expanding, LazyAutomaton, new_epoch
+from batchspec.lazy_automaton import Answer, Ask, Expanding, Expansion, LazyAutomaton, new_epoch
 from batchspec.records import Request, RowError
 from batchspec.token_automaton import DEAD, TokenSymbols
 
+MAX_WRITTEN = 64
+"""Tokens of a row that an ask tells."""
 PATIENCE = 16
 """Rounds that rows with known states may decode, once the tables are full, before all states are forgotten."""
 _Key = tuple[LazyAutomaton, int, tuple[int, ...]]
@@ -32,6 +34,8 @@ class _Row:
     at: int
     """State of the automaton after `num_walked` output tokens."""
     num_walked: int = 0
+    num_learned: int = 0
+    """Output tokens that were told with an ask."""
     asked: _Key | None = None
     waits: bool = False
     """It is in a slot, and not live on the device until it is woken."""
@@ -127,12 +131,22 @@ class LazyStates:
             elif self._places.put(key[0], found):
                 for row in self._of(key):
                     row.at, row.num_walked, row.asked = found.state, len(row.state.tokens), None
+                self._take_ahead(key[0], found.ahead)
             elif self._places.is_empty:
                 self._fail(key, "one of its states takes more than the memory for them on the device")
             else:
                 self.full = True
             if not self.full:
                 del self._asked[key]
+
+    def _take_ahead(self, automaton: LazyAutomaton, ahead: Sequence[Expansion]) -> None:
+        """Place states that were not asked for, as long as there is ample room; rows that asked for them wait no longer."""
+        known = self._places.known[automaton]
+        for found in ahead:
+            if found.state not in known.expanded and not (self._places.has_spare and self._places.put(automaton, found)):
+                return
+            for row in self._of((automaton, found.state, ())):
+                row.asked = None
 
     def forget(self) -> tuple[int, ...]:
         """Forget all states, after every result was read. Returns the slots of the rows that now wait: they must be stopped."""
@@ -184,7 +198,9 @@ class LazyStates:
                 return True
         row.asked = (row.automaton, row.at, tuple(row.state.tokens[row.num_walked :]))
         if row.asked not in self._asked:
-            self._asked[row.asked] = self._expanding.submit(Ask(*row.asked, self._epoch))
+            written = tuple(row.state.tokens[row.num_learned :][-MAX_WRITTEN:])
+            self._asked[row.asked] = self._expanding.submit(Ask(*row.asked, self._epoch, written))
+            row.num_learned = len(row.state.tokens)
         return False
 
     def _of(self, key: _Key) -> Iterable[_Row]:

@@ -10,16 +10,33 @@ import pickle
 import resource
 import sys
 import time
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from batchspec.lazy_automaton import Ask, Expansion, LazyAutomaton
 from batchspec.structured.compile_process import MAX_RECURSION
 from batchspec.structured.lazy_dfa import LazyDfa
-from batchspec.structured.lazy_masks import TokenTrie, expansion
+from batchspec.structured.lazy_masks import Expander
 from batchspec.structured.parse import network_of
 from batchspec.structured.regular import Impossible, TooLarge
-from batchspec.structured.token_masks import tokens_of_bytes
 from batchspec.token_automaton import DEAD, TokenSymbols
+
+MAX_AHEAD = 16
+"""States that are computed ahead for one that is asked for; none is begun after AHEAD_S, while the row waits."""
+AHEAD_S = 0.003
+LEAST_SHARE = 0.01
+"""Of the texts that go on from the state that is asked for: states that fewer reach are not computed ahead."""
+
+
+@dataclass(eq=False)
+class _Known:
+    """A lazy automaton. answered: the states whose expansions were sent in this epoch."""
+
+    dfa: LazyDfa
+    answered: set[int] = field(default_factory=set)
 
 
 @dataclass(eq=False)
@@ -32,8 +49,12 @@ class Work:
     may_begin: bool
     channels: bool = False
     _epoch: int = -1
-    _known: dict[LazyAutomaton, LazyDfa] = field(default_factory=dict)
-    _trie: TokenTrie | None = None
+    _known: dict[LazyAutomaton, _Known] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._expander = Expander(self.vocabulary, self.end_ids)
+        self._weights = np.full(self.vocabulary.num_tokens, 1 / self.vocabulary.num_tokens)
+        """How often rows wrote each token; all together once before any did."""
 
     def answer(self, ask: Ask) -> Expansion | str:
         """The expansion of the state after the tokens, `Expansion.of_dead()` if they are not allowed, or an error's text."""
@@ -48,20 +69,38 @@ class Work:
             return "its states take more memory than allowed"
 
     def _expansion(self, ask: Ask) -> Expansion:
-        dfa = self._known.get(ask.automaton)
-        if dfa is None:
+        known = self._known.get(ask.automaton)
+        if known is None:
             network = network_of(ask.automaton.kind, ask.automaton.source, self.vocabulary)
-            dfa = self._known[ask.automaton] = LazyDfa(
-                network, thinks=self.thinks, may_begin=self.may_begin, channels=self.channels
-            )
-        if self._trie is None:
-            self._trie = TokenTrie.of(self.vocabulary)
+            dfa = LazyDfa(network, thinks=self.thinks, may_begin=self.may_begin, channels=self.channels)
+            known = self._known[ask.automaton] = _Known(dfa)
+        np.add.at(self._weights, np.array(ask.written, np.int64), 1)
         state, of = ask.state, self.vocabulary
         for token in ask.tokens:
-            state = dfa.after(state, of.symbols[of.starts[token] : of.starts[token + 1]].tolist())
+            state = known.dfa.after(state, of.symbols[of.starts[token] : of.starts[token + 1]].tolist())
         if state == DEAD:
             return Expansion.of_dead()
-        return expansion(dfa, state, self._trie, self.end_ids, tokens_of_bytes(of))
+        began = time.perf_counter()
+        found, shares = self._expander.expansion(known.dfa, state, self._weights)
+        known.answered.add(state)
+        return replace(found, ahead=tuple(self._ahead(known, shares, began))) if ask.reads_ahead else found
+
+    def _ahead(self, known: _Known, shares: dict[int, float], began: float) -> Iterator[Expansion]:
+        """The states that most texts pass, of those that were not sent yet: best first."""
+        passed = defaultdict[int, float](float, shares)
+        for _ in range(MAX_AHEAD):
+            fresh = [(share, state) for state, share in passed.items() if share >= LEAST_SHARE and state not in known.answered]
+            if not fresh or time.perf_counter() - began > AHEAD_S:
+                return
+            share, state = max(fresh)
+            try:
+                found, following = self._expander.expansion(known.dfa, state, self._weights)
+            except TooLarge:  # a state that no row may ever reach
+                return
+            known.answered.add(state)
+            yield found
+            for target, part in following.items():
+                passed[target] += share * part
 
 
 def limit(cpu_s: int) -> None:

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from batchspec.lazy_automaton import Answer, Ask
@@ -58,7 +59,7 @@ def _serve(tasks: queue.SimpleQueue[Any], process: _ExpandProcess) -> None:
     """The thread: answers until it reads None. It holds no reference to the expander, as in compile_pool.py."""
     while (task := tasks.get()) is not None:
         ask, found = task
-        found.set_result(process.ask(ask))
+        found.set_result(process.ask(replace(ask, reads_ahead=tasks.empty())))
         del task, ask, found
 
 

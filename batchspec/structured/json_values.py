@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from functools import cache
 from typing import Any
 
@@ -11,6 +10,8 @@ from batchspec.structured.regular import EMPTY, NOTHING, Alt, Chars, Joined, Mem
 
 MAX_DIGITS = 15
 """Of a whole number and of a fraction: 15 decimal digits are exact in a double."""
+MAX_DEPTH = 3
+"""Levels of arrays and objects in a value without a type."""
 SPACE = optional(text(" "))
 COLON, COMMA = Seq((text(":"), SPACE)), Seq((text(","), SPACE))
 DIGIT, NONZERO = Chars(((0x30, 0x39),)), Chars(((0x31, 0x39),))
@@ -42,13 +43,12 @@ ANY_STRING = string(0, None)
 
 
 def escaped(chars: Chars) -> Node:
-    """One of these characters inside a string: escaped if it must be, and only then."""
+    """One of these characters inside a string: escaped if it must be, and only then. One that needs \\u00 is left out of many."""
     parts: list[Node] = [plain] if (plain := chars.both(PLAIN)).ranges else []
-    control = chars.both(PLAIN.inverted())
-    for low, high in control.ranges:
-        for code in range(low, high + 1):
-            short = SHORT.get(chr(code))
-            parts.append(text(f"\\{short}" if short else f"\\u{code:04x}"))
+    special = [code for low, high in chars.both(PLAIN.inverted()).ranges for code in range(low, high + 1)]
+    short = [ord(SHORT[chr(code)]) for code in special if chr(code) in SHORT]
+    parts += [Seq((text("\\"), Chars.of((code, code) for code in short)))] if short else []
+    parts = parts or [text(f"\\u{code:04x}") for code in special]
     return parts[0] if len(parts) == 1 else Alt(tuple(parts))
 
 
@@ -65,7 +65,7 @@ def literal(value: Any) -> Node:
 @cache
 def any_value(depth: int) -> Node:
     """Any JSON value with arrays and objects nested at most `depth` levels deep."""
-    plain = (ANY_STRING, number(None, None, None, None), text("true"), text("false"), text("null"))
+    plain = (ANY_STRING, any_number(), text("true"), text("false"), text("null"))
     if depth == 0:
         return Alt(plain)
     inner = any_value(depth - 1)
@@ -77,28 +77,15 @@ def any_object(inner: Node) -> Node:
     return wrapped("{", Alt((EMPTY, Joined(Seq((ANY_STRING, COLON, inner)), COMMA))), "}")
 
 
-def integer(low: float | None, high: float | None, above: float | None, below: float | None) -> Node:
-    """Whole numbers with low <= x <= high and above < x < below, of at most MAX_DIGITS digits."""
-    least = max(
-        (*([math.ceil(low)] if low is not None else []), *([math.floor(above) + 1] if above is not None else []), -_LIMIT)
-    )
-    most = min(
-        (*([math.floor(high)] if high is not None else []), *([math.ceil(below) - 1] if below is not None else []), _LIMIT)
-    )
-    return _integers(least, most)
-
-
-_LIMIT = 10**MAX_DIGITS - 1
-
-
-def _integers(least: int, most: int) -> Node:
-    parts: list[Node] = [] if least > most or least >= 0 else [Seq((text("-"), _natural(max(1, -most), -least)))]
+def integer(least: int, most: int) -> Node:
+    """Whole numbers least .. most, without -0."""
+    parts: list[Node] = [] if least > most or least >= 0 else [Seq((text("-"), natural(max(1, -most), -least)))]
     if max(least, 0) <= most:
-        parts.append(_natural(max(least, 0), most))
+        parts.append(natural(max(least, 0), most))
     return Alt(tuple(parts))
 
 
-def _natural(least: int, most: int) -> Node:
+def natural(least: int, most: int) -> Node:
     """The numbers least .. most without a sign, 0 <= least <= most."""
     parts: list[Node] = []
     for width in range(len(str(least)), len(str(most)) + 1):
@@ -129,8 +116,6 @@ def _digits(low: str, high: str) -> Node:
 
 
 _FRACTION = Seq((text("."), Repeat(DIGIT, 1, MAX_DIGITS)))
-_SOME_FRACTION = Seq((text("."), Repeat(text("0"), 0, MAX_DIGITS), NONZERO, Repeat(DIGIT, 0, MAX_DIGITS)))
-"""One that is not 0."""
 _EXPONENT = Seq(
     (
         Chars.of([(ord("E"), ord("E")), (ord("e"), ord("e"))]),
@@ -141,40 +126,9 @@ _EXPONENT = Seq(
 )
 
 
-def number(low: float | None, high: float | None, above: float | None, below: float | None) -> Node:
-    """Numbers with low <= x <= high and above < x < below, all of them whole; without bounds an exponent may follow."""
-    if low is high is above is below is None:
-        return Seq((optional(text("-")), _natural(0, _LIMIT), optional(_FRACTION), optional(_EXPONENT)))
-    least, open_below = _tighter(low, above, max, -_LIMIT)
-    most, open_above = _tighter(high, below, min, _LIMIT)
-    return Alt((
-        *_sign("", least, most, open_below, open_above),
-        *_sign("-", -most, -least, open_above, open_below),
-    ))  # fmt: skip
-
-
-def _tighter(inclusive: float | None, exclusive: float | None, choose: Any, limit: int) -> tuple[int, bool]:
-    """The bound that holds, and whether it is left out."""
-    given = [int(bound) for bound in (inclusive, exclusive) if bound is not None]
-    bound = int(choose(*given, limit)) if given else limit
-    return bound, exclusive is not None and int(exclusive) == bound
-
-
-def _sign(sign: str, least: int, most: int, open_below: bool, open_above: bool) -> list[Node]:
-    """Numbers n.f >= 0 after a sign with least <= n.f <= most, ends left out where open. -0 is not written."""
-    if most < 0 or least > most:
-        return []
-    parts: list[Node] = []
-    if least < 0:
-        least, open_below = 0, False
-    whole = (max(least + open_below, 1 if sign else 0), most - open_above)
-    if whole[0] <= whole[1]:
-        parts.append(_natural(*whole))
-    if least + open_below < most:
-        parts.append(Seq((_natural(least + open_below, most - 1), _FRACTION)))
-    if open_below and least < most:
-        parts.append(Seq((_natural(least, least), _SOME_FRACTION)))
-    return [Seq((text(sign), Alt(tuple(parts))))]
+def any_number() -> Node:
+    """Any number: at most MAX_DIGITS digits before and after the point, and two of an exponent."""
+    return Seq((optional(text("-")), natural(0, 10**MAX_DIGITS - 1), optional(_FRACTION), optional(_EXPONENT)))
 
 
 _DATE = "([1-9][0-9]{3}-((0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31))"
@@ -196,9 +150,9 @@ FORMATS |= {
     "duration": "P([0-9]{1,4}D|[0-9]{1,3}W|T[0-9]{1,4}[HMS])",
     "uri-reference": f"({FORMATS['uri']}|/?[A-Za-z0-9._~-]+(/[A-Za-z0-9._~-]+)*)",
     "json-pointer": "(/[A-Za-z0-9._-]+)*",
+    "relative-json-pointer": "(0|[1-9][0-9]{0,3})(#|(/[A-Za-z0-9._-]+)*)",
+    "regex": r"\^?(([A-Za-z0-9 _-]|\\[.dws]|\[a-z\]|\[A-Z\]|\[0-9\])[*+?]?)*\$?",
 }
 FORMATS |= {"idn-email": FORMATS["email"], "idn-hostname": FORMATS["hostname"], "iri": FORMATS["uri"]}
 FORMATS |= {"iri-reference": FORMATS["uri-reference"], "uri-template": FORMATS["uri-reference"]}
-"""Formats -> the texts that are written for them; 29 February is left out."""
-STANDARD_FORMATS = {*FORMATS, "regex", "relative-json-pointer"}
-"""What other names mean is for those who chose them: they are ignored."""
+"""Formats -> the texts that are written for them; 29 February is left out. What other names mean is for those who chose them."""

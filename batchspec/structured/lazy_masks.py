@@ -1,82 +1,170 @@
-"""The token mask of a state of a lazy automaton: all tokens of the vocabulary are walked at once, as a trie, level by level."""
+"""The token mask of a state of a lazy automaton: the tokens are walked as a trie, level by level, as far as they are allowed.
+
+In a state inside of a string nearly all tokens are allowed, and most of them consist of bytes that all lead on in the same way
+(`_Plain`): these are not walked one by one. Where they lead is a chain of states, one for each number of bytes.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from batchspec.lazy_automaton import Expansion
 from batchspec.structured.lazy_dfa import LazyDfa
-from batchspec.structured.token_masks import MAX_FORCED_BYTES
-from batchspec.token_automaton import DEAD, ENDS, NUM_SYMBOLS, Ids, TokenSymbols
+from batchspec.structured.token_masks import MAX_FORCED_BYTES, Trie, tokens_of_bytes, trie_of, trie_of_some
+from batchspec.token_automaton import DEAD, ENDS, Ids, TokenSymbols
+
+FEWEST_PLAIN = 40
+"""Bytes that must lead on in the same way; with fewer, few tokens are allowed."""
+LONGEST_PLAIN = 64
+"""Bytes of a plain token; longer ones are walked."""
+KEPT = 50
+"""Sets of bytes whose tokens are kept."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TokenTrie:
-    """The symbol strings of a vocabulary's V tokens as a trie, level by level.
+class _Plain:
+    """The tokens of bytes of a set alone, and the trie of all others.
 
-    levels    for each depth from 1: (int64 [N] parent of each node in the level above, int32 [N] symbol of each node)
-    nodes     int64 [V]  the node at which each token ends, in the numbering of all levels one after the other
+    tokens, lengths  int64 [P]  the tokens, and their numbers of bytes
+    others           int64 [V - P]
     """
 
-    levels: tuple[tuple[NDArray[np.int64], Ids], ...]
-    nodes: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    others: NDArray[np.int64]
+    trie: _Tokens
+
+
+class Expander:
+    """Computes states of the automata of a job.
+
+    end_ids  tokens that end a row: allowed where the text may end, and nowhere else
+    """
+
+    def __init__(self, vocabulary: TokenSymbols, end_ids: Collection[int]) -> None:
+        self._vocabulary, self._end_ids, self._ends = vocabulary, end_ids, list(end_ids)
+        self._token_of = tokens_of_bytes(vocabulary)
+        self._trie = _Tokens.of(trie_of(vocabulary))
+        self._plain: OrderedDict[bytes, _Plain] = OrderedDict()
+
+    def expansion(self, dfa: LazyDfa, state: int, weights: NDArray[np.float64]) -> tuple[Expansion, dict[int, float]]:
+        """What the device needs to know of a state, and to which states its tokens lead, with shares that add up to 1.
+
+        weights  float64 [V]: how often each token is written
+        Raises TooLarge.
+        """
+        tokens, targets, states = self._targets(dfa, state)
+        kept = ~np.isin(tokens, self._ends)
+        tokens, targets = tokens[kept], targets[kept]
+        allowed = np.zeros(-(-self._vocabulary.num_tokens // 32) * 32, bool)
+        allowed[tokens] = True
+        forced = ENDS if dfa.is_final(state) and not len(tokens) else _forced(dfa, state, self._token_of, self._end_ids)
+        allowed[self._ends] = dfa.is_final(state)
+        found = Expansion(
+            state=state, mask=np.packbits(allowed, bitorder="little").view(np.int32), forced=forced,
+            states=states, following=np.where(dfa.explored[states, None], dfa.next[states], DEAD), classes=dfa.classes,
+        )  # fmt: skip
+        first = int(targets.min(initial=dfa.num_states))
+        by_target = np.bincount(targets - first, weights[tokens])
+        likely = np.flatnonzero(by_target)
+        return found, dict(zip((likely + first).tolist(), (by_target[likely] / by_target.sum()).tolist(), strict=True))
+
+    def _targets(self, dfa: LazyDfa, state: int) -> tuple[NDArray[np.int64], Ids, Ids]:
+        """The tokens that do not die, the state after each, and the states that they walk through. Raises TooLarge."""
+        dfa.explore([state])
+        of_bytes = dfa.next[state, dfa.classes[:256]]
+        plain_bytes = of_bytes == np.bincount(of_bytes[of_bytes != DEAD], minlength=1).argmax()
+        if of_bytes[plain_bytes].any() and plain_bytes.sum() >= FEWEST_PLAIN:
+            plain = self._tokens_of(plain_bytes)
+            chain = self._chain(dfa, state, plain_bytes, int(plain.lengths.max(initial=0)))
+            if chain is not None:
+                others, targets, walked = _walk(dfa, state, plain.trie)
+                of_plain = chain[plain.lengths]
+                live = of_plain != DEAD
+                return (
+                    np.concatenate((plain.tokens[live], plain.others[others])), np.concatenate((of_plain[live], targets)),
+                    np.union1d(chain[chain != DEAD], walked).astype(np.int32),
+                )  # fmt: skip
+        return _walk(dfa, state, self._trie)
+
+    def _chain(self, dfa: LazyDfa, state: int, plain_bytes: NDArray[np.bool_], length: int) -> Ids | None:
+        """int32 [length + 1]: the state after each number of plain bytes; None if these do not all lead to the same ones."""
+        classes, chain = np.unique(dfa.classes[:256][plain_bytes]), np.zeros(length + 1, np.int32)
+        chain[0] = state
+        for count in range(length):
+            dfa.explore([state])
+            following = dfa.next[state, classes]
+            if (following != following[0]).any():
+                return None
+            chain[count + 1] = state = int(following[0])
+            if state == DEAD:
+                break
+        return chain
+
+    def _tokens_of(self, plain_bytes: NDArray[np.bool_]) -> _Plain:
+        key, of = plain_bytes.tobytes(), self._vocabulary
+        found = self._plain.get(key)
+        if found is None:
+            lengths = np.diff(of.starts)
+            is_plain = np.append(plain_bytes, np.zeros(of.symbols.max(initial=0) + 1, bool))[of.symbols]
+            before = np.concatenate(([0], np.cumsum(is_plain)))
+            all_plain = (before[of.starts[1:]] - before[of.starts[:-1]] == lengths) & (lengths <= LONGEST_PLAIN)
+            tokens, others = np.flatnonzero(all_plain), np.flatnonzero(~all_plain)
+            found = self._plain[key] = _Plain(tokens, lengths[tokens], others, _Tokens.of(trie_of_some(of, others)))
+            if len(self._plain) > KEPT:
+                self._plain.popitem(last=False)
+        self._plain.move_to_end(key)
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tokens:
+    """A trie, and its tokens in the order of the nodes at which they end: those of node n are tokens[begin[n] : begin[n + 1]]."""
+
+    trie: Trie
+    tokens: NDArray[np.int64]
+    begin: NDArray[np.int64]
 
     @classmethod
-    def of(cls, vocabulary: TokenSymbols) -> TokenTrie:
-        lengths, starts = np.diff(vocabulary.starts), vocabulary.starts[:-1]
-        group, nodes = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
-        levels, first = [], 0
-        for depth in range(int(lengths.max(initial=0))):
-            going = np.flatnonzero(lengths > depth)
-            keys = group[going] * NUM_SYMBOLS + vocabulary.symbols[starts[going] + depth]
-            found, group[going] = np.unique(keys, return_inverse=True)
-            levels.append((found // NUM_SYMBOLS, (found % NUM_SYMBOLS).astype(np.int32)))
-            ending = going[lengths[going] == depth + 1]
-            nodes[ending] = first + group[ending]
-            first += len(found)
-        return cls(tuple(levels), nodes)
+    def of(cls, trie: Trie) -> _Tokens:
+        order = np.argsort(trie.ends, kind="stable")
+        return cls(trie, order, np.searchsorted(trie.ends[order], np.arange(len(trie.symbols) + 1)))
 
-    def walk(self, dfa: LazyDfa, state: int) -> Ids:
-        """int32 [nodes of all levels]: the state after the symbols of each node, from `state`. Raises TooLarge."""
-        before = np.array([state], np.int32)
-        found = []
-        for parents, symbols in self.levels:
-            from_ = before[parents]
+
+def _walk(dfa: LazyDfa, state: int, of: _Tokens) -> tuple[NDArray[np.int64], Ids, Ids]:
+    """The tokens of the trie that do not die, the state after each, and the states that they walk through. Raises TooLarge."""
+    trie, tokens, targets, walked = of.trie, [np.zeros(0, np.int64)], [np.zeros(0, np.int32)], [np.array([state], np.int32)]
+    nodes, states = np.zeros(1, np.int32), np.full(1, state, np.int32)
+    while True:
+        missing = states[~dfa.explored[states]]
+        if len(missing):
+            dfa.explore(sorted(set(missing.tolist())))
+        counts = trie.num_children[nodes]
+        children = _ranges(trie.first_child[nodes], counts)
+        after = dfa.next[np.repeat(states, counts), dfa.classes[trie.symbols[children]]]
+        live = after != DEAD
+        nodes, states = children[live], after[live]
+        if not len(nodes):
             reached = np.zeros(dfa.num_states, bool)
-            reached[from_] = True
-            dfa.explore(np.flatnonzero(reached & ~dfa.explored[: len(reached)]).tolist())
-            before = dfa.next[from_, dfa.classes[symbols]]
-            found.append(before)
-            if not before.any():
-                break
-        states = np.concatenate(found)
-        return np.concatenate((states, np.zeros(sum(len(symbols) for _, symbols in self.levels) - len(states), np.int32)))
+            reached[np.concatenate(walked)] = True
+            return np.concatenate(tokens), np.concatenate(targets), np.flatnonzero(reached).astype(np.int32)
+        counts = of.begin[nodes + 1] - of.begin[nodes]
+        tokens.append(of.tokens[_ranges(of.begin[nodes], counts)])
+        targets.append(np.repeat(states, counts))
+        walked.append(states)
 
 
-def expansion(dfa: LazyDfa, state: int, trie: TokenTrie, end_ids: Collection[int], token_of: Mapping[bytes, int]) -> Expansion:
-    """What the device needs to know of a state. Raises TooLarge.
-
-    end_ids   tokens that end a row: allowed where the text may end, and nowhere else
-    token_of  bytes -> token, for those that are drafted where nothing else can come
-    """
-    after = trie.walk(dfa, state)
-    allowed = np.zeros(-(-len(trie.nodes) // 32) * 32, bool)
-    allowed[: len(trie.nodes)] = after[trie.nodes] != DEAD
-    allowed[list(end_ids)] = False
-    forced = ENDS if dfa.is_final(state) and not allowed.any() else _forced(dfa, state, token_of, end_ids)
-    allowed[list(end_ids)] = dfa.is_final(state)
-    reached = np.zeros(dfa.num_states, bool)
-    reached[after] = reached[state] = True
-    reached[DEAD] = False
-    states = np.flatnonzero(reached).astype(np.int32)
-    return Expansion(
-        state=state, mask=np.packbits(allowed, bitorder="little").view(np.int32), forced=forced,
-        states=states, following=np.where(dfa.explored[states, None], dfa.next[states], DEAD), classes=dfa.classes,
-    )  # fmt: skip
+def _ranges(begin: NDArray[Any], counts: NDArray[Any]) -> NDArray[np.int64]:
+    """begin .. begin + count - 1 of each, one after the other."""
+    ends = np.cumsum(counts)
+    found: NDArray[np.int64] = np.repeat(begin - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)
+    return found
 
 
 def _forced(dfa: LazyDfa, state: int, token_of: Mapping[bytes, int], end_ids: Collection[int]) -> int:

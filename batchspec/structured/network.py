@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchspec.structured.nfa import Nfa
-from batchspec.structured.regular import Alt, Impossible, Joined, Members, Node, Ref, Repeat, Seq
+from batchspec.structured.regular import Alt, Graph, Impossible, Joined, Members, Node, Ref, Repeat, Seq
 from batchspec.structured.rules import BadGrammar, Rules
 
 UNROLLED = 32
@@ -212,6 +212,14 @@ def _is_nullable(node: Node, of_rule: dict[str, bool]) -> bool:
             return all(not required or _is_nullable(item, of_rule) for item, required in items)
         case Ref(rule):
             return of_rule[rule]
+        case Graph(edges, final):
+            reached, todo = {0}, [0]
+            while todo:
+                for label, to in edges[todo.pop()]:
+                    if to not in reached and _is_nullable(label, of_rule):
+                        reached.add(to)
+                        todo.append(to)
+            return bool(reached & final)
     return False
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from batchspec.structured.regular import Alt, Chars, Joined, Members, Node, Ref, Repeat, Seq, TooLarge
+from batchspec.structured.regular import Alt, Chars, Graph, Joined, Members, Node, Ref, Repeat, Seq, TooLarge
 
 MAX_NFA_STATES = 250_000
 
@@ -55,6 +55,8 @@ class Nfa:
                 return self._members(items, between, start)
             case Ref(rule):
                 return self._call(rule, start)
+            case Graph():
+                return self._graph(node, start)
 
     def _call(self, rule: str, start: int) -> int:
         raise AssertionError(f"rule {rule!r} in a finite automaton: it must be inlined before")
@@ -113,6 +115,16 @@ class Nfa:
         end = self.state()
         self.free[none_yet].append(end)
         self.free[some].append(end)
+        return end
+
+    def _graph(self, graph: Graph, start: int) -> int:
+        own, end = [self.state() for _ in graph.edges], self.state()
+        self.free[start].append(own[0])
+        for state, edges in zip(own, graph.edges, strict=True):
+            for label, target in edges:
+                self.free[self.add(label, state)].append(own[target])
+        for state in graph.final:
+            self.free[own[state]].append(end)
         return end
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from batchspec.structured.regex_syntax import ANY, At, Group, Item, NotBuilt, Repeated, parsed
-from batchspec.structured.regular import Alt, Chars, Node, Repeat, Seq
+from batchspec.structured.regex_syntax import ANY, ASCII, At, Dialect, Group, Item, NotBuilt, Repeated, parsed
+from batchspec.structured.regular import Alt, Chars, Node, Repeat, Seq, optional
 
 MAX_REPEATS = 100_000
 
@@ -20,10 +20,13 @@ class BadRegex(ValueError):
     """The expression is not valid, or not built; the message says what."""
 
 
-def regex_node(pattern: str, of_char: Callable[[Chars], Node] = lambda chars: chars, *, anywhere: bool = False) -> Node:
+def regex_node(
+    pattern: str, of_char: Callable[[Chars], Node] = lambda chars: chars, *, anywhere: bool = False, dialect: Dialect = ASCII
+) -> Node:
     """The texts that match an expression as a whole, or that hold a match if `anywhere`.
 
     of_char  how a character of the text is written: as it is, or escaped as in JSON
+    dialect  what classes of characters stand for
     Raises BadRegex.
     """
     try:
@@ -33,16 +36,18 @@ def regex_node(pattern: str, of_char: Callable[[Chars], Node] = lambda chars: ch
     if flags & ~re.UNICODE:
         raise BadRegex(f"{pattern!r} sets flags, which are not built; spell them out, as [aA] for (?i)a")
     try:
-        return _Builder(of_char, Repeat(of_char(ANY), 0, None) if anywhere else None).outermost(parsed(pattern), True, True)
+        more = Repeat(of_char(ANY), 0, None) if anywhere else None
+        end = None if dialect.end is None else optional(of_char(dialect.end))
+        return _Builder(of_char, more, end).outermost(parsed(pattern, dialect), True, True)
     except NotBuilt as error:
         raise BadRegex(f"{pattern!r} holds {error}, which is not built; write it another way") from None
 
 
 class _Builder:
-    """of_char as of `regex_node`; more: what may come before and after a match, None: nothing."""
+    """of_char as of `regex_node`; more: what may come before and after a match; end: what may follow `$`. None: nothing."""
 
-    def __init__(self, of_char: Callable[[Chars], Node], more: Node | None) -> None:
-        self._char, self._more = of_char, more
+    def __init__(self, of_char: Callable[[Chars], Node], more: Node | None, end: Node | None) -> None:
+        self._char, self._more, self._end = of_char, more, end
 
     def outermost(self, group: Group, begins: bool, ends: bool) -> Node:
         """A group at the begin of the expression, at its end, or both: `^` and `$` may be there."""
@@ -65,6 +70,7 @@ class _Builder:
         ]
         before = [self._more] if self._more is not None and open_begin and not in_first else []
         after = [self._more] if self._more is not None and open_end and not in_last else []
+        after += [self._end] if self._end is not None and last < len(items) else []
         return Seq((*before, *parts, *after))
 
     def _item(self, item: Item, *, begins: bool, ends: bool) -> Node:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
-from batchspec.structured.regular import MAX_CODE_POINT, Chars
+from batchspec.structured.regular import MAX_CODE_POINT, SURROGATES, Chars
 
 ANY = Chars.of([(0, MAX_CODE_POINT)])
 LINE = Chars.of([(ord("\n"), ord("\n"))]).inverted()
@@ -19,6 +21,45 @@ SPACE = Chars.of([(0x09, 0x0D), (0x20, 0x20)])
 CLASSES = {
     "d": DIGIT, "w": WORD, "s": SPACE, "D": DIGIT.inverted(), "W": WORD.inverted(), "S": SPACE.inverted()
 }  # fmt: skip
+BREAKS = Chars.of([(0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029)])
+"""What `.` is not by ECMA-262; by Python it is every character but the first."""
+PUNCTUATION = Chars.of([(0x2010, 0x2027), (0x2030, 0x203E), (0x2041, 0x2053), (0x20A0, 0x20BF), (0x3001, 0x3003)])
+"""Characters outside of ASCII that are no part of a word by anyone's count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What classes, `.` and `$` stand for. `inverse` makes that of what [^...] leaves out."""
+
+    classes: Mapping[str, Chars]
+    dot: Chars
+    end: Chars | None
+    """A character that may follow `$`."""
+    inverse: Callable[[], Dialect] | None = None
+
+
+ASCII = Dialect(CLASSES, LINE, None)
+
+
+@cache
+def sure() -> Dialect:
+    """What matches by ECMA-262 and by Python's `re`, which differ in the characters outside of ASCII."""
+    possible_ = possible()
+    classes = dict(CLASSES) | {name.upper(): possible_.classes[name].inverted() for name in "ds"}
+    classes["W"] = Chars.of([*WORD.inverted().both(Chars(((0, 0x7F),))).ranges, *PUNCTUATION.ranges])
+    return Dialect(classes, BREAKS.inverted(), None, possible)
+
+
+@cache
+def possible() -> Dialect:
+    """What matches by ECMA-262 or by Python's `re`: what it does not match, neither of them matches."""
+    every = "".join(map(chr, (*range(SURROGATES[0]), *range(SURROGATES[1] + 1, MAX_CODE_POINT + 1))))
+    found = {name: Chars.of((ord(run[0][0]), ord(run[0][-1])) for run in re.finditer(rf"\{name}+", every)) for name in "dws"}
+    found["s"] = Chars.of([*found["s"].ranges, (0xFEFF, 0xFEFF)])
+    classes = found | {name.upper(): CLASSES[name].inverted() for name in "dws"}
+    return Dialect(classes, LINE, Chars.of([(0x0A, 0x0A)]), sure)
+
+
 CONTROLS = {"a": 7, "f": 12, "n": 10, "r": 13, "t": 9, "v": 11, "\\": 92}
 HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 COUNTS = re.compile(r"\{(\d*)(?:(,)(\d*))?\}", re.ASCII)
@@ -57,17 +98,17 @@ class Repeated:
 Item = Chars | At | Group | Repeated
 
 
-def parsed(pattern: str) -> Group:
+def parsed(pattern: str, dialect: Dialect = ASCII) -> Group:
     """The tree of a valid expression. Raises NotBuilt."""
-    parser = _Parser(pattern)
+    parser = _Parser(pattern, dialect)
     found = parser.group()
     assert parser.place == len(pattern), f"{pattern!r} is valid, and was read to {parser.place} alone"
     return found
 
 
 class _Parser:
-    def __init__(self, text: str) -> None:
-        self._text, self.place, self._any_case = text, 0, False
+    def __init__(self, text: str, dialect: Dialect) -> None:
+        self._text, self.place, self._any_case, self._dialect = text, 0, False, dialect
 
     def group(self) -> Group:
         """Branches up to the end, or to a parenthesis."""
@@ -97,7 +138,7 @@ class _Parser:
     def _item(self) -> Item | None:
         match char := self._next():
             case ".":
-                return LINE
+                return self._dialect.dot
             case "^" | "$":
                 return At(char == "^")
             case "[":
@@ -170,7 +211,7 @@ class _Parser:
     def _escaped(self, char: str) -> Chars:
         """After a backslash, in a class or outside of one: a class, or one character, which may be half of a surrogate pair."""
         if char in CLASSES:
-            return CLASSES[char]
+            return self._dialect.classes[char]
         if char in CONTROLS:
             return _one(CONTROLS[char])
         if char in HEX_DIGITS:
@@ -188,7 +229,9 @@ class _Parser:
         return _one(ord(char))
 
     def _class(self) -> Chars:
-        inverted, ranges, first = self._skip("^"), list[tuple[int, int]](), True
+        inverted, ranges, first, dialect = self._skip("^"), list[tuple[int, int]](), True, self._dialect
+        if inverted and dialect.inverse is not None:
+            self._dialect = dialect.inverse()
         while first or self._text[self.place] != "]":
             first = False
             low = self._in_class()
@@ -198,6 +241,7 @@ class _Parser:
             else:
                 ranges += low.ranges
         self.place += 1
+        self._dialect = dialect
         found = self._cased(Chars.of(ranges))
         return found.inverted() if inverted else found
 

@@ -93,7 +93,18 @@ class Ref:
     rule: str
 
 
-Node = Chars | Seq | Alt | Repeat | Joined | Members | Ref
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """The labels on a path from state 0 to a final state, one after the other.
+
+    edges  by state: (label, next state)
+    """
+
+    edges: tuple[tuple[tuple[Node, int], ...], ...]
+    final: frozenset[int]
+
+
+Node = Chars | Seq | Alt | Repeat | Joined | Members | Ref | Graph
 EMPTY, NOTHING = Seq(()), Alt(())
 
 

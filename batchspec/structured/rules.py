@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from batchspec.structured.regular import Alt, Joined, Members, Node, Ref, Repeat, Seq
+from batchspec.structured.regular import Alt, Graph, Joined, Members, Node, Ref, Repeat, Seq
 
 
 class BadGrammar(ValueError):
@@ -61,6 +61,8 @@ def _parts(node: Node) -> list[Node]:
             return [item, between]
         case Members(items, between):
             return [*(item for item, _ in items), between]
+        case Graph(edges, _):
+            return [label for of_state in edges for label, _ in of_state]
     return []
 
 
@@ -97,6 +99,8 @@ def _mapped(node: Node, done: Mapping[str, Node]) -> Node:
             return Joined(_mapped(item, done), _mapped(between, done))
         case Members(items, between):
             return Members(tuple((_mapped(item, done), required) for item, required in items), _mapped(between, done))
+        case Graph(edges, final):
+            return Graph(tuple(tuple((_mapped(label, done), to) for label, to in of_state) for of_state in edges), final)
     return node
 
 

@@ -99,7 +99,7 @@ def _masks(
     final  bool [S]: the text may end there
     Returns int32 [masks, words], int32 [S] and bool [S]. Raises TooLarge.
     """
-    trie = _trie_of(vocabulary)
+    trie = trie_of(vocabulary)
     kinds = _told_apart(table[:, NEXT:], int(np.diff(vocabulary.starts).max(initial=1)))
     words = -(-vocabulary.num_tokens // 32)
     _, first, numbers = np.unique(np.stack((kinds, final), 1), axis=0, return_index=True, return_inverse=True)
@@ -165,8 +165,8 @@ def _told_apart(following: NDArray[np.int32], steps: int) -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Trie:
-    """All tokens of a vocabulary as one tree of symbols. Node 0 is the root; the children of a node follow each other.
+class Trie:
+    """V tokens as one tree of symbols. Node 0 is the root; the children of a node follow each other.
 
     symbols [N] of each node, first_child and num_children [N], ends [V] the node at which a token ends
     """
@@ -178,25 +178,30 @@ class _Trie:
 
 
 @lru_cache(maxsize=1)
-def _trie_of(vocabulary: TokenSymbols) -> _Trie:
-    """Level by level: the tokens that are longer than a level are sorted by their node and their next symbol."""
-    lengths = np.diff(vocabulary.starts)
-    at, tokens = np.zeros(len(lengths), np.int64), np.arange(len(lengths))
+def trie_of(vocabulary: TokenSymbols) -> Trie:
+    """All tokens."""
+    return trie_of_some(vocabulary, np.arange(vocabulary.num_tokens))
+
+
+def trie_of_some(vocabulary: TokenSymbols, tokens: NDArray[np.int64]) -> Trie:
+    """These tokens. Level by level: those that are longer than a level are sorted by their node and their next symbol."""
+    lengths, starts = np.diff(vocabulary.starts)[tokens], vocabulary.starts[:-1][tokens]
+    at, longer = np.zeros(len(tokens), np.int64), np.arange(len(tokens))
     symbols, parents, count, depth = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)], 1, 0
-    while len(tokens := tokens[lengths[tokens] > depth]):
-        keys = at[tokens] * NUM_SYMBOLS + vocabulary.symbols[vocabulary.starts[tokens] + depth]
+    while len(longer := longer[lengths[longer] > depth]):
+        keys = at[longer] * NUM_SYMBOLS + vocabulary.symbols[starts[longer] + depth]
         found, numbers = np.unique(keys, return_inverse=True)
-        at[tokens] = count + numbers.reshape(-1)
+        at[longer] = count + numbers.reshape(-1)
         symbols.append(found % NUM_SYMBOLS)
         parents.append(found // NUM_SYMBOLS)
         count, depth = count + len(found), depth + 1
     parent = np.concatenate(parents)[1:]
     num_children = np.bincount(parent, minlength=count)
     first_child = 1 + np.searchsorted(parent, np.arange(count))
-    return _Trie(*(part.astype(np.int32) for part in (np.concatenate(symbols), first_child, num_children, at)))
+    return Trie(*(part.astype(np.int32) for part in (np.concatenate(symbols), first_child, num_children, at)))
 
 
-def _allowed(table: NDArray[np.int32], classes: NDArray[np.int32], state: int, trie: _Trie) -> NDArray[np.bool_]:
+def _allowed(table: NDArray[np.int32], classes: NDArray[np.int32], state: int, trie: Trie) -> NDArray[np.bool_]:
     """bool [V]: the tokens whose walks from `state` do not die. A beginning that several tokens share is walked once."""
     nodes, states = np.zeros(1, np.int32), np.full(1, state, np.int32)
     reached = np.zeros(len(trie.symbols), bool)

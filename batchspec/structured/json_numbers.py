@@ -1,0 +1,192 @@
+"""Numbers of JSON Schema: bounds, which may be fractions, and multiples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+from batchspec.structured.char_dfa import CharDfa
+from batchspec.structured.json_leaves import NOT_VALUES, BadSchema, Leaf
+from batchspec.structured.json_strings import listed
+from batchspec.structured.json_values import MAX_DIGITS, any_number, integer, natural
+from batchspec.structured.regular import EMPTY, NOTHING, Alt, Chars, Graph, Node, Seq, text
+
+MAX_MULTIPLE = 1_000
+"""A whole number is a multiple of m if an automaton of m states says so."""
+LIMIT = 10**MAX_DIGITS - 1
+Bound = tuple[Decimal, bool]
+"""A value, and whether it is left out itself."""
+
+
+def number_node(name: str, leaves: Sequence[Leaf]) -> Node:
+    """The numbers, or with name `integer` the whole numbers, that all leaves allow. Raises BadSchema and TooLarge."""
+    low = _bound(leaves, "minimum", "exclusiveMinimum", max)
+    high = _bound(leaves, "maximum", "exclusiveMaximum", min)
+    multiple = _multiple(leaves)
+    left_out = [int(value) for _, schema in leaves for value in schema.get(NOT_VALUES, ()) if _is_whole(value)]
+    if name == "number" and multiple is None and not left_out:
+        return any_number() if low is high is None else _numbers(low, high)
+    if not left_out and multiple in (None, 1):
+        return integer(*_inclusive(low, high))
+    found = CharDfa.of(integer(*_inclusive(low, high)))
+    if multiple is not None:
+        found = found.both(CharDfa.of(_multiples(multiple)))
+    return (found.without(listed([str(value) for value in left_out])) if left_out else found).node(lambda chars: chars)
+
+
+def bounds_of(leaves: Sequence[Leaf]) -> tuple[Bound | None, Bound | None]:
+    """The lowest and the highest number that all leaves allow. Raises BadSchema."""
+    low = _bound(leaves, "minimum", "exclusiveMinimum", max)
+    return low, _bound(leaves, "maximum", "exclusiveMaximum", min)
+
+
+def _bound(
+    leaves: Sequence[Leaf], inclusive: str, exclusive: str, choose: Callable[[list[Decimal]], Decimal]
+) -> Bound | None:  # fmt: skip
+    found = list[Bound]()
+    for where, schema in leaves:
+        values = {key: schema[key] for key in (inclusive, exclusive) if key in schema}
+        if isinstance(values.get(exclusive), bool):  # draft-04
+            is_open = values.pop(exclusive)
+            if inclusive in values:
+                values = {exclusive if is_open else inclusive: values[inclusive]}
+        for key, value in values.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise BadSchema(f"{where}/{key} must be a number; correct it")
+            exact = Decimal(repr(value))
+            if key == exclusive and len(exact.normalize().as_tuple().digits) > MAX_DIGITS:
+                raise BadSchema(f"{where}/{key}={value} has more than {MAX_DIGITS} digits, which is not built; round it")
+            found.append((exact, key == exclusive))
+    if not found:
+        return None
+    value = choose([bound for bound, _ in found])
+    return value, any(is_open for bound, is_open in found if bound == value)
+
+
+def _inclusive(low: Bound | None, high: Bound | None) -> tuple[int, int]:
+    """The least and the greatest whole number within the bounds."""
+    least, most = -LIMIT, LIMIT
+    if low is not None:
+        least = max(least, math.floor(low[0]) + 1 if low[1] else math.ceil(low[0]))
+    if high is not None:
+        most = min(most, math.ceil(high[0]) - 1 if high[1] else math.floor(high[0]))
+    return least, most
+
+
+def _is_whole(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int | float) and value == int(value)
+
+
+def _multiple(leaves: Sequence[Leaf]) -> int | None:
+    """Numbers must be whole, and multiples of this one; None: they need not.
+
+    Of a fraction p/q it is p: validators divide, and the quotient must be exact.
+    """
+    found: int | None = None
+    for where, schema in leaves:
+        value = schema.get("multipleOf")
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise BadSchema(f"{where}/multipleOf must be a number above 0; correct it")
+        exact = Fraction(repr(value)) if isinstance(value, float) else Fraction(value)
+        error = abs(Fraction(value) / exact - 1)
+        found = math.lcm(found or 1, exact.numerator)
+        if error > Fraction(1, 2**54) or found > MAX_MULTIPLE:
+            raise BadSchema(
+                f"{where}/multipleOf={value} is not built; use a whole number of at most {MAX_MULTIPLE:,}, or one like 0.01"
+            )
+    return found
+
+
+def _multiples(of: int) -> Node:
+    """Digits after an optional sign, whose number is a multiple: a state for each remainder."""
+    edges: list[tuple[tuple[Node, int], ...]] = [((Alt((EMPTY, text("-"))), 1),)]
+    for remainder in range(of):
+        edges.append(tuple((text(str(digit)), 1 + (10 * remainder + digit) % of) for digit in range(10)))
+    return Graph(tuple(edges), frozenset({1}))
+
+
+def _numbers(low: Bound | None, high: Bound | None) -> Node:
+    """Numbers within the bounds; -0 is not written."""
+    parts = list[Node]()
+    for sign, least, most in (("", low, high), ("-", _negated(high), _negated(low))):
+        if least is None or least[0] < 0:
+            least = (Decimal(0), False)
+        if most is None or most[0] >= 0:
+            parts.append(Seq((text(sign), _positive(least, most, begin=bool(sign)))))
+    return Alt(tuple(parts))
+
+
+def _negated(bound: Bound | None) -> Bound | None:
+    return None if bound is None else (-bound[0], bound[1])
+
+
+def _positive(low: Bound, high: Bound | None, *, begin: bool) -> Node:
+    """Numbers low .. high, neither below 0; begin: those below 1 need a fraction.
+
+    A number must stay apart from a bound that is left out as a double too: those of 15 digits in all do.
+    """
+    if low[0] > LIMIT:
+        return NOTHING
+    below = high if high is not None and high[0] <= LIMIT else (Decimal(LIMIT), True)
+    (first, after), (last, until) = _digits(low[0]), _digits(below[0])
+    most_digits = min(MAX_DIGITS - len(str(whole)) * is_open for whole, is_open in ((first, low[1]), (last, below[1])))
+    most_digits = most_digits if below == high else MAX_DIGITS - len(str(first)) * low[1]
+    parts = list[Node]()
+
+    def whole(number: int, lower: Bound | None, upper: Bound | None) -> None:
+        """One whole number alone and with fractions."""
+        alone = (lower is None or lower[0] < number or (lower[0] == number and not lower[1])) and (
+            upper is None or upper[0] > number or (upper[0] == number and not upper[1])
+        )
+        if alone and not (begin and number == 0):
+            parts.append(text(str(number)))
+        of_lower, of_upper = None if lower is None else (after, lower[1]), None if upper is None else (until, upper[1])
+        parts.append(Seq((text(f"{number}."), _fraction(of_lower, of_upper, most_digits))))
+
+    if first > last:
+        return NOTHING
+    if first == last:
+        whole(first, low, below)
+        return Alt(tuple(parts))
+    whole(first, low, None)
+    if first + 1 <= last - 1:
+        parts.append(Seq((natural(first + 1, last - 1), Alt((EMPTY, Seq((text("."), _fraction(None, None, most_digits))))))))
+    whole(last, None, below)
+    return Alt(tuple(parts))
+
+
+def _digits(value: Decimal) -> tuple[int, str]:
+    """The whole part, and the digits after the point without zeros at the end."""
+    whole = math.floor(value)
+    return whole, format(value - whole, "f").partition(".")[2].rstrip("0")
+
+
+def _fraction(low: tuple[str, bool] | None, high: tuple[str, bool] | None, most: int) -> Node:
+    """1 .. most digits after a point, within bounds that are given as digits, and whether they are left out.
+
+    A state is the number of digits, and whether they are so far those of each bound.
+    """
+    states, numbers = [(0, low is not None, high is not None)], {(0, low is not None, high is not None): 0}
+    edges, final = list[tuple[tuple[Node, int], ...]](), set[int]()
+    for count, at_low, at_high in states:
+        reached = count >= len(low[0]) and not low[1] if low is not None and at_low else True
+        below = not (high is not None and at_high and count >= len(high[0]) and high[1])
+        if count and reached and below:
+            final.add(len(edges))
+        by_target = dict[int, list[int]]()
+        for digit in range(10) if count < most else ():
+            least = int(low[0][count : count + 1] or 0) if low is not None and at_low else 0
+            limit = int(high[0][count : count + 1] or 0) if high is not None and at_high else 9
+            if least <= digit <= limit:
+                after = (count + 1, at_low and digit == least, at_high and digit == limit)
+                if after not in numbers:
+                    numbers[after] = len(states)
+                    states.append(after)
+                by_target.setdefault(numbers[after], []).append(digit)
+        edges.append(tuple((Chars.of((0x30 + one, 0x30 + one) for one in some), to) for to, some in by_target.items()))
+    return Graph(tuple(edges), frozenset(final))
