@@ -190,6 +190,7 @@ def test_keys_of_a_pattern_get_its_values_and_named_ones_both() -> None:
          ["{}", '{"q":null}', '{"q":null,"r":null}', '{"q":null,"r":null,"s":null}'], [False, True, True, False]),
         ({"properties": {"a": {}}, "patternProperties": {"^x": {}}, "minProperties": 2},
          ['{"a":1}', '{"a":1,"xa":1}', '{"xa":1,"xb":2}'], [False, True, False]),
+        ({"properties": {"a": {}, "b": {}}, "maxProperties": 0}, ["{}", '{"a":1}', '{"a":1,"b":1}'], [True, False, False]),
         ({"propertyNames": {"pattern": "^[a-z]+$", "maxLength": 3}, "type": "object"},
          ['{"abc":1}', '{"abcd":1}', '{"A":1}'], [True, False, False]),
         ({"properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}}, ['{"a":1}', '{"b":1}', '{"a":1,"b":1}'],

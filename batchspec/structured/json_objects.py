@@ -86,6 +86,8 @@ def object_node(leaves: Sequence[Leaf], reading: Reading) -> Node:
     forbidden = {key for key in named if _is_forbidden(key, leaves, reading.document)}
     if forbidden & required or (most is not None and most < max(least, len(required))):
         return NOTHING
+    if most == 0:
+        return text("{}")
     members = list[tuple[Node, bool]]()
     for key in named:
         if key in forbidden:
@@ -100,8 +102,6 @@ def object_node(leaves: Sequence[Leaf], reading: Reading) -> Node:
     if not members and not least and most is None and isinstance(other, _AnyKey):
         return any_object(other.value)
     found = Seq((ANY_STRING, COLON, other.value)) if isinstance(other, _AnyKey) else other
-    if other is not None and most == 0:
-        found = None
     return wrapped("{", _members(members, found, least, most, leaves), "}")
 
 
