@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import suppress
 from typing import Any
 
@@ -250,3 +251,39 @@ def test_what_a_draft_does_not_have_proves_nothing() -> None:
     assert written(parts, '"a"', '"b"') == [True, True]
     with pytest.raises(BadSchema, match="oneOf"):
         schema_rules({"$schema": DRAFTS[1], **parts})
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts", "expected"),
+    [
+        ({"propertyNames": {"type": "null"}}, ["{}", '{"a":1}'], [True, False]),
+        ({"propertyNames": False, "type": "object"}, ["{}", '{"a":1}'], [True, False]),
+        ({"type": "object", "properties": {"a": {}, "b": {}}, "maxProperties": 0}, ["{}", '{"a":1}'], [True, False]),
+        ({"$schema": DRAFTS[1], "type": "integer", "enum": [1.0, 2]}, ["1.0", "2"], [False, True]),
+        ({"type": "integer", "enum": [1.0, 2]}, ["1.0", "2"], [True, True]),
+        ({"$schema": DRAFTS[2], "type": "array", "contains": {"const": 1}, "minContains": 0, "items": {"enum": [1, 2]}},
+         ["[]", "[2]", "[1]"], [False, False, True]),
+        ({"$schema": DRAFTS[2], "contains": {"const": 1}, "minContains": 0, "enum": [[], [1]]}, ["[]", "[1]"], [False, True]),
+    ],
+)  # fmt: skip
+def test_texts_that_only_another_reading_of_a_keyword_would_allow(schema: Any, texts: list[str], expected: list[bool]) -> None:
+    """propertyNames of no string leaves {} alone; draft-04 takes 1.0 for no integer; draft-07 has no minContains."""
+    assert written(schema, *texts) == expected
+    check_samples(schema)
+
+
+def test_listed_values_are_written_whatever_type_the_other_keywords_imply() -> None:
+    """A format is an annotation: the listed text fits both parts, though other strings of the first would not."""
+    schema = {"additionalProperties": False, "oneOf": [{"type": "string", "format": "ipv4"}, {"enum": ["x"]}]}
+    assert written(schema, '"x"', '"1.2.3.4"') == [False, True]
+    with pytest.raises(BadSchema, match="oneOf"):
+        schema_rules({"oneOf": [{"required": ["a"]}, {"enum": [{"a": 1}, {"b": 1}], "properties": {"b": {}}}]})
+
+
+@pytest.mark.parametrize(
+    "schema", [{"enum": [1e400]}, {"multipleOf": 1e400}, {"minLength": math.nan}, {"type": "number", "multipleOf": 1e-300}]
+)
+def test_numbers_out_of_the_range_of_a_double_are_refused(schema: Any) -> None:
+    """JSON has no text for an infinite number, and a quotient that overflows is a multiple of nothing."""
+    with pytest.raises(BadSchema):
+        schema_rules(schema)

@@ -331,6 +331,16 @@ def test_each_distinct_constraint_is_compiled_once(compiler: Compiler) -> None:
     assert compiler.stats.most_states == len(finite(first).table)
 
 
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [("schema", '{"const": "\\ud800"}'), ("schema", '{"required": ["\\ud800"]}'), ("choice", '["\\udc00"]')],
+)
+def test_half_of_a_surrogate_pair_is_refused_and_ends_no_process(compiler: Compiler, kind: str, source: str) -> None:
+    with pytest.raises(BadConstraint, match="half of a surrogate pair") as refused:
+        compiler.compile(kind, source)
+    assert refused.value.code == "bad_schema"
+
+
 def test_several_are_compiled_at_a_time_and_nobody_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_module, "num_processes", lambda: 2)
     made = Compiler(VOCABULARY, (EOS,), thinks=False, may_begin=False)

@@ -64,6 +64,9 @@ def answer(kind: str, source: str, cpu_s: int, **job: Any) -> dict[str, Any]:
         return {"code": "bad_schema", "error": str(error)}
     except Impossible as error:
         return {"code": "impossible", "error": f"{error} that the tokenizer can write; correct it or drop the row"}
+    except UnicodeEncodeError as error:  # JSON can write "\ud800"
+        half = ascii(error.object[error.start])
+        return {"code": "bad_schema", "error": f"it holds {half}, half of a surrogate pair, which UTF-8 cannot write; correct it"}
     except (TooLarge, RecursionError, MemoryError) as error:
         return {"code": "large_schema", "error": known.get(type(error), str(error))}
     return {name: getattr(made, name) for name in FIELDS} | {"seconds": time.process_time() - began}

@@ -96,13 +96,15 @@ class Apart:
         for key in ("anyOf", "oneOf"):
             if key in schema and all(self._apart(ours, part, more, depth + 1) for part in list_of(schema, key, where)):
                 return True
-        types = set(self._types(ours, more))
-        if "not" in schema and _fit_all(ours, types, schema["not"]):
-            return True
         lists = [_listed(leaf) for leaf in ours]
         for values in (one for one in lists if one is not None):
             if not any(self._may_fit(value, where, schema) for value in values):
                 return True
+        if any(one is not None for one in lists):  # the listed values are written, whatever type other keywords imply
+            return False
+        types = set(self._types(ours, more))
+        if "not" in schema and _fit_all(ours, types, schema["not"]):
+            return True
         their_values = _listed(their)
         if their_values is not None and not any(
             all(self._may_fit(value, leaf.where, leaf.schema, proof=False) for leaf in ours) for value in their_values

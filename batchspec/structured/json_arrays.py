@@ -88,6 +88,8 @@ def _elements(fixed: list[Node], rest: Node, least: int, most: int | None) -> No
 def _containing(leaves: Sequence[Leaf], wanted: Leaf, least: int, most: int | None, reading: Reading) -> Node:
     """Elements of which enough are as `contains` says: states are the elements and the wanted ones so far, as far as counted."""
     times = wanted.schema.get("minContains", 1)
+    if times == 0 and "minContains" in reading.document.ignored:
+        times = 1
     cap = max(least, times if isinstance(times, int) else -1, 1) if most is None else most
     if not isinstance(times, int) or isinstance(times, bool) or times < 0 or (cap + 1) * (times + 1) > MAX_COUNTED:
         raise BadSchema(f"{wanted.where}/contains among so many elements is not built; lower minContains or maxItems")

@@ -88,6 +88,8 @@ class Document:
         at = next((i for i, draft in enumerate(drafts) if draft in declared), len(drafts) - 1)
         self.is_old = at < 3
         """Draft-07 or before: `$ref` hides the keywords beside it."""
+        self.is_first = at == 0 or "draft-03" in declared
+        """Draft-04 or before: 1.0 is no integer."""
         self.is_newest = at == len(drafts) - 1
         self.ignored = {key for draft in drafts[at + 1 :] for key in _SINCE.get(draft, ())}
         """Keywords that validators of the declared draft ignore. They are obeyed, and nothing is inferred from them."""

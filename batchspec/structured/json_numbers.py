@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from decimal import Decimal
@@ -16,6 +17,8 @@ from batchspec.structured.regular import EMPTY, NOTHING, Alt, Chars, Graph, Node
 
 MAX_MULTIPLE = 1_000
 """A whole number is a multiple of m if an automaton of m states says so."""
+_LEAST_MULTIPLE = Fraction(1, 10**200)
+"""Numbers that are divided by less than this leave the range of a double."""
 LIMIT = 10**MAX_DIGITS - 1
 Bound = tuple[Decimal, bool]
 """A value, and whether it is left out itself."""
@@ -77,7 +80,7 @@ def _inclusive(low: Bound | None, high: Bound | None) -> tuple[int, int]:
 
 
 def _is_whole(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, int | float) and value == int(value)
+    return not isinstance(value, bool) and isinstance(value, int | float) and value % 1 == 0
 
 
 def _multiple(leaves: Sequence[Leaf]) -> int | None:
@@ -95,10 +98,9 @@ def _multiple(leaves: Sequence[Leaf]) -> int | None:
         exact = Fraction(repr(value)) if isinstance(value, float) else Fraction(value)
         error = abs(Fraction(value) / exact - 1)
         found = math.lcm(found or 1, exact.numerator)
-        if error > Fraction(1, 2**54) or found > MAX_MULTIPLE:
-            raise BadSchema(
-                f"{where}/multipleOf={value} is not built; use a whole number of at most {MAX_MULTIPLE:,}, or one like 0.01"
-            )
+        if error > Fraction(1, 2**54) or found > MAX_MULTIPLE or exact < _LEAST_MULTIPLE:
+            said = f"{where}/multipleOf={json.dumps(value)[:30]} is not built"
+            raise BadSchema(f"{said}; use a whole number of at most {MAX_MULTIPLE:,}, or one like 0.01")
     return found
 
 

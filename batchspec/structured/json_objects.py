@@ -14,7 +14,7 @@ from itertools import combinations
 from typing import Any, Protocol
 
 from batchspec.structured.char_dfa import NO_TEXT, CharDfa
-from batchspec.structured.json_leaves import KEYWORDS, NOT_THERE, BadSchema, Document, Leaf, Parts, count_of
+from batchspec.structured.json_leaves import KEYWORDS, NOT_THERE, NOT_TYPES, BadSchema, Document, Leaf, Parts, count_of
 from batchspec.structured.json_strings import language, listed, matching
 from batchspec.structured.json_validity import fits, found_in
 from batchspec.structured.json_values import (
@@ -173,7 +173,9 @@ def _names(where: str, schema: Mapping[Any, Any], reading: Reading) -> tuple[Lea
     place = f"{where}/propertyNames"
     flat = reading.document.flat([(place, schema["propertyNames"])])
     built = {"type", "pattern", "minLength", "maxLength", "format"}
-    if flat is None or any(leaf.schema.keys() & KEYWORDS - built for leaf in flat.leaves):
+    if flat is None:
+        return (Leaf(place, {NOT_TYPES: ["string"]}),)
+    if any(leaf.schema.keys() & KEYWORDS - built for leaf in flat.leaves):
         raise BadSchema(f"{place}: only {', '.join(sorted(built))} are built; leave the others out")
     return flat.leaves
 

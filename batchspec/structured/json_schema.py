@@ -24,7 +24,7 @@ from batchspec.structured.json_strings import string_node
 from batchspec.structured.json_validity import fits, is_of
 from batchspec.structured.json_values import MAX_DEPTH, any_value, literal
 from batchspec.structured.json_ways import COMBINING, Ways, is_hopeless
-from batchspec.structured.regular import NOTHING, Alt, Node, Ref, text
+from batchspec.structured.regular import NOTHING, Alt, Node, Ref, TooLarge, text
 from batchspec.structured.rules import Rules
 
 MAX_WAYS = 20_000
@@ -36,7 +36,15 @@ def schema_rules(schema: Any) -> Rules:
     reader = _Reader(schema)
     try:
         return Rules(reader.value([("", schema)]), reader.rules)
-    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:  # a keyword whose value nobody has looked at yet
+    except (BadSchema, TooLarge):
+        raise
+    except (
+        TypeError,
+        AttributeError,
+        LookupError,
+        ArithmeticError,
+        ValueError,
+    ) as error:  # a keyword whose value nobody has looked at yet
         raise BadSchema(f"a keyword of the schema has a value of a wrong type ({error}); correct it") from error
 
 
@@ -102,7 +110,7 @@ class _Reader:
         return Alt(tuple(literal(value) for value in values if all(fits(value, *leaf, self.document) for leaf in leaves)))
 
     def _typed(self, name: str, leaves: Sequence[Leaf]) -> Node:
-        values = [value for leaf in leaves for value in leaf.schema.get(NOT_VALUES, ()) if is_of(value, name)]
+        values = [value for leaf in leaves for value in leaf.schema.get(NOT_VALUES, ()) if is_of(value, name, self.document)]
         match name:
             case "object" | "array" if values:
                 raise BadSchema(f"{leaves[0].where}/not with listed objects or arrays is not built; leave them out")

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from batchspec.structured.char_dfa import CharDfa
-from batchspec.structured.json_leaves import NOT_PATTERNS, NOT_VALUES, BadSchema, Leaf, count_of
+from batchspec.structured.char_dfa import NO_TEXT, CharDfa
+from batchspec.structured.json_leaves import NOT_PATTERNS, NOT_VALUES, BadSchema, Leaf, count_of, types_of
 from batchspec.structured.json_values import ANY_STRING, FORMATS, escaped, string, wrapped
 from batchspec.structured.regex import BadRegex, regex_node
 from batchspec.structured.regex_syntax import ANY, Dialect, possible, sure
@@ -40,6 +40,9 @@ def string_node(leaves: Sequence[Leaf]) -> Node:
 
 def language(leaves: Sequence[Leaf]) -> CharDfa:
     """The same as an automaton over the characters of the string. Raises BadSchema and TooLarge."""
+    types = types_of(leaves)
+    if types is not None and "string" not in types:
+        return NO_TEXT
     found = CharDfa.of(Repeat(ANY, 0, None))
     for pattern, where in _patterns(leaves).items():
         found = found.both(matching(pattern, where))

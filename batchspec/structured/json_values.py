@@ -53,13 +53,13 @@ def escaped(chars: Chars) -> Node:
 
 
 def literal(value: Any) -> Node:
-    """A value as it is; only the space after colons and commas is free."""
+    """A value as it is; only the space after colons and commas is free. Raises ValueError for an infinite number."""
     if isinstance(value, dict):
         items = tuple((Seq((literal(str(key)), COLON, literal(item))), True) for key, item in value.items())
         return wrapped("{", Members(items, COMMA), "}")
     if isinstance(value, list):
         return wrapped("[", Members(tuple((literal(item), True) for item in value), COMMA), "]")
-    return text(json.dumps(value, ensure_ascii=False))
+    return text(json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
 @cache
