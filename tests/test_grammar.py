@@ -231,7 +231,7 @@ def test_an_ambiguous_grammar_and_a_long_count_take_few_places() -> None:
     ("source", "error", "said"),
     [
         ("root ::= a", BadGrammar, "'root' names 'a', which is no rule"), ('a ::= "x"', BadGrammar, "no rule `root`"),
-        ('root ::= "a', BadGrammar, "line 1: '\"a' is not built"),
+        ('root ::= "a', BadGrammar, "line 1: '\"a' is not supported"),
         ('root ::= "a"\n\n) "x"', BadGrammar, r"line 3: '\)' begins no rule"),
         ('root ::= "a"\nroot ::= "b"', BadGrammar, "line 2: rule 'root' is there twice"),
         ("root ::= (", BadGrammar, "not closed"), ("root ::= [z-a]", BadGrammar, "ends before it begins"),

@@ -15,8 +15,8 @@ from jsonschema.validators import Draft202012Validator, validator_for
 
 from batchspec.structured.char_dfa import CharDfa
 from batchspec.structured.dfa import Dfa, dfa_of
-from batchspec.structured.json_leaves import BadSchema
-from batchspec.structured.json_schema import schema_rules
+from batchspec.structured.json_schema.leaves import BadSchema
+from batchspec.structured.json_schema.schema import schema_rules
 from batchspec.structured.regex import regex_node
 from batchspec.structured.regex_syntax import possible, sure
 from batchspec.structured.regular import Impossible, TooLarge

@@ -24,8 +24,8 @@ from batchspec.structured import compiler as compiler_module
 from batchspec.structured import dfa as dfa_module
 from batchspec.structured.compiler import BadConstraint, Compiler
 from batchspec.structured.dfa import Dfa, dfa_of
-from batchspec.structured.json_leaves import BadSchema
-from batchspec.structured.json_schema import schema_rules
+from batchspec.structured.json_schema.leaves import BadSchema
+from batchspec.structured.json_schema.schema import schema_rules
 from batchspec.structured.nfa import utf8_ranges
 from batchspec.structured.regex import BadRegex, regex_node
 from batchspec.structured.regular import Chars, Impossible, TooLarge

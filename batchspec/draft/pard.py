@@ -63,7 +63,7 @@ class PardModel:
 
 
 def read_pard(folder: Path, target: ModelSpec) -> PardSpec:
-    """config.json of a drafter's folder. Raises CheckpointError for a model that is not built, or another target's."""
+    """config.json of a drafter's folder. Raises CheckpointError for a model that is not supported, or another target's."""
     path = folder / "config.json"
     spec = load_spec(folder)
     config = ConfigReader(read_json(path), shown(path))

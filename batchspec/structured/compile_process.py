@@ -14,7 +14,7 @@ from typing import Any
 
 from batchspec.structured.compile_pool import LAZY
 from batchspec.structured.dfa import dfa_of
-from batchspec.structured.json_leaves import BadSchema
+from batchspec.structured.json_schema.leaves import BadSchema
 from batchspec.structured.parse import AFTER_THOUGHT, network_of, rules_of, single_bytes
 from batchspec.structured.regex import BadRegex
 from batchspec.structured.regular import Impossible, TooLarge

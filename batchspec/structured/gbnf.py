@@ -41,7 +41,7 @@ def _tokens(source: str) -> Iterator[Token]:
         found = _TOKEN.match(source, place)
         if found is None:
             near = source[place : place + 20]
-            raise BadGrammar(f"line {line}: {near!r} is not built in a grammar with `::=`; write it another way")
+            raise BadGrammar(f"line {line}: {near!r} is not supported in a grammar with `::=`; write it another way")
         if found.lastgroup != "space":
             yield str(found.lastgroup), found.group(), line
         line += found.group().count("\n")

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchspec.structured.grammar import grammar_rules
-from batchspec.structured.json_schema import schema_rules
+from batchspec.structured.json_schema.schema import schema_rules
 from batchspec.structured.network import Network
 from batchspec.structured.regex import regex_node
 from batchspec.structured.regular import Alt, Repeat, text

@@ -10,14 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from batchspec.structured.regex_syntax import ANY, ASCII, At, Dialect, Group, Item, NotBuilt, Repeated, parsed
+from batchspec.structured.regex_syntax import ANY, ASCII, At, Dialect, Group, Item, NotSupported, Repeated, parsed
 from batchspec.structured.regular import Alt, Chars, Node, Repeat, Seq, optional
 
 MAX_REPEATS = 100_000
 
 
 class BadRegex(ValueError):
-    """The expression is not valid, or not built; the message says what."""
+    """The expression is not valid, or not supported; the message says what."""
 
 
 def regex_node(
@@ -34,13 +34,13 @@ def regex_node(
     except (re.error, OverflowError, RecursionError) as error:
         raise BadRegex(f"{pattern!r} is no regular expression ({error})") from None
     if flags & ~re.UNICODE:
-        raise BadRegex(f"{pattern!r} sets flags, which are not built; spell them out, as [aA] for (?i)a")
+        raise BadRegex(f"{pattern!r} sets flags, which are not supported; spell them out, as [aA] for (?i)a")
     try:
         more = Repeat(of_char(ANY), 0, None) if anywhere else None
         end = None if dialect.end is None else optional(of_char(dialect.end))
         return _Builder(of_char, more, end).outermost(parsed(pattern, dialect), True, True)
-    except NotBuilt as error:
-        raise BadRegex(f"{pattern!r} holds {error}, which is not built; write it another way") from None
+    except NotSupported as error:
+        raise BadRegex(f"{pattern!r} holds {error}, which is not supported; write it another way") from None
 
 
 class _Builder:
@@ -81,10 +81,10 @@ class _Builder:
                 return self.outermost(item, begins, ends)
             case Repeated(part, least, most):
                 if max(least, most or 0) > MAX_REPEATS:
-                    raise NotBuilt(f"a repetition of more than {MAX_REPEATS:,}")
+                    raise NotSupported(f"a repetition of more than {MAX_REPEATS:,}")
                 return Repeat(self._item(part, begins=False, ends=False), least, most)
             case At():
-                raise NotBuilt("^, $ or \\b inside")
+                raise NotSupported("^, $ or \\b inside")
 
 
 def _has_anchor(item: Item, *, begin: bool) -> bool:

@@ -1,6 +1,6 @@
 """The syntax of regular expressions: the subset of Python's `re` that `regex.py` builds, parsed into a small tree.
 
-Only valid expressions come here: `re.compile` has refused the others. What is valid and not built raises `NotBuilt`.
+Only valid expressions come here: `re.compile` has refused the others. What is valid and not supported raises `NotSupported`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ REFUSED_GROUPS = {
 }  # fmt: skip
 
 
-class NotBuilt(ValueError):
+class NotSupported(ValueError):
     """The expression holds what its message says."""
 
 
@@ -99,7 +99,7 @@ Item = Chars | At | Group | Repeated
 
 
 def parsed(pattern: str, dialect: Dialect = ASCII) -> Group:
-    """The tree of a valid expression. Raises NotBuilt."""
+    """The tree of a valid expression. Raises NotSupported."""
     parser = _Parser(pattern, dialect)
     found = parser.group()
     assert parser.place == len(pattern), f"{pattern!r} is valid, and was read to {parser.place} alone"
@@ -156,14 +156,14 @@ class _Parser:
             return None
         for begin, what in REFUSED_GROUPS.items():
             if self._skip(begin):
-                raise NotBuilt(what)
+                raise NotSupported(what)
         if (named := NAMED.match(self._text, self.place)) is not None:
             self.place = named.end()
         any_case = self._any_case
         if named is None and self._skip("?i:"):
             self._any_case = True
         elif named is None and not self._skip("?:") and self._skip("?"):
-            raise NotBuilt("a group with flags other than i")
+            raise NotSupported("a group with flags other than i")
         found = self.group()
         self._skip(")")
         self._any_case = any_case
@@ -194,7 +194,7 @@ class _Parser:
             else:
                 return item
             if self._skip("+"):
-                raise NotBuilt("a possessive repetition")
+                raise NotSupported("a possessive repetition")
             self._skip("?")  # the shortest repetition first: the texts are the same
             item = Repeated(item, *limits)
 
@@ -203,9 +203,9 @@ class _Parser:
         if char in "AZ":
             return At(char == "A")
         if char in "bB":
-            raise NotBuilt("^, $ or \\b inside")
+            raise NotSupported("^, $ or \\b inside")
         if char in "123456789" and not re.match(r"[0-3][0-7]{2}", self._text[self.place - 1 :]):
-            raise NotBuilt("a group reference")
+            raise NotSupported("a group reference")
         return self._cased(Chars.of(self._escaped(char).ranges))
 
     def _escaped(self, char: str) -> Chars:

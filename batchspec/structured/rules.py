@@ -14,7 +14,7 @@ from batchspec.structured.regular import Alt, Graph, Joined, Members, Node, Ref,
 
 
 class BadGrammar(ValueError):
-    """The grammar is not valid, or holds what is not built; the message says where and what."""
+    """The grammar is not valid, or holds what is not supported; the message says where and what."""
 
 
 @dataclass(frozen=True, slots=True)

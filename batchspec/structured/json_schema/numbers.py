@@ -10,9 +10,9 @@ from fractions import Fraction
 from typing import Any
 
 from batchspec.structured.char_dfa import CharDfa
-from batchspec.structured.json_leaves import NOT_VALUES, BadSchema, Leaf
-from batchspec.structured.json_strings import listed
-from batchspec.structured.json_values import MAX_DIGITS, any_number, integer, natural
+from batchspec.structured.json_schema.leaves import NOT_VALUES, BadSchema, Leaf
+from batchspec.structured.json_schema.strings import listed
+from batchspec.structured.json_schema.values import MAX_DIGITS, any_number, integer, natural
 from batchspec.structured.regular import EMPTY, NOTHING, Alt, Chars, Graph, Node, Seq, text
 
 MAX_MULTIPLE = 1_000
@@ -61,7 +61,7 @@ def _bound(
                 raise BadSchema(f"{where}/{key} must be a number; correct it")
             exact = Decimal(repr(value))
             if key == exclusive and len(exact.normalize().as_tuple().digits) > MAX_DIGITS:
-                raise BadSchema(f"{where}/{key}={value} has more than {MAX_DIGITS} digits, which is not built; round it")
+                raise BadSchema(f"{where}/{key}={value} has more than {MAX_DIGITS} digits, which is not supported; round it")
             found.append((exact, key == exclusive))
     if not found:
         return None
@@ -99,7 +99,7 @@ def _multiple(leaves: Sequence[Leaf]) -> int | None:
         error = abs(Fraction(value) / exact - 1)
         found = math.lcm(found or 1, exact.numerator)
         if error > Fraction(1, 2**54) or found > MAX_MULTIPLE or exact < _LEAST_MULTIPLE:
-            said = f"{where}/multipleOf={json.dumps(value)[:30]} is not built"
+            said = f"{where}/multipleOf={json.dumps(value)[:30]} is not supported"
             raise BadSchema(f"{said}; use a whole number of at most {MAX_MULTIPLE:,}, or one like 0.01")
     return found
 

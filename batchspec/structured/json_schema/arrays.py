@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from batchspec.structured.json_leaves import BadSchema, Leaf, Parts, count_of
-from batchspec.structured.json_objects import Reading
-from batchspec.structured.json_validity import fits, same
-from batchspec.structured.json_values import COMMA, MAX_DEPTH, any_value, literal, wrapped
+from batchspec.structured.json_schema.leaves import BadSchema, Leaf, Parts, count_of
+from batchspec.structured.json_schema.objects import Reading
+from batchspec.structured.json_schema.validity import fits, same
+from batchspec.structured.json_schema.values import COMMA, MAX_DEPTH, any_value, literal, wrapped
 from batchspec.structured.regular import EMPTY, NOTHING, Alt, Graph, Joined, Members, Node, Repeat, Seq
 
 MAX_DISTINCT = 5
@@ -42,7 +42,7 @@ def array_node(leaves: Sequence[Leaf], reading: Reading) -> Node:
     if wanted:
         if num_fixed or unique is not None or len(wanted) > 1 or "maxContains" in wanted[0].schema:
             raise BadSchema(
-                f"{wanted[0].where}/contains beside prefixItems, uniqueItems or maxContains is not built; leave it out"
+                f"{wanted[0].where}/contains beside prefixItems, uniqueItems or maxContains is not supported; leave it out"
             )
         return wrapped("[", _containing(leaves, wanted[0], least, most, reading), "]")
     if unique is not None and most not in (0, 1):
@@ -92,7 +92,7 @@ def _containing(leaves: Sequence[Leaf], wanted: Leaf, least: int, most: int | No
         times = 1
     cap = max(least, times if isinstance(times, int) else -1, 1) if most is None else most
     if not isinstance(times, int) or isinstance(times, bool) or times < 0 or (cap + 1) * (times + 1) > MAX_COUNTED:
-        raise BadSchema(f"{wanted.where}/contains among so many elements is not built; lower minContains or maxItems")
+        raise BadSchema(f"{wanted.where}/contains among so many elements is not supported; lower minContains or maxItems")
     any_, one = (
         _element(leaves, 0, reading),
         _element(leaves, 0, reading, [(f"{wanted.where}/contains", wanted.schema["contains"])]),
@@ -119,7 +119,7 @@ def _distinct(
     values = None if num_fixed else _listed(element_schemas(leaves, 0), reading)
     if values is None:
         raise BadSchema(
-            f"{where}/uniqueItems is not built unless the elements are listed by enum: values written before would have to be "
+            f"{where}/uniqueItems is not supported unless the elements are listed by enum: values written before would have to be "
             "remembered; leave it out"
         )
     most = len(values) if most is None else min(most, len(values))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from batchspec.structured.json_leaves import (
+from batchspec.structured.json_schema.leaves import (
     KEYWORDS,
     NOT_PATTERNS,
     NOT_THERE,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from batchspec.structured.json_leaves import (
+from batchspec.structured.json_schema.leaves import (
     NOT_PATTERNS,
     NOT_THERE,
     NOT_TYPES,
@@ -56,7 +56,7 @@ def fits(value: Any, where: str, schema: Any, of: Document, *, proof: bool = Fal
     """Whether the value is valid; formats are annotations.
 
     proof  obey only the keywords that validators of the declared draft obey
-    Raises BadSchema for keywords that are not built, and where validators may disagree.
+    Raises BadSchema for keywords that are not supported, and where validators may disagree.
     """
     try:
         return _fits(value, where, schema, of, proof, 0)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from batchspec.structured.json_arrays import element_schemas
-from batchspec.structured.json_leaves import (
+from batchspec.structured.json_schema.arrays import element_schemas
+from batchspec.structured.json_schema.leaves import (
     TYPES,
     BadSchema,
     Document,
@@ -23,10 +23,10 @@ from batchspec.structured.json_leaves import (
     types_of,
     written_types,
 )
-from batchspec.structured.json_numbers import bounds_of
-from batchspec.structured.json_objects import inner_schemas, named_keys
-from batchspec.structured.json_strings import language, possible_language
-from batchspec.structured.json_validity import fits, found_in
+from batchspec.structured.json_schema.numbers import bounds_of
+from batchspec.structured.json_schema.objects import inner_schemas, named_keys
+from batchspec.structured.json_schema.strings import language, possible_language
+from batchspec.structured.json_schema.validity import fits, found_in
 from batchspec.structured.regular import TooLarge
 
 MAX_NESTED = 6

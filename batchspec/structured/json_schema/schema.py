@@ -1,14 +1,14 @@
-"""JSON Schema as nodes of `regular.py`: every text that is written is valid; not every valid text can be written.
+"""JSON Schema as nodes of `structured/regular.py`: every text that is written is valid; not every valid text can be written.
 
 What is narrower than the standard: properties come in the schema's order; there are none besides those it names, unless it names
 none or gives patterns of keys; one space may follow a colon or a comma, and no other white space is written; whole numbers have
 at most 15 digits, and so do fractions; a value without a type is nested at most MAX_DEPTH levels deep. A schema that is named
-inside of itself may be nested to any depth. A keyword of the standard that could make a written text invalid and is not built
+inside of itself may be nested to any depth. A keyword of the standard that could make a written text invalid and is not supported
 is refused by its name. Annotations and what the standard does not know, names of formats included, are ignored, as validators do.
 Source: https://json-schema.org/draft/2020-12, and what draft-04 to draft-07 say otherwise.
 
-Schemas that hold at once are not merged: the values of all their leaves are built (`json_leaves.py`). A leaf with anyOf, oneOf,
-not, if or dependencies is replaced by its ways, each a list of schemas that hold instead (`json_ways.py`).
+Schemas that hold at once are not merged: the values of all their leaves are built (`leaves.py`). A leaf with anyOf, oneOf,
+not, if or dependencies is replaced by its ways, each a list of schemas that hold instead (`ways.py`).
 """
 
 from __future__ import annotations
@@ -16,35 +16,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from batchspec.structured.json_arrays import array_node
-from batchspec.structured.json_leaves import MAX_INSIDE, NOT_VALUES, BadSchema, Document, Flat, Leaf, Parts, written_types
-from batchspec.structured.json_numbers import number_node
-from batchspec.structured.json_objects import object_node
-from batchspec.structured.json_strings import string_node
-from batchspec.structured.json_validity import fits, is_of
-from batchspec.structured.json_values import MAX_DEPTH, any_value, literal
-from batchspec.structured.json_ways import COMBINING, Ways, is_hopeless
+from batchspec.structured.json_schema.arrays import array_node
+from batchspec.structured.json_schema.leaves import MAX_INSIDE, NOT_VALUES, BadSchema, Document, Flat, Leaf, Parts, written_types
+from batchspec.structured.json_schema.numbers import number_node
+from batchspec.structured.json_schema.objects import object_node
+from batchspec.structured.json_schema.strings import string_node
+from batchspec.structured.json_schema.validity import fits, is_of
+from batchspec.structured.json_schema.values import MAX_DEPTH, any_value, literal
+from batchspec.structured.json_schema.ways import COMBINING, Ways, is_hopeless
 from batchspec.structured.regular import NOTHING, Alt, Node, Ref, TooLarge, text
 from batchspec.structured.rules import Rules
 
 MAX_WAYS = 20_000
 """Combinations of the ways of all leaves that hold at once, in the whole schema."""
 
+WRONG_TYPES = (TypeError, AttributeError, LookupError, ArithmeticError, ValueError)
+"""What a keyword causes whose value has a type that no check has refused."""
+
 
 def schema_rules(schema: Any) -> Rules:
-    """The JSON texts of a schema. Raises BadSchema for one that is not valid, or has a keyword that is not built; TooLarge."""
+    """The JSON texts of a schema. Raises BadSchema for one that is not valid, or has a keyword that is not supported; TooLarge."""
     reader = _Reader(schema)
     try:
         return Rules(reader.value([("", schema)]), reader.rules)
     except (BadSchema, TooLarge):
         raise
-    except (
-        TypeError,
-        AttributeError,
-        LookupError,
-        ArithmeticError,
-        ValueError,
-    ) as error:  # a keyword whose value nobody has looked at yet
+    except WRONG_TYPES as error:
         raise BadSchema(f"a keyword of the schema has a value of a wrong type ({error}); correct it") from error
 
 
@@ -113,7 +110,7 @@ class _Reader:
         values = [value for leaf in leaves for value in leaf.schema.get(NOT_VALUES, ()) if is_of(value, name, self.document)]
         match name:
             case "object" | "array" if values:
-                raise BadSchema(f"{leaves[0].where}/not with listed objects or arrays is not built; leave them out")
+                raise BadSchema(f"{leaves[0].where}/not with listed objects or arrays is not supported; leave them out")
             case "object":
                 return object_node(leaves, self)
             case "array":

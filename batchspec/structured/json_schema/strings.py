@@ -13,8 +13,8 @@ from functools import lru_cache
 from typing import Any
 
 from batchspec.structured.char_dfa import NO_TEXT, CharDfa
-from batchspec.structured.json_leaves import NOT_PATTERNS, NOT_VALUES, BadSchema, Leaf, count_of, types_of
-from batchspec.structured.json_values import ANY_STRING, FORMATS, escaped, string, wrapped
+from batchspec.structured.json_schema.leaves import NOT_PATTERNS, NOT_VALUES, BadSchema, Leaf, count_of, types_of
+from batchspec.structured.json_schema.values import ANY_STRING, FORMATS, escaped, string, wrapped
 from batchspec.structured.regex import BadRegex, regex_node
 from batchspec.structured.regex_syntax import ANY, Dialect, possible, sure
 from batchspec.structured.regular import Alt, Chars, Node, Repeat, text
@@ -79,7 +79,7 @@ def matching(pattern: str, where: str, *, sure_: bool = True) -> CharDfa:
         return CharDfa.of(_regex(pattern, where, sure() if sure_ else possible()))
     end = _closing(pattern, begin.start() + 1)
     if end is None or _has_bar(pattern):
-        raise BadSchema(f"{where}/pattern: {pattern!r} holds a lookahead inside, which is not built; write it another way")
+        raise BadSchema(f"{where}/pattern: {pattern!r} holds a lookahead inside, which is not supported; write it another way")
     rest = matching("^" + pattern[end + 1 :], where, sure_=sure_)
     inside, wanted = f"^(?:{pattern[begin.end() : end]})", begin[1] == "="
     ahead = CharDfa.of(_regex(inside, where, sure() if sure_ == wanted else possible()))

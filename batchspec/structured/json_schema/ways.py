@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from batchspec.structured.json_apart import Apart
-from batchspec.structured.json_leaves import NOT_THERE, BadSchema, Document, Leaf, Parts, list_of, types_of
-from batchspec.structured.json_negation import Negation
-from batchspec.structured.json_validity import same
+from batchspec.structured.json_schema.apart import Apart
+from batchspec.structured.json_schema.leaves import NOT_THERE, BadSchema, Document, Leaf, Parts, list_of, types_of
+from batchspec.structured.json_schema.negation import Negation
+from batchspec.structured.json_schema.validity import same
 
 COMBINING = ("anyOf", "oneOf", "not", "if", "dependentRequired", "dependentSchemas", "dependencies")
 MAX_TRIGGERS = 6
@@ -32,7 +32,7 @@ class Ways:
             return rest, [[part] for part in list_of(schema, key, where)]
         if key == "oneOf":
             return rest, self._one_of(leaf, [*others, Leaf(where, rest)])
-        refused = f"{where}/not: what it leaves out is not built; leave it out, or write what is allowed"
+        refused = f"{where}/not: what it leaves out is not supported; leave it out, or write what is allowed"
         return rest, [[self._negated((f"{where}/not", schema["not"]), refused)]]
 
     def _one_of(self, leaf: Leaf, context: Sequence[Leaf]) -> list[Parts]:
@@ -62,7 +62,7 @@ class Ways:
         return ways
 
     def _if(self, leaf: Leaf) -> list[Parts]:
-        """Where the negation of the condition is not built, only what fits it is written."""
+        """Where the negation of the condition is not supported, only what fits it is written."""
         where, schema = leaf
         condition = (f"{where}/if", schema["if"])
         ways: list[Parts] = [[condition, (f"{where}/then", schema.get("then", True))]]

@@ -15,7 +15,7 @@ MAX_INSIDE = 500
 NOT_BUILT = {
     "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef", "divisibleBy", "extends", "disallow",
 }  # fmt: skip
-"""Keywords of the drafts that decide whether a value is valid, and are not built."""
+"""Keywords of the drafts that decide whether a value is valid, and are not supported."""
 BY_TYPE: dict[str, tuple[str, ...]] = {
     "object": (
         "properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties",
@@ -49,7 +49,7 @@ _BEFORE = {"2019-09": {"dependencies"}, "2020-12": {"additionalItems"}}
 
 
 class BadSchema(ValueError):
-    """The schema is not valid, or holds what is not built; the message says where and what."""
+    """The schema is not valid, or holds what is not supported; the message says where and what."""
 
 
 class Leaf(NamedTuple):
@@ -101,7 +101,7 @@ class Document:
             said = "is no pointer within the schema; put what it names into $defs and write #/$defs/NAME"
             raise BadSchema(f"{where}/$ref={json.dumps(target)[:60]} {said}")
         if self._has_inner_base:
-            raise BadSchema(f"{where}/$ref={target}: a schema with an $id inside of it is not built; take the inner $id out")
+            raise BadSchema(f"{where}/$ref={target}: a schema with an $id inside of it is not supported; take the inner $id out")
         found: Any = self._root
         for part in unquote(target).split("/")[1:]:
             part = part.replace("~1", "/").replace("~0", "~")
@@ -152,12 +152,12 @@ class Document:
 
 
 def check_built(schema: Any, where: str) -> None:
-    """Raises BadSchema for what is no schema, or has a keyword that is not built."""
+    """Raises BadSchema for what is no schema, or has a keyword that is not supported."""
     if not isinstance(schema, dict):
         raise BadSchema(f"{where or 'the schema'} is {json.dumps(schema)[:40]}, not an object; correct it")
     refused = next((key for key in schema if key in NOT_BUILT), None)
     if refused is not None:
-        raise BadSchema(f"{where}/{refused}: this keyword is not built; leave it out")
+        raise BadSchema(f"{where}/{refused}: this keyword is not supported; leave it out")
 
 
 def list_of(schema: Mapping[Any, Any], key: str, where: str) -> list[tuple[str, Any]]:

@@ -14,10 +14,10 @@ from itertools import combinations
 from typing import Any, Protocol
 
 from batchspec.structured.char_dfa import NO_TEXT, CharDfa
-from batchspec.structured.json_leaves import KEYWORDS, NOT_THERE, NOT_TYPES, BadSchema, Document, Leaf, Parts, count_of
-from batchspec.structured.json_strings import language, listed, matching
-from batchspec.structured.json_validity import fits, found_in
-from batchspec.structured.json_values import (
+from batchspec.structured.json_schema.leaves import KEYWORDS, NOT_THERE, NOT_TYPES, BadSchema, Document, Leaf, Parts, count_of
+from batchspec.structured.json_schema.strings import language, listed, matching
+from batchspec.structured.json_schema.validity import fits, found_in
+from batchspec.structured.json_schema.values import (
     ANY_STRING,
     COLON,
     COMMA,
@@ -176,7 +176,7 @@ def _names(where: str, schema: Mapping[Any, Any], reading: Reading) -> tuple[Lea
     if flat is None:
         return (Leaf(place, {NOT_TYPES: ["string"]}),)
     if any(leaf.schema.keys() & KEYWORDS - built for leaf in flat.leaves):
-        raise BadSchema(f"{place}: only {', '.join(sorted(built))} are built; leave the others out")
+        raise BadSchema(f"{place}: only {', '.join(sorted(built))} are supported; leave the others out")
     return flat.leaves
 
 
