@@ -256,6 +256,7 @@ def test_what_a_draft_does_not_have_proves_nothing() -> None:
 @pytest.mark.parametrize(
     ("schema", "texts", "expected"),
     [
+        ({"type": "number", "not": {"enum": [2.5]}}, ["2.5", "25e-1", "2"], [False, False, True]),
         ({"propertyNames": {"type": "null"}}, ["{}", '{"a":1}'], [True, False]),
         ({"propertyNames": False, "type": "object"}, ["{}", '{"a":1}'], [True, False]),
         ({"type": "object", "properties": {"a": {}, "b": {}}, "maxProperties": 0}, ["{}", '{"a":1}'], [True, False]),

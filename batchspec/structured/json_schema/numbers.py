@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
 
 from batchspec.structured.char_dfa import CharDfa
 from batchspec.structured.json_schema.leaves import NOT_VALUES, BadSchema, Leaf
@@ -29,8 +28,9 @@ def number_node(name: str, leaves: Sequence[Leaf]) -> Node:
     low = _bound(leaves, "minimum", "exclusiveMinimum", max)
     high = _bound(leaves, "maximum", "exclusiveMaximum", min)
     multiple = _multiple(leaves)
-    left_out = [int(value) for _, schema in leaves for value in schema.get(NOT_VALUES, ()) if _is_whole(value)]
-    if name == "number" and multiple is None and not left_out:
+    values = [value for _, schema in leaves for value in schema.get(NOT_VALUES, ()) if type(value) in (int, float)]
+    left_out = [int(value) for value in values if value % 1 == 0]
+    if name == "number" and multiple is None and not values:
         return any_number() if low is high is None else _numbers(low, high)
     if not left_out and multiple in (None, 1):
         return integer(*_inclusive(low, high))
@@ -77,10 +77,6 @@ def _inclusive(low: Bound | None, high: Bound | None) -> tuple[int, int]:
     if high is not None:
         most = min(most, math.ceil(high[0]) - 1 if high[1] else math.floor(high[0]))
     return least, most
-
-
-def _is_whole(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, int | float) and value % 1 == 0
 
 
 def _multiple(leaves: Sequence[Leaf]) -> int | None:
