@@ -25,7 +25,7 @@ from batchspec.structured.lazy_masks import Expander as StateExpander
 from batchspec.structured.network import Network
 from batchspec.structured.parse import network_of, rules_of, single_bytes
 from batchspec.structured.regex import regex_node
-from batchspec.structured.regular import EMPTY, Impossible, optional, text
+from batchspec.structured.regular import EMPTY, Impossible, TooLarge, optional, text
 from batchspec.structured.rules import BadGrammar, Rules
 from batchspec.token_automaton import DEAD, ENDS, FORCED, NUM_SYMBOLS, TokenAutomaton
 from tests.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, TOKENS, VOCABULARY, automaton
@@ -297,20 +297,47 @@ def test_a_process_finds_the_states_and_one_that_dies_loses_its_epoch(compiler: 
     assert dead.state == DEAD
     assert expander._process._process is not None
     expander._process._process.kill()
-    assert isinstance(expander.submit(first).result(60), str)
+    assert expander.submit(first).result(60) is None  # a state that it computed ahead may be to blame: the row asks again
     assert expander.submit(first).result(60) is None  # its numbers mean nothing to the next process
     again = expander.submit(Ask(lazy, ANSWER, (3, 3), 8)).result(60)
     assert not isinstance(again, str)
     assert again is not None
     assert again.mask.tolist() == found.mask.tolist()
+    assert again.ahead == ()
+    expander._process._process.kill()
+    assert isinstance(expander.submit(Ask(lazy, ANSWER, (3, 3), 8)).result(60), str)
 
 
 def test_a_state_that_takes_too_long_is_an_answer_too(compiler: Compiler) -> None:
     expander = Expander(compiler.job, cpu_s=1)
     rules = " | ".join(f'"{"a" * count}" root "{"b" * count}"' for count in range(1, 40))
     slow = LazyAutomaton("grammar", f'root ::= {rules} | "c"')
-    answers = [expander.submit(Ask(slow, ANSWER, tuple([3] * count), 1)).result(120) for count in (1, 60)]
+    asks = [Ask(slow, ANSWER, tuple([3] * count), epoch) for epoch in (1, 2, 3) for count in (1, 60)]
+    answers = [expander.submit(ask).result(120) for ask in asks]
     assert any(isinstance(one, str) and ("ways" in one or "takes more than" in one) for one in answers)
+
+
+@pytest.mark.parametrize("error", [TooLarge("of 3 states"), Impossible("none"), RecursionError(), MemoryError()])
+def test_a_state_that_fails_ahead_is_no_error_of_the_row_that_asked(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which states are computed ahead depends on the time they take: an error row must not."""
+    lazy, expansion, told = LazyAutomaton("grammar", GRAMMARS[0].gbnf), StateExpander.expansion, list[int]()
+    alone = work().answer(Ask(lazy, ANSWER, (3, 3), 1, reads_ahead=False))
+
+    def failing(self: StateExpander, dfa: LazyDfa, state: int, *more: Any) -> Any:
+        told.append(state)
+        if len(told) > 1:
+            raise error
+        return expansion(self, dfa, state, *more)
+
+    monkeypatch.setattr(StateExpander, "expansion", failing)
+    monkeypatch.setattr(expand_process, "AHEAD_S", 60.0)
+    found = work().answer(Ask(lazy, ANSWER, (3, 3), 1))
+    assert len(told) == 2
+    assert not isinstance(found, str)
+    assert not isinstance(alone, str)
+    assert (found.state, found.mask.tolist(), found.ahead) == (alone.state, alone.mask.tolist(), ())
 
 
 def test_states_are_numbered_anew_in_another_epoch() -> None:

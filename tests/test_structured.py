@@ -6,6 +6,7 @@ import gc
 import json
 import pickle
 import re
+import resource
 import signal
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +23,7 @@ from batchspec.model.tokenizer import Tokenizer
 from batchspec.structured import compile_process, nfa
 from batchspec.structured import compiler as compiler_module
 from batchspec.structured import dfa as dfa_module
+from batchspec.structured.compile_pool import LAZY
 from batchspec.structured.compiler import BadConstraint, Compiler
 from batchspec.structured.dfa import Dfa, dfa_of
 from batchspec.structured.json_schema.leaves import BadSchema
@@ -317,6 +319,20 @@ def test_texts_that_the_tokenizer_cannot_write_are_not_asked_for() -> None:
 @pytest.fixture
 def compiler() -> Compiler:
     return Compiler(VOCABULARY, (EOS,), thinks=False, may_begin=False)
+
+
+def test_an_error_that_no_check_foresaw_is_one_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def defect(*_: Any) -> Any:
+        raise KeyError("lost")
+
+    monkeypatch.setattr(compile_process, "rules_of", defect)
+    monkeypatch.setattr(compile_process, "network_of", defect)
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    job = {"vocabulary": TokenSymbols.of([]), "end_ids": (), "thinks": False, "may_begin": False}
+    for kind in ("schema", LAZY + "schema"):
+        found = compile_process.answer(kind, "{}", 1, **job)
+        assert found["code"] == "bad_schema"
+        assert "an error in batchspec (KeyError: 'lost'); report it" in found["error"]
 
 
 def test_each_distinct_constraint_is_compiled_once(compiler: Compiler) -> None:

@@ -69,7 +69,14 @@ def answer(kind: str, source: str, cpu_s: int, **job: Any) -> dict[str, Any]:
         return {"code": "bad_schema", "error": f"it holds {half}, half of a surrogate pair, which UTF-8 cannot write; correct it"}
     except (TooLarge, RecursionError, MemoryError) as error:
         return {"code": "large_schema", "error": known.get(type(error), str(error))}
+    except Exception as error:  # a defect here must not end the job: the row becomes an error row
+        return {"code": "bad_schema", "error": unexpected(error)}
     return {name: getattr(made, name) for name in FIELDS} | {"seconds": time.process_time() - began}
+
+
+def unexpected(error: Exception) -> str:
+    """The message of an error that no check foresaw."""
+    return f"it cannot be compiled because of an error in batchspec ({type(error).__name__}: {error}); report it with its text"
 
 
 def _lazily(kind: str, source: str, reason: str, vocabulary: TokenSymbols) -> dict[str, Any]:

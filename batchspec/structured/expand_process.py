@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from batchspec.lazy_automaton import Ask, Expansion, LazyAutomaton
-from batchspec.structured.compile_process import MAX_RECURSION
+from batchspec.structured.compile_process import MAX_RECURSION, unexpected
 from batchspec.structured.lazy_dfa import LazyDfa
 from batchspec.structured.lazy_masks import Expander
 from batchspec.structured.parse import network_of
@@ -67,6 +67,8 @@ class Work:
             return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         except MemoryError:
             return "its states take more memory than allowed"
+        except Exception as error:  # a defect here must not end the job: the row becomes an error row
+            return unexpected(error)
 
     def _expansion(self, ask: Ask) -> Expansion:
         known = self._known.get(ask.automaton)
@@ -95,7 +97,7 @@ class Work:
             share, state = max(fresh)
             try:
                 found, following = self._expander.expansion(known.dfa, state, self._weights)
-            except TooLarge:  # a state that no row may ever reach
+            except (TooLarge, Impossible, RecursionError, MemoryError):  # of a state that no row may ever reach
                 return
             known.answered.add(state)
             yield found

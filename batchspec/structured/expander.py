@@ -43,15 +43,22 @@ class _ExpandProcess(LimitedProcess):
     module = "batchspec.structured.expand_process"
     _lost_epoch = -1
     """The epoch in which a process died. The next process numbers states anew, so asks of this epoch get None."""
+    _reads_ahead = True
 
     def ask(self, ask: Ask) -> Answer:
         if ask.epoch == self._lost_epoch:
             return None
+        ask = replace(ask, reads_ahead=ask.reads_ahead and self._reads_ahead)
         try:
             found: Answer = self.result(ask)
             return found
         except (Died, RuntimeError) as error:
             self._lost_epoch = ask.epoch
+            if (
+                ask.reads_ahead
+            ):  # a state that no row asked for may have taken too much: the row asks once more, for its own alone
+                self._reads_ahead = False
+                return None
             return str(error)
 
 

@@ -119,8 +119,8 @@ def _distinct(
     values = None if num_fixed else _listed(element_schemas(leaves, 0), reading)
     if values is None:
         raise BadSchema(
-            f"{where}/uniqueItems is not supported unless the elements are listed by enum: values written before would have to be "
-            "remembered; leave it out"
+            f"{where}/uniqueItems is not supported unless the elements are listed by enum: values written before would have to "
+            "be remembered; leave it out"
         )
     most = len(values) if most is None else min(most, len(values))
     if least > most:

@@ -35,7 +35,7 @@ WRONG_TYPES = (TypeError, AttributeError, LookupError, ArithmeticError, ValueErr
 
 
 def schema_rules(schema: Any) -> Rules:
-    """The JSON texts of a schema. Raises BadSchema for one that is not valid, or has a keyword that is not supported; TooLarge."""
+    """The JSON texts of a schema. Raises BadSchema for one that is not valid or has a keyword that is not supported; TooLarge."""
     reader = _Reader(schema)
     try:
         return Rules(reader.value([("", schema)]), reader.rules)
