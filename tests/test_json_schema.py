@@ -41,7 +41,7 @@ def keywords(inner: st.SearchStrategy[Any]) -> dict[str, st.SearchStrategy[Any]]
         "propertyNames": st.fixed_dictionaries({}, optional={"pattern": PATTERNS, "maxLength": SMALL}),
         "minProperties": SMALL, "maxProperties": SMALL, "dependentRequired": st.dictionaries(NAMES, names, max_size=2),
         "dependencies": st.dictionaries(NAMES, st.one_of(inner, names), max_size=2),
-        "items": inner, "minItems": SMALL, "maxItems": SMALL, "contains": inner,
+        "items": inner, "prefixItems": few, "minItems": SMALL, "maxItems": SMALL, "contains": inner,
         "minContains": SMALL, "uniqueItems": st.booleans(),
         "pattern": PATTERNS, "minLength": SMALL, "maxLength": SMALL, "format": st.sampled_from(["date", "ipv4", "own"]),
         "minimum": st.sampled_from([-3, 0, 0.5, 2]), "maximum": st.sampled_from([0, 0.75, 1, 3.25]),
@@ -265,12 +265,22 @@ def test_what_a_draft_does_not_have_proves_nothing() -> None:
         ({"$schema": DRAFTS[2], "type": "array", "contains": {"const": 1}, "minContains": 0, "items": {"enum": [1, 2]}},
          ["[]", "[2]", "[1]"], [False, False, True]),
         ({"$schema": DRAFTS[2], "contains": {"const": 1}, "minContains": 0, "enum": [[], [1]]}, ["[]", "[1]"], [False, True]),
+        ({"$schema": DRAFTS[2], "prefixItems": [{"const": 1}], "maxItems": 1, "minItems": 1}, ["[1]", "[2]"], [True, False]),
     ],
 )  # fmt: skip
 def test_texts_that_only_another_reading_of_a_keyword_would_allow(schema: Any, texts: list[str], expected: list[bool]) -> None:
     """propertyNames of no string leaves {} alone; draft-04 takes 1.0 for no integer; draft-07 has no minContains."""
     assert written(schema, *texts) == expected
     check_samples(schema)
+
+
+def test_items_after_prefix_items_are_refused_where_the_draft_has_no_prefix_items() -> None:
+    """To its validators `items` is for all elements."""
+    for more in ({}, {"enum": [[7, 1], [1]]}):
+        schema = {"prefixItems": [{"const": 7}], "items": {"const": 1}, **more}
+        assert written(schema, "[7,1]") == [True]
+        with pytest.raises(BadSchema, match=r"^/prefixItems is not of the declared draft: take out \$schema"):
+            schema_rules({"$schema": DRAFTS[2], **schema})
 
 
 def test_listed_values_are_written_whatever_type_the_other_keywords_imply() -> None:

@@ -122,6 +122,8 @@ class Document:
             if schema is True or id(schema) in seen:
                 continue
             check_built(schema, where)
+            if "items" in schema and "prefixItems" in schema.keys() & self.ignored:  # to validators `items` is for all elements
+                raise BadSchema(f"{where}/prefixItems is not of the declared draft: take out $schema, or write a list into items")
             seen.add(id(schema))
             if "$ref" not in schema and "allOf" not in schema:
                 if schema.keys() & KEYWORDS:
