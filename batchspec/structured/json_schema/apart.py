@@ -20,6 +20,7 @@ from batchspec.structured.json_schema.leaves import (
     check_built,
     count_of,
     list_of,
+    listed_values,
     types_of,
     written_types,
 )
@@ -96,7 +97,7 @@ class Apart:
         for key in ("anyOf", "oneOf"):
             if key in schema and all(self._apart(ours, part, more, depth + 1) for part in list_of(schema, key, where)):
                 return True
-        lists = [_listed(leaf) for leaf in ours]
+        lists = [listed_values(leaf.schema) for leaf in ours]
         for values in (one for one in lists if one is not None):
             if not any(self._may_fit(value, where, schema) for value in values):
                 return True
@@ -105,7 +106,7 @@ class Apart:
         types = set(self._types(ours, more))
         if "not" in schema and _fit_all(ours, types, schema["not"]):
             return True
-        their_values = _listed(their)
+        their_values = listed_values(schema)
         if their_values is not None and not any(
             all(self._may_fit(value, leaf.where, leaf.schema, proof=False) for leaf in ours) for value in their_values
         ):
@@ -194,13 +195,6 @@ class Apart:
             if any(self._apart(inner, part, more, depth + 1) for part in element_schemas([their], place)):
                 return True
         return False
-
-
-def _listed(leaf: Leaf) -> list[Any] | None:
-    if "const" in leaf.schema:
-        return [leaf.schema["const"]]
-    values = leaf.schema.get("enum")
-    return values if isinstance(values, list) else None
 
 
 def _fit_all(ours: Sequence[Leaf], types: set[str], schema: Any) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from batchspec.structured.json_schema.leaves import BadSchema, Leaf, Parts, count_of
+from batchspec.structured.json_schema.leaves import BadSchema, Leaf, Parts, count_of, listed_values
 from batchspec.structured.json_schema.objects import Reading
 from batchspec.structured.json_schema.validity import fits, same
 from batchspec.structured.json_schema.values import COMMA, MAX_DEPTH, any_value, literal, wrapped
@@ -161,14 +161,10 @@ def _listed(inner: Parts, reading: Reading) -> list[Any] | None:
     flat = reading.document.flat(inner)
     if flat is None:
         return []
-    lists = [
-        [schema["const"]] if "const" in schema else schema["enum"]
-        for _, schema in flat.leaves
-        if "const" in schema or "enum" in schema
-    ]
+    lists = [values for _, schema in flat.leaves if (values := listed_values(schema)) is not None]
     if not lists and any(schema.get("type") == "boolean" for _, schema in flat.leaves):
         lists = [[False, True]]
-    if not lists or not isinstance(lists[0], list):
+    if not lists:
         return None
     found = list[Any]()
     for value in lists[0]:

@@ -178,6 +178,14 @@ def names_of(types: Any, where: str) -> list[str]:
     return found
 
 
+def listed_values(schema: Mapping[Any, Any]) -> list[Any] | None:
+    """The values that const or enum lists; None without either, and where enum is no list."""
+    if "const" in schema:
+        return [schema["const"]]
+    values = schema.get("enum")
+    return values if isinstance(values, list) else None
+
+
 def types_of(leaves: Iterable[Leaf]) -> list[str] | None:
     """The types that all leaves allow; None if none of them says."""
     found: list[str] | None = None

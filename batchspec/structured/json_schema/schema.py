@@ -17,7 +17,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from batchspec.structured.json_schema.arrays import array_node
-from batchspec.structured.json_schema.leaves import MAX_INSIDE, NOT_VALUES, BadSchema, Document, Flat, Leaf, Parts, written_types
+from batchspec.structured.json_schema.leaves import (
+    MAX_INSIDE,
+    NOT_VALUES,
+    BadSchema,
+    Document,
+    Flat,
+    Leaf,
+    Parts,
+    listed_values,
+    written_types,
+)
 from batchspec.structured.json_schema.numbers import number_node
 from batchspec.structured.json_schema.objects import object_node
 from batchspec.structured.json_schema.strings import string_node
@@ -101,8 +111,8 @@ class _Reader:
 
     def _listed(self, leaves: Sequence[Leaf]) -> Node:
         where, schema = next(leaf for leaf in leaves if "const" in leaf.schema or "enum" in leaf.schema)
-        values = [schema["const"]] if "const" in schema else schema["enum"]
-        if not isinstance(values, list):
+        values = listed_values(schema)
+        if values is None:
             raise BadSchema(f"{where}/enum must be a list; correct it")
         return Alt(tuple(literal(value) for value in values if all(fits(value, *leaf, self.document) for leaf in leaves)))
 

@@ -137,8 +137,7 @@ class _Check:
         return sure
 
     def _array(self, value: list[Any], key: Any, item: Any, schema: Mapping[Any, Any]) -> bool:
-        is_ignored = "prefixItems" in self._of.ignored
-        first = [] if is_ignored else schema.get("prefixItems", [])
+        first = [] if "prefixItems" in self._of.ignored else schema.get("prefixItems", [])
         old = isinstance(schema.get("items"), list)
         match key:
             case "minItems":
@@ -148,7 +147,7 @@ class _Check:
             case "uniqueItems":
                 return not item or not any(same(a, b) for i, a in enumerate(value) for b in value[:i])
             case "prefixItems":
-                return (self._proof and is_ignored) or all(map(self._fits, value, item))
+                return all(map(self._fits, value, item))
             case "items" if old:
                 return (self._proof and self._of.is_newest) or all(map(self._fits, value, item))
             case "items":

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from batchspec.structured.json_schema.apart import Apart
-from batchspec.structured.json_schema.leaves import NOT_THERE, BadSchema, Document, Leaf, Parts, list_of, types_of
+from batchspec.structured.json_schema.leaves import NOT_THERE, BadSchema, Document, Leaf, Parts, list_of, listed_values, types_of
 from batchspec.structured.json_schema.negation import Negation
 from batchspec.structured.json_schema.validity import same
 
@@ -127,9 +127,5 @@ def is_hopeless(leaves: Sequence[Leaf]) -> bool:
 
 def _no_value(leaves: Sequence[Leaf]) -> bool:
     """Whether their lists of values have none in common."""
-    lists = [
-        [schema["const"]] if "const" in schema else schema["enum"]
-        for _, schema in leaves
-        if "const" in schema or isinstance(schema.get("enum"), list)
-    ]
+    lists = [values for _, schema in leaves if (values := listed_values(schema)) is not None]
     return len(lists) > 1 and not any(all(any(same(value, one) for one in other) for other in lists[1:]) for value in lists[0])
