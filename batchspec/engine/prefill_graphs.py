@@ -41,7 +41,7 @@ _ALIGNED = 4
 
 
 class PassInputs:
-    """What a padded pass is told of its rows: one buffer at a fixed address, of which each field is a line. R rows of the shape.
+    """What a padded pass is told of its rows: one buffer at a fixed address; each field is one of its rows. R rows of the shape.
 
     slot_ids   int32 [R] the slots of the pass, those that emit a token first, in order, then others; dead rows have slots that
                are not in the pass: no two rows have the same

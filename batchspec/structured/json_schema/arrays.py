@@ -15,7 +15,7 @@ from batchspec.structured.regular import EMPTY, NOTHING, Alt, Graph, Joined, Mem
 MAX_DISTINCT = 5
 """More distinct values than these come in the order in which they are listed."""
 MAX_COUNTED = 100
-"""Elements that are counted beside `contains`."""
+"""Limit on the elements that a schema with `contains` must count."""
 
 
 def element_schemas(leaves: Sequence[Leaf], place: int) -> Parts:
