@@ -82,7 +82,7 @@ def test_a_thought_that_is_cut_at_its_budget_shows_the_stop_strings_no_text_twic
     progress = RequestState(request=replace(progress.request, thinking=thinking), draft_len=3, finder=progress.finder)
     progress.add_prefill([2])
     progress.add_round(3, 3, 4, [begin, 0, 0, 0])
-    assert progress.hold_to_budget()
+    assert progress.enforce_budget()
     assert progress.tokens == [2, begin, 0, 0, end]
     assert progress.finish_reason is None
     progress.add_round(0, 3, 1, [2])

@@ -34,7 +34,7 @@ from batchspec.engine.engine import Engine
 from batchspec.engine.executor import Executor
 from batchspec.engine.prefill import Prefilled, chunks, prefill_chunk
 from batchspec.engine.prefill_cost import PrefillCost
-from batchspec.engine.prefill_graphs import CAPTURE_AT, PrefillGraphs, in_order
+from batchspec.engine.prefill_graphs import CAPTURE_AT, PrefillGraphs, emitting_first
 from batchspec.engine.prefill_shapes import PassShape, PassShapes
 from batchspec.engine.round import RoundOptions
 from batchspec.engine.step import Segment
@@ -254,7 +254,7 @@ def test_a_padded_batch_keeps_the_contract_of_flat_batches(job: Refills) -> None
     executor = job.executor(NoDrafter())
     graphs = PrefillGraphs(executor.round, executor.rows, executor.graphs, max_tokens=64)
     for segments in job.passes:
-        ordered, num_tokens = in_order(segments), sum(s.end - s.begin for s in segments)
+        ordered, num_tokens = emitting_first(segments), sum(s.end - s.begin for s in segments)
         graphs._inputs.fill(ordered, job.slots)
         batch, slot_ids = graphs._batch(PassShape(64, job.slots, 64, 64, 128, job.mode))
         count = len(segments)

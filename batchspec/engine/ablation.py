@@ -1,6 +1,6 @@
 """Rounds with an optimisation switched off, so that what it gains can be measured (`ablation.*`, `batchspec bench --opt`).
 
-Each variant overrides one method of `Round`; rounds without ablations never come here.
+Each variant overrides one method of `Round`; a job without ablations uses none of these classes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SoftmaxChoice(Round):
 
 
 class RaggedLayout(Round):
-    """ablation.uniform_slots=false: rows of equal draft length take the general layout too."""
+    """ablation.uniform_slots=false: rows of equal draft length use the ragged layout too."""
 
     @property
     def is_uniform(self) -> bool:
@@ -46,7 +46,7 @@ def greedy_by_softmax(logits: Tensor) -> Tensor:
 
 
 def ablated(kind: type[R], options: RoundOptions) -> type[R]:
-    """`kind` without the optimisations that `options` switch off; `kind` itself where they switch off none."""
+    """The variant of `kind` without the optimisations that `options` switch off; `kind` itself if they switch off none."""
     without: list[type[Round]] = [] if options.argmax else [SoftmaxChoice]
     if not options.uniform_slots:
         without.append(RaggedLayout)

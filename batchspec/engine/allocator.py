@@ -1,8 +1,8 @@
-"""Which request gets which slot and which pages. Host bookkeeping only: no tensor, no model, no clock.
+"""Decides which request gets which slot and which pages. Host bookkeeping only: no tensor, no model, no clock.
 
 Requests stream through a fixed set of slots. A free slot is refilled at a round boundary, in groups; a request gets pages
-for what it is expected to need and more as it grows; when pages run out the youngest request is preempted: its tokens are
-kept and it is prefilled again later.
+for the length it is predicted to reach, and more as it grows. When pages run out, the youngest request is preempted: its tokens
+are kept and it is prefilled again later.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from batchspec.records import PackedBatch, Request
 from batchspec.token_automaton import TokenAutomaton
 
 SHORT_CAP_TOKENS = 512
-"""Requests that may emit at most this many tokens are promised pages for all of them at once."""
+"""For requests whose limit is at most this many output tokens, pages for all of them are reserved at once."""
 GROW_PAGES, AMPLE_PAGES = 4, 32
-"""Pages that a row gets before it needs them: the first where every slot could have as many, the second where half of the pool
-would be free even then. Page tables are then written every few rounds, or once for rows with a short limit, not every round."""
+"""Pages that a row may get before it needs them. It gets AMPLE_PAGES if half of the pool stays free even when every slot gets as
+many, GROW_PAGES if the pool has as many for every slot, else none. So page tables are written every few rounds and not every
+round; for rows with a short limit once."""
 
 
 class SlotAllocator:
@@ -49,13 +50,13 @@ class SlotAllocator:
         lazy: LazyStates | None = None,
     ) -> None:
         """
-        requests             None: no request has come yet, others may later
+        requests             None: there is no request at present, but more may come
         slots                None: an empty table
-        lookahead            tokens after a page that its K/V depends on too: 1 with a drafter that reads the next token
-        num_lookahead_slots  K/V positions after a row's last token that it needs pages for too: what a tree of drafts takes
+        lookahead            1 with a drafter that reads the next token: the K/V of a page then depend on one token after it too
+        num_lookahead_slots  K/V slots after a row's last token that it needs too, such as those of a tree's nodes
         prefill_cost         None: the default one
-        automata             None: no request has one
-        scores               requests end with their prefill, so a free slot is filled at once
+        automata             None: no request has an automaton
+        scores               prompts are scored: a request ends with its prefill, so a free slot is refilled at once
         lazy                 None: no request has a lazy automaton
         """
         self._scores = scores
@@ -71,7 +72,7 @@ class SlotAllocator:
 
     @property
     def exhausted(self) -> bool:
-        """No request waits and none will come."""
+        """Whether no request waits and none will come."""
         return self._peek() is None and self._ended
 
     def num_rows_needed(self) -> int:
@@ -87,12 +88,12 @@ class SlotAllocator:
 
     @property
     def preempted(self) -> list[RequestState]:
-        """Requests that had slots and wait for pages."""
+        """Requests that were preempted and wait for pages."""
         return [state for state in self._waiting if state.tokens]
 
     def _peek(self) -> RequestState | None:
-        """The request that waits longest; None: at present there is none."""
-        while self._waiting and self._waiting[0].finish_reason is not None:  # given up before it got a slot
+        """The request that has waited longest; None if none waits at present."""
+        while self._waiting and self._waiting[0].finish_reason is not None:  # it failed before it got a slot
             self._waiting.popleft()
         if not self._waiting and not self._ended:
             try:
@@ -107,7 +108,7 @@ class SlotAllocator:
         return -(-num_tokens // self.batch.page_size)
 
     def expected_pages(self, state: RequestState) -> int:
-        """Pages that a waiting request will need at its end, as far as anyone knows: `_pages_at_end` of one request, in ints."""
+        """Pages that a waiting request is predicted to need in the end: `_pages_at_end` for one request, in Python ints."""
         request, at_end = state.request, state.max_tokens
         if request.max_new_tokens > SHORT_CAP_TOKENS:
             output = max(request.predicted_tokens, len(state.tokens) * 3 // 2 + 4 * self.batch.page_size)
@@ -115,15 +116,16 @@ class SlotAllocator:
         return self.pages_for(at_end + self._num_lookahead_slots)
 
     def _pages_at_end(self, prompt_len: Counts, max_tokens: Counts, predicted: Counts, emitted: Counts) -> Counts:
-        """All pages of a request with a short limit. Else those of the predicted length; a request that outgrows it is expected
-        to emit half as much again, so that a preempted request does not come back only to be preempted."""
+        """Pages that requests are predicted to need in the end. With a short limit: all up to the limit. Otherwise: those of the
+        predicted length; a request that has outgrown its prediction is expected to emit half as many tokens again, so that a
+        preempted request is not preempted again soon after it returns."""
         output = np.maximum(predicted, emitted * 3 // 2 + 4 * self.batch.page_size)
         expected = np.minimum(max_tokens, prompt_len + output)
         at_end = np.where(max_tokens - prompt_len <= SHORT_CAP_TOKENS, max_tokens, expected) + self._num_lookahead_slots
         return -(-at_end // self.batch.page_size)
 
     def promised(self) -> Counts:
-        """int64 [groups] pages that the requests in slots are expected to ask for still."""
+        """int64 [groups] pages that the requests in slots are predicted to need in addition to those they have."""
         slots = self.slots
         emitted = slots.num_tokens - slots.prompt_len
         at_end = self._pages_at_end(slots.prompt_len, slots.max_tokens, slots.predicted_tokens, emitted)
@@ -132,10 +134,10 @@ class SlotAllocator:
         return promised
 
     def refill(self, round_s: float = 1.0) -> list[RequestState]:
-        """Requests to prefill now, before the next round: slots taken, pages of their present tokens granted, whole-page prefixes
-        shared.
+        """Choose the requests to prefill before the next round: they get slots, share the pages of cached prefixes, and get pages
+        for their present tokens.
 
-        round_s  seconds that a round of all slots takes at present, in the unit of the prefill cost
+        round_s  seconds that a round over all slots takes at present, in the unit of the prefill cost
         """
         self._free_passed_pages()
         free = self.slots.free()
@@ -155,9 +157,10 @@ class SlotAllocator:
         return group
 
     def _worth_a_prefill(self, num_free: int, round_s: float) -> bool:
-        """Once slots have been idle for as long as a pass of few tokens takes, less what the waiting tokens take.
+        """Whether slots have been idle for as long as a short pass takes, less the time that the waiting tokens take.
 
-        Waiting then costs as much as the pass, which is the least of both together (Harris 1913, economic order quantity).
+        Idle slots have then cost as much as the pass will: the sum of both is smallest there (Harris 1913, economic order
+        quantity).
         """
         if num_free == self.batch.num_slots or self._scores:
             return num_free > 0
@@ -167,9 +170,10 @@ class SlotAllocator:
         return self._idle >= self._prefill_cost.least - self._prefill_cost.token * num_free * state.num_tokens
 
     def grow(self, ahead: int, grants: list[PageGrant]) -> bool:
-        """Pages for every row whose pages end before its tokens and `ahead` more, or its limit: oldest first, noted in `grants`.
+        """Grant pages, oldest row first, to every row that has too few for its tokens and `ahead` more, or for its limit; add
+        the grants to `grants`.
 
-        False where a pool has too few: the oldest rows have got theirs then.
+        Returns False if a pool has too few pages for all of them: the youngest rows then got none.
         """
         slots, page_size = self.slots, self.batch.page_size
         most = slots.max_tokens + self._num_lookahead_slots
@@ -189,16 +193,17 @@ class SlotAllocator:
         return bool(fits.all())
 
     def _pages_ahead(self, count: int) -> int:
-        """Pages that a row gets before it needs them, if `count` pages are taken from each pool now."""
+        """Pages that a row may get before it needs them, if `count` pages are taken from each pool now."""
         num_slots, pools = self.batch.num_slots, self.pools.pools
         if all(pool.num_free - count > pool.num_pages // 2 + AMPLE_PAGES * num_slots for pool in pools):
             return AMPLE_PAGES
         return GROW_PAGES if all(pool.num_free - count > GROW_PAGES * num_slots for pool in pools) else 0
 
     def _admit(self, state: RequestState, promised: list[int]) -> bool:
-        """Grant pages for the request's tokens and the one its prefill emits, if the rest of its output will find pages too.
+        """Grant pages for the request's tokens and the one that its prefill emits, if the pool can also hold what all requests
+        are predicted to need later.
 
-        promised  by K/V group, pages that the requests in slots will ask for; this one's are added
+        promised  by K/V group, pages that the requests in slots are predicted to need; this request's are added
         """
         request = state.request
         most = self.pages_for(state.max_tokens + self._num_lookahead_slots)
@@ -207,7 +212,7 @@ class SlotAllocator:
                 f"request {request.request_id!r}: prompt and output of {state.max_tokens} tokens need {most} pages,"
                 f" the pool has {self.pools.most_columns}; raise packing.pages or packing.memory_gb"
             )
-        if state.prefix_hashes is None:  # a request that waits for pages asks again every round
+        if state.prefix_hashes is None:  # computed once: a request that waits for pages gets here every round
             state.prefix_hashes = self._hashes(request)
         hashes = state.prefix_hashes
         # The last prompt token is always computed: its logits give the first output token.
@@ -215,7 +220,7 @@ class SlotAllocator:
         num_columns = self.pages_for(state.num_tokens)
         expected, num_idle = self.pools.most_held_by_row(self.expected_pages(state)), self.pools.num_idle(prefix)
         for group, (first, held) in enumerate(zip(prefix.first, prefix.num_held, strict=True)):
-            # A group with a window holds the whole row while it is prefilled, and less later.
+            # A group with a window holds all pages of the row during its prefill, and fewer later.
             needed = max(expected[group], num_columns - first) - held + num_idle[group]
             if self.slots.num_live and promised[group] + needed > self.pools.pools[group].num_free:
                 return False
@@ -229,17 +234,17 @@ class SlotAllocator:
         return True
 
     def _hashes(self, request: Request) -> list[bytes]:
-        """Of the prompt's full pages, as far as they may be shared.
+        """Hashes of the prompt's full pages, as far as they may be shared.
 
-        Where prompts are scored the last shared token is computed again, and its window may reach a key that the next token's
-        does not, and that no shared page holds.
+        None are shared if prompts are scored and a layer has a window: the last shared token is computed again, and its window
+        may reach a key that no shared page holds any more.
         """
         if self._scores and self.pools.any_window:
             return []
         return prefix_hashes(request.prompt_ids, self.batch.page_size, lookahead=self._lookahead, adapter=request.adapter)
 
     def _hold(self, state: RequestState, automaton: TokenAutomaton | LazyAutomaton) -> bool:
-        """Whether the device has, or gets, what the request follows."""
+        """Whether the automaton that the request follows is on the device, or gets space there."""
         assert self._automata is not None, "the engine was made for requests without automata"
         if isinstance(automaton, TokenAutomaton):
             return self._automata.hold(automaton)
@@ -247,10 +252,10 @@ class SlotAllocator:
         return self.lazy.hold(state)
 
     def _free_passed_pages(self) -> None:
-        """Give back the pages that the windows of the rows have passed.
+        """Give back the pages that the windows of all layers of a K/V group have passed.
 
-        Only of rows whose first token since they entered their slot is read: until then passes of their prefill may be waiting,
-        which read all pages.
+        This is done only for rows whose first token after entering the slot was read: before that, passes of their prefill may
+        still be queued, and these read all pages.
         """
         slots = self.slots
         if not self.pools.any_window:
@@ -266,7 +271,7 @@ class SlotAllocator:
         return max(self.slots.live, key=lambda state: state.order)
 
     def release(self, state: RequestState) -> None:
-        """The request leaves: its slot and pages are free for what is launched from now on."""
+        """The request leaves its slot. Steps that are scheduled from now on may use its slot and pages."""
         self.slots.clear(state)
         self.pools.release(state.pages)
         if self._automata is not None and isinstance(state.request.automaton, TokenAutomaton):
@@ -275,17 +280,17 @@ class SlotAllocator:
             self.lazy.drop(state)
 
     def constraint(self, state: RequestState) -> ConstraintPlace | None:
-        """Where the automaton of a request that has just got its slot stands; None without one."""
+        """Where on the device the automaton of a request that has just got its slot begins, and its state; None without one."""
         if self.lazy is not None and isinstance(state.request.automaton, LazyAutomaton):
             return self.lazy.constraint(state)
         return None if self._automata is None else self._automata.constraint(state.request, state.tokens)
 
     def automata_to_upload(self) -> tuple[AutomatonUpload, ...]:
-        """Automata of the requests that got their slots since the last call, as far as the device does not have them."""
+        """Automata that requests brought since the last call and that the device does not have."""
         return () if self._automata is None else self._automata.take_uploads()
 
     def preempt(self, state: RequestState) -> None:
-        """Take slot and pages away; the request comes back before any new one."""
+        """Take slot and pages away; the request gets a slot again before any new one."""
         self.release(state)
         state.slot = -1
         self._waiting.appendleft(state)

@@ -6,9 +6,9 @@ with a recipient (` to=NAME`)   a tool call
 channel `analysis`              a thought
 another channel, or none        the answer: channel `final`, and preambles to the user in channel `commentary`
 
-Models sometimes leave out or repeat these tokens; no text may be lost then. Text outside of messages belongs to the answer. So
-does text in a header without `<|message|>`, as in `<|channel|>final` with the text right after it: the role and the channel name
-are removed, and the rest is text. If the output ends within such a name, the part of the name is removed.
+Models sometimes leave out or repeat these tokens; no text may be lost then. Text outside of messages belongs to the answer. The
+same holds for text in a header without `<|message|>`, as in `<|channel|>final` with the text right after it: the role and the
+channel name are removed, and the rest is text. If the output ends within such a name, the part of the name is removed.
 """
 
 from __future__ import annotations

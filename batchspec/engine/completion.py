@@ -1,4 +1,4 @@
-"""The completion of a request: made of its state when it has ended."""
+"""Makes the completion of a request from its state when it has ended."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def completion_of(
     """The completion of a finished request.
 
     decode   token ids -> text; None without a tokenizer
-    defers_text  leave text that is simply that of all tokens to the caller (`Completion.text_due`)
+    defers_text  leave the decoding of text that is simply that of all tokens to the caller (`Completion.text_due`)
     eos_ids  the model's EOS ids, which are not reported as stop_reason
     slot     the slot in which the request ended
     now      the host's clock in seconds
@@ -84,7 +84,7 @@ class _OfRequest(TypedDict):
 
 
 def _of_request(state: RequestState) -> _OfRequest:
-    """What every completion has of its request, however it ended."""
+    """The fields that every completion copies from its request, however it ended."""
     request = state.request
     return {
         "request_id": request.request_id,
@@ -99,7 +99,7 @@ def _of_request(state: RequestState) -> _OfRequest:
 
 
 def _scored(state: RequestState, logprobs: NDArray[np.float32], stats: RowStats) -> Completion:
-    """The completion of a prompt that was scored: no token, and the numbers of the prompt's."""
+    """The completion of a scored prompt: no output tokens, and the log-probabilities of the prompt's tokens."""
     bad = np.flatnonzero(~np.isfinite(logprobs[1:]))
     if len(bad):
         return _failure(state, stats, f"position {bad[0] + 1} (prompt token {bad[0] + 1})")
@@ -115,8 +115,8 @@ def _scored(state: RequestState, logprobs: NDArray[np.float32], stats: RowStats)
 
 
 def _failure(state: RequestState, stats: RowStats, where: str | None = None) -> Completion:
-    """The completion of a row that the host gave up, or whose logits were not finite. Its tokens are dropped, because they may
-    come from damaged numbers, or have no end. where: None: at its newest token."""
+    """The error completion of a row that the host ended, or whose logits were not finite. Its tokens are dropped: they may come
+    from damaged numbers, or have no end. where: the position of the failure; None: the newest token."""
     emitted_in_all = stats.num_prefills + stats.num_accepted + stats.num_rounds
     emitted = len(state.tokens)
     of_allowed = "" if state.request.automaton is None else _OF_ALLOWED
@@ -165,14 +165,13 @@ class _Texts:
     reasoning: str | None = None
     tool_calls: str | None = None
     parts: Parts | None = None
-    """The tokens of all; None if the model has no think tokens."""
+    """Tokens of all thoughts; None if the model has no think tokens."""
 
 
 def _texts(state: RequestState, decode: Decode | None) -> _Texts:
     """The answer, the thought (None if there was none) and the tool calls.
 
-    White space between thought and answer is dropped (`_after_thought`). Messages of the answer are separated by an
-    empty line.
+    White space between thought and answer is dropped (`_after_thought`). An empty line separates the messages of an answer.
     """
     thinking = state.request.thinking
     found = state.finder.text if state.finder is not None and state.stop_string is not None else None
@@ -196,7 +195,7 @@ def _texts(state: RequestState, decode: Decode | None) -> _Texts:
 def _after_thought(text: str, request: Request) -> str:
     """An answer without the white space that separates it from the thought: chat templates add their own.
 
-    White space with which the text of a constraint begins is a part of the answer, which would not match without it.
+    If the answer follows a constraint, white space at its beginning is kept: without it the answer would not match.
     """
     if request.automaton is None:
         return text.lstrip()

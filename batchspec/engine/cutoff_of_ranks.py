@@ -1,8 +1,9 @@
 """Top-k, top-p and min-p when each rank holds a part of the logits. Nothing is read back to the host: CUDA graphs can hold it.
 
-The cutoff of a token is found 4 bits at a time: each rank measures what of its logits lies at or above 16 thresholds, the ranks
-add that up, and all go on between the same two thresholds. 17 exchanges of 16 numbers a token. `kernels/sampling/cutoff.py` says
-what top-k, top-p and min-p keep; as there, the smallest kept logit of top-p depends on rounding where masses are nearly equal.
+The cutoff of a token is found 4 bits at a time: each rank measures how many, or what mass, of its logits are at or above 16
+thresholds; the ranks add these numbers up; all continue between the same two thresholds. This takes 17 exchanges of 16 numbers a
+token. `kernels/sampling/cutoff.py` defines what top-k, top-p and min-p keep; as there, the smallest kept logit of top-p depends
+on rounding where masses are nearly equal.
 
 T flat positions, v the tokens of this rank.
 """
@@ -20,9 +21,9 @@ SHIFTS = range(28, -1, -4)
 
 
 def searched_cutoffs(logits: Tensor, row_ids: Tensor, rows: DeviceBatch, vocab: int, ranks: Collectives) -> Tensor:
-    """fp32 [T]: the smallest logit of each kept set over the tokens of all ranks, -inf where all are kept.
+    """fp32 [T]: the smallest logit of each kept set over the tokens of all ranks, -inf if all tokens are kept.
 
-    logits  fp32 [T, v]; what is not finite counts nothing
+    logits  fp32 [T, v]; logits that are not finite are ignored
     vocab   tokens of all ranks
     """
     temperature = rows.temperature[row_ids]
@@ -43,13 +44,13 @@ def searched_cutoffs(logits: Tensor, row_ids: Tensor, rows: DeviceBatch, vocab: 
 
 
 class _Search:
-    """Over the logits of all ranks."""
+    """A search over the logits of all ranks."""
 
     def __init__(self, logits: Tensor, top: Tensor, temperature: Tensor, ranks: Collectives) -> None:
         self._logits, self._top, self._temperature, self._ranks = logits, top, temperature.contiguous(), ranks
 
     def smallest(self, target: Tensor, *, mass: bool) -> Tensor:
-        """int32 [T]: the largest key at or above which there are so many logits, or so much mass; LOWEST if there is less."""
+        """int32 [T]: the largest key with at least `target` logits, or mass, at or above it; LOWEST if there is less in all."""
         low = torch.full(target.shape, LOWEST, dtype=torch.int32, device=target.device)
         for shift in SHIFTS:
             enough = self.sums(low, shift, mass=mass)[:, 1:] >= target[:, None]
@@ -57,7 +58,7 @@ class _Search:
         return low
 
     def sums(self, low: Tensor, shift: int, *, mass: bool) -> Tensor:
-        """fp32 [T, 16] above thresholds 2^shift apart, of all ranks."""
+        """fp32 [T, 16]: sums over all ranks above thresholds that are 2^shift apart."""
         own = torch.empty(len(low), THRESHOLDS, device=low.device)
         top, temperature = (self._top, self._temperature) if mass else (None, None)
         threshold_masses(self._logits, low, shift, out=own, top=top, temperature=temperature)

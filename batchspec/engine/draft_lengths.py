@@ -1,16 +1,16 @@
-"""Chooses K of the next round: the most expected tokens a second, by measured round times and acceptance.
+"""Chooses K of the next round: the one with the most expected tokens a second, by measured round times and acceptance.
 
     score(K) = (1 + sum_{k<=K} p_1 ... p_k) / (base_s[R, K] + experts_s[R, K] + context_tokens * token_s[R, K])
 
-base_s is a round over dead rows, timed once for each graph; experts_s is what the experts take that live rows read besides, or
-negative if they read fewer (`expert_reads.py`), 0 without experts. token_s is the time that one more context token adds
-(attention) with R rows: the least of the newest measurements; where K has none, that of the nearest K; where R has none, those of
-the nearest R. p_k is the share of rows that accept draft token k after they accepted those before it, with a prior and a
-half-life.
+base_s is the time of a round over dead rows, measured once for each graph. experts_s is the time for the experts that live rows
+read in addition, negative if they read fewer (`expert_reads.py`), 0 without experts. token_s is the time that one more context
+token adds (attention) with R rows: the minimum of the newest measurements; for a K without measurements that of the nearest K,
+for an R without measurements those of the nearest R. p_k is the share of rows that accept draft token k after they accepted those
+before it, with a prior and a half-life.
 
 Acceptance beyond the current K and the times of other K are not observed, so some rounds are probes: one round in PROBE_EVERY
-takes the next larger K, the next smaller one or none, in turn; while these are new, one in PROBE_EVERY_AT_FIRST does. A K
-that could not pay even if all its drafts were accepted is left out. A probe costs the tokens lost relative to the current K;
+takes the next larger K, the next smaller K or K = 0, in turn. While these K are new, one round in PROBE_EVERY_AT_FIRST does. A K
+that could not pay even if all its drafts were accepted is not probed. A probe costs the tokens lost relative to the current K;
 after the warm-up, probes run only while their cumulative cost is below PROBE_SHARE of all rounds.
 """
 
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from batchspec.engine.expert_reads import ExpertReads
 
 PROBE_EVERY, PROBE_EVERY_AT_FIRST = 64, 8
-"""The first a multiple of the second."""
+"""PROBE_EVERY is a multiple of PROBE_EVERY_AT_FIRST."""
 PROBE_SHARE = 0.01
 NEW = 2
 """A K is no longer new after this many probes."""
@@ -34,16 +34,16 @@ PRIOR_RATE, PRIOR_ROWS = 0.7, 32.0
 HALF_LIFE_ROWS = 4096.0
 """Row-rounds after which an observation counts half."""
 NUM_TIMES = 5
-"""Measurements of a K that are kept. The least counts: a K penalised by one host stall would otherwise rarely
-be sampled again."""
+"""Number of measurements kept of each K. Their minimum is used: with the mean, a K penalised by one host stall would rarely be
+sampled again."""
 LEAST_SHARE = 0.05
-"""A round over few live rows takes at least this share of base_s, however many experts they leave out."""
+"""A round over few live rows is taken to need at least this share of base_s, however few experts it reads."""
 MARGIN = 1.005
-"""Another K must score higher by this factor: a tie does not switch back and forth."""
+"""Another K must score higher by this factor, so that a tie does not switch back and forth."""
 
 
 def candidates(max_len: int) -> tuple[int, ...]:
-    """Draft lengths worth a graph: 0 to 4, from there on steps by half, and max_len."""
+    """Draft lengths worth a graph: 0 to 4, then each half as large again as the one before, and max_len."""
     steps = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
     return (*(k for k in steps if k < max_len), max_len)
 
@@ -54,8 +54,8 @@ class DraftLengths:
         num_nodes: int | None = None,
     ) -> None:  # fmt: skip
         """
-        choices    draft lengths that may be chosen, rising from 0 to max_len, instead of `candidates`
-        num_nodes  nodes that a round with drafts verifies besides a row's newest token, of a tree; None: the drafts of a chain
+        choices    draft lengths that may be chosen, ascending from 0 to max_len, instead of `candidates`
+        num_nodes  of a tree: nodes that a round with drafts verifies besides a row's newest token; None: a chain's draft tokens
         """
         self.max_len, self.choices = max_len, choices or candidates(max_len)
         self._lengths = np.array(self.choices)
@@ -79,13 +79,14 @@ class DraftLengths:
         return bool(self._base)
 
     def set_base(self, num_rows: int, draft_len: int, seconds: float, *, prepare_next: bool = False) -> None:
-        """Time of a round over `num_rows` dead rows. prepare_next: it prepares a draft, as every round that drafts does."""
+        """Set the time of a round over `num_rows` dead rows. prepare_next: it also prepares the next draft, as every round that
+        drafts does."""
         self._base[num_rows, draft_len, prepare_next or draft_len > 0] = seconds
 
     def choose(self, num_rows: int, context_tokens: int, *, live_rows: int | None = None) -> tuple[int, bool]:
         """K of the round to launch now, and whether the round after it will draft.
 
-        Decided one round ahead: a round without drafts prepares the first draft token only if the next round drafts.
+        This is decided one round ahead: a round without drafts prepares the first draft token only if the next round drafts.
 
         num_rows   row bucket
         live_rows  how many of them hold live rows; None: all
@@ -96,7 +97,7 @@ class DraftLengths:
         return now, self._next > 0
 
     def observe(self, draft_len: int, accepted: NDArray[np.int32]) -> None:
-        """Draft tokens that each row of a round of `draft_len` accepted, int32 [rows]."""
+        """Note the draft tokens that each row of a round of `draft_len` accepted, int32 [rows]."""
         if not len(accepted):
             return
         decay = 0.5 ** (len(accepted) / HALF_LIFE_ROWS)
@@ -110,7 +111,7 @@ class DraftLengths:
         self, num_rows: int, draft_len: int, context_tokens: int, seconds: float, *, prepare_next: bool = False,
         live_rows: int | None = None,
     ) -> None:  # fmt: skip
-        """A round over live rows took `seconds`; prepare_next as for `set_base`, live_rows as for `choose`."""
+        """Note that a round over live rows took `seconds`; prepare_next as for `set_base`, live_rows as for `choose`."""
         if context_tokens:
             live_rows = num_rows if live_rows is None else live_rows
             timed_s = self._base[num_rows, draft_len, prepare_next or draft_len > 0]
@@ -136,7 +137,7 @@ class DraftLengths:
         return [tokens[k] for k in self.choices]
 
     def _seconds(self, num_rows: int, context_tokens: int, live_rows: int) -> list[float]:
-        """Of a round for each of `choices`."""
+        """Expected seconds of a round for each of `choices`."""
         base = [self._base[num_rows, k, k > 0] for k in self.choices]
         if self._experts is not None:
             base = self._with_experts(num_rows, self._lengths, np.array(base), live_rows).tolist()
@@ -150,7 +151,7 @@ class DraftLengths:
     def _with_experts(
         self, num_rows: int, draft_lens: NDArray[np.int64], base_s: NDArray[np.float64], live_rows: int
     ) -> NDArray[np.float64]:
-        """base_s + experts_s, without attention."""
+        """base_s + experts_s: the time of a round without attention."""
         if self._experts is None:
             return base_s
         places = draft_lens + 1 if self._num_nodes is None else np.where(draft_lens > 0, self._num_nodes + 1, 1)

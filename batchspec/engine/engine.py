@@ -1,7 +1,7 @@
 """The engine: requests stream through a static batch and come out as completions.
 
-A step is three verbs: `schedule` decides, `execute` launches, `process` reads results that are due. The host launches rounds
-ahead of what it has read (`run_ahead`); `Scheduler` says what keeps that safe.
+A step is three verbs: `schedule` decides, `execute` launches, `process` reads the results that are due. The host launches rounds
+before it has read the results of earlier ones (`run_ahead`); `Scheduler` explains why that is safe.
 """
 
 from __future__ import annotations
@@ -67,23 +67,24 @@ class Engine:
         automata_room: AutomataRoom | None = None,
         expanding: Expanding | None = None,
     ) -> None:
-        """`decode` turns ids into text (needed for stop strings); `penalties` allocates penalty state at once.
-
-        defers_text  leave to the caller what text can wait (`Completion.text_due`)
-        refill_dead  False: no new rows until all have ended (ablation)
+        """
+        decode       token ids -> text; needed for stop strings
+        defers_text  leave the decoding of text that can wait to the caller (`Completion.text_due`)
+        penalties    allocate the penalty state now
+        refill_dead  False: no new rows until all rows have ended (ablation)
         adaptive     choose the draft length of each round, 0 included, by measured times and acceptance (GPU only)
         overlap      prefill concurrently with the rounds, not between them (GPU only)
-        prefill_graphs  prefill passes of short rows as CUDA graphs, where that pays and they do not overlap rounds (GPU only)
-        expert_correlation  share of tokens that choose experts independently, until rounds were counted (`ExpertReads`)
-        lead     of the leader of several ranks that compute the target together
-        vocabulary  of a job whose requests may have automata; automata_room None: the usual one
-        expanding   of a job whose requests may have lazy automata
+        prefill_graphs  run prefill passes of short rows as CUDA graphs if that pays; not with `overlap` (GPU only)
+        expert_correlation  share of tokens that choose experts independently, used until rounds were counted (`ExpertReads`)
+        lead         set if this process leads several ranks that compute the target together
+        vocabulary   set if requests may have automata; automata_room: their memory on the device, None for the default
+        expanding    set if requests may have lazy automata
         """
         if vocabulary is not None and automata_room is None:
             automata_room = AutomataRoom(num_tokens=vocabulary.num_tokens)
         self._automata_room = automata_room
         self.lazy: LazyStates | None = None
-        """The states of lazy automata that were found stay from run to run."""
+        """States of lazy automata that were found are kept from run to run."""
         if expanding is not None:
             assert vocabulary is not None and automata_room is not None  # noqa: PT018
             self.lazy = LazyStates(expanding, vocabulary, automata_room)
@@ -96,7 +97,7 @@ class Engine:
         self.planner = RoundPlanner(self.executor, batch, adaptive=adaptive, expert_correlation=expert_correlation)
         self.totals = EngineTotals()
         self.on_round: Callable[[EngineTotals], None] | None = None
-        """Called after each result that was processed."""
+        """Called after each processed result."""
         self.hook = RoundHook()
         self._scores: PromptScores | None = None
         if self.options.scores:
@@ -109,9 +110,9 @@ class Engine:
         self._prefill_cost: PrefillCost | None = None
         self._finished_rows: list[tuple[Ids, Ids]] = []
         self.keeps_prefixes = False
-        """Prompts share the K/V of prefixes of an earlier run, if that came to its end."""
+        """Whether prompts share K/V with prompts of an earlier run, provided that the run was not stopped."""
         self._kept_pools: PagePools | None = None
-        """Those of a run that came to its end: no row owns a page, and prefixes can be found."""
+        """Pages of a run that was not stopped: no row owns one, and their prefixes can be found."""
         self._reset(iter(()))
 
     @torch.inference_mode()
@@ -120,21 +121,21 @@ class Engine:
 
         Only while no row is live.
 
-        shared  capture the graphs of rows with shared prefixes too. What is not prepared is captured when it is first needed.
-        most_rounds  of `RoundPlanner.prepare`; with several ranks all row buckets are prepared
+        shared  also capture the graphs of rows with shared prefixes. A graph that is not prepared is captured at its first use.
+        most_rounds  as for `RoundPlanner.prepare`; ignored with several ranks, which prepare all row buckets
         """
         if self.lead is not None:
             self.lead.send(Prepare(mode, shared))
         with self.executor.stream_of_rounds():
-            most_rounds = most_rounds if self.lead is None else None  # it is compared with times, and ranks have their own
+            most_rounds = most_rounds if self.lead is None else None  # compared with times, which differ between ranks
             self._prefill_cost = self.planner.prepare(mode, shared=shared, most_rounds=most_rounds)
             self.batch = replace(self.batch, row_buckets=self.planner.row_buckets)
 
     def run(self, requests: Iterator[Request | None]) -> Generator[Completion]:
         """Decode every request; completions come in the order in which rows end.
 
-        requests  asked for the next one while slots are free. None: there is none yet, but completions to come may make more;
-                  the iterator waits by itself where no request is unfinished
+        requests  the engine asks for the next request while slots are free. None: there is none at present, but completions may
+                  bring more. If no request is unfinished, the iterator itself must wait and not return None
         """
         with closing(self.steps(requests)) as steps:
             for done in steps:
@@ -142,14 +143,14 @@ class Engine:
 
     @torch.inference_mode()
     def steps(self, requests: Iterator[Request | None]) -> Generator[list[Completion]]:
-        """As `run`: the completions of each step, often none."""
+        """As `run`, but yields the completions of each step as a list, which is often empty."""
         if not self.planner.ready:
             self.prepare(SamplingMode())
         with self.executor.stream_of_rounds():
             self._reset(requests)
         with older_objects_frozen():
             while True:
-                # No stream may be current while the caller runs.
+                # The caller's code runs at the yield: our stream must not be the current one there.
                 with self.executor.stream_of_rounds():
                     done = list(self._step())
                     finished = self._finished
@@ -160,14 +161,14 @@ class Engine:
                     return
 
     def use_kv_scales(self, values: torch.Tensor) -> None:
-        """As of `Target`, on all ranks; only while no row has K or V."""
+        """As `Target.use_kv_scales`, on all ranks. Call it only while no row has K or V."""
         if self.lead is not None:
             self.lead.send(Scales(values.tolist()))
         self.pools.forget()
         self.target.use_kv_scales(values)
 
     def _reset(self, requests: Iterator[Request | None]) -> None:
-        """Forget rows and results of an earlier run, which may have been left half-way; pages too, unless prefixes are kept."""
+        """Forget rows and results of an earlier run, which may have been interrupted; its pages too, unless prefixes are kept."""
         if self.lead is not None:
             self.lead.begin()
         self.executor.clear()
@@ -228,7 +229,7 @@ class Engine:
             yield self._completed(self._ended_at_once.pop(), slot=-1, now=time.perf_counter())
 
     def _given_up(self) -> Iterator[Completion]:
-        """Requests whose automaton has a state that cannot be found."""
+        """Completions of requests that failed because a state of their automaton cannot be computed."""
         for state in () if self.lazy is None else self.lazy.take_failed():
             slot = state.slot
             if slot >= 0:
@@ -242,28 +243,29 @@ class Engine:
         return not self.slots.num_live and self.scheduler.idle and self._allocator.exhausted and not self._ended_at_once
 
     def stop(self) -> None:
-        """End `run` at the next step, for good, or before it begins: what is launched is read, nothing more is launched.
+        """End the present `run`, or the next one, at its next step, and every later one: launched work is read, nothing more is
+        launched.
 
-        A signal handler may call it.
+        A signal handler may call this.
         """
         self._stopping = True
 
     @property
     def rewritable_head(self) -> Rewritable | None:
-        """The drafter's network, on all ranks; None if it has none. Rewritten in `changing_drafter`, or between two runs."""
+        """The drafter's network, on all ranks; None if it has none. Rewrite it within `changing_drafter`, or between two runs."""
         head, ranks = self.drafter.rewritable, self.target.ranks
         return head if head is None or self.lead is None or ranks is None else HeadOfRanks(self.lead, head, ranks)
 
     @contextmanager
     def changing_drafter(self) -> Iterator[None]:
-        """Write the drafter's new weights within this block: in the stream of the rounds, and while no prefill reads them.
+        """Write new weights of the drafter within this block: in the stream of the rounds, and while no prefill reads them.
 
         At its end the measured acceptance is discarded, and new rows share no K/V with rows prefilled before.
         """
         try:
             with self.executor.prefill_paused():
                 yield
-        finally:  # if memory ran out, some weights have changed already
+        finally:  # also after an error: some weights may have changed already
             self.pools.forget()
             self.planner.forget()
             self.scheduler.drafter_version += 1
@@ -281,13 +283,14 @@ class Engine:
 
     @property
     def stopping(self) -> bool:
-        """`stop` was called."""
+        """Whether `stop` was called."""
         return self._stopping
 
     def unfinished(self) -> list[Snapshot]:
-        """After a stopped `run`, or in `on_round`: every request that has tokens and has not ended, preempted ones too.
+        """Snapshots of all requests that have tokens and have not ended, preempted ones too. Call it in `on_round`, or after a
+        stopped `run`.
 
-        None with logprobs: those of a row come from one run.
+        Empty if logprobs are asked for: those of a row must come from one run.
         """
         if self.options.logprobs is not None:
             return []
@@ -300,7 +303,7 @@ class Engine:
         return [state.snapshot(now) for state in states if state.tokens]
 
     def _process(self) -> Iterator[Completion]:
-        """Read the oldest result; requests that ended in it leave their slots and come out."""
+        """Read the oldest result; yield the completions of the requests that ended in it, which leave their slots."""
         launch, result = self.scheduler.in_flight.popleft(), self.executor.read()
         if self.lead is not None:
             self.lead.read(result)
@@ -317,20 +320,20 @@ class Engine:
             self.totals.expert_correlation = self.planner.experts.correlation
         for slot in self.slots.budgets_due(slots, log):
             state = self.slots.at(slot)
-            if self._processor.hold_to_budget(state):
+            if self._processor.enforce_budget(state):
                 self.scheduler.preempt(state)
         may_end = self._processor.may_have_ended(slots, log)
         for slot, finish in zip(slots[may_end].tolist(), log.finish[may_end].tolist(), strict=True):
             ended = self.slots.requests[slot]
             if finish == WAITING and ended is not None and ended.finish_reason is None:
                 self.scheduler.wait(ended)
-            elif ended is not None and (finish or ended.finish_reason is not None):  # None: preempted just now
+            elif ended is not None and (finish or ended.finish_reason is not None):  # None: just preempted
                 yield self._finish(ended, finish, now)
         if self.on_round is not None:
             self.on_round(self.totals)
 
     def _finish(self, state: RequestState, finish: int, now: float) -> Completion:
-        """`finish` is the device's reason; 0 if a stop string ended the request, which the device does not know yet."""
+        """`finish` is the device's reason, or 0 if a stop string ended the request, of which the device does not know yet."""
         if self.lead is not None:
             self.lead.confirm()
         slot = state.slot
@@ -360,13 +363,14 @@ def _states(
     options: RoundOptions,
     follows: Callable[[Request], bool],
 ) -> Iterator[RequestState | None]:
-    """The requests' states. A request that ends with what its thinking budget forces at once needs no slot: `ended_at_once`."""
+    """The requests' states. A request that ends at once, by the tokens that its thinking budget forces, goes to
+    `ended_at_once` instead: it needs no slot."""
     for request in requests:
         if request is None:
             yield None
             continue
         if request.resumed is not None and not follows(request):
-            request = replace(request, resumed=None)  # another version read the grammar otherwise: decode the row anew
+            request = replace(request, resumed=None)  # another version compiled it differently: decode the row anew
         finder = StopFinder(decode, request.stop) if request.stop and decode else None
         state = RequestState.of(request, draft_len, finder, num_top=options.logprobs)
         if state.finish_reason is None:

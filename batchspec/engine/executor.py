@@ -1,4 +1,4 @@
-"""Executes scheduled steps: all device state of the engine, and no decision."""
+"""Executes scheduled steps: owns all device state of the engine and decides nothing."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from batchspec.token_automaton import TokenSymbols
 
 
 class Executor:
-    """The state of the slots on the device, K/V, the drafter's state and the captured rounds.
+    """The state of the slots on the device, the K/V cache, the drafter's state and the captured rounds.
 
-    All of it depends on the steps alone: two executors that execute the same steps hold the same tokens and page tables. Nothing
-    but `read`, and an overlapping prefill pass that a step activates, makes the host wait.
+    All of it depends on the steps alone: two executors that execute the same steps hold the same tokens and page tables. The
+    host waits only in `read`, and when a step activates an overlapping prefill pass.
     """
 
     def __init__(
@@ -53,10 +53,11 @@ class Executor:
         vocabulary: TokenSymbols | None = None,
         automata_room: AutomataRoom | None = None,
     ) -> None:
-        """penalties: allocate their state at once; overlap: prefill may run concurrently with rounds (GPU only).
-
-        prefill_graphs  short prefill passes that do not overlap rounds are CUDA graphs where that pays
-        vocabulary, automata_room  of a job whose requests may have automata
+        """
+        penalties       allocate the penalty state now
+        overlap         prefill may run concurrently with rounds (GPU only)
+        prefill_graphs  run short prefill passes that do not overlap rounds as CUDA graphs if that pays
+        vocabulary, automata_room  set if requests may have automata
         """
         spec = target.spec
         self.target, self.drafter, self.batch = target, drafter, batch
@@ -94,7 +95,7 @@ class Executor:
         self.can_overlap = self._prefill.can_overlap
 
     def execute(self, step: ScheduledStep) -> None:
-        """Launch what the step says, in the order of its fields. Results are read later, in the order of their launches."""
+        """Launch what the step says, in the order of its fields. Results are read later, in launch order."""
         for prompt_ids, token_ids in step.finished:
             self.drafter.learn(prompt_ids, token_ids)
         if step.killed:
@@ -131,7 +132,7 @@ class Executor:
         self._pending.append(PendingResult.send(result))
 
     def read(self) -> PendingResult:
-        """Wait for the oldest result and take it."""
+        """Wait for the oldest result and return it."""
         result = self._pending.popleft()
         result.wait()
         if self.target.ranks is not None:
@@ -143,13 +144,13 @@ class Executor:
         return self._prefill.oldest_done()
 
     def clear(self) -> None:
-        """Begin anew: an earlier run may have been left half-way."""
+        """Reset all state: an earlier run may have been interrupted."""
         self._prefill.clear()
         self._pending.clear()
         self.rows.clear()
 
     def rehearse(self, mode: SamplingMode) -> PrefillCost | None:
-        """Compile prefill and time it; no row may live. None where rounds are no graphs: nothing is timed."""
+        """Compile prefill and time it; no row may be live. Returns None, and times nothing, if rounds are not CUDA graphs."""
         self.rows.live.zero_()
         if not self.graphs.captures:
             return None
@@ -164,14 +165,13 @@ class Executor:
         return cost
 
     def dead_tokens_routed(self) -> AbstractContextManager[object]:
-        """Within this block tokens of dead rows go through experts like those of live rows."""
+        """Within this block tokens of dead rows go through experts as those of live rows do."""
         return self.target.dead_tokens_routed()
 
     @contextmanager
     def different_tokens(self) -> Iterator[None]:
-        """Within this block the newest token of each slot is another one, as of live rows: they choose different experts.
-
-        No row may live.
+        """Within this block the newest tokens of the slots differ from each other, as those of live rows do, so that they choose
+        different experts. No row may be live.
         """
         tokens, newest = self.rows.tokens, (self.rows.num_tokens - 1).clamp(min=0).long().unsqueeze(1)
         before, noise = tokens.gather(1, newest), torch.Generator(tokens.device).manual_seed(0)
@@ -182,7 +182,7 @@ class Executor:
             tokens.scatter_(1, newest, before)
 
     def experts_read(self) -> NDArray[np.int32]:
-        """int32 [layers with experts]: how many had tokens in the latest forward. Synchronises."""
+        """int32 [layers with experts]: number of experts that had tokens in the latest forward pass. Synchronises."""
         found = self.target.experts_read()
         assert found is not None
         return found.cpu().numpy()
@@ -192,10 +192,10 @@ class Executor:
         return self._prefill.stream_of_rounds()
 
     def synchronise(self) -> None:
-        """Wait until the device has done all that was launched, by whomever."""
+        """Wait until the device has done everything that was launched on it, in any stream."""
         if self.rows.live.is_cuda:
             torch.cuda.synchronize(self.rows.live.device)
 
     def prefill_paused(self) -> AbstractContextManager[object]:
-        """What is launched in the rounds' stream within this block overlaps no prefill."""
+        """Within this block no prefill overlaps what is launched in the rounds' stream."""
         return self._prefill.paused()

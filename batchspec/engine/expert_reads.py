@@ -1,17 +1,18 @@
 """The number of experts that a round reads per layer, and the time that reading them adds. More tokens read more experts.
 
-T tokens that choose k of E experts independently read E (1 - (1 - k/E)^T) experts on average. Tokens of one text choose alike and
-read fewer experts: as many as c T independent tokens, with 0 < c <= 1 the correlation factor. The run measures c: after some
-rounds the device reports how many experts of each layer had tokens, and c is fitted to these counts. Rounds that read nearly all
-experts are left out, because they would give nearly the same count for every c.
+T tokens that choose k of E experts independently read E (1 - (1 - k/E)^T) experts on average. Tokens of one text choose similar
+experts and read fewer: as many as c T independent tokens, where 0 < c <= 1 is the correlation factor. The run measures c: after
+some rounds the device reports how many experts of each layer had tokens, and c is fitted to these counts. Rounds that read nearly
+all experts are left out, because they would give nearly the same count for every c.
 
-A round of R rows with K draft tokens per row was timed before the first row of the job, over dead rows whose tokens went through
-experts like those of live rows, and read n[R, K] experts per layer. A round with T live tokens takes this many seconds more:
+A round of R rows with K draft tokens per row was timed before the job's first row, over dead rows whose tokens went through
+experts as those of live rows do, and read n[R, K] experts per layer. A round with T live tokens takes this many seconds more:
 
     added_s[R, K] = s (E (1 - (1 - k/E)^(c T)) - n[R, K])
 
-It takes less if it reads fewer experts: tokens of dead rows and padding go through none, and tokens of one text choose alike.
-s is the time to read one more expert in every layer, from two timed rounds that differ only in the number of experts.
+added_s is negative if the round reads fewer experts: tokens of dead rows and padding go through none, and tokens of one text
+choose similar experts. s is the time to read one more expert in every layer, from two timed rounds that differ only in the number
+of experts.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 COUNT_EVERY = 32
-"""Rounds from one count to the next; a power of two."""
+"""Number of rounds between two counts; a power of two."""
 SATURATED = 0.97
-"""A count of this share of the experts, or more, is left out."""
+"""A count of at least this share of the experts is ignored."""
 HALF_LIFE = 64
-"""A count weighs half as much once this many newer ones have been made."""
+"""A count weighs half as much after this many newer counts."""
 
 
 def counted(num_round: int) -> bool:
-    """Whether the experts of this round, from 1, are counted: of every 32nd, and of the first ones at doubling distances."""
+    """Whether the experts of round number `num_round`, from 1, are counted: rounds 1, 2, 4, 8, 16, then every 32nd."""
     return num_round % COUNT_EVERY == 0 or (num_round < COUNT_EVERY and num_round & (num_round - 1) == 0)
 
 
@@ -72,7 +73,7 @@ class ExpertReads:
     def set_cost(self, seconds: float, num_experts: float) -> None:
         """Set s from two timed rounds: the second read `num_experts` more experts per layer and took `seconds` longer.
 
-        Rounds that differ by less than one expert per layer say nothing of it: s is 0.
+        If they differ by less than one expert per layer, they tell nothing about the cost: s is 0.
         """
         self.expert_s = max(0.0, seconds / num_experts) if num_experts >= 1 else 0.0
 

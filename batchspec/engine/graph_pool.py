@@ -13,23 +13,23 @@ T = TypeVar("T")
 
 
 class GraphPool:
-    """Memory of graphs that are replayed one at a time, in one stream. A later graph takes what earlier ones need only while they
-    run: the tensors that a replay leaves are valid until the next replay of any graph.
+    """Memory of graphs that are replayed one at a time, in one stream. A later graph reuses memory that earlier graphs need only
+    during a replay: the tensors that a replay returns are valid until the next replay of any graph.
     """
 
     def __init__(self) -> None:
         self._pool: Any = None
 
     def capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """The graph of what `run` launches, and the tensors that it returns, which replays write. Nothing is executed.
+        """The graph of the launches of `run`, and the tensors that `run` returns, into which replays write. Executes nothing.
 
-        Waits for the device. `run` must have run before: first calls compile kernels and allocate workspaces.
+        Waits for the device. `run` must have been executed before: first calls compile kernels and allocate workspaces.
         """
         graph = torch.cuda.CUDAGraph()
         # The kernels of a graph keep the priority of the stream it was captured on.
         current = torch.cuda.current_stream()
         stream = None if current == torch.cuda.default_stream() else current
-        # Only calls of this thread count: the thread that builds a corpus pins memory meanwhile, which would spoil the capture.
+        # Only this thread's calls count: the thread that builds a corpus pins memory meanwhile, which would abort the capture.
         with (
             no_garbage_collection(),
             torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),

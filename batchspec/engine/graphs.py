@@ -1,4 +1,4 @@
-"""Rounds as CUDA graphs: one launch by the host instead of some hundred kernels. On a CPU the same calls run as they are."""
+"""Rounds as CUDA graphs: the host launches one graph instead of some hundred kernels. On a CPU the same calls run as they are."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from batchspec.engine.round import Round, RoundResult
 from batchspec.engine.shared_prefix import PrefixGroupTables
 
 GRAPH_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""fp64, for tests, has no verify attention that plans on the device."""
+"""fp64, used by tests, has no verify attention that is planned on the device, so it cannot be captured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a graph is captured for: R rows, K drafts a row at most, how tokens are chosen, whether rows share prefixes.
+    """What a graph is captured for: R rows, at most K drafts a row, the sampling mode, and whether rows share prefixes.
 
     prepare_next  the next round may draft
-    max_kv        limit on the tokens of a row, drafts included; None: the batch's. Attention splits long rows over programs,
-                  and merging their parts is a launch in every layer
+    max_kv        limit on the tokens of a row, drafts included; None: the batch's. It matters because attention splits long rows
+                  over programs, and merging their parts is one more launch in every layer
     """
 
     num_rows: int
@@ -37,7 +37,7 @@ class Shape:
 
 
 class Graphs:
-    """Runs rounds, captured where the device can. A shape that was not prepared is captured when it is first asked for."""
+    """Runs rounds, captured if the device can. A shape that was not prepared is captured at its first use."""
 
     def __init__(self, round_: Round, rows: DeviceBatch, prefix_groups: PrefixGroupTables) -> None:
         self._round, self._rows, self._prefix_groups = round_, rows, prefix_groups
@@ -45,10 +45,10 @@ class Graphs:
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, RoundResult]] = {}
         self.pool = GraphPool()
         self.warm_up_s = self.capture_s = 0.0
-        """Seconds in which rounds were run for the first time, which compiles their kernels, and captured."""
+        """Seconds spent in the first execution of rounds, which compiles their kernels, and in capturing them."""
 
     def run(self, shape: Shape) -> RoundResult:
-        """One round over the first slots. The result's tensors are those of the graph: copy them before the next round."""
+        """Run one round over the first slots. The result's tensors belong to the graph: copy them before the next round."""
         if not self.captures:
             return self._run(shape)
         if shape not in self._graphs:
@@ -62,18 +62,18 @@ class Graphs:
         return len(self._graphs)
 
     def replay_all(self) -> None:
-        """Every captured round once, for traces; only while no row is live."""
+        """Replay every captured round once, for traces; only while no row is live."""
         for graph, _ in self._graphs.values():
             graph.replay()
 
     def prepare(self, shapes: Iterable[Shape]) -> None:
-        """Capture ahead of time, the largest first: later ones live in its memory."""
+        """Capture ahead of time, the largest shape first: later graphs reuse its memory."""
         for shape in sorted(shapes, key=lambda shape: (-shape.num_rows, -shape.draft_len)):
             if self.captures and shape not in self._graphs:
                 self._capture(shape)
 
     def seconds(self, shape: Shape, repeats: int = 5) -> float:
-        """Time of the round over dead rows: everything but attention, and experts unless dead tokens go through them.
+        """Seconds of the round over dead rows: without attention, and without experts unless dead tokens go through them.
 
         Synchronises; only while no row is live.
         """
@@ -97,7 +97,7 @@ class Graphs:
         )
 
     def _capture(self, shape: Shape) -> None:
-        """The warm-up compiles kernels. It runs over dead rows; the drafter's state is restored afterwards."""
+        """Run the round once over dead rows, which compiles kernels, then capture it; restores the drafter's state afterwards."""
         state: Sequence[torch.Tensor] = (self._rows.live, *self._round.drafter.state)
         before = [tensor.clone() for tensor in state]
         self._rows.live.zero_()

@@ -38,14 +38,14 @@ def logprobs_of(raw: Tensor, target_ids: Tensor, num_top: int) -> Logprobs:
 
 
 def logprobs_by_row(found: Logprobs, places: LogitRows, num_rows: int, width: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Logprobs laid out by row and number of drafts before the token. R num_rows, S width, N the number of the likeliest tokens.
+    """Logprobs laid out by row and number of drafts before the token. R num_rows, S width, N likeliest tokens.
 
     places  the row and the number of drafted tokens of each of the T logits
     Returns float32 [R, S] of the chosen tokens, and int32 and float32 [R, S, N] ids and values of the likeliest ones, or None.
     Does not synchronise.
     """
     column = torch.zeros_like(places.positions) if places.num_drafted is None else places.num_drafted
-    # Padding and dead rows have columns out of range: their values go to an extra column, which is cut off.
+    # Padding and dead rows have column numbers out of range: their values go to an extra column, which is dropped.
     column = torch.where((column >= 0) & (column < width), column, width)
     indices = (places.row_ids.long(), column)
 

@@ -1,7 +1,7 @@
-"""What the leader of a group tells the other ranks: each message is executed by all, in order.
+"""What the leader of a group sends to the other ranks: every rank executes each message, in order.
 
-A message is typed and encoded as MessagePack: a round takes about 340 bytes and 10 us. Of requests, the ranks get what
-`DeviceBatch.begin` reads.
+A message is typed and encoded as MessagePack; for a round it has about 340 bytes and takes 10 us. Of requests, the ranks get only
+what `DeviceBatch.begin` reads.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     """The model's files are here: load the weights."""
 
     device: str
-    """Of the leader, with its software: that of every rank must be the same, because what each computes as a whole must be."""
+    """The leader's hardware and software: every rank must have the same, because all ranks compute parts of one model."""
     tuned: Table
-    """How the leader computes matrix products (`batchspec.tuning.table`): all ranks do so, whatever has changed in files."""
+    """How the leader computes matrix products (`batchspec.tuning.table`): all ranks must do the same, whatever their own files
+    say."""
 
 
 class Calibrate(msgspec.Struct, frozen=True, tag=True):
-    """Calibrate the scales of an e4m3 cache by these prompts."""
+    """Calibrate the scales of an e4m3 cache with these prompts."""
 
     prompts: list[list[int]]
 
@@ -45,11 +46,11 @@ class Build(msgspec.Struct, frozen=True, tag=True):
 
     batch: PackedBatch
     vocabulary: TokenSymbols | None = None
-    """Of a job whose requests may have automata: ranks get these as uploads of their steps."""
+    """Set if requests may have automata: ranks get these as uploads of their steps."""
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
-    """`Engine.prepare`: the same launches on every rank; only the leader uses their times."""
+    """Call `Engine.prepare`: the launches are the same on every rank; only the leader uses their times."""
 
     mode: SamplingMode
     shared: bool
@@ -59,27 +60,27 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     """A run of the engine starts: followers reset their state as `Engine.run` does."""
 
     number: int
-    """From which results are counted."""
+    """The number from which results are counted."""
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """`Executor.execute`, and as many reads as the step says."""
+    """Execute the step (`Executor.execute`) and read as many results as it says."""
 
     step: ScheduledStep
 
 
 class Lesson(msgspec.Struct, frozen=True, tag=True):
-    """Take part in the target's forward pass over whole rows, from which a head on the leader learns."""
+    """Take part in the target's forward pass over whole rows, with which the leader trains a head."""
 
     rows: list[Ids]
     prompt_lens: list[int]
     aux_layer_ids: tuple[int, ...]
     probs: bool
-    """The logits of the completions' positions too."""
+    """Whether the pass also returns the logits of the completions' positions."""
 
 
 class NewHead(msgspec.Struct, frozen=True, tag=True):
-    """The drafter's network gets these weights, which the leader broadcasts in this order: names and shapes."""
+    """Receive new weights of the drafter's network, which the leader broadcasts in this order: names and shapes."""
 
     shapes: list[tuple[str, list[int]]]
 

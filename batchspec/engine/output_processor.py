@@ -15,31 +15,31 @@ from batchspec.engine.slots import SlotTable
 
 @dataclass(slots=True)
 class EngineTotals:
-    """Running sums over the engine's life, as far as the host has read results."""
+    """Sums over the engine's life, of the results that the host has read."""
 
     rounds: int = 0
     """Launched."""
     row_rounds: int = 0
-    """Rounds times the rows that lived in them."""
+    """Sum over the rounds of their live rows."""
     tokens: int = 0
     """Output tokens; where prompts are scored, prompt tokens."""
     accepted: int = 0
     drafted: int = 0
     prefill_tokens: int = 0
     prefill_s: float = 0.0
-    """Seconds of prefill, from the beginning of each group to its last result."""
+    """Seconds of prefill, each group counted from its begin to its last result."""
     cached_tokens: int = 0
     preempted: int = 0
-    """Times that a request lost its slot because pages ran out."""
+    """Number of preemptions: requests that lost their slot because pages ran out."""
     live_rows: int = 0
     expert_correlation: float | None = None
     """See `expert_reads.py`; None without experts."""
     _group: object = None
-    """When the group of the latest prefill result began: its passes share that moment."""
+    """Begin of the group of the latest prefill result: all passes of a group have the same."""
     _group_s: float = 0.0
 
     def add(self, result: PendingResult, log: RoundLog) -> None:
-        """A result that has arrived, with the lines of its live rows."""
+        """Add a result that has arrived; `log` has the lines of its live rows."""
         self.tokens += int(log.num_kept.sum())
         if result.began is not None:
             seconds = result.seconds_since(result.began)
@@ -52,14 +52,14 @@ class EngineTotals:
 
 
 class OutputProcessor:
-    """Requests with stop strings get each token at once (`RequestState`), the others in bulk (`SlotTable`)."""
+    """Requests with stop strings get each token at once (`RequestState`), others many at a time (`SlotTable`)."""
 
     def __init__(self, slots: SlotTable, *, scores: bool = False) -> None:
-        """scores: results have no logprobs of output tokens, but of prompts (`PromptScores`)."""
+        """scores: results have no logprobs of output tokens, but those of prompt tokens (`PromptScores`)."""
         self._slots, self._scores = slots, scores
 
     def add(self, result: PendingResult, slots: Slots, log: RoundLog, now: float) -> None:
-        """A result that has arrived: line i of its log is that of the row in slots[i]; now in seconds of the host's clock."""
+        """Add a result that has arrived: line i of `log` is that of the row in slots[i]; now: seconds of the host's clock."""
         table = self._slots
         table.num_tokens[slots] += log.num_kept
         watched = table.watched[slots]
@@ -86,20 +86,21 @@ class OutputProcessor:
             else:
                 state.add_round(accepted_len, draft_len, accepted_len + 1, tokens[:num_kept])
 
-    def hold_to_budget(self, state: RequestState) -> bool:
-        """Close a thought that has used its budget; whether the request, cut short, must be prefilled with its new tokens."""
+    def enforce_budget(self, state: RequestState) -> bool:
+        """Close a thought that has used up its budget; returns whether the shortened request must be prefilled with its new
+        tokens."""
         table = self._slots
         table.flush(state)
-        if not state.hold_to_budget():
+        if not state.enforce_budget():
             table.watch_budget(state)
             return False
         if state.finish_reason is None:
             return True
-        table.watched[state.slot] = True  # it has ended, whatever the device says
+        table.watched[state.slot] = True  # its closing tokens ended it, which the device does not know
         return False
 
     def may_have_ended(self, slots: Slots, log: RoundLog) -> NDArray[np.bool_]:
-        """bool [n] the device ended the row, or the host may have: by a stop string or a thinking budget."""
+        """bool [n]: the device ended the row, or a stop string or the thinking budget may have."""
         ended: NDArray[np.bool_] = (log.finish != 0) | self._slots.watched[slots]
         return ended
 

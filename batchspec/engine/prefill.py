@@ -26,8 +26,8 @@ from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
 def chunks(spans: Iterable[tuple[int, int, int]], max_tokens: int) -> Iterator[list[Segment]]:
     """Cut (slot, begin, end) spans into passes of at most `max_tokens` tokens, in order.
 
-    The order matters: a row that shares pages with an earlier one finds their K/V written in an earlier pass or in the same
-    one, where every layer writes all K/V before it reads any.
+    The order matters: a row may share pages that an earlier row writes, in an earlier pass or in the same one, where every layer
+    writes all K/V before it reads any.
     """
     chunk: list[Segment] = []
     room = max_tokens
@@ -49,22 +49,22 @@ class Prefilled:
     """A pass that was launched. Its rows stay inactive until `activate`, so the pass may overlap decode rounds."""
 
     result: RoundResult | None
-    """None if no row's tokens ended in it; else its log is that of a round that drafted nothing."""
+    """None if no row's tokens ended in the pass; otherwise its log is that of a round without drafts."""
     mask: Tensor | None
-    """int32 [slots] 1 for the rows that do not end with their first token."""
+    """int32 [slots] 1 for the rows that decode on after their first token."""
     slot_ids: Tensor
     carried: tuple[Tensor, ...]
-    """What the drafter carries of each row of the pass, as its `state`."""
+    """The drafter's state of each row of the pass, as its field `state`."""
 
     def activate(self, rows: DeviceBatch, drafter: Drafter) -> None:
-        """On the stream of the rounds: the rows whose tokens ended in this pass decode from the next round on."""
+        """Call on the rounds' stream: rows whose tokens ended in this pass decode from the next round on."""
         for state, value in zip(drafter.state, self.carried, strict=True):
             state.index_copy_(0, self.slot_ids, value)
         if self.mask is not None:
             rows.live.bitwise_or_(self.mask)
 
-    def hold_for(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory until `stream` has used it: the pass was launched on another stream."""
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory until `stream` has used it: the pass was launched on another stream (`Tensor.record_stream`)."""
         result = () if self.result is None else self.result.tensors
         for tensor in (self.slot_ids, *self.carried, *result, *(() if self.mask is None else (self.mask,))):
             tensor.record_stream(stream)
@@ -86,7 +86,7 @@ def _prefill_chunk(round_: Round, rows: DeviceBatch, segments: Sequence[Segment]
     device = rows.tokens.device
     batch, slot_ids = flat_batch(rows, segments, round_.cache.page_size)
     hidden, aux_hidden_states = round_.target.forward(batch, round_.cache, round_.drafter.aux_layer_ids, ends_only=True)
-    # The rows that end here, in slot order: `accept` finds the choice of slot r at the r-th place of a prefix sum.
+    # The rows that end here, in slot order: the choice of slot r is at index cu_seqlens_q[r].
     ending = sorted((s.slot, i) for i, s in enumerate(segments) if s.last)
     result, mask = None, None
     if ending:
@@ -106,9 +106,9 @@ def _prefill_chunk(round_: Round, rows: DeviceBatch, segments: Sequence[Segment]
 def emit(
     round_: Round, rows: DeviceBatch, hidden: Tensor, places: LogitRows, cu_seqlens_q: Tensor, mask: Tensor, mode: SamplingMode
 ) -> RoundResult:
-    """Choose and commit the token after each of the states `hidden` [N, H], which are at `places`.
+    """Choose and commit the token after each of the hidden states `hidden` [N, H]; `places` has their rows and positions.
 
-    cu_seqlens_q  int32 [slots + 1]: the state of slot r, where its mask is 1, is that of number cu_seqlens_q[r]
+    cu_seqlens_q  int32 [slots + 1]: for a slot r that emits, its state is hidden[cu_seqlens_q[r]]
     mask          int32 [slots] in: 1 for the slots that emit; out: 0 for those that end with this token
     """
     drafts = Drafts(rows.tokens[:, :0], torch.zeros_like(rows.live))
@@ -118,18 +118,18 @@ def emit(
 def prefill_drafter(
     round_: Round, rows: DeviceBatch, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, mode: SamplingMode
 ) -> tuple[Tensor, ...]:
-    """What the drafter carries of each row of the batch, once its tokens are committed."""
-    round_.couple(mode)
+    """The drafter's state of each row of the batch, after its tokens were committed."""
+    round_.set_draft_mode(mode)
     own_batch = batch.of_group(round_.cache.groups.draft_group)
     return round_.drafter.prefill(own_batch, slot_ids, aux_hidden_states, rows, round_.cache)
 
 
 def _score_chunk(round_: Round, rows: DeviceBatch, segments: Sequence[Segment]) -> Prefilled:
-    """The same where prompts are scored: all tokens go through to the end, and no row emits a token."""
+    """As `_prefill_chunk` if prompts are scored: lm_head reads all tokens, and no row emits a token."""
     batch, slot_ids = flat_batch(rows, segments, round_.cache.page_size)
     begin = 0
     for segment in segments:
-        batch.slot_mapping[begin : begin + segment.num_kept] = 0  # page 0, which nobody reads
+        batch.slot_mapping[begin : begin + segment.num_recomputed] = 0  # page 0, which no row reads
         begin += segment.end - segment.begin
     hidden, _ = round_.target.forward(batch, round_.cache)
     next_ids = rows.tokens[slot_ids[batch.row_ids], (batch.positions + 1).clamp(max=rows.tokens.shape[1] - 1)]
@@ -137,13 +137,15 @@ def _score_chunk(round_: Round, rows: DeviceBatch, segments: Sequence[Segment]) 
 
 
 def rehearse(round_: Round, rows: DeviceBatch, *, max_tokens: int, longest: int, mode: SamplingMode) -> PrefillCost:
-    """Seconds of a pass of `max_tokens` and of a short one, over free slots and in page 0, which nobody reads.
+    """Seconds of a pass of `max_tokens` and of a short one, over free slots; K/V go to page 0, which no row reads. GPU only; no
+    row may be live.
 
-    longest  tokens of a row of the pass: long rows take another attention kernel, which compiles for a minute the first time
-    The shortest of several times counts: a short pass takes little but launches, and one stall of the host, as by a garbage
-    collection, may take longer. Kernels are compiled and the largest pass has its memory before the first request comes. What a
-    kernel is compiled for changes at most once where the number of tokens or rows doubles, so passes of all powers of two compile
-    all of it. Only while no row is live, on a GPU.
+    longest  tokens of a row of the pass: long rows use another attention kernel, which compiles for a minute at its first use
+
+    The minimum of several times is used: a short pass is mostly launches, and one stall of the host, such as a garbage
+    collection, may take longer than all of them. The rehearsal also compiles the kernels and allocates the memory of the largest
+    pass. Kernels are specialised at most once per doubling of the number of tokens or rows, so passes of all powers of two
+    compile every variant.
     """
     for table in rows.page_tables:
         table.zero_()
@@ -181,7 +183,7 @@ def _timed(launch: Callable[[], object]) -> float:
 
 
 def flat_batch(rows: DeviceBatch, segments: Sequence[Segment], page_size: int) -> tuple[FlatBatch, Tensor]:
-    """The segments end to end, and the slot of each, int64 [segments]."""
+    """The segments concatenated, and the slot of each, int64 [segments]."""
     device = rows.tokens.device
     lengths = [s.end - s.begin for s in segments]
     slot_ids, begins, ends, q_len = upload(
@@ -199,7 +201,7 @@ def lay_out(
     rows: DeviceBatch, slot_ids: Tensor, page_tables: Sequence[Tensor], begins: Tensor, q_len: Tensor, kv_len: Tensor, *,
     num_tokens: int, max_q: int, max_kv: int, page_size: int,
 ) -> FlatBatch:  # fmt: skip
-    """The tokens of rows that are known to the device, end to end, and padding up to `num_tokens`.
+    """Concatenate the tokens of rows, which are on the device already, and pad them to `num_tokens`.
 
     slot_ids       int64 [R] the slot of each row
     page_tables    of each K/V group, int32 [R, max pages a row]

@@ -1,14 +1,15 @@
 """Prefill passes of short rows as CUDA graphs: one launch by the host instead of some hundred kernels. Not measured yet.
 
-A pass is padded to a shape (`prefill_shapes.py`). What depends on its rows is in one buffer on the device, `PassInputs`, which
-one upload fills before each pass. Padding are dead rows of one token, as many as there are rows to fill, and tokens of no row
-after them: they write their K/V to slot 0 in page 0, which nobody reads, go through no expert and no adapter, and emit nothing.
+A pass is padded to a shape (`prefill_shapes.py`). All inputs that depend on its rows are in one buffer on the device,
+`PassInputs`, which one upload fills before each pass. The padding is dead rows of one token, up to the shape's number of rows,
+and after them tokens of no row: they write K/V to slot 0 of page 0, which no row reads, go through no expert and no adapter, and
+emit nothing.
 
-Every token of a row is computed as in the plain pass (`prefill_chunk`), by the same kernels. But for decode.deterministic, whose
-passes stay plain, a product may choose its tile by the number of tokens, padding included, and the work of attention may be split
-by the number of rows: sums may be rounded otherwise, as they may be in any other batch.
+Every token of a row is computed as in the plain pass (`prefill_chunk`), by the same kernels. But a product may choose its tile by
+the number of tokens, padding included, and attention may be split by the number of rows: sums may be rounded differently, as in
+any other batch. With decode.deterministic that is not allowed, so passes stay plain.
 
-A shape is captured when it is asked for the third time. On a CPU the same calls run as they are.
+A shape is captured at its third use. On a CPU the same calls run as they are.
 """
 
 from __future__ import annotations
@@ -34,22 +35,23 @@ from batchspec.engine.step import Segment
 from batchspec.records import PREFILL_GRAPHS
 
 CAPTURE_AT = 3
-"""Use of a shape that captures it. A capture takes about as long as two plain passes: shapes that are rare are not captured, and
-the others lose at most about as much as they gain later."""
+"""A shape is captured at this use. A capture takes about as long as two plain passes: rare shapes are never captured, and the
+others lose about as much before the capture as they gain later, at most."""
 _ALIGNED = 4
-"""Lines of the buffer begin at multiples of so many numbers: kernels are compiled for addresses that 16 divides, or do not."""
+"""Each field of the buffer begins at a multiple of this many numbers: a kernel is compiled anew if 16 does not divide an
+address."""
 
 
 class PassInputs:
-    """What a padded pass is told of its rows: one buffer at a fixed address; each field is one of its rows. R rows of the shape.
+    """Inputs of a padded pass: one buffer at a fixed address; each field is one line of it. R rows of the shape.
 
-    slot_ids   int32 [R] the slots of the pass, those that emit a token first, in order, then others; dead rows have slots that
-               are not in the pass: no two rows have the same
-    begins     int32 [R] position of the row's first token; of a dead row 0
-    q_len      int32 [R] number of its tokens; of a dead row 1
-    kv_len     int32 [R] keys that its last token sees; 0 marks a dead row
-    emits      int32 [slots] 1 for the slots that emit a token; the pass makes it 0 for those that end with it
-    emit_ids   int32 [slots + 1] how many slots before this one emit: the row of the pass that slot r is, if it emits
+    slot_ids   int32 [R] the slots of the pass: first those that emit a token, in order, then the others; a dead row has a slot
+               that is not in the pass, so that no two rows have the same
+    begins     int32 [R] position of the row's first token; 0 for a dead row
+    q_len      int32 [R] number of its tokens; 1 for a dead row
+    kv_len     int32 [R] keys that its last token attends to; 0 marks a dead row
+    emits      int32 [slots] 1 for the slots that emit a token; the pass sets 0 for those that end with it
+    emit_ids   int32 [slots + 1] number of emitting slots before this one: the row of slot r in the pass, if it emits
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
@@ -59,10 +61,11 @@ class PassInputs:
         self.emits, self.emit_ids = emits[:num_slots], emit_ids[: num_slots + 1]
 
     def fill(self, segments: Sequence[Segment], num_rows: int) -> None:
-        """For this pass, in the order of `in_order`. One upload, in stream order: the host does not wait."""
+        """Upload the inputs of this pass, its segments in the order of `emitting_first`, in stream order; the host does not
+        wait."""
         lines, count, slots = np.zeros(self._buffer.shape, np.int32), len(segments), [s.slot for s in segments]
         others = np.setdiff1d(np.arange(self._num_slots, dtype=np.int32), slots)[: num_rows - count]
-        assert count + len(others) == num_rows, "a slot is twice in a pass"
+        assert count + len(others) == num_rows, "a slot occurs twice in a pass"
         slot_ids, begins, q_len, kv_len, emits, emit_ids = lines
         slot_ids[:num_rows] = [*slots, *others]
         begins[:count] = [s.begin for s in segments]
@@ -74,8 +77,8 @@ class PassInputs:
         self._buffer.copy_(upload(lines, torch.int32, self._buffer.device))
 
 
-def in_order(segments: Sequence[Segment]) -> list[Segment]:
-    """Those that emit a token first, by slot: `accept` finds the choice of each at its place among them."""
+def emitting_first(segments: Sequence[Segment]) -> list[Segment]:
+    """The segments that emit a token first, ordered by slot: `accept` looks up the choice of each by its index among them."""
     return sorted(segments, key=lambda s: (not s.last, s.slot))
 
 
@@ -83,10 +86,10 @@ class PrefillGraphs:
     """Runs the passes of an engine that do not overlap rounds, padded and captured where that pays."""
 
     cost: PrefillCost | None = None
-    """What passes take, once they were timed; until then none is padded."""
+    """The cost of passes, once they were timed; until then no pass is padded."""
 
     def __init__(self, round_: Round, rows: DeviceBatch, graphs: Graphs, *, max_tokens: int) -> None:
-        """graphs: those of the rounds, which share their memory and the stream; max_tokens: of the largest pass."""
+        """graphs: those of the rounds, which share memory and stream with these; max_tokens: of the largest pass."""
         self._round, self._rows, self._captures, self._pool = round_, rows, graphs.captures, graphs.pool
         num_slots = rows.live.shape[0]
         self._shapes = PassShapes(round_, num_slots=num_slots, max_tokens=max_tokens)
@@ -94,34 +97,33 @@ class PrefillGraphs:
         self._graphs: dict[PassShape, tuple[torch.cuda.CUDAGraph, Prefilled]] = {}
         self._uses: Counter[PassShape] = Counter()
         self.num_padded = 0
-        """Passes that were padded; on a GPU all but those that captured a graph were replays."""
+        """Number of passes that were padded; on a GPU all of them were replays but those that captured a graph."""
 
     @property
     def num_captured(self) -> int:
         return len(self._graphs)
 
     def run(self, segments: Sequence[Segment], mode: SamplingMode) -> Prefilled:
-        """As `prefill_chunk`. The next pass or round writes over the tensors that it returns: read them before, in stream
-        order."""
+        """As `prefill_chunk`. The next pass or round overwrites the returned tensors: use them before it, in stream order."""
         shape = self._shapes.of(segments, mode, self.cost)
         if shape is None or not self._is_due(shape):
             return prefill_chunk(self._round, self._rows, segments, mode)
         self.num_padded += 1
-        segments = in_order(segments)
+        segments = emitting_first(segments)
         self._inputs.fill(segments, shape.num_rows)
         if shape in self._graphs:
             graph, whole = self._graphs[shape]
             graph.replay()
         else:
             whole = self._run(shape)
-            if self._captures:  # what ran just now compiled its kernels
+            if self._captures:  # the run above has compiled its kernels
                 self._graphs[shape] = self._pool.capture(partial(self._run, shape))
         emits, count = any(s.last for s in segments), len(segments)
         carried = tuple(state[:count] for state in whole.carried)
         return Prefilled(whole.result if emits else None, whole.mask if emits else None, whole.slot_ids[:count], carried)
 
     def _is_due(self, shape: PassShape) -> bool:
-        """Whether the pass runs padded: captured, or about to be."""
+        """Whether the pass runs padded: its shape is captured, or about to be."""
         if not self._captures or shape in self._graphs:
             return True
         self._uses[shape] += 1
@@ -129,7 +131,7 @@ class PrefillGraphs:
 
     @torch.inference_mode()
     def _run(self, shape: PassShape) -> Prefilled:
-        """The pass over what is in the buffer. Launches depend on the shape alone, and nothing is read back."""
+        """Run the pass in the buffer. Its launches depend on the shape alone, and nothing is read back."""
         round_, rows, inputs = self._round, self._rows, self._inputs
         rows.provide(shape.mode)
         batch, slot_ids = self._batch(shape)
@@ -141,11 +143,11 @@ class PrefillGraphs:
         return Prefilled(result, inputs.emits, slot_ids, carried)
 
     def _batch(self, shape: PassShape) -> tuple[FlatBatch, Tensor]:
-        """The rows of the buffer end to end, and the slot of each, int64 [R]."""
+        """The rows of the buffer as a flat batch, and the slot of each, int64 [R]."""
         rows, own = self._rows, self._inputs
         slot_ids, begins, q_len, kv_len = (x[: shape.num_rows] for x in (own.slot_ids, own.begins, own.q_len, own.kv_len))
         slot_ids = slot_ids.long()
-        # The slot of a dead row may hold a live one: its token must not find that row's pages.
+        # A dead row may name the slot of a live one: its token must not write to that row's pages.
         alive = (kv_len > 0).int().unsqueeze(1)
         page_size = self._round.cache.page_size
         batch = lay_out(

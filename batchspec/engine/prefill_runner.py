@@ -1,4 +1,4 @@
-"""Runs prefill passes between decode rounds or concurrently with them. Its results come in the order of their launches."""
+"""Runs prefill passes between decode rounds or concurrently with them. Their results come in launch order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PrefillRunner:
 
     @property
     def can_overlap(self) -> bool:
-        """Prefill may run concurrently with rounds."""
+        """Whether prefill may run concurrently with rounds."""
         return self._stream is not None
 
     def stream_of_rounds(self) -> AbstractContextManager[object]:
@@ -34,16 +34,17 @@ class PrefillRunner:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream.rounds)
 
     def paused(self) -> AbstractContextManager[object]:
-        """What is launched in the rounds' stream within this block overlaps no prefill."""
+        """Within this block no prefill overlaps what is launched in the rounds' stream."""
         return nullcontext() if self._stream is None else self._stream.paused()
 
     def clear(self) -> None:
-        """Forget what an earlier run left, once the device is done with it."""
+        """Drop the passes of an earlier run, after waiting for the device."""
         if self._stream is not None:
             self._stream.clear()
 
     def run(self, prefill: Prefill) -> list[PendingResult]:
-        """Put a group into its slots and launch its passes, or queue them where they overlap; the results of those launched."""
+        """Put a group into its slots and launch its passes, or queue them if they overlap; returns the results of launched
+        passes."""
         self.place(prefill)
         passes = [partial(self._launch, segments, prefill.mode) for segments in prefill.passes]
         if prefill.overlaps:
@@ -56,7 +57,7 @@ class PrefillRunner:
         return results
 
     def place(self, prefill: Prefill) -> None:
-        """Put a group into its slots: its rows, where their automata stand, and their pages."""
+        """Put a group into its slots: its tokens, the places of its automata, and its pages."""
         refills, rows = prefill.refills, self._rows
         if prefill.uploads:
             assert rows.automata is not None
@@ -77,7 +78,7 @@ class PrefillRunner:
         return self._activate(running.prefilled, running.began)
 
     def cancel_waiting(self) -> None:
-        """Forget the overlapping passes that have not begun."""
+        """Drop the overlapping passes that have not begun."""
         if self._stream is not None:
             self._stream.cancel_waiting()
 

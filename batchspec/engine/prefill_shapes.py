@@ -1,4 +1,4 @@
-"""Which prefill passes are padded to a fixed shape, so that CUDA graphs can hold them, and to which."""
+"""Decides which prefill passes are padded to a fixed shape, so that a CUDA graph can hold them, and to which shape."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from batchspec.records import KEYS_PER_TOKEN
 
 @dataclass(frozen=True, slots=True)
 class PassShape:
-    """What a graph of a pass is captured for. Its numbers are bounds: the rest of a pass is padding.
+    """The shape that a prefill graph is captured for. A pass fits if no number exceeds the shape's; the rest is padding.
 
     num_tokens  T, padding included
     num_rows    R, dead rows of one token included
@@ -34,15 +34,16 @@ class PassShape:
 
 
 class PassShapes:
-    """The shapes of the padded passes of an engine."""
+    """Chooses the shapes of an engine's padded passes."""
 
     def __init__(self, round_: Round, *, num_slots: int, max_tokens: int) -> None:
-        """max_tokens: of the largest pass. No overlapping pass may be asked about: graphs share memory with the rounds'."""
+        """max_tokens: of the largest pass. Overlapping passes are never padded: graphs share memory with those of the rounds."""
         self._num_slots, self._max_tokens = num_slots, max_tokens
         self._layouts = {kv.layout for kv in round_.cache.layers}
         self._on_gpu = round_.cache.layers[0].pages.is_cuda
-        # Scored passes keep logits of all tokens. Ranks exchange in buffers of the largest pass. A deterministic pass may depend
-        # on its number of tokens in no product, and that was not shown of padded ones.
+        # Never padded: scored passes, which keep logits of all tokens; passes of several ranks, which exchange in buffers of the
+        # largest pass; deterministic passes, of which it was not shown that products do not depend on the padded number of
+        # tokens.
         self._never = (
             round_.options.scores
             or round_.target.ranks is not None
@@ -51,17 +52,17 @@ class PassShapes:
         )
 
     def of(self, segments: Sequence[Segment], mode: SamplingMode, cost: PrefillCost | None) -> PassShape | None:
-        """The shape that this pass is padded to; None: it is launched kernel by kernel.
+        """The shape to which this pass is padded; None: the pass is launched kernel by kernel.
 
-        That is so where
+        None if
 
         - prompts are scored, ranks compute the target together, the job is deterministic, or the drafter's prefill reads host
           lists (`Drafter.prefill_by_bounds`);
-        - a row follows a lazy automaton, for which it may have to wait;
+        - a row follows a lazy automaton and may have to wait for a state;
         - a row has more than SHORT keys: FlashInfer plans its attention on the host;
         - attention needs host lists for another reason, as in float32 with rows of more than 64 tokens;
-        - padding would make it the largest pass of the engine, or its rows have many more keys than tokens;
-        - the padding takes longer than the launches that a graph saves, or nothing is known of either.
+        - padding would make it the largest pass of the engine, or its rows have many more keys than tokens (KEYS_PER_TOKEN);
+        - the padding would take longer than the launches that a graph saves, or no pass was timed.
         """
         num_tokens, num_rows = sum(s.end - s.begin for s in segments), len(segments)
         longest_q, longest_kv = max(s.end - s.begin for s in segments), max(s.end for s in segments)
@@ -83,12 +84,12 @@ class PassShapes:
 
 
 def _power(number: int) -> int:
-    """The smallest power of two that is not less."""
+    """The smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
 def _padded(number: int) -> int:
-    """The smallest power of two, or midpoint between two, that is not less: at most half of a pass, a fifth on average, is
-    padding."""
+    """The smallest power of two, or midpoint between two, that is at least `number`: padding is at most half of a pass, a fifth
+    on average."""
     power = _power(number)
     return power * 3 // 4 if number <= power * 3 // 4 else power

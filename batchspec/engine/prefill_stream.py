@@ -1,9 +1,9 @@
 """Concurrent prefill: passes on a CUDA stream of lower priority, which use what the decode rounds leave idle.
 
-A round reads K/V and is bound by memory, a prefill multiplies and is bound by arithmetic: run concurrently they do about a tenth
-more than one after the other (H200, 80 rows x 9,000 tokens beside passes of 16,384: prefill at 0.86 of its speed, rounds at 0.24;
-a fixed split of the SMs gives no more). A pass touches pages and state of its own rows alone; its rows are activated on the
-stream of the rounds, once the host knows that the pass is done.
+A round reads K/V and is bound by memory; a prefill multiplies and is bound by arithmetic. Run concurrently they do about a tenth
+more than one after the other (H200, rounds of 80 rows x 9,000 tokens with passes of 16,384: prefill runs at 0.86 of its speed,
+rounds at 0.24; a fixed split of the SMs gives no more). A pass accesses pages and state of its own rows only. Its rows are
+activated on the rounds' stream, once the host knows that the pass is done.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROUNDS_PRIORITY, PREFILL_PRIORITY = -1, 0
 
 @dataclass(frozen=True, slots=True)
 class WaitingPass:
-    """A pass that has not begun, and when its group began."""
+    """A pass that has not been launched, and when its group began."""
 
     run: Callable[[], Prefilled]
     began: torch.cuda.Event
@@ -39,10 +39,10 @@ class RunningPass:
 
 
 class PrefillStream:
-    """A queue of passes; the oldest is running.
+    """A queue of passes, of which only the oldest runs.
 
-    One at a time: each has some hundred launches, and what a stream queues is bounded. A host that waits for space in the
-    prefill's stream launches no rounds.
+    One at a time: a pass has some hundred launches, and a stream queues a bounded number. If the host had to wait for space in
+    the prefill's stream, it could launch no rounds meanwhile.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class PrefillStream:
         self._running: RunningPass | None = None
 
     def launch(self, passes: Sequence[Callable[[], Prefilled]]) -> None:
-        """Queue a group's passes, whose rows' tokens are on their way in the rounds' stream (the current one)."""
+        """Queue a group's passes. The tokens of their rows are uploaded on the rounds' stream, which must be the current one."""
         began = event_now()
         self._waiting.extend(WaitingPass(run, began) for run in passes)
         self._start()
@@ -63,7 +63,8 @@ class PrefillStream:
         return self._running is not None and self._running.done.query()
 
     def take_oldest(self) -> RunningPass:
-        """Wait for the running pass and start the next one; the current stream may then use what it left."""
+        """Wait for the running pass and start the next one; returns the finished pass, whose results the current stream may
+        use."""
         running = self._running
         assert running is not None
         running.done.synchronize()
@@ -86,11 +87,11 @@ class PrefillStream:
             self._stream.wait_stream(rounds)
 
     def cancel_waiting(self) -> None:
-        """Forget the passes that have not begun."""
+        """Drop the passes that have not begun."""
         self._waiting.clear()
 
     def clear(self) -> None:
-        """Forget what an earlier run left, once the device is done with it."""
+        """Drop the passes of an earlier run, after waiting for the device."""
         self._waiting.clear()
         self._stream.synchronize()
         self._running = None
@@ -99,8 +100,8 @@ class PrefillStream:
         if self._running is not None or not self._waiting:
             return
         one, rounds = self._waiting.popleft(), torch.cuda.current_stream()
-        self._stream.wait_event(one.began)  # after the rows' tokens, not after rounds that were launched later
+        self._stream.wait_event(one.began)  # after the upload of the rows' tokens; waits for no later round
         with torch.cuda.stream(self._stream):
             prefilled = one.run()
-            prefilled.hold_for(rounds)
+            prefilled.record_stream(rounds)
             self._running = RunningPass(prefilled, one.began, event_now())

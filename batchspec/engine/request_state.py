@@ -1,4 +1,4 @@
-"""The host state of one request: tokens read so far, statistics, pages. `completion.py` makes its completion."""
+"""The host's state of one request: tokens read so far, statistics, pages. `completion.py` makes its completion."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from batchspec.token_automaton import DEAD, TokenAutomaton
 class RequestState:
     """One request from its arrival to its completion.
 
-    Preemption takes `slot`, `pages` and `num_shared_pages` away; everything else is kept, and the request is prefilled again over
-    its prompt and all its tokens. While it has a slot, tokens and counts that the host read in bulk are in the `SlotTable`; they
-    come here when the slot is flushed.
+    Preemption takes `slot`, `pages` and `num_shared_pages` away. Everything else is kept, and later the request is prefilled
+    again with its prompt and all its tokens. While it has a slot, the host collects its tokens and counts in the `SlotTable`;
+    `flush` moves them here.
     """
 
     request: Request
     draft_len: int
-    """K: the length of the statistics by draft position."""
+    """K: the length of the per-position statistics."""
     finder: StopFinder | None
     """None without stop strings."""
     num_top: int | None = None
@@ -41,15 +41,15 @@ class RequestState:
     """-1 without a slot."""
     pages: RowPages = field(default_factory=RowPages)
     num_shared_pages: int = 0
-    """Pages at the front whose K/V another request had prefilled."""
+    """Number of its first pages whose K/V another request prefilled."""
     order: int = 0
-    """Counts refills: the highest is the youngest request."""
+    """Number of the refill that gave it its slot: the highest is the youngest request."""
     prefix_hashes: list[bytes] | None = None
     """Hashes of the prompt's full pages; None until they are needed."""
     tokens: list[int] = field(default_factory=list)
     """Output tokens, up to the latest flush of the slot."""
     prompt_logprobs: NDArray[np.float32] | None = None
-    """Of a prompt that was scored, and those of the likeliest tokens: as of `Completion`."""
+    """Of a scored prompt: log-probabilities of its tokens, and of the likeliest tokens, as in `Completion`."""
     prompt_top: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
@@ -94,7 +94,7 @@ class RequestState:
         assert request.constraint is None or request.automaton is not None, f"{request.request_id!r}: nothing was compiled"
         resumed = request.resumed
         if resumed is not None and not _follows(request, resumed.tokens):
-            resumed = None  # another version compiled another automaton, which allowed these tokens: decode the row anew
+            resumed = None  # an automaton of another version allowed these tokens: decode anew
         longest = draft_len if resumed is None else max(draft_len, len(resumed.accepted) - 1)
         state = cls(request=request, draft_len=longest, finder=finder, num_top=num_top)
         if resumed is not None:
@@ -103,7 +103,7 @@ class RequestState:
             state.prefill_s, state.earlier_s = resumed.prefill_s, resumed.decode_s
             state.add_counts(resumed.accepted, resumed.drafted)
             state._emit(resumed.tokens)
-        state.hold_to_budget()
+        state.enforce_budget()
         return state
 
     @property
@@ -183,13 +183,13 @@ class RequestState:
         self.finish_reason, self.error = "error", error
 
     def thinking_left(self) -> int | None:
-        """Minimum number of further tokens that use up the thinking budget; None outside a thought or without a budget."""
+        """Minimum number of further tokens that can use up the thinking budget; None outside of a thought or without a budget."""
         return None if self.budget is None else self.budget.left
 
-    def hold_to_budget(self) -> bool:
-        """Close a thought that has used its budget: drop the tokens after that position and append the closing tokens.
+    def enforce_budget(self) -> bool:
+        """Close a thought that has used up its budget: drop the tokens after that position and append the closing tokens.
 
-        Returns False if the tokens are within the budget. The closing tokens may end the request.
+        Returns False if the budget is not used up. The closing tokens may end the request.
         """
         forced = None if self.budget is None else self.budget.forced(self.tokens)
         if forced is None:
@@ -244,5 +244,5 @@ class RequestState:
 
 
 def _follows(request: Request, tokens: Sequence[int]) -> bool:
-    """Whether the request's automaton, if it has one, allows these output tokens. Of a lazy one `LazyStates.follows` tells."""
+    """Whether the request's automaton, if it has one, allows these output tokens; for a lazy one see `LazyStates.follows`."""
     return not isinstance(request.automaton, TokenAutomaton) or request.automaton.walk(request.automaton_state, tokens) != DEAD

@@ -1,4 +1,4 @@
-"""What a pass or a round sends to the host: pending while the copies are on their way, then named columns."""
+"""Results of passes and rounds on the host: pending during the copies, then named columns."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class RoundLog:
-    """One line a row, as views of the log that the kernel `accept` writes.
+    """One line per row: views of the log that the kernel `accept` writes.
 
     accepted_len  int32 [n] draft tokens that the row accepted
     draft_len     int32 [n] draft tokens that were verified
-    num_kept      int32 [n] tokens that were committed: accepted_len + 1, less what came after a stop id or a failure
+    num_kept      int32 [n] committed tokens: accepted_len + 1, less those after a stop id or a failure
     finish        int32 [n] 0 running, else STOPPED, FULL or FAILED of `kernels/rounds/accept.py`
     tokens        int32 [n, S] the emitted tokens, -1 after them
     """
@@ -47,7 +47,7 @@ class RoundLog:
 
 @dataclass(slots=True)
 class PendingResult:
-    """A result on its way to the host."""
+    """A result that is being copied to the host."""
 
     result: RoundResult
     began: Moment | None = None
@@ -56,20 +56,20 @@ class PendingResult:
 
     @staticmethod
     def send(result: RoundResult, began: Moment | None = None) -> PendingResult:
-        """Start the copies, in stream order: the next round may then write over the device's tensors."""
+        """Start the copies, in stream order: the next round may overwrite the device's tensors."""
         if not result.log.is_cuda:
             return PendingResult(result, began)
         return PendingResult(result.to_host(), began, event_now())
 
     def wait(self) -> None:
-        """Until the copies are complete."""
+        """Wait until the copies are complete."""
         if self.arrived is not None:
             self.arrived.synchronize()
 
     def rows_of(self, owners: NDArray[np.int64], now: NDArray[np.int64]) -> tuple[Slots, RoundLog]:
-        """Slots whose row took part, alive, and still owns the slot; and their lines of the log. Only after `wait`.
+        """The slots whose row took part, alive, and still owns the slot, and their lines of the log. Only after `wait`.
 
-        owners  int64 [slots] the owner of each slot at launch, -1 where the slot took no part; now: the owners at present
+        owners  int64 [slots] the owner of each slot at launch, -1 if the slot took no part; now: the present owners
         """
         log: Ints = self.result.log.numpy()
         count = len(log)
@@ -77,7 +77,7 @@ class PendingResult:
         return slots, RoundLog.of(log[slots])
 
     def seconds_since(self, began: Moment) -> float:
-        """From `began` until the result arrived. Only after `wait`."""
+        """Seconds from `began` until the result arrived. Only after `wait`."""
         if isinstance(began, torch.cuda.Event):
             assert self.arrived is not None
             return float(began.elapsed_time(self.arrived)) / 1e3

@@ -37,9 +37,9 @@ class RoundOptions:
     logprobs: int | None = None
     """None: no logprobs; 0: those of the emitted tokens; N: those of the N likeliest tokens too."""
     scores: bool = False
-    """Every prompt is scored and nothing is decoded; `logprobs` is then about prompt tokens."""
+    """Every prompt is scored and nothing is decoded; `logprobs` then applies to prompt tokens."""
     coupled: bool = True
-    """Whether drafts of sampled rows share the noise of the target's draws."""
+    """Whether drafts of sampled rows are drawn with the noise of the target's draws."""
     synthetic: tuple[float, ...] | None = None
     """Unconditional acceptance rates per position; for benchmarks."""
     argmax: bool = True
@@ -48,12 +48,12 @@ class RoundOptions:
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """The results of a round that the host reads, on the device or copied to the host.
+    """The results of a round that the host reads, as tensors on the device or their copies on the host.
 
     log           int32 [R, 5+K] accepted_len (-1: dead row), draft_len, kept, finish, then the emitted tokens, -1 after them
-    logprobs      float32 [R, S] of the emitted tokens; [T] of a pass that scores prompts, of the token after each of its T
-    top_ids       int32 [R, S, N] and top_logprobs float32 [R, S, N], likeliest first; [T, N] of such a pass
-    experts_read  int32 [layers with experts] how many had tokens, of the rounds that are counted
+    logprobs      float32 [R, S] of the emitted tokens; of a pass that scores prompts [T], of the token after each of its T tokens
+    top_ids       int32 [R, S, N] and top_logprobs float32 [R, S, N], likeliest first; of such a pass [T, N]
+    experts_read  int32 [layers with experts] number of experts that had tokens; only of rounds whose experts are counted
     """
 
     log: Tensor
@@ -116,17 +116,17 @@ class Round:
         shared: SharedPrefixes | None = None,
         prepare_next: bool = True,
     ) -> RoundResult:
-        """One round over all of `rows` with at most `draft_len` drafts each. Dead rows do not affect results.
+        """Run one round over all of `rows` with at most `draft_len` drafts each. Dead rows do not affect results.
 
         shared        rows that share a prefix, which attention on a GPU then reads once
-        prepare_next  the next round may draft; else the drafter keeps its K/V warm and prepares nothing
+        prepare_next  the next round may draft; otherwise the drafter only keeps its K/V up to date and prepares no draft
         """
-        self.couple(mode)
+        self.set_draft_mode(mode)
         num_rows, width = rows.live.shape[0], self._widths[draft_len]
         ids, lengths = width.ids[:num_rows], self._draft_len[:num_rows]
         if draft_len:
             self.drafter.propose(rows, ids[:, 1:], lengths, self.cache)
-            if mode.constrained and not self.drafter.fixed_len:  # a lookup's drafts come from no masked logits
+            if mode.constrained and not self.drafter.fixed_len:  # such drafts, as a lookup's, are not chosen from masked logits
                 rows.constrain_drafts(ids[:, 1:], lengths)
         batch = self._uniform(rows, width, lengths) if self.is_uniform else self._ragged(rows, width, lengths)
         if not batch.token_ids.shape[0]:  # ragged, on a CPU: every row ended after the host's last read
@@ -148,9 +148,10 @@ class Round:
 
     @contextmanager
     def waiting(self, rows: DeviceBatch, mode: SamplingMode) -> Iterator[Callable[[RoundResult], None]]:
-        """Around commit and catch-up: what is yielded parks the rows that must wait for the host, once both are done.
+        """Wraps commit and catch-up. Call the yielded function with the result after both: it stops the rows that must wait for a
+        state of their automaton.
 
-        What the drafter carries of rows that take no part stays as it is: those that wait go on with it.
+        The drafter's state of rows that took no part is restored at the end: waiting rows continue with it.
         """
         if not mode.waits:
             yield lambda result: None
@@ -167,7 +168,7 @@ class Round:
         """Whether every row verifies the same number of positions, so that the layout needs no prefix sum."""
         return self.drafter.fixed_len
 
-    def couple(self, mode: SamplingMode) -> None:
+    def set_draft_mode(self, mode: SamplingMode) -> None:
         """Set the drafter's sampling mode for the next pass or round; None if its choices do not depend on it."""
         depends = (mode.random and self.options.coupled) or adjusts_drafts(mode)
         self.drafter.mode = mode if depends else None
@@ -283,10 +284,11 @@ class Round:
         return choose(logits, places, rows, mode, greedy=self.greedy_of_logits)
 
     def mark_diverged(self, hidden: Tensor, log: Tensor, slot_ids: Tensor) -> None:
-        """Write lines of `log` int32 [R, 5] that no leader accepts for these slots, where ranks have different `hidden`."""
+        """Only with several ranks: if ranks have different `hidden`, write a line into `log` int32 [R, 5] of these slots that
+        makes the leader end the run with DivergedError."""
 
     def logprobs_of(self, raw: Tensor, target_ids: Tensor) -> Logprobs:
-        """Logprobs of the chosen tokens and of as many of the likeliest as the options ask for."""
+        """Logprobs of the chosen tokens, and of the likeliest tokens as the options ask for."""
         return logprobs_of(raw, target_ids, self.options.logprobs or 0)
 
     def greedy_of_hidden(self, hidden: Tensor) -> Tensor:
@@ -294,7 +296,7 @@ class Round:
         return self.target.greedy_sample(hidden, flag_nonfinite=True)
 
     def masks_in_product(self, hidden: Tensor) -> bool:
-        """Whether the greedy choice among the tokens that automata allow needs no logits."""
+        """Whether the greedy choice among the tokens that automata allow can be made without storing logits."""
         return self.target.masks_in_product(hidden)
 
     def greedy_of_logits(self, logits: Tensor) -> Tensor:
@@ -322,7 +324,7 @@ class _Width:
 
 
 def conditional_rates(synthetic: tuple[float, ...] | None, draft_len: int, device: torch.device) -> Tensor | None:
-    """Rates float32 [K] of accepting draft token j if all before it were accepted, from unconditional rates."""
+    """Rates float32 [K] at which draft token j is accepted if all before it were, from unconditional rates."""
     if synthetic is None:
         return None
     rates, before = [], 1.0

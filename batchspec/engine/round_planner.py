@@ -25,37 +25,37 @@ from batchspec.records import PackedBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What the host remembers of a round or a prefill pass until its result is read."""
+    """What the host keeps of a launched round or prefill pass until it reads the result."""
 
     owners: NDArray[np.int64]
-    """The owner of each slot at launch, -1 where the slot took no part."""
+    """The owner of each slot at launch, -1 if the slot took no part."""
     is_prefill: bool = False
     num_rows: int = 0
     """Row bucket of a round."""
     live_rows: int = 0
-    """Rows of a round that the host believes alive."""
+    """Rows of a round that were alive, as far as the host had read."""
     draft_len: int = 0
     prepare_next: bool = True
     context_tokens: int = 0
-    """Keys that a layer reads of all rows, on average over the layers; 0 where no time is learnt from the round."""
+    """Keys of all rows that one layer reads, on average over the layers; 0 if the round is not used as a measurement."""
     overlaps: bool = False
-    """Prefill or other work ran concurrently: the round's time says nothing of other rounds."""
+    """Prefill or other work ran concurrently, so the round's time does not predict that of other rounds."""
     counts_experts: bool = False
-    """The result says how many experts the round read."""
+    """Whether the result has the number of experts that the round read."""
     segments: tuple[Segment, ...] = ()
-    """What a pass that scores prompts computed, in the order of its numbers."""
+    """Segments of a pass that scores prompts, in the order of its log-probabilities."""
 
 
 class RoundClock:
-    """Seconds of rounds that follow one another."""
+    """Measures the seconds of consecutive rounds."""
 
     def __init__(self) -> None:
         self._last: torch.cuda.Event | None = None
 
     def seconds_of(self, launch: Launch, result: PendingResult) -> float | None:
-        """From the arrival of the previous result; results come in the order of their launches.
+        """Seconds since the previous result arrived; call it with each result, in launch order.
 
-        None for a prefill, for the round after one, and for rounds and their successors that overlapped other work.
+        None for a prefill pass, for the first round after one, and for a round that overlapped other work and its successor.
         """
         if launch.is_prefill or launch.overlaps:
             self._last = None
@@ -69,7 +69,8 @@ SPARE = 1.25
 
 
 def usual_kv(batch: PackedBatch) -> int | None:
-    """Tokens of a row, drafts included, that few rows exceed: a power of two. None: no row was surveyed, or max_len is less."""
+    """Limit on the tokens of a row, drafts included, that few rows exceed: a power of two. None: no row was surveyed, or max_len
+    is less."""
     if batch.longest_row is None:
         return None
     most = 1 << (int(SPARE * batch.longest_row) + drafted_keys(batch)).bit_length()
@@ -77,8 +78,8 @@ def usual_kv(batch: PackedBatch) -> int | None:
 
 
 def drafted_keys(batch: PackedBatch) -> int:
-    """Keys after a row's last token that a round may read: those of drafts past the row's limit, and of a parallel
-    head's mask tokens."""
+    """Keys after a row's last token that a round may read: those of drafts past the row's limit, and those of a parallel head's
+    mask tokens."""
     return 2 * (batch.draft_len + 1)
 
 
@@ -86,7 +87,8 @@ class RoundPlanner:
     """Call `learn` with each result, in the order of their launches."""
 
     def __init__(self, executor: Executor, batch: PackedBatch, *, adaptive: bool, expert_correlation: float = 1.0) -> None:
-        """adaptive            choose the draft length of each round, 0 included, where rounds are timed; else it is the largest
+        """
+        adaptive            choose the draft length of each round, 0 included, if rounds are timed; otherwise always the largest
         expert_correlation  as of `ExpertReads`, used until rounds have been counted
         """
         self._executor, self._batch = executor, batch
@@ -94,15 +96,15 @@ class RoundPlanner:
         self._windows = Counter((*executor.target.spec.windows, *executor.drafter.kv_windows))
         experts = executor.target.spec.experts
         self.seconds: dict[str, float] = {}
-        """What `prepare` took, by its parts."""
+        """Seconds that each part of `prepare` took."""
         self.experts = None if experts is None else ExpertReads(*experts, expert_correlation)
-        """What is known of the experts that rounds read; None for a target without experts."""
+        """The model of how many experts rounds read; None for a target without experts."""
         self._num_rounds = 0
         self._lengths = None
         if adaptive and executor.graphs.captures and not executor.round.options.scores:
             self._lengths = DraftLengths(self._max_len, executor.round.draft_lens, self.experts, executor.round.nodes)
         self.usual_kv = None if executor.round.nodes is not None else usual_kv(batch)
-        """Rounds are prepared for rows of at most so many tokens. A tree's plan does not depend on it."""
+        """Rounds are prepared for rows of at most this many tokens; None: of any number. A tree's plan does not depend on it."""
         self.row_buckets = batch.row_buckets
         """Row counts with which rounds may run: those that `prepare` did not leave out."""
         self._clock = RoundClock()
@@ -111,16 +113,16 @@ class RoundPlanner:
 
     @property
     def ready(self) -> bool:
-        """Whether `choose` knows enough: to choose draft lengths it needs times, which `prepare` takes."""
+        """Whether `choose` may be called: choosing draft lengths needs times, which `prepare` measures."""
         return self._lengths is None or self._lengths.ready
 
     def prepare(self, mode: SamplingMode, *, shared: bool = False, most_rounds: int | None = None) -> PrefillCost | None:
-        """Run a prefill, capture the graphs of every row bucket and draft length for `mode`, and time them. No row may be live.
+        """Run a prefill; capture the graphs of every row bucket and draft length for `mode`; time them. No row may be live.
 
-        shared  the graphs of rows with shared prefixes too, if the longest prompt is long enough
-        most_rounds  the last rows of the run end within so many rounds: row buckets below all slots, which serve them, are left
-                     out if they would save less time than it takes to prepare them; None: unknown
-        Returns the cost of prefill passes in seconds; None where rounds are not CUDA graphs (CPU, float64), and nothing is timed.
+        shared       also capture the graphs of rows with shared prefixes, if the longest prompt is long enough for them
+        most_rounds  after the job's last row began, its rows end within this many rounds; None: unknown. Row buckets smaller than
+                     all slots serve only these rounds: they are left out if preparing them takes longer than they would save
+        Returns the cost of prefill passes in seconds; None if rounds are not CUDA graphs (CPU, float64): then nothing is timed.
         """
         batch, lengths, graphs = self._batch, self._lengths, self._executor.graphs
         draft_lens = [self._max_len] if lengths is None else lengths.choices
@@ -163,9 +165,9 @@ class RoundPlanner:
         return cost
 
     def _ends_before_smaller_rounds_pay(self, most_rounds: int, shapes: Sequence[Shape]) -> bool:
-        """Whether `most_rounds` rounds over all slots take less time than to prepare the graphs of all smaller row buckets.
+        """Whether `most_rounds` rounds over all slots take less time than preparing the graphs of all smaller row buckets.
 
-        Those over all slots must be captured. Factor 2: a capture takes as long as the warm-up round before it.
+        The estimate takes a capture to last as long as its warm-up round (factor 2).
         """
         graphs = self._executor.graphs
         whole = [shape for shape in shapes if shape.num_rows == self._batch.num_slots]
@@ -187,7 +189,7 @@ class RoundPlanner:
                     self.experts.set_base(shape.num_rows, shape.draft_len, self._executor.experts_read())
 
     def _time_experts(self, experts: ExpertReads, shape: Shape) -> None:
-        """Time one round twice: over rows of equal tokens, which choose equal experts, and over rows of different tokens."""
+        """Time one round twice: over rows with equal tokens, which choose equal experts, and over rows with different tokens."""
         graphs, executor = self._executor.graphs, self._executor
         same_s, same = graphs.seconds(shape), executor.experts_read().mean()
         with executor.different_tokens():
@@ -196,7 +198,7 @@ class RoundPlanner:
 
     @property
     def round_s(self) -> float:
-        """Seconds of a round over all slots with the newest one's draft length, attention left out; 1 where nothing is timed."""
+        """Seconds of a round over all slots with the newest round's draft length, without attention; 1 if nothing is timed."""
         return self._round_s.get(self._draft_len, 1.0)
 
     def max_kv(self, longest: int) -> int | None:
@@ -204,10 +206,10 @@ class RoundPlanner:
         return self.usual_kv if longest + drafted_keys(self._batch) <= (self.usual_kv or 0) else None
 
     def choose(self, num_rows: int, num_tokens: NDArray[np.int64], owners: NDArray[np.int64], *, overlaps: bool) -> Launch:
-        """Draft length and preparation of the round to launch now.
+        """Choose draft length and preparation of the round to launch now.
 
         num_tokens, owners  int64 [slots] of the `SlotTable`
-        overlaps            other work runs concurrently, or the round waits for some
+        overlaps            other work runs concurrently, or the round waits for other work
         """
         draft_len, prepare_next, context_tokens = self._max_len, True, 0
         live_rows = int((owners[:num_rows] >= 0).sum())
@@ -229,7 +231,7 @@ class RoundPlanner:
         )
 
     def _context_tokens(self, num_tokens: NDArray[np.int64]) -> int:
-        """Keys that a round reads of rows with so many tokens, on average over the layers of target and drafter."""
+        """Keys that a round reads for rows with these numbers of tokens, on average over the layers of target and drafter."""
         total = 0
         for window, num_layers in self._windows.items():
             keys = num_tokens if window is None else np.minimum(num_tokens, most_keys(window, self._batch.draft_len + 1))
@@ -237,7 +239,7 @@ class RoundPlanner:
         return total // self._windows.total()
 
     def learn(self, launch: Launch, result: PendingResult, accepted_len: Ints) -> None:
-        """A result has arrived, of a round or a prefill; accepted_len int32 [rows] of the round."""
+        """Learn from the result of a round or prefill pass; accepted_len int32 [rows] of the round."""
         if launch.counts_experts and self.experts is not None and result.result.experts_read is not None:
             self.experts.observe(result.result.experts_read.numpy(), self._live_tokens(launch, result))
         if self._lengths is None:
@@ -255,15 +257,15 @@ class RoundPlanner:
         """Tokens of live rows that the round verified."""
         log, round_ = result.result.log.numpy(), self._executor.round
         drafted = log[log[:, 0] >= 0, 1]
-        if round_.is_uniform:  # drafts past a row's limit are verified too
+        if round_.is_uniform:  # it also verifies drafts past a row's limit
             drafted = np.full_like(drafted, launch.draft_len if round_.nodes is None or not launch.draft_len else round_.nodes)
         return int((drafted + 1).sum())
 
     def forget(self) -> None:
-        """The drafter's weights have changed: what was learnt of its acceptance no longer holds."""
+        """Discard the measured acceptance: the drafter's weights have changed."""
         if self._lengths is not None:
             self._lengths.forget()
 
     def restart(self) -> None:
-        """Results of earlier launches are given up: no round follows on them."""
+        """Results of earlier launches will not be read: the next round does not follow one of them."""
         self._clock = RoundClock()

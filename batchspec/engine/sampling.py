@@ -1,4 +1,4 @@
-"""From logits to the target's own choice at each flat position. One reduction, fp32 logits (fp64 for a fp64 model).
+"""From logits to the target's choice at each flat position. One reduction, fp32 logits (fp64 for a fp64 model).
 
 Logits that hold NaN or +inf, or no finite value, give NO_TOKEN; -inf is legitimate.
 A draw depends on the logits, the row's key and the position alone, never on the batch around it. Order: the rules of
@@ -28,7 +28,7 @@ def choose(logits: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode,
 
     Changes `logits` [T, V] where a rule of `batch/logits.py` asks for it. Does not synchronise on a GPU.
 
-    greedy  how rows are chosen where none is drawn; None: `greedy_sample`
+    greedy  chooses tokens in rounds that draw none; None: `greedy_sample`
     """
     adjust_logits(logits, at, rows, mode)
     if mode.random:
@@ -51,8 +51,8 @@ def greedy_sample(logits: Tensor) -> Tensor:
 def cutoffs(logits: Tensor, row_ids: Tensor, rows: DeviceBatch) -> Tensor:
     """Smallest logit of each kept set, [T], in the scale of `logits`: the kept set is every token at or above it.
 
-    All filters keep likeliest tokens, so one number describes what they leave, ties included, whatever a sort does
-    with equal values.
+    Every filter keeps the likeliest tokens, so one cutoff describes what they leave, ties included, independently of how a sort
+    orders equal values.
     """
     out = torch.empty(logits.shape[0], dtype=logits.dtype, device=logits.device)
     cutoff(logits, row_ids, rows.temperature, rows.top_k, rows.top_p, rows.min_p, out_cutoff=out)

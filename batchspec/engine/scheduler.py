@@ -1,6 +1,6 @@
 """Decides every step: refills, prefill and its overlap, page grants, preemption, compaction, the shape of each round.
 
-Clocks, free memory and what the host has read are asked about here and nowhere else; the answers are in the `ScheduledStep`.
+Clocks, free memory and what the host has read are consulted only here; the decisions are in the `ScheduledStep`.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from batchspec.engine.step import PageGrant, Prefill, Refill, ScheduledRound, Sc
 from batchspec.records import Ids
 
 REST_S = 0.05
-"""How long the host waits for a state while it has nothing else to do."""
+"""Seconds that the host waits for a state of a lazy automaton when it has nothing else to do."""
 
 
 @dataclass(slots=True)
 class RoundHook:
-    """Work of somebody else between rounds: an adapter that learns."""
+    """Work of another component between rounds, such as training the drafter."""
 
     call: Callable[[], bool] | None = None
-    """Called before each round, in the stream of the rounds; true if it gave the device work that the round waits for."""
+    """Called before each round, in the rounds' stream; returns whether it launched work that the round waits for."""
 
 
 class Scheduler:
-    """`schedule` gives the steps; the caller executes each and processes `num_reads` results before it asks for the next one.
+    """`schedule` yields the steps; the caller executes each and processes `num_reads` results before it asks for the next one.
 
-    What keeps running ahead of the results safe: the device ends rows at stop ids and limits; a result belongs to the row that
-    owned the slot at launch; pages reach as far as all launched rounds can write; and the next owner of a page writes it after
-    the rounds of the last owner, in their stream or in one that waits for it.
+    Launching rounds before earlier results are read is safe because the device ends rows at stop ids and limits by itself; a
+    result belongs to the row that owned the slot at launch; pages reach as far as all launched rounds can write; and the next
+    owner of a page writes it after the rounds of its last owner, in their stream or in one that waits for it.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class Scheduler:
         finished: list[tuple[Ids, Ids]],
     ) -> None:
         """
-        executor      asked for shapes, for passes that are done and for what its drafter has ready; never for device data
+        executor      asked for shapes, whether passes are done and what its drafter has ready; never for data on the device
         hook          called before each round is scheduled
-        finished      rows that ended and that no step has named yet; those of an earlier run
+        finished      prompt and output of rows that ended, to be put into the next step; may hold rows of an earlier run
         """
         self.slots, self.batch, self._lazy = allocator.slots, allocator.batch, allocator.lazy
         self._allocator, self._planner, self._executor, self._totals = allocator, planner, executor, totals
@@ -67,9 +67,10 @@ class Scheduler:
         self._scores = executor.round.options.scores
         self._prefix_groups = PrefixGroups(self.batch.num_slots, executor.sharing.pays)
         self.in_flight: deque[Launch] = deque()
-        """Launches whose results are not read yet, the oldest first."""
+        """Launches whose results have not been read, the oldest first."""
         self._passes: deque[list[int]] = deque()
-        """Overlapping prefill passes that are not activated, the oldest first: slots of the rows whose tokens end in each."""
+        """For each overlapping prefill pass that is not activated, the oldest first: the slots of the rows whose tokens end in
+        it."""
         self._killed: list[int] = []
         self.finished = finished
         self.num_rows = self.batch.num_slots
@@ -77,9 +78,9 @@ class Scheduler:
         self.drafter_version = 0
 
     def schedule(self) -> Iterator[ScheduledStep]:
-        """Steps without end, some of them empty. Raises CapacityError for a request that can never fit.
+        """Yield steps without end; some are empty. Raises CapacityError for a request that can never fit.
 
-        The scheduler holds no reference to this iterator: an engine that is dropped then frees its graphs and pages at once.
+        The scheduler keeps no reference to this iterator, so that dropping an engine frees its graphs and pages at once.
         """
         while True:
             yield from self._refill()
@@ -97,7 +98,8 @@ class Scheduler:
                     self._lazy.rest(REST_S)
 
     def _find_states(self, lazy: LazyStates) -> Iterator[ScheduledStep]:
-        """Take the states of lazy automata that have come. Where there is no room for them, stop all rows and begin anew."""
+        """Take the states of lazy automata that have been computed. If there is no room for them, stop all rows and forget all
+        states."""
         lazy.collect()
         if not lazy.must_forget():
             return
@@ -110,22 +112,22 @@ class Scheduler:
 
     @property
     def _all_wait(self) -> bool:
-        """Every request in a slot waits for a state."""
+        """Whether every request in a slot waits for a state."""
         return self._lazy is not None and 0 < self.slots.num_live == self._lazy.num_waiting
 
     def wait(self, state: RequestState) -> None:
-        """The row stopped by itself: the device does not know the state of its automaton."""
+        """Note that the row stopped by itself, because the device lacks the next state of its automaton."""
         assert self._lazy is not None
         self.slots.flush(state)
         self._lazy.wait(state)
 
     def _read_scores(self) -> ScheduledStep:
-        """Reads all passes but the newest: while that one runs, its successors are scheduled into the slots that are free."""
+        """Read all passes but the newest: while that one runs, the next ones are scheduled into the slots that became free."""
         waiting = len(self.in_flight)
         return self._step(num_reads=max(waiting - 1, min(1, waiting)))
 
     def drain(self) -> ScheduledStep:
-        """Ends the run instead: nothing more is launched, what is launched is read."""
+        """The step that ends a run that was stopped: it reads all launched work and launches nothing."""
         waiting = len(self._passes) > 1
         while len(self._passes) > 1:
             self._passes.pop()
@@ -133,34 +135,34 @@ class Scheduler:
 
     @property
     def shares_prefixes(self) -> bool:
-        """The newest round read prefixes of its rows once."""
+        """Whether the newest round read its rows' shared prefixes once."""
         return self._prefix_groups.any
 
     @property
     def idle(self) -> bool:
-        """Nothing is launched that was not read."""
+        """Whether all launched work has been read."""
         return not (self.in_flight or self._passes)
 
     def end(self, state: RequestState, *, on_device: bool) -> None:
-        """The request leaves its slot. on_device: its row is dead on the device already."""
+        """Take the request out of its slot. on_device: the device has ended its row already."""
         if not on_device:
             self._killed.append(state.slot)
         self._allocator.release(state)
 
     def preempt(self, state: RequestState) -> None:
-        """The request leaves its slot and waits to be prefilled again, over all its tokens."""
+        """Take the request out of its slot; it waits to be prefilled again with all its tokens."""
         self._killed.append(state.slot)
         self._allocator.preempt(state)
 
     def _refill(self) -> Iterator[ScheduledStep]:
-        """Activate a pass that is done; fill free slots; delay decoding while few rows are active."""
+        """Activate a pass that is done; refill free slots; delay decoding while few rows are active."""
         activates = bool(self._passes) and self._executor.prefill_done()
-        takes_more = len(self._passes) - activates <= 1  # no pass waits for the running one
+        takes_more = len(self._passes) - activates <= 1  # no further pass is queued
         group = self._allocator.refill(self._planner.round_s) if takes_more else []
         prefill = self._prefill(group) if group else None
         if prefill is not None:
             self.num_rows = max(self.num_rows, self._allocator.num_rows_taken())
-            if not prefill.overlaps:  # overlapping passes may write pages that the group shares
+            if not prefill.overlaps:  # overlapping passes may still be writing pages that the group shares
                 while self._passes:
                     yield self._step(activates_pass=True)
                     activates = False
@@ -183,7 +185,7 @@ class Scheduler:
                     num_cached=num_cached, constraint=self._allocator.constraint(state),
                 )
             )  # fmt: skip
-        again = int(self._scores)  # the last shared token, whose hidden state gives the number of the first token after it
+        again = int(self._scores)  # also the last shared token: its hidden state scores the next token
         spans = [
             (refill.slot, max(0, refill.num_cached - again), state.num_tokens)
             for refill, state in zip(refills, group, strict=True)
@@ -196,18 +198,18 @@ class Scheduler:
             refills=tuple(refills),
             passes=passes,
             mode=mode,
-            # Penalties count tokens of all rows in one tensor; states of lazy automata come while rounds go on.
+            # No overlap: penalties count tokens of all rows in one tensor, and states of lazy automata come between rounds.
             overlaps=self._executor.can_overlap and not (mode.penalties or mode.waits),
             uploads=self._allocator.automata_to_upload(),
         )
 
     def _too_few_active(self) -> bool:
-        """Delay decoding until half of the slots are active: a small round costs nearly as much as a full one."""
+        """Whether to delay decoding until half of the slots are active: a small round costs nearly as much as a full one."""
         num_inactive = sum(map(len, self._passes))
         return bool(self._passes) and 2 * (self.slots.num_live - num_inactive) < self.batch.num_slots
 
     def _compact(self) -> Iterator[ScheduledStep]:
-        """While no request waits, shrink to the next smaller row bucket once the live rows fit."""
+        """Once no request waits, shrink to the next smaller row bucket as soon as the live rows fit."""
         if self._passes or not self.slots.num_live:
             return
         num_rows = self._allocator.num_rows_needed()
@@ -220,13 +222,14 @@ class Scheduler:
                 yield self._step(moves=tuple(moves))
 
     def _round(self) -> Iterator[ScheduledStep]:
-        """Pages for all that the launched rounds and the next one may write, preempting the youngest rows if needed; then it."""
+        """Grant pages for all that the launched rounds and the next one may write, preempting the youngest rows if needed; then
+        launch that round."""
         overlaps = self._hook.call is not None and self._hook.call()
         grants: list[PageGrant] = []
         while not self._allocator.grow(self._tokens_ahead, grants):
             if self.in_flight:  # unread results may free pages, and the tokens of a preempted row must all be known
                 yield self._step(num_reads=1)
-            elif self._passes:  # no row may be preempted whose pages are being filled
+            elif self._passes:  # a row whose pages are being prefilled cannot be preempted
                 yield self._step(activates_pass=True)
             else:
                 self.preempt(self._allocator.youngest())
@@ -237,7 +240,7 @@ class Scheduler:
 
     @property
     def _tokens_ahead(self) -> int:
-        """Tokens after those read that the launched rounds and the next one may write of a row."""
+        """Tokens of a row, after those read, that the launched rounds and the next one may write."""
         round_ = self._executor.round
         return len(self.in_flight) * round_.max_emitted + round_.kv_per_round
 
@@ -260,7 +263,7 @@ class Scheduler:
         )
 
     def _step(self, *, num_reads: int = 0, read_all: bool = False, **fields: Any) -> ScheduledStep:
-        """A step with what happened since the last one; notes what it launches."""
+        """A step with the changes since the last one; notes what it launches."""
         prefill: Prefill | None = fields.get("prefill")
         if fields.get("activates_pass"):
             self._note_prefill(self._passes.popleft())
@@ -288,7 +291,7 @@ class Scheduler:
         )
 
     def _note_prefill(self, slots: list[int], segments: tuple[Segment, ...] = ()) -> None:
-        """The result of a pass is on its way, if there is one for any of these slots."""
+        """Note a launched pass if it will have a result: if the tokens of any of these slots end in it."""
         if slots:
             owners = np.full_like(self.slots.owner, FREE)
             owners[slots] = self.slots.owner[slots]

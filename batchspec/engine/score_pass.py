@@ -1,4 +1,4 @@
-"""The device's side of scoring prompts: what a prefill pass gives instead of a token; `scoring.py` has the host's side.
+"""Scoring prompts on the device: what a prefill pass computes instead of choosing tokens; `scoring.py` is the host's part.
 
 T tokens of a pass, H hidden, N likeliest tokens.
 """
@@ -19,7 +19,7 @@ from batchspec.records import SCORED_TOKENS
 
 
 def score(round_: Round, hidden: Tensor, next_ids: Tensor) -> Logprobs:
-    """Log-probability of next_ids int [T] after `hidden` [T, H], and those of the likeliest tokens as the options ask for.
+    """Log-probability of next_ids int [T] after `hidden` [T, H], and those of the likeliest tokens if the options ask for them.
 
     The logits of at most SCORED_TOKENS positions are in memory at once.
     """
@@ -34,7 +34,8 @@ def score(round_: Round, hidden: Tensor, next_ids: Tensor) -> Logprobs:
 
 
 def scored(round_: Round, rows: DeviceBatch, segments: Sequence[Segment], hidden: Tensor, next_ids: Tensor) -> RoundResult:
-    """The result of a pass over `segments`: the numbers of its T tokens in order, and a log that ends the rows that end here.
+    """The result of a pass over `segments`: log-probabilities of its T tokens in order, and a log that ends the rows that end
+    here.
 
     hidden [T, H], next_ids int [T]: the token after each. Does not synchronise.
     """

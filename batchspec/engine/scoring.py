@@ -1,9 +1,9 @@
 """Scoring prompts on the host: keeps the log-probabilities of prompt tokens by page, so that rows that share pages share them.
 
-Scoring is prefill passes without rounds; `score_pass.py` has what a pass computes. The log-probability of token i is computed
-from the hidden state of token i - 1, and depends on tokens 0 .. i alone, as K and V do. A row whose first pages are shared needs
-one hidden state more than it has tokens of its own: that of the last shared token, which is computed again without writing its
-K and V.
+Scoring consists of prefill passes without rounds; `score_pass.py` is the device's part. The log-probability of token i is
+computed from the hidden state of token i - 1 and depends on tokens 0 .. i alone, as K and V do. A row whose first pages are
+shared needs one more hidden state than it has tokens of its own: that of the last shared token. It is computed again, without
+writing its K and V.
 
 N likeliest tokens (`output.prompt_logprobs`).
 """
@@ -24,12 +24,12 @@ from batchspec.engine.step import Segment
 
 
 def reread(passes: Sequence[Sequence[Segment]], num_cached: dict[int, int]) -> tuple[tuple[Segment, ...], ...]:
-    """The passes, in which `Segment.num_kept` counts the first tokens whose K and V are in shared pages and are not written.
+    """The passes with `Segment.num_recomputed` set: the number of first tokens whose K and V are in shared pages and not written.
 
     num_cached  by slot: number of prompt tokens in shared pages
     """
     return tuple(
-        tuple(replace(one, num_kept=max(0, min(one.end, num_cached[one.slot]) - one.begin)) for one in segments)
+        tuple(replace(one, num_recomputed=max(0, min(one.end, num_cached[one.slot]) - one.begin)) for one in segments)
         for segments in passes
     )
 
@@ -44,7 +44,7 @@ class PromptScores:
         self._top_ids, self._top = np.empty((*shape, num_top), np.int32), np.empty((*shape, num_top), np.float32)
 
     def add(self, launch: Launch, result: RoundResult, slots: SlotTable) -> None:
-        """Store the result of a pass that has arrived on the host. Rows that have left their slots since are skipped."""
+        """Store the results of a pass that has arrived on the host. Rows that have left their slots since then are skipped."""
         assert result.logprobs is not None
         place = 0
         for segment in launch.segments:
@@ -60,7 +60,7 @@ class PromptScores:
                 self._top[where] = result.top_logprobs[begin : begin + count].numpy()
 
     def of(self, state: RequestState) -> tuple[NDArray[np.float32], tuple[NDArray[np.int32], NDArray[np.float32]] | None]:
-        """Log-probabilities of a row's prompt, all of whose passes have arrived.
+        """Log-probabilities of a row's prompt. Call it when the results of all its passes have been added.
 
         Returns float32 [tokens], and (int32 ids, float32 values), each [tokens, N], of the likeliest tokens; None if N is 0. The
         first token has none: NaN, and ids of -1.
@@ -74,7 +74,7 @@ class PromptScores:
         return logprobs, (np.concatenate((none[0], self._top_ids[where])), np.concatenate((none[1], self._top[where])))
 
     def _where(self, state: RequestState, first: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Page and place in it of the row's tokens first .. end-1."""
+        """Page, and index in the page, of the row's tokens first .. end-1."""
         tokens = np.arange(first, max(first, end))
         pages = np.array(state.pages.tables[0], np.int64)
         return pages[tokens // self._page_size], tokens % self._page_size

@@ -1,6 +1,6 @@
-"""Rows whose first pages are the same: attention reads such a prefix once for all of them.
+"""Groups of rows whose first pages are the same: attention reads such a prefix once for all rows of a group.
 
-The scheduler finds the groups (`PrefixGroups`), the executor keeps them on the device (`PrefixGroupTables`).
+The scheduler finds the groups (`PrefixGroups`); the executor keeps them on the device (`PrefixGroupTables`).
 """
 
 from __future__ import annotations
@@ -20,33 +20,35 @@ from batchspec.kernels.attention.work_list import SharedPrefixes
 from batchspec.model.target import Target
 
 MIN_PAGES = 8
-"""Pages that a shared prefix must have to be read once."""
+"""Minimum number of pages of a shared prefix that is read once."""
 SECOND_PASS_BYTES = 40 << 20
-"""Cost of a second pass over the rows and of merging its results, in bytes that attention reads in that time, for each layer."""
+"""Cost of a second pass over the rows and of merging its results, for each layer: the bytes that attention reads in that time."""
 L2_SHARE = 0.5
-"""Share of the saved bytes that rows with a common prefix would have found in the L2 cache. Both numbers are fitted to 17 shapes,
-measured once each on an H200 (`python -m batchspec.kernels.attention.verify_attention prefixes`), and tested on no others. For
-three of them the rule chooses the slower way, by 1 to 4 % of attention; always reading once takes up to twice the time."""
+"""Share of the saved bytes that rows with a shared prefix would have found in the L2 cache. Both numbers are fitted to 17 shapes,
+each measured once on an H200 (`python -m batchspec.kernels.attention.verify_attention prefixes`), and were tested on no others.
+For three of these shapes the rule chooses the slower way, by 1 to 4 % of attention; always reading once takes up to twice the
+time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharingCost:
-    """Whether attention is faster if it reads shared prefixes once, by bytes of one layer: all layers save and cost the same.
+    """Tells whether attention is faster if it reads shared prefixes once, from the bytes of one layer: all layers save and cost
+    the same.
 
     Rows with a shared prefix take a second launch, over the groups, and a third, which merges the partial results of both.
     """
 
     page_bytes: int
-    """K and V of a page in a layer."""
+    """Bytes of K and V of a page in one layer."""
     row_bytes: int
-    """Partial results of a member of a group, of the prefix and of its own keys: fp32, written and read once."""
+    """Bytes of the partial results of a group's member, of the prefix and of its own keys: fp32, written and read once."""
     pass_bytes: int = SECOND_PASS_BYTES
     reads_all: bool = True
-    """Some layer reads all keys. Layers with a window read shared prefixes by row."""
+    """Whether some layer reads all keys. Layers with a window read shared prefixes once per row."""
 
     @staticmethod
     def of(target: Target, *, page_size: int, max_q: int, launches: bool) -> SharingCost:
-        """max_q: queries of a row in a round. launches: kernels are launched; else a second pass costs nothing."""
+        """max_q: queries of a row in a round. launches: attention launches kernels; otherwise a second pass costs nothing."""
         spec = target.spec
         if not launches:
             return SharingCost(page_bytes=1, row_bytes=0, pass_bytes=0)
@@ -68,36 +70,37 @@ class SharingCost:
         return self.pass_bytes == 0 or (1 - L2_SHARE) * pages * self.page_bytes - members * self.row_bytes > self.pass_bytes
 
     def may_pay(self, num_slots: int, num_pages: int) -> bool:
-        """Whether `pays` can be true in a batch of num_slots whose prefixes have at most num_pages."""
+        """Whether `pays` can be true in a batch of `num_slots` whose prefixes have at most `num_pages` pages."""
         return self.pays([PrefixGroup(tuple(range(num_slots)), num_pages)])
 
 
 class PrefixGroups:
-    """Which rows share a prefix that a round reads once.
+    """Tracks which rows share a prefix that a round reads once.
 
-    Groups hold for one row bucket and for the rows that are in its slots: `renew` compares both before every round, so no
-    caller has to remember when rows enter, move, or when the bucket shrinks. A member that dies stays listed and is skipped.
+    Groups are valid for one row bucket and for the rows in its slots. `renew` compares both before every round, so callers need
+    not report that rows enter or move, or that the bucket shrinks. A member that ends stays listed and is skipped.
     """
 
     def __init__(self, num_slots: int, pays: Callable[[Sequence[PrefixGroup]], bool] = bool) -> None:
-        """pays: whether a round with these groups reads their prefixes once; default: if there is a group."""
+        """pays: whether a round with these groups reads their prefixes once; default: whenever there is a group."""
         self._num_rows, self._owner, self._pays = -1, np.full(num_slots, -1, np.int64), pays
         self.any = False
         """Whether rounds read prefixes once. If not, they omit the launches for it."""
 
     def clear(self) -> None:
-        """No row is in any slot: what follows may count its refills from 0 again."""
+        """Forget all rows: slots are empty, and refills may be counted from 0 again."""
         self._num_rows = -1
 
     def renew(
         self, requests: Sequence[RequestState | None], owner: NDArray[np.int64], num_rows: int
     ) -> tuple[PrefixGroup, ...] | None:
-        """All groups of a round over the first `num_rows` slots, () if they do not pay; None if the device's tables need no
-        change.
+        """All groups of a round over the first `num_rows` slots, () if they do not pay; None if the device's tables are up to
+        date.
 
-        requests  by slot; owner int64 [slots] counts refills, -1 for a free slot
+        requests  by slot
+        owner     int64 [slots] number of the refill that filled the slot, -1 for a free slot
 
-        Nothing changes while no row has entered or moved and the bucket is the same, nor while no rows share anything.
+        The tables are up to date if no row has entered or moved and the bucket is the same, or if no rows share anything.
         """
         if num_rows == self._num_rows and not ((owner != self._owner) & (owner >= 0)).any():
             return None
@@ -119,7 +122,7 @@ def find_groups(requests: Sequence[RequestState | None]) -> tuple[PrefixGroup, .
     for members in by_first.values():
         if len(members) > 1:
             tables = [state.pages.tables[0] for state in members]
-            ends = zip(min(tables), max(tables), strict=False)  # what these have in common, all between them have
+            ends = zip(min(tables), max(tables), strict=False)  # a prefix common to the least and the greatest is common to all
             pages = sum(1 for _ in takewhile(lambda ids: ids[0] == ids[1], ends))
             if pages >= MIN_PAGES:
                 found.append(PrefixGroup(tuple(state.slot for state in members), pages))
@@ -127,7 +130,7 @@ def find_groups(requests: Sequence[RequestState | None]) -> tuple[PrefixGroup, .
 
 
 class PrefixGroupTables:
-    """The groups on the device, as attention reads them."""
+    """The groups on the device, in the form that attention reads."""
 
     def __init__(self, num_slots: int, page_size: int, device: torch.device) -> None:
         self._page_size, self._most = page_size, max(1, num_slots // 2)
@@ -151,7 +154,7 @@ class PrefixGroupTables:
             order += group.slots
             start[index + 1 :] = len(order)
             length[index] = group.num_pages * self._page_size
-        # Rows of no group come after the members, in order: a round of fewer rows reads the first entries only.
+        # Rows without a group come after the members, in order: a round of fewer rows reads only the first entries.
         order += np.flatnonzero(row_group < 0).tolist()
         assert sorted(order[:num_rows]) == list(range(num_rows)), (num_rows, order)  # no member beyond the bucket
         assert len(groups) <= max(1, num_rows // 2), (num_rows, groups)  # `first` cuts no group off
@@ -163,7 +166,7 @@ class PrefixGroupTables:
             field.copy_(upload(values, torch.int32, field.device))
 
     def first(self, num_rows: int) -> SharedPrefixes:
-        """Views for rounds over the first slots: a captured graph reads what was written to them last."""
+        """Views for rounds over the first slots; a captured graph reads what was last written to them."""
         most = max(1, num_rows // 2)
         return SharedPrefixes(
             row_group=self._row_group[:num_rows],

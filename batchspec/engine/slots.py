@@ -1,4 +1,4 @@
-"""The host's state of every slot, one array a field: a round of a thousand rows is read in a few numpy calls."""
+"""The host's state of all slots, one array per field: a round of a thousand rows is processed by a few numpy calls."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ FREE = -1
 """Owner of a slot without a request."""
 NEVER = 1 << 62
 NO_BEGIN_ID = -2
-"""Of a request whose thoughts no token begins. A round's log holds ids, and -1 where nothing was emitted: never this."""
+"""In place of the think token if thoughts begin without one. A log holds ids and -1 for no token, so this matches nothing."""
 
 
 class SlotTable:
-    """Which request is in which slot, and what the host asks about it in every round.
+    """Which request is in which slot, and what the host needs to know of it in every round.
 
-    Output tokens and counts are added here in bulk; `flush` hands them to the slot's request. Requests with stop strings are the
-    exception: they get every token at once (`watched`). Compaction moves all of it with one `move`.
+    Output tokens and counts are collected here, many at a time; `flush` adds them to the slot's request. Only requests with stop
+    strings get every token at once (`watched`). In a compaction one `move` moves all state of a slot.
     """
 
     def __init__(self, num_slots: int, max_len: int, draft_len: int, *, num_groups: int = 1) -> None:
@@ -35,25 +35,26 @@ class SlotTable:
 
         self.requests: list[RequestState | None] = [None] * num_slots
         self.owner = zeros() + FREE
-        """Number of the refill that filled the slot, FREE without a request."""
+        """Number of the refill that filled the slot; FREE without a request."""
         self.num_tokens = zeros()
-        """Prompt and output tokens that the host has read: the only count of them while the request has a slot."""
+        """Prompt and output tokens that the host has read. While a request has a slot, this is the only count that is up to
+        date."""
         self.num_columns = zeros()
-        """Entries of the row's page tables."""
+        """Number of entries in the row's page tables."""
         self.num_held = zeros(num_groups)
-        """Pages that the row owns in each K/V group."""
+        """Number of pages that the row owns in each K/V group."""
         self.num_prefilled = zeros()
-        """Tokens that the row entered its slot with."""
+        """Number of tokens with which the row entered its slot."""
         self.prompt_len, self.max_tokens, self.predicted_tokens = zeros(), zeros(), zeros()
         self.watched = np.zeros(num_slots, bool)
-        """The host may end the request: it has stop strings, or its thinking budget ended it."""
+        """The host may end the request: it has stop strings, or the tokens that close its thought have ended it."""
         self.budget_due = zeros() + NEVER
         """Number of tokens at which the thinking budget may be used up."""
         self.begin_id = zeros() + NO_BEGIN_ID
-        """Token that begins a thought of a request with a thinking budget."""
+        """The token that begins a thought, of a request with a thinking budget."""
         self._any_budget = False
         self._tokens = np.zeros((num_slots, max_len + draft_len + 1), np.int32)
-        """Those buffered, and after them whatever a log holds after the tokens that a row keeps."""
+        """Buffered tokens; after the first `_num_buffered` of a row come arbitrary values."""
         self._num_buffered, self._num_prefills, self._num_discarded = zeros(), zeros(), zeros()
         self._accepted, self._drafted = zeros(draft_len + 1), zeros(draft_len + 1)
         self._counts = (self._num_buffered, self._num_prefills, self._num_discarded, self._accepted, self._drafted)
@@ -73,7 +74,7 @@ class SlotTable:
 
     @property
     def mode(self) -> SamplingMode:
-        """The least that serves all requests in slots."""
+        """The smallest sampling mode that serves all requests in slots."""
         found = [mode for mode, count in self._modes.items() if count]
         return found[0] if len(found) == 1 else SamplingMode.union(found)
 
@@ -89,7 +90,7 @@ class SlotTable:
         return state
 
     def place(self, state: RequestState, slot: int, order: int) -> None:
-        """Put a request, which has its pages, into a free slot; `order` counts refills."""
+        """Put a request, which has its pages, into a free slot. order: number of this refill."""
         assert self.owner[slot] == FREE, slot
         request, state.slot, state.order = state.request, slot, order
         self.requests[slot] = state
@@ -103,16 +104,16 @@ class SlotTable:
         self.watch_budget(state)
 
     def note_pages(self, state: RequestState) -> None:
-        """The request has got pages, or given some back."""
+        """Update the page counts of a request that has got pages or given some back."""
         self.num_columns[state.slot], self.num_held[state.slot] = state.pages.num_columns, state.pages.num_held
 
     def add_pages(self, slots: Slots, counts: NDArray[np.int64]) -> None:
-        """The requests in these slots have got `counts` pages each, in every K/V group."""
+        """Add `counts` pages to the requests in these slots, in every K/V group."""
         self.num_columns[slots] += counts
         self.num_held[slots] += counts[:, None]
 
     def clear(self, state: RequestState) -> None:
-        """The request leaves its slot, flushed."""
+        """Flush the request and take it out of its slot."""
         self.flush(state)
         self._modes[state.mode] -= 1
         self.requests[state.slot] = None
@@ -142,7 +143,8 @@ class SlotTable:
                 field[source] = 0
 
     def add_prefill(self, slots: Slots, log: RoundLog) -> None:
-        """The token that a prefill emitted for each of `slots`, none where it failed; line i of `log` is that of slots[i]."""
+        """Add the token that a prefill emitted for each of `slots`, none for a failed row; line i of `log` is that of
+        slots[i]."""
         self._num_prefills[slots] += 1
         emitted = log.num_kept > 0
         there = slots[emitted]
@@ -150,7 +152,7 @@ class SlotTable:
         self._num_buffered[there] += 1
 
     def add_round(self, slots: Slots, log: RoundLog) -> None:
-        """One round of live rows; a slot comes once."""
+        """Add one round of live rows; a slot occurs at most once."""
         kept = log.num_kept
         self._accepted[slots, log.accepted_len] += 1
         self._drafted[slots, log.draft_len] += 1
@@ -161,7 +163,7 @@ class SlotTable:
         self._num_buffered[slots] = before + kept
 
     def watch_budget(self, state: RequestState) -> None:
-        """Note when the host must check the thinking budget of a request whose tokens are all flushed."""
+        """Compute when the host must next check the thinking budget of a request whose tokens are all flushed."""
         thinking, slot = state.request.thinking, state.slot
         limited = thinking is not None and thinking.budget is not None
         self._any_budget = self._any_budget or limited
@@ -171,7 +173,8 @@ class SlotTable:
         self.begin_id[slot] = NO_BEGIN_ID if begin_id is None else begin_id
 
     def budgets_due(self, slots: Slots, log: RoundLog) -> Sequence[int]:
-        """Those of `slots`, whose lines are added, that may have used their thinking budget: by length, or a thought began."""
+        """Those of `slots`, whose lines are added, that may have used up their thinking budget: by their length, or because a
+        thought began."""
         if not self._any_budget:
             return ()
         begins = (log.tokens == self.begin_id[slots, None]).any(1)

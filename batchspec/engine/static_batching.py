@@ -1,4 +1,4 @@
-"""ablation.dead_rows=false: slots of rows that ended are neither refilled nor left out of rounds until every row has ended."""
+"""ablation.dead_rows=false: slots of ended rows are neither refilled nor left out of rounds until every row has ended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from batchspec.engine.allocator import SlotAllocator
 
 
 class StaticBatching(SlotAllocator):
-    """Fills all slots at once, and keeps them all to the end."""
+    """Fills all slots at once and keeps all of them in the rounds until every row has ended."""
 
     def num_rows_needed(self) -> int:
         return self.batch.num_slots

@@ -1,8 +1,8 @@
 """What the scheduler decides and the executor does: one `ScheduledStep`, plain host data that can be pickled.
 
 Every decision that depends on a clock, on free memory or on what the host has read (results, stop strings, thinking budgets) is
-in the step. `Executor.execute` needs the step and device state only: a second process that executes the same steps has the same
-tokens and page tables.
+in the step. `Executor.execute` needs only the step and the state on the device: a second process that executes the same steps has
+the same tokens and page tables.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from batchspec.records import Ids, Request
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens begin .. end-1 of the row in `slot`; `last` when the row's known tokens end there."""
+    """Tokens begin .. end-1 of the row in `slot`; `last` if the row's known tokens end there."""
 
     slot: int
     begin: int
     end: int
     last: bool
-    num_kept: int = 0
-    """Tokens at its front whose K/V are in a shared page: they are computed again, and not written."""
+    num_recomputed: int = 0
+    """Number of its first tokens whose K/V are in a shared page: they are computed again, and their K/V are not written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +35,13 @@ class Refill:
     slot: int
     request: Request
     tokens: tuple[int, ...]
-    """Output tokens that it has already: of before a preemption, or of an earlier run."""
+    """Output tokens that it has already, from before a preemption or from an earlier run."""
     pages: Columns
-    """Of all its tokens, in order, in every K/V group."""
+    """Pages of all its tokens, in order, for every K/V group."""
     num_cached: int
-    """Tokens at the front whose K/V are in its pages already."""
+    """Number of first tokens whose K/V are in its pages already."""
     constraint: ConstraintPlace | None = None
-    """Where its automaton stands after `tokens`; None: it has none."""
+    """Places of its automaton and of the state after `tokens`; None: it has no automaton."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Prefill:
     passes: tuple[tuple[Segment, ...], ...]
     mode: SamplingMode
     overlaps: bool
-    """The passes run concurrently with rounds; each is activated by a later step. Else they run now, one after the other."""
+    """The passes run concurrently with rounds, and later steps activate them. Otherwise they run now, one after the other."""
     uploads: tuple[AutomatonUpload, ...] = ()
     """Automata of these refills that the device does not have yet."""
 
@@ -83,42 +83,42 @@ class ScheduledRound:
     draft_len: int
     """K of this round; 0: it drafts nothing."""
     prepare_next: bool
-    """The next round may draft; else the drafter keeps its K/V warm and prepares nothing."""
+    """The next round may draft; otherwise the drafter only keeps its K/V up to date and prepares no draft."""
     mode: SamplingMode
     shares_prefixes: bool
     """Some rows share a prefix: attention reads it once for all of them."""
     new_prefix_groups: tuple[PrefixGroup, ...] | None
-    """All groups, to be written to the device's tables; None: the tables are up to date, or not read."""
+    """All groups, to be written to the device's tables; None: the tables are up to date, or the round does not read them."""
     max_kv: int | None
     """Limit on the tokens of each row of the round, drafts included; None: that of the batch."""
     counts_experts: bool
     """The result says how many experts of each layer had tokens."""
     drafter_update: DrafterUpdate
-    """What the drafter does before the round with what finished rows taught it."""
+    """What the drafter does before the round with what it learnt from finished rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledStep:
-    """What happens on the device, in the order of the fields. Most steps are a prefill or a round."""
+    """What happens on the device, in the order of the fields. Most steps are one prefill or one round."""
 
     drafter_version: int
-    """Counts the changes of the drafter's weights: whoever executes the step must have received this many."""
+    """Number of changes of the drafter's weights so far: whoever executes the step must have received as many."""
     finished: tuple[tuple[Ids, Ids], ...] = ()
     """Prompt and output of rows that ended since the last step: the drafter may learn from them."""
     killed: tuple[int, ...] = ()
-    """Slots whose rows the host has ended: stop string, thinking budget, preemption."""
+    """Slots whose rows the host has ended: by a stop string, a thinking budget or a preemption."""
     cancels_waiting_passes: bool = False
-    """Forget the overlapping passes that have not begun."""
+    """Drop the overlapping passes that have not begun."""
     activates_pass: bool = False
-    """The oldest overlapping pass ends here (wait for it): its rows decode from the next round on."""
+    """Wait for the oldest overlapping pass: its rows decode from the next round on."""
     moves: tuple[tuple[int, int], ...] = ()
     """Compaction: (source, destination) slots."""
     uploads: tuple[StatesUpload, ...] = ()
     """States of lazy automata, to be written in this order."""
     wakes: tuple[tuple[int, ConstraintPlace], ...] = ()
-    """Slots of rows that waited for such states, and where their automata stand: they decode from the next round on."""
+    """Slots of rows that waited for such states, and the places of their automata: they decode from the next round on."""
     prefill: Prefill | None = None
     grants: tuple[PageGrant, ...] = ()
     round: ScheduledRound | None = None
     num_reads: int = 0
-    """Results that the host reads, the oldest first, before it schedules the next step."""
+    """Number of results that the host reads, the oldest first, before it schedules the next step."""

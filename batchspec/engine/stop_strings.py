@@ -1,4 +1,4 @@
-"""Stop strings: found in the text of a row while it is decoded, wherever they begin and end."""
+"""Finds stop strings in a row's text while it is decoded, whichever tokens they span."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens left out."""
 UNFINISHED = "\ufffd"
-"""What a text ends with while the bytes of its last character are not all there."""
+"""Replacement characters at the end of a text: bytes of its last character are still missing."""
 
 
 class StopFinder:
     """Decodes a row's output token by token and finds the first stop string, whatever tokens or rounds it spans.
 
-    What it finds depends on the tokens alone. Bytes of an unfinished character wait for the token that ends it; the text before
-    them does not, because the row may end without that token.
+    What it finds depends on the tokens alone. Bytes of an unfinished character wait for the token that completes it; the text
+    before them does not wait, because the row may end without that token.
     """
 
     def __init__(self, decode: Decode, stops: Sequence[str]) -> None:
@@ -26,19 +26,19 @@ class StopFinder:
     def restart(self) -> None:
         """Forget what was pushed."""
         self._ids: list[int] = []
-        self._begin = 0  # decoding starts here: one settled chunk back, for the spaces that tokenizers join with
+        self._begin = 0  # decoding starts one settled chunk back: tokenizers add spaces between tokens
         self._settled = 0
         self.text = ""
 
     def push(self, token: int) -> str | None:
-        """Add one token; the stop string that is complete now, the earliest one in the text, or None."""
+        """Add one token; returns the stop string that is now complete, the earliest one in the text, or None."""
         self._ids.append(token)
         before = self._decode(self._ids[self._begin : self._settled])
         now = self._decode(self._ids[self._begin :])
         if len(now) <= len(before):
             return None
         new = now[len(before) :]
-        text = self.text + new.rstrip(UNFINISHED)  # no further byte changes what stands before an unfinished character
+        text = self.text + new.rstrip(UNFINISHED)  # text before an unfinished character is final
         search_from = max(0, len(self.text) - self._reach)
         places = [(place, stop) for stop in self._stops if (place := text.find(stop, search_from)) >= 0]
         if not places:

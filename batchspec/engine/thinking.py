@@ -1,8 +1,8 @@
-"""A row's thought, from its tokens alone: inside or outside, what its budget forces, and its parts at the end.
+"""A row's thoughts, from its tokens alone: which tokens are thought, what the budget forces, and the parts of the output.
 
-`tracker_of` gives the rule; everything else that asks about thoughts pushes tokens through it. A thought that has used its
-budget is closed: before the next token would be drawn, the closing tokens are put there instead. So the tokens depend on the row
-alone, as everywhere: what rounds emitted after that place is thrown away.
+`tracker_of` returns the one tracker that tells thoughts from answers; all code about thoughts pushes tokens through it. A thought
+that has used up its budget is closed: the closing tokens take the place of the next token. What rounds have emitted after that
+place is discarded, so the tokens depend on the row alone.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from batchspec.records import Thinking
 
 
 class ThoughtTracker(Tracker):
-    """By a pair of think tokens."""
+    """The tracker for a pair of think tokens."""
 
     def __init__(self, thinking: Thinking) -> None:
         super().__init__()
         self._begin_id, self._end_id = thinking.begin_id, thinking.end_id
         self.inside = thinking.opened is True
         self._unknown = thinking.opened is None
-        """The prompt does not say whether the output begins with a thought, and no mark has come yet."""
+        """Whether the prompt does not say if the output begins with a thought, and no think token has come yet."""
 
     def push(self, token: int) -> Kind:
-        """The next token."""
+        """The kind of the next token."""
         if token == self._begin_id:
             self.inside, self._unknown = True, False
             return Kind.BEGIN
@@ -39,12 +39,12 @@ class ThoughtTracker(Tracker):
 
 
 def tracker_of(thinking: Thinking) -> Tracker:
-    """What a row's output tokens are: by a pair of think tokens, or by harmony's channels."""
+    """The tracker of a row's output tokens: by a pair of think tokens, or by harmony's channels."""
     return ThoughtTracker(thinking) if thinking.channels is None else ChannelTracker(thinking.channels, thinking.header)
 
 
 class ThinkingBudget:
-    """Follows a growing list of output tokens and says when the tokens that close a thought must come."""
+    """Follows a growing list of output tokens and tells when the tokens that close a thought must come."""
 
     def __init__(self, thinking: Thinking, stop_ids: Collection[int]) -> None:
         self._budget, self._closing, self._stop_ids = thinking.budget, thinking.closing, stop_ids
@@ -53,9 +53,9 @@ class ThinkingBudget:
         self.closed_a_thought = False
 
     def forced(self, tokens: Sequence[int]) -> tuple[int, tuple[int, ...]] | None:
-        """How many of the tokens are kept, and what must follow them; None where they keep to the budget.
+        """The number of tokens to keep, and the tokens that must follow them; None while the budget is not used up.
 
-        `tokens` are those of the last call, as far as they were kept, and more.
+        `tokens` must begin with the kept tokens of the last call.
         """
         closing = self._closing
         while True:
@@ -78,7 +78,7 @@ class ThinkingBudget:
 
     @property
     def left(self) -> int | None:
-        """Tokens until the budget can be used up; None outside of a thought and without a budget."""
+        """Number of tokens until the budget can be used up; None outside of a thought and without a budget."""
         return None if self._budget is None or not self._tracker.inside else max(0, self._budget - self._num_used)
 
 
@@ -87,20 +87,20 @@ class Call:
     """A tool call, or any other message with a recipient."""
 
     header: list[int]
-    """The header's tokens, its special ones included."""
+    """The header's tokens, special tokens included."""
     arguments: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Parts:
-    """An output without the tokens that begin and end thoughts and messages."""
+    """An output split into thoughts, answer and tool calls, without the tokens that begin and end them."""
 
     thoughts: list[list[int]] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
     inside: bool = False
-    """It ended in the middle of a thought."""
+    """Whether the output ended inside a thought."""
     breaks: list[int] = field(default_factory=list)
-    """Places in `answer` where a message of its own begins."""
+    """Indices in `answer` at which a new message begins."""
     calls: list[Call] = field(default_factory=list)
 
     @property
@@ -108,7 +108,7 @@ class Parts:
         return sum(map(len, self.thoughts))
 
     def answers(self) -> list[list[int]]:
-        """The messages of the answer; one of no tokens if there is none."""
+        """The messages of the answer; one empty message if there is none."""
         places = [0, *self.breaks, len(self.answer)]
         found = [self.answer[begin:end] for begin, end in itertools.pairwise(places) if begin < end]
         return found or [[]]
@@ -144,7 +144,7 @@ def split_thoughts(tokens: Sequence[int], thinking: Thinking) -> Parts:
 
 
 def _add_unfinished(parts: Parts, header: Header | None) -> None:
-    """A header without a message: of a call its recipient is known; otherwise what is no part of a header is text."""
+    """Add a header whose message never began: with a recipient it is a call; otherwise what is not part of a header is text."""
     if header is None:
         return
     if header.is_call:

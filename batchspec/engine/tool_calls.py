@@ -1,4 +1,4 @@
-"""Tool calls of an output as JSON text, in the form of OpenAI's chat format."""
+"""The tool calls of an output as JSON text, in the form of OpenAI's chat format."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from batchspec.engine.thinking import Call
 from batchspec.records import Channels, Request
 
 NAMESPACE = "functions."
-"""Recipients that are the user's own tools begin with it; others, such as `python`, belong to the model's format."""
+"""Recipients that are the user's own tools begin with this; others, such as `python`, belong to the model's format."""
 _RECIPIENT = re.compile(r"\bto=(\S+)")
 _NAMES = re.compile(r"^(\s*(assistant|analysis|commentary|final)\b)+")
 
 
 def tool_calls(calls: Sequence[Call], request: Request, decode: Callable[[Sequence[int]], str]) -> tuple[str | None, list[str]]:
-    """JSON text of the list of calls (None if there is none), and the texts of those that name no recipient after all.
+    """JSON text of the list of calls (None if there is none), and the texts of those that turn out to have no recipient.
 
     A call is {"id", "type": "function", "function": {"name", "arguments"}, "recipient", "content_type"}: name is the recipient
-    without `functions.`, arguments the message's text as it is, content_type what the header says of it, such as json, or null.
+    without `functions.`, arguments the message's text, content_type the type that the header names, such as json, or null.
     """
     channels = request.thinking.channels if request.thinking is not None else None
     assert channels is not None or not calls
@@ -48,12 +48,12 @@ def tool_calls(calls: Sequence[Call], request: Request, decode: Callable[[Sequen
 
 
 def _text_of_no_call(call: Call, channels: Channels, text: str) -> list[str]:
-    """None where an output ended in a channel's header, in the middle of ` to=NAME`: that was going to be a recipient."""
+    """The text of a message without a recipient; [] if the output ended inside ` to=NAME` in a header, which is no text."""
     return [] if channels.channel_id in call.header and text in ("to", "to=") else [text]
 
 
 def _header_texts(header: Sequence[int], channels: Channels, decode: Callable[[Sequence[int]], str]) -> tuple[str, str]:
-    """The text before the constrain token, a space between the parts that special tokens separate, and the text after it."""
+    """The texts before and after the constrain token; a space joins the parts that other special tokens separate."""
     parts: list[list[int]] = [[]]
     place = next((place for place, token in enumerate(header) if token == channels.constrain_id), len(header))
     for token in header[:place]:

@@ -1,8 +1,8 @@
-"""A round that verifies a tree of drafts: one forward over all nodes, the path that the target follows, then a chain's round.
+"""A round that verifies a tree of drafts: one forward pass over all nodes, then a chain's round along the accepted path.
 
-Nodes take the K/V slots after the row's last committed token, in the order of their numbers; a node's position is its depth, and
-it attends to its own path. The target chooses at every node with the noise of its position; the path from the root along its
-choices is accepted. Its K/V are moved to where a chain's would be, and commit and catch-up see a chain of `depth` drafts.
+Nodes take the K/V slots after the row's last committed token, in the order of their numbers. A node's position is its depth, and
+it attends to its own path. The target chooses at every node with the noise of its position; the path from the root along these
+choices is accepted. Its K/V are moved to where a chain's would be; commit and catch-up treat it as a chain of `depth` drafts.
 Legend: R rows, N nodes besides the root, S = N + 1, D depth, T = R * S flat positions.
 """
 
@@ -39,12 +39,12 @@ def round_for(
 
 
 def _variant(kind: type[R], target: Target, options: RoundOptions) -> type[R]:
-    """`kind` with what the target and the options change of it."""
+    """The variant of `kind` that the target and the options ask for."""
     return ablated(kind if target.ranks is None else of_ranks(kind), options)
 
 
 class TreeRound(Round):
-    """A round asks for the whole tree or for no drafts at all."""
+    """A round drafts the whole tree or nothing."""
 
     def __init__(
         self,
@@ -75,10 +75,10 @@ class TreeRound(Round):
         shared: SharedPrefixes | None = None,
         prepare_next: bool = True,
     ) -> RoundResult:
-        """As of every round; draft_len is 0 or the depth."""
+        """As `Round.run`; draft_len is 0 or the depth."""
         if not draft_len:
             return super().run(rows, mode, 0, shared, prepare_next)
-        self.couple(mode)
+        self.set_draft_mode(mode)
         num_rows, width = rows.live.shape[0], self._widths[draft_len]
         drafts = Drafts(width.ids[:num_rows, 1:], self._draft_len[:num_rows], width.rates)
         ids = self._node_ids[:num_rows]
@@ -116,7 +116,7 @@ class TreeRound(Round):
         return result
 
     def _nodes(self, rows: DeviceBatch, ids: Tensor, parents: Tensor) -> FlatBatch:
-        """S places for every row, dead or not: the newest token and the nodes."""
+        """S flat tokens for every row, dead or not: the newest token and the nodes."""
         (num_rows, places), page_size = ids.shape, self.cache.page_size
         page_table, *more_tables = rows.page_tables
         count = num_rows * places
@@ -132,7 +132,7 @@ class TreeRound(Round):
         return batch.add_groups(more_tables, page_size)
 
     def _places(self, batch: FlatBatch, parents: Tensor, mode: SamplingMode, rows: DeviceBatch) -> LogitRows | None:
-        """Which row and position each node's choice belongs to; the tokens above it too, where a rule asks for drafts."""
+        """Row and position of each node's choice; also the tokens on the path to it if a logit rule reads drafts."""
         if mode.greedy and self.options.logprobs is None:
             return None
         if not reads_drafts(mode):
@@ -146,7 +146,8 @@ class TreeRound(Round):
         )
 
     def _above(self, ids: Tensor, parents: Tensor) -> Tensor:
-        """int32 [T, D] tokens of levels 1..D on the way from the root to each node, its own included; any after its depth."""
+        """int32 [T, D] tokens of levels 1..D on the path from the root to each node, the node included; arbitrary below its
+        depth."""
         (num_rows, places), depth = ids.shape, self.drafter.max_len
         node = torch.arange(places, device=ids.device).expand(num_rows, -1)
         upwards = []
@@ -154,11 +155,11 @@ class TreeRound(Round):
             upwards.append(torch.where(node > 0, ids.gather(1, node), -1))
             node = parents.gather(1, node).clamp_(min=0).long()
         found = torch.stack(upwards[::-1], 2).view(-1, depth)
-        # The climb ends at the root or goes on past it: entries from past the root come first and are moved to the end.
+        # The climb goes on past the root: the entries that it reads there come first and are moved to the end.
         missing = (found < 0).sum(1, keepdim=True)
         order = (torch.arange(depth, device=ids.device) + missing) % depth
         return found.gather(1, order).clamp_(min=0)
 
     def _place_of(self, batch: FlatBatch, rows: DeviceBatch) -> Tensor:
-        """Level of each place; only before the commit."""
+        """Depth of each flat token; only before the commit."""
         return batch.positions - (rows.num_tokens - 1)[batch.row_ids]

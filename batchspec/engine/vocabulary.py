@@ -1,13 +1,13 @@
 """Token choice with tensor parallelism: each rank has the logits of its part of the vocabulary, and all choose the same token.
 
 What ranks exchange per flat position: for a greedy token one logit and one id; for a draw its score, its id and the largest
-logit; for top-k, top-p and min-p as many of the largest logits as decide the cutoff, and a log-sum-exp; for logprobs a
+logit; for top-k, top-p and min-p as many of the largest logits as determine the cutoff, and a log-sum-exp; for logprobs a
 log-sum-exp, the chosen token's logit and the candidates for the likeliest ones. No rank gathers the logits of all tokens, unless
-a cutoff needs nearly all. On a GPU a cutoff is searched for by sums over the ranks (`cutoff_of_ranks.py`); in float64, which only
-tests use there, all are exchanged. Noise is keyed by the token's id: ranks draw what one process does.
+a cutoff needs nearly all. On a GPU a cutoff is searched for by sums over the ranks (`cutoff_of_ranks.py`); in float64, which on
+GPUs only tests use, all logits are exchanged. Noise is keyed by the token's id: ranks draw the token that one process draws.
 
-Besides, ranks compare a checksum of each position's last hidden state, which every rank has as a whole: because they exchange
-their choices, they would agree on tokens even if their states had come to differ, and the tokens would be wrong.
+Ranks also compare a checksum of each position's last hidden state, which every rank has in full: because they exchange their
+choices, they would agree on tokens even if their states had diverged, and the tokens would be wrong.
 
 T flat positions, V the tokens of all ranks, v those of this rank.
 """
@@ -36,13 +36,13 @@ from batchspec.model.vocabulary import best_of_ranks, greedy_of_ranks
 
 R = TypeVar("R", bound=Round)
 DIVERGED = min(NO_TOKEN, WAIT) - 1
-"""In place of a token where ranks have different hidden states: as with NO_TOKEN, nothing is emitted and the row ends."""
+"""In place of a token if ranks have different hidden states: as with NO_TOKEN, nothing is emitted and the row ends."""
 MORE = 8
-"""If so many of the largest logits do not decide a cutoff, this many times as many are exchanged."""
+"""If the exchanged largest logits do not determine a cutoff, this many times as many are exchanged."""
 
 
 class SharedVocabulary(Round):
-    """The variant of rounds whose target is computed by several ranks."""
+    """The round for a target that several ranks compute."""
 
     def _choose(
         self, hidden: Tensor, places: LogitRows | None, rows: DeviceBatch, mode: SamplingMode
@@ -77,7 +77,7 @@ class SharedVocabulary(Round):
 
 
 def of_ranks(kind: type[R]) -> type[R]:
-    """`kind` for a target that several ranks compute."""
+    """The variant of `kind` for a target that several ranks compute."""
     return type(f"{kind.__name__}OfRanks", (SharedVocabulary, kind), {})
 
 
@@ -92,7 +92,7 @@ def choose_of_ranks(
     logits: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode, tokens: slice, vocab: int, ranks: Collectives, *,
     greedy: Greedy,
 ) -> Tensor:  # fmt: skip
-    """As `sampling.choose`, for logits [T, v] of `tokens`, which are changed. int32 [T]. greedy: of such logits."""
+    """As `sampling.choose`, int32 [T], for logits [T, v] of `tokens`, which are changed. greedy: chooses from such logits."""
     at = LogitRows(at.row_ids, at.positions, at.drafts, at.num_drafted, at.draft_rows, tokens)
     adjust_logits(logits, at, rows, mode)
     if not mode.random:
@@ -112,7 +112,7 @@ def choose_of_ranks(
 
 def cutoffs_of_ranks(logits: Tensor, row_ids: Tensor, rows: DeviceBatch, vocab: int, ranks: Collectives) -> Tensor:
     """As `sampling.cutoffs`, [T]: the smallest logit of each kept set, over the tokens of all ranks."""
-    if logits.is_cuda and logits.dtype == torch.float32:  # the other way reads back how far it has come
+    if logits.is_cuda and logits.dtype == torch.float32:  # what follows synchronises
         return searched_cutoffs(logits, row_ids, rows, vocab, ranks)
     finite = logits.nan_to_num(-torch.inf, -torch.inf, -torch.inf)  # rows that are not finite draw nothing
 
@@ -124,7 +124,7 @@ def cutoffs_of_ranks(logits: Tensor, row_ids: Tensor, rows: DeviceBatch, vocab: 
     def total(temperature: Tensor) -> Tensor:
         return torch.logsumexp(ranks.gather(torch.logsumexp(finite / temperature, 1)), 0)
 
-    # On a GPU the host reads nothing, so in float64 all are exchanged at once.
+    # In float64 on a GPU all logits are exchanged at once, because the host reads nothing back.
     few = vocab if logits.is_cuda else min(QUICK_TOP, vocab)
     return cutoff_of_largest(
         largest, total, row_ids, rows.temperature, rows.top_k, rows.top_p, rows.min_p,
@@ -133,12 +133,12 @@ def cutoffs_of_ranks(logits: Tensor, row_ids: Tensor, rows: DeviceBatch, vocab: 
 
 
 def logprobs_of_ranks(raw: Tensor, target_ids: Tensor, num_top: int, tokens: slice, vocab: int, ranks: Collectives) -> Logprobs:
-    """As `logprobs.logprobs_of`, of raw [T, v]. The order of equally likely tokens may be another one."""
+    """As `logprobs.logprobs_of`, of raw [T, v]. Equally likely tokens may come in another order."""
     normaliser = torch.logsumexp(ranks.gather(torch.logsumexp(raw, 1)), 0)
     place = target_ids.clamp(min=0).long() - tokens.start
     own = (place >= 0) & (place < raw.shape[1])
     logit = raw.gather(1, place.clamp(0, raw.shape[1] - 1).unsqueeze(1)).squeeze(1)
-    # One rank has the token; no other rank's number is read, whatever it is.
+    # One rank has the token; the numbers of the other ranks are not read.
     owner = ranks.gather(own.int()).argmax(0, keepdim=True)
     chosen = (ranks.gather(logit).gather(0, owner).squeeze(0) - normaliser).float()
     if not num_top:
