@@ -11,7 +11,7 @@ import torch
 
 from batchspec.draft import corpus as corpus_module
 from batchspec.draft.base import DrafterUpdate
-from batchspec.draft.corpus import ROOM, Corpus, build_table, corpus_bytes, usual_entries, usual_lengths
+from batchspec.draft.corpus import ROOM, Corpus, build_table, corpus_bytes, default_entries, default_lengths
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.engine.engine import Engine
 from tests.engines import DEVICE, packed, request, tiny_target
@@ -79,9 +79,9 @@ def test_memory_is_what_the_plan_says() -> None:
     assert corpus_bytes(1000, None) == corpus.table.nbytes + corpus.tokens.nbytes
     assert corpus.table.shape == (2, 4096)
     assert corpus_bytes(0, None) == 0
-    assert usual_entries(1000, 500) == 512
-    assert usual_lengths(2, 6) == (2, 4, 6)
-    assert usual_lengths(3, 3) == (3,)
+    assert default_entries(1000, 500) == 512
+    assert default_lengths(2, 6) == (2, 4, 6)
+    assert default_lengths(3, 3) == (3,)
 
 
 def test_a_table_follows_from_its_documents_alone() -> None:

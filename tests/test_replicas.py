@@ -29,7 +29,7 @@ from batchspec.model.spec import load_spec
 from batchspec.packing.cost import H200, num_multiplied, read_bytes, round_seconds
 from batchspec.packing.exchange import exchange_seconds, sum_seconds
 from batchspec.packing.planner import Demand, Forecast, choose_batch, forecast
-from batchspec.packing.replicas import Way, best, ways
+from batchspec.packing.replicas import GpuLayout, best, gpu_layouts
 from batchspec.prepare import open_model
 from batchspec.records import PackedBatch
 from batchspec.tuning import exchange as tuning
@@ -57,14 +57,14 @@ def predicted(spec: Any, ranks: int, replicas: int, demand: Demand) -> tuple[Pac
     return batch, forecast(batch, part, H200, share, dtype=BF16, accepted=0.0)
 
 
-def compared(spec: Any, num_gpus: int, **demand: Any) -> list[Way]:
+def compared(spec: Any, num_gpus: int, **demand: Any) -> list[GpuLayout]:
     asked = Demand(**{"num_completions": 20_000, "prompt_tokens": 1024, "output_tokens": 512, "max_tokens": 1536} | demand)
-    return ways((1, 2, 4, 8), num_gpus, lambda ranks, replicas: predicted(spec, ranks, replicas, asked))
+    return gpu_layouts((1, 2, 4, 8), num_gpus, lambda ranks, replicas: predicted(spec, ranks, replicas, asked))
 
 
 def test_a_model_that_one_gpu_holds_easily_is_copied() -> None:
     found = compared(LLAMA_8B, 4)
-    assert [(way.ranks, way.replicas) for way in found] == [(1, 4), (2, 2), (4, 1)]
+    assert [(layout.ranks, layout.replicas) for layout in found] == [(1, 4), (2, 2), (4, 1)]
     assert best(found).ranks == 1
 
 
@@ -98,7 +98,7 @@ def test_short_rows_of_an_8b_go_to_copies() -> None:
 
 
 def test_a_tie_goes_to_fewer_ranks() -> None:
-    found = [Way(ranks=1, replicas=2, seconds=101.0), Way(ranks=2, replicas=1, seconds=100.0)]
+    found = [GpuLayout(ranks=1, replicas=2, seconds=101.0), GpuLayout(ranks=2, replicas=1, seconds=100.0)]
     assert best(found).ranks == 1
     assert best([replace(found[0], seconds=103.0), found[1]]).ranks == 2
 
@@ -128,7 +128,7 @@ def measured(name: str) -> dict[tuple[int, int], float]:
 
 
 def test_the_cost_of_a_sum_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the way that is taken, and of the others if they were."""
+    """The cost of the exchange that is chosen, and of the others if they were chosen."""
     ways_taken = {"one-shot": (1 << 62, 1 << 62), "two-shot": (0, 1 << 62), "library": (0, 0)}
     times = {name: measured(name) for name in ways_taken}
     for (ranks, num_bytes), one_us in times["one-shot"].items():
@@ -154,9 +154,9 @@ def test_plan_compares_the_ways_and_takes_the_fastest(job: RunConfig, monkeypatc
     write(job, prompt=["x" * 10, "y" * 24])
     made = planned(job)
     assert "GPUs" not in made.text()
-    found = plan_command.ways_of(made.job, made.survey, H200, 4)
-    assert [(way.ranks, way.replicas) for way in found] == [(1, 4), (2, 2), (4, 1)]
-    said = replace(made, ways=found).text()
+    found = plan_command.layouts_of(made.job, made.survey, H200, 4)
+    assert [(layout.ranks, layout.replicas) for layout in found] == [(1, 4), (2, 2), (4, 1)]
+    said = replace(made, layouts=found).text()
     assert "GPUs         4; cluster.tensor_parallel=1 is fastest\n" in said
     assert "\n  4 copies on 1 GPU: " in said
     assert "\n  1 copy on 4 GPUs: " in said
@@ -167,7 +167,7 @@ def test_plan_compares_the_ways_and_takes_the_fastest(job: RunConfig, monkeypatc
 def test_a_model_that_cannot_be_cut_keeps_the_other_ways(job: RunConfig) -> None:
     write(job, prompt=["x" * 10])
     made = planned(job)
-    found = plan_command.ways_of(made.job, made.survey, H200, 8)
+    found = plan_command.layouts_of(made.job, made.survey, H200, 8)
     assert found[-1].reason == "num_attention_heads 4 cannot be cut into 8 equal parts; lower cluster.tensor_parallel"
     assert best(found).ranks < 8
 
@@ -187,31 +187,31 @@ EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
     ],
 )  # fmt: skip
 def test_plan_and_auto_take_what_every_rank_of_a_run_takes(changes: dict[str, Any], possible: list[int], job: RunConfig) -> None:
-    found, _ = ways_on_eight(job, changes)
-    assert [way.ranks for way in found if way.seconds is not None] == possible
-    for way in found:
-        for rank in range(way.ranks):
-            group: Any = None if way.ranks == 1 else SimpleNamespace(rank=rank, ranks=way.ranks)
-            if way.seconds is not None:
-                assert open_model(job, group=group).spec.shard == Shard(rank, way.ranks)
+    found, _ = layouts_on_eight(job, changes)
+    assert [layout.ranks for layout in found if layout.seconds is not None] == possible
+    for layout in found:
+        for rank in range(layout.ranks):
+            group: Any = None if layout.ranks == 1 else SimpleNamespace(rank=rank, ranks=layout.ranks)
+            if layout.seconds is not None:
+                assert open_model(job, group=group).spec.shard == Shard(rank, layout.ranks)
                 continue
             with pytest.raises(ConfigError) as refused:
                 open_model(job, group=group)
-            assert str(refused.value) == way.reason
-            job.cluster.tensor_parallel = way.ranks
+            assert str(refused.value) == layout.reason
+            job.cluster.tensor_parallel = layout.ranks
             with pytest.raises(ConfigError) as planned_so:
                 planned(job)
-            assert str(planned_so.value) == way.reason
+            assert str(planned_so.value) == layout.reason
 
 
-def ways_on_eight(job: RunConfig, changes: dict[str, Any]) -> tuple[list[Way], plan_command.Plan]:
+def layouts_on_eight(job: RunConfig, changes: dict[str, Any]) -> tuple[list[GpuLayout], plan_command.Plan]:
     """Ways to divide eight GPUs for a tiny model of noise."""
     assert job.model.path is not None
     write(job, prompt=["x" * 10])
     (Path(job.model.path) / "config.json").write_text(json.dumps({**MODEL, **changes}))
     job.model.load_format = "dummy"
     made = planned(job)
-    return plan_command.ways_of(made.job, made.survey, H200, 8), made
+    return plan_command.layouts_of(made.job, made.survey, H200, 8), made
 
 
 @pytest.mark.parametrize(
@@ -222,8 +222,8 @@ def test_as_many_copies_are_compared_as_the_job_asks_for(
 ) -> None:
     """`cluster.workers`: more of them than the GPUs suffice for is refused by the run."""
     job.cluster.workers = asked
-    found, _ = ways_on_eight(job, EIGHT_HEADS)
-    assert [(way.ranks, way.replicas) for way in found] == expected
+    found, _ = layouts_on_eight(job, EIGHT_HEADS)
+    assert [(layout.ranks, layout.replicas) for layout in found] == expected
     monkeypatch.setattr(devices, "visible_gpus", lambda: list("01234567"))
     for ranks in (1, 2, 4, 8):
         config = replace(job, device="cuda", cluster=replace(job.cluster, tensor_parallel=ranks))
@@ -280,13 +280,13 @@ def test_a_way_that_cuts_the_head_is_planned_with_a_rank_s_part_of_it(job: RunCo
     for cut in (True, False):
         job.ablation.sharded_draft, job.cluster.tensor_parallel = cut, 1
         made = planned(job)
-        (way,) = (way for way in plan_command.ways_of(made.job, made.survey, H200, 2) if way.ranks == 2)
-        assert way.batch is not None
+        (layout,) = (layout for layout in plan_command.layouts_of(made.job, made.survey, H200, 2) if layout.ranks == 2)
+        assert layout.batch is not None
         job.cluster.tensor_parallel = 2
         of_two = planned(job)
         assert of_two.batch is not None
-        assert of_two.batch.num_pages == way.batch.num_pages
-        pages[cut] = way.batch.num_pages
+        assert of_two.batch.num_pages == layout.batch.num_pages
+        pages[cut] = layout.batch.num_pages
         weights[cut] = of_two.job.drafter.weight_bytes(dtype=torch.float32, device=of_two.job.device)
         group: Any = SimpleNamespace(rank=1, ranks=2)
         held = open_model(job, group=group).drafter.checkpoint

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from batchspec.draft.weights import usual_aux_layers
+from batchspec.draft.weights import default_aux_layers
 from batchspec.model.target import Target
 from batchspec.train.attend import Keys, attend, attend_reference
 from batchspec.train.data import Row, course, epoch_batches, frequent_ids, split_rows, unused_id
@@ -280,7 +280,7 @@ def test_the_mask_is_the_highest_token_that_no_row_holds() -> None:
 
 @pytest.mark.parametrize(("layers", "taps"), [(30, (2, 15, 27)), (32, (2, 16, 29)), (3, (2, 1, 0)), (4, (2, 3, 4)), (1, (0, 1))])
 def test_the_usual_aux_layers(layers: int, taps: tuple[int, ...]) -> None:
-    assert usual_aux_layers(layers) == taps
+    assert default_aux_layers(layers) == taps
 
 
 def test_the_learning_rate_rises_and_falls_to_nothing() -> None:

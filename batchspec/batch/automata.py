@@ -1,4 +1,5 @@
-"""Automata on the device: tables and masks at fixed addresses, which captured rounds read. Automata come and go meanwhile."""
+"""Automata on the device: tables and masks at fixed addresses, which captured rounds read while automata are added and
+removed."""
 
 from __future__ import annotations
 
@@ -18,18 +19,18 @@ from batchspec.token_automaton import DEAD, FORCED, MASK, NEXT, NUM_SYMBOLS, Tok
 TABLE_WORDS = 16 << 20
 """int32 words for the tables of all automata that are on the device: 64 MiB."""
 MASKS_BYTES = 256 << 20
-"""Bytes for their masks."""
+"""Bytes for the masks of these automata."""
 LAZY_WORDS = 2 << 20
-"""int32 words for the states of lazy automata, in places after those: 8 MiB."""
+"""int32 words for the states of lazy automata, which follow in the same tables: 8 MiB."""
 LAZY_MASKS_BYTES = 64 << 20
 """Bytes for the masks of these states."""
 SENT_BYTES = 8 << 20
-"""Automata that are uploaded together are sent in parts of at most so many bytes, from pinned memory that is reused."""
+"""Automata are uploaded in parts of at most this many bytes, from pinned memory that is reused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutomataRoom:
-    """How much is on the device at a time, for a vocabulary of `num_tokens`. The largest automaton that admission takes fits."""
+    """Capacity of the device's tables, for a vocabulary of `num_tokens`. The largest automaton that admission accepts fits."""
 
     num_tokens: int
     table_words: int = TABLE_WORDS
@@ -55,26 +56,26 @@ class AutomataRoom:
 
     @property
     def nothing(self) -> ConstraintPlace:
-        """A state after all others that allows no token: that of a row with an automaton until `constrain` sets its own."""
+        """A state that allows no token, after all others: that of a row with an automaton until `constrain` sets its own."""
         classes = self.table_words + self.lazy_words
         return ConstraintPlace(classes, classes + NUM_SYMBOLS)
 
 
 @dataclass(frozen=True, slots=True)
 class ConstraintPlace:
-    """The automaton of a row that enters or wakes in its slot: places in the tables, as word numbers."""
+    """Where the automaton of a row that enters its slot or is woken is in the tables, as word numbers."""
 
     classes: int
-    """Of the automaton's class map."""
+    """Word number of the automaton's class map."""
     state: int
-    """Of the state after the row's output tokens."""
+    """Word number of the state after the row's output tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AutomatonUpload:
-    """An automaton that comes to the device: words [N] go to `place` of the tables, masks [M, W] to rows mask_ids [M].
+    """An automaton to upload: words [N] go to `place` of the tables, masks [M, W] to rows mask_ids [M].
 
-    A rank that was sent it has the masks as one line.
+    If another rank sent it, the masks are one-dimensional.
     """
 
     place: int
@@ -84,7 +85,7 @@ class AutomatonUpload:
 
     @classmethod
     def of(cls, automaton: TokenAutomaton, place: int, mask_ids: Ids) -> AutomatonUpload:
-        """With the numbers of states and masks replaced by their places."""
+        """The upload of an automaton, with the numbers of states and masks replaced by their places."""
         table = automaton.table
         rows = table.copy()
         rows[:, MASK] = mask_ids[table[:, MASK]]
@@ -95,15 +96,15 @@ class AutomatonUpload:
 
 
 def place_of(automaton: TokenAutomaton, state: int, place: int) -> int:
-    """Where the row of a state is if the automaton is at `place`."""
+    """The word number of a state's row if the automaton is at `place`."""
     return place + NUM_SYMBOLS + state * int(automaton.table.shape[1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StatesUpload:
-    """States of a lazy automaton that come to the device, or of which more is known now.
+    """States of a lazy automaton to upload: new ones, or ones that have been computed since.
 
-    Words [N] go to places `at` [N] of the tables, masks [M, W] (to a rank: as one line) to rows mask_ids [M].
+    Words [N] go to places `at` [N] of the tables, masks [M, W] (one-dimensional if another rank sent them) to rows mask_ids [M].
     """
 
     at: Ids
@@ -123,7 +124,7 @@ class Automata:
         self.symbols, self.starts = (torch.from_numpy(x.copy()).to(device) for x in (vocabulary.symbols, vocabulary.starts))
 
     def upload(self, new: Sequence[AutomatonUpload]) -> None:
-        """In stream order: what was there before is read by no round that is launched later."""
+        """Upload in stream order: no round that is launched later reads what was there before."""
         for part in _parts(new):
             columns = ([one.words for one in part], [one.mask_ids for one in part], [one.masks for one in part])
             words, mask_ids, masks = sent(columns, self.tables.device)
@@ -132,7 +133,7 @@ class Automata:
             self._write_masks(mask_ids, masks)
 
     def upload_states(self, new: StatesUpload) -> None:
-        """In stream order. What rows may walk over at present keeps its value."""
+        """Upload in stream order. Words that live rows may read keep their values."""
         at, words, mask_ids, masks = sent(([new.at], [new.words], [new.mask_ids], [new.masks]), self.tables.device)
         self.tables[at.long()] = words
         self._write_masks(mask_ids, masks)
@@ -171,7 +172,7 @@ class Automata:
         self, row_ids: Tensor, states: Tensor, classes: Tensor, *, drafts: Tensor | None, num_drafted: Tensor | None,
         draft_rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The masks of all automata, and the row of them for each position int32 [T]: see `mask_rows`."""
+        """The masks of all automata, and for each position the row of its mask, int32 [T]: see `mask_rows`."""
         found = torch.empty_like(row_ids)
         mask_rows(
             row_ids, states, classes, self.tables, self.symbols, self.starts, out_rows=found, drafts=drafts,
@@ -189,7 +190,7 @@ class Automata:
 
 
 def _parts(new: Sequence[AutomatonUpload]) -> Iterator[Sequence[AutomatonUpload]]:
-    """Uploads, in their order, that are sent together: at most SENT_BYTES, or a single one."""
+    """Uploads, in their order, in groups that are sent together: at most SENT_BYTES, or a single one."""
     first = num_bytes = 0
     for at, one in enumerate(new):
         own = one.words.nbytes + one.mask_ids.nbytes + one.masks.nbytes
@@ -202,10 +203,10 @@ def _parts(new: Sequence[AutomatonUpload]) -> Iterator[Sequence[AutomatonUpload]
 
 
 def sent(columns: Sequence[Sequence[Ids]], device: torch.device) -> tuple[Tensor, ...]:
-    """The arrays of each column end to end, int32, on the device, by one transfer. The host does not wait for a GPU.
+    """The arrays of each column concatenated, int32, on the device, by one transfer. The host does not wait for a GPU.
 
-    numpy copies them in this thread. `Tensor.pin_memory`, which copies more than 32,768 numbers with all threads of torch, took 3
-    to 8 ms each time beside the rounds: 100 automata of 0.7 MB took 0.5 to 1.6 s instead of 0.01 s (H200, 16 cores).
+    numpy copies them in this thread. `Tensor.pin_memory`, which copies more than 32,768 numbers with all of torch's threads, took
+    3 to 8 ms each time while rounds ran: 100 automata of 0.7 MB took 0.5 to 1.6 s instead of 0.01 s (H200, 16 cores).
     """
     sizes = [sum(array.size for array in column) for column in columns]
     host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")

@@ -18,13 +18,14 @@ from batchspec.kernels.rounds.move_rows import move_rows
 from batchspec.records import MAX_LOGIT_BIAS, MAX_STOP_IDS, PackedBatch, Request
 
 SEEN = 1
-"""Bit of a token that is in prompt or output."""
+"""Bit that is set for a token that is in prompt or output."""
 ONCE_IN_OUTPUT = 2
-"""How much each occurrence in the output adds."""
+"""Added for each occurrence of the token in the output."""
 
 
 def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Host numbers (lists or an array) on the device. On a GPU from pinned memory and in stream order: the host does not wait."""
+    """Copy host numbers (lists or an array) to the device. To a GPU from pinned memory in stream order: the host does not
+    wait."""
     if device.type != "cuda":
         return torch.as_tensor(values, dtype=dtype)
     array = np.asarray(values)
@@ -34,11 +35,11 @@ def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 ALIGN_BYTES = 16
-"""Where each array begins in a joint transfer: a multiple of this, as kernels and views of other types need."""
+"""Each array in a joint transfer begins at a multiple of this many bytes, as kernels and views of other types require."""
 
 
 def upload_all(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Several arrays in one transfer, as `upload` does with one: for small ones the host's calls are what takes time."""
+    """Copy several arrays in one transfer, as `upload` does with one: for small arrays the host's calls take most of the time."""
     ends = list(accumulate(-(-array.nbytes // ALIGN_BYTES) * ALIGN_BYTES for array in arrays))
     begins = [0, *ends[:-1]]
     host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -61,8 +62,8 @@ _NUMPY_DTYPES = {theirs: ours for ours, theirs in _TORCH_DTYPES.items()}
 class SlotField:
     """How one field of `DeviceBatch` is allocated and what happens to a slot's row of it.
 
-    Compaction moves the row to the new slot. Preemption leaves it as it is: the slot is dead, and the request's next slot begins
-    anew, from the request and the output tokens that it has by then.
+    Compaction moves the row to the new slot. Preemption leaves it as it is: the slot is dead, and `begin` fills the request's
+    next slot from the request and its output tokens.
     """
 
     dtype: torch.dtype = torch.int32
@@ -73,7 +74,7 @@ class SlotField:
     begin: Callable[[Request, Sequence[int]], float | Sequence[int] | NDArray[np.int32]] | None = None
     """Value or row of a request that enters, given its output tokens so far; None: all `initial`."""
     long: bool = False
-    """A long row: only as many columns are written as the longest request of the group needs, the others keep what they had."""
+    """For long rows: only as many columns are written as the longest request of the group needs; the others keep old values."""
 
     per_group: bool = False
     """The field is a tuple of tensors, one for each K/V group."""
@@ -96,13 +97,14 @@ def known_tokens(request: Request, output: Sequence[int]) -> NDArray[np.int32]:
 
 
 def declared(**options: Any) -> dict[str, SlotField]:
-    """Metadata of a field: a `SlotField` of these options."""
+    """Metadata of a dataclass field: a `SlotField` with these options."""
     return {"slot_field": SlotField(**options)}
 
 
 @dataclass(slots=True, kw_only=True)
 class DeviceBatch:
-    """Device state of R slots, one tensor a field, one row a slot. State that sampling needs of each row is one more field here.
+    """Device state of R slots, one tensor per field, one row per slot. New state that sampling needs of each row is one more
+    field.
 
     A live row has num_tokens - 1 tokens in K/V: its newest token is verified together with the drafts.
     """
@@ -116,7 +118,7 @@ class DeviceBatch:
     limit: Tensor = field(metadata=declared(begin=lambda r, _: len(r.prompt_ids) + r.device_limit))
     """int32 [R] the row ends when num_tokens reaches it"""
     min_tokens: Tensor = field(metadata=declared(begin=lambda r, _: len(r.prompt_ids) + r.min_new_tokens))
-    """int32 [R] stop ids are not drawn while num_tokens is below it"""
+    """int32 [R] stop ids cannot be drawn while num_tokens is below this"""
     live: Tensor = field(metadata=declared())
     """int32 [R] 1 while the row decodes"""
     finish: Tensor = field(metadata=declared())
@@ -144,26 +146,26 @@ class DeviceBatch:
     bias: Tensor = field(
         metadata=declared(dtype=torch.float32, width="biases", begin=lambda r, _: [bias for _, bias in r.sampling.logit_bias])
     )
-    """float32 [R, MAX_LOGIT_BIAS] what is added to the logit of each"""
+    """float32 [R, MAX_LOGIT_BIAS] the bias of each of these tokens' logits"""
     stop_ids: Tensor = field(metadata=declared(width="stop_ids", initial=-1, begin=lambda r, _: r.stop_ids))
     """int32 [R, MAX_STOP_IDS] -1 where unused"""
     page_tables: tuple[Tensor, ...] = field(metadata=declared(width="pages", per_group=True))
-    """By K/V group int32 [R, pages of max_len and of the lookahead slots], the scratch page where nothing is granted yet. Entries
-    that a group's window has passed name pages that the row has given back: nothing reads them."""
+    """For each K/V group int32 [R, pages of max_len and of the lookahead slots], the scratch page where no page is granted yet.
+    Entries that a group's window has passed name pages that the row has given back; they are not read."""
     adapter: Tensor = field(metadata=declared(begin=lambda r, _: r.adapter))
     """int32 [R] number of the row's LoRA adapter, 0 is none"""
     seen: Tensor = field(metadata=declared(width="seen"))
     """int32 [R, V] ONCE_IN_OUTPUT for each time that the token is in the output, and SEEN if it is in prompt or output; [R, 0]
     before a row has penalties"""
     automaton_classes: Tensor = field(metadata=declared())
-    """int32 [R] place of the class map of the row's automaton in the tables of `automata`"""
+    """int32 [R] word number, in the tables of `automata`, of the class map of the row's automaton"""
     automaton_state: Tensor = field(metadata=declared())
-    """int32 [R] place of the state after the committed tokens; 0: the row has no constraint, or has ended"""
+    """int32 [R] word number of the state after the committed tokens; 0: the row has no constraint, or has ended"""
     automata: Automata | None = None
     """The tables of all automata; None in a job without constraints."""
     vocab_size: int = 0
     max_kv: int = 0
-    """Limit on the tokens of a row, drafts of a round included, that the host knows: attention plans for so many keys."""
+    """Limit on the tokens of a row, drafts of a round included, that the host knows; attention plans for as many keys."""
 
     @classmethod
     def allocate(
@@ -199,7 +201,7 @@ class DeviceBatch:
         return cls(**made, automata=automata, vocab_size=vocab_size, max_kv=batch.max_len)
 
     def provide(self, mode: SamplingMode) -> None:
-        """Allocate the state that `mode` needs and that few jobs have: done once, before a graph of such a mode is captured."""
+        """Allocate the state that `mode` needs and that few jobs have. Call it before a graph of such a mode is captured."""
         wanted = [("seen", self.vocab_size)] if mode.penalties else []
         wanted += [("bias_ids", MAX_LOGIT_BIAS), ("bias", MAX_LOGIT_BIAS)] if mode.biased else []
         for name, width in wanted:
@@ -213,7 +215,7 @@ class DeviceBatch:
         return value if isinstance(value, tuple) else (value,)
 
     def first(self, num_rows: int, max_kv: int | None = None) -> DeviceBatch:
-        """The first slots as views: what a round of a smaller row bucket works on. max_kv: a lower limit on their tokens."""
+        """Views of the first slots, on which a round of a smaller row bucket works. max_kv: a lower limit on their tokens."""
         views: dict[str, Any] = {}
         for name, spec in SLOT_FIELDS.items():
             first = tuple(tensor[:num_rows] for tensor in self._tensors(name))
@@ -223,7 +225,7 @@ class DeviceBatch:
     def begin(self, slots: Sequence[int], requests: Sequence[Request], outputs: Sequence[Sequence[int]]) -> None:
         """Put requests into slots, not live yet; `outputs` are the tokens that each has emitted already.
 
-        A request with an automaton may emit nothing until `constrain` says where its automaton stands.
+        A request with an automaton can emit nothing until `constrain` has set the place of its automaton.
         """
         self.provide(SamplingMode.union(SamplingMode.of(one, 0) for one in {request.sampling for request in requests}))
         given = {name: spec for name, spec in SLOT_FIELDS.items() if spec.begin is not None and getattr(self, name).numel()}
@@ -252,13 +254,14 @@ class DeviceBatch:
             self.constrain([(slot, self.automata.nothing) for slot in constrained])
 
     def constrain(self, constraints: Sequence[tuple[int, ConstraintPlace]]) -> None:
-        """The automata of rows that have just begun: slot and where its automaton stands."""
+        """Set the automata of rows that have just begun: slot, and the places of class map and state."""
         lines = [(slot, constraint.classes, constraint.state) for slot, constraint in constraints]
         slots, classes, states = upload(lines, torch.int64, self.tokens.device).T
         self.automaton_classes[slots], self.automaton_state[slots] = classes.int(), states.int()
 
     def constrain_drafts(self, draft_ids: Tensor, draft_len: Tensor) -> None:
-        """Cut drafts that no logits chose where an automaton does not allow them, and go on as it forces.
+        """Cut drafts that were not chosen from masked logits where an automaton forbids them, and append the tokens that it
+        forces.
 
         draft_ids int32 [R, K], draft_len int32 [R]: both are changed
         """
@@ -274,12 +277,13 @@ class DeviceBatch:
         self.automata.advance(self.automaton_state, self.automaton_classes, log, live)
 
     def park(self, live: Tensor, log: Tensor) -> None:
-        """Stop rows of lazy automata in a state without a mask: live int32 [R] becomes 0 and `finish` in the log WAITING."""
+        """Stop rows whose lazy automaton is in a state without a mask: live int32 [R] becomes 0, and `finish` in the log
+        WAITING."""
         assert self.automata is not None
         self.automata.park(self.automaton_state, live, log)
 
     def wake(self, constraints: Sequence[tuple[int, ConstraintPlace]]) -> None:
-        """Let rows that waited go on: (slot, places of the automaton's class map and state) of each."""
+        """Let waiting rows continue: (slot, places of the automaton's class map and state) of each."""
         self.constrain(constraints)
         self.live[upload([slot for slot, _ in constraints], torch.int64, self.live.device)] = 1
 
@@ -291,7 +295,7 @@ class DeviceBatch:
             line[upload(tokens, torch.int64, line.device)] = upload(ONCE_IN_OUTPUT * counts + SEEN, line.dtype, line.device)
 
     def grant(self, grants: Sequence[tuple[int, int, Sequence[Sequence[int]]]]) -> None:
-        """Write newly granted pages into the tables: slot, first column, and by group the pages from there on."""
+        """Write newly granted pages into the tables: slot, first column, and for each group the pages from there on."""
         counts = [len(pages[0]) for _, _, pages in grants]
         slots = np.repeat([slot for slot, _, _ in grants], counts)
         columns = np.concatenate([np.arange(first, first + count) for (_, first, _), count in zip(grants, counts, strict=True)])
@@ -310,7 +314,7 @@ class DeviceBatch:
     def move(self, moves: Sequence[tuple[int, int]], more: Sequence[Tensor] = ()) -> None:
         """Compaction: copy rows from slot to slot, (source, destination) each, and leave the sources dead.
 
-        more  other tensors [slots, ...] that move with them: a drafter's state
+        more  other tensors [slots, ...] that are moved with them: a drafter's state
         """
         sources, destinations = upload(moves, torch.int32, self.live.device).T.contiguous()
         for state in (*(tensor for name in SLOT_FIELDS for tensor in self._tensors(name)), *more):
@@ -319,7 +323,7 @@ class DeviceBatch:
         self._end(sources)
 
     def _end(self, slots: Tensor) -> None:
-        """What a slot's automaton was may leave the device from now on."""
+        """Detach the slots' automata: they may be evicted from now on."""
         self.live[slots] = 0
         self.automaton_state[slots] = 0
 

@@ -1,4 +1,4 @@
-"""The flat tokens that one forward reads, and where their keys lie."""
+"""The flat tokens that one forward pass reads, and the pages of their keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchspec.kernels.kv_cache.group_slot_mapping import group_slot_mapping
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupPages:
-    """Where one K/V group keeps the keys of a batch."""
+    """The pages in which one K/V group keeps the keys of a batch."""
 
     page_table: Tensor
     """int32 [R, max pages a row]"""
@@ -24,11 +24,11 @@ class GroupPages:
 
 @dataclass(slots=True, kw_only=True)
 class FlatBatch:
-    """Tokens of several rows laid end to end: T tokens of R rows, what one forward of a model reads.
+    """Concatenated tokens of several rows: T tokens of R rows, the input of one forward pass.
 
-    Row r owns the flat places cu_seqlens_q[r] .. cu_seqlens_q[r+1]-1, at consecutive positions that end at kv_len[r]-1; its keys
-    are positions 0 .. kv_len[r]-1 in the pages of page_table[r]. A row may own no place (a dead row). Places after
-    cu_seqlens_q[R] are padding of a fixed budget: row 0, position 0, scratch slot.
+    Row r owns the flat indices cu_seqlens_q[r] .. cu_seqlens_q[r+1]-1, at consecutive positions that end at kv_len[r]-1; its keys
+    are positions 0 .. kv_len[r]-1 in the pages of page_table[r]. A row may own no index (a dead row). Indices from
+    cu_seqlens_q[R] on are padding: row 0, position 0, scratch slot.
     """
 
     token_ids: Tensor
@@ -43,36 +43,37 @@ class FlatBatch:
     cu_seqlens_q: Tensor
     """int32 [R+1]"""
     kv_len: Tensor
-    """int32 [R] keys that the row's last token sees, itself included; 0 for a dead row"""
+    """int32 [R] number of keys that the row's last token attends to, itself included; 0 for a dead row"""
     page_table: Tensor
     """int32 [R, max pages a row]"""
     max_q: int
-    """No row owns more places than this (host bound)."""
+    """No row has more tokens than this (host bound)."""
     max_kv: int
     """No kv_len is larger than this (host bound)."""
     shared: SharedPrefixes | None = None
-    """Rows that begin with the same pages, for attention that reads those once; None where nothing is known of it."""
+    """Rows that begin with the same pages, for attention that reads these once; None if unknown."""
     host: HostLayout | None = None
-    """What the host knows of the rows: of a prefill everything, of a round and of a padded prefill nothing."""
+    """What the host knows of the rows: everything for a prefill, None for a round and for a padded prefill."""
     max_keys: int | None = None
-    """Of a padded prefill: the kv_len of all rows together are no more than this (host bound)."""
+    """For a padded prefill: upper bound of the sum of kv_len (host bound)."""
     row_adapters: Tensor | None = None
-    """int32 [R] the LoRA adapter of each row, 0 is none; None where the model has none that are told apart by rows"""
+    """int32 [R] the LoRA adapter of each row, 0 is none; None if the model has no adapters of single rows"""
     tree: TreeTail | None = None
-    """The last keys of each row are nodes of a tree: keys go by node, positions by depth, so several queries may share one."""
+    """Set if the last keys of each row are nodes of a tree: a key's index is its node's, its position the depth, so several
+    queries may have the same position."""
     more_groups: tuple[GroupPages, ...] = ()
-    """Of K/V groups 1, 2, ...; page_table and slot_mapping are those of group 0, the one with the widest window."""
+    """For K/V groups 1, 2, ...; page_table and slot_mapping are those of group 0, which has the widest window."""
 
     def of_group(self, group: int) -> FlatBatch:
         """The same tokens in the pages of one K/V group."""
         if group == 0:
             return self
         pages = self.more_groups[group - 1]
-        # Shared prefixes are known of group 0 only, and no other group reads all keys.
+        # Shared prefixes are known for group 0 only; no other group reads all keys.
         return replace(self, page_table=pages.page_table, slot_mapping=pages.slot_mapping, shared=None, more_groups=())
 
     def add_groups(self, page_tables: Sequence[Tensor], page_size: int) -> FlatBatch:
-        """This batch with the page tables [R, max pages a row] of groups 1, 2, ...: one launch each for their slot mappings."""
+        """This batch with the page tables [R, max pages a row] of groups 1, 2, ...: one launch for each slot mapping."""
         more = []
         for page_table in page_tables:
             slot_mapping = torch.empty_like(self.slot_mapping)
@@ -86,19 +87,19 @@ class FlatBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TreeTail:
-    """Who sees which of a row's last keys, where these are nodes of a tree. Before them every key is seen, as in any row."""
+    """Which of a row's last keys a query attends to if these are nodes of a tree. All keys before them are attended to."""
 
     ancestors: Tensor
-    """int64 [T] bit j: the query sees key start[row] + j, its own or that of a node above it"""
+    """int64 [T] bit j: the query attends to key start[row] + j, its own or that of a node above it"""
     start: Tensor
-    """int32 [R] key of node 0, whose position is that of depth 0"""
+    """int32 [R] index of the key of node 0; its position is that of depth 0"""
     max_depth: int
-    """No node is deeper (host bound)."""
+    """Maximum depth of a node (host bound)."""
     depths: Tensor | None = None
-    """int64 [S] depth of each node, the same in all rows; None: the batch's own places are the nodes, S of each row."""
+    """int64 [S] depth of each node, the same in all rows; None: the batch's own tokens are the nodes, S per row."""
 
     def within(self, window: int | None, batch: FlatBatch) -> Tensor:
-        """The ancestors int64 [T] that a window leaves in sight."""
+        """The ancestors int64 [T] that are within a window."""
         if window is None or window > self.max_depth:
             return self.ancestors
         depth = batch.positions - self.start[batch.row_ids]

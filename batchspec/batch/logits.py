@@ -1,4 +1,4 @@
-"""What masks or biases logits before a choice: one list of rules for the target and, where a rule says so, for drafters.
+"""All rules that mask or bias logits before a choice: one list for the target and, if a rule says so, for drafters.
 
 A new rule is one `LogitRule` in RULES, a flag of `SamplingMode` that asks for it, and the
 state that it needs in `DeviceBatch`. Legend: T rows of logits, R batch rows, V vocabulary, K draft_len.
@@ -22,12 +22,12 @@ class LogitRows:
 
     row_ids      int32 [T]
     positions    int64 [T] position of the token being drawn
-    drafts       int32 [., K] draft tokens; None where nothing was drafted before the position, or no rule asks for them
-    num_drafted  int64 [T] how many of `drafts` come before the position; of dead rows and padding any number
-    draft_rows   int32 or int64 [T] row of `drafts`, of a tree one for each node; None: that of `row_ids`
-    tokens       the tokens whose logits these are, of a rank that has those of a part of the vocabulary; None: of all
+    drafts       int32 [., K] draft tokens; None if nothing was drafted before the position, or no rule needs them
+    num_drafted  int64 [T] how many of `drafts` come before the position; arbitrary for dead rows and padding
+    draft_rows   int32 or int64 [T] row of `drafts`, for a tree one per node; None: that of `row_ids`
+    tokens       the tokens whose logits these are, on a rank that has a part of the vocabulary; None: all tokens
 
-    Tokens before the drafts are committed: rules find them, and what was computed from them, in `DeviceBatch`.
+    Tokens before the drafts are committed: rules find them, and values computed from them, in `DeviceBatch`.
     """
 
     row_ids: Tensor
@@ -51,13 +51,13 @@ class LogitRule:
     """One way to change logits [T, V] in place."""
 
     wanted: Callable[[SamplingMode], bool]
-    """Whether some row of the pass needs it: else nothing is launched."""
+    """Whether some row of the pass needs it; otherwise nothing is launched."""
     apply: Callable[[Tensor, LogitRows, DeviceBatch, Tensor | None], None]
-    """Logits, their rows, the batch, and the token of each column int [V]; None: its number (always, for the target)."""
+    """Arguments: logits, their rows, the batch, and the token of each column int [V], None for the target: the column's index."""
     reads_drafts: bool = False
-    """It needs `LogitRows.drafts`: tokens drafted before the position count. Any token may be drafted, a forbidden one too."""
+    """Whether it needs `LogitRows.drafts`, because tokens drafted before the position count. A draft may be a forbidden token."""
     of_drafters: bool = False
-    """Drafters with logits follow it too: they propose no token that it forbids as long as they have another one."""
+    """Whether drafters with logits follow it too: they propose no token that it forbids, as long as they have another one."""
 
 
 def adjust_logits(logits: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode) -> None:
@@ -130,7 +130,7 @@ def add_bias(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: Tensor |
     if at.tokens is not None:
         ids = ids - at.tokens.start
     inside = (ids >= 0) & (ids < biased.shape[1])
-    # Unused entries add 0, each to another token: hundreds of additions to one address would wait for each other.
+    # Unused entries add 0, each to a different token: hundreds of atomic additions to one address would run one after another.
     spread = torch.arange(ids.shape[1], device=ids.device) % biased.shape[1]
     biased.scatter_add_(1, torch.where(inside, ids, spread), torch.where(inside, bias, 0))
     if map_ids is not None:
@@ -138,8 +138,8 @@ def add_bias(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: Tensor |
 
 
 def forbid_stop_ids(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: Tensor | None = None) -> None:
-    """Stop ids get -inf at positions before the row's min_tokens, in place; of a row with an automaton `follow_automata` does it,
-    because its text may have to end before."""
+    """Stop ids get -inf at positions before the row's min_tokens, in place; for a row with an automaton `follow_automata` does
+    this, because its text may have to end before."""
     assert map_ids is None, "min_tokens is the target's alone"
     stop_ids = rows.stop_ids[at.row_ids].long()
     early = (at.positions < rows.min_tokens[at.row_ids]) & (rows.automaton_state[at.row_ids] == 0)
@@ -149,14 +149,14 @@ def forbid_stop_ids(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: T
         early &= (stop_ids >= 0) & (stop_ids < logits.shape[1])
         stop_ids = stop_ids.clamp(max=logits.shape[1] - 1)
     ids = stop_ids.clamp(min=0)
-    # Unused entries point at id 0: amin keeps its own logit there.
+    # Unused entries name id 0: amin keeps its logit there.
     value = torch.where(early, -torch.inf, torch.inf).to(logits.dtype)
     logits.scatter_reduce_(1, ids, value, "amin")
 
 
 def follow_automata(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: Tensor | None = None) -> None:
-    """Tokens that the row's automaton does not allow after its tokens and the drafts before the position get -inf, in place; and
-    stop ids at positions before the row's min_tokens, unless its text can only end."""
+    """Tokens that the row's automaton does not allow after its tokens and the drafts before the position get -inf, in place; so
+    do stop ids at positions before the row's min_tokens, unless its text can only end."""
     assert rows.automata is not None
     rows.automata.constrain(
         logits, at.row_ids, rows.automaton_state, rows.automaton_classes, drafts=at.drafts,
@@ -167,8 +167,8 @@ def follow_automata(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: T
 
 
 def allowed_by_automata(at: LogitRows, rows: DeviceBatch) -> tuple[Tensor, Tensor]:
-    """The masks that `follow_automata` would apply, for a product that masks by itself: all masks, and int32 [T] the row of each
-    position. Stop ids before min_tokens are not in them."""
+    """The masks that `follow_automata` would apply, for a product that applies them itself: all masks, and the row int32 [T] of
+    each position's mask. They do not forbid stop ids before min_tokens."""
     assert rows.automata is not None
     return rows.automata.allowed(
         at.row_ids, rows.automaton_state, rows.automaton_classes, drafts=at.drafts, num_drafted=at.num_drafted,
@@ -177,7 +177,7 @@ def allowed_by_automata(at: LogitRows, rows: DeviceBatch) -> tuple[Tensor, Tenso
 
 
 def mark_waiting(target_ids: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode) -> None:
-    """Choices [T] that were made without the mask of a lazy automaton, because the device does not have it yet, become WAIT."""
+    """Replace choices [T] by WAIT where the device lacks the mask of a lazy automaton's state, without which they were made."""
     if mode.waits:
         assert rows.automata is not None
         rows.automata.mark_waiting(

@@ -10,7 +10,7 @@ from batchspec.records import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingMode:
-    """The host knows what each row asks for: a flag is set where at least one row of the pass needs the step."""
+    """A flag is set if at least one row of the pass needs the step; the host knows what each row asks for."""
 
     random: bool = False
     filters: bool = False
@@ -19,7 +19,7 @@ class SamplingMode:
     min_tokens: bool = False
     constrained: bool = False
     waits: bool = False
-    """A row follows a lazy automaton: it may have to wait for the host."""
+    """Whether a row follows a lazy automaton, for which it may have to wait."""
 
     @classmethod
     def of(cls, p: SamplingParams, min_new_tokens: int, *, constrained: bool = False, waits: bool = False) -> SamplingMode:
@@ -36,11 +36,11 @@ class SamplingMode:
 
     @classmethod
     def union(cls, modes: Iterable[SamplingMode]) -> SamplingMode:
-        """What serves all of `modes`."""
+        """The smallest mode that serves all of `modes`."""
         found = set(modes)
         return cls(**{flag.name: any(getattr(mode, flag.name) for mode in found) for flag in fields(cls)})
 
     @property
     def greedy(self) -> bool:
-        """Plain argmax of the raw logits for every row."""
+        """Whether every row takes the argmax of the raw logits."""
         return self == SamplingMode()

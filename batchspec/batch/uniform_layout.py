@@ -11,7 +11,7 @@ from batchspec.batch.flat_batch import FlatBatch, TreeTail
 
 
 class UniformLayout:
-    """The constant parts of such batches, for W positions a row and up to `slots` rows."""
+    """The constant parts of such batches, with W positions per row and up to `slots` rows."""
 
     def __init__(self, slots: int, widths: Iterable[int], device: torch.device) -> None:
         """widths: each W that a batch may have."""
@@ -25,7 +25,8 @@ class UniformLayout:
         self, token_ids: Tensor, positions: Tensor, slot_mapping: Tensor, kv_len: Tensor, page_table: Tensor, max_kv: int,
         tree: TreeTail | None = None,
     ) -> FlatBatch:  # fmt: skip
-        """A batch of token_ids int32 [R, W], with positions and slot_mapping int64 [R * W] and kv_len int32 [R]: views alone.
+        """A batch of token_ids int32 [R, W], with positions and slot_mapping int64 [R * W] and kv_len int32 [R]; its fields are
+        views.
 
         max_kv, tree  as of `FlatBatch`
         """

@@ -20,9 +20,9 @@ def attend(q: Tensor, kv: LayerKV, batch: FlatBatch, *, scale: float, window: in
 
     q       [T, NH, D]
     kv      the layer's pages, with the tokens' own K/V already written by `LayerKV.rope_write` or `LayerKV.write`: V is finite
-            everywhere, and a key that was not finite is NaN in K; only queries that see such a key get NaN
-    window  a query at position p sees keys p-window+1 .. p; None: 0 .. p
-    sink    with a window: keys 0 .. sink-1 are seen too (StreamingLLM, arXiv 2309.17453)
+            everywhere, and a key that was not finite is NaN in K; only queries that attend to such a key get NaN
+    window  a query at position p attends to keys p-window+1 .. p; None: 0 .. p
+    sink    with a window: also to keys 0 .. sink-1 (StreamingLLM, arXiv 2309.17453)
     Returns [T, NH, D]; zeros for rows with kv_len 0. Exact: softmax in fp32 (fp64 for fp64).
 
     Layers of one batch share the work that does not depend on q: call `plan_attention` once, then `.attend` for each layer.
@@ -35,7 +35,7 @@ def attend(q: Tensor, kv: LayerKV, batch: FlatBatch, *, scale: float, window: in
 def plan_attention(batch: FlatBatch, kv: LayerKV, *, num_heads: int, window: int | None, sink: int = 0) -> AttentionPlan:
     """The plan that all layers with this window share for this batch. `kv` may be that of any of these layers.
 
-    A layout that is `ordered` decides for all. A sink has drafts alone, on which no token depends.
+    If its layout is `ordered`, the plan is a batch-invariant one. Only drafts use a sink, and no output token depends on drafts.
     """
     if kv.layout.ordered and not sink:
         return plan_ordered(batch, kv, num_heads=num_heads, window=window)
@@ -47,8 +47,8 @@ def plan_attention(batch: FlatBatch, kv: LayerKV, *, num_heads: int, window: int
 
 
 def plans_by_bounds(layout: KVLayout, max_q: int) -> bool:
-    """Whether `plan_attention` needs bounds alone (`FlatBatch.max_keys`) for a prefill on a GPU whose rows have at most `max_q`
-    tokens, and reads nothing back: a CUDA graph can hold such a pass. Not with a sink.
+    """Whether `plan_attention` needs only bounds (`FlatBatch.max_keys`) for a prefill without sink on a GPU whose rows have at
+    most `max_q` tokens, and reads nothing back: a CUDA graph can hold such a pass.
     """
     return layout.dtype in DTYPES if max_q <= MAX_QUERIES else fits_layout(layout)
 
@@ -61,8 +61,8 @@ class AttentionPlan(Protocol):
     ) -> Tensor:
         """As the function `attend`, for one layer.
 
-        positions  int64 [T] to use instead of the batch's: not earlier, and below the row's kv_len. The steps of a draft chain
-                   share a plan this way
-        sink_logits  fp32 (fp64 for fp64) [NH]: one more key of each head, with this logit and the value 0 (gpt-oss). Not `sink`,
-                     which counts real keys
+        positions    int64 [T] to use instead of the batch's: not earlier, and below the row's kv_len. This lets the steps of a
+                     draft chain share a plan
+        sink_logits  fp32 (fp64 for fp64) [NH]: one more key of each head, with this logit and the value 0 (gpt-oss); `sink` counts
+                     real keys
         """

@@ -1,5 +1,5 @@
 """Prefill attention on a GPU: FlashInfer (FA3 on Hopper) for long rows, planned on the host, which knows all lengths; torch's own
-FlashAttention 2 for short rows, for passes of which the host knows bounds alone, and if FlashInfer is not installed."""
+FlashAttention 2 for short rows, for passes of which the host knows only bounds, and if FlashInfer is not installed."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class VarlenPlan:
     """torch's FlashAttention 2 over concatenated rows of any length. Before torch 2.12 its public function does not support
     grouped K/V heads, so the internal operator is called.
 
-    It reads lengths on the device and bounds on the host: with `max_keys` a CUDA graph can hold it. What it returns for padding
-    after the last row is not defined.
+    It reads lengths on the device and bounds on the host: with `max_keys` a CUDA graph can hold it. Its output for padding after
+    the last row is undefined.
     """
 
     def __init__(self, batch: FlatBatch, kv: LayerKV, *, window: int | None) -> None:
@@ -77,7 +77,7 @@ class VarlenPlan:
     def attend(
         self, q: Tensor, kv: LayerKV, scale: float, positions: Tensor | None = None, sink_logits: Tensor | None = None
     ) -> Tensor:
-        """As `AttentionPlan.attend`; for the positions of the batch alone."""
+        """As `AttentionPlan.attend`; only for the positions of the batch."""
         assert positions is None
         k, v = kv.read_slots(self._key_slots)
         out, lse = torch.ops.aten._flash_attention_forward(
@@ -91,7 +91,7 @@ class FlashPlan:
     """FlashInfer's ragged prefill.
 
     K/V are gathered from their pages first: two copies of about 30 us a layer at 16,384 tokens. FlashInfer's paged prefill is a
-    quarter slower (2.4 ms instead of 1.9, 2 x 8192 tokens, H200). From e4m3 pages they are converted by the same copy: a pass
+    quarter slower (2.4 ms instead of 1.9, 2 x 8192 tokens, H200). K/V in e4m3 pages are converted by the same copy: a pass
     attends to its own keys as later passes and rounds do, so that it does not matter where passes are cut.
     """
 
@@ -115,7 +115,7 @@ class FlashPlan:
     def attend(
         self, q: Tensor, kv: LayerKV, scale: float, positions: Tensor | None = None, sink_logits: Tensor | None = None
     ) -> Tensor:
-        """As `AttentionPlan.attend`; for the positions of the batch alone."""
+        """As `AttentionPlan.attend`; only for the positions of the batch."""
         assert positions is None
         assert math.isclose(scale, q.shape[-1] ** -0.5), scale
         out = torch.empty_like(q)
@@ -135,7 +135,7 @@ def _with_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> Tensor:
 
 
 def _key_slots(batch: FlatBatch, num_keys: int, page_size: int) -> Tensor:
-    """int64 [num_keys] the slot of each key of all rows, concatenated, in the cache; 0 after the last row's."""
+    """int64 [num_keys] cache slot of each key of all rows, concatenated; 0 after the last row's keys."""
     device = batch.kv_len.device
     row_ids = torch.empty(num_keys, dtype=torch.int32, device=device)
     positions, slots = (torch.empty(num_keys, dtype=torch.int64, device=device) for _ in range(2))

@@ -70,7 +70,8 @@ def _width(window: int | None) -> float:
 
 
 def most_keys(window: int, num_queries: float) -> float:
-    """Keys that so many adjacent queries of a row read together at most: the first one's window, and one more for each other."""
+    """Maximum number of keys that `num_queries` adjacent queries of a row read together: the window, and one for each further
+    query."""
     return window + num_queries - 1
 
 

@@ -19,15 +19,16 @@ class KVLayout:
     """The K/V format of one layer: a page holds K and V of `page_size` tokens, num_kv_heads * head_dim numbers each."""
 
     dtype: torch.dtype
-    """In which the model computes K and V, and attention reads them."""
+    """The dtype in which the model computes K and V, and in which attention reads them."""
     fp8: bool = False
-    """Stored as e4m3, with an fp32 scale of each head; else in `dtype`."""
+    """Whether pages hold e4m3, with an fp32 scale for each head; otherwise they hold `dtype`."""
     num_kv_heads: int
     head_dim: int
     page_size: int
     """Tokens."""
     ordered: bool = False
-    """Attention sums in one order whatever the batch (decode.deterministic), which `cache/ordered.py` plans."""
+    """Whether attention sums in an order that does not depend on the batch (decode.deterministic; plans of
+    `cache/ordered.py`)."""
 
     @property
     def stored(self) -> torch.dtype:
@@ -59,7 +60,7 @@ class LayerKV:
     """[2 (K, V), P, page_size, KVH, D]"""
     layout: KVLayout
     scales: Tensor | None = None
-    """fp32 [2 (K, V), KVH] of an e4m3 layout: what a stored number is multiplied by"""
+    """fp32 [2 (K, V), KVH] of an e4m3 layout: the factors of stored numbers"""
 
     def __post_init__(self) -> None:
         assert (self.scales is not None) == self.layout.fp8, self.layout

@@ -1,6 +1,6 @@
-"""Batch-invariant attention (decode.deterministic): plans of rounds and of prefill whose sums have one order in every batch.
+"""Batch-invariant attention (decode.deterministic): plans for rounds and prefill that sum in the same order in every batch.
 
-Both give a query the same bits. Kernels run on a CPU too, in Triton's interpreter, which only tests ask for.
+Both give a query the same bits. On a CPU, only tests run the kernels, in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def plan_ordered(batch: FlatBatch, kv: LayerKV, *, num_heads: int, window: int | None) -> OrderedPlan | OrderedPrefillPlan:
     """The plan of a batch for all layers with this window. Does not synchronise on a GPU.
 
-    Rows of many queries are a prefill. A batch has no tree: the keys of a path would lie at other places than those of a chain.
+    Rows with many queries are a prefill. Trees are not supported: the keys of a path would have other positions than a chain's.
     """
     assert batch.tree is None
     if batch.max_q > MAX_QUERIES:
@@ -44,11 +44,11 @@ def plan_ordered(batch: FlatBatch, kv: LayerKV, *, num_heads: int, window: int |
 
 
 class OrderedPlan:
-    """Rows of at most 64 queries, dead ones among them."""
+    """Plan for rows of at most 64 queries, some of which may be dead."""
 
     def __init__(self, batch: FlatBatch, work: AttentionWork, head_dim: int) -> None:
         self._batch, self._work, self._partials = batch, work, partials_of(work, head_dim)
-        self._listed = False  # a layer has run: other launches lie between the work list and the next attention
+        self._listed = False  # True once a layer has run: other launches are then between the work list and the next attention
 
     def attend(
         self, q: Tensor, kv: LayerKV, scale: float, positions: Tensor | None = None, sink_logits: Tensor | None = None
@@ -64,7 +64,7 @@ class OrderedPlan:
 
 
 class OrderedPrefillPlan:
-    """Rows of any number of queries, none of them dead."""
+    """Plan for rows of any number of queries, none of them dead."""
 
     def __init__(self, batch: FlatBatch, window: int | None) -> None:
         self._batch, self._window = batch, window
@@ -72,7 +72,7 @@ class OrderedPrefillPlan:
     def attend(
         self, q: Tensor, kv: LayerKV, scale: float, positions: Tensor | None = None, sink_logits: Tensor | None = None
     ) -> Tensor:
-        """As `AttentionPlan.attend`; for the positions of the batch alone."""
+        """As `AttentionPlan.attend`; only for the positions of the batch."""
         assert positions is None
         own, out = self._batch, torch.empty(q.shape, dtype=q.dtype, device=q.device)
         ordered_prefill(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _SHORT = 16
 """Rows of at most this many queries are padded and computed together; longer rows are computed one by one."""
 _QUERIES = 256
-"""Queries whose scores are in memory at once, where torch's attention does not serve."""
+"""Maximum number of queries whose scores are in memory at once, if torch's attention cannot be used."""
 
 
 class TorchPlan:
@@ -65,7 +65,7 @@ class _Part(Protocol):
 
 
 class _Row:
-    """A row's queries begin .. end-1, and the pages first_page .. first_page+num_pages-1 that these see."""
+    """A row's queries begin .. end-1, and the pages first_page .. first_page+num_pages-1 to which these attend."""
 
     def __init__(self, index: int, begin: int, end: int, kv_len: int, position: int, window: int | None, page_size: int) -> None:
         self.index, self.begin, self.num_q, self.kv_len = index, begin, end - begin, kv_len
@@ -74,7 +74,7 @@ class _Row:
 
 
 def _similar(rows: list[_Row]) -> list[list[_Row]]:
-    """Groups of rows in which padding to the longest row at most doubles the pages. `rows` by falling number of pages."""
+    """Groups of rows in which padding to the longest row at most doubles the pages. `rows` by descending number of pages."""
     groups: list[list[_Row]] = []
     for row in rows:
         if groups and 2 * row.num_pages >= groups[-1][0].num_pages:
@@ -101,7 +101,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, 
 
 
 def _by_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None) -> Tensor:
-    """The same from the definition, some queries at a time."""
+    """The same computed from the definition, some queries at a time."""
     wide = torch.promote_types(q.dtype, torch.float32)
     num_q, num_keys = q.shape[-2], k.shape[-2]
     seen = torch.ones(num_q, num_keys, dtype=torch.bool, device=q.device).tril() if mask is None else mask == 0
@@ -192,7 +192,7 @@ class _ShortRows:
 
 
 class _Sight:
-    """Which keys the queries of a batch see."""
+    """Which keys the queries of a batch attend to."""
 
     def __init__(self, batch: FlatBatch, window: int | None, sink: int, dtype: torch.dtype) -> None:
         self._batch, self._window, self._sink, self._dtype = batch, window, sink, dtype
@@ -200,7 +200,7 @@ class _Sight:
         self.narrow = window is not None or batch.tree is not None
 
     def mask(self, keys: Tensor, positions: Tensor, q_ids: Tensor) -> Tensor:
-        """0 where query q_ids at `positions` sees the key, -inf elsewhere; the three broadcast."""
+        """0 where query q_ids at `positions` attends to the key, -inf elsewhere; the three arguments broadcast."""
         hidden = keys > positions
         if self._window is not None:
             hidden |= (keys <= positions - self._window) & (keys >= self._sink)

@@ -1,8 +1,8 @@
 """The host's page tables: which pages each row owns in every K/V group, and which it shares or gives back.
 
 A row has the same number of columns in every group: column c is the page of its tokens c * page_size to (c + 1) * page_size - 1.
-A column that the group's window has passed holds the scratch page, because nothing reads it again. Its page may be granted to
-another row at once: later launches run on the device after the page's last reader.
+A column that the group's window has passed holds the scratch page, because it is not read again. Its page may be granted to
+another row at once: later launches run on the device after the last launch that reads it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Columns = tuple[tuple[int, ...], ...]
 """For each group, the pages of some adjacent columns of a row."""
 Counts = NDArray[np.int64]
 FOREVER = 1 << 40
-"""A window longer than any row."""
+"""Stands for no window: longer than any row."""
 
 
 class RowPages:
@@ -65,7 +65,7 @@ class PagePools:
         self._most_held = np.array(self._most_held_ints)
         self._windowed = [(group, window) for group, window in enumerate(groups.windows) if window is not None]
         self.most_columns = min(num_pages) - 1
-        """Maximum number of columns of a row: while it is prefilled it owns all its columns in every group."""
+        """Maximum number of columns of a row: during its prefill it owns all its columns in every group."""
         assert len(self.pools) == groups.num_groups, (num_pages, groups)
 
     @property

@@ -19,7 +19,8 @@ from batchspec.kernels.kv_cache.kv_move import kv_move
 from batchspec.records import Ids
 
 SCRATCH_PAGE = 0
-"""Dead rows and padding write here, and page tables hold it for columns without a page. Its content never affects a result."""
+"""Dead rows and padding write to this page, and page tables hold it for columns without a page. Its content never affects a
+result."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +28,7 @@ class KVCache:
     """K/V of all layers in pages. The layers of a group, the drafter's included, share page ids."""
 
     layers: tuple[LayerKV, ...]
-    """The target's, then the drafter's."""
+    """The target's layers, then the drafter's."""
     groups: KVGroups
     target_kv: tuple[Tensor, ...]
     """For each group, the K/V of its target layers [layers, 2 (K, V), P, page_size, KVH, D]; `layers` are views of it."""
@@ -55,12 +56,12 @@ class KVCache:
         scales        fp32 [target layers, 2 (K, V), KVH] of an e4m3 layout
         """
         draft_layout = draft_layout or replace(layout, fp8=False)
-        assert draft_layout.page_size == layout.page_size, (layout, draft_layout)  # a row has one number of pages
+        assert draft_layout.page_size == layout.page_size, (layout, draft_layout)  # a row has as many pages in both
         target_kv = tuple(
             layout.allocate(groups.num_target_layers(group), count, device) for group, count in enumerate(num_pages)
         )
         draft_kv = draft_layout.allocate(num_draft_layers, num_pages[groups.draft_group], device)
-        # No token depends on drafts: what a scale of 1 rounds away costs acceptance alone.
+        # No output token depends on drafts: rounding with a scale of 1 can only cost acceptance.
         ones = torch.ones(2, draft_layout.num_kv_heads, device=device) if draft_layout.fp8 else None
         draft_layers = tuple(LayerKV(pages, draft_layout, ones) for pages in draft_kv)
         return cls.of(layout, groups, target_kv, draft_layers, scales)
@@ -94,7 +95,7 @@ class KVCache:
         return rows.page_tables[self.table_ids[self.groups.draft_group]]
 
     def drafter_part(self) -> KVCache:
-        """The cache of the drafter's layers alone, numbered from 0, for a drafter that is a whole model. All are of one group."""
+        """The cache of the drafter's layers alone, numbered from 0, for a drafter that is a whole model. All are in one group."""
         layers = self.layers[len(self.groups.target_layers) :]
         return KVCache(layers, KVGroups.single(len(layers)), (), self.page_size, (self.groups.draft_group,))
 
@@ -114,7 +115,7 @@ def prefix_hashes(ids: Ids, page_size: int, lookahead: int = 0, *, adapter: int 
 
     lookahead  number of tokens after a page that its K/V depends on too (1 for an EAGLE head): the hash covers them, and a page
                that is not followed by as many tokens in `ids` gets no hash
-    adapter    that all K/V of the row depends on: rows of different adapters share no page
+    adapter    number of the row's LoRA adapter, on which all its K/V depend: rows of different adapters share no page
     """
     hashes, parent = [], adapter.to_bytes(4) if adapter else b""
     data, token_bytes = ids.tobytes(), ids.itemsize

@@ -1,4 +1,4 @@
-"""Verify attention of a flat batch on a GPU: the plan that all layers of a round share. Making it does not read the device."""
+"""Verify attention of a flat batch on a GPU: the plan that all layers of a round share. Making it reads nothing back."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def plan_verify(
     """The work list of a batch whose rows have at most 64 flat tokens each, and memory for partial results.
 
     kv          that of any layer with this window
-    window      a query at position p sees keys p-window+1 .. p; None: 0 .. p
-    sink        with a window: keys 0 .. sink-1 are seen too
+    window      a query at position p attends to keys p-window+1 .. p; None: 0 .. p
+    sink        with a window: also to keys 0 .. sink-1
     shared      groups of rows with a shared prefix, whose K/V are read once for the group; ignored with a window
 
     If batch.kv_len is larger than the batch's positions need, `attend` can take later positions without a new plan.
@@ -80,7 +80,7 @@ class VerifyPlan:
         self._partials = partials_of(work, head_dim)
         self._ancestors = ancestors
         self._tail_start = None if batch.tree is None else batch.tree.start
-        self._listed = False  # a layer has run: other launches lie between the work list and the next attention
+        self._listed = False  # True once a layer has run: other launches are then between the work list and the next attention
 
     def attend(
         self, q: Tensor, kv: LayerKV, scale: float, positions: Tensor | None = None, sink_logits: Tensor | None = None

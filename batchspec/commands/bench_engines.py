@@ -22,7 +22,7 @@ from batchspec.distributed.group import Group
 from batchspec.draft.base import Drafter
 from batchspec.draft.registry import DRAFTERS
 from batchspec.draft.shapes import LOGPROB, PROB
-from batchspec.draft.spec import USUAL_DRAFT_VOCAB, DrafterSpec, open_drafter
+from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec, open_drafter
 from batchspec.engine.engine import Engine
 from batchspec.engine.lockstep import Lead
 from batchspec.errors import ConfigError
@@ -152,7 +152,7 @@ class Bench:
             target.ranks.reserve(self.args.batch * (longest + 1) * target.spec.hidden_size * target.dtype.itemsize)
 
     def _drafter_spec(self, config: RunConfig) -> DrafterSpec[Any]:
-        spec, vocab = self.workload.target.spec, DRAFT_VOCAB.get(self.args.shape, USUAL_DRAFT_VOCAB)
+        spec, vocab = self.workload.target.spec, DRAFT_VOCAB.get(self.args.shape, DEFAULT_DRAFT_VOCAB)
         return open_drafter(config, spec.whole or spec, draft_vocab=vocab).of_rank(spec.shard)
 
     def drafter(self, way: Way, config: RunConfig) -> Drafter:

@@ -19,8 +19,8 @@ from batchspec.commands.probe import CONTEXTS, lines_of, probe
 from batchspec.commands.shapes import SHAPES
 from batchspec.commands.workloads import shape_spec
 from batchspec.draft.head import products as head_products
-from batchspec.draft.spec import USUAL_DRAFT_VOCAB
-from batchspec.draft.weights import dummy_spec, judge_head
+from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB
+from batchspec.draft.weights import dummy_spec, open_head
 from batchspec.errors import ConfigError
 from batchspec.kernels.common.pdl import supported
 from batchspec.model.hub import find_model, resolve_model
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     if args.probe is not None:
         wanted_lengths = _contexts(args.contexts)
         spec = judge_model(find_model(args.model, key="MODEL"))
-        judge_head(find_model(args.draft_path, key="--draft-path"), spec)
+        open_head(find_model(args.draft_path, key="--draft-path"), spec)
         folders = (resolve_model(args.model, key="MODEL"), resolve_model(args.draft_path, key="--draft-path"))
         found = probe(args.model, folders, args.probe, num_rows=args.rows, num_tokens=args.tokens, contexts=wanted_lengths)
         terminal.show("\n".join(lines_of(found)))
@@ -119,9 +119,9 @@ def _products(args: argparse.Namespace) -> list[Product]:
         spec = spec.on(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16)
     head = None
     if args.draft_path:
-        head = judge_head(find_model(args.draft_path, key="--draft-path"), spec)
+        head = open_head(find_model(args.draft_path, key="--draft-path"), spec)
     elif known:
-        head = dummy_spec(spec, draft_vocab_size=DRAFT_VOCAB.get(args.model, USUAL_DRAFT_VOCAB))
+        head = dummy_spec(spec, draft_vocab_size=DRAFT_VOCAB.get(args.model, DEFAULT_DRAFT_VOCAB))
     return list(dict.fromkeys([*products(spec), *([] if head is None else head_products(head))]))
 
 

@@ -22,7 +22,7 @@ from batchspec.packing.cost import Rates, device_rates, num_multiplied
 from batchspec.packing.kv_memory import kv_bytes
 from batchspec.packing.planner import Forecast, forecast, free_memory, held_back_bytes
 from batchspec.packing.predict import SHORT_TOKENS
-from batchspec.packing.replicas import Way, best, ways
+from batchspec.packing.replicas import GpuLayout, best, gpu_layouts
 from batchspec.packing.row_settings import sampling_advice
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, open_job
@@ -54,7 +54,7 @@ class Plan:
     num_completions: int
     batch: PackedBatch | None
     forecast: Forecast | None
-    ways: Sequence[Way] = ()
+    layouts: Sequence[GpuLayout] = ()
     """To divide the GPUs of this machine, if it has several."""
 
     def text(self) -> str:
@@ -193,20 +193,22 @@ class Plan:
 
     def _ways(self) -> list[str]:
         """Copies of the model or one cut over several GPUs, and which the cost model takes."""
-        if not self.ways:
+        if not self.layouts:
             return []
-        taken = best(self.ways)
-        lines = [f"GPUs         {self.ways[0].replicas * self.ways[0].ranks}; cluster.tensor_parallel={taken.ranks} is fastest"]
-        for way in self.ways:
-            name = f"  {way.replicas} {'copy' if way.replicas == 1 else 'copies'} on {counted(way.ranks, 'GPU')}"
-            if way.seconds is None or way.batch is None:
-                lines.append(f"{name}: {way.reason}")
+        taken = best(self.layouts)
+        lines = [
+            f"GPUs         {self.layouts[0].replicas * self.layouts[0].ranks}; cluster.tensor_parallel={taken.ranks} is fastest"
+        ]
+        for layout in self.layouts:
+            name = f"  {layout.replicas} {'copy' if layout.replicas == 1 else 'copies'} on {counted(layout.ranks, 'GPU')}"
+            if layout.seconds is None or layout.batch is None:
+                lines.append(f"{name}: {layout.reason}")
             else:
-                lines.append(f"{name}: {_duration(way.seconds)}, {counted(way.batch.num_slots, 'slot')} a copy")
+                lines.append(f"{name}: {_duration(layout.seconds)}, {counted(layout.batch.num_slots, 'slot')} a copy")
         return lines
 
 
-def ways_of(job: Job, seen: Survey, rates: Rates, num_gpus: int) -> list[Way]:
+def layouts_of(job: Job, seen: Survey, rates: Rates, num_gpus: int) -> list[GpuLayout]:
     """The ways to divide so many GPUs of this kind for the job, each predicted, or with the reason why a run would refuse it."""
     whole = job.spec.whole or job.spec
     demand = seen.demand(job.source.num_rows, job.admission.max_len)
@@ -226,7 +228,7 @@ def ways_of(job: Job, seen: Survey, rates: Rates, num_gpus: int) -> list[Way]:
         )  # fmt: skip
 
     workers = job.config.cluster.workers
-    return ways(TENSOR_PARALLEL, num_gpus, predict, copies=None if workers == AUTO else workers)
+    return gpu_layouts(TENSOR_PARALLEL, num_gpus, predict, copies=None if workers == AUTO else workers)
 
 
 def _of_rank(job: Job, whole: ModelSpec, shard: Shard) -> Job:
@@ -247,7 +249,7 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
     rates = device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises)
     batch, ahead = None, None
     num_gpus = len(visible_gpus()) if job.device.type == "cuda" else 1
-    found = ways_of(job, seen, rates, num_gpus) if num_gpus > 1 and demand.num_completions else []
+    found = layouts_of(job, seen, rates, num_gpus) if num_gpus > 1 and demand.num_completions else []
     ranks = best(found).ranks if found and config.cluster.tensor_parallel == AUTO else config.cluster.tensor_parallel
     if demand.num_completions:
         if ranks not in (1, AUTO):
@@ -259,7 +261,7 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
             correlation=config.packing.expert_correlation,
         )  # fmt: skip
     return Plan(
-        job=job, survey=seen, rates=rates, num_completions=demand.num_completions, batch=batch, forecast=ahead, ways=found
+        job=job, survey=seen, rates=rates, num_completions=demand.num_completions, batch=batch, forecast=ahead, layouts=found
     )  # fmt: skip
 
 

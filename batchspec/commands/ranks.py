@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from batchspec.commands.plan import ways_of
+from batchspec.commands.plan import layouts_of
 from batchspec.config.compose import reported
 from batchspec.config.typed import from_json
 from batchspec.packing.cost import device_rates
@@ -22,7 +22,7 @@ def main(text: str, num_gpus: int) -> int:
 
     def choose() -> None:
         job = open_job(from_json(text), fetch=False)
-        found = ways_of(job, survey_first(job), device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises), num_gpus)
+        found = layouts_of(job, survey_first(job), device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises), num_gpus)
         show_line(best(found).ranks if found else 1)  # with too few GPUs for its workers the run says so itself
 
     return reported(choose)

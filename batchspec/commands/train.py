@@ -19,7 +19,7 @@ from batchspec.config.compose import composed
 from batchspec.config.schema import InputConfig
 from batchspec.dataset.reader import Source, open_source
 from batchspec.draft.formats import HeadSpec
-from batchspec.draft.weights import head_bytes, judge_head
+from batchspec.draft.weights import head_bytes, open_head
 from batchspec.errors import ConfigError
 from batchspec.model.hub import find_model, resolve_model
 from batchspec.model.spec import ModelSpec, load_spec
@@ -55,7 +55,7 @@ def train(run: TrainRun) -> Path:
     model, dummy = find_model(run.model.path, run.model.revision), run.model.load_format == "dummy"
     folder, spec = model.folder, load_spec(model.folder) if dummy else judge_model(model)
     if run.draft.path is not None:
-        judge_head(find_model(run.draft.path, key="draft.path"), spec, aux_layers=run.draft.aux_layers)
+        open_head(find_model(run.draft.path, key="draft.path"), spec, aux_layers=run.draft.aux_layers)
     device = choose_device(run.device)
     dtype = resolve_dtype(run.model.dtype, spec, device)
     spec = spec.on(device, dtype, run.model.activations)

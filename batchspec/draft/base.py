@@ -20,21 +20,21 @@ from batchspec.draft.shapes import ChainShape, TreeShape
 
 @dataclass(frozen=True, slots=True)
 class DrafterUpdate:
-    """What a drafter that learns from finished rows does before a round: decided once for all who execute the round."""
+    """What a drafter that learns from finished rows does before a round; decided once for all ranks that execute the round."""
 
     swap: bool = False
-    """Rounds read the table that was uploaded last."""
+    """Rounds use the newest uploaded table from now on."""
     upload: bool = False
-    """The table that was built last is uploaded."""
+    """Upload the newest table that was built."""
 
 
 class Rewritable(Protocol):
     """A network whose weights may be replaced while it drafts."""
 
     def rewrite(self, tensors: Mapping[str, Tensor]) -> None:
-        """Draft with these weights from now on, by name, in the dtype and on the device of the old ones.
+        """Draft with these weights from now on; `tensors` by name, in the dtype and on the device of the present ones.
 
-        They are copied to where the old ones lie, in stream order: captured graphs read them. Does not synchronise.
+        They are copied into the present tensors, in stream order: captured graphs read those. Does not synchronise.
         """
 
 
@@ -48,56 +48,56 @@ class Drafter(Protocol):
 
     name: str
     max_len: int
-    """K; of a tree its depth."""
+    """K; for a tree its depth."""
     fixed_len: bool
-    """Every live row gets exactly max_len proposals: the round may take the uniform layout."""
+    """Whether every live row always gets max_len proposals, so that a round may use the uniform layout."""
     aux_layer_ids: tuple[int, ...]
     """Boundaries 0..L of the target whose residual stream it reads (0 is the embedding, i is what enters layer i)."""
     num_kv_layers: int
-    """K/V layers of its own, kept in the row's pages after the target's layers: `cache.layer(L + i)`."""
+    """Number of K/V layers of its own, kept in the row's pages after the target's layers: `cache.layer(L + i)`."""
     mode: SamplingMode | None
-    """How the rows of the current pass or round are sampled, set before its calls, if drafts are to share the noise of the
+    """How the rows of the current pass or round are sampled, set before its calls, if drafts are to use the noise of the
     target's draws; None: drafts are argmaxes."""
     state: tuple[Tensor, ...]
-    """Tensors [slots, ...]: what it carries of each slot's row from round to round; compaction moves their rows."""
+    """Tensors [slots, ...]: what it keeps of each slot's row from round to round; compaction moves their entries."""
 
     @property
     def shape(self) -> ChainShape | TreeShape:
-        """What a round verifies."""
+        """What a round verifies of a row: a chain or a tree."""
 
     @property
     def prefill_by_bounds(self) -> bool:
-        """`prefill` needs neither `FlatBatch.host` nor numbers that it would have to read back: a CUDA graph can hold it."""
+        """Whether `prefill` needs neither `FlatBatch.host` nor a number from the device, so that a CUDA graph can hold it."""
 
     @property
     def rewritable(self) -> Rewritable | None:
-        """The network that online adaptation may rewrite; None: none."""
+        """The network that online adaptation may rewrite, or None."""
 
     def kv_layout(self, page_size: int) -> KVLayout | None:
-        """The K/V format of those layers; None: there are none."""
+        """The K/V format of its own layers; None if it has none."""
 
     @property
     def kv_windows(self) -> tuple[int | None, ...]:
-        """[num_kv_layers] newest keys that each of them reads; None: all, or the first ones too."""
+        """[num_kv_layers] number of newest keys that each of them reads; None: all, or the first ones too."""
 
     def prefill(
         self, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, rows: DeviceBatch, cache: KVCache
     ) -> tuple[Tensor, ...]:
-        """Read prefilled positions with the target's hidden states there; returns what to carry of each row, as `state`.
+        """Read prefilled positions with the target's hidden states there; returns the state of each row, in the form of `state`.
 
         slot_ids           int64 [R] the slot of each row of `batch`
         aux_hidden_states  [T, len(aux_layer_ids) * H]; None for a drafter that reads none
-        May run concurrently with rounds of other rows, on another stream: it writes nothing but K/V of these rows.
+        May run concurrently with rounds of other rows, on another stream: it writes only K/V of these rows.
         """
 
     def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> Tensor | None:
         """Write proposals for the first R slots, which are `rows`; a round may ask for fewer than max_len.
 
         draft_ids  out int32 [R, K], 1 <= K <= max_len; of a tree [R, N], nodes 1..N of each row, a parent before its children
-        draft_len  out int32 [R] how many of a chain count, 0..K; of a tree the longest path
-        Returns the parents of a tree, int32 [R, N+1]: the node above each, -1 of the root, node 0; None for a chain.
+        draft_len  out int32 [R] number of proposed tokens of a chain, 0..K; for a tree the longest path
+        Returns the parents of a tree, int32 [R, N+1]: the node above each, -1 for the root, node 0; None for a chain.
 
-        It may write K/V at positions num_tokens - 1 and on. They are made of guesses: `catch_up` writes over all of them.
+        It may write K/V at positions num_tokens - 1 and later. These belong to draft tokens: `catch_up` overwrites all of them.
         """
 
     def catch_up(
@@ -110,7 +110,7 @@ class Drafter(Protocol):
         *,
         prepare_next: bool,
     ) -> None:
-        """The drafter's pass over the positions that the target has just verified, with the target's true hidden states.
+        """The drafter's pass over the positions that the target has just verified, with the target's hidden states.
 
         accepted_len  int32 [R] draft tokens accepted
         prepare_next  the next round may draft; False: only K/V is kept up to date, and `state` stays as it is
@@ -120,21 +120,21 @@ class Drafter(Protocol):
         """
 
     def learn(self, prompt_ids: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
-        """A row has ended with these tokens. Called on the host, between rounds."""
+        """Learn from a row that has ended with these tokens. Called on the host, between rounds."""
 
     def next_update(self) -> DrafterUpdate:
         """What `refresh` may do before the next round without waiting. Changes nothing."""
 
     def refresh(self, update: DrafterUpdate) -> None:
-        """The next round is about to be launched, on the current stream: renew what captured rounds read. Waits where it must:
-        the update may come from another process."""
+        """Update what captured rounds read; the next round is about to be launched on the current stream. It waits if the update,
+        which another process may have decided, is not ready here."""
 
 
 NO_UPDATE = DrafterUpdate()
 
 
 class DrafterBase:
-    """Defaults: chains, nothing learnt while a job runs, nothing that could be rewritten."""
+    """Defaults: drafts chains, learns nothing while a job runs, has no network that could be rewritten."""
 
     mode: SamplingMode | None = None
     max_len: int

@@ -37,7 +37,7 @@ from batchspec.model.target import Target
 
 
 class ChainDrafter(HeadReader):
-    """Carries of each slot the first draft token of the next round and the hidden state that drafted it.
+    """Keeps for each slot the first draft token of the next round and the hidden state that drafted it.
 
     Nothing is read back to the host and no shape depends on data: a round with it can be captured in a CUDA graph. `propose` and
     `catch_up` write the state of the first R slots; a prefill of other slots may set theirs only after `catch_up`.
@@ -48,7 +48,7 @@ class ChainDrafter(HeadReader):
     def __init__(
         self, head: Head, target: Target, max_len: int, *, slots: int, uniform_slots: bool = True, **reading: Unpack[Reading]
     ) -> None:
-        """uniform_slots=False: each draft step computes its own slot mapping, by the general path (ablation)."""
+        """uniform_slots=False: each draft step computes its own slot mapping, by the ragged path (ablation)."""
         super().__init__(head, target, max_len, **reading)
         spec, device, steps = head.spec, target.device, max(0, max_len - 1)
         self._uniform = uniform_slots
@@ -71,7 +71,7 @@ class ChainDrafter(HeadReader):
             normed, residual, at = self._read(batch, rows.tokens, line, features, cache, last)
             self.head.keep(last, normed, at, kv)
             # Only the last position of each row goes on, as in a draft step. Its K/V is written a second time.
-            ends = self._one_each(batch, batch.positions.index_select(0, place), batch.kv_len)
+            ends = self._one_query_each(batch, batch.positions.index_select(0, place), batch.kv_len)
             at = Place(self._rope(ends.positions), batch.slot_mapping.index_select(0, place))
             hidden, plan = residual.index_select(0, place), self._plans(ends, cache, [last])[self._windows[last]]
             normed = self.head.layer(last, normed.index_select(0, place), hidden, at, kv, plan)
@@ -105,31 +105,31 @@ class ChainDrafter(HeadReader):
         normed, residual, at = self._read(batch, rows.tokens, batch.row_ids, features, cache, last)
         if prepare_next:
             q = self.head.queries(last, normed, at, self._kv(cache, last))
-            self._go_on(batch, q, residual, accepted_len, rows, cache, first, hidden)
+            self._finish_accepted(batch, q, residual, accepted_len, rows, cache, first, hidden)
         else:
             self.head.keep(last, normed, at, self._kv(cache, last))
 
     def _prepare_next(self, normed: Tensor, out: Tensor, draws: Draws | None) -> None:
-        """What the next round starts from, given the head's output [R, H] at each row's last accepted position."""
+        """Prepare the next round's first draft from the head's output [R, H] at each row's last accepted position."""
         self.head.choose(normed, out, draws)
 
     def _draws_at_end(self, rows: DeviceBatch) -> Draws | None:
-        """Of the token after each row's last one."""
+        """The noise and rules for the token after each row's last one."""
         return first_draws(self.mode, rows, self._cu_seqlens_q[: rows.live.shape[0]], rows.num_tokens)
 
     def _read_whole(
         self, batch: FlatBatch, tokens: Tensor, line: Tensor, aux_hidden_states: Tensor, cache: KVCache, place: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """All T positions through the whole head; its output and residual stream at flat position place[r]."""
+        """Run all T positions through the whole head; returns its output and residual stream at flat positions `place`."""
         features = self.head.features(aux_hidden_states)
         normed, residual, _ = self._read(batch, tokens, line, features, cache, self._last + 1)
         return normed.index_select(0, place), residual.index_select(0, place)
 
-    def _go_on(
+    def _finish_accepted(
         self, batch: FlatBatch, q: Tensor, residual: Tensor, accepted_len: Tensor, rows: DeviceBatch, cache: KVCache,
         out_first: Tensor, out_hidden: Tensor,
     ) -> None:  # fmt: skip
-        """The rest of the last layer, from its queries on, only at each row's last accepted position."""
+        """Compute the rest of the last layer, from its queries on, only at each row's last accepted position."""
         num_rows, feeds_normed = accepted_len.shape[0], self._spec.feed_normed
         live_q = q.new_empty(num_rows, *q.shape[1:])
         stream = torch.empty_like(out_hidden) if feeds_normed else out_hidden
@@ -138,13 +138,13 @@ class ChainDrafter(HeadReader):
             q.flatten(1), residual, batch.cu_seqlens_q, accepted_len, batch.positions, rows.num_tokens, rows.live,
             out_q=live_q.view(num_rows, -1), out_residual=stream, out_positions=positions, out_kv_len=kv_len,
         )  # fmt: skip
-        ends = self._one_each(batch, positions, kv_len)
+        ends = self._one_query_each(batch, positions, kv_len)
         plan = self._plans(ends, cache, [self._last])[self._windows[self._last]]
         attend = PagedAttend(kv=self._kv(cache, self._last), plan=plan)
         normed = self.head.finish(self._last, live_q, stream, attend, out=out_hidden if feeds_normed else None)
         self._prepare_next(normed, out_first, self._draws_at_end(rows))
 
-    def _one_each(self, batch: FlatBatch, positions: Tensor, kv_len: Tensor) -> FlatBatch:
+    def _one_query_each(self, batch: FlatBatch, positions: Tensor, kv_len: Tensor) -> FlatBatch:
         """The same rows with one query each, for attention."""
         num_rows = positions.shape[0]
         return replace(
@@ -165,7 +165,7 @@ class ChainDrafter(HeadReader):
         return None
 
     def _uniform_chain(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
-        """One launch computes the slots of all steps; one attention plan; a step reads tokens where the last one wrote them."""
+        """Draft by steps that share one slot mapping and one attention plan; each reads tokens where the last one wrote them."""
         num_rows, width = draft_ids.shape
         by_step = (width - 1, num_rows)
         positions, slots = (x[: (width - 1) * num_rows].view(by_step) for x in (self._positions, self._slots))
@@ -184,7 +184,7 @@ class ChainDrafter(HeadReader):
             hidden = self._draft(rows, draft_ids, k, hidden, *step, plans, cache)
 
     def _general_chain(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
-        """The same by operations for any number of positions a row: lengths, prefix sums, fills, casts, a plan for each step."""
+        """The same for any number of positions a row: each step computes lengths, prefix sums and a plan of its own."""
         num_rows, width = draft_ids.shape
         torch.mul(rows.live, width, out=draft_len)
         draft_ids[:, 0], hidden = self._first[:num_rows], self._hidden[:num_rows]
@@ -197,13 +197,13 @@ class ChainDrafter(HeadReader):
         self, rows: DeviceBatch, draft_ids: Tensor, k: int, hidden: Tensor, positions: Tensor, slots: Tensor,
         plans: dict[int | None, AttentionPlan], cache: KVCache,
     ) -> Tensor:  # fmt: skip
-        """One position further: column k + 1 of draft_ids, given those up to k; returns the hidden state that drafted it."""
+        """Draft one more token: column k + 1 of draft_ids, given those up to k; returns the hidden state that drafted it."""
         normed, residual = self.head.enter(draft_ids[:, k], hidden)
         row_ids = self._cu_seqlens_q[: positions.shape[0]]
         at = Place(self._rope(positions), slots)
         for i, window in enumerate(self._windows):
             normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window], positions)
-        # A position reads the token after it and drafts the one after that.
+        # A position's input is the token after it; its output drafts the token after that.
         draws = later_draws(self.mode, rows, row_ids, positions, ahead=2, drafts=draft_ids)
         self.head.choose(normed, draft_ids[:, k + 1], draws)
         return normed if self._spec.feed_normed else residual

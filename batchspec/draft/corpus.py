@@ -1,12 +1,12 @@
-"""An index over the finished rows of a job: what followed the same n-gram in other rows' prompts and outputs.
+"""An index over a job's finished rows: which token followed an n-gram in other rows' prompts and outputs.
 
     learn    a row has ended: its tokens, prompt first, become a document of the corpus; the oldest documents are dropped
-    build    in a background thread, once enough of the corpus is new: the whole table is built again
-    refresh  between rounds: a new table is copied to the buffer that no round reads, then the next round switches to it
+    build    in a background thread, once enough of the corpus is new: the table is built anew
+    refresh  between rounds: a new table is copied to the buffer that no round reads; then the next round switches to it
 
-The table maps the hash of every n-gram, for a few n, to its most frequent next token: the latest position of it, and the trust
-alike / (count + 1), where `alike` of the n-gram's `count` occurrences have that next token. On a collision the entry with the
-larger `alike` is kept. A table depends on its documents only.
+The table maps the hash of every n-gram, for a few n, to its most frequent next token: the latest position of that token, and the
+trust alike / (count + 1), where `alike` of the n-gram's `count` occurrences have it next. On a hash collision the entry with the
+larger `alike` is kept. A table depends only on its documents.
 """
 
 from __future__ import annotations
@@ -27,46 +27,47 @@ from batchspec.kernels.drafting.corpus_lookup import SEED, next_hash, pack_entri
 
 Tokens = NDArray[np.int32]
 ENTRIES_A_TOKEN = 4
-"""Of the table, where nobody says how many: three lengths of runs, and room so that they seldom meet."""
+"""Default number of table entries per token: three n-gram lengths, and room to make collisions rare."""
 GROWTH = 4
 """A table is built anew when a quarter of its corpus is new."""
 FEWEST = 256
-"""New tokens that are worth a table."""
+"""Minimum number of new tokens for which a table is built."""
 ROOM = 64
-"""Positions after the last document that a draft may read."""
+"""Number of positions after the last document that a draft may read."""
 
 
-def usual_lengths(min_ngram: int, max_ngram: int) -> tuple[int, ...]:
-    """The n of the table: the shortest, the longest and one between."""
+def default_lengths(min_ngram: int, max_ngram: int) -> tuple[int, ...]:
+    """The n-gram lengths of the table: the shortest, the longest and one between."""
     return tuple(sorted({min_ngram, (min_ngram + max_ngram) // 2, max_ngram}))
 
 
-def usual_entries(num_tokens: int, num_entries: int | None) -> int:
-    """E, a power of two: num_entries or more, or ENTRIES_A_TOKEN of each token."""
+def default_entries(num_tokens: int, num_entries: int | None) -> int:
+    """Number of entries E, a power of two: at least num_entries, or ENTRIES_A_TOKEN per token if that is None."""
     wanted = num_entries or ENTRIES_A_TOKEN * num_tokens
     return 1 << max(4, (wanted - 1).bit_length())
 
 
 def corpus_bytes(num_tokens: int, num_entries: int | None) -> int:
-    """Memory of the device that both buffers take; 0 where there is no corpus."""
-    return 2 * (8 * usual_entries(num_tokens, num_entries) + 4 * (num_tokens + ROOM)) if num_tokens else 0
+    """Bytes on the device of both buffers; 0 without a corpus."""
+    return 2 * (8 * default_entries(num_tokens, num_entries) + 4 * (num_tokens + ROOM)) if num_tokens else 0
 
 
 def build_table(corpus: Tensor, lengths: Sequence[int], num_entries: int) -> Tensor:
-    """int64 [E] for corpus int32 [C], a token below 0 between documents. Runs that nothing follows are left out."""
+    """The table int64 [E] for corpus int32 [C], in which a negative token separates documents. An n-gram that ends a document is
+    left out."""
     table = torch.zeros(num_entries, dtype=torch.int64)
     places, following = torch.arange(len(corpus) - 1), corpus[1:]
     hashes, whole, older = torch.full_like(following, SEED), following >= 0, corpus[:-1]
     for n in range(1, lengths[-1] + 1):
         hashes, whole = next_hash(hashes, older), whole & (older >= 0)
         if n in lengths:
-            _add_runs(table, hashes[whole], following[whole], places[whole])
+            _add_ngrams(table, hashes[whole], following[whole], places[whole])
         older = torch.cat((older.new_full((1,), -1), older[:-1]))
     return table
 
 
-def _add_runs(table: Tensor, hashes: Tensor, following: Tensor, places: Tensor) -> None:
-    """The runs of one length: hashes and what follows each int32 [M], places int64 [M] of their last tokens, rising."""
+def _add_ngrams(table: Tensor, hashes: Tensor, following: Tensor, places: Tensor) -> None:
+    """Add the n-grams of one length: hashes and next tokens int32 [M], places int64 [M] of their last tokens, ascending."""
     if not len(hashes):
         return
     wide = hashes.long()
@@ -88,21 +89,22 @@ class _Built:
 
 
 class Corpus:
-    """Both buffers on the device and what fills them. All but `build` runs in the engine's thread."""
+    """Both table buffers on the device, and the code that fills them. All but `build` runs in the engine's thread."""
 
     def __init__(
         self, num_tokens: int, *, num_entries: int | None = None, lengths: Sequence[int], device: torch.device,
         background: bool = True,
     ) -> None:  # fmt: skip
         """
-        num_tokens  of the corpus at most; num_entries of the table, raised to a power of two, None: as many as usual
-        lengths     of the runs in the table, rising
-        background  False: `refresh` waits for what it builds and uploads
+        num_tokens  maximum number of tokens in the corpus
+        num_entries  of the table, rounded up to a power of two; None: the default
+        lengths     lengths of the n-grams in the table, ascending
+        background  False: `refresh` waits for building and upload
         """
         self.num_tokens, self.lengths = num_tokens, tuple(lengths)
-        num_entries = usual_entries(num_tokens, num_entries)
+        num_entries = default_entries(num_tokens, num_entries)
         self.which = torch.zeros(1, dtype=torch.int32, device=device)
-        """int32 [1] the buffer that rounds read."""
+        """int32 [1] index of the buffer that rounds read."""
         self.table = torch.zeros(2, num_entries, dtype=torch.int64, device=device)
         self.tokens = torch.full((2, num_tokens + ROOM), -1, dtype=torch.int32, device=device)
         self._documents: deque[Tokens] = deque()
@@ -115,13 +117,13 @@ class Corpus:
         self._swapped: Any = None
 
     def learn(self, prompt_ids: Tokens, token_ids: Tokens) -> None:
-        """A row has ended. A beginning that it shares with the row before is in the corpus already and does not come twice."""
+        """Add an ended row. A prefix that it shares with the row before is in the corpus already and is not added again."""
         document = np.concatenate((prompt_ids, token_ids)).astype(np.int32, copy=False)
         shortest = min(len(document), len(self._before))
         differs = np.flatnonzero(document[:shortest] != self._before[:shortest])
         common = int(differs[0]) if len(differs) else shortest
         self._before = document
-        # The border between documents is a token too.
+        # The separator between documents counts as a token.
         document = document[max(0, common - self.lengths[-1]) :][-(self.num_tokens - 1) :]
         if len(document) <= self.lengths[0]:
             return
@@ -132,14 +134,14 @@ class Corpus:
             self._size -= len(self._documents.popleft()) + 1
 
     def next_update(self) -> DrafterUpdate:
-        """What is ready now: the one decision of `refresh` that depends on a clock. Changes nothing."""
+        """What is ready now: the only decision of `refresh` that depends on a clock. Changes nothing."""
         arriving, building = self._arriving, self._building
         swap = arriving is not None and (arriving[1] is None or not self._background or arriving[1].query())
         upload = building is not None and (arriving is None or swap) and (building.done() or not self._background)
         return DrafterUpdate(swap=swap, upload=upload)
 
     def refresh(self, update: DrafterUpdate) -> None:
-        """One step towards a newer table, between two rounds and on their stream. Waits only for what `update` says is ready."""
+        """Advance the update by one step, between two rounds and on their stream. Waits only for what `update` says is ready."""
         if update.swap:
             self._swap()
         if update.upload:
@@ -161,7 +163,7 @@ class Corpus:
         return built if self._stream is None else _Built(built.table.pin_memory(), built.corpus.pin_memory())
 
     def _upload(self, built: _Built) -> None:
-        """Into the buffer that no round reads: the rounds launched before the last swap have ended when the copy begins."""
+        """Copy to the buffer that no round reads: rounds launched before the last swap have ended when the copy begins."""
         spare = 1 - self._in_use
         if self._stream is None:
             self.table[spare].copy_(built.table)

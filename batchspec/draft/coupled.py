@@ -1,10 +1,9 @@
-"""Drafts of sampled rows that share the noise of the target's own draws: argmax(draft logits / T + the same Gumbel noise).
+"""Drafts of sampled rows that use the noise of the target's own draws: argmax(draft logits / T + the same Gumbel noise).
 
-The noise of a draw depends on (row key, position, token) alone. A drafter that adds it to its own logits proposes what the target
-will draw if the two distributions are alike; a plain argmax is right only if the most likely token is drawn. No probability of a
-draft is kept: drafts are compared with draws, and any draft is lossless.
-top_k, top_p and min_p narrow the draft's logits as they narrow the target's; so do the rules of `batch/logits.py` that drafters
-follow, which may read the drafts before.
+The noise of a draw depends only on (row key, position, token). A drafter that adds it to its own logits proposes what the target
+will draw if the two distributions are alike; a plain argmax is right only if the most likely token is drawn. Probabilities of
+drafts are not kept: drafts are compared with the target's draws, so any draft is lossless. top_k, top_p and min_p are applied to
+the draft's logits as to the target's; so are the rules of `batch/logits.py` that drafters follow, which may read earlier drafts.
 Source: Gumbel-coupled drafts, Daliri et al. 2025, "Coupling without communication and drafter-invariant speculative decoding"
 (arXiv 2408.07978).
 """
@@ -26,12 +25,12 @@ from batchspec.kernels.sampling.cutoff import cutoff
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draws:
-    """What is done to a drafter's logits before it chooses: the noise that the target will draw with at each of T places.
+    """Changes a drafter's logits before it chooses: rules, filters, and the noise with which the target will draw at T positions.
 
-    at    row, position (in prompt + output) of the token that is drafted, and the drafts before it where a rule reads them
+    at    row and position (in prompt + output) of the token that is drafted, and the earlier drafts if a rule reads them
     mode  what the rows of the pass need: rules of `batch/logits.py`, filters
 
-    Nothing else in `draft` changes logits: whatever masks or biases the target's comes in here, for chains and trees alike.
+    All changes to a drafter's logits are made here, for chains and trees alike.
     """
 
     rows: DeviceBatch
@@ -39,16 +38,17 @@ class Draws:
     mode: SamplingMode
 
     def choose(self, logits: Tensor, out_ids: Tensor, map_ids: Tensor | None = None) -> None:
-        """Of a chain: the draft token at each place, int32 [T] of any stride.
+        """Choose the draft token of a chain at each position, int32 [T] of any stride.
 
         logits   [T, V], changed in place
-        map_ids  int32 [V] token of each column; None: its number
+        map_ids  int32 [V] token of each column; None: the column's index
         """
         self._perturb(logits, map_ids)
         argmax(logits, out_ids=out_ids, map_ids=map_ids)
 
     def choose_parallel(self, logits: Tensor, out_ids: Tensor, map_ids: Tensor | None = None) -> None:
-        """Of K drafts a row whose logits one pass made, T = R * K. Where a rule reads drafts, they are chosen one after another.
+        """Choose K drafts a row from the logits of one pass, T = R * K. If a rule reads drafts, they are chosen one after
+        another.
 
         out_ids  int32 [R, K], the `drafts` that these draws were made with
         """
@@ -65,13 +65,14 @@ class Draws:
             Draws(self.rows, turn, self.mode).choose(logits[k::width], out_ids[:, k], map_ids)
 
     def branches(self, logits: Tensor, map_ids: Tensor | None = None) -> None:
-        """Of a tree: change logits [T, V] in place; the largest are the children. Siblings share the noise of their position."""
+        """Of a tree: change logits [T, V] in place; the largest are the children. Siblings have the noise of the same
+        position."""
         self._perturb(logits, map_ids)
 
     def _perturb(self, logits: Tensor, map_ids: Tensor | None) -> None:
         rows, at, dtype = self.rows, self.at, torch.float64 if logits.dtype == torch.float64 else torch.float32
         adjust_draft_logits(logits, at, rows, self.mode, map_ids)
-        if not self.mode.random:  # nothing is drawn: the noise of greedy rows is 0
+        if not self.mode.random:  # no row is sampled: the noise of greedy rows is 0
             return
         low = torch.full_like(logits[:, 0], -torch.inf, dtype=dtype)
         if self.mode.filters:
@@ -80,10 +81,10 @@ class Draws:
 
 
 def first_draws(mode: SamplingMode | None, rows: DeviceBatch, row_ids: Tensor, num_tokens: Tensor) -> Draws | None:
-    """For a row's first draft, the token after its last committed one. None: drafts are argmaxes of the logits as they are.
+    """The `Draws` of a row's first draft, the token after its last committed one. None: drafts are argmaxes of plain logits.
 
     row_ids     int32 [T] row of `rows`
-    num_tokens  int32 [T] its committed tokens
+    num_tokens  int32 [T] number of its committed tokens
     """
     return None if mode is None else Draws(rows, LogitRows(row_ids, num_tokens.long()), mode)
 
@@ -92,12 +93,12 @@ def later_draws(
     mode: SamplingMode | None, rows: DeviceBatch, row_ids: Tensor, positions: Tensor, *, ahead: int, drafts: Tensor,
     draft_rows: Tensor | None = None,
 ) -> Draws | None:  # fmt: skip
-    """For drafts that may have others before them; None as above.
+    """The `Draws` of later drafts, which may have others before them; None as for `first_draws`.
 
     row_ids     int32 [T] row of `rows`
-    positions   int64 [T] + ahead: position of the token that is drafted
-    drafts      int32 [., K] the row's drafts of this round, or a node's path, at least up to the position; token ids everywhere
-    draft_rows  int32 [T] row of `drafts`; None: that of row_ids
+    positions   int64 [T]; positions + ahead is the position of the token that is drafted
+    drafts      int32 [., K] the row's drafts of this round, or a node's path, as target ids, at least up to the position
+    draft_rows  int32 [T] row of `drafts`; None: as row_ids
     """
     if mode is None:
         return None

@@ -1,7 +1,7 @@
 """draft=eagle3: an EAGLE-3 or P-EAGLE head drafts a chain (`chain.py`), a tree (`tree.py`), or K tokens at once (`parallel.py`).
 
-Which of them: a tree where draft.tree.topk is above 1, else in parallel where the head has a mask token, unless draft.parallel
-says otherwise.
+The drafter is a tree if draft.tree.topk is above 1; otherwise it drafts in parallel if the head has a mask token, unless
+draft.parallel says otherwise.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.parallel import ParallelDrafter
-from batchspec.draft.shapes import ChainShape, TreeShape, usual_nodes
+from batchspec.draft.shapes import ChainShape, TreeShape, default_nodes
 from batchspec.draft.shard import cut, part_of_head
-from batchspec.draft.spec import USUAL_DRAFT_VOCAB, DrafterSpec
+from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec
 from batchspec.draft.tree import TreeDrafter
-from batchspec.draft.weights import Head, dummy_head, dummy_spec, head_bytes, judge_head, load_head
+from batchspec.draft.weights import Head, dummy_head, dummy_spec, head_bytes, load_head, open_head
 from batchspec.errors import ConfigError
 from batchspec.model.blocks.base import Shard
 from batchspec.model.hub import find_model, resolve_model
@@ -30,21 +30,21 @@ from batchspec.model.target import Target
 
 
 class Eagle3DrafterSpec(DrafterSpec[Head]):
-    """A drafter with a head: that of draft.path, or with model.load_format=dummy and no path one of noise."""
+    """A drafter with a head: that of draft.path, or a random one with model.load_format=dummy and no path."""
 
     head: HeadSpec
     checkpoint: HeadSpec
-    """What this process holds of `head`: all of it, or the part of one rank."""
+    """The part of `head` that this process holds: all of it, or that of one rank."""
     assumed_accepted = 1.0
-    """A mean acceptance length of 2, as published heads have on mixed prompts."""
+    """A mean acceptance length of 2, which published heads have on mixed prompts."""
 
-    def __init__(self, config: RunConfig, target: ModelSpec, *, draft_vocab: int = USUAL_DRAFT_VOCAB) -> None:
+    def __init__(self, config: RunConfig, target: ModelSpec, *, draft_vocab: int = DEFAULT_DRAFT_VOCAB) -> None:
         super().__init__(config, target, draft_vocab=draft_vocab)
-        self.head = self.checkpoint = _judged(config, target, draft_vocab)
+        self.head = self.checkpoint = _open(config, target, draft_vocab)
 
     def of_rank(self, shard: Shard) -> Eagle3DrafterSpec:
         config, found = self.config, copy(self)
-        # A head that learns stays whole: rank 0 trains all of it.
+        # A head that is trained during the job stays whole: rank 0 trains all of it.
         asked = False if config.draft.adapt.every_shards else config.ablation.sharded_draft
         found.checkpoint = part_of_head(self.head, shard, asked)
         return found
@@ -55,7 +55,7 @@ class Eagle3DrafterSpec(DrafterSpec[Head]):
         if tree.topk == 1:
             return ChainShape(draft.num_speculative_tokens)
         depth = tree.depth or draft.num_speculative_tokens
-        return TreeShape(topk=tree.topk, depth=depth, nodes=tree.nodes or usual_nodes(tree.topk, depth), rank=tree.rank)
+        return TreeShape(topk=tree.topk, depth=depth, nodes=tree.nodes or default_nodes(tree.topk, depth), rank=tree.rank)
 
     def kv_layers(self, dtype: torch.dtype, page_size: int) -> tuple[tuple[KVLayout, int | None], ...]:
         draft = self.config.draft
@@ -91,7 +91,7 @@ class Eagle3DrafterSpec(DrafterSpec[Head]):
 
 
 def build_chain(config: RunConfig, head: Head, target: Target, max_len: int, *, slots: int) -> ChainDrafter | ParallelDrafter:
-    """A drafter of up to `max_len` tokens: all at once where head and config allow it, else one after another."""
+    """A drafter of up to `max_len` tokens: all at once if head and config allow it, else one after another."""
     argmax, uniform_slots = config.ablation.argmax, config.ablation.uniform_slots
     if config.draft.parallel is not False and head.spec.mask_token_id is not None:
         return ParallelDrafter(head, target, max_len, slots=slots, argmax=argmax, **reading(config))
@@ -108,11 +108,11 @@ def reading(config: RunConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _judged(config: RunConfig, target: ModelSpec, draft_vocab: int) -> HeadSpec:
+def _open(config: RunConfig, target: ModelSpec, draft_vocab: int) -> HeadSpec:
     draft = config.draft
     if draft.path is None:
         return dummy_spec(target, draft_vocab_size=draft_vocab, parallel=draft.parallel is True)
-    head = judge_head(find_model(draft.path, key="draft.path"), target, aux_layers=draft.aux_layers)
+    head = open_head(find_model(draft.path, key="draft.path"), target, aux_layers=draft.aux_layers)
     if draft.tree.topk > head.draft_vocab_size:
         raise ConfigError(
             f"draft.tree.topk={draft.tree.topk} exceeds the {head.draft_vocab_size} draft tokens of the head "

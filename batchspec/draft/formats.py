@@ -1,4 +1,5 @@
-"""A published EAGLE-3 or P-EAGLE head -> HeadSpec: both conventions of layer ids, optional parts where their tensors are.
+"""Reads the config of a published EAGLE-3 or P-EAGLE head into a HeadSpec: both conventions of layer ids, and optional parts
+whose tensors exist.
 
 Source: that of `layouts.py`; the keys of the mask: https://github.com/vllm-project/vllm/pull/32887.
 """
@@ -39,36 +40,36 @@ class HeadSpec:
     vocab_size: int
     """The target's."""
     draft_vocab_size: int
-    """Tokens that it can draft; as many as vocab_size: all."""
+    """Number of tokens that it can draft; vocab_size means all."""
     aux_layer_ids: tuple[int, ...]
     """Boundaries 0..L of the target's residual stream that it reads, in the order in which they are concatenated."""
     rms_eps: float
     rope: RopeSpec
     windows: tuple[int | None, ...]
-    """[num_layers] keys that a query of the layer sees at most, itself included; None: all."""
+    """[num_layers] maximum number of keys that a query of the layer attends to, itself included; None: all."""
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     fc_bias: bool
     qk_norm: bool
     norm_before_residual: bool
-    """The residual stream starts from the normed feature."""
+    """Whether the residual stream starts from the normed feature."""
     input_norm: bool
-    """One norm over all taps before fc (norm_before_fc)."""
+    """One norm over all aux hidden states before fc (norm_before_fc)."""
     fc_norm: bool
-    """A norm for each tap before fc."""
+    """A norm for each aux hidden state before fc."""
     feed_normed: bool
-    """What the next draft step is fed is taken after the final norm, not before it (EAGLE-3.1)."""
+    """Whether the next draft step reads the state after the final norm, not before it (EAGLE-3.1)."""
     own_embedding: bool
-    """False: the target's."""
+    """Whether it has its own embedding; False: it uses the target's."""
     own_head: bool
-    """False: the target's lm_head, over the target's vocabulary."""
+    """Whether it has its own lm_head; False: it uses the target's, over the target's vocabulary."""
     mapped: bool
-    """It has d2t: draft ids are not target ids."""
+    """Whether it has d2t, so that draft ids differ from target ids."""
     final_hidden: bool = False
-    """It reads the target's last hidden state, after the target's final norm, in place of fc of aux hidden states."""
+    """Whether it reads the target's last hidden state, after the target's final norm, in place of fc of aux hidden states."""
     mask_token_id: int | None = None
-    """Replaces a token that is not known yet: with it the head can draft in parallel. None: chains only."""
+    """The token in place of one that is not known yet, with which the head can draft in parallel. None: chains only."""
     shard: Shard = WHOLE
     """The rank's part that this describes: numbers of heads and intermediate_size are the rank's, all other fields the head's."""
     whole: HeadSpec | None = None
@@ -80,7 +81,7 @@ class HeadSpec:
         return tokens_of(self.shard if self.own_head else WHOLE, self.draft_vocab_size)
 
     def kv_windows(self, window: int | None, sink: int) -> tuple[int | None, ...]:
-        """[num_layers] newest keys that each layer reads where it is limited to `window` of them and the first `sink` ones.
+        """[num_layers] newest keys that each layer reads if it is limited to the newest `window` keys and the first `sink` ones.
 
         None: all, or the first ones too.
         """
@@ -89,17 +90,17 @@ class HeadSpec:
         return tuple(None if sink else min(window, own or window) for own in self.windows)
 
     def kv_layout(self, dtype: torch.dtype, page_size: int, *, fp8: bool = False) -> KVLayout:
-        """How each of its layers keeps keys and values, computed in `dtype`; fp8: as e4m3."""
+        """The format in which each of its layers stores K and V that are computed in `dtype`; fp8: as e4m3."""
         return KVLayout(dtype=dtype, fp8=fp8, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, page_size=page_size)
 
 
 def read_head(folder: Path, tensors: Collection[str], target: ModelSpec, *, aux_layers: str = "auto") -> HeadSpec:
-    """config.json of a head's folder, for this target.
+    """Read config.json of a head's folder, for this target.
 
-    tensors     names in the head's files, normalised (`weights.normalised`): optional parts are there where they are
-    aux_layers  what the layer ids of the config mean. input: what enters layer i; output: what leaves it;
-                auto: input in the speculators layout; in the flat one output where the first id is 1, else input
-    Raises CheckpointError, in one line, for a folder that is no EAGLE-3 head, one of another target, keys that are not supported.
+    tensors     names in the head's files, normalised (`weights.normalised`): they tell which optional parts the head has
+    aux_layers  meaning of the config's layer ids. input: the input of layer i; output: the output of layer i; auto: input in the
+                speculators layout; in the flat layout output if the first id is 1, else input
+    Raises CheckpointError for a folder without an EAGLE-3 head, a head of another target, and unsupported keys.
     """
     source = read_config(folder)
     head = _head_spec(source, tensors, target, aux_layers)
@@ -114,8 +115,8 @@ def _head_spec(source: HeadConfig, tensors: Collection[str], target: ModelSpec, 
     num_kv_heads, head_dim = read_heads(shape)
     draft_vocab = _draft_vocab_size(config, vocab_size)
     final_hidden = eagle.given("use_aux_hidden_state") and not eagle.flag("use_aux_hidden_state")
-    # In SpecForge's older configs norm_output says that lm_head reads the normed state, which it always does; in others, and in
-    # SpecForge's newer ones, what is fed back (https://github.com/sgl-project/SpecForge/pull/879). doctor --probe tries both.
+    # In SpecForge's older configs norm_output says that lm_head reads the normed state, which it always does. In all others it
+    # says what the next step reads (https://github.com/sgl-project/SpecForge/pull/879). `doctor --probe` tries both.
     specforge = config.texts("architectures") == (SPECFORGE,)
 
     def has(part: str) -> bool:
@@ -161,7 +162,7 @@ def _head_spec(source: HeadConfig, tensors: Collection[str], target: ModelSpec, 
 
 
 def _draft_vocab_size(config: ConfigReader, vocab_size: int) -> int:
-    """Under either of its names; all tokens where it has none."""
+    """The draft vocabulary's size under either of its names; all tokens if the config has none."""
     given = {key: config.integer(key) for key in ("draft_vocab_size", "truncated_vocab_size") if config.given(key)}
     if len(set(given.values())) > 1:
         raise config.refusal(f"{', '.join(map(config.shown, given))} must be equal; correct one of them")
@@ -169,7 +170,7 @@ def _draft_vocab_size(config: ConfigReader, vocab_size: int) -> int:
 
 
 def _mask_token_id(config: ConfigReader, tensors: Collection[str], vocab_size: int) -> int | None:
-    """None where nothing says that the head knows masks."""
+    """The mask token; None if nothing says that the head was trained with masks."""
     given = [key for key in MASK_KEYS if config.given(key)]
     if not given:
         says = ["parallel_drafting"] if config.flag("parallel_drafting") else []
@@ -183,7 +184,7 @@ def _mask_token_id(config: ConfigReader, tensors: Collection[str], vocab_size: i
 
 
 def read_mask_token(config: ConfigReader, vocab_size: int) -> int | None:
-    """The token that replaces those not known yet, under any of its names; None if it has none."""
+    """The token in place of those not known yet, under any of its names; None if the config has none."""
     given = {key: config.integer(key) for key in MASK_KEYS if config.given(key)}
     if len(set(given.values())) > 1 or not all(token < vocab_size for token in given.values()):
         said = ", ".join(map(config.shown, given))
@@ -192,7 +193,7 @@ def read_mask_token(config: ConfigReader, vocab_size: int) -> int | None:
 
 
 def _aux_layer_ids(source: HeadConfig, target: ModelSpec, aux_layers: str) -> tuple[int, ...]:
-    """Boundary indices: 0 is the embedding, i is what enters layer i, which is what leaves layer i-1.
+    """Boundary indices: 0 is the embedding, i is the input of layer i, which is the output of layer i-1.
 
     speculators checks its ids against 0 .. num_layers and passes them on as they are (speculators 0.9.0, models/utils.py,
     resolve_target_layer_ids): boundaries. Only flat checkpoints come in both conventions.
@@ -200,7 +201,7 @@ def _aux_layer_ids(source: HeadConfig, target: ModelSpec, aux_layers: str) -> tu
     """
     config, keys = source.whole, ("eagle_aux_hidden_state_layer_ids", "layer_ids")
     named = next(((part, key) for part in (config, source.eagle) for key in keys if part.given(key)), None)
-    ids = None if named is None else named[0].integers(named[1]) or None  # NVIDIA's are empty for the usual ones
+    ids = None if named is None else named[0].integers(named[1]) or None  # NVIDIA's are empty for the default layers
     last = target.num_layers
     if ids is None:
         aux_layer_ids = [2, last // 2, last - 3]
@@ -221,14 +222,14 @@ def _aux_layer_ids(source: HeadConfig, target: ModelSpec, aux_layers: str) -> tu
 
 
 def _windows(shape: ConfigReader, family: str, num_layers: int) -> tuple[int | None, ...]:
-    """layer_types may be the target's, for more layers than the head has: fine where all are of one kind."""
+    """layer_types may be the target's, for more layers than the head has: accepted if all are of one kind."""
     types = shape.texts("layer_types")
     if types and len(types) > num_layers and len(set(types)) == 1:
         types = types[:num_layers]
     switch = has_window_switch(family)
     if not types:
         return read_windows(shape.replaced(layer_types=None), num_layers, switch=switch)
-    # Where layers are named sliding the switch of the Qwen configs says nothing more.
+    # If layers are named sliding, the switch of the Qwen configs (use_sliding_window) adds nothing.
     return read_windows(shape.replaced(layer_types=list(types), use_sliding_window=True), num_layers, switch=switch)
 
 

@@ -37,10 +37,10 @@ from batchspec.tuning.table import Product
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the tokens of a pass belong."""
+    """Rotations and K/V slots of the tokens of a pass."""
 
     rope: Rope
-    """The rotation of their positions."""
+    """The RoPE rotations of their positions."""
     slots: Tensor
     """int64 [T] where their K/V are written"""
 
@@ -68,7 +68,7 @@ class _Layer:
 
 
 class _HeadWeights:
-    """A layer's weights among those of a head, which are plain: a BlockSource."""
+    """A BlockSource: a layer's weights among those of a head, which are not quantised."""
 
     def __init__(self, tensors: Mapping[str, Tensor], prefix: str) -> None:
         self._tensors, self._prefix = tensors, prefix
@@ -95,7 +95,7 @@ def _fused(tensors: Mapping[str, Tensor], prefix: str, spec: ProductSpec) -> tup
 
 
 class EagleHead:
-    """Weights of a head bound to a target: its embedding and lm_head serve where the checkpoint has none of its own."""
+    """Weights of a head bound to a target, whose embedding and lm_head it uses if its checkpoint has none."""
 
     def __init__(self, head: Head, target: Target, *, argmax: bool = True) -> None:
         spec, tensors = head.spec, head.tensors
@@ -114,7 +114,7 @@ class EagleHead:
         self._target = target
         self._ranks = None if spec.whole is None else target.ranks
         """The ranks that compute the head together; None: this process computes all of it."""
-        # As the target's: reduced and kept in fp32, so that rounding makes no ties. A GPU multiplies bf16 into fp32 itself.
+        # As for the target: logits are in fp32, so that rounding makes no ties. A GPU multiplies bf16 with fp32 results itself.
         self._fp32_out = self._lm_head is not None and self._lm_head.is_cuda and self._lm_head.dtype is torch.bfloat16
         self.logits_dtype = torch.float64 if target.dtype is torch.float64 else torch.float32
         self._scores = None
@@ -122,7 +122,8 @@ class EagleHead:
             self._scores = Linear(self._lm_head.to(self.logits_dtype))
 
     def rewrite(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put other weights where these lie, in stream order: captured graphs read them from now on. An embedding stays.
+        """Overwrite the weights in place, in stream order: captured graphs read the new ones from now on. An embedding is not
+        changed.
 
         tensors  all others of `Head.tensors`, by their names, in the same dtype on the same device
         """
@@ -156,7 +157,7 @@ class EagleHead:
     ) -> tuple[Tensor, Tensor]:
         """tokens int32 [T] and hidden [T, H] -> the input of layer 0 [T, 2H], the embedding first, and the residual stream.
 
-        row_ids, positions  [T]: tokens is [rows, M], and each position takes the token after it in its row
+        row_ids, positions  [T]: tokens is [rows, M], and each position reads the token after it in its row
         The residual stream is `hidden` or a view of the input; layers change it in place. Nothing reads the input after layer 0.
         """
         size = self.spec.hidden_size
@@ -173,8 +174,8 @@ class EagleHead:
     ) -> Tensor:  # fmt: skip
         """Layer `index` on normed [T, 2H] (layer 0) or [T, H]; writes K/V of all T tokens, adds to residual [T, H] in place.
 
-        positions  int64 [T], where they are later than the plan's
-        Returns the residual stream after the next layer's norm, of the last layer after the final norm.
+        positions  int64 [T], if they are later than the plan's
+        Returns the residual stream after the next layer's norm, for the last layer after the final norm.
         """
         attend = PagedAttend(kv=kv, plan=plan, positions=positions)
         return self.finish(index, self.queries(index, normed, at, kv), residual, attend)
@@ -184,12 +185,12 @@ class EagleHead:
         return self._layers[index].attention.queries_of(normed, _store(at, kv))
 
     def keep(self, index: int, normed: Tensor, at: Place, kv: LayerKV) -> None:
-        """K/V alone of all T tokens: what layer `index` needs of tokens whose hidden states nothing reads."""
+        """Write K/V of all T tokens and nothing else: for tokens whose hidden states of layer `index` are not used."""
         layer = self._layers[index]
         layer.attention.queries_of(normed, _store(at, kv), layer.kv)
 
     def finish(self, index: int, q: Tensor, residual: Tensor, attend: PagedAttend, out: Tensor | None = None) -> Tensor:
-        """The second half of `layer`, from q [T, NH, D]; out [T, H]: where the result goes, or None."""
+        """The second half of `layer`, from q [T, NH, D]; out [T, H]: the result is written here if it is given."""
         stream = ResidualStream(residual, ranks=self._ranks)
         self._layers[index].decoder.finish(q, stream, attend, add_in_product=False)  # the norm that follows is the head's
         following = self._layers[index + 1].attention.norm if index + 1 < len(self._layers) else self._norm
@@ -198,7 +199,7 @@ class EagleHead:
     def choose(self, normed: Tensor, out_ids: Tensor, draws: Draws | None = None) -> None:
         """normed [R, H] after the final norm -> the target id of each row's most probable draft token, int32 [R] of any stride.
 
-        draws  what noise is added before the choice
+        draws  noise and rules that are applied before the choice
         """
         if draws is not None:
             draws.choose(self.logits(normed), out_ids, self.map_ids)
@@ -219,7 +220,7 @@ class EagleHead:
             out_ids.copy_(ids if self.map_ids is None else self.map_ids[ids])
 
     def branches(self, normed: Tensor, count: int, draws: Draws | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """normed [N, H] after the final norm -> the most probable draft tokens of each, in falling order.
+        """normed [N, H] after the final norm -> the most probable draft tokens of each, in descending order.
 
         Returns their logits [N, count], the log of the sum of all exponentials [N], and their draft ids int64 [N, count].
         """
@@ -230,7 +231,7 @@ class EagleHead:
         return best.values, torch.logsumexp(logits, 1), best.indices
 
     def _fused_tile(self, normed: Tensor) -> Tile | None:
-        """How lm_head and argmax are one kernel where that was measured to be faster than two."""
+        """The tile with which lm_head and argmax are one kernel, if that was measured to be faster than two; else None."""
         if self._lm_head is None or not self._fp32_out:
             return None
         vocab, size = self._lm_head.shape
@@ -255,12 +256,12 @@ def _store(at: Place, kv: LayerKV) -> PagedStore:
 
 
 def products(spec: HeadSpec) -> list[Product]:
-    """The products that drafting could use: R * S tokens of fc, qkv and K/V, R of the rest."""
+    """The matrix products that drafting may use: with R * S tokens fc, qkv and K/V, with R tokens the others."""
     fc = fc_product(spec)
     gemms = [] if fc is None else [Gemm(product=fc, ops=("linear",))]
     for layer in head_layers(spec):
         attention, (_, out), (gate_up, down) = layer.attention, layer.attention.gemms(1), layer.mlp.gemms(1)
-        # The head norms what its layers read, so no product norms its input and none adds to the stream for such a one.
+        # The head norms the inputs of its layers itself, so no product has a norm before it or adds to the residual stream.
         gemms += [Gemm(product=product, ops=("linear",)) for product in (attention.qkv, attention.kv)]
         gemms += [out, gate_up, replace(down, ops=("linear",))]
     return [*gemm_products(gemms, spec.hidden_size), ("lm_head", spec.draft_vocab_size, spec.hidden_size)]

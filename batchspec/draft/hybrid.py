@@ -1,8 +1,7 @@
 """A head and a lookup together: each row verifies whichever proposal is expected to have more tokens accepted.
 
-Both propose in every round. `kernels/drafting/select_drafts.py` says how they are compared and what is learnt from the result.
-The
-head's catch-up always runs, so that its K/V is the same as if it drafted alone.
+Both propose in every round. `kernels/drafting/select_drafts.py` describes how they are compared and what is learnt from the
+result. The head's catch-up always runs, so that its K/V is the same as if it drafted alone.
 Source: the better of n-grams and a head, as an oracle, in "specdecode-bench" (arXiv 2601.11580); the rule is batchspec's own.
 Legend: R rows, K draft_len.
 """
@@ -38,13 +37,13 @@ HEAD_PRIOR, LOOKUP_PRIOR = (4.8, 8.0), (4.0, 8.0)
 
 
 class HybridDrafter:
-    """Carries of each slot what the head does. Acceptance by the length of the lookup's match is counted over all rows."""
+    """Keeps for each slot the head's state. Acceptance by the length of the lookup's match is counted over all rows."""
 
     name = "hybrid"
     fixed_len = False
 
     def __init__(self, head: ChainDrafter | ParallelDrafter, lookup: LookupDrafter, *, slots: int, device: torch.device) -> None:
-        """max_len is the larger of the two; a round of fewer drafts asks both for as many."""
+        """max_len is the larger of the two; a round with fewer drafts asks both for as many."""
         self.head, self.lookup = head, lookup
         self.max_len = width = max(head.max_len, lookup.max_len)
         self.aux_layer_ids, self.num_kv_layers = head.aux_layer_ids, head.num_kv_layers
@@ -55,7 +54,7 @@ class HybridDrafter:
         kinds = 2 * lookup.max_ngram + 1
         self._head_odds, self._lookup_odds = (prior.repeat(kinds, 1) for prior in (self._head_prior, self._lookup_prior))
         self.counts = zeros(4, dtype=torch.int64)
-        """int64 [4] rounds of rows with the head's drafts, with the lookup's; drafts accepted of the two."""
+        """int64 [4] rounds of rows that used the head's drafts, the lookup's; accepted drafts of each."""
         self.state: tuple[Tensor, ...] = head.state
 
     @property
@@ -122,7 +121,8 @@ class HybridDrafter:
         self.head.catch_up(batch, aux_hidden_states, accepted_len, rows, cache, prepare_next=prepare_next)
 
     def _proposals(self, num_rows: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Of a round with `width` drafts: head ids, lookup ids, lookup lengths, match lengths, and which of both was picked."""
+        """Buffers of a round with `width` drafts: head ids, lookup ids, lookup lengths, match lengths, and which of both was
+        picked."""
         return (
             self._head_ids[:num_rows, :width],
             self._lookup_ids[:num_rows, :width],

@@ -1,9 +1,9 @@
-"""The config.json of a published EAGLE-3 or P-EAGLE head: two layouts and the keys they may have; others are refused by name.
+"""The config.json of a published EAGLE-3 or P-EAGLE head: two layouts and their keys; unknown keys are refused by name.
 
 flat          SafeAILab, SpecForge, SGLang: `midlayer.*`, with or without `model.` in front, more layers as `layers.1..` or
               `additional_layers.0..`
 speculators   vLLM's speculators: `layers.0.*`, the decoder's shape under `transformer_layer_config`
-A head that can draft in parallel has a tensor mask_hidden and a mask token id more, in either layout (`peagle` in the second).
+A head that can draft in parallel also has a tensor mask_hidden and a mask token id, in either layout (`peagle` in the second).
 Source: SafeAILab/EAGLE cnets.py, sgl-project/SpecForge to_sglang.py, vllm-project/speculators models/eagle3 (config.py, core.py)
 and models/peagle/config.py.
 """
@@ -17,7 +17,7 @@ from typing import Any
 from batchspec.errors import CheckpointError
 from batchspec.model.config_values import ConfigReader, read_json, shown
 
-# What a missing key of transformer_layer_config means: it is saved as the difference to these (transformers 5).
+# Values of missing keys: transformer_layer_config is saved as the difference to these (transformers 5).
 _LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
               "vocab_size": 32000, "max_position_embeddings": 2048},
@@ -42,7 +42,7 @@ _EAGLE = frozenset((
     "norm_before_fc", "norm_before_residual", "norm_output", "eagle_aux_hidden_state_layer_ids", "eagle_config", "layer_ids",
     "speculators_model_type", "transformer_layer_config", "parallel_drafting", *MASK_KEYS,
 ))  # fmt: skip
-# Nothing of these changes what a loaded head computes. tie_word_embeddings: a head without lm_head uses the target's anyway.
+# These keys do not change what a loaded head computes. tie_word_embeddings: a head without lm_head uses the target's anyway.
 _HARMLESS = frozenset((
     "attention_dropout", "hidden_dropout", "dropout", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
     "sep_token_id", "decoder_start_token_id", "initializer_range", "torch_dtype", "dtype", "transformers_version", "use_cache",
@@ -53,9 +53,9 @@ _HARMLESS = frozenset((
     "finetuning_task", "task_specific_params", "tie_encoder_decoder", "add_cross_attention", "use_bfloat16", "tf_legacy_loss",
     "pruned_heads", "ttt_length", "_experts_implementation", "target_layer_count",
 ))  # fmt: skip
-# What configs of dense heads repeat from a gpt-oss target.
+# Keys that configs of dense heads repeat from a gpt-oss target.
 _OF_GPT_OSS = frozenset(("num_local_experts", "experts_per_token", "num_experts_per_tok"))
-# Keys of eagle_config, with the only value that is supported where there is one (NVIDIA ModelOpt exports them).
+# Keys of eagle_config; a value is the only one that is supported (NVIDIA ModelOpt exports them).
 _EAGLE_CONFIG: dict[str, Any] = {
     "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
     "use_mtp_layernorm": False, "has_lm_head": True, "next_layer_regular": True, "parallel_draft_step": 1,
@@ -65,19 +65,19 @@ _EAGLE_CONFIG_READ = ("eagle_aux_hidden_state_layer_ids", "layer_ids", "norm_bef
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig:
-    """A config.json in which every key is known."""
+    """A config.json whose keys are all known."""
 
     layout: str
     """flat or speculators."""
     whole: ConfigReader
     shape: ConfigReader
-    """The part that holds the decoder layer's shape, defaults filled in; the whole in the flat layout."""
+    """The part with the decoder layer's shape, defaults filled in; in the flat layout the whole config."""
     eagle: ConfigReader
-    """Its eagle_config, empty where there is none."""
+    """Its eagle_config; empty if it has none."""
 
 
 def read_config(folder: Path) -> HeadConfig:
-    """config.json of a head's folder. Raises CheckpointError, in one line, where none is, and for keys that are not supported."""
+    """Read config.json of a head's folder. Raises CheckpointError if there is none, and for unsupported keys."""
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{shown(folder)}: no config.json; draft.path must be the folder of an EAGLE-3 head")
@@ -89,7 +89,7 @@ def read_config(folder: Path) -> HeadConfig:
 
 
 def _layout(config: ConfigReader) -> tuple[str, ConfigReader]:
-    """The layout's name, and the part of the config that holds the decoder layer's shape, defaults filled in."""
+    """The layout's name, and the part of the config with the decoder layer's shape, defaults filled in."""
     kind = config.text("speculators_model_type") or None
     if kind is not None and kind not in _SPECULATORS:
         raise config.refusal(f"speculators_model_type {kind[:60]!r} is not supported; draft=eagle3 needs 'eagle3' or 'peagle'")
@@ -107,7 +107,7 @@ def _layout(config: ConfigReader) -> tuple[str, ConfigReader]:
 
 
 def family_of(shape: ConfigReader) -> str:
-    """The family whose decoder layer it has. SpecForge's dense heads of gpt-oss name the target's; they are Llama layers."""
+    """The family of its decoder layer. SpecForge's dense heads of gpt-oss name the target's family, but are Llama layers."""
     family = shape.text("model_type", "llama")
     return "llama" if family == "gpt_oss" and shape.texts("architectures") == (SPECFORGE,) else family
 

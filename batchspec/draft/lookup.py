@@ -1,4 +1,4 @@
-"""Prompt lookup: propose what followed the same n-gram earlier in the row's prompt or output, or in a finished row.
+"""Prompt lookup: proposes the tokens that followed the same n-gram earlier in the row's prompt or output, or in a finished row.
 
 Source of the idea: Saxena 2023, "Prompt Lookup Decoding" (github.com/apoorvumang/prompt-lookup-decoding).
 """
@@ -14,7 +14,7 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.pages import KVCache
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.draft.base import NO_UPDATE, DrafterUpdate, NoFeatures
-from batchspec.draft.corpus import Corpus, corpus_bytes, usual_lengths
+from batchspec.draft.corpus import Corpus, corpus_bytes, default_lengths
 from batchspec.draft.spec import Weightless
 from batchspec.kernels.drafting.corpus_lookup import corpus_lookup
 from batchspec.kernels.drafting.ngram_lookup import ngram_lookup
@@ -24,16 +24,16 @@ from batchspec.model.target import Target
 class LookupDrafter(NoFeatures):
     """The longest n-gram of max_ngram..min_ngram tokens that occurred before wins; at most `growth` drafts per matched token.
 
-    No checkpoint, any model. Two drafts per matched token pay for themselves on text that hardly repeats, and still copy whole
-    passages, because matches grow. If a corpus of finished rows has a longer match than the row's own tokens, its drafts replace
-    theirs: the fewer, the less the corpus agrees on what follows (`kernels/drafting/corpus.py`).
+    It needs no checkpoint and works with any model. Two drafts per matched token cost nothing on text that hardly repeats, and
+    still copy whole passages, because matches grow. If a corpus of finished rows has a longer match than the row's own tokens,
+    its drafts are used instead: the less the corpus agrees on what follows, the fewer (`kernels/drafting/corpus.py`).
     """
 
     name = "lookup"
     fixed_len = False
 
     def __init__(self, max_len: int, *, min_ngram: int, max_ngram: int, growth: int = 2, corpus: Corpus | None = None) -> None:
-        """corpus: one that indexes n-grams of min_ngram to max_ngram tokens; None: only the row's own tokens"""
+        """corpus: an index of n-grams of min_ngram to max_ngram tokens; None: only the row's own tokens are searched"""
         self.max_len = max_len
         self.min_ngram = min_ngram
         self.max_ngram = max_ngram
@@ -44,7 +44,7 @@ class LookupDrafter(NoFeatures):
         self.look_up(rows, draft_ids, draft_len, torch.empty_like(draft_len))
 
     def look_up(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, match_len: Tensor) -> None:
-        """As `propose`; match_len out int32 [R] tokens that matched: 0 for none, max_ngram + n for n in the corpus."""
+        """As `propose`; match_len out int32 [R] number of matched tokens: 0 for none, max_ngram + n for n in the corpus."""
         ngram_lookup(
             rows.tokens,
             rows.num_tokens,
@@ -91,7 +91,7 @@ class LookupDrafterSpec(Weightless):
     """draft=lookup."""
 
     assumed_accepted = 0.8
-    """With K = 4 over 88 mixed prompts of a small model (Spec-Bench), replayed."""
+    """Measured with K = 4 over 88 mixed prompts (Spec-Bench) of a small model, replayed."""
 
     def state_bytes(self) -> int:
         return corpus_bytes(self.config.draft.corpus_tokens, self.config.draft.table_entries)
@@ -104,7 +104,7 @@ def build_lookup(draft: DraftConfig, device: torch.device) -> LookupDrafter:
     """The lookup of these settings, with a corpus if they ask for one."""
     corpus = None
     if draft.corpus_tokens:
-        lengths = usual_lengths(draft.prompt_lookup_min, draft.prompt_lookup_max)
+        lengths = default_lengths(draft.prompt_lookup_min, draft.prompt_lookup_max)
         corpus = Corpus(draft.corpus_tokens, num_entries=draft.table_entries, lengths=lengths, device=device)
     return LookupDrafter(
         draft.num_speculative_tokens,

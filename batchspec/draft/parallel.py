@@ -1,12 +1,12 @@
-"""Parallel drafting: a head that was trained with masks drafts K tokens in one forward, whatever K is.
+"""Parallel drafting: a head that was trained with mask tokens drafts K tokens in one forward pass, whatever K is.
 
     position p of a row  e = embed(token[p+1]),  h = fc(aux_hidden_states[p])    as in a chain; p = num_tokens - 2 is the last
     position p + j       e = embed(mask token),  h = fc(mask_hidden)             j = 1..K-1, RoPE position p + j, causal
     draft k              argmax lm_head(norm(residual)) at position p + k - 1
 
-Catch-up and prefill write K/V from the target's hidden states only and keep fc of the last position. A round then runs K
-positions through the head at once, for the K of that round. K/V of masks lie in the slots of the positions to verify: the
-catch-up overwrites them, and no kv_len reaches them before.
+Catch-up and prefill write K/V from the target's hidden states only and keep fc of the last position. A round runs its K positions
+through the head at once. K/V of mask tokens are in the slots of the positions to verify: the catch-up overwrites them, and no
+kv_len reaches them before that.
 Source: P-EAGLE (2026, arXiv 2602.01469), parallel token decoding (https://github.com/vllm-project/vllm/pull/32628).
 Legend: R rows, T flat positions, K draft_len, H hidden, W = len(aux_layer_ids) * target hidden.
 """
@@ -34,7 +34,7 @@ from batchspec.model.target import Target
 
 
 class ParallelDrafter(HeadReader):
-    """Carries of each slot fc(aux_hidden_states) at its row's last verified position.
+    """Keeps for each slot fc(aux_hidden_states) at its row's last verified position.
 
     Nothing is read back to the host and no shape depends on data: a round with it can be captured in a CUDA graph.
     """
@@ -42,7 +42,7 @@ class ParallelDrafter(HeadReader):
     name = "parallel"
 
     def __init__(self, head: Head, target: Target, max_len: int, *, slots: int, **reading: Unpack[Reading]) -> None:
-        """head: one with a mask, else ValueError."""
+        """head: one with a mask token; raises ValueError otherwise."""
         super().__init__(head, target, max_len, **reading)
         spec, device, places = head.spec, target.device, slots * max_len
         if spec.mask_token_id is None:
@@ -58,7 +58,7 @@ class ParallelDrafter(HeadReader):
 
     @torch.inference_mode()
     def _feature_of(self, mask_hidden: Tensor) -> Tensor:
-        """[H] h of a mask. A checkpoint stores it before fc, [1, W], or after fc, [1, H]; without fc as h itself."""
+        """[H] h of a mask token. A checkpoint stores it before fc, [1, W], or after fc, [1, H]; without fc it is h itself."""
         if mask_hidden.shape[1] == feature_width(self._spec) and not self._spec.final_hidden:
             mask_hidden = self.head.features(mask_hidden)
         return mask_hidden[0]
@@ -109,7 +109,7 @@ class ParallelDrafter(HeadReader):
 
     @torch.inference_mode()
     def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
-        """K positions a row through the whole head. K/V of the first one is there already and is written again."""
+        """Run K positions a row through the whole head. K/V of the first one exists already and is written again."""
         num_rows, width = draft_ids.shape
         ids, fed, positions, slots = (x[: num_rows * width] for x in (self._ids, self._fed, self._positions, self._slots))
         kv_len, page_table = self._kv_len[:num_rows], cache.draft_table(rows)

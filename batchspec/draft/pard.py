@@ -5,7 +5,7 @@
     chain      K forward passes over one position a row, as with any language model that drafts
 
 The model reads tokens only, no hidden states of the target. Its K/V layers follow the target's in the row's pages. Catch-up and
-prefill write K/V of committed tokens, over those of masks and guesses.
+prefill write K/V of committed tokens, over those of mask tokens and drafts.
 Source: An et al. 2025, PARD (arXiv 2504.18583), its checkpoints' `pard_token`; https://github.com/vllm-project/vllm/pull/32887.
 Legend: R rows, T flat positions, K draft_len.
 """
@@ -27,7 +27,7 @@ from batchspec.config.schema import RunConfig
 from batchspec.draft.base import DrafterBase
 from batchspec.draft.coupled import later_draws
 from batchspec.draft.formats import read_mask_token
-from batchspec.draft.spec import USUAL_DRAFT_VOCAB, DrafterSpec
+from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec
 from batchspec.draft.window import WindowDrafter
 from batchspec.errors import ConfigError
 from batchspec.kernels.rounds.prepare_verify_inputs import prepare_verify_inputs
@@ -49,9 +49,9 @@ class PardSpec:
     """The token in place of one that is not known yet; None: the model drafts a chain."""
 
     def on(self, device: torch.device, dtype: torch.dtype) -> PardSpec:
-        """The same as it drafts in `dtype` on this device, with weights in the formats of the fast kernels: see `ModelSpec.on`.
+        """The spec for drafting in `dtype` on this device, with weights in the formats of the fast kernels: see `ModelSpec.on`.
 
-        What a drafter proposes changes no token, so `model.activations` is for the target alone.
+        The drafter cannot change output tokens, so `model.activations` applies to the target alone.
         """
         return replace(self, model=self.model.on(device, dtype))
 
@@ -77,7 +77,7 @@ def read_pard(folder: Path, target: ModelSpec) -> PardSpec:
 
 
 def load_pard(folder: Path, spec: PardSpec, *, dtype: torch.dtype, device: torch.device, dummy: bool = False) -> PardModel:
-    """The drafter's weights in the target's dtype. Raises CheckpointError as `Target.load`; PARD-2's tensors are named there."""
+    """Load the drafter's weights in the target's dtype. Raises CheckpointError as `Target.load`; also for tensors of PARD-2."""
     spec = spec.on(device, dtype)
     if not dummy:
         weight_files(folder)
@@ -85,7 +85,7 @@ def load_pard(folder: Path, spec: PardSpec, *, dtype: torch.dtype, device: torch
 
 
 class PardDrafter(DrafterBase):
-    """Carries nothing of a slot from round to round but K/V: a round with it can be captured in a CUDA graph."""
+    """Keeps nothing of a slot from round to round but K/V: a round with it can be captured in a CUDA graph."""
 
     name = "pard"
     fixed_len = True
@@ -93,7 +93,7 @@ class PardDrafter(DrafterBase):
     state: tuple[Tensor, ...] = ()
 
     def __init__(self, drafter: PardModel, target: ModelSpec, max_len: int, *, slots: int, parallel: bool) -> None:
-        """parallel  False: a chain; True of a model without a mask: ValueError"""
+        """parallel: draft all tokens at once, which raises ValueError for a model without a mask token; False: draft a chain"""
         mask_id, model = drafter.spec.mask_token_id, drafter.model
         if parallel and mask_id is None:
             raise ValueError("PardDrafter: the model has no mask token; give one that was trained for it, or parallel=False")
@@ -148,7 +148,7 @@ class PardDrafter(DrafterBase):
         num_rows, width = draft_ids.shape
         ids, kv_len, page_table = self._ids[width - 1][:num_rows], self._kv_len[:num_rows], cache.draft_table(rows)
         positions, slots = (x[: num_rows * width] for x in (self._positions, self._slots))
-        # The inputs of the verification to come, without the last position, and with masks in place of the drafts.
+        # The inputs of the coming verification, without the last position, and with mask tokens in place of the drafts.
         prepare_verify_inputs(
             rows.tokens, rows.num_tokens, rows.limit, rows.live, page_table, page_size=cache.page_size,
             out_ids=ids, out_draft_len=self._room[:num_rows], out_positions=positions, out_slot_mapping=slots, out_kv_len=kv_len,
@@ -167,11 +167,11 @@ class PardDrafterSpec(DrafterSpec[PardModel]):
     """draft=pard."""
 
     assumed_accepted = 1.5
-    """Of three drafts each is accepted in four of five rounds that accepted those before it."""
+    """After accepted drafts, each of three drafts is accepted in four of five rounds."""
 
-    def __init__(self, config: RunConfig, target: ModelSpec, *, draft_vocab: int = USUAL_DRAFT_VOCAB) -> None:
+    def __init__(self, config: RunConfig, target: ModelSpec, *, draft_vocab: int = DEFAULT_DRAFT_VOCAB) -> None:
         super().__init__(config, target, draft_vocab=draft_vocab)
-        self.checkpoint = self.pard = _judged(config, target)
+        self.checkpoint = self.pard = _open(config, target)
 
     @property
     def _path(self) -> str:
@@ -198,7 +198,7 @@ class PardDrafterSpec(DrafterSpec[PardModel]):
         return PardDrafter(weights, target.spec, draft.num_speculative_tokens, slots=slots, parallel=parallel)
 
 
-def _judged(config: RunConfig, target: ModelSpec) -> PardSpec:
+def _open(config: RunConfig, target: ModelSpec) -> PardSpec:
     path = config.draft.path
     assert path is not None
     files = find_model(path, key="draft.path")

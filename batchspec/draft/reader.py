@@ -23,13 +23,13 @@ from batchspec.model.target import Target
 
 
 class Reading(TypedDict, total=False):
-    """Arguments that every drafter with a head takes; each may be left out."""
+    """Arguments that every drafter with a head takes; all are optional."""
 
     window: int | None
-    """Newest keys that the head reads at most, besides the first `sink` ones; its own windows count too. None: all keys."""
+    """Number of newest keys that the head reads besides the first `sink` ones, at most; its own windows apply too. None: all."""
     sink: int
     fp8_kv: bool
-    """K and V of the head are kept as e4m3."""
+    """Store K and V of the head as e4m3."""
     dead_positions: bool
     """False: every position of a catch-up runs through the whole head (ablation)."""
     argmax: bool
@@ -61,7 +61,7 @@ class HeadReader(DrafterBase):
 
     @property
     def prefill_by_bounds(self) -> bool:
-        return not self._sink  # whose attention no kernel of prefill knows
+        return not self._sink  # no prefill kernel computes attention with a sink
 
     @property
     def rewritable(self) -> Rewritable:
@@ -71,7 +71,7 @@ class HeadReader(DrafterBase):
     def rewrite(self, tensors: Mapping[str, Tensor]) -> None:
         """As `Rewritable.rewrite`, with the tensors of `EagleHead.rewrite`.
 
-        K/V and `state` from the old weights stay: they can only make drafts worse. Not of a head that is cut over ranks.
+        K/V and `state` from the old weights stay: they can only make drafts worse. Not for a head that is cut over ranks.
         """
         assert self._spec.whole is None
         self.head.rewrite(tensors)
@@ -79,11 +79,11 @@ class HeadReader(DrafterBase):
     def _read(
         self, batch: FlatBatch, tokens: Tensor, line: Tensor, features: Tensor, cache: KVCache, num_layers: int
     ) -> tuple[Tensor, Tensor, Place]:
-        """All T positions through the first `num_layers` layers.
+        """Run all T positions through the first `num_layers` layers.
 
-        tokens    int32 [rows, M], line [T] the row of each position; a rejected position may read any token
+        tokens    int32 [rows, M]; line [T] the row of each position; a rejected position may read any token
         features  [T, H] of `EagleHead.features`; the layers may change them
-        Returns what the next layer reads, the residual stream, and rotation and slots of the positions.
+        Returns the next layer's input, the residual stream, and rotations and slots of the positions.
         """
         at = Place(self._rope(batch.positions), batch.slot_mapping)
         normed, residual = self.head.enter(tokens, features, row_ids=line, positions=batch.positions)

@@ -1,4 +1,4 @@
-"""The drafters that `draft.name` chooses from: one entry each. Readable without torch, so that the checks of a config share it.
+"""The drafters that `draft.name` chooses from. This module does not import torch, so that config checks can use it.
 
 A new drafter is `draft/NAME.py`, which defines SPEC (a `spec.DrafterSpec`), `conf/draft/NAME.yaml` and an entry here.
 """
@@ -22,16 +22,16 @@ _TREE_KEYS = tuple(f"draft.tree.{key}" for key in ("topk", "depth", "nodes", "ra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What is known of a drafter before its file is imported."""
+    """What is known of a drafter before its module is imported."""
 
     reads: tuple[str, ...] = ()
-    """Config keys that it reads and that not every drafter does: the others must keep their defaults."""
+    """Config keys that it reads and that not every drafter reads: a drafter that does not read a key refuses other values."""
     needs: Mapping[str, str] = field(default_factory=dict)
-    """Config keys that it cannot do without -> what to give."""
+    """Config keys that it requires -> what to give."""
     dummy: bool = False
-    """model.load_format=dummy makes noise of its weights too: draft.path may then be null."""
+    """Whether model.load_format=dummy makes random weights for it too; draft.path may then be null."""
     trained: bool = False
-    """`batchspec train` makes the checkpoint that it drafts with."""
+    """Whether `batchspec train` makes its checkpoint."""
 
 
 DRAFTERS: dict[str, Entry] = {

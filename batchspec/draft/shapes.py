@@ -1,4 +1,4 @@
-"""What a round verifies of a row: a chain of K draft tokens, or a tree of them. Numbers alone: plans need no weights."""
+"""What a round verifies of a row: a chain of K draft tokens, or a tree of them. Plain numbers: plans need no weights."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from batchspec.kernels.tree.prepare_tree_inputs import MAX_NODES
 
 LOGPROB, PROB = "logprob", "prob"
 USUAL_NODES = 60
-"""As in EAGLE-2: many paths for one row, and a forward pass over so few tokens is still bound by reading the weights."""
+"""As in EAGLE-2: many paths per row, and a forward pass over so few tokens is still bound by reading the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChainShape:
-    """Up to `draft_len` tokens, each a guess at what follows the one before; 0: plain decoding."""
+    """Up to `draft_len` tokens, each drafted after the one before; 0: plain decoding."""
 
     draft_len: int
-    """K, and the longest path that a round can accept."""
+    """K, which is also the longest path that a round can accept."""
 
     @property
     def num_verified(self) -> int:
-        """Draft tokens of a row that the target reads in a round."""
+        """Number of a row's draft tokens that the target reads in a round."""
         return self.draft_len
 
     @property
@@ -30,7 +30,7 @@ class ChainShape:
 
     @property
     def num_lookahead_slots(self) -> int:
-        """K/V slots past a row's length limit that its last rounds may write: drafts are cut at the limit."""
+        """K/V slots past a row's length limit that its last rounds may write: none, because drafts are cut at the limit."""
         return 0
 
     def __str__(self) -> str:
@@ -39,9 +39,9 @@ class ChainShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeShape:
-    """How trees grow: topk branches a node, depth levels, nodes verified (the root not counted), how paths are ranked.
+    """The shape of trees: topk branches a node, depth levels, nodes verified (without the root), how paths are ranked.
 
-    Raises ValueError for a shape that no mask of 64 bits describes, and for more nodes than grow.
+    Raises ValueError for a shape that a mask of 64 bits cannot describe, and for more nodes than grow.
     """
 
     topk: int
@@ -71,17 +71,18 @@ class TreeShape:
 
     @property
     def num_verified(self) -> int:
-        """Draft tokens of a row that the target reads in a round: the nodes."""
+        """Number of a row's draft tokens that the target reads in a round: the nodes."""
         return self.nodes
 
     @property
     def num_candidates(self) -> int:
-        """C: nodes that grow, of which the best are verified."""
+        """C: number of nodes that grow, of which the best are verified."""
         return num_grown(self.topk, self.depth)
 
     @property
     def num_drafted(self) -> int:
-        """Nodes that go through the drafter, topk a level; each takes a slot of its K/V. The last level's do not."""
+        """Number of nodes that go through the drafter, topk a level; each needs a slot of its K/V. Those of the last level do
+        not."""
         return (self.depth - 1) * self.topk
 
     @property
@@ -93,7 +94,7 @@ class TreeShape:
     def num_lookahead_slots(self) -> int:
         """K/V slots past a row's length limit that its last rounds may write.
 
-        A live row lacks at least one token of its limit, and its newest token takes the first of the slots: hence less 2.
+        A live row lacks at least one token of its limit, and its newest token takes the first slot: hence 2 fewer.
         """
         return max(0, self.kv_per_round - 2)
 
@@ -102,10 +103,10 @@ class TreeShape:
 
 
 def num_grown(topk: int, depth: int) -> int:
-    """Nodes that a tree of so many levels has before the best are kept."""
+    """Number of nodes that a tree with this many levels has before the best are selected."""
     return topk + (depth - 1) * topk**2 if depth else 0
 
 
-def usual_nodes(topk: int, depth: int) -> int:
-    """Nodes that are verified unless the config says how many."""
+def default_nodes(topk: int, depth: int) -> int:
+    """Number of verified nodes unless the config gives one."""
     return min(USUAL_NODES, num_grown(topk, depth))

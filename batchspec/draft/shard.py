@@ -20,15 +20,15 @@ from batchspec.model.quant.plain import PLAIN
 from batchspec.model.weights import taken
 
 EXCHANGE_WEIGHTS = 25_000_000
-"""Weights of 2 bytes that a GPU reads at 4.3 TB/s during one exchange: 12 us, those of 2 MB on two H200 or of 512 KB on four
-(table of `tuning/exchange.py`)."""
+"""Number of 2-byte weights that a GPU reads, at 4.3 TB/s, in the 12 us of one exchange (of 2 MB on two H200, 512 KB on four:
+table of `tuning/exchange.py`)."""
 
 
 def part_of_head(spec: HeadSpec, shard: Shard, asked: bool | None = None) -> HeadSpec:
-    """What the rank of `shard` computes of a head: a part, or the whole head where every rank computes all of it.
+    """The part of a head that the rank of `shard` computes; the whole head if every rank computes all of it.
 
     asked  ablation.sharded_draft: cut it or not; None: cut it if a draft step saves more time on weights than its exchanges take
-    Raises ConfigError for a head that is to be cut and cannot be.
+    Raises ConfigError for a head that is to be cut but cannot be.
     """
     if shard.ranks == 1 or asked is False or (asked is None and not _pays(spec, shard)):
         return spec
@@ -53,7 +53,7 @@ def _pays(spec: HeadSpec, shard: Shard) -> bool:
 
 
 def cut(head: Head, part: HeadSpec) -> Head:
-    """The tensors of one rank (`part`), copied from a whole head's."""
+    """The tensors of one rank (`part`), copied from those of a whole head."""
     assert part.whole == head.spec, part
     tensors = dict(head.tensors)
     for name, pieces in _slices(part):

@@ -1,11 +1,11 @@
-"""A job's drafter before there is an engine: what `plan`, the job, training, adaptation and benchmarks ask of it.
+"""A job's drafter before there is an engine: what `plan`, the job, training, adaptation and benchmarks need to know of it.
 
-open_drafter(config, target)   settings and checkpoint judged, no weight read; ConfigError, CheckpointError for what cannot draft
+open_drafter(config, target)   check settings and checkpoint, read no weights; ConfigError, CheckpointError if it cannot draft
     .shape  .kv_layers()   .weight_bytes()  .state_bytes()     what the planner needs
-    .of_rank(shard)            the same where ranks compute the target together
-    .fetch()                   weights of a hub id downloaded
-    .load(dtype, device)       weights read
-    .build(weights, target)    the drafter, for an engine
+    .of_rank(shard)            the same if ranks compute the target together
+    .fetch()                   download the weights of a hub id
+    .load(dtype, device)       read the weights
+    .build(weights, target)    make the drafter, for an engine
 """
 
 from __future__ import annotations
@@ -29,33 +29,34 @@ from batchspec.model.target import Target
 
 W = TypeVar("W")
 
-USUAL_DRAFT_VOCAB = 32000
-"""Draft tokens of a head of noise (model.load_format=dummy)."""
+DEFAULT_DRAFT_VOCAB = 32000
+"""Draft vocabulary of a random head (model.load_format=dummy)."""
 
 
 class DrafterSpec(ABC, Generic[W]):
-    """The drafter that a config asks for. W is the type of its weights. The defaults here are those of one without any."""
+    """The drafter that a config asks for. W is the type of its weights. The defaults are those of a drafter without weights."""
 
     assumed_accepted: ClassVar[float]
-    """Draft tokens accepted a row and round, the bonus token not counted: what `plan` assumes, with a source."""
+    """Accepted draft tokens a row and round, without the bonus token, that `plan` assumes; subclasses name the source."""
     checkpoint: Hashable = None
-    """The shape of its weights: for one draft.path those that compare equal `load` the same."""
+    """The shape of its weights: for one draft.path, equal values load the same weights."""
     head: HeadSpec | None = None
-    """The EAGLE-3 head that it drafts with, which may go on learning during the job; None: it has none."""
+    """The EAGLE-3 head that it drafts with, which may be trained during the job; None: it has none."""
 
-    def __init__(self, config: RunConfig, target: ModelSpec, *, draft_vocab: int = USUAL_DRAFT_VOCAB) -> None:
-        """Judge the checkpoint by its config.json and the headers of its weights.
+    def __init__(self, config: RunConfig, target: ModelSpec, *, draft_vocab: int = DEFAULT_DRAFT_VOCAB) -> None:
+        """Check the checkpoint by its config.json and the headers of its weights.
 
-        target       the complete one, where ranks compute it together
-        draft_vocab  draft tokens of a head of noise; real ones say themselves
-        Raises ConfigError for settings that do not fit it, CheckpointError for one that is broken or another target's.
+        target       the complete one, if ranks compute it together
+        draft_vocab  draft vocabulary of a random head; a checkpoint has its own
+        Raises ConfigError for settings that do not fit it, CheckpointError for one that is broken or of another target.
         """
         self.config, self.target = config, target
 
     def of_rank(self, shard: Shard) -> DrafterSpec[W]:
-        """What one of the ranks that compute the target together holds of the drafter. Every rank has a whole one by default.
+        """The part of the drafter that one of the ranks that compute the target together holds. Default: every rank has all of
+        it.
 
-        Raises ConfigError for one that is to be cut and cannot be.
+        Raises ConfigError for a drafter that is to be cut but cannot be.
         """
         return self
 
@@ -65,7 +66,7 @@ class DrafterSpec(ABC, Generic[W]):
         return ChainShape(self.config.draft.num_speculative_tokens)
 
     def kv_layers(self, dtype: torch.dtype, page_size: int) -> tuple[tuple[KVLayout, int | None], ...]:
-        """K/V format of each layer of its own, which follow the target's layers, and how many newest keys it reads; None: all."""
+        """K/V format of each of its own layers, which follow the target's, and the number of newest keys it reads; None: all."""
         return ()
 
     def weight_bytes(self, *, dtype: torch.dtype, device: torch.device) -> int:
@@ -77,7 +78,7 @@ class DrafterSpec(ABC, Generic[W]):
         return 0
 
     def fetch(self) -> None:
-        """Download what is on the hub still. Raises CheckpointError."""
+        """Download what this machine lacks. Raises CheckpointError."""
         return None
 
     @abstractmethod
@@ -86,10 +87,10 @@ class DrafterSpec(ABC, Generic[W]):
 
     @abstractmethod
     def build(self, weights: W, target: Target, *, slots: int) -> Drafter:
-        """The drafter of an engine with so many slots; `weights` from `load`, and several drafters may share them."""
+        """The drafter of an engine with `slots` slots; `weights` from `load`, which several drafters may share."""
 
     def trainable(self, weights: W) -> Head | None:
-        """The weights of `head`; None where there is none."""
+        """The weights of `head`; None without a head."""
         return None
 
 
@@ -100,8 +101,8 @@ class Weightless(DrafterSpec[None]):
         return None
 
 
-def open_drafter(config: RunConfig, target: ModelSpec, *, draft_vocab: int = USUAL_DRAFT_VOCAB) -> DrafterSpec[Any]:
-    """The drafter at draft.name, checked for `target`; see `DrafterSpec`."""
+def open_drafter(config: RunConfig, target: ModelSpec, *, draft_vocab: int = DEFAULT_DRAFT_VOCAB) -> DrafterSpec[Any]:
+    """The drafter named draft.name, checked for `target`; see `DrafterSpec`."""
     module = importlib.import_module(f"batchspec.draft.{config.draft.name}")
     spec: type[DrafterSpec[Any]] = module.SPEC
     return spec(config, target, draft_vocab=draft_vocab)

@@ -3,10 +3,10 @@
     root           the newest token; its children are the `topk` most likely tokens after the row's last verified position
     level l+1      the topk best nodes of level l, by path score, go through the head; each gets its topk most likely children
     path score     sum of log-probabilities from the root on (rank=prob: product of probabilities, for comparison: it underflows)
-    verified       the `nodes` best of all children of all levels. A parent's score is never below its child's, so it is verified
-                   too
+    verified       the `nodes` best of all children of all levels. A parent's score is never below its child's, so every verified
+                   node's parent is verified too
 
-Of equal scores the node drafted first wins, so parents come before children. The head's K/V of the nodes it reads takes topk
+Among equal scores the node drafted first wins, so parents come before children. The head's K/V of the nodes it reads takes topk
 slots a level after the row's last verified position; each node attends to its own path only. The catch-up overwrites them.
 Source: Li et al. 2024, EAGLE-2 (arXiv 2406.16858); sums of log-probabilities: SGLang, "Optimize EAGLE select_top_k_tokens: use
 logprobs" (2025).
@@ -37,7 +37,7 @@ from batchspec.model.target import Target
 
 
 class TreeDrafter(ChainDrafter):
-    """Carries of each slot the head's output at its last verified position, which gives the root's children.
+    """Keeps for each slot the head's output at its last verified position, from which the root's children are drafted.
 
     max_len is the depth. Nothing is read back to the host and no shape depends on data: a round with it can be captured.
     """
@@ -71,7 +71,7 @@ class TreeDrafter(ChainDrafter):
         self._scores = torch.zeros(slots, shape.num_candidates, dtype=self.head.logits_dtype, device=device)
         self._ids, self._numbers_above = torch.zeros(2, slots, shape.num_candidates, dtype=torch.int32, device=device)
         line = torch.arange(slots, device=device)
-        # A path begins with the root: log 1, or 1.
+        # A path's score begins with the root's: log-probability 0, or probability 1.
         start = torch.full((slots, 1), 0.0 if shape.rank == LOGPROB else 1.0, dtype=self._scores.dtype, device=device)
         no_number, no_place = torch.full_like(start, -1, dtype=torch.int32), torch.zeros_like(start, dtype=torch.int64)
         self._root = Frontier(start, no_number, no_place, no_number.flatten(), line)
@@ -133,7 +133,7 @@ class TreeDrafter(ChainDrafter):
         by_level = [x.view(num_rows, steps, branches).transpose(0, 1).flatten(1).contiguous() for x in (positions, slots)]
         kv_len = torch.minimum(start + self._keys, self._kv_len[:num_rows]) * rows.live
         tree = TreeTail(ancestors=masks, start=start, max_depth=steps - 1, depths=self._depths)
-        # Their tokens are not known yet: attention only needs the number of them.
+        # Their tokens are not known yet: attention only needs their number.
         tokens, max_kv = self._node_ids[:num_rows], page_table.shape[1] * cache.page_size
         return [
             self._layout.batch(tokens, by_level[0][level], by_level[1][level], kv_len[level], page_table, max_kv, tree)
@@ -141,7 +141,7 @@ class TreeDrafter(ChainDrafter):
         ]
 
     def _through(self, batch: FlatBatch, nodes: Frontier, hidden: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """Every node of a level through the head: its output [R*B, H], and the hidden state that drafts its children."""
+        """Run every node of a level through the head: its output [R*B, H], and the hidden state that drafts its children."""
         assert batch.tree is not None
         batch.tree = replace(batch.tree, ancestors=nodes.ancestors.flatten())
         normed, residual = self.head.enter(nodes.token_ids, hidden)

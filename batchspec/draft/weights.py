@@ -54,10 +54,10 @@ def normalised(name: str) -> str:
 
 
 def expected_tensors(spec: HeadSpec) -> list[TensorSpec]:
-    """Every tensor that the spec asks for, by normalised name, in the order in which `dummy_head` draws them.
+    """Every tensor that the spec requires, by normalised name, in the order in which `dummy_head` draws them.
 
-    mask_hidden may come with more leading dimensions of one, and as wide as the head is instead of as its aux hidden states.
-    The vocabulary tables d2t and t2d are checked for themselves.
+    mask_hidden may have more leading dimensions of size one, and may be as wide as the head instead of its aux hidden states.
+    The vocabulary tables d2t and t2d are checked separately.
     """
     fc, hidden = fc_product(spec), spec.hidden_size
     width = feature_width(spec)
@@ -89,19 +89,19 @@ def expected_shapes(spec: HeadSpec) -> Shapes:
 
 
 def feature_width(spec: HeadSpec) -> int:
-    """Numbers of the target's hidden states that a head reads at each token."""
+    """Number of values of the target's hidden states that a head reads for each token."""
     return len(spec.aux_layer_ids) * spec.target_hidden_size
 
 
 def fc_product(spec: HeadSpec) -> ProductSpec | None:
-    """Aux hidden states end to end -> the feature [H]; None where the feature is the target's last hidden state itself."""
+    """Concatenated aux hidden states -> the feature [H]; None if the feature is the target's last hidden state itself."""
     if spec.final_hidden:
         return None
     return ProductSpec((Projection("fc", spec.hidden_size, feature_width(spec), spec.fc_bias),))
 
 
 def head_layers(spec: HeadSpec) -> tuple[LayerSpec, ...]:
-    """The decoder layers of a head. What layer 0 reads is made by the head: embedding and feature, each normed, end to end."""
+    """The decoder layers of a head. The input of layer 0 is the embedding and the feature, each normed, concatenated."""
     mlp = GatedMlpSpec(
         hidden_size=spec.hidden_size, inner_size=spec.intermediate_size, eps=spec.rms_eps, bias=spec.mlp_bias
     )  # fmt: skip
@@ -124,22 +124,22 @@ def head_layers(spec: HeadSpec) -> tuple[LayerSpec, ...]:
 
 
 def head_prefix(index: int) -> str:
-    """What the normalised names of a layer's tensors begin with."""
+    """The prefix of the normalised names of a layer's tensors."""
     return f"layers.{index}."
 
 
 def read_head_spec(folder: Path, target: ModelSpec, *, aux_layers: str = "auto") -> HeadSpec:
-    """The head of a folder, judged by `judge_head`."""
+    """The head of a folder, checked by `open_head`."""
     if not folder.is_dir():
         raise CheckpointError(f"draft.path={folder}: no such folder; give the folder of an EAGLE-3 head")
-    return judge_head(LocalFiles(folder), target, aux_layers=aux_layers)
+    return open_head(LocalFiles(folder), target, aux_layers=aux_layers)
 
 
-def judge_head(files: ModelFiles, target: ModelSpec, *, aux_layers: str = "auto") -> HeadSpec:
-    """The shape of a head: config.json, the headers of its weight files and the tables of its vocabulary, no weight read.
+def open_head(files: ModelFiles, target: ModelSpec, *, aux_layers: str = "auto") -> HeadSpec:
+    """Check a head by config.json, the headers of its weight files and its vocabulary tables; no weight is read.
 
-    Raises CheckpointError, in one line, for what `read_head` refuses, for tensors of wrong names, shapes or dtypes, and for a d2t
-    that leads out of the vocabulary or contradicts t2d.
+    Raises CheckpointError for what `read_head` refuses, for tensors of wrong names, shapes or dtypes, and for a d2t that leads
+    out of the vocabulary or contradicts t2d.
     """
     stored: dict[str, StoredTensor] = {}
     for name, tensor in stored_tensors(files).items():
@@ -156,7 +156,7 @@ def judge_head(files: ModelFiles, target: ModelSpec, *, aux_layers: str = "auto"
 
 
 def _table(files: ModelFiles, stored: StoredTensor) -> Tensor:
-    """A table of integers, of a few hundred kB, read by itself."""
+    """Read a table of integers, a few hundred kB."""
     content, _ = files.read(stored.file, stored.start, stored.end)
     return torch.frombuffer(bytearray(content), dtype=_TABLES[stored.dtype]).reshape(stored.shape)
 
@@ -164,7 +164,7 @@ def _table(files: ModelFiles, stored: StoredTensor) -> Tensor:
 def load_head(folder: Path, target: ModelSpec, *, dtype: torch.dtype, device: torch.device, aux_layers: str = "auto") -> Head:
     """Read a head's safetensors in the target's dtype.
 
-    Raises CheckpointError for what `judge_head` refuses.
+    Raises CheckpointError for what `open_head` refuses.
     """
     spec = read_head_spec(folder, target, aux_layers=aux_layers)
     tensors: dict[str, Tensor] = {}
@@ -179,7 +179,8 @@ def load_head(folder: Path, target: ModelSpec, *, dtype: torch.dtype, device: to
 
 
 def dummy_head(spec: HeadSpec, *, dtype: torch.dtype, device: torch.device) -> Head:
-    """Noise of the right shapes, the same in every run on one kind of device; the draft vocabulary spreads over the target's."""
+    """Random weights of the right shapes, the same in every run on one kind of device; draft ids are spread over the
+    vocabulary."""
     generator = torch.Generator(device).manual_seed(1)
     tensors = {}
     for tensor in expected_tensors(spec):
@@ -191,16 +192,17 @@ def dummy_head(spec: HeadSpec, *, dtype: torch.dtype, device: torch.device) -> H
 
 
 def dummy_spec(target: ModelSpec, *, draft_vocab_size: int = 32000, parallel: bool = False) -> HeadSpec:
-    """A usual head: one dense layer of the target's shape, three aux hidden states, 32,000 draft tokens, the target's embedding.
+    """A typical head: one dense layer of the target's shape, three aux hidden states, 32,000 draft tokens, the target's
+    embedding.
 
-    parallel  one that drafts in parallel: with a mask
+    parallel  it has a mask token, with which it drafts in parallel
     """
     vocab = min(draft_vocab_size, target.vocab_size)
     return HeadSpec(
         layout="flat", hidden_size=target.hidden_size, target_hidden_size=target.hidden_size, num_layers=1,
         num_heads=target.num_heads, num_kv_heads=target.num_kv_heads, head_dim=target.head_dim,
         intermediate_size=target.intermediate_size, vocab_size=target.vocab_size, draft_vocab_size=vocab,
-        aux_layer_ids=usual_aux_layers(target.num_layers), rms_eps=target.rms_eps,
+        aux_layer_ids=default_aux_layers(target.num_layers), rms_eps=target.rms_eps,
         rope=target.rope.of_heads, windows=(None,),
         qkv_bias=False, o_bias=False, mlp_bias=False, fc_bias=False, qk_norm=False, norm_before_residual=False, input_norm=False,
         fc_norm=False, feed_normed=False, own_embedding=False, own_head=True, mapped=vocab < target.vocab_size,
@@ -208,8 +210,8 @@ def dummy_spec(target: ModelSpec, *, draft_vocab_size: int = 32000, parallel: bo
     )  # fmt: skip
 
 
-def usual_aux_layers(num_layers: int) -> tuple[int, ...]:
-    """Low, middle and high as published heads have them; of a model too shallow for that the last three boundaries."""
+def default_aux_layers(num_layers: int) -> tuple[int, ...]:
+    """Low, middle and high boundaries as in published heads; for a model that is too shallow for them the last three."""
     usual = (2, num_layers // 2, num_layers - 3)
     fits = len(set(usual)) == 3 and min(usual) >= 0 and max(usual) <= num_layers
     return usual if fits else tuple(range(max(0, num_layers - 2), num_layers + 1))

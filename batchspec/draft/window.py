@@ -2,11 +2,11 @@
 
     draft k = argmax of the target at position num_tokens - 1 + k, over keys 0 .. sink-1 and the newest `window` ones
 
-No checkpoint and no copy of K/V: a window is a read range of the same pages. Drafting writes K/V from windowed attention at the
-positions that the round then verifies; the verification overwrites all of it before anything reads it. A draft costs a whole pass
-over the weights, so it pays only if attention over the full context takes most of a round.
-Source: Zhang et al. 2024, "Draft & Verify" (arXiv 2309.08168), a model that drafts with less of itself; Xiao et al. 2024,
-"StreamingLLM" (arXiv 2309.17453), what a window and a sink keep.
+It needs no checkpoint and no copy of K/V: a window is a read range of the same pages. Drafting writes K/V from windowed attention
+at the positions that the round then verifies; the verification overwrites all of it before anything reads it. A draft costs a
+whole pass over the weights, so it pays only if attention over the full context takes most of a round.
+Source: Zhang et al. 2024, "Draft & Verify" (arXiv 2309.08168), where a model drafts with a part of itself; Xiao et al. 2024,
+"StreamingLLM" (arXiv 2309.17453), for the window and the sink.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from batchspec.model.target import Target
 
 
 class WindowDrafter(NoFeatures):
-    """K tokens a row by K forward passes over one position a row; nothing is carried from round to round."""
+    """Drafts K tokens a row by K forward passes over one position a row; keeps nothing from round to round."""
 
     name = "window"
     fixed_len = True
@@ -34,8 +34,8 @@ class WindowDrafter(NoFeatures):
         self, target: Target, max_len: int, *, slots: int, window: int | None, sink: int = 0, vocab: int | None = None
     ) -> None:
         """
-        window  newest keys that a draft reads, its own included; None: all
-        sink    first keys that it reads besides
+        window  number of newest keys that a draft reads, its own included; None: all
+        sink    number of first keys that it also reads
         vocab   number of token ids to draft from, the lowest; None: all
         """
         device = target.device
@@ -63,7 +63,7 @@ class WindowDrafter(NoFeatures):
             newest_ids = ids[:, k : k + 1].contiguous()
             step = self._layout.batch(newest_ids, positions[k], slots[k], kv_len, page_table, rows.max_kv)
             step.add_groups(more_tables, cache.page_size)
-            step.row_adapters = rows.adapter  # the target drafts for itself: as it verifies
+            step.row_adapters = rows.adapter  # with the adapters with which it verifies
             hidden, _ = self._target.forward(step, cache, window=self._window, sink=self._sink)
             draws = later_draws(self.mode, rows, step.row_ids, positions[k], ahead=1, drafts=ids[:, 1:])
             if draws is None:
@@ -78,7 +78,7 @@ class WindowDrafterSpec(Weightless):
     """draft=window."""
 
     assumed_accepted = 1.5
-    """Of three drafts each is accepted in four of five rounds that accepted those before it."""
+    """After accepted drafts, each of three drafts is accepted in four of five rounds."""
 
     def build(self, weights: None, target: Target, *, slots: int) -> WindowDrafter:
         draft = self.config.draft

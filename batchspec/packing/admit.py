@@ -9,11 +9,11 @@ bad_type       a cell of JSON lines is not text, and the column must be text
 null_prompt    the prompt cell is null
 empty_prompt   no message, no character, no token
 bad_text       a string is not valid Unicode
-bad_messages   a message without role or content, or with a content that is not text; a chat that ends with the assistant's turn
+bad_messages   a message without role or content, or whose content is not text; a chat that ends with the assistant's turn
 bad_ids        prompt_ids holds a null or an id outside the vocabulary
 bad_parameter  a per-row value is out of range, or needs something that the job lacks (a tokenizer, think tokens)
 bad_schema     a schema, regex or grammar is not valid, or holds what is not supported
-impossible     no text is valid by the schema, matches the regex, or is of the grammar
+impossible     no text satisfies the schema, the regex or the grammar
 large_schema   following the schema, regex or grammar takes more time, memory or states than allowed
 template_error the chat template refuses the messages (order of roles, missing variables)
 too_long       prompt + max_new_tokens exceed model.max_len
@@ -36,7 +36,6 @@ from batchspec.dataset.columns import TYPES, ColumnMap, request_ids
 from batchspec.dataset.reader import InputShard, Source, SourceFacts, locate
 from batchspec.dataset.untyped_columns import json_kinds
 from batchspec.errors import ConfigError
-from batchspec.packing.awaited import Compiling
 from batchspec.packing.cells import (
     BadRow,
     plain_cell,
@@ -47,6 +46,7 @@ from batchspec.packing.cells import (
 from batchspec.packing.constraints import Constraints, asked_by, check_constraints
 from batchspec.packing.predict import LengthPredictor
 from batchspec.packing.prompt_encoder import PromptEncoder
+from batchspec.packing.ready_requests import RequestCompiler
 from batchspec.packing.row_settings import RowSettings
 from batchspec.records import Completion, Request, RowError
 
@@ -69,7 +69,7 @@ class Admission:
 
     source     the dataset that the shards come from; messages name its files
     tokenizer  may be None for `prompt_ids` input without stop strings
-    constraints  of another admission of the same configuration and model, which keep what they compiled; None: its own
+    constraints  compiler to share with another admission of the same configuration and model; None: make one
     It can be pickled: worker processes admit too (runner/shard_workers.py).
     Raises ConfigError when the configuration does not fit the model or the tokenizer.
     """
@@ -88,7 +88,7 @@ class Admission:
             raise ConfigError("decode.stop and text prompts need a tokenizer, and the model folder has none; use prompt_ids")
 
         self.constraints: Constraints | None = None
-        """What answers must match; None: no key and no column asks for structured output."""
+        """Compiles what answers must match; None: no key and no column asks for structured output."""
         asked = asked_by(config, columns)
         if asked is not None and self.decode.max_new_tokens:
             check_constraints(config, asked, tokenizer, self.settings.think, self.settings.end_ids)
@@ -106,14 +106,14 @@ class Admission:
         )  # fmt: skip
 
     def expect_constraints(self) -> None:
-        """Other rows, which another admission admits for the same engine, may have constraints, if the tokenizer allows any."""
+        """Prepare for constraints in rows that another admission admits for the same engine, if the tokenizer allows any."""
         if self.constraints is None and self.tokenizer is not None and self.decode.max_new_tokens:
             with suppress(ConfigError):
                 self.constraints = self._own_constraints()
 
     @property
     def has_channels(self) -> bool:
-        """Whether the model's outputs have channels (harmony): tool calls are told from the answer."""
+        """Whether the model's outputs have channels (harmony), so that tool calls are separated from the answer."""
         return self.settings.think is not None and self.settings.think.channels is not None
 
     def observe(self, completion: Completion) -> None:
@@ -121,16 +121,16 @@ class Admission:
         self.predictor.observe(completion)
 
     def predicted(self, request: Request) -> Request:
-        """The request with its expected output length: the present prediction, or max_new_tokens if nothing can end it early."""
+        """The request with its predicted output length: the present prediction, or max_new_tokens if nothing can end it early."""
         if not request.may_end_early:
             return request
         predicted = self.predictor.predict(request.max_new_tokens)
         return request if predicted == request.predicted_tokens else replace(request, predicted_tokens=predicted)
 
     def admit(self, shard: InputShard) -> Iterator[Request | Completion]:
-        """For each row, in input order: its requests (samples 0 .. n-1), or one completion with the reason why it has none.
+        """Yield for each row, in input order, its requests (samples 0 .. n-1), or one completion with the reason why it has none.
 
-        Constraints are not compiled yet: `compiled` does that, and may refuse each sample of a row (bad_schema, impossible,
+        Constraints are not compiled here: `compiled` does that, and may refuse a row's samples (bad_schema, impossible,
         large_schema).
         """
         ids = request_ids(self.source, self.columns, shard)
@@ -144,8 +144,8 @@ class Admission:
                 yield self._refused(bad, request_id, row_index, shard.index)
 
     def admit_turn(self, values: Mapping[str, Any], first: Request) -> Request | Completion:
-        """The request for a later turn of the conversation that `first` began, or a completion with the reason why it has none;
-        waits for its automaton.
+        """The request for a later turn of the conversation that `first` began, or a completion with the reason why there is none.
+        Waits until its automaton is compiled.
 
         values  cells under batchspec's names, parsed; the prompt column holds the whole chat
         """
@@ -161,16 +161,16 @@ class Admission:
             return replace(refused, sample_index=first.sample_index)
 
     @property
-    def compiling(self) -> Compiling | None:
-        """What makes admitted requests ready for the engine; None where they are, because no row can have a constraint."""
+    def compiling(self) -> RequestCompiler | None:
+        """The compiler of admitted requests' automata; None if no row can have a constraint."""
         return None if self.constraints is None else self
 
     def begin(self, request: Request) -> Future[Any] | None:
-        """Have the automaton of an admitted request compiled; done once `compiled` need not wait. None: it needs none."""
+        """Start compiling the request's automaton. The future is done once `compiled` need not wait; None: it needs none."""
         return None if self.constraints is None else self.constraints.begin(request)
 
     def compiled(self, request: Request) -> Request | Completion:
-        """An admitted request that is ready for the engine, or the reason why there is none; waits for its automaton."""
+        """The request with its automaton, or the reason why it has none; waits for the automaton."""
         if self.constraints is None:
             return request
         try:
@@ -180,7 +180,7 @@ class Admission:
             return replace(refused, sample_index=request.sample_index)
 
     def admit_compiled(self, shard: InputShard) -> Iterator[Request | Completion]:
-        """As `admit`, with the automata of all requests, which are compiled first."""
+        """As `admit`, with all automata compiled."""
         entries = list(self.admit(shard))
         for entry in entries:
             if isinstance(entry, Request):

@@ -1,4 +1,4 @@
-"""The cells of an input row as checked Python values; anything wrong raises BadRow."""
+"""The cells of an input row as checked Python values; bad values raise BadRow."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Undecodable:
 
 
 def plain_cell(scalar: Any) -> Any:
-    """An Arrow scalar as a Python value; text that is not UTF-8 as a placeholder that `row_values` refuses."""
+    """An Arrow scalar as a Python value; a placeholder that `row_values` refuses for text that is not UTF-8."""
     try:
         return scalar.as_py()
     except UnicodeDecodeError:
@@ -51,11 +51,11 @@ def row_values(cells: Mapping[str, Any], fields: Mapping[str, pa.Field], prompt:
     for name, cell in cells.items():
         if isinstance(cell, _Undecodable):
             raise BadRow("bad_text", f"{name} is not valid UTF-8, or holds half of a surrogate pair; correct it")
-        values[name] = None if cell is None or name not in fields else _meant(name, cell, fields[name], name == prompt)
+        values[name] = None if cell is None or name not in fields else _cell_value(name, cell, fields[name], name == prompt)
     return values
 
 
-def _meant(name: str, cell: Any, field: pa.Field, is_prompt: bool) -> Any:
+def _cell_value(name: str, cell: Any, field: pa.Field, is_prompt: bool) -> Any:
     try:
         value = value_of(cell, field, number=name in NUMBERS, optional=not is_prompt)
         if name == "messages":
@@ -76,7 +76,7 @@ def _meant(name: str, cell: Any, field: pa.Field, is_prompt: bool) -> Any:
 
 
 def _listed(text: str | None) -> Any:
-    """A list of strings, which CSV holds as JSON text; any other text is itself, such as the string [/INST]."""
+    """A list of strings, which CSV holds as JSON text; any other text stays as it is, such as the string [/INST]."""
     with suppress(BadJson):
         found = parse(text) if text is not None and text.startswith("[") else None
         if isinstance(found, list) and all(isinstance(item, str) for item in found):
@@ -127,13 +127,13 @@ def number_cell(name: str, own: Any, *, whole: bool) -> float:
 
 
 def bias_cell(row: Mapping[str, Any], usual: Biases, vocab_size: int) -> Biases:
-    """The row's own logit_bias, else `usual`."""
+    """The row's own logit_bias, or else `usual`."""
     own = json_cell(row, "logit_bias", dict)
     return usual if own is None else checked_biases(own, vocab_size)
 
 
 def checked_biases(given: Any, vocab_size: int) -> Biases:
-    """The biases of a map, by ascending token id, those of 0 left out."""
+    """The biases of a map, by ascending token id, without those of 0."""
     try:
         found = logit_bias(given)
     except ValueError as error:

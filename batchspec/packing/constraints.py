@@ -1,6 +1,7 @@
-"""Structured output: what a row's answer must match, as an automaton: decode.schema, regex, choice and grammar, or its columns.
+"""Structured output: compiles what a row's answer must match into an automaton: decode.schema, regex, choice and grammar, or the
+row's columns.
 
-A row's own constraint replaces the job's. Reasoning is free; the constraint holds for the answer after it.
+A row's own constraint replaces the job's. Reasoning is not constrained; the answer after it is.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ Constraint = tuple[str, str]
 
 
 _GRAMMAR = re.compile(r"^\s*[?!]?\w[\w.-]*\s*::?[=\s]", re.MULTILINE)
-"""A rule: a text without any is the path of a file."""
+"""Found in every grammar rule: a text without it is taken for the path of a file."""
 
 
 class Constraints:
-    """The constraints of a job's rows.
+    """Reads and compiles the constraints of a job's rows.
 
     end_ids  the tokens that end any row: the model's EOS ids and decode.stop_ids
-    Raises ConfigError if the job's own constraint cannot be met, or the bytes of the tokens are not known.
+    Raises ConfigError if the job's own constraint cannot be met, or the bytes of the tokens are unknown.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Constraints:
         self.of_job = job_constraint(decode)
         self.compiler = _compiler(tokenizer, vocab_size, think, end_ids)
         self.of_job_waits = False
-        """The job's own constraint became a lazy automaton."""
+        """Whether the job's own constraint became a lazy automaton."""
         if self.of_job is not None:
             try:
                 self.of_job_waits = isinstance(self.compiler.compile(*self.of_job), LazyAutomaton)
@@ -59,15 +60,16 @@ class Constraints:
                 raise ConfigError(f"decode.{self.of_job[0]}: {error}") from None
 
     def of_row(self, row: Mapping[str, Any]) -> Constraint | None:
-        """The row's constraint, which is not compiled yet; None: it has none. Raises BadRow."""
+        """The row's constraint, not compiled; None: it has none. Raises BadRow."""
         return row_constraint(row) if any(row.get(name) is not None for name in COLUMNS) else self.of_job
 
     def begin(self, request: Request) -> Future[Any] | None:
-        """Have the request's automaton compiled; done once it is there. None for a request without a constraint."""
+        """Start compiling the request's automaton; the future is done when it is compiled. None for a request without a
+        constraint."""
         return None if request.constraint is None else self.compiler.begin(*request.constraint)
 
     def compiled(self, request: Request) -> Request:
-        """The request with its automaton and the state in which its output begins; waits for it. Raises BadRow."""
+        """The request with its automaton and the state in which its output begins; waits for the automaton. Raises BadRow."""
         if request.constraint is None:
             return request
         try:
@@ -85,7 +87,7 @@ class Constraints:
 
 
 def _compiler(tokenizer: Tokenizer, vocab_size: int, think: ThinkTokens | None, end_ids: Collection[int]) -> Compiler:
-    """For constraints over the tokens of this model; arguments as of `Constraints`."""
+    """The compiler for constraints over this model's tokens; arguments as for `Constraints`."""
     marks, channels = {}, None if think is None else think.channels
     if think is not None:
         marks = {think.end_id: END_THOUGHT} | ({} if think.begin_id is None else {think.begin_id: BEGIN_THOUGHT})
@@ -99,7 +101,7 @@ def _compiler(tokenizer: Tokenizer, vocab_size: int, think: ThinkTokens | None, 
 
 
 def first_state(automaton: TokenAutomaton | LazyAutomaton, thinking: Thinking | None, vocabulary: TokenSymbols) -> int:
-    """The state in which the output of a row begins; DEAD if it continues a message of harmony that may not be written."""
+    """The state in which a row's output begins; DEAD if it continues a harmony message that may not be written."""
     if thinking is not None and thinking.channels is not None:
         if isinstance(automaton, LazyAutomaton):
             return state_after_header(thinking.header, vocabulary)
@@ -110,7 +112,7 @@ def first_state(automaton: TokenAutomaton | LazyAutomaton, thinking: Thinking | 
 
 
 def asked_by(config: RunConfig, columns: ColumnMap) -> str | None:
-    """The key or the column that asks for structured output; None: nothing does."""
+    """The key or column that asks for structured output; None if none does."""
     given = job_constraint(config.decode)
     mapped = next((name for name in COLUMNS if columns.get(name) is not None), None)
     return f"decode.{given[0]}" if given is not None else None if mapped is None else f"column {columns.get(mapped)!r} ({mapped})"
@@ -119,11 +121,11 @@ def asked_by(config: RunConfig, columns: ColumnMap) -> str | None:
 def check_constraints(
     config: RunConfig, name: str, tokenizer: Tokenizer | None, think: ThinkTokens | None, end_ids: Collection[int]
 ) -> None:
-    """Raises ConfigError if what `name` asks for is not supported with another key of the job, or its model."""
+    """Raises ConfigError if what `name` asks for does not go together with another key of the job, or with its model."""
     if tokenizer is None:
         raise ConfigError(f"{name} needs a tokenizer, and the model folder has none; remove it")
     if config.draft.synthetic is not None:
-        raise ConfigError(f"{name} says nothing where draft.synthetic makes up what is accepted; remove one")
+        raise ConfigError(f"{name} has no effect with draft.synthetic, which makes up the accepted tokens; remove one")
     if not end_ids:
         raise ConfigError(
             f"{name} needs a token that ends an answer, and there is none; set decode.ignore_eos=false or decode.stop_ids"
@@ -137,7 +139,7 @@ def check_constraints(
 
 
 def job_constraint(decode: DecodeConfig) -> Constraint | None:
-    """The job's own constraint. A schema that is no JSON text is the path of a file. Raises ConfigError."""
+    """The job's own constraint. A schema that is not JSON text is the path of a file. Raises ConfigError."""
     if decode.regex is not None:
         return "regex", decode.regex
     if decode.choice:
@@ -169,7 +171,7 @@ def _read(key: str, path: str) -> str:
 
 
 def row_constraint(row: Mapping[str, Any]) -> Constraint | None:
-    """The row's own constraint, of the columns that are not null; None for a response_format of plain text. Raises BadRow."""
+    """The row's own constraint, from the column that is not null; None for a response_format of plain text. Raises BadRow."""
     given = [name for name in COLUMNS if row.get(name) is not None]
     if len(given) > 1:
         raise BadRow("bad_parameter", f"{given[0]} and {given[1]} are both given; leave one null")
@@ -190,7 +192,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def _parsed(choices: Any) -> Any:
-    """A list that may be given as JSON text, as in CSV. Its items are texts, whatever they look like."""
+    """A list that may be given as JSON text, as in CSV. Its items stay text, even if they look like numbers."""
     if not isinstance(choices, str):
         return choices
     try:
@@ -206,7 +208,8 @@ def _choice(choices: Any) -> str:
 
 
 def _of_response_format(form: Mapping[str, Any]) -> Constraint | None:
-    """OpenAI's response_format: text, json_object, or json_schema with a schema; and grammar, regex and choice."""
+    """The constraint of an OpenAI response_format: text, json_object, or json_schema with a schema; also grammar, regex,
+    choice."""
     match form.get("type"):
         case "text":
             return None

@@ -7,9 +7,9 @@ or by arithmetic, whichever is slower:
     round_s = max(sum_g max(W_g(T) / weight_bytes_s, 2 P_g T / flop_s_g(T)), L layer_s)
               + max(R kv sum_l C_l / bytes_s, 4 A T sum_l C_l / flop_s(T)) + overhead
 
-g products of all layers and the output matrix, W_g(T) bytes of the weights of g that are read, in their format, P_g weights of g
-that a token is multiplied with, flop_s_g the rate of the format: FP8 weights with quantised activations (W8A8) have one of their
-own; MXFP4 weights are unpacked and multiplied like plain ones. R rows, C_l keys of a row that layer l reads, T = R *
+g runs over the products of all layers and the output matrix. W_g(T) bytes of the weights of g that are read, in their format; P_g
+weights of g with which a token is multiplied; flop_s_g the rate of their format: FP8 weights with quantised activations (W8A8)
+have their own; MXFP4 weights are unpacked and multiplied like plain ones. R rows, C_l keys of a row that layer l reads, T = R *
 tokens_per_row, kv bytes of K/V a token and layer, A query heads * head_dim, L layers. C_l is the row's context; in a layer with a
 window it is min(context, window + tokens_per_row - 1). LoRA adapters of rows add two products of their own to each product
 (`_adapters_s`).
@@ -33,14 +33,14 @@ from batchspec.packing.exchange import exchange_seconds
 
 CALIBRATED_TOKENS = (8, 32, 128, 256)
 FP8_TOKENS = {"cpu": 64, "cuda": 2048}
-"""Of the W8A8 product that is measured: so many that arithmetic bounds it."""
+"""Number of tokens of the W8A8 product that is measured: enough to be bound by arithmetic."""
 LORA_LAUNCH_S, LORA_SLOWDOWN = 3e-6, 2.0
-"""Seconds of a low-rank product in a CUDA graph at least, and its time over that of its bytes or operations. Fitted to
+"""Minimum seconds of a low-rank product in a CUDA graph, and its time relative to that of its bytes or operations. Fitted to
 rounds of Llama-8B on an H200 with 16 adapters of rank 16 or 64, 256 and 1,024 tokens (2026-11): within 23 percent of the 1.9 to
 7.4 ms that they add."""
 SMALL_OPERATIONS = {"cpu": 3000, "cuda": 200}
-"""Overhead of a forward pass of 30 layers besides its products, as a number of small additions: from Python on a CPU, in a CUDA
-graph on a GPU."""
+"""Overhead of a forward pass of 30 layers, expressed as a number of small additions: in Python on a CPU, in a CUDA graph on a
+GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,20 +57,19 @@ class Rates:
     layer_s: float = 0.0
     """Minimum seconds of a layer's products and norms, however small they are."""
     tile: int = 1
-    """Tokens of a product's tile: above two tiles, the number of tokens is rounded up to a multiple."""
+    """Tokens in a product's tile: above two tiles, the number of tokens is rounded up to a multiple of it."""
     fp8_speedup: float = 1.0
     """flop/s of W8A8 products of many tokens divided by those of plain products."""
 
     def weight_bytes_s(self, dtype: torch.dtype) -> float:
-        """Bytes/s at which products of few tokens read their weights: as with the first measured number of tokens, at which
-        `dtype` weights were read. Products of weights in fewer bytes take less time."""
+        """Bytes/s at which products of few tokens read weights of `dtype`: the rate of the first measurement."""
         tokens, rate = self.gemm[0]
         return min(self.bytes_s, dtype.itemsize * rate / (2 * tokens))
 
     def product_flop_s(self, tokens: float, *, fp8: bool) -> float:
-        """flop/s of products with this number of tokens, reading left aside; fp8: of W8A8 products.
+        """flop/s of products with this number of tokens, without the reading of weights; fp8: of W8A8 products.
 
-        Plain products of few tokens are bound by reading, which says nothing of W8A8 products: their rate is one number.
+        Plain products of few tokens are bound by reading, which tells nothing about W8A8 products: their rate is one number.
         """
         return self.fp8_speedup * self.gemm[-1][1] if fp8 else self.flop_s(max(tokens, self.gemm[0][0]))
 
@@ -105,10 +104,10 @@ def device_rates(device: torch.device, dtype: torch.dtype, *, fp8: bool = False)
 
 def calibrate(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> Rates:
     """Measure matrix products with 8 to 256 tokens, and a read of more memory than the caches hold. Other load on the machine
-    lowers the result.
+    lowers the measured rates.
 
     fp8  measure W8A8 products too, as the model computes them: on Hopper and newer that compiles their kernel, for some seconds
-         the first time; elsewhere plain torch emulates it
+         fp8  measure W8A8 products too, as the model computes them: on Hopper and newer this compiles their kernel, some seconds
     """
     size = 2048 if device.type == "cpu" else 8192
     weight = torch.ones(size, size, dtype=dtype, device=device)
@@ -119,7 +118,7 @@ def calibrate(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) ->
         return _seconds(lambda: rows @ weight.T, device)
 
     rates = [2.0 * size * size * tokens / product(tokens) for tokens in CALIBRATED_TOKENS]
-    # The rate never falls with more tokens: a measurement that says so was disturbed by other load.
+    # The true rate never falls with more tokens: a measurement that shows this was disturbed by other load.
     points = tuple(zip(CALIBRATED_TOKENS, accumulate(rates, max), strict=True))
     read_s = _seconds(large.sum, device)
     overhead_s = SMALL_OPERATIONS[device.type] * _seconds(lambda: weight[0, :64] + 1, device)
@@ -130,7 +129,7 @@ def calibrate(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) ->
 
 
 def _fp8_speedup(weight: Tensor) -> float:
-    """Seconds of the plain product with weight [N, N] divided by those of the W8A8 product, quantisation of x included."""
+    """Seconds of the plain product with weight [N, N] divided by those of the W8A8 product, which include quantising x."""
     device, size = weight.device, len(weight)
     x, product = torch.ones(FP8_TOKENS[device.type], size, dtype=weight.dtype, device=device), product_of_ones(size, device)
     return _seconds(lambda: x @ weight.T, device) / _seconds(lambda: product(x), device)
@@ -210,7 +209,7 @@ def prefill_seconds(
 def _products_s(
     spec: ModelSpec, rates: Rates, dtype: torch.dtype, tokens: float, correlation: float = 1.0, *, outputs: float | None = None
 ) -> float:
-    """Of a pass over `tokens` tokens.
+    """Seconds of all products of a pass over `tokens` tokens.
 
     outputs  number of its tokens whose logits are computed, on average; None: all
     """
@@ -228,7 +227,7 @@ def _products_s(
 
 
 def _adapters_s(spec: ModelSpec, rates: Rates, dtype: torch.dtype, tokens: float) -> float:
-    """Of the low-rank products of LoRA adapters, if every token has one: two launches a product."""
+    """Seconds of the low-rank products of LoRA adapters if every token has one: two launches per product."""
     if spec.lora is None:
         return 0.0
     own = [product for prefix, block in spec.blocks() for product in block.products if spec.lora.rank_of(prefix, product)]
@@ -240,12 +239,12 @@ def _adapters_s(spec: ModelSpec, rates: Rates, dtype: torch.dtype, tokens: float
 
 
 def adapter_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: float) -> float:
-    """Bytes of LoRA adapters that a forward pass over so many tokens reads: of all, or of one a token."""
+    """Bytes of LoRA adapters that a forward pass over `tokens` tokens reads: those of all adapters, or of one per token."""
     return 0.0 if spec.lora is None else spec.lora_bytes(dtype) * min(1.0, tokens / spec.lora.num_adapters)
 
 
 def _whole_tiles(rates: Rates, tokens: float) -> float:
-    """Tokens that products compute for so many."""
+    """`tokens` rounded up to what products compute."""
     return tokens if tokens <= 2 * rates.tile else -(-tokens // rates.tile) * rates.tile
 
 
@@ -257,5 +256,5 @@ def _round_keys(spec: ModelSpec, context_tokens: float, tokens_per_row: float) -
 
 
 def _attention_flop(spec: ModelSpec, tokens: float, keys: Iterable[float]) -> float:
-    """keys [num_layers] that each of the tokens is multiplied with."""
+    """Operations of attention. keys: [num_layers] number of keys with which each token is multiplied."""
     return 4.0 * tokens * sum(attention.inner_size * count for attention, count in zip(spec.attentions, keys, strict=True))

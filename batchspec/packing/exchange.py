@@ -1,4 +1,4 @@
-"""What the exchanges between ranks add to the cost of a forward pass (tensor parallelism).
+"""The time that exchanges between ranks add to a forward pass (tensor parallelism).
 
 Each layer adds up the ranks' outputs of two products, T tokens of H numbers each; with norms over all heads it exchanges two more
 numbers per token. b bytes of one rank, R ranks:
@@ -7,9 +7,9 @@ numbers per token. b bytes of one rank, R ranks:
     two-shot   8.5 us + 2 (R - 1) / R b / 300 GB/s
     library    15 us + 2 (R - 1) / R b / 230 GB/s
 
-`tuning/exchange.py` says which one is taken. Fitted to the table there, sums with residual sum and norm of 64 KB to 8 MB on 2 and
-on 4 H200: the kernels' within 12 percent, NCCL's all-reduce within 30 from 1 MB on. Eight ranks, and more than 8 MB, are
-extrapolated.
+`tuning/exchange.py` chooses one of them. Fitted to the table there: sums with residual sum and norm of 64 KB to 8 MB, on 2 and on
+4 H200. The fit of the kernels is within 12 percent, that of NCCL's all-reduce within 30 from 1 MB on. Eight ranks, and more than
+8 MB, are extrapolated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LIBRARY_S, LIBRARY_BYTES_S = 15e-6, 230e9
 
 
 def exchange_seconds(spec: ModelSpec, dtype: torch.dtype, tokens: float) -> float:
-    """Of a pass over so many tokens; 0 for a model that one process computes."""
+    """Seconds of the exchanges of a pass over `tokens` tokens; 0 for a model that one process computes."""
     ranks = spec.shard.ranks
     if ranks == 1:
         return 0.0
@@ -34,7 +34,7 @@ def exchange_seconds(spec: ModelSpec, dtype: torch.dtype, tokens: float) -> floa
 
 
 def sum_seconds(ranks: int, num_bytes: float) -> float:
-    """Of one sum over 2, 4 or 8 ranks."""
+    """Seconds of one sum over 2, 4 or 8 ranks."""
     others = ranks - 1
     shared = 2 * others / ranks * num_bytes
     if num_bytes > LIBRARY_BYTES[ranks]:

@@ -1,4 +1,4 @@
-"""The stream of requests to the engine: shards are admitted a window at a time, and handed back when their last row is done."""
+"""The stream of requests to the engine: shards are admitted one window at a time, and given back when their last row is done."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from batchspec.dataset.reader import InputShard
-from batchspec.packing.awaited import Awaited, Compiling
 from batchspec.packing.order import order_requests
+from batchspec.packing.ready_requests import ReadyRequests, RequestCompiler
 from batchspec.packing.work_plan import AdmitShards, AdmittedShard, AdmittedShards, DecodedShard, PlanRows, all_rows
 from batchspec.records import Completion, Request
 from batchspec.runstate.journal import Journaled
@@ -19,11 +19,11 @@ WINDOW_SHARDS = 4
 WINDOW_SLOTS = 2
 """A window holds at least this many input rows for each slot of the batch."""
 AHEAD = 64
-"""Requests, or as many as there are slots, that may wait for their automata at a time."""
+"""Maximum number of requests, or the number of slots if larger, that wait for their automata at a time."""
 EARLY_S = 5.0
-"""Admission of the next window begins this long before the present one is used up: a few rows with each request handed out.
-Admitting 2,000 chats at once would keep the GPU waiting for half a second; shards at workers are not waited for. It does not
-begin earlier, because other runs may still claim the next shards."""
+"""Seconds before the present window is used up at which admission of the next one begins: a few rows with each request handed
+out. Admitting 2,000 chats at once would keep the GPU waiting for half a second. It does not wait for shards that worker processes
+admit, and it does not begin earlier, because other runs may still claim the next shards."""
 
 
 @dataclass(slots=True)
@@ -39,9 +39,9 @@ class _OpenShard:
 
 
 class _Window:
-    """The requests of one window, admitted as far as was asked for.
+    """The requests of one window, of which a part may be admitted.
 
-    planned   the requests of a shard, a list of no or one for each output row
+    planned   yields the requests of a shard: for each output row a list of none or one
     num_rows  maximum number of input rows
     """
 
@@ -54,21 +54,21 @@ class _Window:
         self._steps = self._admitted()
 
     def admit_share(self, num_shares: int) -> None:
-        """Admit one of so many equal shares of the rows that are left, or less where that would have to wait for a worker."""
+        """Admit a `num_shares`th of the remaining rows, or fewer if that would mean waiting for a worker process."""
         for took in itertools.islice(self._steps, -(-self._num_rows // num_shares)):
             if not took:
                 return
             self._num_rows -= 1
 
     def admit_all(self) -> list[Request]:
-        """All requests of the window."""
+        """Admit the rest, and return all requests of the window."""
         self._waits = True
         for _ in self._steps:
             pass
         return self._requests
 
     def _admitted(self) -> Iterator[bool]:
-        """True for each output row that was taken; False while the next one is not there, unless it is waited for."""
+        """Yields True for each output row that was admitted, and False whenever the next one would have to be waited for."""
         while True:
             while not (self._waits or self._shards.is_ready()):
                 yield False
@@ -84,19 +84,19 @@ class Feed:
     """Takes shards a window at a time, hands out their requests longest first, and tracks the unfinished rows of each shard.
 
     admit       admits the rows of shards
-    rows        gives what is done with each output row of a shard; default: all are decoded
+    rows        decides what is done with each output row of a shard; default: all are decoded
     predicted   returns a request with its present predicted output length
     num_shards  number of shards in `shards`
     shard_rows  input rows of a shard; the last shard may have fewer
     slots       number of slots of the batch
-    journaled   saved work of earlier runs: finished rows are not decoded again, the others continue from their saved tokens
-    compiling   makes requests with constraints ready for the engine; None: no row has one
-    busy        whether the engine has unfinished requests; default: as many as were handed out and not added
-    refused     is told of the rows that `compiling` refuses
+    journaled   saved work of earlier runs: finished rows are not decoded again, others continue from their saved tokens
+    compiling   compiles the automata of requests with constraints; None: no row has one
+    busy        whether the engine has unfinished requests; default: whether requests were handed out that were not added
+    refused     called with the rows that `compiling` refuses
 
-    Longest first pays when a window holds more rows than the batch: for 800 rows of 8K whose lengths are known, through 88 slots,
-    windows of 64 rows take 5,454 rounds and windows of 176 rows take 4,853. The remainder of the input is merged into the last
-    window: otherwise its longest requests would become a tail that leaves most slots empty.
+    Longest first helps if a window holds more rows than the batch: for 800 rows of 8K with known lengths and 88 slots, windows of
+    64 rows take 5,454 rounds and windows of 176 rows take 4,853. The remainder of the input is merged into the last window:
+    otherwise its longest requests would become a tail that leaves most slots empty.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Feed:
         shard_rows: int,
         slots: int,
         journaled: Journaled | None = None,
-        compiling: Compiling | None = None,
+        compiling: RequestCompiler | None = None,
         busy: Callable[[], bool] | None = None,
         refused: Callable[[Completion], None] = lambda refused: None,
         clock: Callable[[], float] = time.monotonic,
@@ -125,16 +125,16 @@ class Feed:
         self._compiling, self._busy, self._tell_refused = compiling, busy or self._has_unfinished, refused
         self._num_unfinished = 0
         self.num_ready = 0
-        """Requests that are admitted and in order: they are handed out without waiting for anything."""
+        """Number of admitted requests that can be handed out without waiting."""
 
     def requests(self) -> Iterator[Request | None]:
-        """Requests in decoding order: window by window, the longest of a window first. Those whose automata are not compiled yet
-        come later; None: at present there is no other.
+        """Yield requests in decoding order: window by window, the longest of a window first. Requests whose automata are not
+        compiled yet come later; None: no request is ready at present.
         """
         found: Iterator[Request | None] = self._in_order()
         if self._compiling is not None:
             ahead = max(AHEAD, self._slots)
-            found = Awaited(self._in_order(), self._compiling, refused=self._refuse, busy=self._busy, ahead=ahead)
+            found = ReadyRequests(self._in_order(), self._compiling, refused=self._refuse, busy=self._busy, ahead=ahead)
         for request in found:
             self._num_unfinished += request is not None
             yield request
@@ -176,12 +176,12 @@ class Feed:
         return shards * self._shard_rows
 
     def _coming(self, window: int) -> _Window:
-        """An empty window: none of its shards has been read yet."""
+        """The next window, of which no shard has been read."""
         shards = self._window if window < self._num_windows - 1 else None if window < self._num_windows else 0
         return _Window(self._admit(itertools.islice(self._shards, shards)), self._planned, self._num_rows(window))
 
     def _planned(self, admitted: AdmittedShard) -> Iterator[list[Request]]:
-        """For each output row of a shard a list of no or one request."""
+        """Yield for each output row of a shard a list of none or one request."""
         opened = _OpenShard(admitted.shard)
         for planned in self._rows(admitted.shard, admitted.entries):
             entry = None if planned is None else self._journaled.known(planned)
@@ -193,17 +193,17 @@ class Feed:
         self._open[admitted.shard.index] = opened
 
     def add(self, completion: Completion) -> None:
-        """A request of an open shard has finished."""
+        """Add the completion of a request of an open shard."""
         self._num_unfinished -= 1
         self._open[completion.shard].completions.append(completion)
 
     @property
     def open_shards(self) -> list[tuple[int, int]]:
-        """Shards that lack completions, each with the number of output rows that it has already."""
+        """Shards that lack completions, each with the number of output rows that are done."""
         return [(index, opened.num_done) for index, opened in self._open.items()]
 
     def complete(self) -> Iterator[DecodedShard]:
-        """Shards whose rows are all finished; each is yielded once."""
+        """Yield each shard once, when all its rows are finished."""
         for index in [index for index, opened in self._open.items() if opened.num_done == opened.num_outputs]:
             done = self._open.pop(index)
             yield DecodedShard(shard=done.shard, completions=done.completions, num_carried=done.num_carried)

@@ -1,4 +1,4 @@
-"""The division of K/V memory: number of pages of each K/V group for a number of slots.
+"""Divides the K/V memory: the number of pages of each K/V group for a number of slots.
 
 Each group has its own page pool (`cache.groups`), sized once. In a group that reads all keys, a row needs all of its pages. In a
 group with a window it needs those that the window covers, and all of them while it is prefilled.
@@ -22,11 +22,11 @@ DraftLayers = Sequence[tuple[KVLayout, int | None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVMemory:
-    """The memory that rows need in each group."""
+    """The K/V memory that rows need in each group."""
 
     groups: KVGroups
     page_bytes: tuple[int, ...]
-    """Bytes of a page of each group, over its layers."""
+    """Bytes of a page in each group, over all of its layers."""
     page_size: int
     max_tokens: int
     """Tokens of the longest row, including those that rounds write after its end."""
@@ -74,7 +74,7 @@ class KVMemory:
         """Number of pages of each group, its scratch page included: as many as `slots` rows of maximum length need, or as fit
         into `budget` bytes.
 
-        If memory is short, each group gets the pages that one row needs, and the same share of its further need.
+        If memory is short, each group gets the pages that one row needs, and an equal share of what it needs in addition.
         """
         least = self.row_pages + 1
         wanted = [

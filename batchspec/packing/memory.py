@@ -7,12 +7,12 @@ L layers, e bytes a number:
               3 I of a gated MLP, 2 (NH + 2 KVH) D + NH D of attention (`activation_size`); the drafter's inputs.
               Factor 1.5 for fragmentation by the allocator
     a round   the same for R S tokens, in the graphs' pool; 3 * 4 R S V of fp32 logits and their copies for sampling, for at least
-              512 tokens where prompts are scored
+              512 tokens if prompts are scored
     attention 4 S NH (D + 2) for each (row, 512 keys): partial results, merged by log-sum-exp
     state     R (5 max_len + 4 V): token buffers, page table, counts of tokens for penalties
-    graphs    16 MB for each row bucket and draft length, at most 13 of these, 0 twice: the next round drafts or not. As many
-              again where rows may be longer than those surveyed: their graphs are captured when the first such row comes
-    adapters  of a model with LoRA adapters of rows: what lies between their two products, of T and of R S tokens
+    graphs    16 MB for each row bucket and draft length, at most 13 of these, and 0 twice: the next round may draft or not. Twice
+              as many if rows may be longer than those surveyed: their graphs are captured when the first such row comes
+    adapters  of a model with LoRA adapters of rows: the values between their two products, of T and of R S tokens
     exchanges 4 e R S H + 128 MiB, of a model that several GPUs compute: buffers that they read from each other
     fixed     2 GB: workspaces of matrix products and attention, compiled kernels, fragmentation
     passes as graphs (ablation.prefill_graphs)  a pass once more, in the graphs' pool; K and V of 4 T keys; 16 MB for each of 16
@@ -58,9 +58,9 @@ def reserve_bytes(
     longest_row: int | None = None,
     scores: bool = False,
 ) -> int:
-    """Bytes of everything but weights and pages; the formula is in the module's docstring.
+    """Bytes that must stay free besides weights and pages; the formula is in the module's docstring.
 
-    longest_row  tokens of the longest row surveyed, up to max_len; None: no row was surveyed, and no graph is for usual rows
+    longest_row  tokens of the longest row surveyed, up to max_len; None: no row was surveyed, and all graphs are for max_len
     scores       prompts are scored
     """
     verified = slots * (draft_len + 1)
@@ -78,7 +78,7 @@ def reserve_bytes(
 
 
 def prefill_graph_bytes(spec: ModelSpec, *, dtype: torch.dtype, tokens: int) -> int:
-    """Bytes that CUDA graphs of prefill passes of up to `tokens` tokens need, besides what passes need."""
+    """Bytes that CUDA graphs of prefill passes of up to `tokens` tokens need in addition to the passes."""
     layout = spec.kv_layout(dtype, 1)
     keys = KEYS_PER_TOKEN * tokens * 2 * layout.num_kv_heads * layout.head_dim * dtype.itemsize
     return round(_activation_bytes(spec, dtype, tokens)) + keys + PREFILL_GRAPHS * GRAPH_BYTES
@@ -89,7 +89,7 @@ def learning_bytes(
 ) -> int:
     """Bytes that training a head during the job needs; its layers are assumed to have the target's shape.
 
-    feature_width  number of the target's aux values that the head reads for a token
+    feature_width  number of values of the target's hidden states that the head reads for a token
     steps          number of draft steps that are trained
     tokens         tokens of a slice
     """

@@ -13,8 +13,8 @@ def order_requests(window: Sequence[Request], page_size: int = PAGE_SIZE) -> lis
     """The order in which requests enter the batch: rows with a shared prefix together, longest predicted total first.
 
     A row's group is the longest prefix of whole pages that it shares with another row of the window. A group is placed by its
-    longest member; equal totals keep the order of the input (row, then sample). With long rows first, the short ones are left to
-    fill the slots at the end.
+    longest member; equal totals keep the order of the input (row, then sample). Because long rows begin first, only short ones
+    remain at the end, and the slots stay filled.
     """
     group_of = _groups(window, page_size)
     longest: dict[Hashable, tuple[int, int, int]] = {}
@@ -29,10 +29,10 @@ def _rank(request: Request) -> tuple[int, int, int]:
 
 
 def _groups(window: Sequence[Request], page_size: int) -> dict[int, Hashable]:
-    """Row -> its group. A row that shares no page forms a group with its samples alone."""
+    """Row -> its group. A row that shares no page is in a group with its own samples only."""
     prompts = {request.row_index: request.prompt_ids for request in window}
     group_of: dict[int, Hashable] = {row: (0, row) for row in prompts}
-    # Rows that share their prefix up to this page with another row: those of different adapters share nothing.
+    # Rows whose prefix up to this page another row has too. Rows of different adapters share nothing.
     together: dict[int, Hashable] = {request.row_index: request.adapter for request in window}
     end = page_size
     while together:

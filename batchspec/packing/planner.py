@@ -24,7 +24,7 @@ GPU_PREFILL = 16384
 GPU_RUN_AHEAD = 2
 """Number of rounds that are launched before the results of the first are read."""
 GOOD_ENOUGH = 0.98
-"""The smallest batch within 2 % of the best predicted tokens/s is taken: fewer rows finish sooner and need less memory."""
+"""The smallest batch within 2 % of the best predicted tokens/s is chosen: fewer rows finish sooner and need less memory."""
 MORE_ROWS = 0.05
 """Maximum number of slots beyond the rows for which there are pages, as a share of these rows."""
 CPU_SHARE = 0.6
@@ -58,9 +58,9 @@ class Forecast:
     round_s: float
     """Seconds of one full round at mean context."""
     weights_read_bytes: float
-    """Weights that the target reads in such a round; of experts, those that are expected to be chosen."""
+    """Bytes of weights that the target reads in such a round; of experts, the expected number that tokens choose."""
     kv_read_bytes: float
-    """K/V that it reads."""
+    """Bytes of K/V that it reads."""
     prefill_s: float
     decode_s: float
 
@@ -155,7 +155,7 @@ def forecast(
 
 
 def held_back_bytes(batch: PackedBatch, spec: ModelSpec, dtype: torch.dtype, *, scores: bool = False) -> int:
-    """GPU memory that passes, rounds and graphs of this batch take."""
+    """Bytes of GPU memory that passes, rounds and graphs of this batch need."""
     return reserve_bytes(
         spec, dtype=dtype, slots=batch.num_slots, num_buckets=len(batch.row_buckets), draft_len=batch.draft_len,
         prefill_tokens=min(batch.prefill_tokens, batch.num_slots * batch.max_len), max_len=batch.max_len,
@@ -183,7 +183,7 @@ def _free_host_memory() -> int:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
-        return 4 * 10**9  # not Linux: a modest guess that packing.memory_gb overrides
+        return 4 * 10**9  # not Linux: a low guess, which packing.memory_gb overrides
     group = Path("/sys/fs/cgroup")
     try:
         return min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
@@ -222,7 +222,7 @@ def _held_back(
 
 
 def _expected_tokens(demand: Demand) -> float:
-    """Tokens of a row of expected length at its end: the scheduler admits a row if its pages for them are free."""
+    """Tokens of a row of expected length at its end: a request gets a slot only if pages for as many are free."""
     return min(demand.max_tokens, max(1.0, demand.prompt_tokens + demand.output_tokens))
 
 

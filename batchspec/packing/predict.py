@@ -9,10 +9,11 @@ PRIOR_ROWS = 16
 
 
 class LengthPredictor:
-    """Predicts the output length of a row that may end before its cap (max_new_tokens), from the cap and the finished rows.
+    """Predicts the output length of a row that may end before its limit (max_new_tokens), from the limit and the finished rows.
 
-    A cap of up to 64 tokens is itself the prediction, because most such rows reach it. For larger caps it is the mean output of
-    the finished rows with such caps, and of 16 imagined rows of half the cap. Wrong predictions cost time, never tokens.
+    A limit of up to 64 tokens is itself the prediction, because most such rows reach it. For larger limits the prediction is the
+    mean output of finished rows with such limits, with 16 assumed rows of half the limit as a prior. Wrong predictions cost time,
+    never tokens.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The token ids of a prompt: chat template, tokenizer, checks and truncation. Anything wrong raises BadRow."""
+"""The token ids of a prompt: chat template, tokenizer, checks and truncation. Bad prompts raise BadRow."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class PromptEncoder:
 
 @contextmanager
 def _refused_as(who: str) -> Iterator[None]:
-    """Within, any exception of the chat template or the tokenizer becomes a BadRow."""
+    """Within this block any exception of the chat template or the tokenizer becomes a BadRow."""
     try:
         yield
     except BadRow:

@@ -1,4 +1,4 @@
-"""Settings of a row besides its prompt: its own values, else the job's. All methods raise BadRow for values that are wrong."""
+"""Settings of a row besides its prompt: its own values, or else the job's. All methods raise BadRow for bad values."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _RECOMMENDED = ("temperature", "top_k", "top_p", "min_p")
 
 
 class RowSettings:
-    """Limits, sampling, stops, thinking budget and adapter of each row; arguments as of `Admission`.
+    """Limits, sampling, stops, thinking budget and adapter of each row; arguments as for `Admission`.
 
-    Raises ConfigError where the job's own values do not fit the model or the tokenizer.
+    Raises ConfigError if the job's own values do not fit the model or the tokenizer.
     """
 
     def __init__(self, config: RunConfig, columns: ColumnMap, spec: ModelSpec, tokenizer: Tokenizer | None) -> None:
@@ -37,7 +37,7 @@ class RowSettings:
         special_ids = tokenizer.special_ids if tokenizer else {}
         self.special_ids: Mapping[str, int] = {text: token for text, token in special_ids.items() if token < self.vocab_size}
         self.think = find_think_tokens(config.model.think_tokens, tokenizer, spec.vocab_size)
-        if self.think is not None:  # their texts are not part of an answer's text, so a stop string must become a stop id
+        if self.think is not None:  # these are not in the answer's text, so such a stop string must become a stop id
             self.special_ids |= self.think.tokens()
         of_answer = self.think.stop_ids if self.think is not None else ()
         eos = set() if self.decode.ignore_eos else {*spec.eos_ids, *(tokenizer.eos_ids if tokenizer else ()), *of_answer}
@@ -65,7 +65,7 @@ class RowSettings:
         self.closing = self._closing()
 
     def _closing(self) -> tuple[int, ...]:
-        """The tokens of the text that is forced when a thought has used its budget, before those that end the thought."""
+        """The tokens that are forced when a thought has used up its budget, before those that end the thought."""
         text, budget = self.decode.thinking_closing, self.decode.thinking_token_budget
         if self.think is None:
             if budget is not None:
@@ -82,7 +82,7 @@ class RowSettings:
         return tuple(ids)
 
     def values(self, row: dict[str, Any]) -> dict[str, float]:
-        """The sampling values of a row: the row's own, or else the job's."""
+        """The sampling values of a row: its own, or else the job's."""
         values: dict[str, float] = {}
         for name in SAMPLING:
             own, usual = row.get(name), getattr(self.decode, name)

@@ -26,11 +26,11 @@ class Survey:
     max_new_tokens: array[int] = field(default_factory=lambda: array("i"))
     predicted_tokens: array[int] = field(default_factory=lambda: array("i"))
     num_opened: int = 0
-    """Number of requests whose prompt ends inside a thought, because the template opens it."""
+    """Number of requests whose prompt ends inside a thought, because the chat template begins one."""
     shares_prefix: bool = False
-    """Two requests of different rows, of one adapter, begin with the same PREFIX_TOKENS tokens."""
+    """Whether two requests of different rows and the same adapter begin with the same PREFIX_TOKENS tokens."""
     prefixes: dict[tuple[int, bytes], int] = field(default_factory=dict)
-    """Adapter and first PREFIX_TOKENS of some requests -> row of the first with them."""
+    """Adapter and first PREFIX_TOKENS tokens of some requests -> row of the first request that has them."""
     bad: dict[str, tuple[int, str]] = field(default_factory=dict)
     """code -> (number of rows, message of the first)"""
 
@@ -73,7 +73,7 @@ class Survey:
         return round((len(self.prompt_tokens) + self.num_bad) * num_rows / self.num_rows)
 
     def demand(self, num_rows: int, max_len: int) -> Demand:
-        """The demand of a job of `num_rows` such rows. Its max_tokens is that of the longest row only if every row was
+        """The demand of a job of `num_rows` such rows. Its max_tokens is the longest surveyed row only if all rows were
         surveyed."""
         prompts, caps = self.lengths("prompt_tokens"), self.lengths("max_new_tokens")
         if not len(prompts):

@@ -21,18 +21,18 @@ PlanRows = Callable[[InputShard, Iterator[Request | Completion]], Iterator[Reque
 
 
 TOKEN_BYTES = 100
-"""Bytes of memory for each token of an uncommitted row: ids and text, in a completion and in tables."""
+"""Estimated bytes of memory for each token of an uncommitted row: ids and text, in a completion and in tables."""
 COPIES = 3
-"""Copies of all other numbers: in a completion, in a table and in its file."""
+"""Number of copies of all other values: in a completion, in a table and in its file."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmittedShard:
-    """A shard with what admission makes of its rows, in this process as they are asked for, or in a worker process before."""
+    """A shard and the results of admitting its rows, in this process one by one, or earlier in a worker process."""
 
     shard: InputShard
     entries: Iterator[Request | Completion]
-    """As of `Admission.admit`."""
+    """As from `Admission.admit`."""
 
 
 class AdmittedShards(Iterator[AdmittedShard]):
@@ -45,7 +45,7 @@ class AdmittedShards(Iterator[AdmittedShard]):
         return next(self._shards)
 
     def is_ready(self) -> bool:
-        """Whether the next shard comes, or the end, without waiting for another thread or process. Its work begins now."""
+        """Whether `next` would return without waiting for another thread or process. Starts the work on the next shard."""
         return True
 
 

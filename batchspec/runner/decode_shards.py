@@ -10,8 +10,8 @@ import pyarrow as pa
 from batchspec.dataset.reader import InputShard
 from batchspec.engine.engine import Engine
 from batchspec.engine.output_processor import EngineTotals
-from batchspec.packing.ahead import Ahead
 from batchspec.packing.feed import Feed
+from batchspec.packing.prefetch import Prefetcher
 from batchspec.packing.work_plan import DecodedShard, PlanRows, WorkPlan, all_rows
 from batchspec.prepare import Job
 from batchspec.runner.run_monitor import RunMonitor
@@ -59,7 +59,7 @@ def decode_shards(
     )
     # No prefetching in jobs with automata: the order of requests depends on which automata are compiled.
     most = engine.batch.num_slots // 2 if job.admission.compiling is None else 0
-    requests = Ahead(monitor.watch(feed), lambda: feed.num_ready, most=most)
+    requests = Prefetcher(monitor.watch(feed), lambda: feed.num_ready, most=most)
 
     def after_round(totals: EngineTotals) -> None:
         monitor(totals)

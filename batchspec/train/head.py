@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from batchspec.draft.formats import HeadSpec
-from batchspec.draft.weights import Head, dummy_spec, load_head, usual_aux_layers
+from batchspec.draft.weights import Head, default_aux_layers, dummy_spec, load_head
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
@@ -36,7 +36,7 @@ def new_spec(
         spec, num_layers=layers, windows=(None,) * layers, intermediate_size=inner or spec.intermediate_size,
         mask_token_id=mask_id,
     )  # fmt: skip
-    chosen = usual_aux_layers(target.num_layers) if aux_layer_ids is None else tuple(aux_layer_ids)
+    chosen = default_aux_layers(target.num_layers) if aux_layer_ids is None else tuple(aux_layer_ids)
     if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= tap <= target.num_layers for tap in chosen):
         raise ConfigError(
             f"train.aux_layer_ids={list(chosen)} must be different boundaries in 0 .. {target.num_layers}; null takes the usual"

@@ -1,7 +1,7 @@
 """Prefetches requests from their stream while the device computes, a few after each round.
 
-Taking a request (its length is predicted, and compared with the time left) costs the thread that launches rounds some 20 us. A
-refill asks for a hundred at a time: without prefetching the device would wait for all of them.
+Taking a request (its length is predicted and compared with the time left) costs the thread that launches rounds some 20 us, and a
+refill takes about a hundred. Without prefetching the device would wait for all of them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from batchspec.records import Request
 
 
-class Ahead(Iterator[Request | None]):
-    """The requests of the stream, in its order.
+class Prefetcher(Iterator[Request | None]):
+    """Iterates over the requests of a stream, in its order, some of them prefetched.
 
     num_ready  number of requests that the stream can give without waiting
-    most       limit on requests that are prefetched and not yet handed out
+    most       maximum number of prefetched requests
     """
 
     def __init__(self, requests: Iterator[Request | None], num_ready: Callable[[], int], *, most: int) -> None:
@@ -27,9 +27,9 @@ class Ahead(Iterator[Request | None]):
         return self._taken.popleft() if self._taken else next(self._requests)
 
     def take(self, count: int) -> None:
-        """Prefetch up to `count` requests: no more than there is room for, and only those that are ready."""
+        """Prefetch up to `count` requests, within the limit, and only requests that are ready."""
         for _ in range(min(count, self._most - len(self._taken), self._num_ready())):
             try:
                 self._taken.append(next(self._requests))
-            except StopIteration:  # the stream ends early when the run has no time for more rows
+            except StopIteration:  # the stream also ends when the run has no time for more rows
                 return

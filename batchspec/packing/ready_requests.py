@@ -1,6 +1,6 @@
-"""Hands out requests whose automata are compiled, while others are still in compilation: a row waits for its own automaton only.
+"""Hands out requests whose automata are compiled while others are being compiled: a row waits for its own automaton only.
 
-This changes the order in which rows begin, on which no token depends.
+This changes the order in which rows begin, which no token depends on.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, Protocol
 from batchspec.records import Completion, Request
 
 WAIT_S = 0.05
-"""Longest wait, in seconds, while the engine has nothing to do. Between waits the caller checks signals and given-up calls."""
+"""Longest wait, in seconds, while the engine has nothing to do. Between waits the caller checks signals and cancelled calls."""
 
 
-class Compiling(Protocol):
+class RequestCompiler(Protocol):
     """Compiles automata; implemented by `Admission`."""
 
     def begin(self, request: Request) -> Future[Any] | None:
@@ -25,17 +25,18 @@ class Compiling(Protocol):
         """The request with its automaton, or the reason why it has none; waits for it."""
 
 
-class Awaited(Iterator[Request | None]):
-    """The requests in their order, but a request whose automaton is not compiled yet comes later. None: none is ready at present.
+class ReadyRequests(Iterator[Request | None]):
+    """Iterates over requests in order, except that a request comes later if its automaton is not compiled yet. It gives None
+    if no request is ready at present.
 
-    requests  of Request, ending with the last one
-    refused   is called with the error row of each request whose constraint has no automaton
+    requests  the requests
+    refused   called with the error row of each request whose constraint cannot be compiled
     busy      whether the engine has unfinished requests; if not, `next` waits for an automaton, at most WAIT_S
-    ahead     maximum number of requests that are taken from `requests` and wait for their automata
+    ahead     maximum number of requests that have been taken from `requests` and wait for their automata
     """
 
     def __init__(
-        self, requests: Iterator[Request], compiling: Compiling, *, refused: Callable[[Completion], None],
+        self, requests: Iterator[Request], compiling: RequestCompiler, *, refused: Callable[[Completion], None],
         busy: Callable[[], bool], ahead: int,
     ) -> None:  # fmt: skip
         self._requests, self._compiling, self._refused, self._busy, self._ahead = requests, compiling, refused, busy, ahead
@@ -52,7 +53,8 @@ class Awaited(Iterator[Request | None]):
         raise StopIteration
 
     def _next_ready(self) -> Request | None:
-        """The first waiting request whose automaton is compiled, else the next one that need not wait; None: neither exists."""
+        """The first waiting request whose automaton is compiled, or else the next one that need not wait; None: there is
+        neither."""
         while (found := self._first_done() or self._taken()) is not None:
             ready = self._compiling.compiled(found)
             if isinstance(ready, Request):
@@ -65,7 +67,8 @@ class Awaited(Iterator[Request | None]):
         return None if place is None else self._waiting.pop(place)[0]
 
     def _taken(self) -> Request | None:
-        """The next request of the stream that need not wait; those before it join the waiting ones. None: none within `ahead`."""
+        """Take requests from the stream until one need not wait, and return it; those before it wait. None: `ahead` of them
+        wait."""
         while not self._ended and len(self._waiting) < self._ahead:
             request = next(self._requests, None)
             if request is None:

@@ -11,8 +11,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchspec.packing import awaited
-from batchspec.packing.awaited import Awaited
+from batchspec.packing import ready_requests
+from batchspec.packing.ready_requests import ReadyRequests
 from batchspec.records import Completion, Request
 from tests.automata import automaton
 from tests.engines import request
@@ -53,7 +53,7 @@ def numbers(found: list[Request | None]) -> list[int | None]:
 
 def test_rows_whose_automata_are_there_go_first() -> None:
     compiles, refused = Compiles(), list[Completion]()
-    made = Awaited(
+    made = ReadyRequests(
         rows("a", None, "b", "a", None, "bad", "c"), compiles, refused=refused.append, busy=lambda: True, ahead=9
     )  # fmt: skip
     assert numbers([next(made) for _ in range(4)]) == [1, 4, None, None]
@@ -70,7 +70,7 @@ def test_rows_whose_automata_are_there_go_first() -> None:
 
 def test_no_more_rows_than_asked_for_wait() -> None:
     compiles = Compiles()
-    made = Awaited(rows("a", "b", "c", None), compiles, refused=lambda _: None, busy=lambda: True, ahead=2)
+    made = ReadyRequests(rows("a", "b", "c", None), compiles, refused=lambda _: None, busy=lambda: True, ahead=2)
     assert next(made) is None
     assert list(compiles.begun) == ["a", "b"]
     compiles.finish("a")
@@ -82,10 +82,10 @@ def test_no_more_rows_than_asked_for_wait() -> None:
 
 def test_where_nothing_else_can_be_done_the_next_automaton_is_waited_for_but_not_for_long() -> None:
     compiles = Compiles()
-    made = Awaited(rows("a"), compiles, refused=lambda _: None, busy=lambda: False, ahead=2)
+    made = ReadyRequests(rows("a"), compiles, refused=lambda _: None, busy=lambda: False, ahead=2)
     began = time.perf_counter()
     assert next(made) is None
-    assert time.perf_counter() - began >= awaited.WAIT_S
+    assert time.perf_counter() - began >= ready_requests.WAIT_S
     compiles.finish("a")
     assert numbers(list(made)) == [0]
 
@@ -95,7 +95,7 @@ def test_every_row_comes_once_or_is_refused_whatever_is_compiled_when(
     data: st.DataObject, texts: list[str | None], ahead: int
 ) -> None:
     compiles, refused, found = Compiles(), list[Completion](), list[Request]()
-    made = Awaited(rows(*texts), compiles, refused=refused.append, busy=lambda: True, ahead=ahead)
+    made = ReadyRequests(rows(*texts), compiles, refused=refused.append, busy=lambda: True, ahead=ahead)
     for one in made:
         if one is not None:
             found.append(one)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchspec.packing.ahead import Ahead
+from batchspec.packing.prefetch import Prefetcher
 from batchspec.records import Request
 from tests.engines import request
 from tests.test_feed import done, feed, requests_of
@@ -38,7 +38,7 @@ def test_requests_come_in_their_order_however_many_were_taken_before(
     sizes: list[int], most: int, turns: list[int | None]
 ) -> None:
     windows = Windows(sizes)
-    ahead = Ahead(iter(windows), lambda: windows.num_ready, most=most)
+    ahead = Prefetcher(iter(windows), lambda: windows.num_ready, most=most)
     found = []
     for turn in turns:
         if turn is None:
@@ -54,7 +54,7 @@ def test_requests_come_in_their_order_however_many_were_taken_before(
 
 def test_a_stream_that_ends_early_leaves_what_was_taken() -> None:
     asked = [request(i, [1], cap=1) for i in range(3)]
-    ahead = Ahead(iter(asked), lambda: 100, most=10)
+    ahead = Prefetcher(iter(asked), lambda: 100, most=10)
     ahead.take(8)
     assert list(ahead) == asked
 
@@ -71,7 +71,7 @@ def test_what_a_feed_calls_ready_is_handed_out_without_reading_a_shard(
         caps, shard_rows=shard_rows, slots=slots, clock=lambda: 0.0
     )  # fmt: skip
     expected = [one.row_index for one in requests_of(plain)]
-    ahead = Ahead(made.requests(), lambda: made.num_ready, most=slots)
+    ahead = Prefetcher(made.requests(), lambda: made.num_ready, most=slots)
     found: list[Request] = []
     for turn in turns:
         ready, room = made.num_ready, slots - len(ahead._taken)
