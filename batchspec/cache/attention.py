@@ -63,6 +63,6 @@ class AttentionPlan(Protocol):
 
         positions    int64 [T] to use instead of the batch's: not earlier, and below the row's kv_len. This lets the steps of a
                      draft chain share a plan
-        sink_logits  fp32 (fp64 for fp64) [NH]: one more key of each head, with this logit and the value 0 (gpt-oss); `sink` counts
-                     real keys
+        sink_logits  fp32 (fp64 for fp64) [NH]: one more key of each head, with this logit and the value 0 (gpt-oss); `sink`
+                     counts real keys
         """

@@ -1,7 +1,7 @@
 """adapter_config.json of a LoRA adapter, as PEFT writes it: which projections it changes, their rank and scale.
 
-A key that is not read here is refused unless it is neutral (null, false or empty), or known to change nothing of what a finished
-adapter computes: a newer PEFT may have keys that do.
+A key that is not read here is refused unless it is neutral (null, false or empty), or known not to change what a finished adapter
+computes, because a newer PEFT may have keys that do.
 Source: LoraConfig, https://github.com/huggingface/peft (tuners/lora/config.py); patterns as of peft/utils/other.py.
 """
 
@@ -26,10 +26,10 @@ _NO_PART = (
     "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout",
     "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "qalora_group_size", "runtime_config",
 )  # fmt: skip
-"""Keys that say how the adapter was trained or started, or that another key switches on."""
+"""Keys that tell how the adapter was trained or initialised, or that only matter with another key."""
 _NEUTRAL: tuple[Any, ...] = (None, False, {}, [], "")
 _BASE_UNCHANGED = (None, True, False, "gaussian", "orthogonal", "eva")
-"""Values of init_lora_weights that leave the base model's weights alone; PiSSA, OLoRA, CorDA and LoftQ change them."""
+"""Values of init_lora_weights that do not change the base model's weights; PiSSA, OLoRA, CorDA and LoftQ change them."""
 
 Pattern = tuple[re.Pattern[str], Any]
 
@@ -42,12 +42,12 @@ class LoraConfig:
     alpha: float
     rslora: bool
     ranks: tuple[Pattern, ...]
-    """Ranks of modules whose name matches; the first match counts."""
+    """Rank by pattern, for modules whose name matches; the first match counts."""
     alphas: tuple[Pattern, ...]
     targets: Callable[[str], bool]
     """Whether target_modules names this module."""
     targets_all: bool
-    """Each module that target_modules names has an adapter: no other key makes exceptions."""
+    """Whether every module that target_modules names has an adapter: no other key makes exceptions."""
     base: str
     """The base model's name, for messages."""
 
@@ -61,7 +61,7 @@ class LoraConfig:
 
 
 def read_adapter_config(folder: Path) -> LoraConfig:
-    """Raises CheckpointError, in one line, without a file, for a malformed key, and for what is not supported."""
+    """Read adapter_config.json. Raises CheckpointError if it is missing, malformed, or asks for something unsupported."""
     path = folder / CONFIG
     values = read_json(path)
     config = ConfigReader(values, shown(path)).ranged(_RANKS)
@@ -106,7 +106,7 @@ def _targets(config: ConfigReader, value: Any) -> Callable[[str], bool]:
 def _patterns(
     config: ConfigReader, key: str, values: dict[str, Any], read: Callable[[ConfigReader], float], name: str
 ) -> tuple[Pattern, ...]:
-    """The patterns of a key with their values, each read as the key `name` is."""
+    """The patterns of a key with their values, each read and checked as the key `name`."""
     found = []
     for pattern in config.part(key):
         one = ConfigReader({name: values[key][pattern]}, f"{config.where}, {key} {pattern[:60]!r}").ranged(_RANKS)

@@ -1,4 +1,4 @@
-"""The forward of decoder layers for inference: packed weights, fused kernels, everything in place. T tokens, H hidden."""
+"""The forward pass of decoder layers for inference: packed weights, fused kernels, everything in place. T tokens, H hidden."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from batchspec.model.rope import Rope
 
 
 class Pairs(NamedTuple):
-    """What the experts of T tokens gave, before it is added up."""
+    """The outputs of the experts of T tokens, before they are summed."""
 
     values: Tensor
     """[T * k, H]"""
@@ -43,31 +43,31 @@ class Pairs(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """What the products of this rank gave; the ranks' are still to be added up."""
+    """The outputs of this rank's products, before they are summed over the ranks."""
 
     values: Tensor
     """[T, H]"""
 
 
 class ResidualStream:
-    """The residual stream [T, H], changed in place, and what the next norm is to add to it: the two are one kernel.
+    """The residual stream [T, H], changed in place, and the values that the next norm adds to it in the same kernel.
 
-    Where ranks compute a model together, every rank has the whole stream. The ranks' shares of what is added are exchanged when
-    the next norm reads the stream: two exchanges per layer.
+    If ranks compute a model together, every rank has the whole stream. The ranks' parts of what is added are exchanged when the
+    next norm reads the stream: two exchanges per layer.
     """
 
     __slots__ = ("_pending", "_ranks", "live", "residual")
 
     def __init__(self, residual: Tensor, live: Tensor | None = None, ranks: Collectives | None = None) -> None:
-        """residual [T, H]; its rows may be slices of wider ones, which products do not add to. live: as of `Stream`.
+        """residual [T, H]: if its rows are slices of wider ones, products do not add to them. live: as for `Stream`.
 
-        ranks  of a model that is computed by several
+        ranks  set for a model that several ranks compute
         """
         self.residual, self.live, self._ranks = residual, live, ranks
         self._pending: Tensor | Pairs | Partial | None = None
 
     def select(self, places: Tensor) -> ResidualStream:
-        """The stream of some tokens, int64 [R], right after a norm."""
+        """The stream of some tokens, by their indices int64 [R]; only right after a norm."""
         assert self._pending is None
         live = None if self.live is None else self.live.index_select(0, places)
         return ResidualStream(self.residual.index_select(0, places), live, self._ranks)
@@ -116,7 +116,7 @@ class ResidualStream:
         return normed if out is None else out.copy_(normed)
 
     def _summed(self, out_aux: Tensor | None) -> Tensor:
-        """The stream itself [T, H], with all that was added. out_aux [T, H] gets it too, or None."""
+        """The stream itself [T, H], with all that was added. out_aux [T, H]: it is also written here, if given."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             if isinstance(pending, Pairs):
@@ -129,7 +129,7 @@ class ResidualStream:
         return self.residual
 
     def _combined(self, values: Tensor, weights: Tensor) -> Tensor:
-        """The pairs of each token added up [T, H]."""
+        """The sum of each token's pairs [T, H]."""
         added = torch.empty_like(self.residual)
         combine(values, weights, out=added)
         return added
@@ -159,7 +159,7 @@ class ResidualStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedStore:
-    """K and V of one layer go to pages."""
+    """Stores K and V of one layer in pages."""
 
     rope: Rope
     slot_mapping: Tensor
@@ -167,7 +167,7 @@ class PagedStore:
     kv: LayerKV
     lora: LoraTokens | None = None
     norm_ranks: Collectives | None = None
-    """The ranks that share the heads over which q and k are normed; None: those norms are of this process alone."""
+    """The ranks that share the heads over which q and k are normed; None: this process norms alone."""
 
     def rotate_and_store(self, qkv: Any, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> Tensor:
         if self.norm_ranks is not None and q_norm is not None and k_norm is not None:
@@ -184,7 +184,7 @@ class PagedAttend:
     plan: AttentionPlan
     lora: LoraTokens | None = None
     positions: Tensor | None = None
-    """int64 [T] of the queries, where they are later than the plan's"""
+    """int64 [T] positions of the queries if they are later than the plan's"""
 
     def __call__(self, q: Tensor, scale: float, sink_logits: Tensor | None = None) -> Tensor:
         return self.plan.attend(q, self.kv, scale, self.positions, sink_logits).flatten(1)

@@ -12,11 +12,11 @@ from batchspec.model.spec import ModelSpec
 from batchspec.tuning.policy import has_same_bits_in_all_tiles
 
 ORDER_VERSION = 2
-"""Version of the order of sums: a job that was begun with another one is not continued."""
+"""Version of the order of sums: a job that began with another version is not continued."""
 
 
 def in_one_order(spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, here: bool = True) -> ModelSpec:
-    """The model with batch-invariant sums: their order depends on the row alone. A float64 model is returned unchanged: there the
+    """The model with batch-invariant sums: their order depends on the row alone. A float64 model is returned unchanged: its
     order of sums changes no token.
 
     here  False: the job will run on another machine, whose devices are unknown

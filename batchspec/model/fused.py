@@ -21,9 +21,9 @@ from batchspec.tuning.policy import has_fast_experts
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """hidden / sqrt(mean(hidden^2) + eps) * weight over the last dimension, same dtype out.
 
-    Normalised in fp32 (fp64 for fp64), rounded, then multiplied by the weight, as transformers' Llama does; by a weight in fp32
-    before it is rounded, as its Gemma does. On a CPU in place
-    where it can be: up to 5x faster than F.rms_norm at hundreds of tokens, where fresh memory costs more than the arithmetic.
+    Normalised in fp32 (fp64 for fp64), rounded, then multiplied by the weight, as in transformers' Llama; a weight in fp32 is
+    multiplied before rounding, as in its Gemma. On a CPU it works in place if it can: up to 5x faster than F.rms_norm at hundreds
+    of tokens, where fresh memory costs more than the arithmetic.
     """
     if hidden.is_cuda:
         out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
@@ -38,7 +38,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_norm(
     hidden: Tensor, residual: Tensor, weight: Tensor, eps: float, out_aux: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Add hidden [T, H] to residual [T, H] in place, copy the sum to out_aux where given, and return its rms_norm [T, H].
+    """Add hidden [T, H] to residual [T, H] in place, copy the sum to out_aux if given, and return its rms_norm [T, H].
 
     out  where the norm goes, or None for a new tensor
     """
@@ -56,7 +56,8 @@ def add_norm(
 def norm_quantised(
     hidden: Tensor | None, residual: Tensor, weight: Tensor, eps: float, form: Fp8Form, out_aux: Tensor | None = None
 ) -> Fp8Tokens:
-    """`add_norm` of hidden, or with None the `rms_norm` of residual, quantised as a product wants it; in bf16 or fp32.
+    """`add_norm` of hidden, or if that is None the `rms_norm` of residual, quantised in the form that a product reads; bf16 or
+    fp32.
 
     out_aux [T, H] gets the sum, or None.
     """
@@ -71,12 +72,12 @@ def norm_quantised(
 def combine_quantised(
     values: Tensor, weights: Tensor, residual: Tensor, weight: Tensor, eps: float, form: Fp8Form, out_aux: Tensor | None
 ) -> Fp8Tokens:
-    """`combine_norm`, quantised as a product wants it; in bf16 or fp32."""
+    """`combine_norm`, quantised in the form that a product reads; in bf16 or fp32."""
     return combine_fp8(values, weights, residual, weight, eps, form, out_aux=out_aux, interpret=not values.is_cuda)
 
 
 def activation_quantised(gate_up: Tensor, form: Fp8Form, *, gelu: bool) -> Fp8Tokens:
-    """`silu_and_mul` or `gelu_tanh_and_mul`, quantised as a product wants it; in bf16 or fp32."""
+    """`silu_and_mul` or `gelu_tanh_and_mul`, quantised in the form that a product reads; in bf16 or fp32."""
     return quantise_activation(gate_up, form, gelu=gelu, interpret=not gate_up.is_cuda)
 
 
@@ -96,7 +97,7 @@ def combine_norm(
     values: Tensor, weights: Tensor, residual: Tensor, weight: Tensor, eps: float, out_aux: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`add_norm` of what `combine` makes of the outputs of all pairs: values [T * k, H] and their weights [T, k]."""
+    """`add_norm` of the `combine` of all pairs' outputs: values [T * k, H] with weights [T, k]."""
     if values.is_cuda or has_fast_experts(values.device, values.dtype):
         out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) if out is None else out
         interpret = not values.is_cuda
@@ -133,10 +134,10 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """RoPE of the first R numbers of heads [T, N, D].
+    """RoPE of the first R values of heads [T, N, D].
 
     cos, sin     [T, 1, R] of `rope_angles`: the first half of sin is negated
-    interleaved  number 2j is rotated with 2j + 1; else j with j + R/2
+    interleaved  value 2j is rotated with 2j + 1; otherwise j with j + R/2
     """
     width = cos.shape[-1]
     turning = heads[..., :width]
@@ -151,7 +152,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 def rope_write(
     qkv: Tensor, at: Rope, kv: LayerKV, slot_mapping: Tensor, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float
 ) -> Tensor:
-    """What attention reads, from the fused product: q normed and rotated, k the same and v in their pages.
+    """q normed and rotated, from the fused product; K, treated the same, and V are written to their pages.
 
     qkv             [T, (NH + 2 * KVH) * D]
     kv              this layer's, written at the slots int64 [T]

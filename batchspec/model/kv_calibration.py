@@ -2,15 +2,16 @@
 
     scale = 2 ** ceil(log2(MARGIN * largest / 448))
 
-Powers of two, so that a number that is read back is exact in bf16: prefill, which converts K and V, and rounds, which multiply
-after the product, attend to the same keys. And so that the last bits of a machine's products do not show in the scales.
-The margin costs nothing where numbers are normal in e4m3, down to 1 / 3,500 of the largest; below they lose precision. It covers
-what other texts and rotations by RoPE (at most the square root of two) add; what still exceeds 448 * scale saturates.
+Scales are powers of two, so that a number that is read back is exact in bf16: prefill, which converts K and V, and rounds, which
+multiply after the product, attend to the same keys. It also keeps differences in the last bits between machines out of the
+scales. The margin costs no precision for numbers that are normal in e4m3, down to 1 / 3,500 of the largest; smaller ones lose
+precision. It covers what other texts and rotations by RoPE (at most the square root of two) add; numbers above 448 * scale
+saturate.
 
 The texts do not depend on the job, so that a model has the same scales in all jobs: prose, code, mathematics, lists and other
-languages, as the tokenizer encodes them, chats as its template writes them, and ids spread over the vocabulary. With large biases
-(Qwen2.5, gpt-oss) a few channels of K are large, whatever the text, and their rounding, up to 1 / 16 of them, is added to every
-score: no scale mends that. `batchspec verify --kv` measures what it costs on a job's own prompts.
+languages, encoded by the tokenizer; chats, rendered by its template; and ids spread over the vocabulary. With large biases
+(Qwen2.5, gpt-oss) a few channels of K are large in every text, and their rounding errors, up to 1 / 16 of them, are added to
+every score: no scale avoids that. `batchspec verify --kv` measures the effect on a job's own prompts.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 
 CALIBRATION = 1
-"""Changes with all that changes the scales of a model; a job with scales of another one is not resumed."""
+"""Changes whenever the scales of a model would change; a job that began with scales of another version is not resumed."""
 MARGIN = 4.0
 MAX_TOKENS = 512
-"""Tokens of a prompt that are read."""
+"""Number of tokens of a prompt that are read."""
 _SPREAD_TOKENS, _STRIDE = 256, 7919
 
 
 class Encoder(Protocol):
-    """What calibration needs of a tokenizer."""
+    """The part of a tokenizer that calibration uses."""
 
     @property
     def has_chat_template(self) -> bool: ...
@@ -55,7 +56,7 @@ class Encoder(Protocol):
 
 
 def check_e4m3(device: torch.device, key: str = "cache.dtype") -> None:
-    """Raises ConfigError for a GPU without e4m3, which `key` asks for."""
+    """Raises ConfigError for a GPU without e4m3 if `key` asks for it."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         major, minor = torch.cuda.get_device_capability(device)
         raise ConfigError(
@@ -82,11 +83,11 @@ def give_scales(
     target: Target, saved: KVScales | None, how: str, folder: Path | None, tokenizer: Encoder | None,
     tell: Callable[[list[list[int]]], None] = lambda prompts: None,
 ) -> str:  # fmt: skip
-    """Set the target's scales: those saved, or as cache.scales asks for. Returns where they come from, for people.
+    """Set the target's scales: the saved ones, or those that cache.scales asks for. Returns their source, as text for people.
 
     folder  of the weights; None: they are dummy
     tell    called before a calibration with its prompts: other ranks of the target must call `calibrate` with the same ones
-    Raises CheckpointError where a checkpoint holds scales that cannot be used.
+    Raises CheckpointError if a checkpoint has scales that cannot be used.
     """
     scales, source = saved, "of the output folder"
     if scales is None and folder is not None and how != "calibrate":
@@ -103,7 +104,7 @@ def calibration_prompts(tokenizer: Encoder | None, vocab_size: int) -> Iterator[
     """Token ids of each prompt, the same for a model in every process. Ids beyond the vocabulary are left out."""
     texts = [] if tokenizer is None else [tokenizer.encode(text) for text in TEXTS]
     if tokenizer is not None and tokenizer.has_chat_template:
-        with suppress(ValueError):  # a template that wants more than a user's turn: the texts alone are read
+        with suppress(ValueError):  # the template refuses a user's turn alone: only the texts are read
             texts += [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in TEXTS[:2]]
     spread = [(i * _STRIDE) % vocab_size for i in range(_SPREAD_TOKENS)]
     for ids in (*texts, spread):
@@ -132,7 +133,7 @@ def calibrate(target: Target, prompts: Iterable[list[int]]) -> KVScales:
 
 
 def _of_all_heads(own: Tensor, spec: ModelSpec, ranks: Collectives) -> Tensor:
-    """[L, 2, KVH] of the whole model, from those of each rank's heads [L, 2, heads]."""
+    """[L, 2, KVH] for the whole model, from those of each rank's heads [L, 2, heads]."""
     assert spec.whole is not None
     whole = own.new_zeros(*own.shape[:2], spec.whole.num_kv_heads)
     for rank, part in enumerate(ranks.gather(own)):

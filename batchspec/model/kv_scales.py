@@ -1,4 +1,4 @@
-"""Scales of an e4m3 K/V cache: one for K and one for V of each layer and head. Of the checkpoint, or of a calibration.
+"""Scales of an e4m3 K/V cache, from the checkpoint or a calibration: one for K and one for V of each layer and head.
 
     NAME.k_scale, NAME.v_scale            [], [1] or one a head, where NAME is model.layers.N.self_attn (compressed-tensors)
     NAME.k_proj.k_scale, NAME.v_proj.v_scale          modelopt
@@ -30,7 +30,7 @@ _NAMES = {
     "v": ("self_attn.v_scale", "self_attn.v_proj.v_scale", "self_attn.v_proj.output_scale"),
 }
 SUFFIXES = (".k_scale", ".v_scale", ".q_scale", ".k_proj.output_scale", ".v_proj.output_scale")
-"""Endings of the names of all scales of an FP8 K/V cache, those of the queries included, which are not read."""
+"""Endings of the names of all scales of an FP8 K/V cache, including those of the queries, which are not used."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,11 +46,11 @@ class KVScales:
 
     @property
     def fingerprint(self) -> str:
-        """Equal scales have equal ones."""
+        """Equal for equal scales."""
         return sha256(json.dumps([list(self.values.shape), self.values.flatten().tolist()]).encode()).hexdigest()
 
     def to_json(self) -> bytes:
-        """A file that keeps every bit."""
+        """The content of a file that keeps every bit."""
         content = {"version": VERSION, "fingerprint": self.fingerprint, "scales": self.values.tolist()}
         return (json.dumps(content) + "\n").encode()
 
@@ -70,9 +70,9 @@ class KVScales:
 
 
 def names_of_scales(spec: ModelSpec, stored: Collection[str], where: str) -> list[tuple[str, str]] | None:
-    """[L] the tensors of K's and V's scales, among the names of a checkpoint; None if it has none.
+    """[L] names of the tensors of K's and V's scales, among those of a checkpoint; None if it has none.
 
-    Raises CheckpointError if it has some of them only.
+    Raises CheckpointError if some are missing.
     """
     found = []
     for layer in range(spec.num_layers):

@@ -2,12 +2,12 @@
 
     W' = W + s B A      W [N, K], B [N, r], A [r, K]; s = alpha / r, or alpha / sqrt(r) with use_rslora
 
-in fp32 (in a model of fp64 in fp64), rounded once to the model's dtype. After loading, the model is like any other of its shape:
-it takes no more memory or time, and nothing else knows of the adapter. The ranks of a model compute the product of whole matrices
-and keep their parts, so that they have the bits that one process has.
+in fp32 (in fp64 for a model of fp64), rounded once to the model's dtype. After loading, the model is like any other of its shape:
+it needs no more memory or time, and no other code knows of the adapter. Each rank of a model computes the product of whole
+matrices and keeps its part, so that the parts have the bits that one process computes.
 
-What cannot be merged is kept, and added to the products of the model (`lora_products.py`): adapters of single rows, and those of
-weights in FP8 or MXFP4, which a sum would have to be rounded back to.
+Adapters that cannot be merged are kept, and their part is added to the products of the model (`lora_products.py`): adapters of
+single rows, and those of weights in FP8 or MXFP4, because the sum would have to be rounded to that format.
 Source: Hu et al. 2021 (arXiv 2106.09685); rank-stabilised scale: Kalajdzievski 2023 (arXiv 2312.03732).
 """
 
@@ -41,7 +41,7 @@ _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is added to one weight: scale * B A; A [rank, K], B [N, rank]."""
+    """An addition to one weight: scale * B A; A [rank, K], B [N, rank]."""
 
     a: str
     """Name of A in the adapter's file."""
@@ -59,9 +59,9 @@ class Adapter:
     digest: str
     """sha256 of the file."""
     deltas: Mapping[str, Delta]
-    """What is merged, by the name of the weight in the base model's checkpoint."""
+    """Deltas to merge, by the name of the weight in the base model's checkpoint."""
     kept: Mapping[str, Delta]
-    """What is not merged, by the name of the module."""
+    """Deltas that are not merged, by the name of the module."""
 
     @property
     def fingerprint(self) -> str:
@@ -79,12 +79,12 @@ class Adapter:
 
 
 def open_adapter(path: str, spec: ModelSpec, *, key: str = "model.adapter", per_row: bool = False) -> Adapter:
-    """The adapter in this folder, checked against the shape of its base model; of the weights only headers and a digest are read.
+    """Open the adapter in this folder and check it against its base model's shape; reads headers and a digest, no weights.
 
     key      names the folder, for messages
-    per_row  the adapter is of the rows that name it: nothing is merged
-    Raises CheckpointError, in one line, for a folder or file that is not there or is broken, for keys and tensors that are not
-    built, and for names and shapes that do not fit the model; ConfigError for a path that is no folder.
+    per_row  the adapter belongs to the rows that name it: nothing is merged
+    Raises CheckpointError for a folder or file that is missing or broken, for unsupported keys and tensors, and for names and
+    shapes that do not fit the model; ConfigError for a path that is no folder.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
@@ -108,7 +108,7 @@ def open_adapter(path: str, spec: ModelSpec, *, key: str = "model.adapter", per_
 
 
 class AdaptedWeights:
-    """The tensors of another source, those that the adapter names merged with it. spec: as of that source."""
+    """The tensors of another source, merged with an adapter where it has deltas. spec: that of the source."""
 
     def __init__(self, source: Weights, adapter: Adapter, spec: ModelSpec) -> None:
         self._source, self._deltas, self._tensors = source, adapter.deltas, adapter.tensors()
@@ -127,7 +127,7 @@ class AdaptedWeights:
 
     @torch.no_grad()
     def _merged(self, name: str) -> Tensor:
-        """In the model's dtype: the sum has no other that it could be rounded to once."""
+        """The sum in the model's dtype, rounded once."""
         delta, wide = self._deltas[name], torch.promote_types(self.dtype, torch.float32)
         a, b = (self._tensors[part].to(self.device, wide) for part in (delta.a, delta.b))
         product, own = (b @ a).mul_(delta.scale), self._slices.get(name)
@@ -172,8 +172,8 @@ def _content(path: Path) -> bytes:
 
 
 def _deltas(where: str, config: LoraConfig, spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> dict[str, Delta]:
-    """By module. Raises CheckpointError for tensors that are not pairs A, B of the model's projections, in the shapes that config
-    says."""
+    """Deltas by module. Raises CheckpointError for tensors that are not pairs A, B of the model's projections in the shapes that
+    config gives."""
     others = [name for name in stored if not _NAME.fullmatch(name)]
     if not stored:
         raise CheckpointError(f"{where}/{FILE}: no tensors; save or download the adapter again")
@@ -199,7 +199,7 @@ def _deltas(where: str, config: LoraConfig, spec: ModelSpec, stored: Mapping[str
 def _check_modules(
     where: str, config: LoraConfig, spec: ModelSpec, modules: Collection[str], known: Mapping[str, Projection]
 ) -> None:
-    """Raises CheckpointError for modules that have no adapters here, and for others than adapter_config.json names."""
+    """Raises CheckpointError for modules that cannot have adapters here, and if they differ from those of adapter_config.json."""
     experts = tuple(f"{prefix}{grouped.name}." for prefix, block in spec.blocks() for grouped in block.grouped)
     if of_experts := [module for module in modules if f"{module}.".startswith(experts)]:
         raise CheckpointError(f"{where}: {listed(of_experts)}: adapters of MoE experts are not supported; {MERGE}")

@@ -1,12 +1,12 @@
-"""LoRA adapters that are not merged: the product of each token gets the part of its row's adapter added.
+"""LoRA adapters that are not merged: the part of its row's adapter is added to the product of each token.
 
     y = x W' + bias + s B (A x)     A [r, K], B [N, r] of the row's adapter; nothing is added to rows without one
 
-The adapters of a job are in memory in one stack a product, in the model's dtype, their ranks padded with zeros to the smallest of
-16, 32 and 64 that holds the largest one of the product. Where a product is cut over GPUs by columns, each holds A as a whole and
-its rows of B; by rows, its columns of A and B as a whole: what is added up then holds the adapters' part too, without another
-exchange.
-The kernels are those of `kernels/lora`, and their list of tokens is made once a pass for all layers.
+A job's adapters are in memory as one stack per product, in the model's dtype. Their ranks are padded with zeros to the smallest
+of 16, 32 and 64 that holds the largest rank of the product. If a product is cut over GPUs by columns, each GPU holds A as a whole
+and its rows of B; if by rows, its columns of A and B as a whole, so that the sum over the ranks includes the adapters' part
+without another exchange.
+The kernels are those of `kernels/lora`; their list of tokens is made once a pass for all layers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LoraWeights(NamedTuple):
         )
 
     def put(self, entry: int, part: int, a: Tensor, b: Tensor, scale: float) -> None:
-        """An adapter of one part: a [its rank, K], b [rows of the part, its rank]."""
+        """Store an adapter of one part: a [its rank, K], b [rows of the part, its rank]."""
         first, rank = sum(self.part_rows[:part]), a.shape[0]
         self.a[entry, part, :rank].copy_(a)
         self.b[entry, first : first + self.part_rows[part], :rank].copy_(b)
@@ -64,9 +64,10 @@ class LoraWeights(NamedTuple):
 
 
 class AdaptedProduct(Product):
-    """A product of the base model, and the adapters of its rows.
+    """A product of the base model plus the adapters of its rows.
 
-    It reads plain rows and writes its sum: kernels that norm or quantise before the base product, or gate after it, are not used.
+    It reads rows in the model's dtype and returns a sum: kernels that norm or quantise before the base product, or gate after
+    it, are not used.
     """
 
     def __init__(self, base: Product, weights: LoraWeights) -> None:
@@ -89,11 +90,11 @@ class LoraStacks:
     """The adapters of a model in memory, by product."""
 
     def __init__(self, shape: LoraShape, weights: Mapping[str, LoraWeights]) -> None:
-        """weights: by the full name of the product's first part."""
+        """weights: by the full name of the product's first projection."""
         self.shape, self._weights = shape, weights
 
     def adapted(self, prefix: str, product: ProductSpec, base: Product) -> Product:
-        """The base product itself where no adapter has a part of it."""
+        """The base product with its adapters; the base product itself if no adapter has a part of it."""
         weights = self._weights.get(prefix + product.parts[0].name)
         return base if weights is None else AdaptedProduct(base, weights)
 
@@ -103,7 +104,7 @@ class LoraStacks:
 
 
 class AdapterSource(Protocol):
-    """Adapters that are not in memory yet: in files (AdapterSet), or noise (DummyAdapters)."""
+    """Adapters that are not in memory yet: in files (AdapterSet), or random (DummyAdapters)."""
 
     @property
     def shape(self) -> LoraShape: ...
@@ -118,7 +119,7 @@ class AdapterSet:
 
     adapters: tuple[Adapter, ...]
     names: tuple[str, ...] = ()
-    """What the column `adapter` calls them. (): there is one, of all rows."""
+    """Their names in the column `adapter`. (): there is one, for all rows."""
 
     @property
     def shape(self) -> LoraShape:
@@ -155,7 +156,7 @@ class AdapterSet:
 
 @dataclass(frozen=True, slots=True)
 class DummyAdapters:
-    """Adapters of all projections, filled with noise: for benchmarks."""
+    """Random adapters of all projections, for benchmarks."""
 
     num_adapters: int
     rank: int
@@ -192,7 +193,7 @@ def empty_stacks(
 
 
 def part_of_adapter(a: Tensor, b: Tensor, share: Share | None) -> tuple[Tensor, Tensor]:
-    """What a rank holds of A [r, K] and B [N, r] of one projection; share None: all."""
+    """The parts of A [r, K] and B [N, r] of one projection that a rank holds; share None: all."""
     if share is None:
         return a, b
     if share.cut == "columns":

@@ -18,17 +18,17 @@ MAX_RANK = 64
 
 @dataclass(frozen=True)
 class LoraShape:
-    """N adapters, and the largest rank that any of them has of each projection."""
+    """N adapters, and the largest rank of any of them for each projection."""
 
     num_adapters: int
     ranks: tuple[tuple[str, int], ...]
     """(full name of a projection, rank), sorted."""
     of_all_rows: bool = False
-    """There is one adapter, and every row has it; else each row has one of them or none."""
+    """Whether there is one adapter for all rows; otherwise each row has one of them or none."""
 
     @property
     def numbers(self) -> range:
-        """What a row's adapter may be: 0 is none."""
+        """Numbers that a row's adapter may have: 0 is none."""
         return range(1 if self.of_all_rows else 0, self.num_adapters + 1)
 
     @cached_property
@@ -41,14 +41,14 @@ class LoraShape:
         return (padded_rank(largest) or 0) if largest else 0
 
     def size_of(self, prefix: str, product: ProductSpec) -> int:
-        """Numbers of A and B of all adapters in memory; see `lora_products.py`."""
+        """Number of values of A and B of all adapters in memory; see `lora_products.py`."""
         rank = self.rank_of(prefix, product)
         return self.num_adapters * rank * (len(product.parts) * product.k + product.rows)
 
     def temporary_bytes(self, tokens: int) -> int:
-        """At most, of what lies between the two products of so many tokens, and of the list of tokens.
+        """Upper bound of the bytes between the two products of this number of tokens, and of the list of tokens.
 
-        Splits of K times parts times tiles, of at least 16 tokens, are at most PROGRAMS, or there is one split.
+        Splits of K times parts times tiles of at least 16 tokens are at most PROGRAMS, or there is one split.
         """
         padded = [rank for rank in (padded_rank(own) for _, own in self.ranks) if rank is not None]
         values = max(MOST_PARTS * tokens, PROGRAMS * BLOCKS[-1]) * max(padded, default=0)

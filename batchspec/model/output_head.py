@@ -1,4 +1,4 @@
-"""The output matrix of a target: logits, and greedy choices that write none. N rows of hidden states [N, H], V tokens."""
+"""The output matrix of a target: logits, and greedy choices without logits. N rows of hidden states [N, H], V tokens."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Allowed = tuple[Tensor, Tensor]
 
 
 class OutputHead(Protocol):
-    """Logits are reduced and kept in fp32, of an fp64 model in fp64: rounded to bf16 they would tie, and ties fall differently in
-    batches of other shapes.
+    """Logits are in fp32 (fp64 for a fp64 model): rounded to bf16 they would tie, and ties are broken differently in batches of
+    other shapes.
     """
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -35,11 +35,11 @@ class OutputHead(Protocol):
         """
 
     def masks_in_product(self, hidden: Tensor) -> bool:
-        """Whether `greedy` of these rows writes no logits, so that it must be told which tokens are allowed."""
+        """Whether `greedy` of these rows writes no logits, so that `allowed` must tell it which tokens may be chosen."""
 
 
 def output_head(weight: Tensor, *, ordered: bool) -> OutputHead:
-    """weight [V, H]; ordered: sums in one order at any number of rows (decode.deterministic)."""
+    """weight [V, H]; ordered: sums in the same order for any number of rows (decode.deterministic)."""
     if ordered:
         return OrderedHead(weight)
     if weight.is_cuda and weight.dtype is torch.bfloat16:
@@ -68,7 +68,7 @@ class WideHead:
 
 
 class NarrowHead:
-    """The matrix in bf16 on a GPU, which multiplies bf16 into fp32 itself."""
+    """The matrix in bf16 on a GPU, which multiplies bf16 with an fp32 result."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
@@ -94,6 +94,6 @@ class NarrowHead:
         return self._tile(hidden) is not None
 
     def _tile(self, hidden: Tensor) -> Tile | None:
-        """The tile of the product that chooses tokens itself; None: logits are written out."""
+        """The tile of the product that chooses tokens itself; None: logits are written."""
         num_tokens, size = self._weight.shape
         return gemm_tile("lm_head", hidden.shape[0], num_tokens, size, hidden.device)

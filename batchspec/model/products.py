@@ -13,13 +13,13 @@ _FUSED = ("linear_add", "norm_linear", "norm_swiglu")
 
 
 def products(spec: ModelSpec) -> list[Product]:
-    """The products that a model's decode rounds could use, but those of FP8, which no table is for."""
+    """The products that a model's decode rounds may use, except those of FP8, which the table does not cover."""
     of_fp8 = spec.formats.quantises_input_of
     gemms = (gemm for prefix, gemm in spec.gemms(tokens=1) if not of_fp8(prefix + gemm.product.parts[0].name))
     return [*gemm_products(gemms, spec.hidden_size), ("lm_head", spec.num_logits, spec.hidden_size)]
 
 
 def gemm_products(gemms: Iterable[Gemm], hidden_size: int) -> list[Product]:
-    """Each way to compute each of them once; those with a fused norm or sum only where H is small."""
+    """Each way to compute each of them, once; those with a fused norm or sum only if H is small."""
     found = [(op, gemm.product.rows, gemm.product.k) for gemm in gemms for op in gemm.ops]
     return list(dict.fromkeys(product for product in found if product[0] not in _FUSED or hidden_size <= NORM_MAX_K))

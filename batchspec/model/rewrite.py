@@ -11,18 +11,18 @@ from batchspec.errors import CheckpointError
 
 
 def rewrite(old: Any, new: Any, where: str) -> None:
-    """Copy each tensor that `new` holds to the same place of `old`, an object built in the same way from other weights.
+    """Copy each tensor of `new` into the corresponding tensor of `old`, an object built in the same way from other weights.
 
     where  what the objects are, for messages
-    Raises CheckpointError, before anything is copied, where they differ in more than the numbers of their tensors: captured
-    graphs hold such a value as it was (for example the static activation scale of an FP8 checkpoint).
+    Raises CheckpointError, before anything is copied, if they differ in more than the values of their tensors: captured graphs
+    have other values built in (for example the static activation scale of an FP8 checkpoint).
     """
     for tensor, other in list(_tensors(old, new, where)):
         tensor.copy_(other)
 
 
 def _tensors(old: Any, new: Any, where: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every tensor of `old`, and the one at its place in `new`."""
+    """Every tensor of `old`, with the corresponding one of `new`."""
     if type(old) is not type(new):
         raise _differs(where, type(old).__name__, type(new).__name__)
     if isinstance(old, Tensor):
@@ -42,7 +42,7 @@ def _tensors(old: Any, new: Any, where: str) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _fields(value: Any) -> list[str]:
-    """Names of what an object of ours holds; none of a number, a text, a dtype, a function."""
+    """Attribute names of an object of ours; none for a number, a text, a dtype or a function."""
     if not type(value).__module__.startswith(("batchspec.", "kernels.")) or isinstance(value, type):
         return []
     slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]

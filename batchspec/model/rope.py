@@ -1,7 +1,7 @@
 """Rotary position embedding: the frequencies of each type and the cos and sin of a batch's positions.
 
-Rotates dimension j with j + R/2, or 2j with 2j + 1 where pairs are interleaved, by position * frequency[j], for the first R of D
-dimensions; the others stay as they are. Types: default (Su et al. 2021, arXiv 2104.09864), linear (position
+Rotates dimension j with j + R/2, or 2j with 2j + 1 if pairs are interleaved, by position * frequency[j], for the first R of D
+dimensions; the others are not changed. Types: default (Su et al. 2021, arXiv 2104.09864), linear (position
 interpolation, arXiv 2306.15595), llama3 (Llama 3.1's config.json) and yarn (arXiv 2309.00071); all in fp32, as transformers
 5 computes them (modeling_rope_utils.py), so that checkpoints give the same logits.
 """
@@ -18,7 +18,7 @@ from batchspec.model.rope_config import RopeSpec
 
 
 def rope_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """fp32 [R/2] radians a token, R the numbers of a head that are rotated: `rope.rotary_dim`, or all of them."""
+    """fp32 [R/2] radians per token, R the number of rotated values of a head: `rope.rotary_dim`, or all of them."""
     dim = rope.rotary_dim or head_dim
     freqs = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if rope.type == "longrope":
@@ -33,7 +33,8 @@ def rope_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
 
 
 def _llama3(freqs: Tensor, rope: RopeSpec) -> Tensor:
-    """Short waves stay, long ones are divided by `factor`, between them a linear ramp in rotations over the original context."""
+    """Short wavelengths are kept, long ones divided by `factor`; between them a linear ramp in rotations over the original
+    context."""
     rotations = rope.original_max_len * freqs / (2 * math.pi)
     keep = ((rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     return (1 - keep) * freqs / rope.factor + keep * freqs
@@ -55,7 +56,7 @@ def _yarn(freqs: Tensor, rope: RopeSpec, dim: int) -> Tensor:
 
 
 def rope_angles(positions: Tensor, freqs: Tensor, attention_factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, 1, R] of int64 positions [T]; the first half of sin is negated, as `fused.rotate` wants it."""
+    """cos and sin [T, 1, R] of int64 positions [T]; the first half of sin is negated, as `fused.rotate` requires."""
     angles = positions.to(torch.float32)[:, None] * freqs
     cos, sin = angles.cos().mul_(attention_factor), angles.sin().mul_(attention_factor)
     return torch.cat((cos, cos), -1).to(dtype)[:, None], torch.cat((-sin, sin), -1).to(dtype)[:, None]
@@ -63,18 +64,18 @@ def rope_angles(positions: Tensor, freqs: Tensor, attention_factor: float, dtype
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """The rotation of a batch's heads, made once for all layers."""
+    """The rotation of a batch's heads, computed once for all layers."""
 
     positions: Tensor
     """int64 [T]"""
     freqs: Tensor
-    """float32 [R/2] radians a token, R the numbers of a head that are rotated"""
+    """float32 [R/2] radians per token, R the number of rotated values of a head"""
     attention_factor: float
     """scale of cos and sin"""
     interleaved: bool
-    """dimension 2j is rotated with 2j + 1; else j with j + R/2"""
+    """whether dimension 2j is rotated with 2j + 1; otherwise j with j + R/2"""
     angles: tuple[Tensor, Tensor] | None
-    """cos and sin as of `rope_angles`; None on a GPU, whose kernel computes them where it needs them"""
+    """cos and sin as from `rope_angles`; None on a GPU, whose kernel computes them"""
 
 
 def rope_of(positions: Tensor, freqs: Tensor, rope: RopeSpec, dtype: torch.dtype) -> Rope:

@@ -12,13 +12,13 @@ USUAL_THETA = 10_000.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """Rotary position embedding; the fields after `theta` belong to the types that name them."""
+    """Rotary position embedding. The fields after `theta` apply to the types that their docstrings name."""
 
     type: str
     """default, linear, llama3, yarn or longrope."""
     theta: float
     factor: float = 1.0
-    """linear, llama3, yarn: how many times longer than the original context."""
+    """linear, llama3, yarn: factor by which the context is longer than the original one."""
     original_max_len: int = 0
     """llama3, yarn, longrope: context of the pretraining, in tokens."""
     low_freq_factor: float = 1.0
@@ -26,39 +26,39 @@ class RopeSpec:
     high_freq_factor: float = 4.0
     """llama3."""
     beta_fast: float = 32.0
-    """yarn: rotations over the original context above which a frequency stays as it is."""
+    """yarn: number of rotations over the original context above which a frequency is kept."""
     beta_slow: float = 1.0
-    """yarn: rotations below which it is divided by `factor`."""
+    """yarn: number of rotations below which it is divided by `factor`."""
     attention_factor: float = 1.0
-    """yarn, longrope: cos and sin are multiplied by it."""
+    """yarn, longrope: factor of cos and sin."""
     truncate: bool = True
     """yarn: round the two ends of the ramp to whole dimensions."""
     rotary_dim: int | None = None
-    """The first so many numbers of each head are rotated, the others stay as they are; None: all are rotated. Even."""
+    """Number of first values of each head that are rotated, even; the others are not changed. None: all are rotated."""
     interleaved: bool = False
-    """Dimension 2j is rotated with 2j + 1; else j with j + half of those that are rotated."""
+    """Whether dimension 2j is rotated with 2j + 1; otherwise j with j + half of the rotated ones."""
     divisors: tuple[float, ...] = ()
-    """longrope: each frequency is divided by its own."""
+    """longrope: the divisor of each frequency."""
 
     def longest(self, max_len: int) -> int:
-        """The longest row that it is right for, of a model that names `max_len`."""
+        """The longest row for which it is correct, in a model that gives `max_len`."""
         return min(max_len, self.original_max_len) if self.type == "longrope" else max_len
 
     @property
     def of_heads(self) -> RopeSpec:
-        """What a new draft head takes over: one that any reader of heads knows."""
+        """The rotary embedding for a new draft head: one that every reader of heads supports."""
         if self.type == "longrope":
             return RopeSpec(type="default", theta=self.theta)
         return replace(self, rotary_dim=None, interleaved=False)
 
 
 def read_rope(config: ConfigReader, max_len: int | None, *, head_dim: int | None = None) -> RopeSpec:
-    """The rotary embedding.
+    """Read the rotary embedding of a config.
 
-    max_len   the original context where the config names none; None: it has to
-    head_dim  of a family that may rotate a part of each head (partial_rotary_factor); None: that is refused
+    max_len   the original context if the config gives none; None: the config must give it
+    head_dim  given for a family that may rotate a part of each head (partial_rotary_factor); None: that is refused
 
-    rope_theta from the `rope_part`, else from the config.
+    rope_theta is read from the `rope_part`, or else from the config.
     """
     rope = rope_part(config)
     spec = read_part(config, rope, max_len, config.number("rope_theta", USUAL_THETA), partial=head_dim is not None)
@@ -66,8 +66,8 @@ def read_rope(config: ConfigReader, max_len: int | None, *, head_dim: int | None
 
 
 def rope_part(config: ConfigReader) -> ConfigReader:
-    """`rope_scaling` where it holds anything, and then nothing of `rope_parameters`, as transformers 5 has it
-    (modeling_rope_utils.py, convert_rope_params_to_dict)."""
+    """`rope_scaling` if it is not empty, and then nothing of `rope_parameters`, as in transformers 5 (modeling_rope_utils.py,
+    convert_rope_params_to_dict)."""
     return config.part("rope_scaling") if config.differs("rope_scaling", None, {}) else config.part("rope_parameters")
 
 
@@ -76,7 +76,8 @@ def rope_kind(rope: ConfigReader) -> str:
 
 
 def read_rotary_dim(config: ConfigReader, rope: ConfigReader, head_dim: int) -> int | None:
-    """int(head_dim * partial_rotary_factor), the factor from the rope's part of the config, else from the config."""
+    """int(head_dim * partial_rotary_factor), the factor from the rotary embedding's part of the config, or else from the
+    config."""
     part = rope if rope.given("partial_rotary_factor") else config
     rotary_dim = int(head_dim * part.number("partial_rotary_factor", 1.0))
     if rotary_dim < 2 or rotary_dim % 2:
@@ -90,7 +91,7 @@ def read_rotary_dim(config: ConfigReader, rope: ConfigReader, head_dim: int) -> 
 def read_part(
     config: ConfigReader, rope: ConfigReader, max_len: int | None, usual_theta: float, *, partial: bool = False
 ) -> RopeSpec:
-    """One object that describes a rotary embedding. partial: its partial_rotary_factor is the caller's to read."""
+    """Read one object that describes a rotary embedding. partial: the caller reads its partial_rotary_factor."""
     kind = rope_kind(rope)
     theta = rope.number("rope_theta", usual_theta)
     wrong = [f"{key} per layer type" for key in rope.objects()]
@@ -128,12 +129,12 @@ def _yarn(rope: ConfigReader, theta: float, original: int, max_len: int | None) 
         beta_fast=fast,
         beta_slow=slow,
         attention_factor=_yarn_attention_factor(rope, factor),
-        truncate=rope.flag("truncate", "truncate" not in rope),  # null is no to transformers
+        truncate=rope.flag("truncate", "truncate" not in rope),  # transformers reads null as false
     )
 
 
 def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
-    """YaRN section 3.4 (arXiv 2309.00071): 0.1 ln(factor) + 1; DeepSeek's mscale keys replace the 0.1 by a ratio."""
+    """YaRN section 3.4 (arXiv 2309.00071): 0.1 ln(factor) + 1; DeepSeek's mscale keys replace 0.1 by a ratio."""
     if rope.given("attention_factor"):
         return rope.number("attention_factor")
     if factor <= 1:

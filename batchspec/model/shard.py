@@ -1,20 +1,20 @@
 """Which part of each tensor of a checkpoint a rank holds (tensor parallelism).
 
     q, k, v, gate, up      by columns: whole heads, equal numbers of inner values
-    o, down                by rows; rank 0 alone adds the bias
-    experts                each of them as an MLP, by its inner size
-    qkv, gate_up           what they hold, each by itself
+    o, down                by rows; only rank 0 adds the bias
+    experts                each as an MLP, by its inner size
+    qkv, gate_up           each of the projections that they hold
     lm_head                by vocabulary
-    norms, router, embedding  whole
+    norms, router, embedding  whole on every rank
 
-A rank has whole heads, as many as every other, and whole blocks of weights that share a scale (32 in MXFP4, 128 x 128 in FP8).
-Where the blocks of an MLP's inner size cannot be divided equally, the first ranks have one more (`Shard.of`).
+A rank has whole heads, as many as every other rank, and whole blocks of weights that share a scale (32 in MXFP4, 128 x 128 in
+FP8). If the blocks of an MLP's inner size cannot be divided equally, the first ranks have one more (`Shard.of`).
 
-FP8 activations with one scale per token (`token`) are quantised on each rank by the largest value of its own part, where a
-product is cut by rows: as precise as with the largest of all, but not the same numbers. With groups of 128 and static scales they
-are the same.
+If a product is cut by rows, FP8 activations with one scale per token (`token`) are quantised on each rank by the largest value of
+its own part: as precise as with the largest value of all, but not the same numbers. With groups of 128 and static scales the
+numbers are the same.
 
-The blocks say how their products are cut (`BlockSpec.shares`), the weight formats what that means for their tensors
+The blocks declare how their products are cut (`BlockSpec.shares`), the weight formats what that means for their tensors
 (`WeightFormat.shard`). Source of the cuts: Shoeybi et al. 2019, Megatron-LM (arXiv 1909.08053).
 """
 
@@ -26,9 +26,9 @@ from batchspec.model.spec import EMBEDDING, FINAL_NORM, OUTPUT, ModelSpec
 
 
 def part_of(spec: ModelSpec, shard: Shard) -> ModelSpec:
-    """The shape of what one rank computes: what can be cut is decided here, for a run, for `plan` and for `auto` alike.
+    """The shape of what one rank computes. A run, `plan` and `auto` all decide here whether a model can be cut.
 
-    Raises ConfigError, on every rank, for a model that cannot be cut so.
+    Raises ConfigError, on every rank, for a model that cannot be cut.
     """
     part = spec.sharded(shard)
     slices_of(part)
@@ -36,7 +36,7 @@ def part_of(spec: ModelSpec, shard: Shard) -> ModelSpec:
 
 
 def slices_of(spec: ModelSpec) -> Slices | None:
-    """By the name of each tensor of the checkpoint, what the rank of `spec` holds; None for a whole model.
+    """For each tensor of the checkpoint, by name, the part that the rank of `spec` holds; None for a whole model.
 
     Raises ConfigError for a product that cannot be cut.
     """
@@ -65,7 +65,7 @@ def slices_of(spec: ModelSpec) -> Slices | None:
 def share_of(spec: ModelSpec, block: int, name: str) -> Share | None:
     """The part of one projection that the rank of `spec` holds; None for a whole model.
 
-    block  its place among the blocks of the model; name: relative to its layer
+    block  index of its block in the model; name: relative to its layer
     """
     if spec.whole is None:
         return None

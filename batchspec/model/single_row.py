@@ -1,4 +1,4 @@
-"""One row through the target in one pass, with a cache of its own: for calibration and comparisons, not for jobs."""
+"""One row through the target in one pass, with its own cache: for calibration and comparisons, not for jobs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from batchspec.model.target import Target
 def forward_row(target: Target, ids: list[int], *, fp8: bool, kv_only: bool = False, adapter: int = 0) -> tuple[Tensor, KVCache]:
     """Hidden states [T, H] after the final norm, and the cache, whose layers hold K and V in page 1.
 
-    fp8      K and V in e4m3, by target.kv_scales; else in the target's dtype
-    kv_only  the hidden states are undefined, and the last layer ends with its K and V
-    adapter  number of the row's
+    fp8      K and V are stored in e4m3, with target.kv_scales; otherwise in the target's dtype
+    kv_only  stop after the last layer's K and V; the returned hidden states are undefined
+    adapter  number of the row's LoRA adapter
     """
     spec, device, count = target.spec, target.device, len(ids)
     layout = replace(spec.kv_layout(target.dtype, count), fp8=fp8)

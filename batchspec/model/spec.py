@@ -27,49 +27,50 @@ _GENERATION_KEYS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The shape of a decoder and what its folder says about ending and sampling."""
+    """The shape of a decoder, and what its folder says about stop tokens and sampling."""
 
     family: str
     """model_type of config.json."""
     hidden_size: int
     vocab_size: int
     layers: tuple[LayerSpec, ...]
-    """All have as many query heads, K/V heads and numbers a head."""
+    """The layers; all have the same numbers of query heads, K/V heads and values per head."""
     rms_eps: float
-    """of the final norm"""
+    """epsilon of the final norm"""
     rope: RopeSpec
     local_rope: RopeSpec | None = None
-    """Of layers with a window, where it is another one."""
+    """The rotary embedding of layers with a window, if it differs."""
     norms: NormForm = PLAIN_NORM
-    """of the final norm"""
+    """form of the final norm"""
     embedding_scale: float | None = None
-    """Embeddings are multiplied by it, rounded to the model's dtype; None: they are not."""
+    """Factor of the embeddings, rounded to the model's dtype; None: 1."""
     tie: bool
-    """The output matrix is the embedding."""
+    """Whether the output matrix is the embedding."""
     formats: Formats = ALL_PLAIN
     fp8_kv: bool = False
-    """K and V are stored as e4m3: the job's choice, not the checkpoint's."""
+    """Whether K and V are stored as e4m3: the job's choice, not the checkpoint's."""
     lora: LoraShape | None = None
-    """Adapters that are added to its products, each row its own: the job's choice too. None: there are none."""
+    """Adapters that are added to its products, each row with its own: also the job's choice. None: there are none."""
     eos_ids: tuple[int, ...]
-    """Of generation_config.json first, then those that only config.json has, unless a family says no (`config_ends`)."""
+    """EOS ids: those of generation_config.json first, then those only in config.json, unless a family excludes these
+    (`config_ends`)."""
     max_len: int
     """Longest prompt + output, in tokens."""
     dtype: str
-    """The checkpoint's: float32, bfloat16, float64 or float16."""
+    """The checkpoint's dtype: float32, bfloat16, float64 or float16."""
     generation: Json
-    """Sampling defaults of generation_config.json, those that are set."""
+    """The sampling defaults that generation_config.json sets."""
     shard: Shard = WHOLE
-    """The part that this is the shape of: `layers` are those of one rank, all other fields the model's."""
+    """The part that this describes: `layers` are those of one rank, all other fields the model's."""
     whole: ModelSpec | None = None
     """The complete model if this is one rank's part of it; None: this is the complete model."""
 
     def __post_init__(self) -> None:
         heads = {(a.num_heads, a.num_kv_heads, a.head_dim) for a in self.attentions}
-        assert len(heads) == 1, heads  # K/V of all layers lie in one tensor, and their attention shares a plan
+        assert len(heads) == 1, heads  # K/V of all layers are in one tensor, and their attention shares a plan
 
     def kv_layout(self, dtype: torch.dtype, page_size: int) -> KVLayout:
-        """How each of its layers keeps keys and values, computed in `dtype`."""
+        """The format in which each of its layers stores K and V that are computed in `dtype`."""
         return KVLayout(
             dtype=dtype, fp8=self.fp8_kv, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, page_size=page_size,
             ordered=self.ordered,
@@ -77,7 +78,7 @@ class ModelSpec:
 
     @property
     def ordered(self) -> bool:
-        """Sums have one order, whatever batch a row is in: see `in_one_order`."""
+        """Whether sums have one order, whatever batch a row is in: see `in_one_order`."""
         return self.formats.ordered
 
     @property
@@ -103,7 +104,7 @@ class ModelSpec:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """[num_layers] keys that a query of the layer sees at most, itself included; None: all."""
+        """[num_layers] number of keys that a query of the layer attends to at most, itself included; None: all."""
         return tuple(attention.window for attention in self.attentions)
 
     @property
@@ -114,15 +115,15 @@ class ModelSpec:
 
     @property
     def intermediate_size(self) -> int:
-        """Numbers between the two products of the first layer's MLP, of one token: a new draft head takes it over."""
+        """Number of values between the two products of the first layer's MLP; a new draft head has as many."""
         return self.layers[0].mlp.inner_size
 
     def on(self, device: torch.device, dtype: torch.dtype, activations: str = "auto") -> ModelSpec:
-        """The same as it is computed in `dtype` on this device: see `Formats.on`."""
+        """The spec for computing in `dtype` on this device: see `Formats.on`."""
         return replace(self, formats=self.formats.on(device, dtype, activations))
 
     def sharded(self, shard: Shard) -> ModelSpec:
-        """The shape of what one rank computes. Raises ConfigError for sizes that cannot be cut so; see `part_of`."""
+        """The shape of what one rank computes. Raises ConfigError for sizes that cannot be cut; see `part_of`."""
         assert self.whole is None, self.shard
         if shard.ranks == 1:
             return self
@@ -135,7 +136,7 @@ class ModelSpec:
 
     @property
     def vocab_part(self) -> slice:
-        """The tokens whose logits are computed: all of a whole model."""
+        """The tokens whose logits are computed: all of them in a whole model."""
         return tokens_of(self.shard, self.vocab_size)
 
     @property
@@ -145,42 +146,41 @@ class ModelSpec:
         return len(own)
 
     def with_fp8_activations(self) -> ModelSpec:
-        """The same with activations quantised as the checkpoint says (W8A8). Raises ConfigError where it has no FP8 weights."""
+        """The spec with activations quantised as the checkpoint says (W8A8). Raises ConfigError if it has no FP8 weights."""
         return replace(self, formats=self.formats.with_fp8_activations())
 
     def with_fp8_kv(self) -> ModelSpec:
-        """The same with K and V stored as e4m3, which needs a scale of each head: see `Target.kv_scales`."""
+        """The spec with K and V stored as e4m3, which needs a scale for each head: see `Target.kv_scales`."""
         return replace(self, fp8_kv=True, whole=None if self.whole is None else self.whole.with_fp8_kv())
 
     def in_one_order(self) -> ModelSpec:
-        """The same with every product and attention summed in an order that depends on the row alone (decode.deterministic), in
+        """The spec with every product and attention summed in an order that depends on the row alone (decode.deterministic), in
         bf16. Raises ConfigError for weight formats that have no such kernels."""
         return replace(self, formats=self.formats.in_one_order())
 
     def with_lora(self, shape: LoraShape | None) -> ModelSpec:
-        """The same with adapters of this shape, or as it is."""
+        """The spec with adapters of this shape; None: unchanged."""
         return replace(self, lora=shape, whole=None if self.whole is None else self.whole.with_lora(shape))
 
     def blocks(self) -> Iterator[tuple[str, BlockSpec]]:
-        """Each block with the prefix of its names in the checkpoint, in the order of the forward."""
+        """Each block with the prefix of its names in the checkpoint, in the order of the forward pass."""
         for index, layer in enumerate(self.layers):
             for block in layer.blocks:
                 yield layer_prefix(index), block
 
     def gemms(self, tokens: float) -> Iterator[tuple[str, Gemm]]:
-        """The products of all layers for so many tokens, with their prefix; the output matrix is not among them."""
+        """The products of all layers for this number of tokens, with their prefix, without the output matrix."""
         for prefix, block in self.blocks():
             for gemm in block.gemms(tokens):
                 yield prefix, gemm
 
     @property
     def experts(self) -> tuple[int, int] | None:
-        """Number of experts of a layer, and of those that a token goes through; None without experts. All such layers have as
-        many."""
+        """Number of experts in a layer, and per token; None without experts. All layers with experts have the same numbers."""
         return next(((gemm.stored, gemm.active) for _, gemm in self.gemms(1) if gemm.grouped), None)
 
     def tensors(self) -> Iterator[TensorSpec]:
-        """Every tensor of the checkpoint by its full name; lm_head.weight only where it is not tied."""
+        """Every tensor of the checkpoint by its full name; lm_head.weight only if it is not tied."""
         matrix = (self.vocab_size, self.hidden_size)
         yield TensorSpec(EMBEDDING, matrix, "weight")
         yield self.norms.tensor(FINAL_NORM.removesuffix(".weight"), self.hidden_size)
@@ -196,7 +196,8 @@ class ModelSpec:
         return nbytes(gemm.product.rows, gemm.product.k, dtype)
 
     def multiplies_fp8(self, prefix: str, gemm: Gemm) -> bool:
-        """Whether this product multiplies FP8 weights with quantised activations; others multiply in the model's dtype."""
+        """Whether this product multiplies FP8 weights with quantised activations; other products multiply in the model's
+        dtype."""
         return self.formats.quantises_input_of(prefix + gemm.product.parts[0].name)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
@@ -206,24 +207,24 @@ class ModelSpec:
         return stored + rows * self.hidden_size * dtype.itemsize + self.lora_bytes(dtype)
 
     def lora_bytes(self, dtype: torch.dtype) -> int:
-        """Those of adapters that are not merged."""
+        """Bytes of the adapters that are not merged."""
         if self.lora is None:
             return 0
         return sum(self.lora.product_bytes(prefix, own, dtype) for prefix, block in self.blocks() for own in block.products)
 
 
 def tokens_of(shard: Shard, vocab_size: int) -> slice:
-    """The tokens whose logits a rank computes; a rank may have one less than rank 0."""
+    """The tokens whose logits a rank computes; a rank may have one fewer than rank 0."""
     return slice(*(-(-rank * vocab_size // shard.ranks) for rank in (shard.rank, shard.rank + 1)))
 
 
 def layer_prefix(index: int) -> str:
-    """What the names of a layer's tensors begin with."""
+    """The prefix of the names of a layer's tensors."""
     return f"model.layers.{index}."
 
 
 def block_tensors(block: BlockSpec, prefix: str, formats: Formats = ALL_PLAIN) -> Iterator[TensorSpec]:
-    """Every tensor of a block by its full name: those of its products as their formats store them, then vectors."""
+    """Every tensor of a block by its full name: first the products', as their formats store them, then the vectors."""
     for part in projections(block):
         for tensor in formats.of(prefix + part.name).tensors(part):
             yield replace(tensor, name=prefix + tensor.name)
@@ -237,8 +238,8 @@ def block_tensors(block: BlockSpec, prefix: str, formats: Formats = ALL_PLAIN) -
 def load_spec(folder: Path) -> ModelSpec:
     """Read config.json and generation_config.json of a Hugging Face model folder.
 
-    Raises CheckpointError, in one line, where the folder has no config.json, a key is missing or malformed, or a key
-    changes the computation in a way that is not supported; code that the folder names (auto_map) is never run.
+    Raises CheckpointError if the folder has no config.json, a key is missing or malformed, or a key changes the computation in
+    an unsupported way. Code that the folder names (auto_map) is never run.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -251,7 +252,7 @@ def load_spec(folder: Path) -> ModelSpec:
 
 
 def read_spec(values: Json, where: str, generation: Json | None = None, generation_where: str = "") -> ModelSpec:
-    """The shape of a model from the content of its two files, `where` for messages. Raises CheckpointError as `load_spec`."""
+    """The shape of a model from the content of its two files; `where` is for messages. Raises CheckpointError as `load_spec`."""
     config = ConfigReader(values, where)
     family = family_of(config)
     config = config.filled(family.defaults).ranged(family.integers)

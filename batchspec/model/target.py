@@ -1,4 +1,4 @@
-"""The target model: one forward over a flat batch of tokens, K/V in pages. T tokens, H hidden, V vocabulary, L layers."""
+"""The target model: one forward pass over a flat batch of tokens, K/V in pages. T tokens, H hidden, V vocabulary, L layers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 def resolve_dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
     """model.dtype -> the dtype to compute in. `auto`: the checkpoint's, but fp32 on a CPU without fast bf16 products.
 
-    Raises ConfigError where the checkpoint's own dtype is fp16, which is not supported, and none is named.
+    Raises ConfigError for `auto` if the checkpoint's dtype is fp16, which is not supported.
     """
     if name != "auto":
         return DTYPES[name]
@@ -54,7 +54,7 @@ class Target:
         lora: LoraStacks | None = None,
     ) -> None:  # fmt: skip
         """
-        ranks  of a model that several processes compute, each with the spec of its part and its parts of the weights
+        ranks  set for a model that several processes compute, each with the spec of its part and its parts of the weights
         lora   the adapters of spec.lora
         """
         assert (ranks is None) == (spec.whole is None), spec.shard
@@ -71,10 +71,10 @@ class Target:
         self._rope_ids = [self._ropes.index(rope) for rope in spec.ropes]
         self._freqs = [rope_frequencies(rope, spec.head_dim).to(device) for rope in self._ropes]
         self.kv_scales: Tensor | None = None
-        """fp32 [L, 2 (K, V), KVH] scales of an e4m3 cache, where spec.fp8_kv (`kv_scales.py`), of a rank those of its heads. Set
+        """fp32 [L, 2 (K, V), KVH] scales of an e4m3 cache, if spec.fp8_kv (`kv_scales.py`), on a rank those of its heads. Set
         before an engine is made: caches hold views of it."""
         self.all_kv_scales: Tensor | None = None
-        """The same of all heads of the model, on the CPU."""
+        """The same for all heads of the model, on the CPU."""
         self._has_experts = spec.experts is not None
         self._first_live_slot = torch.ones(1, dtype=torch.int64, device=device)  # on the device: captured rounds read it
         scale = spec.embedding_scale
@@ -85,10 +85,10 @@ class Target:
         cls, folder: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, dummy: bool = False,
         ranks: Collectives | None = None, adapter: Adapter | None = None, adapters: AdapterSource | None = None,
     ) -> Target:  # fmt: skip
-        """Read the folder's safetensors, merged with an adapter if there is one, or with `dummy` make noise of their shapes.
+        """Read the folder's safetensors, merged with an adapter if there is one; with `dummy` make random weights instead.
 
         adapters  those of spec.lora
-        Raises CheckpointError as those do.
+        Raises CheckpointError as the readers of checkpoint and adapters do.
         """
         lora = None if adapters is None else adapters.load(spec, dtype=dtype, device=device)
         if dummy:
@@ -101,9 +101,10 @@ class Target:
 
     @torch.no_grad()
     def rewrite(self, weights: Weights) -> None:
-        """Replace all weights in place, a layer at a time, by others of the same shapes and formats; no K or V may last.
+        """Replace all weights in place, a layer at a time, by others of the same shapes and formats. No K or V may be used after
+        it.
 
-        Raises CheckpointError where more than numbers differs, with some layers replaced already.
+        Raises CheckpointError if more than values differs; some layers may have been replaced by then.
         """
         rewrite(self._embedding, weights.tensor(EMBEDDING), "the embedding")
         for i, (spec, layer) in enumerate(zip(self.spec.layers, self._layers, strict=True)):
@@ -113,7 +114,8 @@ class Target:
         rewrite(self._head, output_head(head, ordered=self.spec.ordered), "lm_head")
 
     def use_kv_scales(self, values: Tensor) -> None:
-        """Set the scales, fp32 [L, 2, KVH] for all heads of the model, or replace their numbers where caches read them."""
+        """Set the scales, fp32 [L, 2, KVH] for all heads of the model, or overwrite their values in place, where caches read
+        them."""
         self.all_kv_scales, own = values.cpu(), values[:, :, heads_of_part(self.spec)].to(self.device).contiguous()
         if self.kv_scales is None:
             self.kv_scales = own
@@ -131,7 +133,8 @@ class Target:
         return self._norm
 
     def experts_read(self) -> Tensor | None:
-        """int32 [layers with experts]: how many experts had tokens in the latest forward; None without any. A copy."""
+        """int32 [layers with experts]: number of experts that had tokens in the latest forward pass; None without experts. A
+        copy."""
         found = [layer.num_experts_read for layer in self._layers if layer.num_experts_read is not None]
         return torch.cat(found) if found else None
 
@@ -149,10 +152,11 @@ class Target:
     ) -> tuple[Tensor, Tensor | None]:
         """Run T tokens of R rows, writing their K/V at batch.slot_mapping in layers 0..L-1 of the cache.
 
-        aux_layer_ids  boundaries 0..L of the residual stream, before any norm: 0 is the embedding, i what enters layer i
-        ends_only      compute each row's last token alone to the end: of others the last layer makes K/V only. No row is empty
-        kv_only        stop after the last layer's K/V write; the hidden states that are returned are undefined
-        window         newest keys that any layer reads, and the first `sink` ones; layers with a smaller window keep theirs
+        aux_layer_ids  boundaries 0..L of the residual stream, before any norm: 0 is the embedding, i the input of layer i
+        ends_only      compute only each row's last token to the end; for other tokens the last layer writes K/V only. No row is
+                       empty
+        kv_only        stop after the last layer's K/V write; the returned hidden states are undefined
+        window         every layer reads only its newest `window` keys and the first `sink` ones; smaller own windows apply too
         Returns hidden [T, H], or [R, H] with ends_only, after the final norm, ready for `logits`, and the auxiliary
         hidden states [T, len(aux_layer_ids) * H], or None without any. Raises ValueError for ids that are not distinct
         boundaries.
@@ -165,7 +169,7 @@ class Target:
         ropes = [rope_of(batch.positions, freqs, rope, self.dtype) for freqs, rope in zip(self._freqs, self._ropes, strict=True)]
         windows, group_of = self.spec.windows, cache.groups.target_layers
         batches = [batch.of_group(group) for group in range(cache.groups.num_groups)]
-        # Layers with the same window are of one group, and a plan fits any of them.
+        # Layers with the same window are in one group, and one plan fits all of them.
         any_layer = {own: i for i, own in enumerate(windows)}
         ranges = {own: _narrowed(own, window, sink) for own in any_layer}
         plans = {
@@ -189,7 +193,7 @@ class Target:
                 attend = PagedAttend(kv=kv, plan=plan, lora=self._lora_tokens(ends))
             else:
                 attend = PagedAttend(kv=kv, plan=plans[own], lora=lora)
-            # The final norm takes the stream either way: after the last layer products add as before another one like it.
+            # The final norm accepts the stream in either form: products of the last layer add as if a layer like it followed.
             following = self._layers[min(i + 1, last)].attention
             layer.finish(q, stream, attend, add_in_product=following.norms_in_product(stream))
         out = stream.normed(self._norm, self.spec.rms_eps, out_aux=_aux_at(aux, aux_layer_ids, last + 1))
@@ -198,7 +202,8 @@ class Target:
         return out, None if aux is None else aux.flatten(1)
 
     def _lora_tokens(self, batch: FlatBatch) -> LoraTokens | None:
-        """Which tokens go through which adapter: of dead rows and padding none; None in a model without."""
+        """Which tokens go through which adapter: those of dead rows and padding through none. None in a model without
+        adapters."""
         if self._lora is None:
             return None
         assert batch.row_adapters is not None, "a pass of a model with adapters must say which rows have which"
@@ -208,13 +213,13 @@ class Target:
         return self._lora.tokens(adapters)
 
     def _live(self, batch: FlatBatch) -> Tensor | None:
-        """bool [T] False for the tokens of dead rows and for padding, whose K/V go to slot 0; None where all are read."""
+        """bool [T] False for tokens of dead rows and padding, whose K/V go to slot 0; None if all results are used."""
         return batch.slot_mapping >= self._first_live_slot if self._has_experts and batch.host is None else None
 
     @contextmanager
     def dead_tokens_routed(self) -> Iterator[None]:
-        """Within this block tokens of dead rows go through experts and adapters like those of live ones, to time rounds over dead
-        rows."""
+        """Within this block tokens of dead rows go through experts and adapters as those of live ones do, so that rounds over
+        dead rows can be timed."""
         self._first_live_slot.zero_()
         try:
             yield
@@ -227,12 +232,13 @@ class Target:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, H] of `forward` -> fp32 [N, V] (fp64 for an fp64 model); of a rank the logits of `spec.vocab_part` alone."""
+        """hidden [N, H] from `forward` -> fp32 [N, V] (fp64 for an fp64 model); on a rank only the logits of
+        `spec.vocab_part`."""
         return self._head.logits(hidden)
 
     @torch.inference_mode()
     def all_logits(self, hidden: Tensor) -> Tensor:
-        """The same over the whole vocabulary on every rank: for drafters whose choices need all of them."""
+        """The logits of the whole vocabulary on every rank, for drafters whose choices need all of them."""
         logits = self.logits(hidden)
         return logits if self.ranks is None else gather_logits(logits, self.spec.vocab_size, self.ranks)
 
@@ -240,11 +246,11 @@ class Target:
     def greedy_sample(
         self, hidden: Tensor, vocab: int | None = None, *, flag_nonfinite: bool = False, allowed: Allowed | None = None
     ) -> Tensor:
-        """int32 [N]: the token of each row's largest logit, the lowest id of equals. On a GPU the logits are not written out.
+        """int32 [N]: the token of each row's largest logit, the lowest id among equals. On a GPU the logits are not written.
 
-        vocab           of the first so many tokens, None: of all
-        flag_nonfinite  NO_TOKEN where the logits hold NaN or +inf, or no finite value; else NaN counts as -inf
-        allowed         only where `masks_in_product`: other tokens are not chosen
+        vocab           choose among the first `vocab` tokens; None: among all
+        flag_nonfinite  NO_TOKEN if the logits hold NaN or +inf, or no finite value; otherwise NaN counts as -inf
+        allowed         only with `masks_in_product`: the tokens that may be chosen
         """
         if self.ranks is not None:
             return greedy_of_ranks(
@@ -255,7 +261,7 @@ class Target:
         return out
 
     def masks_in_product(self, hidden: Tensor) -> bool:
-        """Whether `greedy_sample` of these rows writes no logits, so that it must be told which tokens are allowed."""
+        """Whether `greedy_sample` of these rows writes no logits, so that `allowed` must tell it which tokens may be chosen."""
         return self.ranks is None and self._head.masks_in_product(hidden)
 
 
@@ -265,14 +271,14 @@ class _Range(TypedDict):
 
 
 def _narrowed(own: int | None, window: int | None, sink: int) -> _Range:
-    """What a layer with its own window reads under one that is asked for."""
+    """The keys that a layer with its own window reads if `window` and `sink` are asked for."""
     if window is None or (own is not None and own <= window):
         return {"window": own, "sink": 0}
     return {"window": window, "sink": sink if own is None else 0}
 
 
 def _ends(batch: FlatBatch, places: Tensor) -> FlatBatch:
-    """The last place of each row, which sees all of the row's keys."""
+    """The batch of each row's last token, which attends to all of the row's keys."""
     count = torch.arange(len(places) + 1, dtype=torch.int32, device=places.device)
     return replace(
         batch,
@@ -287,7 +293,7 @@ def _ends(batch: FlatBatch, places: Tensor) -> FlatBatch:
 
 
 def _aux_at(aux_hidden_states: Tensor | None, aux_layer_ids: tuple[int, ...], boundary: int) -> Tensor | None:
-    """Where the residual stream at this boundary goes, [T, H], or None."""
+    """The buffer [T, H] for the residual stream at this boundary, or None."""
     return (
         None
         if aux_hidden_states is None or boundary not in aux_layer_ids

@@ -27,7 +27,7 @@ class LongText(ValueError):
 @dataclass(frozen=True, slots=True)
 class TextBound:
     bytes_a_token: int
-    """Maximum number of bytes of text, not counting those of `left_out`, that one token can represent."""
+    """Maximum number of bytes of text, without those of `left_out`, that one token can represent."""
     left_out: bytes
     """Byte values that may not be in any token."""
 

@@ -1,7 +1,7 @@
-"""The exact bytes of each token of a vocabulary: joined, those of an output's tokens are its text.
+"""The exact bytes of each token of a vocabulary: concatenated, those of an output's tokens are its text.
 
-Known are byte-level vocabularies (GPT-2, Llama 3, Qwen, ...) and those of SentencePiece with byte fallback or without (Llama 2,
-Mistral, Gemma, ...). Does not import torch.
+Byte-level vocabularies (GPT-2, Llama 3, Qwen, ...) and those of SentencePiece with byte fallback or without (Llama 2, Mistral,
+Gemma, ...) are supported. Does not import torch.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from batchspec.token_automaton import OTHER, TokenSymbols
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SENTENCEPIECE = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
-"""Decoders of such vocabularies. Strip drops a space before the text's first word; an answer that must match begins with none."""
+"""Decoders of such vocabularies. Strip drops a space before the text's first word; an answer that must match begins without
+one."""
 
 
 def token_symbols(tokenizer: tokenizers.Tokenizer, vocab_size: int, marks: Mapping[int, int]) -> TokenSymbols:
-    """The bytes of each of the model's tokens; of added tokens and of ids that the tokenizer lacks the symbol OTHER.
+    """The bytes of each of the model's tokens; the symbol OTHER for added tokens and ids that the tokenizer lacks.
 
-    marks  tokens that have symbols of their own instead: token -> symbol
-    Raises ConfigError if the tokenizer's decoder is another one.
+    marks  tokens that have symbols of their own: token -> symbol
+    Raises ConfigError if the tokenizer's decoder is not supported.
     """
     decoders = parts_of(json.loads(tokenizer.to_str()).get("decoder"), "decoders")
     kinds = {str(part.get("type")) for part in decoders}

@@ -17,11 +17,11 @@ from batchspec.model.spec import tokens_of
 def greedy_of_ranks(
     logits: Tensor, first: int, ranks: Collectives, vocab: int | None = None, *, flag_nonfinite: bool = False
 ) -> Tensor:
-    """int32 [T]: the token with the largest logit among those of all ranks, the lowest id of equals; as `argmax`.
+    """int32 [T]: the token with the largest logit of all ranks, the lowest id among equals; as `argmax`.
 
     logits          [T, number of this rank's tokens]; first is the id of the first of them
-    vocab           of the first so many tokens, None: of all
-    flag_nonfinite  NO_TOKEN where any rank's logits hold NaN or +inf, or no rank has a finite one; else NaN counts as -inf
+    vocab           choose among the first `vocab` tokens; None: among all
+    flag_nonfinite  NO_TOKEN if any rank's logits hold NaN or +inf, or no rank has a finite one; otherwise NaN counts as -inf
     Exchanges one number and one id per row.
     """
     width = logits.shape[1] if vocab is None else max(0, min(logits.shape[1], vocab - first))
@@ -33,16 +33,16 @@ def greedy_of_ranks(
 
 
 def best_of_ranks(scores: Tensor, ids: Tensor, ranks: Collectives, *, flag_nonfinite: bool = False) -> Tensor:
-    """int32 [T]: the id of the largest score of all ranks, the lowest id of equals.
+    """int32 [T]: the id of the largest score of all ranks, the lowest id among equals.
 
     scores [T] without NaN, ids [T]: of this rank
-    flag_nonfinite  NO_TOKEN where the largest score is not finite
+    flag_nonfinite  NO_TOKEN if the largest score is not finite
     """
     return ranks.best(scores, ids.int(), flag_nonfinite=flag_nonfinite)
 
 
 def gather_logits(logits: Tensor, vocab_size: int, ranks: Collectives) -> Tensor:
-    """The logits of all tokens [T, V], of those of this rank, which `tokens_of` divides."""
+    """The logits of all tokens [T, V] from those of this rank; `tokens_of` tells which tokens each rank has."""
     parts = [tokens_of(Shard(rank, ranks.ranks), vocab_size) for rank in range(ranks.ranks)]
     padded = torch.nn.functional.pad(logits, (0, parts[0].stop - logits.shape[1]))
     found = zip(ranks.gather(padded), parts, strict=True)

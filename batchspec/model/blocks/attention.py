@@ -35,28 +35,28 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     eps: float
-    """of its norms"""
+    """epsilon of its norms"""
     window: int | None = None
-    """Keys that a query sees at most, itself included; None: all."""
+    """Number of keys that a query attends to at most, itself included; None: all."""
     input_size: int | None = None
-    """Width of what q, k and v are made of, where it is not the normed residual stream [H]; None: it is."""
+    """Width of the input of q, k and v if it is not the normed residual stream [H]; None: it is."""
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
-    """q and k are normed, each head by itself, before they are rotated."""
+    """Whether q and k are normed, each head separately, before they are rotated."""
     qk_norm_rows: bool = False
-    """q and k are normed, each over all of its heads at once, before they are rotated."""
+    """Whether q and k are normed, each over all of its heads together, before they are rotated."""
     sinks: bool = False
-    """Each head has a learned logit that joins the denominator of its softmax."""
+    """Whether each head has a learned logit that joins the denominator of its softmax."""
     scale: float | None = None
-    """Of the scores; None: 1 / sqrt(head_dim)."""
+    """Factor of the scores; None: 1 / sqrt(head_dim)."""
     fused_qkv: bool = False
-    """The file holds q, k and v as one projection, `qkv_proj`, their rows one after another."""
+    """Whether the file holds q, k and v as one projection, `qkv_proj`, their rows one after another."""
     name: str = "self_attn"
     norm: str | None = "input_layernorm"
-    """of the residual stream; None: what comes in is not normed"""
+    """name of the norm of the residual stream; None: the input is not normed"""
     post_norm: str | None = None
-    """of what the block adds to the stream; None: it is not normed"""
+    """name of the norm of the block's output; None: it is not normed"""
     norms: NormForm = PLAIN_NORM
 
     @property
@@ -65,7 +65,7 @@ class AttentionSpec:
 
     @property
     def kv_size(self) -> int:
-        """Numbers of K of one token, and as many of V."""
+        """Number of values of K for one token, and as many of V."""
         return self.num_kv_heads * self.head_dim
 
     @property
@@ -77,7 +77,7 @@ class AttentionSpec:
 
     @property
     def kv(self) -> ProductSpec:
-        """The part of `qkv` that makes K and V."""
+        """The part of `qkv` that computes K and V."""
         assert not self.fused_qkv
         return ProductSpec(self.qkv.parts[1:])
 
@@ -113,7 +113,7 @@ class AttentionSpec:
 
     @property
     def activation_size(self) -> int:
-        """q, k and v before and after the rotation, and the attended values."""
+        """Values of q, k and v before and after the rotation, and the attention output."""
         return 2 * self.qkv.rows + self.inner_size
 
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
@@ -125,15 +125,15 @@ class AttentionSpec:
 
     @property
     def norms_in_kernel(self) -> bool:
-        """Whether kernels that norm their input compute its norm."""
+        """Whether kernels that norm their input can compute its norm."""
         return self.norm is not None and self.norms == PLAIN_NORM
 
     def heads_of(self, shard: Shard) -> slice:
-        """The query heads of a rank: all ranks have as many."""
+        """The query heads of a rank; all ranks have equally many."""
         return shard.of("num_attention_heads", self.num_heads)
 
     def kv_heads_of(self, shard: Shard) -> slice:
-        """The K/V heads that these read. With fewer K/V heads than ranks, several ranks hold the same one."""
+        """The K/V heads that these query heads read. With fewer K/V heads than ranks, several ranks hold the same one."""
         if self.num_kv_heads % shard.ranks and shard.ranks % self.num_kv_heads:
             raise ConfigError(
                 f"num_key_value_heads {self.num_kv_heads} and {shard.ranks} ranks: one must be a multiple of the other; "
@@ -162,7 +162,7 @@ class AttentionSpec:
 
 
 class Attention:
-    """Two halves, because a pass may need the second for some of its tokens only: up to q, and from q on."""
+    """Attention in two parts, up to q and from q on, because a pass may need the second part for some of its tokens only."""
 
     def __init__(self, spec: AttentionSpec, source: BlockSource) -> None:
         self.spec, self._scale = spec, spec.head_dim**-0.5 if spec.scale is None else spec.scale
@@ -176,7 +176,7 @@ class Attention:
 
     @property
     def norm(self) -> Tensor:
-        """The weight of the norm that it enters through."""
+        """The weight of the norm of its input."""
         assert self._norm is not None
         return self._norm
 
@@ -184,18 +184,18 @@ class Attention:
         return self.spec.norms_in_kernel and stream.norms_in_product(self._qkv, gated=False)
 
     def queries(self, stream: Stream, store: StoreKV, out_aux: Tensor | None = None) -> Tensor:
-        """q [T, NH, D]; K and V are stored. out_aux [T, H] gets the stream that enters the layer, or None."""
+        """q [T, NH, D]; K and V are stored. out_aux [T, H]: the layer's input stream is written here if it is given."""
         return self._stored(stream.project(self._norm, self.spec.eps, self._qkv, store.lora, out_aux=out_aux), store)
 
     def queries_of(self, normed: Tensor, store: StoreKV, product: Product | None = None) -> Tensor:
-        """The same of an input [T, input_size] that the caller has normed.
+        """The same for an input [T, input_size] that the caller has normed.
 
-        product  one of `spec.kv`: K and V alone are made and stored, what is returned is empty
+        product  `spec.kv`: compute and store K and V only; the returned tensor is then empty
         """
         return self._stored((self._qkv if product is None else product)(normed, store.lora), store)
 
     def finish(self, q: Tensor, stream: Stream, attend: Attend, *, add_in_product: bool) -> None:
-        """From q [T, NH, D] of the stream's tokens to the stream. add_in_product: see `Block`."""
+        """Continue from q [T, NH, D] of the stream's tokens to the end of the block. add_in_product: see `Block`."""
         attended = attend(q, self._scale, self._sinks)
         if self._post_norm is None:
             stream.add_product(self._out, attended, attend.lora, in_product=add_in_product)

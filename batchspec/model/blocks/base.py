@@ -1,8 +1,8 @@
-"""What a decoder is made of, as pure shapes: blocks, their matrix products and their vectors. No weights here.
+"""The parts of a decoder as pure shapes: blocks, their matrix products and their vectors. No weights here.
 
-A decoder layer is two blocks, attention and MLP, each entered through a norm of the residual stream. A block names its
-projections and vectors relative to the layer (`self_attn.q_proj`); everything that must know shapes sums over the blocks: the
-loader, dummy weights, the tuner, the cost model, the memory plan and `plan`.
+A decoder layer is two blocks, attention and MLP; the input of each is a norm of the residual stream. A block names its
+projections and vectors relative to the layer (`self_attn.q_proj`). All code that needs shapes sums over the blocks: the loader,
+dummy weights, the tuner, the cost model, the memory plan and `plan`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, Protocol, Self
 from batchspec.errors import ConfigError
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""Floating-point dtypes of a file that any model dtype is made of, as safetensors calls them."""
+"""Floating-point dtypes in a file that can be converted to any model dtype, as safetensors calls them."""
 
 Role = Literal["weight", "bias", "norm", "scale", "table"]
 
@@ -32,10 +32,10 @@ class Shard:
     ranks: int = 1
 
     def of(self, what: str, size: int, unit: int = 1) -> slice:
-        """The part of `size` numbers that is this rank's, in whole units; the last unit of all may be shorter.
+        """The part of `size` values that is this rank's, in whole units; the last unit of all may be shorter.
 
-        All ranks have as many units, or the first ones have one more than the others: rank 0 has the most.
-        Raises ConfigError where a rank would have none, and for parts of single numbers that are not equal.
+        All ranks have equally many units, or the first ones have one more than the others: rank 0 has the most.
+        Raises ConfigError if a rank would have none, and for units of one value if the parts are not equal.
         """
         units = -(-size // unit)
         if units < self.ranks or (unit == 1 and size % self.ranks):
@@ -47,7 +47,7 @@ class Shard:
 
 
 WHOLE = Shard()
-"""Of a process that computes a model alone."""
+"""The shard of a process that computes a model alone."""
 
 
 class Share(NamedTuple):
@@ -55,7 +55,8 @@ class Share(NamedTuple):
 
     cut: Cut
     ranges: tuple[slice, ...]
-    """columns: of the rows of W, several where a tensor of the file holds several projections. rows: one, of the columns of W."""
+    """columns: ranges of the rows of W, several if a tensor of the file holds several projections. rows: one range of its
+    columns."""
     adds_bias: bool = True
     """False: W is cut by rows, and another rank adds the bias."""
 
@@ -65,7 +66,7 @@ def shifted(own: slice, by: int) -> slice:
 
 
 def scaled(own: slice, by: int) -> slice:
-    """The numbers of some heads, or rows, of `by` numbers each."""
+    """The range of values of some heads, or rows, of `by` values each."""
     return slice(own.start * by, own.stop * by)
 
 
@@ -77,15 +78,15 @@ class TensorSpec:
     shape: tuple[int, ...]
     role: Role
     dtypes: tuple[str, ...] = FLOATS
-    """What the file may hold, as safetensors calls it."""
+    """dtypes that the file may have, as safetensors calls them."""
     offset: float = 0.0
-    """Added to what the file holds, in fp32 at least."""
+    """Added to the stored values, in fp32 or wider."""
     wide: bool = False
-    """Kept in fp32 at least, whatever the model's dtype is."""
+    """Whether it is kept in fp32 or wider, whatever the model's dtype is."""
     others: tuple[tuple[int, ...], ...] = ()
-    """Other shapes in which the file may hold the same numbers."""
+    """Other shapes in which the file may hold the same values."""
     typical: float = 1.0
-    """Of a scale: what it is among dummy weights."""
+    """Value of a scale among dummy weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +94,10 @@ class NormForm:
     """How the RMS norms of a family use their weights."""
 
     offset: float = 0.0
-    """Added to the weight of the file: 1 where it holds the difference to 1."""
+    """Added to the stored weight: 1 if the file holds the difference to 1."""
     wide: bool = False
-    """The normed value is multiplied in fp32 and rounded once; else it is rounded, then multiplied in the model's dtype. Kernels
-    tell the two by the weight's dtype."""
+    """Whether the normed value is multiplied in fp32 and rounded once; otherwise it is rounded, then multiplied in the model's
+    dtype. Kernels tell the two apart by the weight's dtype."""
 
     def tensor(self, name: str, size: int) -> TensorSpec:
         """The weight [size] of a norm of this name."""
@@ -111,7 +112,7 @@ class Projection:
     """y = x W' + b with W [rows, k]. Which tensors a file holds for it depends on the weight format (`batchspec.model.quant`)."""
 
     name: str
-    """relative to the layer, without `.weight`"""
+    """its name relative to the layer, without `.weight`"""
     rows: int
     k: int
     bias: bool = False
@@ -146,50 +147,50 @@ class Clamp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedSpec:
-    """One matrix [rows, k] for each of E experts; a token is multiplied with the matrices of its own experts only.
+    """One matrix [rows, k] for each of E experts; a token is multiplied only with the matrices of its own experts.
 
     Which tensors a file holds for it depends on the weight format, as for a projection.
     """
 
     name: str
-    """of the experts, relative to the layer"""
+    """name of the experts, relative to the layer"""
     parts: tuple[str, ...]
     """Names of the projections of an expert that are multiplied as one matrix, their rows one after another."""
     num_experts: int
     part_rows: int
-    """Rows of one of them."""
+    """Number of rows of each of these projections."""
     k: int
     bias: bool = False
     stacked: bool = False
-    """A file holds the one part of all experts as one tensor."""
+    """Whether a file holds the projections of all experts as one tensor."""
     interleaved: bool = False
-    """Its even rows are those of the gate, its odd ones up's; in memory the gate's come first."""
+    """Whether even rows in the file are the gate's and odd ones up's; in memory the gate's come first."""
 
     @property
     def rows(self) -> int:
         return len(self.parts) * self.part_rows
 
     def of(self, expert: int) -> ProductSpec:
-        """The product of one expert; stacked ones are all named alike."""
+        """The product of one expert; stacked experts all have the same names."""
         names = (f"{self.name}.{part}" if self.stacked else f"{self.name}.{expert}.{part}" for part in self.parts)
         return ProductSpec(tuple(Projection(name, self.part_rows, self.k, self.bias) for name in names))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """E gated MLPs of one shape: the grouped products gate-up, gate before up, and down."""
+    """E gated MLPs of one shape: the grouped products gate-up, with the gate first, and down."""
 
     name: str
-    """relative to the layer"""
+    """name relative to the layer"""
     num_experts: int
     hidden_size: int
     expert_size: int
-    """I, numbers between the two products of one expert"""
+    """I, number of values between the two products of one expert"""
     parts: tuple[str, str, str] | tuple[str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of gate, up and down of each expert; or of gate-up and down of all experts, stacked, gate and up interleaved."""
     bias: bool = False
     clamp: Clamp | None = None
-    """None: plain SwiGLU."""
+    """The variant of SwiGLU; None: plain SwiGLU."""
 
     @property
     def gate_up(self) -> GroupedSpec:
@@ -209,28 +210,29 @@ class ExpertsSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemm:
-    """A matrix product of a forward over T tokens: how it can be computed, and how often its weight is there, read and used."""
+    """A matrix product of a forward pass over T tokens: how it can be computed, and how often its weight is stored, read and
+    used."""
 
     product: ProductSpec
     ops: tuple[str, ...]
-    """Kernels that can compute it (`batchspec.kernels.gemm`); those with a fused norm or sum only where H is small."""
+    """Kernels that can compute it (`batchspec.kernels.gemm`); those with a fused norm or sum only if H is small."""
     stored: int = 1
-    """Weights of this shape in memory: the experts of an MoE."""
+    """Number of weights of this shape in memory, such as the experts of an MoE."""
     read: float = 1
-    """Weights that T tokens read, on average."""
+    """Number of these weights that T tokens read, on average."""
     active: int = 1
-    """Weights that each token is multiplied with."""
+    """Number of these weights with which each token is multiplied."""
     grouped: bool = False
-    """They are of experts."""
+    """Whether they are weights of experts."""
 
     @property
     def size(self) -> int:
-        """Numbers of one weight."""
+        """Number of values of one weight."""
         return self.product.rows * self.product.k
 
 
 class BlockSpec(Protocol):
-    """The shape of a block. Instances are frozen dataclasses; each has a `build(source)` that makes the block that computes."""
+    """The shape of a block. Instances are frozen dataclasses; the `build(source)` of each makes the block that computes."""
 
     @property
     def hidden_size(self) -> int:
@@ -238,37 +240,37 @@ class BlockSpec(Protocol):
 
     @property
     def products(self) -> tuple[ProductSpec, ...]:
-        """All matrix products whose weights are in the checkpoint, in the order in which they are loaded, but grouped ones."""
+        """All matrix products whose weights are in the checkpoint, in loading order, except grouped ones."""
 
     @property
     def grouped(self) -> tuple[GroupedSpec, ...]:
-        """Those of experts, loaded after the others."""
+        """The grouped products of experts, loaded after the others."""
 
     @property
     def vectors(self) -> tuple[TensorSpec, ...]:
-        """Norms and other small tensors, relative to the layer. They are kept in the model's dtype."""
+        """Norms and other small tensors, with names relative to the layer. They are kept in the model's dtype."""
 
     @property
     def inner_size(self) -> int:
-        """Width of what a token goes through inside: heads * head_dim, or the numbers between the MLP's two products."""
+        """Inner width of the block: heads * head_dim, or the number of values between the MLP's two products."""
 
     @property
     def activation_size(self) -> int:
-        """Numbers of one token that are in memory at once inside the block, the residual stream not counted."""
+        """Number of values of one token that are in memory at once inside the block, without the residual stream."""
 
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
-        """The products of a forward over so many tokens."""
+        """The products of a forward pass over `tokens` tokens."""
 
     def sharded(self, shard: Shard, unit: int) -> Self:
-        """The shape of what one rank computes. Raises ConfigError for a shape that cannot be cut so.
+        """The shape of what one rank computes. Raises ConfigError for a shape that cannot be cut.
 
-        unit  numbers between the two products of an MLP, or of an expert, that one rank holds together
+        unit  number of values between the two products of an MLP, or of an expert, that cannot be divided between ranks
         """
 
     def shares(self, shard: Shard, unit: int) -> Mapping[str, Share]:
-        """The part of each projection, by its name, and of each grouped product, by the name of the first projection of its
-        first expert, whose range is one of the numbers between the two products of an expert; and of vectors that ranks do not
-        hold as a whole, which are cut by columns. Arguments as of `sharded`."""
+        """What a rank holds: the part of each projection, by its name; of each grouped product, by the name of the first
+        projection of its first expert, as a range of the values between the two products of an expert; and of vectors that are
+        not whole on every rank, which are cut by columns. Arguments as for `sharded`."""
 
 
 def projections(block: BlockSpec) -> Iterator[Projection]:

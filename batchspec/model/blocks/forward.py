@@ -1,4 +1,4 @@
-"""What a block's forward is written over, so that it exists once: products, the residual stream, K/V and attention.
+"""The interfaces that a block's forward pass uses, so that it is written once: products, the residual stream, K/V, attention.
 
 Inference implements these with packed weights and fused kernels in place (`model/decoder.py`, `model/quant`), training with
 operations that gradients flow through (`train/layer.py`). T tokens, H hidden, NH heads of D numbers.
@@ -23,20 +23,20 @@ from batchspec.model.fused import rms_norm, silu_and_mul
 class Product(ABC):
     """x [T, k] -> x W' + b [T, rows], for the parts of one ProductSpec.
 
-    lora  which tokens go through which adapter (`model/lora_products.py`), or None in a model without: other products ignore it
-    A weight format must implement `__call__`; what it has faster kernels for, it overrides.
+    lora  which tokens go through which adapter (`model/lora_products.py`); None in a model without. Other products ignore it
+    A weight format must implement `__call__`; it overrides the methods for which it has faster kernels.
     """
 
     @abstractmethod
     def __call__(self, x: Tensor, lora: LoraTokens | None) -> Any:
-        """The parts' outputs end to end [T, rows]; in training one tensor a part."""
+        """The parts' outputs, concatenated [T, rows]; in training one tensor per part."""
 
     def swiglu(self, x: Tensor, lora: LoraTokens | None) -> Tensor:
         """silu(first half) * second half of self(x)."""
         return silu_and_mul(self(x, lora))
 
     def norms_input(self, x: Tensor, *, gated: bool) -> bool:
-        """Whether `of_norm` (gated: `swiglu_of_norm`) of as many tokens is one kernel, faster than a norm and a product."""
+        """Whether `of_norm` (gated: `swiglu_of_norm`) of as many tokens is one kernel that is faster than norm and product."""
         return False
 
     def of_norm(self, x: Tensor, norm: Tensor, eps: float, lora: LoraTokens | None) -> Any:
@@ -49,39 +49,40 @@ class Product(ABC):
 
     @property
     def fp8_form(self) -> Fp8Form | None:
-        """How it quantises the rows that it reads, if the kernel before it may do so for `of_fp8`; None: it reads plain rows."""
+        """How it quantises its input rows, if the kernel before it may do so for `of_fp8`; None: it reads rows in the model's
+        dtype."""
         return None
 
     def of_fp8(self, x: Fp8Tokens) -> Tensor:
-        """self of rows that are quantised as `fp8_form` says. Only where it is not None."""
+        """self of rows that are quantised as `fp8_form` says. Only if that is not None."""
         raise NotImplementedError
 
     def add_to(self, residual: Tensor, x: Tensor, lora: LoraTokens | None) -> Tensor | None:
-        """residual += self(x) in one kernel, and None, where there is a fast one; else self(x), still to be added."""
+        """If a fast kernel does both, residual += self(x), and returns None; otherwise returns self(x), still to be added."""
         out: Tensor = self(x, lora)
         return out
 
 
 class GroupedProduct(Protocol):
-    """The product of each expert of a layer with the pairs that go through it (`kernels/moe/units.py`): P pairs of k a token.
+    """The product of each expert of a layer with the pairs that go through it (`kernels/moe/units.py`): P pairs, k per token.
 
-    The first of the two that an expert has is called by `up`, the second by `down`.
+    The first of the two products of an expert is called by `up`, the second by `down`.
     """
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Of the weights in memory; uint8 is MXFP4. How tokens are tiled depends on it (`tuning/policy.py`)."""
+        """dtype of the weights in memory; uint8 is MXFP4. How tokens are tiled depends on it (`tuning/policy.py`)."""
 
     @property
     def reads_rows(self) -> bool:
-        """Whether `up` reads `Routing.rows`: the rows of x in the order of the list, as they are."""
+        """Whether `up` reads `Routing.rows`: the rows of x copied in the order of the list of pairs."""
 
     @property
     def reads_groups(self) -> bool:
-        """Whether `down` quantises what it reads to e4m3, with a scale for each 128 values, unless it is quantised already."""
+        """Whether `down` quantises its input to e4m3, with a scale for each 128 values, unless it is quantised already."""
 
     def up(self, x: Tensor, routing: Routing, clamp: Clamp | None, *, quantise: bool) -> Tensor | Fp8Rows:
-        """x [T, H] -> silu(first half) * second half of each pair's product, or what `clamp` says: [P, I].
+        """x [T, H] -> silu(first half) * second half of each pair's product, or the function that `clamp` describes: [P, I].
 
         Rows are in the order of the list of pairs.
 
@@ -89,67 +90,68 @@ class GroupedProduct(Protocol):
         """
 
     def down(self, inner: Tensor | Fp8Rows, routing: Routing) -> Tensor:
-        """inner [P, I] from `up`, quantised only where `reads_groups` -> each pair's product [P, H] in pair order."""
+        """inner [P, I] from `up`, quantised only if `reads_groups` -> each pair's product [P, H] in pair order."""
 
 
 class Stream(Protocol):
-    """The residual stream of a pass. What a block leaves to be added is added by the next norm, in the same kernel."""
+    """The residual stream of a pass. The next norm adds what a block leaves to be added, in the same kernel."""
 
     @property
     def live(self) -> Tensor | None:
         """bool [T] False for dead tokens. Their results are not used, so they go through no expert. None: no token is dead."""
 
     def norms_in_product(self, product: Product, *, gated: bool) -> bool:
-        """Whether `project` would hand the stream to this product as it is, if nothing were left to be added."""
+        """Whether `project` would give this product the un-normed stream, if nothing were left to be added."""
 
     def project(
         self, norm: Tensor | None, eps: float, product: Product, lora: LoraTokens | None, *, gated: bool = False,
         out_aux: Tensor | None = None,
     ) -> Any:  # fmt: skip
-        """product(rms_norm(stream)), gated: product.swiglu of it; norm None: product(stream).
+        """product(rms_norm(stream)); gated: product.swiglu of it; norm None: product(stream).
 
-        out_aux [T, H] gets the stream, or None.
+        out_aux  [T, H]: the stream is written here if it is given
         """
 
     def normed(self, norm: Tensor, eps: float, *, out_aux: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """rms_norm(stream) [T, H], written to `out` where given. out_aux [T, H] gets the stream, or None."""
+        """rms_norm(stream) [T, H], written to `out` if given. out_aux [T, H]: the stream is written here if it is given."""
 
     def reduced(self, values: Tensor) -> Tensor:
-        """What a product cut by rows gave on each rank [T, H], added up over all ranks; without ranks the values."""
+        """The outputs [T, H] of a product that is cut by rows, summed over all ranks; without ranks the values themselves."""
 
     def add(self, values: Tensor) -> None:
         """stream += values [T, H], the same on all ranks."""
 
     def add_output(self, values: Tensor) -> None:
-        """stream += what a product cut by rows gave [T, H], of all ranks."""
+        """stream += values [T, H] of a product that is cut by rows, summed over all ranks."""
 
     def add_pairs(self, values: Tensor, weights: Tensor) -> None:
-        """stream += the sum over the slots of each token of weights [T, k] * values [T * k, H], in slot order; of all ranks."""
+        """stream += the sum over each token's slots of weights [T, k] * values [T * k, H], in slot order, summed over all
+        ranks."""
 
     def add_product(self, product: Product, x: Tensor, lora: LoraTokens | None, *, in_product: bool) -> None:
-        """stream += product(x), of all ranks. in_product: in the product's own kernel where there is one."""
+        """stream += product(x), summed over all ranks. in_product: in the product's own kernel if it has one."""
 
 
 class StoreKV(Protocol):
-    """The first half of attention in one layer: positions, and where K and V go."""
+    """The part of attention before the scores, in one layer: positions, and the slots of K and V."""
 
     @property
     def lora(self) -> LoraTokens | None:
-        """As of `Product`."""
+        """As for `Product`."""
 
     def rotate_and_store(self, qkv: Any, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> Tensor:
-        """What the product of q, k and v gave -> q [T, NH, D], normed and rotated; K, the same, and V are stored.
+        """The output of the product of q, k and v -> q [T, NH, D], normed and rotated; stores K, treated the same, and V.
 
         q_norm, k_norm  weights of the norm of each head [D], or of all heads at once [NH * D] and [KVH * D]; or None
         """
 
 
 class Attend(Protocol):
-    """The second half, which may be of fewer tokens: who attends to what."""
+    """The rest of attention, possibly for fewer tokens: which query attends to which keys."""
 
     @property
     def lora(self) -> LoraTokens | None:
-        """As of `Product`, of the tokens that go on."""
+        """As for `Product`, of these tokens."""
 
     def __call__(self, q: Tensor, scale: float, sink_logits: Tensor | None = None) -> Tensor:
         """q [T, NH, D] -> attended values [T, NH * D] over the stored K and V.
@@ -159,31 +161,31 @@ class Attend(Protocol):
 
 
 class BlockSource(Protocol):
-    """Where a block's weights come from; names are relative to its layer."""
+    """The source of a block's weights; names are relative to its layer."""
 
     def product(self, spec: ProductSpec) -> Product:
         """Called once for each product, in the order of the block's `products`."""
 
     def vector(self, name: str) -> Tensor:
-        """A norm or another small tensor, by its whole name."""
+        """A norm or another small tensor, by its full relative name."""
 
     def grouped(self, spec: GroupedSpec) -> GroupedProduct:
         """Called once for each grouped product, in order."""
 
 
 class Block(Protocol):
-    """A block that computes: enters through a norm of the stream, adds to the stream."""
+    """A block that computes: it reads a norm of the stream and adds to the stream."""
 
     @property
     def num_experts_read(self) -> Tensor | None:
-        """int32 [1]: experts that had tokens in the latest forward, for statistics: passes that overlap write it both. None
-        without experts."""
+        """int32 [1]: number of experts that had tokens in the latest forward pass, for statistics: passes that overlap both write
+        it. None without experts."""
 
     def norms_in_product(self, stream: Stream) -> bool:
-        """Whether its first product takes the stream un-normed for as many tokens: the block before it adds in place then."""
+        """Whether its first product takes the un-normed stream for as many tokens; then the block before it adds in place."""
 
     def __call__(self, stream: Stream, lora: LoraTokens | None, *, add_in_product: bool) -> None:
-        """lora: as of `Product`.
+        """lora: as for `Product`.
 
-        add_in_product  what follows norms in its product, so the last product of this block adds to the stream itself
+        add_in_product  the next norm is fused into a product, so the last product of this block adds to the stream itself
         """

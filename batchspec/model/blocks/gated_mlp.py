@@ -32,16 +32,16 @@ class GatedMlpSpec:
     hidden_size: int
     inner_size: int
     eps: float
-    """of its norm"""
+    """epsilon of its norm"""
     bias: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
     fused_gate_up: bool = False
-    """The file holds gate and up as one projection, `gate_up_proj`, their rows one after another."""
+    """Whether the file holds gate and up as one projection, `gate_up_proj`, their rows one after another."""
     name: str = "mlp"
     norm: str | None = "post_attention_layernorm"
-    """of the residual stream; None: what comes in is not normed"""
+    """name of the norm of the residual stream; None: the input is not normed"""
     post_norm: str | None = None
-    """of what the block adds to the stream; None: it is not normed"""
+    """name of the norm of the block's output; None: it is not normed"""
     norms: NormForm = PLAIN_NORM
 
     @property
@@ -69,7 +69,7 @@ class GatedMlpSpec:
 
     @property
     def activation_size(self) -> int:
-        """gate and up, and what they make together."""
+        """Values of gate and up, and of their product."""
         return 3 * self.inner_size
 
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
@@ -83,7 +83,7 @@ class GatedMlpSpec:
 
     @property
     def norms_in_kernel(self) -> bool:
-        """Whether kernels that norm their input compute its norm."""
+        """Whether kernels that norm their input can compute its norm."""
         return self.norm is not None and self.norms == PLAIN_NORM
 
     def _inner(self, shard: Shard, unit: int) -> slice:
@@ -133,7 +133,7 @@ class GatedMlp:
             self._add(stream, self._down(inner, lora))
 
     def _add(self, stream: Stream, out: Tensor) -> None:
-        """stream += what the last product gave, normed where it is."""
+        """stream += the output of the last product, normed if the block has such a norm."""
         if self._post_norm is None:
             stream.add_output(out)
         else:

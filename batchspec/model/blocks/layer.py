@@ -35,17 +35,17 @@ class LayerSpec:
 
 
 class DecoderLayer:
-    """The forward of a layer is `attention.queries`, or `queries_of` what the caller has normed, and then `finish`."""
+    """A layer's forward pass is `attention.queries`, or `queries_of` an input that the caller has normed, and then `finish`."""
 
     def __init__(self, attention: Attention, mlp: Block) -> None:
         self.attention, self._mlp = attention, mlp
 
     @property
     def num_experts_read(self) -> Tensor | None:
-        """As of `Block`."""
+        """As for `Block`."""
         return self._mlp.num_experts_read
 
     def finish(self, q: Tensor, stream: Stream, attend: Attend, *, add_in_product: bool) -> None:
-        """From q [T, NH, D] to the end of the layer. add_in_product: see `Block`; of what follows the layer."""
+        """Continue from q [T, NH, D] to the end of the layer. add_in_product: as for `Block`, for what follows the layer."""
         self.attention.finish(q, stream, attend, add_in_product=self._mlp.norms_in_product(stream))
         self._mlp(stream, attend.lora, add_in_product=add_in_product)

@@ -1,4 +1,4 @@
-"""What a model family says about itself, and what most families read alike."""
+"""What a model family declares, and what most families read in the same way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.config_values import ConfigReader, Json, Ranges, short_json
 from batchspec.model.rope_config import RopeSpec, read_rope
 
-# Keys of other models' computation that are refused unless null or false, and those that are unless 1.
+# Keys of computations that only other models have: refused unless null or false; the second list unless 1.
 NOT_BUILT = (
     "compression_config", "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok",
     "moe_intermediate_size", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "clip_qkv",
@@ -25,7 +25,7 @@ NOT_BUILT_SCALES = (
     "scale_depth", "partial_rotary_factor", "rotary_pct",
 )  # fmt: skip
 EXPERT_COUNTS: Ranges = {"num_experts": (1, 2**16), "num_local_experts": (1, 2**16), "num_experts_per_tok": (1, 2**16)}
-"""What `read_num_experts` reads: the ranges of a family with experts."""
+"""The integer ranges of a family with experts, for `read_num_experts`."""
 
 
 def plain_rope(config: ConfigReader) -> RopeSpec:
@@ -40,32 +40,33 @@ def partial_rope(config: ConfigReader) -> RopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One model_type: what its keys mean, the blocks that they describe, and what of them is not supported."""
+    """One model_type: the meaning of its keys, the blocks that they describe, and what is not supported."""
 
     name: str
     """model_type of config.json."""
     architecture: str
-    """The only entry of `architectures` that is read."""
+    """The only supported entry of `architectures`."""
     layers: Callable[[ConfigReader], tuple[LayerSpec, ...]]
     """The blocks of every layer. Raises CheckpointError for malformed values."""
     defaults: Json = field(default_factory=dict)
-    """What a missing key means: the defaults of transformers 5 (models/*/configuration_*.py)."""
+    """Values of missing keys: the defaults of transformers 5 (models/*/configuration_*.py)."""
     integers: Ranges = field(default_factory=dict)
-    """Ranges of its own keys."""
+    """Integer ranges of its own keys."""
     rope: Callable[[ConfigReader], RopeSpec] = plain_rope
     config_ends: bool = True
-    """Whether eos_token_id of config.json counts in addition to that of generation_config.json; else only if that has none."""
+    """Whether eos_token_id of config.json counts in addition to that of generation_config.json; False: only if the latter has
+    none."""
     local_rope: Callable[[ConfigReader], RopeSpec | None] = lambda config: None
-    """Of layers with a window, where it is another one."""
+    """The rotary embedding of layers with a window, if it differs."""
     norms: NormForm = PLAIN_NORM
-    """of the final norm"""
+    """form of the final norm"""
     embedding_scale: Callable[[ConfigReader], float | None] = lambda config: None
     computes: frozenset[str] = frozenset()
-    """Keys among NOT_BUILT, NOT_BUILT_SCALES and hidden_act that this family's blocks compute."""
+    """Keys among NOT_BUILT, NOT_BUILT_SCALES and hidden_act whose computation this family's blocks implement."""
     refuses: Callable[[ConfigReader], list[str]] = lambda config: []
-    """What this family refuses beyond NOT_BUILT, as `key=value`."""
+    """What this family refuses in addition to NOT_BUILT, as `key=value`."""
     window_switch: bool = False
-    """Windows count only with use_sliding_window, from layer max_window_layers on."""
+    """Whether windows apply only with use_sliding_window, from layer max_window_layers on."""
 
     def check(self, config: ConfigReader) -> None:
         """Raises CheckpointError that names every key whose computation is not supported."""
@@ -81,7 +82,7 @@ class Family:
 def read_attentions(
     config: ConfigReader, *, bias: bool = False, qkv_bias: bool = False, qk_norm: bool = False, window_switch: bool = False
 ) -> list[AttentionSpec]:
-    """The attention of every layer, all of one shape but for the window; `bias`: of all four projections."""
+    """The attention of every layer, all of one shape except for the window; `bias`: of all four projections."""
     num_kv_heads, head_dim = read_heads(config)
     windows = read_windows(config, config.integer("num_hidden_layers"), switch=window_switch)
     return [
@@ -115,7 +116,8 @@ def dense_layers(attentions: Sequence[AttentionSpec], mlp: GatedMlpSpec) -> tupl
 
 
 def read_num_experts(config: ConfigReader) -> tuple[int, int]:
-    """Experts of a layer, and of a token. Files have num_experts or num_local_experts; transformers 5 saves the second."""
+    """Number of experts in a layer, and per token. Files have num_experts or num_local_experts; transformers 5 saves the
+    second."""
     key = "num_local_experts" if config.given("num_local_experts") else "num_experts"
     num_experts, top_k = config.integer(key), config.integer("num_experts_per_tok")
     if top_k > num_experts:
@@ -124,12 +126,12 @@ def read_num_experts(config: ConfigReader) -> tuple[int, int]:
 
 
 def refuses_windows(config: ConfigReader) -> list[str]:
-    """`Family.refuses` of a family whose layers all read all keys."""
+    """`Family.refuses` for a family whose layers all read all keys."""
     return [f"{config.shown('sliding_window')} in a {config.text('model_type')}"] if config.given("sliding_window") else []
 
 
 def read_heads(config: ConfigReader) -> tuple[int, int]:
-    """num_kv_heads and head_dim: as many as query heads, and the hidden size by them, where none are named."""
+    """num_kv_heads and head_dim; if missing, as many as query heads, and the hidden size divided by these."""
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
     head_dim = config.integer("head_dim", max(1, config.integer("hidden_size") // num_heads))
@@ -141,7 +143,8 @@ def read_heads(config: ConfigReader) -> tuple[int, int]:
 
 
 def read_windows(config: ConfigReader, num_layers: int, *, switch: bool) -> tuple[int | None, ...]:
-    """Keys that a query of each layer sees at most, itself included; None: all. `switch`: see `Family.window_switch`."""
+    """Number of keys that a query of each layer attends to at most, itself included; None: all. `switch`: see
+    `Family.window_switch`."""
     switched_off = switch and not config.flag("use_sliding_window")
     window = config.integer("sliding_window") if config.given("sliding_window") and not switched_off else None
     types = config.texts("layer_types")

@@ -1,4 +1,4 @@
-"""Gemma 3, text only: windows in most layers, with a rotation of their own; norms before and after each block.
+"""Gemma 3, text only: most layers have a window and a rotary embedding of their own; norms before and after each block.
 
 RMS norms multiply by 1 + weight, in fp32; the MLP's gate is a GELU; embeddings are scaled by sqrt(H), scores by
 1 / sqrt(query_pre_attn_scalar). Windows in all but each sliding_window_pattern-th layer, unless layer_types says otherwise.
@@ -54,7 +54,7 @@ def _local_rope(config: ConfigReader) -> RopeSpec:
 
 
 def _part(config: ConfigReader, kind: str) -> ConfigReader:
-    """What rope_parameters says of layers of this kind. Only `rope_type` names a type, as transformers reads it."""
+    """The rope_parameters of layers of this kind. Only `rope_type` names a type, as transformers reads it."""
     return config.part("rope_parameters").part(kind).filled({"rope_type": "default"})
 
 
@@ -67,7 +67,7 @@ def _rope(config: ConfigReader, rope: ConfigReader, usual_theta: float) -> RopeS
 def _refuses(config: ConfigReader) -> list[str]:
     found = [config.shown("use_bidirectional_attention")] if config.flag("use_bidirectional_attention") else []
     found += [config.shown("hidden_activation")] if config.text("hidden_activation", _GELU) != _GELU else []
-    # Rotations of this family are named by kind of layer; others would be ignored.
+    # This family names rotary embeddings by kind of layer; other names would be ignored.
     ropes = config.part("rope_parameters")
     return found + [ropes.shown(key) for key in ropes if key not in (_LOCAL, _GLOBAL)]
 

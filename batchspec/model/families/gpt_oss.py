@@ -1,7 +1,7 @@
 """gpt-oss (20b, 120b): attention sinks, windows in every other layer, biases everywhere, experts with a clamped SwiGLU.
 
 The experts of a layer are stacked, gate and up rows interleaved: in bf16 as transformers saves them, or in MXFP4 as published.
-Source: transformers, models/gpt_oss; where it computes the router's product in the model's dtype, this does in fp32.
+Source: transformers, models/gpt_oss, which computes the router's product in the model's dtype; here it is in fp32.
 """
 
 from __future__ import annotations

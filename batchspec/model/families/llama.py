@@ -1,4 +1,4 @@
-"""Llama and what is saved as one (SmolLM2). Source: transformers, models/llama."""
+"""Llama, and models that are saved as one (SmolLM2). Source: transformers, models/llama."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """MiniMax-M2 (M2, M2.1, M2.5): q and k normed over all heads, heads rotated in part, experts chosen by sigmoid and a bias.
 
-The keys of MTP layers (use_mtp) are ignored: their weights are not published. Published files name wrong ids in eos_token_id of
-config.json: those of generation_config.json count where it has some. The router's product is in fp32; transformers computes it in
+The keys of MTP layers (use_mtp) are ignored: their weights are not published. Published files have wrong ids in eos_token_id of
+config.json: those of generation_config.json are used if it has some. The router's product is in fp32; transformers computes it in
 the model's dtype. Source: transformers, models/minimax_m2.
 """
 
@@ -44,7 +44,7 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
 
 
 def _rope(config: ConfigReader) -> RopeSpec:
-    """rotary_dim of published files is the partial_rotary_factor of others."""
+    """The rotary embedding. Published files have rotary_dim where others have partial_rotary_factor."""
     head_dim = read_heads(config)[1]
     if config.given("rotary_dim") and not config.given("partial_rotary_factor"):
         config = config.replaced(partial_rotary_factor=config.integer("rotary_dim") / head_dim)

@@ -1,4 +1,4 @@
-"""Mixtral (8x7B, 8x22B): Mistral's attention, experts in place of every MLP; a window in all layers where one is given.
+"""Mixtral (8x7B, 8x22B): Mistral's attention, experts in place of every MLP; a window in all layers if the config gives one.
 
 Source: transformers, models/mixtral.
 """

@@ -1,8 +1,8 @@
-"""Phi-3, Phi-3.5 and Phi-4: fused q, k and v, fused gate and up, in some a part of each head rotated, in some longrope.
+"""Phi-3, Phi-3.5 and Phi-4: fused q, k and v; fused gate and up; some models rotate a part of each head, some have longrope.
 
-longrope has one set of frequencies for rows of up to original_max_position_embeddings tokens and another for longer ones: a row
-that passes that length needs all of its keys rotated anew. Keys in pages are rotated once, so only the first set is built, and
-the longest row of such a model is that of the first set: 4,096 tokens in published ones.
+longrope has one set of frequencies for rows of up to original_max_position_embeddings tokens and another for longer ones. All
+keys of a row that passes that length would have to be rotated again, but keys in pages are rotated once. So only the first set is
+supported, and a row of such a model has at most that many tokens: 4,096 in published models.
 Source: transformers, models/phi3; Ding et al. 2024, LongRoPE (arXiv 2402.13753).
 """
 

@@ -48,5 +48,5 @@ def family_of(config: ConfigReader) -> Family:
 
 
 def has_window_switch(model_type: str) -> bool:
-    """Whether windows of such a model, or of a draft head of its kind, count only with use_sliding_window."""
+    """Whether windows of such a model, or of a draft head of its kind, apply only with use_sliding_window."""
     return model_type in FAMILIES and FAMILIES[model_type].window_switch

@@ -1,7 +1,7 @@
 """quant_method compressed-tensors: FP8 weights with one scale per row, per tensor or per block of 128 x 128.
 
-`config_groups` must hold one group: one scheme for all Linear layers except those in `ignore`; or no scheme at all, where the
-checkpoint has plain weights and scales of an FP8 K/V cache (`kv_cache_scheme`), which `kv_scales.py` reads.
+`config_groups` must hold one group: one scheme for all Linear layers except those in `ignore`. It may hold no scheme at all if
+the checkpoint has plain weights and only scales of an FP8 K/V cache (`kv_cache_scheme`), which `kv_scales.py` reads.
 Source: https://github.com/vllm-project/compressed-tensors (quantization/quant_args.py, quant_config.py, utils/match.py).
 """
 

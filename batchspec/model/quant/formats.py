@@ -27,7 +27,7 @@ class Formats:
     plain_patterns: tuple[str, ...] = ()
     """Regular expressions: a projection whose name begins with a match is stored plain."""
     ordered: bool = False
-    """Plain products have one order of sums (decode.deterministic): the job's choice, not the checkpoint's."""
+    """Whether plain products sum in one order (decode.deterministic): the job's choice, not the checkpoint's."""
 
     def of(self, name: str) -> WeightFormat:
         """The format of the projection with this name, as in `model.layers.0.self_attn.q_proj`."""
@@ -37,7 +37,8 @@ class Formats:
         return (ORDERED if self.ordered else PLAIN) if plain else self.quantised
 
     def unit_of(self, block: BlockSpec, prefix: str) -> int:
-        """Numbers between the two products of an MLP that one rank holds together: no block of their weights is divided."""
+        """Number of values between the two products of an MLP that one rank holds together, so that no block of weights is
+        divided."""
         names = [part.name for part in projections(block)] + [spec.of(0).parts[0].name for spec in block.grouped]
         return lcm(*(self.of(prefix + name).block for name in names))
 
@@ -70,7 +71,7 @@ class Formats:
         return isinstance(own, Fp8) and own.quantises
 
     def in_one_order(self) -> Formats:
-        """These formats with sums of one order. Raises ConfigError where products that are not plain have no such kernels."""
+        """These formats with sums in one order. Raises ConfigError if products that are not plain have no such kernels."""
         own = self.quantised
         return replace(self, ordered=True, quantised=own.in_one_order() if isinstance(own, Fp8) else own)
 

@@ -43,7 +43,7 @@ class Fp8(SeparateExperts):
     quantises: bool = False
     """True: weights stay e4m3, and products quantise activations as `made_for` says. False: weights are converted at load."""
     ordered: bool = False
-    """Products of converted weights have one order of sums (decode.deterministic)."""
+    """Whether products of converted weights sum in one order (decode.deterministic)."""
 
     def with_activations(self) -> Fp8:
         """This format with quantised activations. Raises ConfigError if the checkpoint does not say how to quantise them."""
@@ -52,7 +52,7 @@ class Fp8(SeparateExperts):
         return replace(self, quantises=True)
 
     def in_one_order(self) -> Fp8:
-        """This format with sums of one order. Raises ConfigError where activations are quantised."""
+        """This format with sums in one order. Raises ConfigError if activations are quantised."""
         if self.quantises:
             raise ConfigError(
                 "decode.deterministic=true with FP8 weights and activations is not supported; set model.activations=dtype, which "

@@ -1,4 +1,4 @@
-"""Batch-invariant products of plain weights (decode.deterministic): sums in one order at any number of tokens."""
+"""Batch-invariant products of plain weights (decode.deterministic): sums in one order for any number of tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from batchspec.tuning.policy import ordered_head_tile, ordered_segments, ordered
 
 
 class OrderedPlain(Plain):
-    """`Plain` in a model in bf16; files are the same. Experts are those of `Plain`: no choice of theirs changes bits."""
+    """`Plain` for models in bf16; the files are the same. Experts are computed as in `Plain`, whose choices change no bits."""
 
     def load(self, weights: Weights, names: Sequence[str], *, bias: bool) -> Product:
         weight = torch.cat([weights.tensor(f"{name}.weight") for name in names])
@@ -28,9 +28,9 @@ ORDERED = OrderedPlain()
 
 
 class OrderedLinear(Product):
-    """x [T, in] -> x @ weight.T + bias [T, out], in bf16. Norms and residual sums stay apart: fused, they would round otherwise.
+    """x [T, in] -> x @ weight.T + bias [T, out], in bf16. Norms and residual sums are not fused: that would round differently.
 
-    Never the library's product, whose order of sums goes by the number of tokens.
+    The library's product is never used: its order of sums depends on the number of tokens.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -52,7 +52,7 @@ class OrderedLinear(Product):
 
 
 class OrderedHead:
-    """The output matrix: logits of a token, or its greedy choice, by its hidden state alone. The sum over H is one segment."""
+    """The output matrix: logits and greedy choices of a token depend on its hidden state alone. The sum over H is one segment."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -68,7 +68,7 @@ class OrderedHead:
         self, hidden: Tensor, *, out_ids: Tensor, vocab: int | None, flag_nonfinite: bool,
         allowed: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
-        """The tokens int32 [N] of the largest of these logits, as the kernel `lm_head`. It takes no masks."""
+        """The tokens int32 [N] of the largest of these logits, as the kernel `lm_head` finds them. Masks are not supported."""
         assert allowed is None
         tile = ordered_head_tile(hidden.shape[0], self._rows, self._k, hidden.device)
         lm_head(
