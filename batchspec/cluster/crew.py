@@ -1,4 +1,4 @@
-"""The worker processes of one run: how they are started, followed, signalled and ended. `workers.py` decides about the run."""
+"""The worker processes of one run: starts, watches, signals and ends them. `workers.py` decides about the run."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from batchspec.terminal import PREFIX, notice
 
 PROGRAM = ("-m", "batchspec.cluster.worker")
 LEADER_END_S, FOLLOWER_END_S, STACKS_S = 30.0, 3.0, 2.0
-"""Seconds that the others of a group have to end by themselves after one has ended: the leader saves its work, followers have
-nothing to save. Then SIGABRT makes them print their stacks, and SIGKILL ends them so many seconds later."""
+"""Seconds that the other processes of a group have to end by themselves after one has ended: the leader saves its work, followers
+have nothing to save. Then SIGABRT makes them print their stacks, and SIGKILL ends them after the same time again."""
 
 
 @dataclass(slots=True)
@@ -38,15 +38,15 @@ class Worker:
     device: str | None
     process: Popen[str]
     code: int | None = None
-    """Exit code as Popen has it: negative for the signal that ended the worker."""
+    """Exit code as in Popen: negative for the signal that ended the worker."""
     rank: int = 0
-    """In its group."""
+    """Its rank in its group."""
     group: Channel | None = None
-    """None: it computes the model alone."""
+    """Its group; None: it computes the model alone."""
     ended_at: float = 0.0
-    """When it was noticed, by the monotonic clock."""
+    """Time when its end was noticed, by the monotonic clock."""
     abort_at: float | None = None
-    """When the parent sent SIGABRT, because another rank of its group has ended and this one did not."""
+    """Time when the parent sent SIGABRT, because another rank of its group has ended and this one has not."""
 
     def name(self) -> str:
         rank = "" if self.group is None else f"rank {self.rank} of "
@@ -64,7 +64,7 @@ class Crew:
         self._said: set[str] = set()
         self._lock = threading.Lock()
         self.asked: int | None = None
-        """The first signal that came."""
+        """The first signal that the parent received."""
         self.asked_at = 0.0
         groups = [devices[first : first + self._ranks] for first in range(0, len(devices), self._ranks)]
         self.workers = [worker for number, group in enumerate(groups) for worker in self._start_group(number, group)]
@@ -87,7 +87,7 @@ class Crew:
 
     def _start(self, number: int, device: str | None, seat: Seat | None = None, devices: Sequence[str | None] = ()) -> Worker:
         env = {**os.environ, CREW: self._name}
-        if device is not None:  # ranks of a group read each other's memory; CUDA takes no GPU twice
+        if device is not None:  # ranks must see all GPUs of their group, each once: they read each other's memory
             env["CUDA_VISIBLE_DEVICES"] = device if seat is None else ",".join(dict.fromkeys(str(name) for name in devices))
         elif self._num > 1:
             env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._num)))
@@ -117,7 +117,7 @@ class Crew:
         return thread
 
     def _print(self, number: str, lines: IO[str]) -> None:
-        """Prints a worker's lines after its number. An error that all workers have, and the closing advice, are printed once."""
+        """Print a worker's lines with its number. Errors that all workers have, and the closing advice, are printed once."""
         done = False
         for line in lines:
             with self._lock:
@@ -132,15 +132,15 @@ class Crew:
         return [worker for worker in self.workers if worker.code is None]
 
     def send(self, number: int) -> None:
-        """To those that decide."""
+        """Send a signal to the workers whose exit codes count."""
         for worker in self.live():
             if worker.rank == 0:
                 worker.process.send_signal(number)
 
     def reap(self) -> None:
-        """Note which workers have ended, and report those that were not asked to."""
+        """Note which workers have ended, and report those that were not asked to end."""
         ended = [(worker, code) for worker in self.live() if (code := worker.process.poll()) is not None]
-        # Killed ones first: the other ranks of their group end because of them, often between two calls of this.
+        # Killed workers first: other ranks of their group end because of them, often before the next call of this function.
         for worker, code in sorted(ended, key=lambda one: one[1] >= 0):
             worker.code, worker.ended_at = code, time.monotonic()
             first = worker.group is not None and all(mate.code is None for mate in self._mates(worker))
@@ -155,7 +155,7 @@ class Crew:
                 notice(f"{worker.name()} {ending(worker.code)}{'; its group ends' * first}{others}")
 
     def end_groups(self) -> None:
-        """Kill the remaining processes of a group some time after one of it ended: they wait for that one, or hang."""
+        """Kill the remaining processes of a group some time after one of them ended: they wait for it, or hang."""
         now = time.monotonic()
         for worker in self.live():
             if worker.abort_at is not None:
@@ -174,7 +174,7 @@ class Crew:
                 worker.process.send_signal(signal.SIGABRT)
 
     def _mates(self, worker: Worker) -> list[Worker]:
-        """The others of its group."""
+        """The other workers of its group."""
         return [other for other in self.workers if other.number == worker.number and other is not worker]
 
     def close(self) -> None:

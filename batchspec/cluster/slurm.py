@@ -1,8 +1,8 @@
-"""A task of a Slurm job: who it is, how much time it has left, and how it requeues itself. Not used outside Slurm.
+"""A task of a Slurm job: its identity, how much time it has left, and how it requeues itself. Not used outside of Slurm.
 
-Facts, tried on Slurm 22.05: the last task of an array has the array's own id as SLURM_JOB_ID, and `scontrol requeue` of that id
-requeues all tasks. Slurm does not requeue a job that ran out of time or that ends by itself after a signal. To the process
-`scancel` looks like any other end, and a cancelled job that requeues itself runs again.
+Observed on Slurm 22.05: the last task of an array has the array's own id as SLURM_JOB_ID, and `scontrol requeue` of that id
+requeues all tasks. Slurm does not requeue a job that ran out of time or that ends by itself after a signal. For the process
+`scancel` looks like any other signal, and a cancelled job that requeues itself would run again.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Task:
     job: str
     """`17`, or `17_3` in an array."""
     restarts: int
-    """Times it was requeued, by Slurm or by itself."""
+    """Number of times that it was requeued, by Slurm or by itself."""
     step_tasks: int
-    """Tasks of the `srun` that this process belongs to; 1 without `srun`."""
+    """Number of tasks of the `srun` that this process belongs to; 1 without `srun`."""
     ends_at: float | None
-    """Seconds since 1970; None without SLURM_JOB_END_TIME."""
+    """End of the job in seconds since 1970; None without SLURM_JOB_END_TIME."""
 
 
 def this_task(env: Mapping[str, str] | None = None) -> Task | None:
@@ -49,7 +49,7 @@ def this_task(env: Mapping[str, str] | None = None) -> Task | None:
 
 
 def time_left_s(task: Task) -> float | None:
-    """Seconds until the job's time limit, as the controller says now; infinite without a limit, None if unknown."""
+    """Seconds until the job's time limit, according to the controller now; infinite without a limit, None if unknown."""
     code, said = _ask("squeue", "-h", "-j", task.job, "-o", "%L")
     if code == 0 and (left := parse_time(said)) is not None:
         return left
@@ -57,7 +57,8 @@ def time_left_s(task: Task) -> float | None:
 
 
 def parse_time(text: str) -> float | None:
-    """Seconds of Slurm's [[days-]hours:]minutes:seconds; infinite for UNLIMITED, None for INVALID (it is over) and the like."""
+    """Seconds of Slurm's [[days-]hours:]minutes:seconds; infinite for UNLIMITED, None for others, such as INVALID (job is
+    over)."""
     if text.strip() == "UNLIMITED":
         return math.inf
     match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", text.strip())
@@ -68,7 +69,7 @@ def parse_time(text: str) -> float | None:
 
 
 def requeue(task: Task, max_restarts: int) -> str:
-    """Put the task back into the queue unless it was cancelled or is out of restarts; what was done, in one line."""
+    """Requeue the task unless it was cancelled or has no restarts left; returns one line that says what was done."""
     if task.step_tasks > 1:
         return f"job {task.job}: {task.step_tasks} tasks of one srun; the batch script has to run `scontrol requeue {task.job}`"
     code, said = _ask("scontrol", "show", "job", "-o", task.job)

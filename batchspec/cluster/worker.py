@@ -1,7 +1,8 @@
 """One worker process: `python -m batchspec.cluster.worker NUMBER SHARING [SEAT]`, started by crew.py.
 
 NUMBER is for readers of `ps`; SHARING is the number of processes whose K/V pages share the main memory (1 on GPUs). SEAT is the
-process's place in the group that computes the model, four words (`distributed/group.py`); without it, it computes it alone.
+process's place in the group that computes the model, four words (`distributed/group.py`); without it, it computes the model
+alone.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
     from batchspec.config.schema import RunConfig
 
 EXCHANGE_S = 7 * 24 * 3600.0
-"""Limit of an exchange between ranks: the watchdog, which knows when there is work, ends a hanging run before."""
+"""Time limit of an exchange between ranks; the watchdog, which knows whether there is work, ends a hanging run earlier."""
 ORPHAN_S = 60.0
-"""Seconds after which a follower ends whose parent is gone: its leader saves its work meanwhile."""
+"""Seconds after which a follower ends whose parent is gone; its leader saves its work in this time."""
 
 
 def main() -> int:
@@ -79,7 +80,7 @@ def run_rank(config: RunConfig, words: list[str]) -> int:
 
 
 def _watch(follows: bool) -> None:
-    """The parent holds the other end open while it lives; when it is gone the worker saves its work and ends."""
+    """Save the work and end when the parent is gone: it keeps the other end of standard input open while it lives."""
     while os.read(0, 1):  # not sys.stdin: its lock would be held when the interpreter ends
         pass
     if follows:

@@ -1,10 +1,10 @@
-"""Several processes for one job, one a GPU, from one command. They share its shards by claims, as tasks of an array do.
+"""Several processes for one job, one per GPU, from one command. They share its shards by claims, as tasks of an array do.
 
-With cluster.tensor_parallel a worker is a group of processes that compute one model together. Its leader, rank 0, is what a
-process of its own is otherwise: it claims, writes and gets the signals. When one process of a group ends, the group ends.
+With cluster.tensor_parallel a worker is a group of processes that compute one model together. Its leader, rank 0, does all that a
+single worker process does: it claims, writes and gets the signals. When one process of a group ends, the group ends.
 
 The parent computes nothing and does not need torch: it starts the workers, passes signals on, reports a worker that died, and
-ends with one exit code. In a Slurm task it also runs with a single worker: whatever kills that, the parent can report it and
+ends with one exit code. In a Slurm task it also runs with a single worker, so that it can report whatever kills the worker and
 requeue the task.
 """
 
@@ -27,11 +27,11 @@ POLL_S = 0.1
 SAVING = 0.75
 """Workers are killed after this share of cluster.signal_s if a signal has not ended them."""
 DIED_CODES = (ConfigError.exit_code, DivergedError.exit_code, StorageError.exit_code, 1, Interrupted.exit_code)
-"""Exit codes of the parent if no worker completed, the gravest first."""
+"""Exit codes of the parent if no worker completed the job, the most severe first."""
 
 
 def supervise(config: RunConfig, devices: Sequence[str | None]) -> int:
-    """Run the job in one process a device until all have ended; returns the exit code (see errors.py).
+    """Run the job in one process per device until all have ended; returns the exit code (see errors.py).
 
     0 if the job is complete, even if workers died, or if other runs work on what is missing. 75 if a worker was killed and the
     job is not complete: the same command resumes it.
@@ -54,7 +54,7 @@ def supervise(config: RunConfig, devices: Sequence[str | None]) -> int:
 
 
 def deciding(workers: Sequence[Worker]) -> list[Worker]:
-    """Those whose exit codes count: of each group the leader, or the follower whose failure ended it."""
+    """The workers whose exit codes count: of each group the leader, or the follower whose failure ended it."""
     found = []
     for leader in (worker for worker in workers if worker.rank == 0):
         failed = [worker for worker in workers if worker.number == leader.number and (worker.code or 0) > 0]
@@ -65,7 +65,7 @@ def deciding(workers: Sequence[Worker]) -> list[Worker]:
 
 @contextmanager
 def crew_of(config: RunConfig, devices: Sequence[str | None]) -> Iterator[Crew]:
-    """The workers, which get the signals of this process; none of them outlives the block."""
+    """The workers, to which this process passes signals on; none of them outlives the block."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     waiting: list[int] = []
     crew: Crew | None = None

@@ -26,8 +26,8 @@ class Chats:
     A plain `prompt` becomes a user turn whether or not a chat template wrapped it, because a user/assistant pair is what training
     on the output needs. Rows given as prompt_ids have no messages.
 
-    think_tokens  enclose a thought there if output.reasoning_in_messages asks for it; None: the model's outputs have channels,
-                  and thoughts and tool calls are fields of their own
+    think_tokens  put around a thought if output.reasoning_in_messages asks for it; None: the model's outputs have channels, and
+                  thoughts and tool calls are separate fields
     """
 
     def __init__(
@@ -71,7 +71,7 @@ def _prompt_turns(shard: InputShard, columns: ColumnMap, input: InputConfig, nam
 
 
 def _values(table: pa.Table, name: str, *, optional: bool = False) -> list[Any]:
-    """The cells of a text or messages column as admission reads them (`value_of`), with U+FFFD for what is no text; None for JSON
+    """The cells of a text or messages column as admission reads them (`value_of`), with U+FFFD for invalid text; None for JSON
     text that has no value."""
     field = table.schema.field(name)
     cells = valid_text(table.column(name).combine_chunks()).to_pylist()
@@ -96,7 +96,8 @@ def _turns(prompt: Any, system: str | None, final: str, names: Sequence[str]) ->
 
 
 def _messages(prompt: list[Turn] | None, answer: Turn) -> list[Turn] | None:
-    """The chat with its answer, which continues a final assistant turn: only a row that goes on with one has an answer."""
+    """The chat with its answer, which continues a final assistant turn: a row whose chat ends with one has an answer only
+    then."""
     if prompt is None:
         return None
     if prompt and prompt[-1]["role"] == "assistant":

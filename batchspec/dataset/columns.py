@@ -19,9 +19,9 @@ TURNS = (("role", "content"), ("from", "value"))
 """Fields of a message, OpenAI's and ShareGPT's."""
 CHAT_NAMES = ("messages", "conversations", "conversation", "chat", "dialog", "dialogue", "turns")
 PROMPT_NAMES = ("prompt", "question", "instruction", "text", "input", "query", "content")
-"""What columns of data sets are called that hold chats and prompts, for what is advised."""
+"""Usual names of columns of chats and prompts, for advice in error messages."""
 SEPARATORS = (";", "\t", "|")
-"""Between the cells of files that are called CSV, instead of commas."""
+"""Separators of files that are called CSV but do not use commas."""
 _JSON = {
     "id": ("text", "number"), "messages": ("list", "text"), "prompt": ("text",), "prompt_ids": ("list",),
     "schema": ("object", "text"), "regex": ("text",), "choice": ("list", "text"), "grammar": ("text",),
@@ -47,7 +47,7 @@ def _is_id(kind: pa.DataType) -> bool:
 
 
 def _is_number(kind: pa.DataType) -> bool:
-    # Whole numbers may come as floats: pandas makes floats of a column with gaps. Admission checks the values.
+    # Whole numbers may be floats: pandas turns a column with gaps into floats. Admission checks the values.
     return any(test(kind) for test in (pa.types.is_integer, pa.types.is_floating))
 
 
@@ -110,9 +110,9 @@ TYPES: Mapping[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "final_assistant": (is_text, "string: error, continue or drop"),
     "synthetic_len": (_is_number, "integer"),
 }
-"""batchspec's names, which column types each takes, and how an error calls them."""
+"""batchspec's names: a test of the column's type, and the text for the types that it accepts."""
 NAMED_ONLY = ("schema", "regex", "choice", "grammar")
-"""Columns that input.columns must name: many datasets have a column of such a name that means something else."""
+"""Columns that input.columns must name, because many datasets have a column of that name with another meaning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,11 +133,11 @@ class ColumnMap:
 
 
 def map_columns(schema: pa.Schema, columns: Mapping[str, str | None]) -> ColumnMap:
-    """Map batchspec's names to columns: those of the same name by themselves, `columns` (input.columns) over them.
+    """Map batchspec's names to columns: each to the column of the same name, unless `columns` (input.columns) says otherwise.
 
-    A name mapped to None is left out, and one of NAMED_ONLY where `columns` does not name it. Optional columns may have the null
-    type (all rows empty). Raises ConfigError for a name that batchspec does not know, InputError for a column that is not there,
-    a wrong type, or not exactly one prompt.
+    A name mapped to None is left out; so is one of NAMED_ONLY that `columns` does not name. Optional columns may have the null
+    type (all rows empty). Raises ConfigError for a name that batchspec does not know, InputError for a column that does not
+    exist, a wrong type, or not exactly one prompt.
     """
     for name in columns:
         if name not in TYPES:
@@ -188,7 +188,7 @@ def _only_prompt(names: Mapping[str, str], schema: pa.Schema) -> str:
 
 
 def _no_prompt(schema: pa.Schema) -> str:
-    """What to say of an input that has no prompt column by its name: the line that maps the likely one."""
+    """The message for an input without a prompt column: it suggests the key that maps the likely one."""
     names = set(schema.names)
     if {"custom_id", "body"} <= names:
         return (

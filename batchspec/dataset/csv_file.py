@@ -1,4 +1,4 @@
-"""CSV files as parts that can be read alone: a header, commas, double quotes. All cells are text.
+"""CSV files as parts that can be read independently: a header, commas, double quotes. All cells are text.
 
 A row that does not fit the header or is quoted wrongly becomes a bad row: a batch with this row alone, whose schema metadata has
 the code and the message.
@@ -23,7 +23,7 @@ from batchspec.storage.places import Place
 
 BAD_CSV = "bad_csv"
 MAX_CELL_CHARS = 1 << 26
-"""A quote that nothing closes takes in the lines after it up to here, not the rest of the file."""
+"""A quote that is never closed makes a row of the lines up to this length, not of the rest of the file."""
 
 
 class CsvFile:
@@ -75,7 +75,7 @@ class CsvFile:
 
 
 class _Lines:
-    """Lines of a file, and what has been taken of it: `csv.reader` takes those of one row at a time."""
+    """Lines of a file, and the number of bytes and lines taken: `csv.reader` takes the lines of one row at a time."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -108,7 +108,7 @@ def _parts(lines: _Lines) -> Iterator[Part]:
 
 
 def _rows(lines: Iterator[bytes]) -> Iterator[list[bytes] | str]:
-    """Each row's cells in bytes, or what is wrong with it. Blank lines are no rows."""
+    """Each row's cells as bytes, or what is wrong with it. Blank lines are not rows."""
     first_line, reader = 0, csv.reader((line.decode("utf-8", "surrogateescape") for line in lines), strict=True)
     while True:
         try:

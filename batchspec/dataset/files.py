@@ -1,4 +1,5 @@
-"""One input file as parts that can be read alone (`DataFile`): Parquet files, whose parts are row groups; tables in memory."""
+"""One input file as parts that can be read independently (`DataFile`): Parquet files, whose parts are row groups; tables in
+memory."""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ from batchspec.storage.remote_files import Stamp
 PARQUET = (".parquet", ".pq")
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 BATCH_BYTES = 4 << 20
-"""Rows are decoded in batches of about this size: what a reader holds beyond the tables it has given out."""
+"""Rows are decoded in batches of about this many bytes, which a reader holds in addition to the tables it has returned."""
 BATCH_ROWS = 4096
 DIGEST_BYTES = 256 << 20
-"""Bytes that are read of the whole input's Parquet files for their digests; smaller inputs are read in full."""
+"""Bytes of the whole input's Parquet files that are read for their digests; smaller inputs are read completely."""
 DIGEST_BLOCKS = 8
 SMALLEST_BLOCK = 64 << 10
 PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN)
@@ -36,27 +37,27 @@ class Part:
     place: int
     """Number of the row group, or byte offset of the block."""
     digest: bytes = b""
-    """sha256 of the block; a row group has none."""
+    """sha256 of the block; empty for a row group."""
 
 
 class DataFile(Protocol):
     name: str
     size_bytes: int
     digest: str
-    """sha256 that tells two contents of the file apart."""
+    """sha256 that distinguishes contents of the file."""
     schema: pa.Schema
     parts: Sequence[Part]
 
     def read(self, part: Part, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        """The part's rows. A bad one is a batch of its own whose metadata say why: `code` and `message`."""
+        """The part's rows. A bad row is a batch of its own; its metadata have `code` and `message`."""
 
     def check(self) -> None:
-        """Raise InputError if the file is no longer the one that was opened, judged without reading it."""
+        """Raise InputError if the file is no longer the one that was opened; does not read its content."""
 
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Raise a reader's errors in one line: StorageError if the disk or network failed, InputError if the file is bad."""
+    """Within this block, raise a reader's errors in one line: StorageError for disk or network, InputError for a bad file."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
@@ -92,7 +93,7 @@ class ParquetFile:
     def __init__(self, place: Place, name: str, digest_bytes: int = DIGEST_BYTES) -> None:
         self.place, self.name = place, name
         self._footer: pq.FileMetaData | None = None
-        """The footer, kept during a pass over the file so that it is read once and not for each row group."""
+        """The footer, kept while the file is being read so that it is not read again for each row group."""
         with reading(name):
             self._stamp = place.stamp()
             self.size_bytes = self._stamp.size_bytes
@@ -148,7 +149,7 @@ class MemoryFile:
 
 
 def _digest(place: Place, size: int, most: int) -> str:
-    """sha256 of the whole file, or of about `most` bytes of it: evenly spread blocks, the first and last bytes included, and the
+    """sha256 of the whole file, or of about `most` bytes of it: evenly spread blocks, including the first and last bytes, and the
     whole footer, which has the sizes, offsets and statistics of all column chunks.
     """
     block = max(most // DIGEST_BLOCKS, SMALLEST_BLOCK)

@@ -1,4 +1,4 @@
-"""Which files are data, by their names, and the text of text files, decompressed if the name says so."""
+"""Which files are data, judged by their names; and the text of text files, decompressed if the name says so."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class TextStream:
         return self._codec is not None
 
     def at(self, offset: int) -> BinaryIO:
-        """The file, to be read from this byte of its text on. A byte order mark is not part of the text."""
+        """The file, positioned at this byte of its text. A byte order mark is not part of the text."""
         if self._file is None:
             self._file = self._opened()
             self._start = len(UTF8_BOM) if _peek(self._file).startswith(UTF8_BOM) else 0

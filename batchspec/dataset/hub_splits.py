@@ -1,6 +1,7 @@
-"""Which files of a hub dataset are a split, by the rules of `datasets`: the card's `configs:`, else names of folders and files.
+"""Which files of a hub dataset belong to a split, by the rules of `datasets`: the card's `configs:`, else names of folders and
+files.
 
-Without `configs:` the first of these rules that any file follows decides, and what follows it are the splits:
+Without `configs:` the first of these rules that matches any file is used, and the files that match it form the splits:
 
     data/SPLIT-00000-of-00003.parquet     any name of a split
     a folder with a keyword as a word     train/, dev-v2/x.parquet
@@ -51,8 +52,9 @@ def files_of_split(files: Sequence[str], card: str, config_name: str | None, spl
     card         its README.md; empty: it has none
     config_name  None: the only one, or the default one
     split        None: the only one
-    where        begins an error message: input.path and the dataset
-    Raises InputError, which lists the configs or the splits, where there is not the one that was asked for, or more than one.
+    where        prefix of error messages: input.path and the dataset
+    Raises InputError, which lists the configs or the splits, if the requested one does not exist, or if there are several to
+    choose from.
     """
     configs = list(_configs(files, card, where))
     names = [config.name for config in configs]
@@ -81,7 +83,7 @@ def files_of_split(files: Sequence[str], card: str, config_name: str | None, spl
 
 
 def _configs(files: Sequence[str], card: str, where: str) -> Iterator[_Config]:
-    """At least one."""
+    """The configs of the card; at least one."""
     listed = _front_matter(card, where).get("configs")
     if not isinstance(listed, list) or not listed:
         yield _Config("default", True, _by_names(files))
@@ -158,6 +160,6 @@ def _usual_first(item: tuple[str, Any]) -> tuple[int, str]:
 
 
 def _named(parts: Sequence[str], words: Sequence[str]) -> bool:
-    """Whether one of the words stands in one of the names, by itself."""
+    """Whether one of the words is in one of the names as a separate word."""
     wanted = rf"(?:^|{_DIVIDES})(?:{'|'.join(words)})(?:{_DIVIDES}|$)"
     return any(re.search(wanted, part) for part in parts)

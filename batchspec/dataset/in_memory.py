@@ -16,10 +16,10 @@ _NUMBERS = {int, float}
 
 
 def table_of(data: Any) -> pa.Table:
-    """A polars, pyarrow or pandas table, a list of dictionaries or of prompts, or anything that polars.DataFrame takes.
+    """A polars, pyarrow or pandas table, a list of dictionaries or of prompts, or anything that polars.DataFrame accepts.
 
     A list of dictionaries is read as JSON lines are: a column with dictionaries, lists of lists or values of several kinds keeps
-    each cell's JSON text, so that no row changes another one's value. A list of strings is the column `prompt`.
+    each cell's JSON text, so that no row changes another row's value. A list of strings becomes the column `prompt`.
     Raises InputError.
     """
     if isinstance(data, str | bytes):
@@ -49,8 +49,8 @@ def _of_dictionaries(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
 
 
 def _has_one_kind(values: Iterable[Any]) -> bool:
-    """Whether a typed column holds these values as they are: scalars of one type, or lists of such. Whole numbers may be among
-    floats."""
+    """Whether a typed column holds these values unchanged: scalars of one type, or lists of such. Floats may include whole
+    numbers."""
     kinds: set[type] = set()
     items: set[type] = set()
     for value in values:
@@ -78,7 +78,7 @@ def _json(value: Any, row: int, name: str) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's and torch's values, and other mappings than dict."""
+    """NumPy's and torch's values, and mappings other than dict, as plain Python values."""
     if isinstance(value, Mapping):
         return dict(value)
     if hasattr(value, "tolist"):
@@ -94,5 +94,5 @@ def _typed(data: Any) -> pa.Table:
         raise InputError(
             f"rows of type {type(data).__name__} do not make a table ({said}); give a table or a list of dictionaries"
         ) from None
-    # pyarrow's kernels cannot take rows of Arrow's newer string views.
+    # pyarrow's kernels do not support Arrow's newer string views.
     return frame.to_arrow(compat_level=pl.CompatLevel.oldest())

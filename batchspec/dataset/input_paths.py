@@ -15,17 +15,17 @@ from batchspec.errors import ConfigError, InputError
 from batchspec.storage.places import LocalPlace, Place, RemotePlace, place_of
 
 CARD_BYTES = 1 << 20
-"""How much of a dataset's card is read: its YAML comes first."""
+"""Bytes of a dataset's card that are read: its YAML comes first."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w-]+")
-"""ORG/NAME, which may also be a local path that is missing."""
+"""ORG/NAME, which may also be a local path that does not exist."""
 
 
 def find_files(entries: list[Any], config_name: str | None = None, split: str | None = None) -> dict[str, Place]:
     """Relative name -> place of every data file that the entries of input.path name, sorted by name.
 
-    config_name, split  of entries that are whole datasets of the hub; None: the only one
+    config_name, split  for entries that are whole datasets of the hub; None: the only one
     Raises ConfigError if these are given for another entry, InputError if an entry does not exist or has no data files, if
-    entries are on several file systems, or if a file is named twice.
+    entries are on different file systems, or if a file is named twice.
     """
     found: list[Place] = []
     roots: list[str] = []

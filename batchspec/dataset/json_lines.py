@@ -1,4 +1,4 @@
-"""JSON-lines files as parts that can be read alone. Each line is parsed alone: no row depends on another one.
+"""JSON-lines files as parts that can be read independently. Each line is parsed on its own: no row depends on another one.
 
 The type of a column follows from all lines of all files (untyped_columns.py). A line that is not a JSON object becomes a bad row:
 a batch with this row alone, whose schema metadata has the code and the message.
@@ -25,7 +25,7 @@ MAX_LINE_BYTES = 1 << 28
 
 
 class JsonLinesFile:
-    """One JSON object a line. The file is read once to find its rows and columns: a key that a line lacks is null."""
+    """One JSON object per line. The file is read once to find its rows and columns; a key that a line lacks is null."""
 
     def __init__(self, place: Place, name: str, codec: str | None = None) -> None:
         self.place, self.name = place, name
@@ -102,5 +102,5 @@ def _batch(rows: Sequence[Mapping[str, Cell]], schema: pa.Schema) -> pa.RecordBa
 
 
 def _is_array(first_line: bytes, num_lines: int) -> bool:
-    """Whether lines that begin so are those of one JSON array."""
+    """Whether lines that begin like this are those of one JSON array."""
     return first_line.startswith(b"[") and (num_lines == 1 or first_line == b"[" or first_line.endswith((b",", b"{")))

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 MAX_DEPTH = 128
-"""Levels of lists and objects; chats and tools have about 10. Lower than any stack in use here bears, so that what is refused
-does not depend on who calls."""
+"""Maximum nesting of lists and objects; chats and tools have about 10 levels. It is below what any stack here can hold, so that
+refusals do not depend on the caller."""
 
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?+', re.DOTALL)
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -26,11 +26,11 @@ _members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class BadJson(ValueError):
-    """Text that is no JSON. The message is one line."""
+    """Text that is not JSON. The message is one line."""
 
 
 class BadText(BadJson):
-    """JSON that holds a string which is no text."""
+    """JSON with a string that is not valid text."""
 
 
 def parse(text: str | bytes) -> Any:
@@ -49,14 +49,14 @@ def parse(text: str | bytes) -> Any:
 
 
 def text_bytes(cell: bytes) -> bytes:
-    """The text of a JSON string in UTF-8; what is no text, half a surrogate pair, stays bytes that are not UTF-8."""
+    """The text of a JSON string in UTF-8; half a surrogate pair, which is not text, becomes bytes that are not UTF-8."""
     value = _slowly(cell)
     assert isinstance(value, str)
     return value.encode("utf-8", "surrogatepass")
 
 
 def members(line: bytes) -> dict[str, bytes | msgspec.Raw]:
-    """The JSON text of each value of an object. Raises BadJson for what is no object."""
+    """The JSON text of each value of an object. Raises BadJson if it is not an object."""
     check_depth(line)
     try:
         return _members.decode(line)  # type: ignore[return-value]
@@ -82,7 +82,7 @@ def check_depth(data: bytes) -> None:
 
 
 def called(value: Any) -> str:
-    """The kind of a value, in the words of a message."""
+    """The kind of a value, as a noun phrase for messages."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
     return names.get(type(value), "null")
 

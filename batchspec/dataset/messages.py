@@ -1,11 +1,11 @@
-"""A row's chat as the chat template takes it and as the output keeps it: OpenAI's messages, or ShareGPT's turns.
+"""A row's chat in the form that the chat template reads and in the form of the output: OpenAI's messages, or ShareGPT's turns.
 
 message   {"role", "content"} and whatever else the template reads: name, tool_calls, tool_call_id ...
 ShareGPT  {"from": human|gpt|system|tool, "value"}
 
-JSON values reach the template as they were written. Arguments of tool calls, which OpenAI writes as JSON text, become objects for
-a template that writes JSON itself (model/tokenizer.py). A null field of an Arrow struct counts as missing, because every struct
-of a column has the fields of all of them.
+JSON values reach the template unchanged, except that the arguments of tool calls, which OpenAI writes as JSON text, become
+objects for a template that writes JSON itself (model/tokenizer.py). A null field of an Arrow struct counts as missing, because
+all structs of a column have the same fields.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from batchspec.dataset.untyped_columns import json_kinds
 Message = dict[str, Any]
 
 FINAL = ("error", "continue", "drop")
-"""What becomes of a chat that ends with the assistant's turn: input.final_assistant, or the row's own column."""
+"""What to do with a chat that ends with the assistant's turn: input.final_assistant, or the row's own column."""
 TOOL_FIELDS = ("name", "tool_calls", "tool_call_id")
 """Fields of a message in the output besides role and content, if the input's messages may have them; tool_calls is JSON text."""
 THINKING_FIELD = "thinking"
-"""Field of an assistant's message that has its thought, as the chat templates of gpt-oss name it."""
+"""Field of an assistant's message for its thought, as the chat templates of gpt-oss name it."""
 _ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "model": "assistant",
     "system": "system", "tool": "tool", "observation": "tool",
@@ -145,7 +145,7 @@ def kept_turn(turn: Mapping[str, Any], fields: Sequence[str]) -> Message:
 
 
 def may_call_tools(field: pa.Field) -> bool:
-    """Whether messages of this input column may have more than role and content, as far as its type tells."""
+    """Whether messages of this input column may have more fields than role and content, judged by its type."""
     kinds = json_kinds(field)
     if kinds:
         return bool(kinds & {"tool_calls", "text"})

@@ -2,7 +2,7 @@
 
 A request line    {"custom_id", "method", "url": "/v1/chat/completions", "body": {"messages", "temperature", ...}}
 A response line   {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}
-Source: https://platform.openai.com/docs/api-reference/batch, and vLLM's names for what OpenAI does not have.
+Source: https://platform.openai.com/docs/api-reference/batch, and vLLM's names for what OpenAI lacks.
 """
 
 from __future__ import annotations
@@ -53,28 +53,28 @@ NUMBERS = {
 TURN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 """Keys of a message that chat templates read."""
 PREFIX = ("prefix", "partial")
-"""Keys of a last message that the answer continues."""
+"""Keys of a last message with which the answer continues it."""
 TEMPLATE_KWARGS = "chat_template_kwargs"
 OF_TEMPLATE = ("reasoning_effort",)
 """Keys of a body that are arguments of the chat template."""
 GOES_ON, ADDS_ANSWER = "continue_final_message", "add_generation_prompt"
-"""vLLM's keys of a body: the answer continues the last message; the template begins an answer of its own (true)."""
+"""vLLM's keys of a body: the answer continues the last message; the template begins a new answer (true)."""
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-"""vLLM's older keys, and the key of `structured_outputs` that each became."""
+"""vLLM's older keys, and the key of `structured_outputs` that replaced each."""
 WITHOUT_EFFECT = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-"""Keys of a body that change no token."""
+"""Keys of a body that do not affect tokens."""
 NEUTRAL = {
     "stream": False, "logprobs": False, "top_logprobs": 0, "tool_choice": "auto", "parallel_tool_calls": True,
 }  # fmt: skip
-"""Keys of a body that batchspec has no column for, and the value that asks for nothing."""
+"""Keys of a body for which batchspec has no column, and the value with which they have no effect."""
 
 
 def parse_request(text: str, where: str, drop: Sequence[str] = ()) -> dict[str, Any]:
     """The input row for a request line, with only those of COLUMNS that it fills.
 
-    `where` begins an error message (file and line). Raises InputError for a line that is not JSON, another endpoint, content that
-    is not text, a message that no template could see whole, a value of the wrong type, two keys that contradict each other, and a
-    key that batchspec cannot honour, unless `drop` names it.
+    `where` is the prefix of error messages (file and line). Raises InputError for a line that is not JSON, another endpoint,
+    content that is not text, a message that no template can read completely, a value of the wrong type, two keys that contradict
+    each other, and a key that batchspec cannot honour, unless `drop` names it.
     """
     try:
         line = parse(text)
@@ -128,7 +128,7 @@ def _cells(key: str, value: Any, body: Line, where: str) -> dict[str, Any]:
 
 
 def _final_assistant(body: Line, where: str) -> dict[str, str]:
-    """What vLLM's two keys ask for; they contradict each other where both are true, or false."""
+    """What vLLM's two keys ask for. They contradict each other if both are true, or both false."""
     goes_on, adds = body.get(GOES_ON) or False, body.get(ADDS_ANSWER)
     if not isinstance(goes_on, bool) or adds not in (None, True, False):
         raise InputError(f"{where} is neither true nor false; correct the line")
@@ -142,7 +142,7 @@ def _final_assistant(body: Line, where: str) -> dict[str, str]:
 
 
 def _prefix(turns: Sequence[Line], where: str) -> dict[str, str]:
-    """What `prefix` or `partial` of the last message asks for: the answer continues it (DeepSeek's, Mistral's, Qwen's)."""
+    """What `prefix` or `partial` of the last message asks for: that the answer continues it (DeepSeek's, Mistral's, Qwen's)."""
     for i, turn in enumerate(turns):
         for name in PREFIX:
             value = turn.get(name)
@@ -152,7 +152,7 @@ def _prefix(turns: Sequence[Line], where: str) -> dict[str, str]:
 
 
 def _logit_bias(biases: Any, where: str) -> dict[str, str]:
-    """JSON text of the map; nothing for an empty one. Admission knows the vocabulary."""
+    """The map as JSON text; nothing for an empty map. Admission checks the ids against the vocabulary."""
     try:
         found = logit_bias(biases)
     except ValueError as error:
@@ -161,7 +161,7 @@ def _logit_bias(biases: Any, where: str) -> dict[str, str]:
 
 
 def _response_format(form: Any, where: str) -> dict[str, str]:
-    """OpenAI's object as it is; nothing for plain text. Admission judges the schema."""
+    """OpenAI's object unchanged; nothing for plain text. Admission checks the schema."""
     kind = form.get("type") if isinstance(form, dict) else None
     if kind not in ("text", "json_object", "json_schema", "grammar", "regex", "choice"):
         raise InputError(
@@ -237,7 +237,7 @@ def request_schema(used: set[str]) -> pa.Schema:
 
 
 def request_row(row: Line, schema: pa.Schema) -> Line:
-    """The row as the file of this schema has it."""
+    """The row in the form of a file with this schema."""
     if not pa.types.is_large_string(schema.field("messages").type):
         return row
     return {**row, "messages": msgspec.json.encode(row["messages"]).decode()}
@@ -262,8 +262,8 @@ def _strings(value: Any, where: str) -> list[str]:
 def response_line(samples: Sequence[Line], model: str) -> dict[str, Any]:
     """The response to one request from the output rows of its samples, which share a row_index.
 
-    A choice for each sample with a completion; if no sample has one, `error` and no response. As OpenAI does it, tokens are
-    summed over the choices and the prompt's are counted once.
+    It has a choice for each sample with a completion; if no sample has one, it has `error` and no response. As in OpenAI's
+    responses, tokens are summed over the choices and the prompt's are counted once.
     """
     first = samples[0]
     good = [row for row in samples if row["completion"] is not None]

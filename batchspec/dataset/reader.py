@@ -30,7 +30,7 @@ OPENED_AT_ONCE = 16
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFile:
     name: str
-    """Relative to the folder that input.path names (or to the folder that all its entries share)."""
+    """Relative to the folder that input.path names, or to the folder that all its entries have in common."""
     size_bytes: int
     num_rows: int
     digest: str
@@ -65,14 +65,14 @@ class InputShard:
 
 @dataclass(frozen=True, slots=True)
 class SourceFacts:
-    """What a `Source` is, without what reads it: it can be sent to another process."""
+    """The facts about a `Source`, without the means to read it, so that they can be sent to another process."""
 
     files: tuple[InputFile, ...]
     schema: pa.Schema
 
 
 class Source(Protocol):
-    """A dataset that can be read again and again, in the same order."""
+    """A dataset that can be read repeatedly, always in the same order."""
 
     num_rows: int
     """Number of rows, at most input.limit."""

@@ -15,9 +15,9 @@ from batchspec.errors import ConfigError
 TURN = (("role", pa.string()), ("content", pa.large_string()))
 MESSAGES = pa.list_(pa.struct(TURN))
 TOOL_MESSAGES = pa.list_(pa.struct([*TURN, *((name, pa.large_string()) for name in TOOL_FIELDS)]))
-"""Messages of an input or an output that may call tools; tool_calls is the JSON text of OpenAI's list."""
+"""Type of messages if input or output may have tool calls; tool_calls is the JSON text of OpenAI's list."""
 THINKING_MESSAGES = pa.list_(pa.struct([*TURN, *((name, pa.large_string()) for name in (THINKING_FIELD, *TOOL_FIELDS))]))
-"""The same with the thought in a field of its own, where the templates of gpt-oss read it."""
+"""The same with a field for the thought, where gpt-oss's chat templates read it."""
 TOP_LOGPROBS = pa.list_(pa.list_(pa.struct([("id", pa.int32()), ("logprob", pa.float32())])))
 USAGE = pa.struct([(f"{name}_tokens", pa.int32()) for name in ("prompt", "completion", "reasoning", "cached", "total")])
 ERROR = pa.struct([("code", pa.string()), ("stage", pa.string()), ("message", pa.string()), ("retryable", pa.bool_())])
@@ -35,7 +35,7 @@ SPEC_DECODE = pa.struct(
         ("draft_acceptance_rate", pa.float32()),
         ("acceptance_histogram", pa.list_(pa.int32())),
         ("acceptance_per_position", pa.list_(pa.float32())),
-        # Sums over rows need counts: a ratio of 0 does not tell how often the position was drafted.
+        # Counts, because sums over rows need them: a ratio of 0 does not tell how often the position was drafted.
         ("drafted_per_position", pa.list_(pa.int32())),
     ]
 )
@@ -56,8 +56,9 @@ PERF = pa.struct(
 def output_schema(input_schema: pa.Schema, columns: ColumnMap, output: OutputConfig, *, channels: bool = False) -> pa.Schema:
     """The schema of every output file of a job: its own columns, then the input's columns that output.passthrough copies.
 
-    channels  the model's outputs have channels (harmony): there is a column of tool calls
-    A mapped input column `messages`, `prompt_ids` or `seed` is not copied: the output's column of that name has its values.
+    channels  the model's outputs have channels (harmony), so there is a column of tool calls
+    A mapped input column `messages`, `prompt_ids` or `seed` is not copied, because the output's column of that name has its
+    values.
     Raises ConfigError if another input column has the name of an output column, or output.passthrough names a missing column.
     """
     own = _own_fields(output, messages_type(input_schema, columns, output, channels=channels), channels)
@@ -138,7 +139,7 @@ def _passthrough(input_schema: pa.Schema, columns: ColumnMap, wish: str | Sequen
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """A type that every reader knows: polars turns a dictionary into a Categorical, other readers refuse string views."""
+    """A type that every reader supports: polars turns a dictionary into a Categorical, other readers refuse string views."""
     if pa.types.is_dictionary(kind):
         return _plain(kind.value_type)
     return pa.large_string() if pa.types.is_string_view(kind) else kind

@@ -18,10 +18,10 @@ from batchspec.dataset.json_text import BadJson, parse, text_bytes
 from batchspec.errors import InputError
 
 JSON_MARK, CSV_MARK = b"batchspec.json", b"batchspec.csv"
-"""In the metadata of a field: its cells are JSON text, of these kinds; its cells are text of whatever is meant."""
+"""In the metadata of a field: its cells are JSON text, of these kinds; or they are CSV text."""
 MAX_COLUMNS = 50_000
 EXACT = 1 << 53
-"""Whole numbers up to here are exact as float64."""
+"""Whole numbers up to this are exact as float64."""
 
 Cell = bytes | msgspec.Raw
 _SCALARS = {"bool": pa.bool_(), "int": pa.int64(), "float": pa.float64(), "text": pa.string()}
@@ -125,12 +125,12 @@ def is_csv(field: pa.Field) -> bool:
 
 
 def mark_of(field: pa.Field) -> tuple[pa.DataType, bool, bool]:
-    """What two files must agree about."""
+    """The properties of a column that must be the same in all files."""
     return field.type, bool(json_kinds(field)), is_csv(field)
 
 
 def build(cells: Sequence[Cell | None], field: pa.Field) -> pa.Array:
-    """The cells of JSON lines as an array of the field's type, which `Kinds` chose with them in view."""
+    """The cells of JSON lines as an array of the field's type, which `Kinds` chose to fit them."""
     found = [None if cell is None or (data := bytes(cell)) == b"null" else data for cell in cells]
     kind = field.type
     if json_kinds(field):
@@ -152,12 +152,13 @@ def build(cells: Sequence[Cell | None], field: pa.Field) -> pa.Array:
 
 
 def text_array(values: Sequence[bytes | None]) -> pa.Array:
-    """Text of these bytes, which need not be UTF-8: who reads the cell is told."""
+    """A text array of these bytes, which may not be UTF-8: readers of such a cell get an error."""
     return pa.array(values, pa.binary()).view(pa.string())
 
 
 def as_text(column: pa.Array | pa.ChunkedArray, field: pa.Field) -> pa.Array | pa.ChunkedArray:
-    """A column as it is copied and as ids are read: of JSON text, a string cell's text and any other cell's JSON."""
+    """A column in the form in which it is copied and ids are read: of JSON text, a string cell's text and any other cell's
+    JSON."""
     if not json_kinds(field):
         return column
     cells = column.cast(pa.binary()).to_pylist()

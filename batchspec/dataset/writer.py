@@ -40,7 +40,7 @@ def build_table(
 ) -> pa.Table:
     """The output rows of a shard, by (row_index, sample_index), in the schema of `output_schema`.
 
-    `messages` and `think_tokens` are as of `Chats`. Copied columns come from `shard.table`; text that is not valid UTF-8 gets
+    `messages` and `think_tokens` as for `Chats`. Copied columns come from `shard.table`; text that is not valid UTF-8 gets
     U+FFFD, so that every reader can open the file. `attempt` is the uuid of the run, `finished_at` (default now) the time of the
     build.
     """
@@ -81,7 +81,7 @@ def build_table(
 def write_parquet(table: pa.Table, path: Path, metadata: Mapping[str, str]) -> None:
     """Write a new file and fsync it: zstd 3, row groups of at most 128 MiB and 8192 rows, page checksums and page index.
 
-    `metadata` becomes the file's key-value metadata. Raises OSError; the unfinished file is left then.
+    `metadata` becomes the file's key-value metadata. Raises OSError, which leaves the unfinished file.
     """
     schema = table.schema.with_metadata(dict(metadata))
     with path.open("xb") as file:
@@ -109,12 +109,12 @@ def _prompt_sum(completion: Completion) -> float | None:
 
 
 def logprob_cells(values: NDArray[np.float32] | None) -> list[float | None] | None:
-    """Numbers as a column of logprobs has them: null for NaN."""
+    """Numbers as cells of a logprobs column: null for NaN."""
     return None if values is None else [None if value != value else value for value in values.tolist()]
 
 
 def top_logprob_cells(top: tuple[Ids, NDArray[np.float32]] | None) -> list[list[dict[str, Any]]] | None:
-    """Ids and logprobs [tokens, N] as a column of top_logprobs has them: no entry for the id -1."""
+    """Ids and logprobs [tokens, N] as cells of a top_logprobs column: no entry for the id -1."""
     if top is None:
         return None
     ids, logprobs = top

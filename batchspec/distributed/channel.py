@@ -1,8 +1,8 @@
-"""What the leader of a group sends to the other ranks, and what each rank tells about itself: memory that all of them map.
+"""Shared memory of a group's processes: the leader's messages to the other ranks, and what each rank reports about itself.
 
-The leader (rank 0) writes a stream of frames into a ring; every follower reads all of them. Each rank has a line of words that it
-alone writes: how far it has read, and digests of its newest results. This module does not import torch: the parent of the ranks
-makes the memory, and marks it when a rank has died.
+The leader (rank 0) writes a stream of frames into a ring buffer; every follower reads all of them. Each rank has a line of words
+that only it writes: how far it has read, and digests of its newest results. This module does not import torch: the parent of the
+ranks creates the memory, and marks it when a rank has died.
 
 A frame is a length, a checksum and at most FRAME bytes; a message is as many frames as it needs. The checksum is compared because
 a processor may show the new position of the ring before the bytes (x86 does not).
@@ -27,9 +27,9 @@ RING = 1 << 23
 FRAME = 1 << 20
 MAX_RANKS = 16
 KEPT = 1024
-"""Digests of a rank that are kept: the leader asks for one at most so many results later."""
+"""Number of digests of a rank that are kept: the leader asks for one after at most this many further results."""
 _HEADER = struct.Struct("<IIQ")
-"""Of a frame: checksum of the rest, bytes in the frame, bytes of the message that are still to come after it."""
+"""Header of a frame: checksum of the rest, bytes in the frame, bytes of the message that follow in later frames."""
 _LINE = 2 * KEPT + 8
 _WRITTEN, _LOST = 0, 1
 _READ, _RESULTS, _MESSAGES = 0, 1, 2
@@ -39,7 +39,7 @@ LONGEST_SLEEP_S = 1e-3
 
 
 def make_memory() -> int:
-    """File descriptor of the zeroed memory of a new channel: it is passed to the ranks, and gone with the last of them."""
+    """File descriptor of the zeroed memory of a new channel: it is passed to the ranks, and is freed with the last of them."""
     handle = os.memfd_create("batchspec", 0)
     os.ftruncate(handle, 8 * _WORDS + RING)
     return handle
@@ -50,13 +50,13 @@ class Progress:
     """How far a rank has come."""
 
     messages: int
-    """that it has received"""
+    """messages that it has received"""
     results: int
-    """of rounds and prefill passes that it has read"""
+    """results of rounds and prefill passes that it has read"""
 
 
 class Channel:
-    """One rank's end, or with rank None that of the parent."""
+    """The channel as one rank uses it, or with rank None as the parent does."""
 
     def __init__(self, handle: int, rank: int | None, ranks: int) -> None:
         assert ranks <= MAX_RANKS
@@ -67,7 +67,7 @@ class Channel:
         self._position = 0
 
     def send(self, message: bytes) -> None:
-        """To all followers. Waits while the ring is full. Raises RankLost."""
+        """Send to all followers. Waits while the ring buffer is full. Raises RankLost."""
         for begin in range(0, max(1, len(message)), FRAME):
             part = message[begin : begin + FRAME]
             rest = _HEADER.pack(0, len(part), len(message) - begin - len(part))[4:] + part
@@ -92,26 +92,26 @@ class Channel:
                 return b"".join(parts)
 
     def tell(self, number: int, digest: int) -> None:
-        """This rank has read so many results; the digest is of all of them."""
+        """Report that this rank has read `number` results, with the digest of all of them."""
         line = self._line(self.rank)
         line[8 + 2 * (number % KEPT)] = digest
         line[9 + 2 * (number % KEPT)] = number
         line[_RESULTS] = number
 
     def told(self, rank: int, number: int) -> int:
-        """The digest of another rank after so many results. Waits for it. Raises RankLost."""
+        """The digest of another rank after `number` results. Waits for it. Raises RankLost."""
         line = self._line(rank)
         self.wait(lambda: int(line[_RESULTS]) >= number and int(line[9 + 2 * (number % KEPT)]) >= number)
         assert int(line[9 + 2 * (number % KEPT)]) == number, "the digest is no longer kept"
         return int(line[8 + 2 * (number % KEPT)])
 
     def lose(self, rank: int) -> None:
-        """Mark that a rank is gone: whoever waits for the group raises RankLost."""
+        """Mark that a rank is gone: all that wait for the group raise RankLost."""
         if not self._words[_LOST]:
             self._words[_LOST] = 1 + rank
 
     def is_lost(self) -> bool:
-        """A rank is gone."""
+        """Whether a rank is gone."""
         return bool(self._words[_LOST])
 
     def check(self) -> None:
@@ -124,7 +124,7 @@ class Channel:
         return Progress(int(line[_MESSAGES]), int(line[_RESULTS]))
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Until `ready()`: at first without sleeping, then for at most a millisecond at a time. Raises RankLost."""
+        """Wait until `ready()`: at first without sleeping, then in sleeps of at most a millisecond. Raises RankLost."""
         tries = 0
         while not ready():
             self.check()
@@ -153,7 +153,7 @@ class Channel:
         return bytes(self._ring[at : at + first]) + bytes(self._ring[: count - first])
 
     def _frame(self) -> tuple[bytes, int]:
-        """The payload of the frame at the position, and the bytes of its message that come after it."""
+        """The payload of the frame at the position, and the number of bytes of its message that follow."""
         while True:
             head = self._get(self._position, _HEADER.size)
             checksum, count, left = _HEADER.unpack(head)

@@ -27,7 +27,7 @@ class Group:
     ranks: int
 
     def least(self, number: int) -> int:
-        """The least of a number of every rank, such as free memory."""
+        """The smallest of the numbers that all ranks pass, such as free memory."""
         return int(self.collectives.gather(torch.tensor([number])).min())
 
 
@@ -47,7 +47,7 @@ def joined(seat: Seat, *, limit_s: float, gpu: bool) -> Iterator[Group]:
 
     limit_s  seconds that an exchange over gloo may take
     gpu      the model is on GPUs; this rank's becomes the current one
-    Raises RankLost, and ConfigError for a number of ranks that GPUs do not exchange between, or GPUs that cannot.
+    Raises RankLost; ConfigError for an unsupported number of ranks on GPUs, or GPUs that cannot exchange.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     channel = Channel(seat.handle, seat.rank, seat.ranks)

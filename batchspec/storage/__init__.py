@@ -2,7 +2,7 @@
 
 Nothing here knows what a job, a shard or a row is; nothing here imports dataset/ or runstate/.
 
-Where a job's output folder is (read and write; a name is taken exactly once):
+Where a job's output folder is (read and write; a name is published exactly once):
   store.py          what every store promises (`Store`), and what they share
   open_store.py     the store of an output.dir
   local_store.py    a folder of a local or shared file system
@@ -14,9 +14,9 @@ Where input files are (read only):
   remote_files.py   what every remote file system offers (`RemoteFiles`), and those that Arrow reaches
   cloud_files.py    Google Cloud Storage and Azure
   hub_files.py      datasets of the Hugging Face hub
-  arrow_view.py     a remote file system as Arrow's readers take it
+  arrow_view.py     a remote file system in the form that Arrow's readers need
 For both:
   s3_client.py      settings, clients and errors of S3
   cloud_client.py   URLs, clients and errors of Google Cloud Storage and Azure
-  retry.py          how often and how long a request is tried again
+  retry.py          how often and how long a request is repeated
 """

@@ -1,8 +1,8 @@
 """Google Cloud Storage (gs://) and Azure Blob Storage (az://, abfs://, abfss://): URLs, clients, and what their errors mean.
 
-obstore talks to both. It takes credentials from the environment, from gcloud's and az's log-in, or from the machine's identity.
-They are not stored here. Its error texts are never shown as they are: they quote URLs, which may be signed. Its own retries are
-off: `retried` retries, so that each request ends within the same time on every store.
+obstore talks to both. It takes credentials from the environment, from gcloud's and az's log-in, or from the machine's identity;
+they are not stored here. Its error texts are never shown, because they quote URLs, which may be signed. Its own retries are off:
+`retried` retries, so that each request ends within the same time on every store.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ ENDPOINT = {
 }
 NO_BUCKET_CODES = ("NoSuchBucket", "ContainerNotFound")
 TRIES = 3
-"""Tries after an error that a retry hardly ever mends."""
+"""Maximum number of tries after an error that a retry rarely cures."""
 SENT_AGAIN = (408, 409, 429)
 SLOWEST_BYTES_S = 256 << 10
-"""A request's time grows with what it sends, as if the line were this slow."""
+"""Bytes/s: a request's time limit grows by the time that its body would take on a line this slow."""
 SMALL_BYTES = 4 << 20
 KINDS = {"Timeout": "no answer in time", "Connect": "no connection", "Interrupted": "the connection was cut"}
 
@@ -50,10 +50,10 @@ class Bucket:
     name: str
     account: str = ""
     endpoint: str = ""
-    """Azure's endpoint, if the URL has it."""
+    """Azure's endpoint, if the URL has one."""
 
     def client(self, send_bytes: int = 0) -> Any:
-        """obstore's client, with time to send so many bytes. Raises ConfigError without obstore or for unusable settings."""
+        """obstore's client, with time to send `send_bytes`. Raises ConfigError without obstore or for unusable settings."""
         size = 0 if send_bytes <= SMALL_BYTES else 1 << math.ceil(math.log2(send_bytes))
         environ = tuple(sorted(item for item in os.environ.items() if item[0].startswith(("GOOGLE_", "AZURE_"))))
         return _made(self, environ, retry.CONNECT_S, retry.REQUEST_S + size / SLOWEST_BYTES_S)
@@ -115,7 +115,7 @@ def _made(bucket: Bucket, environ: tuple[tuple[str, str], ...], connect_s: float
 
 
 def _setting(error: Exception) -> str:
-    """What obstore does not like, without a value: it may be a key."""
+    """What obstore rejects, without the value, which may be a key."""
     if found := re.search(r"Unable to (open|decode) service account file(?: from (\S+))?", str(error)):
         return f"no credentials file {found[2]}" if found[1] == "open" else "a credentials file of an unknown form"
     return type(error).__name__
@@ -128,11 +128,11 @@ class Failure:
     status: int | None
     """HTTP status, if the store answered."""
     code: str
-    """The store's own word."""
+    """The store's error code."""
     kind: str
     """obstore's word for a missing or incomplete answer, or `Dns`."""
     log_in: bool
-    """It failed at getting credentials, before the store was asked."""
+    """Whether getting credentials failed, before the store was asked."""
     host: str
 
     @property
@@ -145,7 +145,7 @@ class Failure:
 
     @property
     def hardly_passes(self) -> bool:
-        """No identity of the machine, or no such host."""
+        """Whether the machine has no identity, or the host does not exist."""
         return self.log_in or self.kind == "Dns"
 
 
@@ -164,14 +164,14 @@ def failure(error: Exception) -> Failure:
 
 
 ANSWERED: set[Bucket] = set()
-"""Those that did in this process: what fails later passes more likely than not."""
+"""Buckets that have answered this process: later errors of theirs are probably temporary."""
 
 
 @dataclass(slots=True)
 class Passing:
-    """Whether an error of obstore may pass, for the tries of one request.
+    """Tells whether an error of obstore may be temporary, for the tries of one request.
 
-    Missing credentials and unknown hosts are mistakes in the settings and reported soon, until the bucket has answered once.
+    Missing credentials and unknown hosts are mistakes in the settings and are reported soon, until the bucket has answered once.
     """
 
     bucket: Bucket
@@ -190,18 +190,18 @@ class Passing:
 
 
 class CutAnswer(Exception):
-    """Fewer bytes came than were asked for."""
+    """Fewer bytes arrived than were requested."""
 
 
 def errors() -> tuple[type[Exception], ...]:
-    """What a request of obstore raises, but for FileNotFoundError."""
+    """What a request of obstore raises, except FileNotFoundError."""
     from obstore.exceptions import BaseError
 
     return BaseError, CutAnswer, ValueError
 
 
 def explain(cloud: str, error: Exception) -> str:
-    """What is wrong and what to check, in one line; never obstore's own text, which may quote what was signed."""
+    """What is wrong and what to check, in one line; never obstore's own text, which may quote signed URLs."""
     found = failure(error)
     if found.log_in:
         return f"no credentials were found or accepted; check {LOG_IN[cloud]}"

@@ -1,4 +1,5 @@
-"""Output on Google Cloud Storage or Azure Blob Storage, by obstore; object_store.py says how a name is taken exactly once."""
+"""Output on Google Cloud Storage or Azure Blob Storage, by obstore; object_store.py explains how a name is published exactly
+once."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from batchspec.storage.s3_client import NO_BUCKET
 from batchspec.storage.store import Tail, for_each, storage_errors
 
 ATTEMPT = "batchspec_attempt"
-"""Azure takes only such names."""
+"""Azure accepts only such names."""
 LISTED_AT_ONCE = 1000
 T = TypeVar("T")
 
@@ -30,8 +31,8 @@ T = TypeVar("T")
 class CloudStore(ObjectStore):
     """A version is an ETag without its quotes, which listings of Azure do not have.
 
-    Cloud Storage compares generations on PUT, and its listings do not tell them: a replacement looks up the generation that has
-    the ETag, and asks for that one.
+    Cloud Storage compares generations on PUT, and its listings do not contain them: a replacement looks up the generation that
+    has the ETag, and makes it the condition.
     """
 
     keep_them = "Google Cloud Storage and Azure Blob Storage do"

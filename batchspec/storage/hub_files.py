@@ -1,7 +1,7 @@
 """Input files in a dataset of the Hugging Face hub: hf://datasets/ORG/NAME[@REVISION]/PATH.
 
-The revision is resolved to its commit once, and everything is read from that commit: it cannot change under a job. Endpoint
-(HF_ENDPOINT) and token (HF_TOKEN, or the one of `hf auth login`) are those that huggingface_hub uses.
+The revision is resolved to its commit once, and everything is read from that commit, so the files cannot change during a job.
+Endpoint (HF_ENDPOINT) and token (HF_TOKEN, or the one of `hf auth login`) are those that huggingface_hub uses.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class HubFiles:
         return reason_of(error)
 
     def _list(self) -> None:
-        """Ask for the commit and its files, in one request, the first time that anything is asked."""
+        """Ask for the commit and its files, in one request, at the first question."""
         if self._commit:
             return
         from huggingface_hub import HfApi
@@ -116,12 +116,12 @@ class _HubFile:
     def read_at(self, size: int, offset: int) -> bytes:
         from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
 
-        # Ranges are of the file's bytes only where the answer is not compressed.
+        # Ranges count the file's bytes only if the answer is not compressed.
         headers = {**build_hf_headers(), "Accept-Encoding": "identity", "Range": f"bytes={offset}-{offset + size - 1}"}
         answer: Any = get_session().get(self.url, headers=headers, timeout=retry.REQUEST_S)
         hf_raise_for_status(answer)
         data: bytes = answer.content
-        if answer.status_code == 200:  # a mirror that knows no ranges
+        if answer.status_code == 200:  # a mirror that does not support ranges
             data = data[offset : offset + size]
         if len(data) < size:
             raise OSError(f"{len(data)} of {size} bytes came at {offset}")
@@ -151,7 +151,7 @@ def _status(error: Exception) -> int | None:
 
 
 def reason_of(error: Exception) -> str:
-    """What an answer that may pass says."""
+    """What a temporary error says."""
     status = _status(error)
     if status in (401, 403):
         return f"access denied (HTTP status {status}); check {LOG_IN}"
@@ -161,7 +161,7 @@ def reason_of(error: Exception) -> str:
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether an error of huggingface_hub may pass."""
+    """Whether an error of huggingface_hub may be temporary."""
     if (status := _status(error)) is not None:
         return status in (408, 429) or status >= 500
     from huggingface_hub import errors

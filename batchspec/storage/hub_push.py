@@ -1,7 +1,7 @@
 """Pushes files to a dataset of the Hugging Face hub in one commit: readers see the old files, or all of the new ones.
 
-Contents are uploaded first, some at a time, and the commit that names them comes last. What the hub has already is not sent
-again, so a push that was killed goes on where it ended, and one that was complete does nothing. The token is
+Contents are uploaded first, several at a time, and the commit that names them comes last. What the hub has already is not sent
+again: a push that was killed continues where it ended, and a push of unchanged files does nothing. The token is
 huggingface_hub's: HF_TOKEN, or the one of `hf auth login`.
 """
 
@@ -23,7 +23,7 @@ from batchspec.text import counted
 
 REPO = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}", re.ASCII)
 AT_ONCE, IN_MEMORY = 16, 4
-"""Number of files that are uploaded together, and how many of these may be held in memory, having no path on this machine."""
+"""Number of files that are uploaded together, and how many of these may be held in memory because they have no local path."""
 T = TypeVar("T")
 
 
@@ -54,7 +54,7 @@ class Pushed:
 
 
 def check_push(repo: str) -> None:
-    """Raises ConfigError for a name that no dataset can have, without a token, and where huggingface_hub is switched off."""
+    """Raises ConfigError for an invalid dataset name, without a token, and if huggingface_hub is offline."""
     from huggingface_hub import constants, get_token
 
     if not REPO.fullmatch(repo) or ".." in repo or "--" in repo:
@@ -74,12 +74,12 @@ def push(
     deletes: Callable[[str], bool],
     message: str,
 ) -> Pushed:
-    """Make the dataset if it is not there, and give it these files.
+    """Create the dataset if it does not exist, and give it these files.
 
-    private  of a dataset that is made; one that is there must not be public then
+    private  whether a new dataset is private; an existing one must not be public then
     refusal  called with the dataset's present files and a function that reads one; returns why they must not be replaced, or None
     deletes  whether a present file that is not among `files` is deleted
-    Raises ConfigError and OutputError for what trying again does not mend, StorageError for the rest.
+    Raises ConfigError and OutputError for errors that a retry cannot cure, StorageError for others.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
@@ -106,7 +106,7 @@ def push(
     num_sent, tries = len(operations) - len(stale), list[int]()
 
     def commit() -> None:
-        """Of a try before, whose answer was lost, the commit may be there: what it deleted cannot be deleted again."""
+        """If the answer to an earlier try was lost, its commit may exist: files that it deleted cannot be deleted again."""
         now = hub.listed()[0] if tries else there
         tries.append(1)
         gone = {name for name in stale if name not in now}
@@ -119,7 +119,7 @@ def push(
 
 
 def _groups(files: Sequence[PushedFile]) -> Iterator[list[PushedFile]]:
-    """At most AT_ONCE files, IN_MEMORY of them without a path."""
+    """Groups of at most AT_ONCE files, at most IN_MEMORY of them without a path."""
     group: list[PushedFile] = []
     for file in files:
         group.append(file)
@@ -147,7 +147,7 @@ def _same(there: Stamp | None, content: Path | bytes) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the progress bars of huggingface_hub, one a file."""
+    """Within this block huggingface_hub shows no progress bars."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     before = are_progress_bars_disabled()
@@ -180,14 +180,14 @@ class _Hub:
         return self.tried("listing", self.listed)
 
     def listed(self) -> tuple[dict[str, Stamp], bool]:
-        """The same in one try."""
+        """`files` in a single try."""
         root = f"datasets/{self._repo}"
         hub = HubFiles(root, self._repo, None)
         entries = hub.walk(root)
         return {entry.path.removeprefix(f"{root}/"): hub.stamp(entry.path) for entry in entries}, hub.is_private
 
     def read(self, name: str) -> bytes:
-        """A small file of it."""
+        """The content of a small file."""
         root = f"datasets/{self._repo}"
 
         def content() -> bytes:
@@ -198,7 +198,7 @@ class _Hub:
 
 
 def _cause(error: Exception) -> Exception:
-    """The error of a file that went up in a thread of huggingface_hub."""
+    """The underlying error of a file that was uploaded in a thread of huggingface_hub."""
     return error.__cause__ if type(error) is RuntimeError and isinstance(error.__cause__, Exception) else error
 
 

@@ -21,7 +21,7 @@ from batchspec.errors import ConfigError, OutputError, StorageError
 from batchspec.storage.store import STALE_S, Tail, storage_errors, storing
 
 TURNS = 20
-"""Tries when one run deletes a folder while another one puts a file there."""
+"""Number of tries if one run deletes a folder while another one writes a file there."""
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES, errno.EXDEV, errno.EINVAL)
 
 BROKEN = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
@@ -40,8 +40,8 @@ T = TypeVar("T")
 class LocalStore:
     """Folders are made when they are needed; `Store` says what each method promises.
 
-    method  with `link` the file system refuses a name that exists; `rename` replaces a file that came in between, which is right
-            only because every run that publishes a name writes an equivalent file.
+    method  `link`: the file system refuses a name that exists. `rename` replaces a file that appeared in between, which is safe
+            only because all runs that publish a name write equivalent files.
     """
 
     def __init__(self, root: Path, scratch: str, method: str = "link") -> None:
@@ -144,8 +144,8 @@ class LocalStore:
         return won
 
     def _into(self, name: str, act: Callable[[Path], T]) -> T:
-        """`act` on the path of a name after its folder was made and synced. Another run may delete the folder meanwhile: it tries
-        again.
+        """Call `act` with the path of a name, after making and syncing its folder. If another run deletes the folder meanwhile,
+        try again.
         """
         for turn in itertools.count(1):
             try:
@@ -246,7 +246,7 @@ class LocalStore:
         return path
 
     def _path(self, name: str, make_parent: bool = False) -> Path:
-        """The path of a name. Raises OutputError for a name or a symbolic link that could lead out of the root."""
+        """The path of a name. Raises OutputError for a name or a symbolic link that may lead out of the root."""
         path = self.root
         for part in name.split("/") if name else ():
             path = path / part
@@ -259,7 +259,7 @@ class LocalStore:
 
 
 def _is_there(path: Path) -> bool:
-    """As os.path.lexists, which reports a broken disk as an absent file; raises OSError for that."""
+    """As os.path.lexists, but raises OSError for a broken disk, which lexists reports as an absent file."""
     try:
         path.lstat()
     except OSError as error:
@@ -277,7 +277,7 @@ def _link(path: Path, target: Path) -> bool:
     try:
         os.link(path, target)
     except OSError as error:
-        # Over NFS an answer can get lost: a second name of the file says that the link was made.
+        # Over NFS an answer can be lost: if the file has a second name, the link was made.
         if path.stat().st_nlink == 2:
             return True
         if error.errno == errno.EEXIST:

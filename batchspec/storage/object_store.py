@@ -1,8 +1,8 @@
 """Output as objects of a bucket, common to S3 (s3_store.py) and to Google Cloud Storage and Azure (cloud_store.py).
 
-A name is taken by one PUT on the condition that there is no such object; the store refuses it otherwise. If the answer gets lost,
-the request is sent again and refused: the uuid in the object's metadata says whether the first PUT was ours. One PUT carries a
-whole object, so that nothing partial is ever visible.
+A name is published by one PUT on the condition that there is no such object; the store refuses it otherwise. If the answer is
+lost, the request is sent again and refused: the uuid in the object's metadata tells whether the first PUT was ours. One PUT
+carries a whole object, so nothing partial is ever visible.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from batchspec.errors import OutputError, StorageError
 from batchspec.storage.store import STALE_S, Tail, storage_errors, storing
 
 ABSENT = ""
-"""The condition that there is no such object; any other condition is the version that the object must have."""
+"""The condition that there is no such object. Any other condition is the version that the object must have."""
 NO_VERSION = '"0"'
 """A version that no object has."""
 DELETED_AT_ONCE = 8
@@ -101,7 +101,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def _call(self, what: str, act: Callable[[], T]) -> T:
-        """`act` with retries; its errors as a StorageError that names the object, or an OutputError that names the bucket."""
+        """Call `act` with retries; raises a StorageError that names the object, or an OutputError that names the bucket."""
 
     # --- what all of them share
 
@@ -186,7 +186,7 @@ class ObjectStore(ABC):
         return self._head(name) is not None
 
     def delete_tree(self, name: str) -> None:
-        # One by one, because not every store can delete many by one request; several at once, because there may be thousands.
+        # One by one, because not every store can delete many with one request; several at once, because there may be thousands.
         with ThreadPoolExecutor(DELETED_AT_ONCE) as pool:
             for keys in self._key_pages(name):
                 for _ in pool.map(self._delete, keys):

@@ -1,4 +1,4 @@
-"""The places that input.path names: files and folders, local or remote (remote_files.py, cloud_files.py, hub_files.py)."""
+"""The files and folders that input.path names, local or remote (remote_files.py, cloud_files.py, hub_files.py)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Place(Protocol):
         """Raise InputError if its bucket does not exist."""
 
     def stamp(self) -> Stamp:
-        """What identifies the file's present contents, without reading it. Raises InputError if it is gone; StorageError."""
+        """Identifies the file's present content without reading it. Raises InputError if the file is gone; StorageError."""
 
     def open(self) -> BinaryIO:
         """Open for reading; unbuffered if remote."""
@@ -111,7 +111,7 @@ class RemotePlace:
     remote: RemoteFiles
     path: PurePosixPath
     known_size: int | None = None
-    """Its size by the listing; None if it was not listed."""
+    """Its size according to the listing; None if it was not listed."""
 
     def __str__(self) -> str:
         return f"{self.remote.scheme}://{str(self.path).lstrip('/')}"
@@ -146,11 +146,11 @@ class RemotePlace:
 
     @property
     def is_hub_dataset(self) -> bool:
-        """It is a whole dataset of the Hugging Face hub."""
+        """Whether it is a whole dataset of the Hugging Face hub."""
         return isinstance(self.remote, HubFiles) and str(self.path) == self.remote.root
 
     def read(self, name: str, most: int) -> bytes | None:
-        """The first `most` bytes of a file of this folder; None if there is none of that name."""
+        """At most the first `most` bytes of a file of this folder; None if there is none of that name."""
         place = self._at(self.path / name)
         if not place.is_file():
             return None
@@ -164,7 +164,7 @@ class RemotePlace:
         return self.retried("looking for", lambda: self.remote.kind(str(self.path)))
 
     def retried(self, doing: str, act: Callable[[], T]) -> T:
-        """`act` with retries. Raises InputError if the file is gone, StorageError for everything else."""
+        """Call `act` with retries. Raises InputError if the file is gone, StorageError for other errors."""
         remote, what = self.remote, f"{doing} {self}"
         try:
             return retried(what, act, remote.passing(), remote.explain)
@@ -175,7 +175,7 @@ class RemotePlace:
 
 
 class RemoteFile(io.RawIOBase):
-    """A remote file whose reads are tried again; each read is one request for just those bytes."""
+    """A remote file whose reads are retried; each read is one request for just those bytes."""
 
     def __init__(self, place: RemotePlace, size: int) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class RemoteFile(io.RawIOBase):
     def _opened(self) -> Any:
         file = self._place.remote.open(str(self._place.path))
         found = file.size()
-        if found == 0 < self._size:  # Arrow takes an answer that was cut within its headers for a file of 0 bytes
+        if found == 0 < self._size:  # to Arrow, an answer that was cut within its headers is a file of 0 bytes
             raise OSError(f"it has 0 bytes, and {self._size:,} were expected; was it changed?")
         if found != self._size:
             raise InputError(f"{self._place} changed: {self._size:,} bytes -> {found:,}; run again when it changes no more")

@@ -1,4 +1,4 @@
-"""Remote file systems of the input: their interface (`RemoteFiles`), and those that Arrow reaches (s3://, hdfs://)."""
+"""Remote file systems of the input: their interface (`RemoteFiles`), and those that Arrow supports (s3://, hdfs://)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Opened(Protocol):
 
 
 class RemoteFiles(Protocol):
-    """One remote file system; paths begin with the bucket or the repository. There are no retries here: places.py does them.
+    """One remote file system; paths begin with the bucket or the repository. It does not retry: places.py does.
 
     Every method may raise FileNotFoundError, InputError, and one of `errors`.
     """
@@ -63,14 +63,14 @@ class RemoteFiles(Protocol):
         """Whether the bucket of a path exists; True if that is unknown."""
 
     def passing(self) -> Callable[[Exception], bool]:
-        """A function for the tries of one request that tells whether an error may pass."""
+        """A function that tells whether an error may be temporary, for the tries of one request."""
 
     def explain(self, error: Exception) -> str:
         """In one line without credentials: what is wrong, and what to check."""
 
 
 class ArrowFiles:
-    """A file system that Arrow reaches by itself."""
+    """A file system that Arrow supports."""
 
     errors: tuple[type[Exception], ...] = (OSError,)
 

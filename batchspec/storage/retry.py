@@ -1,4 +1,4 @@
-"""Retries of requests to remote stores, and their time limits: one for a request, one for all tries of it."""
+"""Retries of requests to remote stores, and their time limits: one for a single try, one for all tries of a request."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from batchspec import terminal
 from batchspec.errors import StorageError
 
 CONNECT_S = 10.0
-"""Limit for a connection to be made."""
+"""Time limit for making a connection."""
 REQUEST_S = 30.0
-"""Limit without a byte from the store."""
+"""Time limit without a byte from the store."""
 DEADLINE_S = 120.0
 """No try begins later than this after the first."""
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 8.0
 NOTICE_S = 10.0
-"""A request that has failed for so long is reported, once; a run that waits for a store is not silent for two minutes."""
+"""A request that has failed for so long is reported once, so that a run that waits for a store is not silent for two minutes."""
 REFUSALS = (
     "ACCESS_DENIED", "NO_SUCH_BUCKET", "INVALID_ACCESS_KEY", "SIGNATURE_DOES_NOT_MATCH", "INVALID_CLIENT", "HTTP status 403",
     "HTTP status 301",
@@ -40,12 +40,12 @@ def aws_explained(error: Exception) -> str:
 def retried(
     what: str, act: Callable[[], T], passing: Callable[[Exception], bool], explain: Callable[[Exception], str] = aws_explained
 ) -> T:
-    """The result of `act`, which is tried again, with growing pauses, after errors that may pass by `passing`.
+    """The result of `act`, which is repeated, with growing pauses, after errors that are temporary according to `passing`.
 
-    `explain` says of the last error what is wrong and what to check on this store, without credentials. After NOTICE_S one line
-    on stderr says that the request is still tried.
+    `explain` tells what is wrong and what to check on this store, without credentials. After NOTICE_S one line on stderr says
+    that the request is still being tried.
 
-    Raises StorageError, beginning with `what`, when that has gone on for DEADLINE_S; any other error of `act` at once.
+    Raises StorageError, beginning with `what`, after DEADLINE_S of such errors; any other error of `act` at once.
     """
     began, pause, told = time.monotonic(), FIRST_PAUSE_S, False
     while True:
@@ -63,13 +63,13 @@ def retried(
             if waited + pause >= NOTICE_S and not told:
                 told = True
                 terminal.say(f"{what} fails ({explain(error)}); it is tried again for up to {DEADLINE_S:.0f} s")
-        time.sleep(pause * random.uniform(0.5, 1.0))  # so that the tasks of an array do not come back all at once
+        time.sleep(pause * random.uniform(0.5, 1.0))  # so that the tasks of an array do not retry all at once
         pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
 @contextmanager
 def noticed(what: str) -> Iterator[None]:
-    """A block that waits for one answer; after NOTICE_S without it one line on stderr says so."""
+    """Within this block, which waits for one answer, one line on stderr reports a wait of more than NOTICE_S."""
     notice = threading.Timer(
         NOTICE_S, lambda: terminal.say(f"{what} has taken {NOTICE_S:.0f} s without an answer; still waiting")
     )
@@ -82,7 +82,7 @@ def noticed(what: str) -> Iterator[None]:
 
 
 def arrow_passing(error: Exception) -> bool:
-    """Whether an error of Arrow's file systems may pass. Only their text tells a refusal."""
+    """Whether an error of Arrow's file systems may be temporary. Only its text tells."""
     if not isinstance(error, OSError) or isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError):
         return False
     return not any(word in str(error) for word in REFUSALS)

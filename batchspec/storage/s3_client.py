@@ -1,6 +1,6 @@
 """S3: the settings of the AWS tools, the two clients made from them (boto3 and Arrow), and the meaning of their errors.
 
-Credentials, region and endpoint come from where the AWS tools take them: the environment (AWS_PROFILE, AWS_ENDPOINT_URL, ...),
+Credentials, region and endpoint come from the sources of the AWS tools: the environment (AWS_PROFILE, AWS_ENDPOINT_URL, ...),
 the profiles in ~/.aws, or the machine's role. They are not stored here.
 """
 
@@ -19,27 +19,29 @@ from batchspec.storage.retry import reason
 
 DENIED = ("AccessDenied", "Forbidden", "403", "401", "InvalidAccessKeyId", "SignatureDoesNotMatch")
 SENT_AGAIN = ("SlowDown", "RequestTimeout", "BadDigest", "Throttling", "InternalError", "ConditionalRequestConflict")
-"""Codes that may pass, whatever their status: too fast, too slow, damaged in transit, or two conditional requests at once."""
+"""Codes of errors that may be temporary, whatever their status: too fast, too slow, damaged in transit, or two conditional
+requests at once."""
 GONE = "{name} is not there any more; put it back or leave it out of input.path"
 NO_BUCKET = "{where}: there is no bucket {bucket}; make it or name another"
 
 
 SAID = ("ETag", "ContentLength", "IsTruncated", "KeyCount", "Name")
-"""Every complete answer has one of these."""
+"""Every complete answer has one of these headers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What every client of one store must agree on; None is the AWS tools' own choice."""
+    """What all clients of one store must agree on; None leaves the choice to the AWS tools."""
 
     endpoint: str | None
     region: str | None
     anonymous: bool
-    """For a public bucket: requests are not signed."""
+    """Whether requests are not signed, for a public bucket."""
 
 
 def settings() -> Settings:
-    """Endpoint and region of the environment, else of the profile. Raises ConfigError without boto3 or for an unknown profile."""
+    """Endpoint and region of the environment, or else of the profile. Raises ConfigError without boto3 or for an unknown
+    profile."""
     try:
         import botocore.exceptions
         import botocore.session
@@ -58,7 +60,7 @@ def settings() -> Settings:
 
 
 def filesystem(bucket: str, attempts: int = 1) -> pafs.FileSystem:
-    """Arrow's file system for S3, for reading; `attempts` is how often it sends a request by itself.
+    """Arrow's file system for S3, for reading; `attempts` is how often it sends a request itself.
 
     Raises InputError if the bucket does not exist and its region had to be looked up; ConfigError, StorageError.
     """
@@ -68,7 +70,7 @@ def filesystem(bucket: str, attempts: int = 1) -> pafs.FileSystem:
         try:
             region = pafs.resolve_s3_region(bucket)
         except OSError as error:
-            if str(error) == f"Bucket '{bucket}' not found":  # Arrow has no other word for it
+            if str(error) == f"Bucket '{bucket}' not found":  # Arrow's only sign of it
                 raise InputError(NO_BUCKET.format(where=f"s3://{bucket}", bucket=bucket)) from error
             raise StorageError(f"s3://{bucket}: no answer ({reason(error)}); check the bucket's name and the network") from error
     scheme, mark, host = (place.endpoint or "https://").partition("://")
@@ -88,7 +90,7 @@ def filesystem(bucket: str, attempts: int = 1) -> pafs.FileSystem:
 
 
 def client() -> Any:
-    """boto3's client. It does not try again by itself: `retried` does."""
+    """boto3's client. It does not retry: `retried` does."""
     return _made(settings(), os.environ.get("AWS_PROFILE"), retry.CONNECT_S, retry.REQUEST_S)
 
 
@@ -104,7 +106,7 @@ def _made(place: Settings, profile: str | None, connect_s: float, request_s: flo
         connect_timeout=connect_s,
         read_timeout=request_s,
         retries={"total_max_attempts": 1},
-        # Stores other than Amazon's know Content-MD5, and not always the checksums that came later.
+        # Not all stores know the checksums that came after Content-MD5.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
         s3={"addressing_style": "auto" if place.endpoint is None else "path"},
@@ -114,7 +116,7 @@ def _made(place: Settings, profile: str | None, connect_s: float, request_s: flo
         made = session.client("s3", endpoint_url=place.endpoint, region_name=place.region, config=config)
     except ValueError as error:
         raise ConfigError(f"AWS settings: {reason(error)}; check AWS_ENDPOINT_URL, such as https://host:port") from error
-    # Where a connection ends within the headers of a `100 Continue`, botocore (1.44, awsrequest.py) reads on for ever.
+    # If a connection ends within the headers of a `100 Continue`, botocore (1.44, awsrequest.py) reads for ever.
     made.meta.events.register("before-call.s3", _without_expect)
     return made
 
@@ -124,7 +126,7 @@ def _without_expect(params: dict[str, Any], **_: Any) -> None:
 
 
 def passing(error: Exception) -> bool:
-    """Whether a request of boto3 that ended so may succeed when it is sent again."""
+    """Whether a request of boto3 that raised this may succeed if it is sent again."""
     import botocore.exceptions as boto
     from urllib3.exceptions import HTTPError
 
@@ -135,8 +137,8 @@ def passing(error: Exception) -> bool:
 
 
 def whole(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer of boto3. boto3 takes an answer that was cut within its headers for an empty success: such a request is sent
-    again.
+    """The answer of boto3, if it is complete. boto3 treats an answer that was cut within its headers as an empty success: such a
+    request must be sent again.
     """
     if answer.keys().isdisjoint(SAID):
         from urllib3.exceptions import ProtocolError
@@ -160,7 +162,7 @@ def head(bucket: str, key: str) -> tuple[int, str]:
 
 
 def no_bucket(error: Exception) -> bool:
-    """Whether boto3 says that there is no such bucket, or that none can have such a name."""
+    """Whether boto3 says that there is no such bucket, or that its name is invalid."""
     import botocore.exceptions as boto
 
     return isinstance(error, boto.ParamValidationError) or _code(error) == "NoSuchBucket"
@@ -174,7 +176,7 @@ def status(error: Exception) -> int | None:
 
 
 def refusal(error: Exception) -> str:
-    """What the store did not like and what to do about it; never its whole answer, which may quote what was signed."""
+    """What the store rejected and what to do about it; never its whole answer, which may quote what was signed."""
     code = _code(error) or type(error).__name__
     if code in DENIED or "Credential" in code or "Token" in code:
         keys = "AWS_PROFILE, AWS_ACCESS_KEY_ID, ...; AWS_SKIP_SIGNATURE=true for a public bucket"

@@ -1,4 +1,4 @@
-"""Output on S3, or a store with its protocol, by boto3; object_store.py says how a name is taken exactly once."""
+"""Output on S3, or a store with its protocol, by boto3; object_store.py explains how a name is published exactly once."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class S3Store(ObjectStore):
             answer = whole(self._client.get_object(Bucket=self._bucket, Key=key, Range=f"bytes=-{num_bytes}"))
             return Tail(answer["Body"].read(), str(answer["ETag"]))
         except Exception as error:
-            if status(error) == 416:  # no range is within an empty object
+            if status(error) == 416:  # an empty object has no range
                 found = self._find(key)
                 return None if found is None else Tail(b"", found.version)
             if status(error) == 404 and not no_bucket(error):

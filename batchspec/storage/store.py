@@ -1,4 +1,4 @@
-"""The interface of an output store (`Store`): a name is published whole and at most once. And what all stores share."""
+"""The interface of an output store (`Store`), which publishes a name whole and at most once, and what all stores share."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import pyarrow.fs as pafs
 from batchspec.errors import StorageError
 
 STALE_S = 24 * 3600
-"""A temporary file that was not written to for so long is abandoned: writing one takes seconds."""
+"""A temporary file that was not written to for this long is abandoned: writing one takes seconds."""
 AT_ONCE = 16
 IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR)
-"""Errors when something else has the name of a file or folder."""
+"""Error numbers that say that something else has the name of a file or folder."""
 
 Item = TypeVar("Item")
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class Store(Protocol):
     """
 
     method: str
-    """How a name is taken: link, rename or put. The same in every process of a job."""
+    """How a name is published: link, rename or put. The same in every process of a job."""
     where: str
     """The root, as the user wrote it."""
 
@@ -51,10 +51,10 @@ class Store(Protocol):
         """
 
     def check_bucket(self) -> None:
-        """Raise OutputError if the root's bucket does not exist; `exists` does not tell that from a missing file."""
+        """Raise OutputError if the root's bucket does not exist; for `exists` that is the same as a missing file."""
 
     def probe(self) -> None:
-        """Try what the file system can do and set `method`."""
+        """Find out what the file system supports and set `method`."""
 
     def clean(self) -> None:
         """Delete unfinished files of runs that ended long ago."""
@@ -83,8 +83,8 @@ class Store(Protocol):
     def replace(self, path: Path, name: str, version: str) -> bool:
         """Replace that version by a finished file made under `scratch()`, in one atomic step; False if the version is gone.
 
-        The file is gone afterwards. S3 compares and replaces in one step. Elsewhere two runs may both find the version that they
-        read, and the later file stays: all runs of a retry write equivalent files.
+        The file is gone afterwards. S3 compares and replaces in one step. On other stores two runs may both find the version that
+        they read; then the later file stays, which is equivalent, as all runs of a retry write equivalent files.
         """
 
     def probe_replace(self) -> None:
@@ -111,12 +111,12 @@ class Store(Protocol):
         """A folder of the local file system from which `publish` takes files."""
 
     def arrow_paths(self, names: Sequence[str]) -> tuple[Sequence[str], pafs.FileSystem | None]:
-        """Paths of files for Arrow, and its file system that has them; None: the local one."""
+        """Paths of files for Arrow, and the Arrow file system that has them; None: the local one."""
 
 
 @contextmanager
 def storing(what: str) -> Iterator[None]:
-    """Raise an OSError as a StorageError that says what failed and how to go on."""
+    """Within this block, raise an OSError as a StorageError that says what failed and what to do."""
     try:
         yield
     except OSError as error:
@@ -149,10 +149,10 @@ def _guarded(method: Callable[..., T]) -> Callable[..., T]:
 
 
 def for_each(store: Store, items: Sequence[Item], act: Callable[[Item], T]) -> Iterator[T]:
-    """`act` of each item, in order; on S3 several at a time, because such work waits for answers."""
+    """The results of `act` for each item, in order; on S3 several at a time, because such work waits for answers."""
     if store.method != "put":
         yield from map(act, items)
         return
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for first in range(0, len(items), AT_ONCE):  # bounds what is in memory
+        for first in range(0, len(items), AT_ONCE):  # bounds the memory
             yield from pool.map(act, items[first : first + AT_ONCE])

@@ -1,4 +1,4 @@
-"""How a process of several ends."""
+"""Ends a process that is one of several."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import NoReturn
 
 
 def leave(code: int) -> NoReturn:
-    """End the process without clean-up: everything is written, and tearing down torch and CUDA takes seconds of a grace time, or
-    hangs.
+    """End the process without clean-up: everything is written, and tearing down torch and CUDA takes seconds of the grace period,
+    or hangs.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -1,6 +1,6 @@
 """The watchdog: when no round ends for a long time, the process prints its stacks, saves its work and exits with 75.
 
-So it does when another rank of its group is gone and the main thread waits for it: on a GPU it would wait for ever.
+It does the same if another rank of its group is gone and the main thread waits for it: on a GPU it would wait for ever.
 """
 
 from __future__ import annotations
