@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from batchspec import run
 from batchspec.commands import bench
 from batchspec.commands.bench_arguments import parse
-from batchspec.commands.bench_engines import Bench, ways
+from batchspec.commands.bench_engines import Bench, variant_specs
 from batchspec.commands.bench_schemas import following, symbols_of
 from batchspec.commands.profile import read_trace
 from batchspec.commands.shapes import COMMON, SHAPES
@@ -155,7 +155,7 @@ def test_rows_follow_schemas_without_ending_before_the_others(shape: Path, tmp_p
 def test_what_rows_of_schemas_write_is_what_their_patterns_allow(shape: Path) -> None:
     args = parse(["o", "n", "--shape", str(shape), "--schemas", "3", "--batch", "4", "--prompt", "8", "--gen", "40"])
     bench_ = Bench(args, make_workload(args, torch.device("cpu")), torch.device("cpu"))
-    (way,) = ways(args)
+    (way,) = variant_specs(args)
     automata = bench_.automata(way)
     assert len({id(one) for one in automata}) == 3
     symbols = symbols_of(None, 320)
@@ -184,7 +184,7 @@ def test_passes_that_were_padded_are_counted(shape: Path, tmp_path: Path, monkey
 
 def test_options_of_heads_are_tried_with_heads_alone() -> None:
     words = ["--draft", "none", "lookup", "eagle3", "--k", "1", "--opt", "sharded_draft=false", "dead_positions=false"]
-    found = [way.name for way in ways(parse(["o", "n", "--shape", "smol135m", *words]))]
+    found = [way.name for way in variant_specs(parse(["o", "n", "--shape", "smol135m", *words]))]
     assert found == ["none", "lookup K=1", "eagle3 K=1", "eagle3 K=1 sharded_draft=false", "eagle3 K=1 dead_positions=false"]
 
 

@@ -14,7 +14,7 @@ import pytest
 from batchspec.cache.layout import KVLayout
 from batchspec.commands import bench
 from batchspec.commands.bench_arguments import parse
-from batchspec.commands.bench_engines import Bench, config_of, ways
+from batchspec.commands.bench_engines import Bench, config_of, variant_specs
 from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.commands.workloads import Workload, shape_spec
 from batchspec.errors import ConfigError
@@ -84,7 +84,7 @@ def test_single_rounds_are_timed_on_two_ranks(shape: Path, tmp_path: Path) -> No
 
 def test_every_rank_drafts_with_the_whole_head(shape: Path) -> None:
     args = parse(["o", "n", "--shape", str(shape), "--draft", "eagle3", "--k", "2", *SIZES])
-    (way,) = ways(args)
+    (way,) = variant_specs(args)
 
     def layout(target: Target) -> KVLayout | None:
         return Bench(args, Workload(target, Path(), []), DEVICE).drafter(way, config_of(args, way)).kv_layout(16)

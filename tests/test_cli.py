@@ -62,7 +62,7 @@ MISTAKES = {
     "plan --config-dir": "argument --config-dir/-cd: expected one argument; `batchspec run --help`",
     "submit --cfg all-of-it": "argument --cfg/-c: invalid choice: 'all-of-it' ",
     "run --conf x": "ambiguous option: --conf could match ",
-    "train --layers": "--layers is no option of train; keys are written without dashes, `batchspec train --help`",
+    "train --layers": "--layers is not an option of train; keys are written without dashes, `batchspec train --help`",
     "--versoin": "unrecognized arguments: --versoin; `batchspec --help`",
 }
 

@@ -250,10 +250,10 @@ def test_unknown_keys_and_wrong_types_name_the_key_in_one_line() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         (
             {"decode": {"max_tokens": 3}},
-            "decode.max_tokens is no key of the configuration; batchspec calls it decode.max_new_tokens",
+            "decode.max_tokens is not a key of the configuration; batchspec calls it decode.max_new_tokens",
         ),
         ({"gpu_memory_utilization": 0.9}, "batchspec calls it packing.memory_gb"),
-        ({"decode": {"max_tokns": 3}}, "decode.max_tokns is no key of the configuration; did you mean decode.max_new_tokens?"),
+        ({"decode": {"max_tokns": 3}}, "decode.max_tokns is not a key of the configuration; did you mean decode.max_new_tokens?"),
         ({"extra": 1}, "extra is no key"),
         ({"decode": {"n": "two"}}, "decode.n=two must be a whole number"),
     ]

@@ -21,7 +21,7 @@ from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.flash import SHORT
 from batchspec.commands.bench_arguments import parse
-from batchspec.commands.bench_engines import config_of, ways
+from batchspec.commands.bench_engines import config_of, variant_specs
 from batchspec.config.compose import compose
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
@@ -415,7 +415,7 @@ def test_ranks_pass_plainly() -> None:
 def test_bench_and_jobs_ask_by_the_same_key(asked: bool) -> None:
     words = ["o", "n", "--draft", "none", *(["--opt", "prefill_graphs=true"] if asked else [])]
     args = parse(words)
-    config = config_of(args, [*ways(args)][-1])
+    config = config_of(args, [*variant_specs(args)][-1])
     assert config.ablation.prefill_graphs == asked
     assert compose([f"ablation.prefill_graphs={asked}"]).ablation == replace(compose([]).ablation, prefill_graphs=asked)
     engine = build_engine(config, tiny_target(), NoDrafter(), packed(2))

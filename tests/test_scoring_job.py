@@ -175,9 +175,9 @@ def test_plan_knows_that_nothing_is_decoded(model: Path, tmp_path: Path, capsys:
     [
         (["draft=window", "draft.window=9"], "draft=window with decode.max_new_tokens=0 drafts nothing"),
         (["decode.deterministic=true"], "decode.deterministic=true with decode.max_new_tokens=0 is not supported"),
-        (["decode.n=2"], "decode.n=2 with decode.max_new_tokens=0 says nothing"),
-        (["decode.choice=[a,b]"], "decode.choice=['a', 'b'] with decode.max_new_tokens=0 says nothing"),
-        (["decode.grammar=values.gbnf"], "decode.grammar=values.gbnf with decode.max_new_tokens=0 says nothing"),
+        (["decode.n=2"], "decode.n=2 with decode.max_new_tokens=0 has no effect"),
+        (["decode.choice=[a,b]"], "decode.choice=['a', 'b'] with decode.max_new_tokens=0 has no effect"),
+        (["decode.grammar=values.gbnf"], "decode.grammar=values.gbnf with decode.max_new_tokens=0 has no effect"),
         (["decode.stop=[x]"], "decode.stop=['x'] with"),
         (["output.logprobs=1"], "prompts have output.prompt_logprobs"),
         (["ablation.overlap=true"], "ablation.overlap=True with"),

@@ -309,12 +309,12 @@ def refused(kind: type[BatchspecError], made: Path, out: Path, capfd: Any, *over
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("train.lrr=1", "train.lrr is no key of the configuration; did you mean train.lr?"),
+        ("train.lrr=1", "train.lrr is not a key of the configuration; did you mean train.lr?"),
         ("train.lr=0", "train.lr=0.0 must be above 0 and at most 1; 3e-3 is usual"),
         ("train.ahead=fast", "train.ahead=fast must be a whole number, without point or exponent"),
         ("train.max_len=4096", "train.max_len=4096 exceeds train.batch_tokens=700"),
         ("draft=lookup", "draft=lookup cannot be trained; use draft=eagle3 or draft=parallel"),
-        ("draft=eagel3", "draft=eagel3 is no choice of the group draft; did you mean eagle3?"),
+        ("draft=eagel3", "draft=eagel3 is not a choice of the group draft; did you mean eagle3?"),
         ("draft.window=8", "draft.window=8 is not used by train; remove the key"),
         ("train.aux_layer_ids=[0,9]", "train.aux_layer_ids=[0, 9] must be different boundaries in 0 .. 3"),
         ("train.mask_token=5", "train.mask_token=5 applies only to draft=parallel; remove it or use draft=parallel"),
@@ -324,7 +324,7 @@ def refused(kind: type[BatchspecError], made: Path, out: Path, capfd: Any, *over
         ("output.layout=gguf", "output.layout=gguf must be one of flat, speculators"),
         ("output.dir=s3://b/h", "output.dir=s3://b/h: a head must be trained into a local folder"),
         ("model.path=null", "model.path is required; give model.path="),
-        ("--cfg", "--cfg is no option of train"),
+        ("--cfg", "--cfg is not an option of train"),
     ],
 )
 def test_a_wrong_key_or_value_is_refused_in_one_line(override: str, said: str, made: Path, tmp_path: Path, capfd: Any) -> None:

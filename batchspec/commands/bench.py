@@ -1,13 +1,14 @@
 """`batchspec bench OUT.jsonl NAME`: tokens per second of the engine alone, one JSON line a variant.
 
-Two workloads. A shape (--shape) runs dummy weights on random prompts, EOS ignored: decode_tok_s = (tokens - rows) /
-(total_s - prefill_s), where prefill_s is a run that emits one token a row. A model (--model) runs real weights on real
-prompts (--input). Every --draft with every --k, that again with each --opt, and transformers' `generate` with
---against-transformers, take turns within one process; ratios are of one turn, and the median of the turns is reported with
-its spread. `--rounds N` times N single rounds of each way instead, over rows with a made-up past of --prompt tokens.
-`--tensor-parallel N` does all this with a model that N processes compute together, one a GPU; speeds are of the group.
-`--make-job DIR` writes a job for `batchspec run`, with the same prompts and output lengths. `batchspec bench --job-layer DIR
---rows N` measures what a job costs besides its model, and `batchspec bench --host` what the engine's rounds cost besides theirs.
+There are two workloads. A shape (--shape) runs dummy weights on random prompts and ignores EOS: decode_tok_s = (tokens - rows) /
+(total_s - prefill_s), where prefill_s is the time of a run that emits one token per row. A model (--model) runs real weights on
+real prompts (--input). The variants are every --draft with every --k, each of these with every --opt, and with
+--against-transformers transformers' `generate`. They take turns within one process; a ratio compares two variants within one
+turn, and the median over the turns is reported with its spread. `--rounds N` instead times N single rounds of each variant, over
+rows whose --prompt earlier tokens are made up. `--tensor-parallel N` does all this with a model that N processes compute
+together, one per GPU; speeds are those of the group. `--make-job DIR` writes a job for `batchspec run` with the same prompts and
+output lengths. `batchspec bench --job-layer DIR --rows N` measures the cost of a job without its model, and `batchspec bench
+--host` the cost of the engine's rounds without it.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def _measure_in(
     bench = Bench(args, make_workload(args, device, group), device, group)
     if args.rounds is not None:
         found = bench_rounds.time_rounds(bench, phases.begin)
-        _write(args, [(way.name, record, _head(args, argv, way.name, device) | row) for way, row, record in found])
+        _write(args, [(variant.name, record, _head(args, argv, variant.name, device) | row) for variant, row, record in found])
         return
     bench.lead = None if group is None else Lead(group.channel)
     variants: list[Variant] = [*engine_variants(bench)]
@@ -103,7 +104,7 @@ def _write(args: argparse.Namespace, found: Sequence[tuple[str, Record, dict[str
         file.writelines(json.dumps(row) + "\n" for _, _, row in found)
     if args.profile:
         with open(args.profile, "a", encoding="utf-8") as file:
-            file.writelines(record.profile.text(f"{args.name} {way}") + "\n" for way, record, _ in found if record.profile)
+            file.writelines(record.profile.text(f"{args.name} {name}") + "\n" for name, record, _ in found if record.profile)
 
 
 def _make_job(args: argparse.Namespace) -> None:
@@ -153,7 +154,7 @@ def _row(
 
 
 def _head(args: argparse.Namespace, argv: Sequence[str], variant: str, device: torch.device) -> dict[str, Any]:
-    """What every line begins with."""
+    """The first fields of every line."""
     name, ranks = torch.cuda.get_device_name() if device.type == "cuda" else "cpu", args.tensor_parallel
     return {
         "name": args.name, "variant": variant, "device": name if ranks == 1 else f"{ranks} x {name}", "ranks": ranks,
@@ -163,7 +164,7 @@ def _head(args: argparse.Namespace, argv: Sequence[str], variant: str, device: t
 
 
 def _of_requests(record: Record) -> dict[str, Any]:
-    """By depth of the draft, unconditional; then means over requests, each of which counts the same."""
+    """Figures by position in the draft, unconditional; then means over requests, each with the same weight."""
     rows = [(stats, count) for stats, count in record.rows if stats.num_rounds]
     first_s = [stats.prefill_s for stats, _ in rows]
     found: dict[str, Any] = {"first_token_ms": round(1e3 * statistics.mean(first_s), 2)} if rows else {}

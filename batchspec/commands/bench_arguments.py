@@ -19,7 +19,7 @@ from batchspec.model.lora_shape import MAX_RANK
 
 
 def parse(argv: list[str], description: str | None = None) -> argparse.Namespace:
-    """Raises ConfigError for arguments that do not go together."""
+    """Raises ConfigError for arguments that cannot be combined."""
     parser = ArgumentParser(prog="batchspec bench", description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("out", nargs="?", help="JSON lines file, appended to")
@@ -100,13 +100,13 @@ def _check(args: argparse.Namespace) -> None:
     if args.topk < 2 and not TREES.keys().isdisjoint(args.draft):
         raise ConfigError(f"--topk {args.topk} must be at least 2 for a tree; --draft eagle3 is a chain")
     if any(k is not None and k < (0 if args.rounds else 1) for k in args.k):
-        raise ConfigError("--k counts from 1, with --rounds from 0; --draft none is the way without drafts")
+        raise ConfigError("--k counts from 1, with --rounds from 0; --draft none is the variant without drafts")
     if args.accept is not None and list(args.accept) != sorted(args.accept, reverse=True):
         raise ConfigError(f"--accept {args.accept} must be non-increasing: a draft token is accepted only after accepted ones")
     if any(violation("decode.temperature", heat) for heat in args.temperature):
         raise ConfigError(f"--temperature {args.temperature} must be in 0 .. 100; 0 is greedy")
     if any(number < 0 for number in args.schemas):
-        raise ConfigError(f"--schemas {args.schemas} are numbers of distinct schemas; 0 is the way without them")
+        raise ConfigError(f"--schemas {args.schemas} are numbers of distinct schemas; 0 is the variant without them")
     if not 0 <= args.adapters <= MAX_ADAPTERS or not 1 <= args.adapter_rank <= MAX_RANK:
         given = f"--adapters {args.adapters} --adapter-rank {args.adapter_rank}"
         raise ConfigError(f"{given}: there may be up to {MAX_ADAPTERS} adapters, of rank 1 to {MAX_RANK}")

@@ -1,4 +1,4 @@
-"""The ways in which `batchspec bench` runs a workload: a drafter, a draft length, a temperature and options, as a job's config.
+"""The variants in which `batchspec bench` runs a workload: drafter, draft length, temperature and options, as a job's config.
 
 Drafters and engines are made from that config as a job makes them (`draft/spec.py`, `load.build_engine`).
 """
@@ -46,19 +46,19 @@ DRAFTS = tuple(dict.fromkeys([*DRAFTERS, *SETTINGS]))
 """Choices of --draft."""
 DRAFT_VOCAB = {"smol135m": 16384}
 LONGEST_DRAFT = 5
-"""Largest K of --k auto without --accept."""
+"""The largest K for --k auto without --accept."""
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """Drafter, draft length (None: the engine chooses) and options that differ from the usual."""
+class VariantSpec:
+    """One variant: drafter, draft length (None: the engine chooses) and options that differ from the defaults."""
 
     draft: str
     draft_len: int | None
     options: Mapping[str, bool]
     temperature: float = 0.0
     schemas: int = 0
-    """Distinct schemas that its rows follow, one each; 0: none does."""
+    """Number of distinct schemas that its rows follow, one each; 0: none."""
 
     @property
     def name(self) -> str:
@@ -68,7 +68,7 @@ class Way:
         return self.draft + length + heat + "".join(f" {key}={str(value).lower()}" for key, value in self.options.items())
 
 
-def ways(args: argparse.Namespace) -> Iterator[Way]:
+def variant_specs(args: argparse.Namespace) -> Iterator[VariantSpec]:
     """Every drafter with every draft length, temperature and number of schemas, and again with each set of --opt that applies to
     it.
     """
@@ -79,7 +79,7 @@ def ways(args: argparse.Namespace) -> Iterator[Way]:
                 for options in [{}, *args.opt]:
                     fits = all(f"ablation.{key}" in reads for key in options if key in ("dead_positions", "sharded_draft"))
                     if fits and (temperature or "coupled" not in options):
-                        yield Way(draft, length, options, temperature, schemas)
+                        yield VariantSpec(draft, length, options, temperature, schemas)
 
 
 def parse_options(text: str) -> dict[str, bool]:
@@ -93,15 +93,15 @@ def parse_options(text: str) -> dict[str, bool]:
     return found
 
 
-def config_of(args: argparse.Namespace, way: Way) -> RunConfig:
-    """What a job would be told for a way to run the workload."""
-    on, length = way.options, _draft_len(args, way)
-    accept = list(args.accept[:length]) if args.accept and way.draft != "none" else None
+def config_of(args: argparse.Namespace, variant: VariantSpec) -> RunConfig:
+    """The configuration of a job that would run the workload in this variant."""
+    on, length = variant.options, _draft_len(args, variant)
+    accept = list(args.accept[:length]) if args.accept and variant.draft != "none" else None
     tree = TreeConfig()
-    if way.draft in TREES:
-        tree = TreeConfig(topk=args.topk, depth=length, nodes=args.nodes, rank=TREES[way.draft])
+    if variant.draft in TREES:
+        tree = TreeConfig(topk=args.topk, depth=length, nodes=args.nodes, rank=TREES[variant.draft])
     draft = DraftConfig(
-        **{"name": way.draft, **SETTINGS.get(way.draft, {})},
+        **{"name": variant.draft, **SETTINGS.get(variant.draft, {})},
         path=args.draft_path,
         num_speculative_tokens=length,
         corpus_tokens=args.corpus_tokens,
@@ -111,7 +111,7 @@ def config_of(args: argparse.Namespace, way: Way) -> RunConfig:
         tree=tree,
         synthetic=accept,
         coupled=on.get("coupled", True),
-        adaptive=way.draft_len is None,
+        adaptive=variant.draft_len is None,
     )
     ablation = AblationConfig(
         dead_rows=on.get("dead_rows", True),
@@ -125,9 +125,9 @@ def config_of(args: argparse.Namespace, way: Way) -> RunConfig:
     return RunConfig(model=ModelConfig(load_format="auto" if args.draft_path else "dummy"), draft=draft, ablation=ablation)
 
 
-def _draft_len(args: argparse.Namespace, way: Way) -> int:
-    """K of the drafter; a way without drafts keeps the drafter's K/V up to date all the same."""
-    return max(1, way.draft_len) if way.draft_len is not None else len(args.accept or ()) or LONGEST_DRAFT
+def _draft_len(args: argparse.Namespace, variant: VariantSpec) -> int:
+    """K of the drafter; a variant without drafts still keeps the drafter's K/V up to date."""
+    return max(1, variant.draft_len) if variant.draft_len is not None else len(args.accept or ()) or LONGEST_DRAFT
 
 
 @dataclass
@@ -140,23 +140,25 @@ class Bench:
     group: Group | None = None
     """The processes that compute the target together; None: this one alone."""
     lead: Lead | None = None
-    """Of the leader of a group, if the others follow its engines."""
+    """Set on the leader of a group if the other ranks follow its engines."""
     _weights: dict[Any, Any] = field(default_factory=dict)
     _automata: tuple[int, list[TokenAutomaton]] = (0, [])
 
     def __post_init__(self) -> None:
-        """Ranks make the buffers of their exchanges once: to enlarge them would make the graphs of other engines invalid."""
+        """Ranks make the buffers of their exchanges once: enlarging them would make the graphs of other engines invalid."""
         target = self.workload.target
         if target.ranks is not None:
-            longest = max(self._drafter_spec(config_of(self.args, way)).shape.num_verified for way in ways(self.args))
+            longest = max(
+                self._drafter_spec(config_of(self.args, variant)).shape.num_verified for variant in variant_specs(self.args)
+            )
             target.ranks.reserve(self.args.batch * (longest + 1) * target.spec.hidden_size * target.dtype.itemsize)
 
     def _drafter_spec(self, config: RunConfig) -> DrafterSpec[Any]:
         spec, vocab = self.workload.target.spec, DRAFT_VOCAB.get(self.args.shape, DEFAULT_DRAFT_VOCAB)
         return open_drafter(config, spec.whole or spec, draft_vocab=vocab).of_rank(spec.shard)
 
-    def drafter(self, way: Way, config: RunConfig) -> Drafter:
-        """As a job has it; drafters with the same checkpoint share its weights."""
+    def drafter(self, variant: VariantSpec, config: RunConfig) -> Drafter:
+        """The drafter that a job would have; drafters with the same checkpoint share its weights."""
         target, args = self.workload.target, self.args
         spec = self._drafter_spec(config)
         if spec.checkpoint not in self._weights:
@@ -165,37 +167,37 @@ class Bench:
             return spec.build(self._weights[spec.checkpoint], target, slots=args.batch)
         except ValueError as error:
             length = config.draft.num_speculative_tokens
-            raise ConfigError(f"--draft {way.draft} with --k {length}, --topk, --nodes: {error}") from None
+            raise ConfigError(f"--draft {variant.draft} with --k {length}, --topk, --nodes: {error}") from None
 
-    def engine(self, way: Way, buckets: tuple[int, ...] | None = None) -> Engine:
-        """As a job would have it; `buckets` are the row buckets if not the usual ones."""
-        config = config_of(self.args, way)
-        drafter = self.drafter(way, config)
+    def engine(self, variant: VariantSpec, buckets: tuple[int, ...] | None = None) -> Engine:
+        """The engine that a job would have; `buckets`: row buckets that replace the default ones."""
+        config = config_of(self.args, variant)
+        drafter = self.drafter(variant, config)
         batch = self.batch(drafter)
         batch = batch if buckets is None else replace(batch, row_buckets=buckets)
-        vocabulary = self._symbols if way.schemas else None
+        vocabulary = self._symbols if variant.schemas else None
         return build_engine(config, self.workload.target, drafter, batch, lead=self.lead, vocabulary=vocabulary)
 
     @cached_property
     def _symbols(self) -> TokenSymbols:
         return symbols_of(self.workload.tokenizer, self.workload.target.spec.vocab_size)
 
-    def automata(self, way: Way) -> list[TokenAutomaton]:
-        """Those that the rows follow, in turn; none without schemas."""
-        if way.schemas and self._automata[0] != way.schemas:
+    def automata(self, variant: VariantSpec) -> list[TokenAutomaton]:
+        """The automata that the rows follow, in turn; none without schemas."""
+        if variant.schemas and self._automata[0] != variant.schemas:
             end_ids = self.workload.requests[0].stop_ids
-            self._automata = way.schemas, compiled(self._symbols, way.schemas, end_ids)
-        return self._automata[1] if way.schemas else []
+            self._automata = variant.schemas, compiled(self._symbols, variant.schemas, end_ids)
+        return self._automata[1] if variant.schemas else []
 
     def free_memory(self) -> int:
-        """Bytes that are free on the device; in a group those of the rank that has least."""
+        """Bytes that are free on the device; in a group those of the rank that has the least."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # memory that loading used and released counts as free
         own = free_memory(self.device)
         return own if self.group is None else self.group.least(own)
 
     def batch(self, drafter: Drafter) -> PackedBatch:
-        """A slot for each of --batch rows and pages for all of them to their end: nothing is ever short."""
+        """A slot for each of --batch rows, and pages for all of them up to their end, so that no row is preempted."""
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in self.workload.requests)
         on_cpu, num_lookahead_slots = self.device.type == "cpu", drafter.shape.num_lookahead_slots
         return PackedBatch(

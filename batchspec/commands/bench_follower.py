@@ -1,7 +1,7 @@
 """`python -m batchspec.commands.bench_follower SEAT ...`: one of the processes that `batchspec bench --tensor-parallel` starts.
 
 SEAT is the process's place in the group, four words (`distributed/seat.py`); the words after it are the leader's command line. It
-makes the same variants and takes the same turns: in each it executes what the leader sends until that closes the variant.
+makes the same variants and takes the same turns: in each it executes what the leader sends until the leader closes the variant.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _take_turn(variant: EngineVariant, group: Group) -> None:
 
 
 def _watch() -> None:
-    """The leader holds the other end open while it lives."""
+    """End when the leader does, which keeps the other end of standard input open while it lives."""
     while os.read(0, 1):
         pass
     os._exit(RankLost.exit_code)

@@ -1,11 +1,11 @@
-"""`batchspec bench --host`: what the engine's host takes for a round and for a row that enters, without a model.
+"""`batchspec bench --host`: the host's time for a round and for a row that enters, without a model.
 
-Scheduler, page pools, uploads and the reading of results are those of a job, on CPU tensors; nothing is computed. Rows are as
-short as GSM8K's: about 140 prompt tokens and as many output tokens, of which a round emits 1 to 4 a row. Figures are CPU time of
-the engine's thread in microseconds, of the fastest of several turns:
+Scheduler, page pools, uploads and the reading of results are those of a job, on CPU tensors; no model is computed. Rows are as
+short as GSM8K's: about 140 prompt tokens and as many output tokens, of which a round emits 1 to 4 per row. Figures are CPU time
+of the engine's thread in microseconds, in the fastest of several turns:
 
-    round_us = schedule_round_us + launch_round_us + process_round_us                a round, however many rows end in it
-    row_us   = schedule_row_us + launch_row_us + process_row_us + finish_row_us      a row: its place in a refill, and its end
+    round_us = schedule_round_us + launch_round_us + process_round_us                per round, however many rows end in it
+    row_us   = schedule_row_us + launch_row_us + process_row_us + finish_row_us      per row: its share of a refill, and its end
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from batchspec.records import Request, SamplingParams
 
 MAX_NEW_TOKENS = 512
 SYSTEM_TOKENS = 24
-"""At the beginning of every prompt, the same: one whole page."""
+"""Number of tokens with which every prompt begins, the same in all: one whole page."""
 STOP_ID = 2
 
 
@@ -68,7 +68,7 @@ def measure(engine: StandInEngine, requests: Sequence[Request]) -> dict[str, flo
 
 
 def figures(seconds: Mapping[str, float], rounds: int, rows: int) -> dict[str, float]:
-    """Microseconds by the round and by the row, of what the engine's `watch` measured."""
+    """Microseconds per round and per row, from the engine's `watch`."""
     by_round = {f"{part}_round_us": seconds[f"{part} round"] / rounds for part in ("schedule", "launch", "process")}
     by_row = {f"{part}_row_us": seconds[f"{part} refill"] / rows for part in ("schedule", "launch", "process")}
     by_row["finish_row_us"] = seconds["finish"] / rows

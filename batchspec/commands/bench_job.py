@@ -1,17 +1,17 @@
 """`batchspec bench --job-layer DIR`: the cost of a row in a job, without its model.
 
-A whole job runs in DIR with a stand-in for the engine and one for the tokenizer, which answer at once; reading, admission,
-packing, time line, claims, journal and commits are the real ones. A row has 512 prompt tokens, as a chat of about 2 KB of text,
-and 512 output tokens with as much text; tokens of both and messages are written.
+A whole job runs in DIR with stand-ins for the engine and the tokenizer, which answer at once; reading, admission, packing,
+timeline, claims, journal and commits are the real ones. A row has 512 prompt tokens, as a chat of about 2 KB of text, and 512
+output tokens with as much text; tokens of both and messages are written.
 
 The budget is 5 % of the time that an engine of 100,000 output tokens a second takes for a row: 256 us. It is compared with the
-seconds of the run by the clock, start-up left out, and the journal: a run as fast as this one writes it more seldom by the row
-than a job would, so that a flush is timed by itself.
+wall time of the run, without start-up and journal. The journal is timed separately, because a run as fast as this one writes it
+less often per row than a job would.
 
-What matters to an engine is how much of a row's cost falls on the thread that launches its rounds. `engine_thread_us` is the
-CPU time of that thread by the row, start-up and the stand-in's own left out: `feed_us` of it in the stream of requests,
-`round_us` in what is reported after each round, `finish_us` for finished rows and shards. `other_threads_us` is the CPU time of
-the process's other threads, which can hold Python's global lock; `workers_us` that of processes that ended meanwhile.
+For an engine only the part of a row's cost on the thread that launches its rounds matters. `engine_thread_us` is the CPU time of
+that thread per row, without start-up and the stand-in's own: `feed_us` of it in the stream of requests, `round_us` in reports
+after each round, `finish_us` for finished rows and shards. `other_threads_us` is the CPU time of the process's other threads,
+which can hold Python's global lock; `workers_us` that of processes that ended meanwhile.
 
 `--tokenizer FOLDER` uses a model's tokenizer and chat template in place of the stand-in, and rows leave the engine without their
 text, as from the real one; `--tokens 140` makes rows as short as GSM8K's; `input.num_workers` is `--workers`.
@@ -52,14 +52,14 @@ from batchspec.runstate.journal import Journal
 from batchspec.storage.local_store import LocalStore
 
 TOKENS = 512
-"""Of a prompt, and of an output."""
+"""Tokens of a prompt, and of an output."""
 TOK_S, SHARE = 100_000, 0.05
-"""Output tokens a second of the engine that the budget is taken from, and the share of its time."""
+"""Output tokens a second of the engine for which the budget is computed, and the share of its time."""
 SLOTS, K = 256, 4
 POOL = 4096
-"""Different texts: more than a compressor looks back on."""
+"""Number of different texts: together longer than the window of a compressor."""
 ROUNDS_A_ROW = 2
-"""Rounds of a full batch for each row that ends: 512 tokens at 2 a round, 128 rows side by side."""
+"""Rounds of a full batch per row that ends: 512 tokens at 2 per round, 128 rows in the batch."""
 SHARD_ROWS = 512
 """Of every job of more than 131,072 rows."""
 SAMPLE_S = 0.5
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
 def measure(
     folder: Path, num_rows: int, num_tokens: int = TOKENS, tokenizer: Tokenizer | None = None, num_workers: int = 0
 ) -> dict[str, float]:
-    """Run the job; times in seconds, or microseconds by the row, memory in MB over the run's course."""
+    """Run the job; times in seconds or microseconds per row, memory in MB over the course of the run."""
     texts = some_texts(num_tokens, None if tokenizer is None else vocabulary_words(tokenizer))
     job = make_job(folder, num_rows, num_tokens, texts, tokenizer, num_workers)
     output = check_output(job)
@@ -104,7 +104,7 @@ def measure(
     journal_s = journal_seconds(folder / "journal", engine.last)
     written = sum(path.stat().st_size for path in (folder / "out" / "data").iterdir())
     row_us = seconds / num_rows * 1e6
-    # Rows wait for their shard to be committed: a flush finds at most those of a window.
+    # Rows wait until their shard is committed: a flush finds the rows of one window at most.
     journal_us = journal_s / len(engine.last) * min(1.0, WINDOW_SHARDS * job.shard_rows / (JOURNAL_S * TOK_S / num_tokens)) * 1e6
     quarters = [max(part) for part in np.array_split(np.array(memory), 4)] if len(memory) >= 4 else [max(memory)] * 4
     return {
@@ -124,7 +124,8 @@ def measure(
 
 
 def some_texts(num_tokens: int, words: Sequence[str] | None = None) -> list[str]:
-    """Texts of so many words; by default of 3 characters and a space: as long as so many tokens of English, as compressible."""
+    """Texts of `num_tokens` words; by default of 3 characters and a space: as long and as compressible as English of as many
+    tokens."""
     random = np.random.default_rng(0)
     letters = np.array(list("etaoinshrdlucmfwypvbgkjqxz"))
     words = words or ["".join(word) for word in letters[np.minimum(random.geometric(0.12, (2000, 3)) - 1, 25)]]
@@ -165,7 +166,7 @@ def write_input(path: Path, num_rows: int, texts: Sequence[str]) -> None:
 
 
 class StandInTokenizer:
-    """Knows the tokens of every text beforehand."""
+    """A tokenizer that was given the tokens of every text in advance."""
 
     eos_ids: tuple[int, ...] = (2,)
     special_ids: Mapping[str, int] = {}
@@ -184,7 +185,7 @@ class StandInTokenizer:
 
 
 class StandInEngine:
-    """Ends every row at once, in the order in which slots would: a row leaves when SLOTS later ones are in.
+    """Ends every row at once, in the order in which slots would: a row ends when SLOTS later rows have begun.
 
     tokenizer  of the job, which decodes the texts; None: texts are known
     made_at  CPU time of this thread, and of the process, when the start-up was over
@@ -260,7 +261,7 @@ class StandInEngine:
 
 
 def journal_seconds(folder: Path, completions: Sequence[Completion]) -> float:
-    """Of the processor, for a flush of so many rows."""
+    """Seconds of CPU time for a flush of these rows."""
     journal = Journal(LocalStore(folder, "tmp"), "bench")
     for completion in completions:
         journal.add(completion)
@@ -276,7 +277,7 @@ def children_s() -> float:
 
 
 def resident_mb() -> float:
-    """Memory of this process that is its own: pages of files it reads are not counted."""
+    """Private memory of this process, without the pages of files that it reads."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) / 1024
@@ -285,7 +286,7 @@ def resident_mb() -> float:
 
 @contextmanager
 def sampled(read: Callable[[], float]) -> Iterator[list[float]]:
-    """What `read` gives, every half second while the block runs and once at its end."""
+    """The results of `read`, called every half second while the block runs and once at its end."""
     values: list[float] = []
     ended = threading.Event()
 

@@ -1,7 +1,7 @@
-"""What `batchspec bench` says on stderr until it has figures: each phase as it begins, again while it lasts, and at SIGTERM.
+"""Progress messages of `batchspec bench` on stderr until it has figures: each phase when it begins, repeatedly, and at SIGTERM.
 
-To make 30 GB of weights, to compile some hundred kernels and to capture as many graphs takes a minute or two, in which a silent
-command looks like one that hangs.
+Making 30 GB of weights, compiling some hundred kernels and capturing as many graphs takes a minute or two, in which a silent
+command would look like one that hangs.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from batchspec.errors import Interrupted
 from batchspec.report.start_up import age_clock
 
 REPEAT_S = 30.0
-"""Seconds after which a phase that lasts is said again."""
+"""Seconds after which a phase that still lasts is reported again."""
 GRACE_S = 5.0
-"""Seconds for the main thread to end by itself after SIGTERM: it cannot while it waits for a device that hangs."""
+"""Seconds that the main thread has to end after SIGTERM; it cannot end while it waits for a device that hangs."""
 
 
 class Phases:
-    """Names the phases of a command, each of which ends when the next one begins.
+    """Names the phases of a command; a phase ends when the next one begins.
 
     age_s  a clock of the seconds since the process began
     """
@@ -40,7 +40,7 @@ class Phases:
         self.say(name)
 
     def say(self, what: str) -> None:
-        """A line on stderr, after the seconds since the process began."""
+        """Print a line on stderr, after the seconds since the process began."""
         terminal.say(f"{self._age_s():7.1f} s  {what}")
 
     def state(self) -> str:
@@ -49,9 +49,10 @@ class Phases:
 
     @contextmanager
     def watched(self, *, repeat_s: float = REPEAT_S, grace_s: float = GRACE_S) -> Iterator[None]:
-        """Within, a phase that lasts is said again, and SIGTERM raises Interrupted with the phase that it came in.
+        """Within this block, a phase that lasts is reported again, and SIGTERM raises Interrupted with the name of the phase.
 
-        Where the main thread does not return from a call, the process says so and ends. Only the main thread can handle signals:
+        If the main thread does not return from a call, the process reports that and ends. Only the main thread can handle
+        signals:
         in other threads this does nothing.
         """
         if threading.current_thread() is not threading.main_thread():

@@ -1,7 +1,7 @@
-"""`batchspec bench --tensor-parallel N`: this process is the leader of N that compute the model, and starts the others.
+"""`batchspec bench --tensor-parallel N`: this process leads the N processes that compute the model, and starts the others.
 
-The others run the same command line (`bench_follower.py`). When one of them ends early, the command ends with one line; they
-end when this process does, however that happens, because each reads a pipe whose other end this one holds.
+The others run the same command line (`bench_follower.py`). When one of them ends early, the command ends with one line; they end
+when this process does, however it ends, because each reads a pipe whose other end this process holds.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from batchspec.supervise.leave import leave
 
 PROGRAM = ("-m", "batchspec.commands.bench_follower")
 EXCHANGE_S = 1800.0
-"""Limit of an exchange over gloo: a rank may read its weights, or compile kernels, while another one waits."""
+"""Time limit of an exchange over gloo: a rank may read its weights, or compile kernels, while another one waits."""
 POLL_S, GRACE_S, END_S = 0.1, 3.0, 10.0
-"""Seconds between two polls of the followers; for the leader to notice by itself that one has died; for all to end."""
+"""Seconds between two polls of the followers; for the leader to notice a dead follower itself; for all to end."""
 
 
 def lead(ranks: int, argv: Sequence[str], device: torch.device, measure: Callable[[Group], None]) -> NoReturn:
@@ -87,14 +87,14 @@ class Followers:
         threading.Thread(target=self._watch, daemon=True, name="followers").start()
 
     def wait(self) -> None:
-        """Until all have ended, as they do once everything is measured. How they end no longer matters."""
+        """Wait until all have ended, as they do once everything is measured. How they end no longer matters."""
         self._over.set()
         until = time.monotonic() + END_S
         while any(process.poll() is None for process in self._processes) and time.monotonic() < until:
             time.sleep(POLL_S / 10)
 
     def lost(self, error: RankLost) -> str:
-        """Which rank is gone and how it ended; where none has ended, what the leader noticed."""
+        """Which rank is gone and how it ended; if none has ended, the leader's error."""
         until = time.monotonic() + GRACE_S
         while not (ended := self._ended()) and time.monotonic() < until:
             time.sleep(POLL_S)
@@ -108,12 +108,13 @@ class Followers:
             process.wait()
 
     def _ended(self) -> list[tuple[int, int]]:
-        """Rank and exit code of those that ended and should not have."""
+        """Rank and exit code of those that ended too early."""
         codes = [(rank, process.poll()) for rank, process in enumerate(self._processes, 1)]
         return [(rank, code) for rank, code in codes if code]
 
     def _watch(self) -> None:
-        """Tell the group when a rank is gone. Where the leader cannot notice, in an exchange, end the command here."""
+        """Report to the group that a rank is gone. If the leader cannot notice, because it is in an exchange, end the command
+        here."""
         while not self._over.wait(POLL_S):
             if ended := self._ended():
                 self._channel.lose(ended[0][0])
@@ -126,7 +127,7 @@ class Followers:
 
 
 def _how(ended: Sequence[tuple[int, int]], followers: int) -> str:
-    """How the first rank ended; the others end because of it, with the code of one who lost another."""
+    """How the first rank ended; others end because of it, with the exit code of RankLost."""
     rank, code = min(ended, key=lambda one: (one[1] > 0, one[1] == RankLost.exit_code, one[0]))
     how = ending(code) if code < 0 else f"{ending(code)}, see its message above"
     return f"--tensor-parallel {followers + 1}: rank {rank} {how}; nothing was written, run the same command again"

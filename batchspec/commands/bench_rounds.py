@@ -1,8 +1,8 @@
-"""`batchspec bench OUT.jsonl NAME --rounds N`: what one round takes, by drafter, draft length and option, without prefill.
+"""`batchspec bench OUT.jsonl NAME --rounds N`: the time of one round, by drafter, draft length and option, without prefill.
 
-All slots hold live rows with a past of --prompt tokens whose K/V is noise: a round's time depends on how much there is to read,
-not on what it says. Rows go on as --accept lets them, or as the drafts happen to be right. With K = 0 a drafter keeps its K/V
-warm and drafts nothing. With --schemas each row is somewhere in the text of its schema.
+All slots hold live rows with --prompt earlier tokens whose K/V are random: a round's time depends on how much it reads, not on
+the values. Rows advance as --accept says, or as their drafts happen to be right. With K = 0 a drafter keeps its K/V up to date
+and drafts nothing. With --schemas each row is at some point within the text of its schema.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from batchspec import terminal
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.commands.bench_engines import Bench, Way, ways
+from batchspec.commands.bench_engines import Bench, VariantSpec, variant_specs
 from batchspec.commands.bench_schemas import begin_anywhere
 from batchspec.commands.bench_variants import Record, clock
 from batchspec.commands.profile import PROFILED_ROUNDS, profile_calls
@@ -27,17 +27,17 @@ from batchspec.kernels.common.e4m3 import movable
 
 WARM_ROUNDS = 3
 FIRST_ID = 3
-"""Noise keeps away from the ids that end a row."""
+"""Random tokens avoid the ids that end a row."""
 
 
 def tokens_needed(args: argparse.Namespace) -> int:
-    """Output tokens that leave every row alive through all rounds, each accepted in full."""
+    """Number of output tokens with which every row stays alive through all rounds, even if each round accepts all drafts."""
     longest: int = max(args.k)
     return (WARM_ROUNDS + int(args.rounds)) * (1 + longest) + 1
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises ConfigError for what a single round cannot show."""
+    """Raises ConfigError for options that do not apply to single rounds."""
     if args.rounds < 1:
         raise ConfigError(f"--rounds {args.rounds} must be at least 1")
     if None in args.k:
@@ -46,41 +46,44 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError("--rounds has rows without prompts: leave out --model, --requests and --samples")
 
 
-def time_rounds(bench: Bench, begin: Callable[[str], object] = lambda phase: None) -> list[tuple[Way, dict[str, Any], Record]]:
-    """A row of figures for each variant, and its profile with --profile; prints them as they come. begin: told each phase.
+def time_rounds(
+    bench: Bench, begin: Callable[[str], object] = lambda phase: None
+) -> list[tuple[VariantSpec, dict[str, Any], Record]]:
+    """A row of figures for each variant, and its profile with --profile; prints them as they are measured. begin: called with
+    each phase.
 
-    Nothing in here depends on a clock or on the host: the ranks of a group all call it, and need no leader.
+    Nothing here depends on a clock or on the host: all ranks of a group call it, and need no leader.
     """
     found = []
     terminal.show(f"{'variant':<32}{'us/round':>12}{'no row live':>14}{'accept len':>12}{'tok/s':>12}")
-    for way in ways(bench.args):
-        begin(f"{way.name}: preparing and timing {bench.args.rounds} rounds")
+    for variant in variant_specs(bench.args):
+        begin(f"{variant.name}: preparing and timing {bench.args.rounds} rounds")
         record = Record()
-        row = _time(bench, way, record)
+        row = _time(bench, variant, record)
         gc.collect()
         if bench.device.type == "cuda":
             torch.cuda.empty_cache()
         figures = (
             f"{row['round_us']:>12,.1f}{row['dead_rows_us']:>14,.1f}{row['mean_acceptance_length']:>12.3f}{row['tok_s']:>12,.1f}"
         )
-        terminal.show(f"{way.name:<32}{figures}")
-        found.append((way, row, record))
+        terminal.show(f"{variant.name:<32}{figures}")
+        found.append((variant, row, record))
     return found
 
 
 @torch.inference_mode()
-def _time(bench: Bench, way: Way, record: Record) -> dict[str, Any]:
+def _time(bench: Bench, variant: VariantSpec, record: Record) -> dict[str, Any]:
     args = bench.args
-    engine = bench.engine(way, buckets=(args.batch,))
-    draft_len, rows = engine.drafter.max_len if way.draft_len else 0, engine.executor.rows
-    shape = Shape(args.batch, draft_len, SamplingMode(constrained=way.schemas > 0), prepare_next=draft_len > 0)
+    engine = bench.engine(variant, buckets=(args.batch,))
+    draft_len, rows = engine.drafter.max_len if variant.draft_len else 0, engine.executor.rows
+    shape = Shape(args.batch, draft_len, SamplingMode(constrained=variant.schemas > 0), prepare_next=draft_len > 0)
     if args.adapters:
         rows.adapter.copy_(1 + torch.arange(len(rows.adapter), device=rows.adapter.device) % args.adapters)
     engine.executor.graphs.prepare([shape])
     with engine.executor.dead_tokens_routed():
         dead_s = engine.executor.graphs.seconds(shape)
     _begin(engine, args.prompt)
-    if automata := bench.automata(way):
+    if automata := bench.automata(variant):
         begin_anywhere(engine, automata, bench.workload.requests[0])
     for _ in range(WARM_ROUNDS):
         engine.executor.graphs.run(shape)
@@ -111,7 +114,7 @@ def _time(bench: Bench, way: Way, record: Record) -> dict[str, Any]:
 
 
 def _begin(engine: Engine, past: int) -> None:
-    """Every slot's row has `past` tokens; its pages lie anywhere in the pool."""
+    """Every slot's row gets `past` tokens; its pages are anywhere in the pool."""
     rows, device = engine.executor.rows, engine.executor.rows.tokens.device
     noise = torch.Generator(device).manual_seed(0)
     rows.tokens.random_(FIRST_ID, engine.executor.round.target.spec.vocab_size, generator=noise)

@@ -1,7 +1,7 @@
-"""The constraints of `batchspec bench --schemas N`: N distinct regexes, each of an endless list of JSON objects.
+"""The constraints of `batchspec bench --schemas N`: N distinct regexes, each for an endless list of JSON objects.
 
-Endless, so that a row decodes --gen tokens, and rounds with and without schemas have the same number of rows. A --shape has no
-tokenizer: its vocabulary is made up, of all bytes and of random words.
+The lists are endless so that a row decodes --gen tokens, and rounds with and without schemas have equally many rows. A --shape
+has no tokenizer: its vocabulary is made up of all bytes and random words.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from batchspec.structured.compiler import Compiler
 from batchspec.token_automaton import TokenAutomaton, TokenSymbols
 
 LONGEST_START = 60
-"""Maximum number of tokens after which a row of single rounds begins: rows are then in different states."""
+"""In single rounds each row begins after up to this many tokens, so that rows are in different states."""
 PIECES = (*"abcdefghijklmnopqrstuvwxyz", " ", " ", "e", "t", '"', '": ', ", ", "{", "}", "0", "17")
 
 
@@ -51,7 +51,7 @@ def compiled(symbols: TokenSymbols, num: int, end_ids: Sequence[int]) -> list[To
 
 
 def begin_anywhere(engine: Engine, automata: Sequence[TokenAutomaton], request: Request) -> None:
-    """Every slot of the engine follows one of the automata, each from the state after some tokens of its own."""
+    """Let every slot of the engine follow one of the automata, each from the state after some tokens."""
     rows = engine.executor.rows
     assert rows.automata is not None
     places = AutomatonPlaces(AutomataRoom(num_tokens=automata[0].vocabulary.num_tokens))
@@ -67,12 +67,12 @@ def begin_anywhere(engine: Engine, automata: Sequence[TokenAutomaton], request: 
 
 
 def following(request: Request, automaton: TokenAutomaton) -> Request:
-    """The request, whose output follows the automaton."""
+    """The request with an output that follows the automaton."""
     return replace(request, automaton=automaton, automaton_state=automaton.answer)
 
 
 def _drawn(automaton: TokenAutomaton, seed: int) -> list[int]:
-    """Tokens that are allowed one after the other."""
+    """A random sequence of tokens that the automaton allows."""
     rng, state = random.Random(seed), automaton.answer
     tokens: list[int] = []
     for _ in range(rng.randint(0, LONGEST_START)):

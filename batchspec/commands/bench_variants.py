@@ -1,4 +1,5 @@
-"""What takes turns in `batchspec bench`: the engine in each of its ways, and transformers; what they measured."""
+"""The variants that take turns in `batchspec bench`: the engine in each configuration, and transformers; and their
+measurements."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.commands.bench_engines import Bench, Way, ways
+from batchspec.commands.bench_engines import Bench, VariantSpec, variant_specs
 from batchspec.commands.bench_schemas import following
 from batchspec.commands.profile import Profile, profile_rounds
 from batchspec.draft.none import NoDrafter
@@ -24,7 +25,7 @@ from batchspec.records import Request, RowStats, SamplingParams
 
 WARM_ROWS, WARM_TOKENS = 8, 16
 ROOM_BYTES = 12 * 10**9
-"""Left free where several engines lie on one card."""
+"""Bytes left free if several engines are in one card's memory."""
 
 
 @dataclass(slots=True)
@@ -36,9 +37,9 @@ class Record:
     prefill_s: float = 0.0
     totals: EngineTotals | None = None
     rows: list[tuple[RowStats, int]] = field(default_factory=list)
-    """Of each request of the last turn: what speculation did, and its tokens."""
+    """For each request of the last turn: its speculation statistics and tokens."""
     padded_passes: int | None = None
-    """Prefill passes of the last turn that were padded to CUDA graphs; None without ablation.prefill_graphs."""
+    """Number of prefill passes of the last turn that ran as CUDA graphs; None without ablation.prefill_graphs."""
     peak_bytes: int = 0
     profile: Profile | None = None
 
@@ -48,13 +49,13 @@ class Variant(Protocol):
     record: Record
 
     def open(self) -> Mapping[str, float]:
-        """Take memory and warm up, where that has not happened; the seconds of its parts, as far as they are known."""
+        """Allocate memory and warm up, if that has not happened; the seconds of its parts, if they are known."""
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
 
     def run(self, cap: int | None = None) -> tuple[float, int]:
-        """Seconds and tokens of the workload, its outputs cut to `cap` tokens where that is given."""
+        """Seconds and tokens of the workload; outputs are cut to `cap` tokens if it is given."""
 
     def profile(self) -> None:
         """Trace some rounds into the record."""
@@ -64,11 +65,11 @@ class EngineVariant:
     keeps = True
     """Stays in memory between turns."""
 
-    def __init__(self, bench: Bench, way: Way) -> None:
-        self.name, self.record = way.name, Record()
-        self._bench, self._way, self._engine = bench, way, None
-        requests = bench.workload.requests if way.options.get("sharing", True) else bench.workload.unshared()
-        sampling = SamplingParams(temperature=way.temperature)
+    def __init__(self, bench: Bench, variant: VariantSpec) -> None:
+        self.name, self.record = variant.name, Record()
+        self._bench, self._spec, self._engine = bench, variant, None
+        requests = bench.workload.requests if variant.options.get("sharing", True) else bench.workload.unshared()
+        sampling = SamplingParams(temperature=variant.temperature)
         self._requests = [replace(request, sampling=sampling) for request in requests]
 
     _engine: Engine | None
@@ -76,18 +77,18 @@ class EngineVariant:
     def open(self) -> Mapping[str, float]:
         if self._engine is not None:
             return {}
-        mode = SamplingMode(random=self._way.temperature > 0, constrained=self._way.schemas > 0)
+        mode = SamplingMode(random=self._spec.temperature > 0, constrained=self._spec.schemas > 0)
         engine = self.build()
         engine.prepare(mode, shared=self._bench.args.samples > 1)
-        if automata := self._bench.automata(self._way):
+        if automata := self._bench.automata(self._spec):
             self._requests = [following(one, automata[i % len(automata)]) for i, one in enumerate(self._requests)]
         self._decode(self._requests[:WARM_ROWS], WARM_TOKENS)
         return engine.planner.seconds
 
     def build(self) -> Engine:
-        """The engine, without warming up where it is new."""
+        """The engine; a new one is not warmed up."""
         if self._engine is None:
-            self._engine = self._bench.engine(self._way)
+            self._engine = self._bench.engine(self._spec)
         return self._engine
 
     def close(self) -> None:
@@ -127,8 +128,8 @@ class EngineVariant:
 
 
 def engine_variants(bench: Bench) -> list[EngineVariant]:
-    """All of them; each gives its memory back between turns where they do not fit side by side."""
-    found = [EngineVariant(bench, way) for way in ways(bench.args)]
+    """All engine variants; each frees its memory between turns if they do not fit together."""
+    found = [EngineVariant(bench, variant) for variant in variant_specs(bench.args)]
     if bench.device.type == "cuda" and len(found) > 1:
         target = bench.workload.target
         needed = len(found) * kv_bytes(bench.batch(NoDrafter()), target.spec, target.dtype)
@@ -190,7 +191,7 @@ class TransformersVariant:
 
 
 def clock(device: torch.device) -> float:
-    """Seconds, with all that was launched done."""
+    """Seconds, after all launched work is done."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -70,11 +70,11 @@ class Again:
     request: Request
     completion: Completion
     difference: Difference | None
-    """None: the tokens are those that were written."""
+    """None if the tokens are those that were written."""
 
 
 def decode_again(engine: Engine, job: Job, written: dict[tuple[int, int], list[int]]) -> Iterator[Again]:
-    """The rows of `written`, but for those that admission refuses by now; shows the progress."""
+    """Decode the rows of `written` again, except those that admission now refuses; shows the progress."""
     with ProgressBar(len(written)) as progress:
         for request in requests_of(job, set(written)):
             tokens = written[request.row_index, request.sample_index]

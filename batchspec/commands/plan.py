@@ -1,4 +1,4 @@
-"""`batchspec plan +job=demo`: what a run would do, without running it. Of the weights it reads the headers alone."""
+"""`batchspec plan +job=demo`: what a run would do, without running it. It reads only the headers of the weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from batchspec.report.push import check_push_key
 from batchspec.text import MESSAGE_CHARS, counted, one_line
 
 COST = "0 to 5 % of decoding on an H200, long prefill not measured"
-"""Of decode.deterministic, see jobs/README.md."""
+"""The cost of decode.deterministic, see jobs/README.md."""
 SAMPLE_ROWS = 10_000
 SHARD_ROWS = 500
 BAR = 40
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The numbers that the text shows. batch and forecast are None where no row can run."""
+    """The numbers that the text shows. batch and forecast are None if no row can run."""
 
     job: Job
     survey: Survey
@@ -55,11 +55,11 @@ class Plan:
     batch: PackedBatch | None
     forecast: Forecast | None
     layouts: Sequence[GpuLayout] = ()
-    """To divide the GPUs of this machine, if it has several."""
+    """Ways to divide the GPUs of this machine, if it has several."""
 
     def text(self) -> str:
         return "\n".join(
-            [*self._input(), *self._lengths(), *self._thinking(), *self._structured(), *self._shape(), *self._ways()]
+            [*self._input(), *self._lengths(), *self._thinking(), *self._structured(), *self._shape(), *self._gpus()]
         )
 
     def _input(self) -> list[str]:
@@ -175,7 +175,7 @@ class Plan:
         ]
 
     def _memory(self, batch: PackedBatch, pages_bytes: int) -> str:
-        """What the run will allocate, and what is free now. On a CPU passes and rounds take memory that is not planned."""
+        """What the run will allocate, and what is free now. On a CPU the memory of passes and rounds is not planned."""
         job = self.job
         parts = {
             "weights": job.spec.weight_bytes(job.dtype),
@@ -191,8 +191,8 @@ class Plan:
         text = " + ".join(f"{_bytes(size)} {name}" for name, size in parts.items() if size)
         return f"memory       {text} = {_bytes(sum(parts.values()))} of {_bytes(free_memory(job.device))} that are free"
 
-    def _ways(self) -> list[str]:
-        """Copies of the model or one cut over several GPUs, and which the cost model takes."""
+    def _gpus(self) -> list[str]:
+        """Several copies of the model or one cut over several GPUs, and which the cost model chooses."""
         if not self.layouts:
             return []
         taken = best(self.layouts)
@@ -232,7 +232,7 @@ def layouts_of(job: Job, seen: Survey, rates: Rates, num_gpus: int) -> list[GpuL
 
 
 def _of_rank(job: Job, whole: ModelSpec, shard: Shard) -> Job:
-    """What one rank of the job computes. Raises ConfigError for a model, or a draft head, that cannot be cut so."""
+    """What one rank of the job computes. Raises ConfigError for a model, or a draft head, that cannot be cut."""
     return replace(job, spec=part_of(whole, shard), drafter=job.drafter.of_rank(shard))
 
 

@@ -1,7 +1,7 @@
-"""`python -m batchspec.commands.ranks`: cluster.tensor_parallel=auto, decided in a process of its own before a run starts.
+"""`python -m batchspec.commands.ranks`: resolves cluster.tensor_parallel=auto in its own process before a run starts.
 
 It reads the configuration from standard input and prints the number of GPUs for each copy of the model. The parent of a run's
-processes does not load torch's CUDA; this process ends, and leaves the GPUs free.
+processes must not use CUDA; this process does, and leaves the GPUs free when it ends.
 """
 
 from __future__ import annotations

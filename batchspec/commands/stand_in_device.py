@@ -1,7 +1,7 @@
-"""An engine whose device answers at once, so that what is left of its time is the host's.
+"""An engine whose device answers at once, so that its remaining time is the host's.
 
-Scheduling, page pools, what is uploaded of new rows and pages, and the reading of results are the engine's own, on CPU tensors.
-Forward passes are left out: a prefill emits one token of each of its rows, a round accepts a random number of drafts.
+Scheduling, page pools, uploads of new rows and pages, and the reading of results are the engine's own, on CPU tensors. Forward
+passes are left out: a prefill emits one token for each of its rows, and a round accepts a random number of drafts.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from batchspec.packing.planner import GPU_PREFILL, GPU_RUN_AHEAD, PAGE_SIZE, row
 from batchspec.records import Completion, PackedBatch, Request
 
 K, ACCEPTANCE = 3, 0.7
-"""Drafts of a row and round, and the probability that one is accepted after those before it."""
+"""Number of drafts per row and round, and the probability that a draft is accepted after those before it."""
 MODEL = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1,
     "head_dim": 8, "vocab_size": 1024,
 }  # fmt: skip
-"""Only its tensors take memory: nothing is computed."""
+"""Sizes of the models: only their tensors take memory; nothing is computed."""
 POOLS = 4
-"""Pages for so many batches of the longest rows: a small model leaves most of the memory free."""
+"""Pages for this many batches of the longest rows: a small model leaves most of the memory free."""
 TOKEN = 7
-"""The token that rows emit: no stop id."""
+"""The token that rows emit; it is no stop id."""
 ROUND_S, DRAFT_S, PREFILL = 1.2e-3, 0.2e-3, PrefillCost(least=0.033, token=1.8e-6)
-"""What the scheduler believes that a round takes, each of its drafts, and a prefill pass: SmolLM2-135M on an H200, about. It then
-refills some hundred of 256 slots at a time."""
+"""Times that the scheduler is told for a round, for each of its drafts and for a prefill pass: about those of SmolLM2-135M on an
+H200. It then refills some hundred of 256 slots at a time."""
 
 
 class Stopwatch:
-    """CPU time of one thread, by what it was spent on, that of the clock itself left out."""
+    """Measures the CPU time of one thread by category, without the stopwatch's own."""
 
     def __init__(self) -> None:
         self._own_s = 0.0
@@ -75,14 +75,14 @@ class Stopwatch:
         self._last = time.thread_time()
 
     def lap(self, spent_on: str) -> None:
-        """Since the last call."""
+        """Add the time since the last call to this category."""
         now = time.thread_time()
         self.seconds[spent_on] += now - self._last - self._own_s
         self._last = now
 
 
 class StandInEngine(Engine):
-    """Everything that is not a forward pass.
+    """An engine without forward passes.
 
     watch  `schedule`, `launch` and `process`, each of `round`, `refill` (prefill passes and the rows that enter) and other steps;
            `finish`: completions; `caller`: what was done with them; `stand-in`: what a device would do
@@ -154,7 +154,7 @@ class StandInExecutor(Executor):
 
 
 class StandInGraphs(Graphs):
-    """Rounds that accept drafts by chance, and that the scheduler believes to be timed."""
+    """Rounds that accept drafts at random; the scheduler takes them to be timed."""
 
     def __init__(self, executor: Executor, watch: Stopwatch) -> None:
         super().__init__(executor.round, executor.rows, executor.prefix_groups)
@@ -203,7 +203,7 @@ class StandInPrefill(PrefillRunner):
 
 
 class _TimedResult(PendingResult):
-    """Came a round's time after the one before, as the planner of draft lengths is told."""
+    """A result that seems to arrive one round's time after the one before, for the choice of draft lengths."""
 
     def seconds_since(self, began: Moment) -> float:
         return ROUND_S + K * DRAFT_S

@@ -26,8 +26,8 @@ HEADER = ("run", "state", "shards", "claims", "completions", "tok/s", "acceptanc
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the status, with --watch until the job is complete. Raises StorageError, and OutputError where there is no job; with
-    --watch the folder may be missing: a run may be about to make it.
+    """Print the status; with --watch until the job is complete. Raises StorageError, and OutputError if there is no job; with
+    --watch the folder may be missing, because a run may be about to create it.
     """
     parser = ArgumentParser(prog="batchspec status", description="How far a job is, over all of its runs.")
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")

@@ -22,7 +22,7 @@ from batchspec.runner.kv_scales import saved_scales
 from batchspec.runstate.output_folder import OutputFolder
 
 POSITIONS = 256
-"""Whose logits are in memory at once."""
+"""Number of positions whose logits are in memory at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +32,12 @@ class KVComparison:
     written_with: str
     decoded_with: str
     replaced_scales: bool
-    """The fp8 cache has calibrated scales because those of the checkpoint cannot be used."""
+    """Whether the fp8 cache has calibrated scales because those of the checkpoint cannot be used."""
     num_rows: int
     differences: tuple[Difference, ...]
     num_positions: int
     mean_kl: float
-    """Nats a position."""
+    """Nats per position."""
     largest_kl: float
 
     def lines(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The log-probabilities that a job wrote against those of decoding its rows again."""
+"""Compares the log-probabilities that a job wrote with those of decoding its rows again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
 
 ROUNDING = {"float64": 1e-4, "float32": 1e-2, "bfloat16": 1.0}
-"""By data type: a larger difference, in nats, is no rounding. Rounding gives about a tenth of it."""
+"""By data type: a larger difference, in nats, is not rounding, which gives about a tenth of it."""
 
 Cell = TypeVar("Cell")
 Key = tuple[int, int]
@@ -39,7 +39,7 @@ class Gap:
     sample_index: int
     token_index: int
     nats: float
-    """Infinite where a number is missing on one side."""
+    """Infinite if a number is missing on one side."""
 
     def line(self, num_rows: int) -> str:
         """For people."""
@@ -63,7 +63,7 @@ def written_logprobs(out: str | Path, keys: Collection[Key]) -> dict[Key, Writte
 
 
 def gap_of(written: Written, again: Again) -> Gap:
-    """The largest difference up to the first token that differs, which depends on the same tokens before it as they do."""
+    """The largest difference up to the first token that differs; up to there both depend on the same tokens."""
     done, difference = again.completion, again.difference
     num_tokens = 0 if done.token_ids is None else len(done.token_ids)
     count = num_tokens if difference is None else difference.token_index
@@ -76,7 +76,7 @@ def gap_of(written: Written, again: Again) -> Gap:
 
 
 def _gaps(written: Sequence[Cell] | None, now: Sequence[Cell], compare: Callable[[Cell, Cell], float]) -> list[float]:
-    """A number for each of the tokens, infinite where nothing was written for it; nothing for a job without the column."""
+    """A difference for each of the tokens, infinite if nothing was written for it; none for a job without the column."""
     if written is None:
         return []
     gaps = [compare(one, other) for one, other in zip(written, now, strict=False)]
@@ -90,7 +90,7 @@ def _apart(one: Logprob, other: Logprob) -> float:
 
 
 def _tops_apart(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> float:
-    """Of the tokens in both lists; one that the other list lacks counts as that list's least likely."""
+    """The difference for tokens in both lists; a token that the other list lacks counts as that list's least likely."""
     known = {entry["id"]: entry["logprob"] for entry in other}
     least = min(known.values(), default=None)
     gaps = (_apart(entry["logprob"], known.get(entry["id"], least)) for entry in one)

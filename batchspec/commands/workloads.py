@@ -30,13 +30,13 @@ from batchspec.prepare import open_job, part_of_group
 from batchspec.records import Ids, Request, SamplingParams
 
 MEDIAN_LOG, SIGMA = 6.685, 0.7
-"""The long tail that reasoning output has: lognormal, median 800 tokens."""
+"""Parameters of a long-tailed distribution like that of reasoning outputs: lognormal, median 800 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The target, its folder and tokenizer (of a real model) and the requests, greedy; only with --eos do they stop before their
-    cap.
+    """The target, its folder and tokenizer (of a real model) and the requests, which are greedy; only with --eos they may stop
+    before their limit.
     """
 
     target: Target
@@ -45,7 +45,7 @@ class Workload:
     tokenizer: Tokenizer | None = None
 
     def unshared(self) -> list[Request]:
-        """The same requests, but no two begin alike: the first prompt token of each differs from its siblings'."""
+        """The same requests without shared prefixes: the first prompt token of each differs from its siblings'."""
         vocab = self.target.spec.vocab_size
         return [replace(request, prompt_ids=_other_beginning(request, vocab)) for request in self.requests]
 
@@ -84,7 +84,7 @@ def make_job(folder: Path, *, shape: str, num_requests: int, prompt_len: int, ca
 
 
 def _draw(count: int, prompt_len: int, vocab_size: int, *, lognormal_cap: int = 0) -> tuple[np.ndarray[Any, Any], list[int]]:
-    """Prompts int32 [count, prompt_len], then output lengths where a cap is given, from one seeded generator."""
+    """Prompts int32 [count, prompt_len], and output lengths if a limit is given, from one seeded generator."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(10, min(30000, vocab_size), (count, prompt_len), generator=generator)
     lengths: list[int] = []
@@ -161,7 +161,7 @@ def _load(
     args: argparse.Namespace, folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, group: Group | None, *,
     dummy: bool = False,
 ) -> Target:  # fmt: skip
-    """As `Target.load`, with the adapters of noise that --adapters asks for.
+    """As `Target.load`, with random adapters if --adapters asks for them.
 
     The leader of a group tells the others that all checks have passed.
     """

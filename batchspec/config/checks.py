@@ -116,7 +116,7 @@ def _ranks(config: RunConfig) -> None:
 
 
 def check_ranks(config: RunConfig, ranks: int) -> None:
-    """Raises ConfigError for settings that do not run where so many ranks compute the model, whatever the model is."""
+    """Raises ConfigError for settings that are not supported if this many ranks compute the model, whatever the model is."""
     if ranks > 1 and config.decode.deterministic:
         raise ConfigError(f"decode.deterministic=true with cluster.tensor_parallel={ranks} is not supported; set it to 1")
 
@@ -151,7 +151,7 @@ def _decode(config: RunConfig) -> None:
 
 
 def _scoring(config: RunConfig) -> None:
-    """decode.max_new_tokens=0: nothing is decoded, so what says how is refused."""
+    """decode.max_new_tokens=0: nothing is decoded, so keys about decoding are refused."""
     decode, output, usual = config.decode, config.output, RunConfig()
     if decode.max_new_tokens:
         if output.prompt_logprobs is not None:
@@ -170,7 +170,9 @@ def _scoring(config: RunConfig) -> None:
     ):  # fmt: skip
         if (value := value_of(config, key)) != value_of(usual, key):
             instead = "; prompts have output.prompt_logprobs" if key == "output.logprobs" else ""
-            raise ConfigError(f"{key}={value} with decode.max_new_tokens=0 says nothing: no token is decoded{instead}; remove it")
+            raise ConfigError(
+                f"{key}={value} with decode.max_new_tokens=0 has no effect: no token is decoded{instead}; remove it"
+            )
 
 
 def _thinking(config: RunConfig) -> None:
@@ -185,7 +187,9 @@ def _thinking(config: RunConfig) -> None:
             "decode.thinking_closing without decode.thinking_token_budget is never written; set it or remove the key"
         )
     if decode.thinking_token_budget is not None and config.draft.synthetic is not None:
-        raise ConfigError("decode.thinking_token_budget says nothing where draft.synthetic makes up what is accepted; remove one")
+        raise ConfigError(
+            "decode.thinking_token_budget has no effect with draft.synthetic, which makes up the accepted tokens; remove one"
+        )
 
 
 def _date(config: RunConfig) -> None:

@@ -1,4 +1,4 @@
-"""The only place that calls Hydra: overrides in, a checked RunConfig out, every complaint of Hydra's as one line."""
+"""The only module that calls Hydra: overrides in, a checked RunConfig out; each error of Hydra's becomes one line."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ Schema = TypeVar("Schema")
 CONF = "batchspec.conf"
 GROUPS = ("model", "draft", "decode", "packing", "input", "output", "cluster", "resume", "ablation")
 PATH_KEYS = {"model": "model.path", "draft": "draft.path", "input": "input.path", "output": "output.dir"}
-"""Group -> its key for a path, which a path given to the group itself was meant for."""
+"""Group -> its key for a path: the key that was meant if the group itself is given a path."""
 SWEEP_DIR = "hydra.sweep.dir="
 SUBMITIT = (f"{SWEEP_DIR}.submitit", "hydra.launcher.submitit_folder=.submitit/%j")
-"""Submitit passes its jobs on through a folder, and the nodes of a cluster do not see temporary folders of this machine."""
+"""Submitit passes its jobs through a folder, and temporary folders of this machine are not visible on the nodes of a cluster."""
 
 
 def compose(overrides: Sequence[str], *, require: Iterable[str] = ()) -> RunConfig:
-    """The configuration that the command line `overrides` would give, checked; leaves Hydra's global state as it was.
+    """The checked configuration that the command line `overrides` would give; leaves Hydra's global state unchanged.
 
     overrides   Hydra override strings, e.g. ("+job=demo", "decode.n=2")
     require     keys that must be set, see `checks.check`
-    Raises ConfigError in one line for whatever is wrong.
+    Raises ConfigError in one line for any mistake.
     """
     register()
     config = from_hydra(_composed("run", overrides, RunConfig()))
@@ -62,14 +62,14 @@ def composed(name: str, overrides: Sequence[str], *, schema: type[Schema]) -> Sc
     flags = [word for word in overrides if word.startswith("-")]
     if flags:
         raise ConfigError(
-            f"{flags[0]} is no option of {name}; keys are written without dashes, `batchspec {name} --help` lists them"
+            f"{flags[0]} is not an option of {name}; keys are written without dashes, `batchspec {name} --help` lists them"
         )
     register(f"{name}_schema", schema)
     return typed(_composed(name, overrides, schema()), schema)
 
 
 def _composed(name: str, overrides: Sequence[str], known: Any) -> DictConfig:
-    """conf/NAME.yaml with these overrides; leaves Hydra's global state as it was. `known`: an instance of the schema."""
+    """conf/NAME.yaml with these overrides; leaves Hydra's global state unchanged. `known`: an instance of the schema."""
     state = GlobalHydra.instance().hydra
     try:
         GlobalHydra.instance().clear()
@@ -86,8 +86,8 @@ def launch(task: Callable[[RunConfig], int | None], overrides: Sequence[str], *,
 
     Returns the exit code: that of `task`, or 0 if it returns None.
 
-    An error of batchspec or Hydra is one line on stderr; anything else is a crash and keeps its traceback. In a sweep
-    (`-m`) a failed job does not end the others and the code is 0, a signal ends it.
+    An error of batchspec or Hydra is one line on stderr; any other exception is a crash and keeps its traceback. In a sweep
+    (`-m`) a failed job does not end the others, and the exit code is 0; a signal ends the sweep.
     """
     codes = [0]
 
@@ -121,12 +121,12 @@ def launch(task: Callable[[RunConfig], int | None], overrides: Sequence[str], *,
 
 
 def _check_options(words: Sequence[str]) -> Namespace:
-    """The options of Hydra's command line. Raises ConfigError for one that it does not have, or whose value it does not take."""
+    """The options of Hydra's command line. Raises ConfigError for an unknown option or a value that it does not accept."""
     parser = ArgumentParser(prog="batchspec run", parents=[get_args_parser()], add_help=False)
     options, unknown = parser.parse_known_args(list(words))
     flags = [word for word in unknown if word.startswith("-")]
     if flags:
-        raise ConfigError(f"{flags[0]} is no option; keys are written without dashes, `--help` lists options and keys")
+        raise ConfigError(f"{flags[0]} is not an option; keys are written without dashes, `--help` lists options and keys")
     return options
 
 
@@ -154,8 +154,8 @@ def _report(error: BatchspecError) -> int:
 
 @contextmanager
 def _sweep_folder(overrides: Sequence[str], *, sweep: bool) -> Iterator[list[str]]:
-    """Overrides that tell Hydra where to keep the files of a sweep, unless the user does: a new folder that only the user may
-    write to, with a name that nobody can guess. It is deleted when the sweep ends."""
+    """Overrides that tell Hydra where to store the files of a sweep, unless the user does: a new folder with an unguessable
+    name, writable only by the user. It is deleted when the sweep ends."""
     if any(item.startswith(SWEEP_DIR) for item in overrides):
         yield []
     elif "hydra/launcher=submitit_slurm" in overrides:
@@ -169,7 +169,7 @@ def _sweep_folder(overrides: Sequence[str], *, sweep: bool) -> Iterator[list[str
 
 
 def one_line(error: Exception, known: Any = None) -> str:
-    """What is wrong and what to do, from an exception of Hydra, omegaconf or the YAML parser. `known` as of `unknown_key`."""
+    """What is wrong and what to do, from an exception of Hydra, omegaconf or the YAML parser. `known` as for `unknown_key`."""
     text = str(error)
     if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file:
         return _missing_option(error.missing_cfg_file, list(error.options))
@@ -179,14 +179,14 @@ def one_line(error: Exception, known: Any = None) -> str:
         mark = error.problem_mark
         return f"{mark.name} line {mark.line + 1} is not YAML: {error.problem}"
     if nowhere := re.search(r"Additional config directory '(.+)' not found", text):
-        return f"--config-dir: {nowhere[1]} is no folder; correct the path"
+        return f"--config-dir: {nowhere[1]} is not a folder; correct the path"
     if problem := _grammar(text):
         return problem
     override = re.search(r"Could not override '([^']+)'", text)
     if override and "No match in the defaults list" in text:
         group = override[1]
         hint = suggest(group, GROUPS)
-        return f"{group} is no group of choices that has a default; {hint if hint else f'write +{group}=...'}"
+        return f"{group} is not a group that has a default choice; {hint if hint else f'write +{group}=...'}"
     if deleted := re.search(r"Could not delete from config\. '([^']+)' does not exist", text):
         return str(unknown_key(deleted[1], known))
     said = f"{text}\n{error.__cause__}"  # hydra gives a key's full name in its own text or in its cause's
@@ -207,7 +207,7 @@ def one_line(error: Exception, known: Any = None) -> str:
 
 
 def _grammar(text: str) -> str | None:
-    """A complaint of Hydra's about how an override is written, as one line; None for any other text."""
+    """An error of Hydra's about the form of an override, as one line; None for any other text."""
     if found := re.search(r"Ambiguous value for argument '([^=']+)=([^']*)'", text):
         key, value = found.groups()
         listed = f"; a list is {key}=[{value}]" if "." in key else ""
@@ -220,9 +220,10 @@ def _grammar(text: str) -> str | None:
 
 
 def _missing_option(missing: str, options: list[str]) -> str:
-    """`missing`: the path of an option that no folder of conf holds, such as model/Qwen/Qwen3-8B."""
+    """`missing`: the path of an option that no folder of conf has, such as model/Qwen/Qwen3-8B."""
     group, _, name = missing.rpartition("/") if missing.startswith("hydra/") else missing.partition("/")
     hint = suggest(name, options)
     if group in PATH_KEYS and re.search(r"[/.]", name):
         hint = f"a path is {PATH_KEYS[group]}={name};"
-    return f"{group}={name} is no choice of the group {group}; {hint + ' ' if hint else ''}choices: {', '.join(sorted(options))}"
+    choices = f"{hint + ' ' if hint else ''}choices: {', '.join(sorted(options))}"
+    return f"{group}={name} is not a choice of the group {group}; {choices}"

@@ -1,7 +1,7 @@
-"""Overrides as users write them, turned into the form that Hydra reads.
+"""Turns overrides as users write them into the form that Hydra reads.
 
-Text that Hydra's grammar does not allow is quoted, a single value for a key that takes a list becomes a list, and
-dictionaries that take any key need no `+`.
+Text that Hydra's grammar does not allow is quoted, a single value for a key that takes a list becomes a list, and dictionaries
+that accept any key need no `+`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from batchspec.config.schema import RunConfig
 from batchspec.errors import ConfigError
 
 OPEN = ("input.columns", "input.template_kwargs", "model.adapters")
-"""Dictionaries that take any key."""
+"""Dictionaries that accept any key."""
 _PLAIN_LIST = re.compile(r"\[([^\[\]{}'\"]*)\]")
 
 
 def for_hydra(overrides: Sequence[str]) -> list[str]:
-    """The same overrides as Hydra reads them; options, and what has no `=`, stay as they are.
+    """The overrides in the form that Hydra reads; options, and words without `=`, are unchanged.
 
-    Raises ConfigError for an override without a key, and for a group that is given something else than an option's name.
+    Raises ConfigError for an override without a key, and if a group's value is not the name of one of its options.
     """
     return [item if item.startswith("-") or "=" not in item else _one(item) for item in overrides]
 
@@ -44,7 +44,7 @@ def overrides_of(options: Mapping[str, Any]) -> list[str]:
 
 
 def _text(value: Any) -> str:
-    """A Python value as Hydra's grammar writes it."""
+    """A Python value in Hydra's grammar."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -62,7 +62,7 @@ def _one(override: str) -> str:
     if not bare:
         raise ConfigError(f"cannot read the override '{override}'; write key=value")
     if bare in OPTIONS and (value == "null" or value.startswith(("[", "{"))):
-        raise ConfigError(f"{override} is no choice of the group {bare}; choices: {', '.join(OPTIONS[bare])}")
+        raise ConfigError(f"{override} is not a choice of the group {bare}; choices: {', '.join(OPTIONS[bare])}")
     if bare in OPEN or bare.startswith(tuple(f"{name}." for name in OPEN)):
         key = f"++{bare}" if not key.startswith("~") else key
     if not _reads(f"{key}={value}"):
@@ -81,21 +81,21 @@ def _reads(override: str) -> bool:
 
 
 def _quoted(value: str) -> str:
-    """Text in quotes; each item of a plain list in quotes. Text that is quoted, nested or an interpolation stays as it is,
-    and Hydra says what is wrong with it.
+    """Text in quotes; each item of a plain list in quotes. Text that is quoted, nested or an interpolation is unchanged, and
+    Hydra reports what is wrong with it.
     """
     listed = _PLAIN_LIST.fullmatch(value)
     if listed:
         return f"[{','.join(_quoted(item.strip()) for item in listed[1].split(','))}]"
     if value.startswith(("'", '"', "[", "{")) or "${" in value:
         return value
-    # Backslashes before a quote, the closing one too, count twice.
+    # Backslashes before a quote are doubled, also before the closing one.
     escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
     return f"'{escaped}'"
 
 
 def list_keys(config: Any, prefix: str = "", kind: str = "list[") -> list[str]:
-    """Keys whose value is a list; with kind `list[str]` those of text."""
+    """Keys whose value is a list; with kind `list[str]` only those of text."""
     found: list[str] = []
     hints = get_type_hints(type(config))
     for item in fields(config):

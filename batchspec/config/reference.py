@@ -51,7 +51,7 @@ class Key:
 
     name      dotted
     type      in words, with its range or choices
-    default   in a job that gives nothing
+    default   in a job that sets nothing
     summary   the first sentence of the description
     details   the sentences after it, or an empty string
     choices   all values, if they are a few words

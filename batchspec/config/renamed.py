@@ -1,6 +1,7 @@
 """Keys and values that had other names before version 0.2.
 
-Where a user writes one it is refused with its present name. Where a manifest of an earlier version holds one it is translated.
+If a user writes an old name, it is refused and the error gives the present name. In the manifest of an earlier version it is
+translated.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ RENAMED: dict[str, str] = {
 }
 """Old key or group -> its present name."""
 GROUPS_RENAMED = ("decode.opt",)
-"""Those that are groups of keys."""
+"""Old names that are groups of keys."""
 RENAMED_VALUES: dict[str, dict[Any, str]] = {"draft.tree.rank": {"sums": "logprob", "products": "prob"}}
 """Key -> old value -> its present name."""
 
@@ -37,7 +38,8 @@ def renamed(key: str) -> str | None:
 
 
 def upgraded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved configuration, group by group, with present names for old ones. A key that is there by both keeps its new one."""
+    """A saved configuration, group by group, with present names for old ones. If it has both, the value of the present name is
+    kept."""
     out = _copied(values)
     for old, new in RENAMED.items():
         *path, last = old.split(".")

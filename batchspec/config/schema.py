@@ -187,10 +187,10 @@ class InputConfig:
     chat: bool = False
     """Apply the chat template to the column `prompt`, as one user turn."""
     on_overlong: str = "error"
-    """What becomes of a prompt that leaves no space for max_new_tokens. error makes an error row, truncate keeps the prompt's
+    """What to do with a prompt that leaves no space for max_new_tokens. error makes an error row, truncate keeps the prompt's
     end, skip makes a row with status skipped."""
     final_assistant: str = "error"
-    """What becomes of a chat that ends with an assistant turn. error makes an error row, continue appends the answer to that
+    """What to do with a chat that ends with an assistant turn. error makes an error row, continue appends the answer to that
     turn, drop removes that turn and answers the turns before."""
     limit: int | None = None
     """Maximum number of input rows, from the first on. null is all of them."""

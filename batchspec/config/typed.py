@@ -1,4 +1,4 @@
-"""From Hydra's configuration to the dataclasses of `schema.py`: unknown keys and wrong types are refused here."""
+"""Converts Hydra's configuration to the dataclasses of `schema.py`: unknown keys and wrong types are refused here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Schema = TypeVar("Schema")
 _STRUCTURED: dict[type, DictConfig] = {}
 """Schemas as Hydra's configurations, with their defaults; `OmegaConf.merge` copies them."""
 _REGISTERED: dict[str, type] = {}
-"""Name -> the schema that Hydra knows by it."""
+"""Name -> schema, as registered with Hydra."""
 
 
 def keys(config: Any = None, prefix: str = "") -> list[str]:
@@ -40,7 +40,7 @@ def keys(config: Any = None, prefix: str = "") -> list[str]:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """'did you mean ...?' for a mistyped dotted name, or an empty string. A right last part in a wrong group counts."""
+    """'did you mean ...?' for a mistyped dotted name, or an empty string. A correct last part in a wrong group also matches."""
     known = list(known)
     leaves = {item.rsplit(".", 1)[-1]: item for item in reversed(known)}
     close = difflib.get_close_matches(name, known, 1, 0.75)
@@ -55,8 +55,8 @@ def unknown_key(key: str, config: Any = None) -> ConfigError:
     node = RunConfig() if config is None else config
     known = [*keys(node), *(item.name for item in fields(node))]
     if (ours := vllm_names.NAMES.get(key.rsplit(".", 1)[-1])) in known:
-        return ConfigError(f"{key} is no key of the configuration; batchspec calls it {ours}, see `batchspec run --help`")
-    return ConfigError(f"{key} is no key of the configuration; {suggest(key, known) or '`--help` lists them'}")
+        return ConfigError(f"{key} is not a key of the configuration; batchspec calls it {ours}, see `batchspec run --help`")
+    return ConfigError(f"{key} is not a key of the configuration; {suggest(key, known) or '`--help` lists them'}")
 
 
 def from_hydra(cfg: DictConfig) -> RunConfig:
@@ -102,7 +102,7 @@ def typed(cfg: DictConfig, schema: type[Schema]) -> Schema:
 
 
 def _with_lists(cfg: DictConfig, known: Any) -> DictConfig:
-    """The same; one value where a list is expected is a list of it, as on the command line. Raises ConfigError for
+    """The same configuration, in which one value for a list becomes a list of it, as on the command line. Raises ConfigError for
     maps, and for true, 1e3 and the like where text is expected.
     """
     values: Any = OmegaConf.to_container(cfg)  # interpolations are text here
@@ -119,7 +119,7 @@ def _with_lists(cfg: DictConfig, known: Any) -> DictConfig:
 
 
 def _listed(key: str, value: Any, *, is_text: bool) -> Any:
-    """The value of a key that takes a list. Text that stands for another value, such as `${...}`, and null stay as they are."""
+    """The value of a key that takes a list. Text that stands for another value, such as `${...}`, and null are unchanged."""
     if value is None or str(value).startswith(("${", "???")):
         return value
     items = value if isinstance(value, list) else [value]
@@ -127,7 +127,7 @@ def _listed(key: str, value: Any, *, is_text: bool) -> Any:
         raise ConfigError(f"{key}={value} must be a list of plain values; write [value]")
     for item in items if is_text else ():
         if isinstance(item, bool | float):
-            raise ConfigError(f"{key}: {item} is no text as it stands there, and how it was spelled is lost; quote it")
+            raise ConfigError(f"{key}: {item} must be text, and its original spelling is lost; quote it")
     return items
 
 
@@ -142,7 +142,7 @@ def from_json(text: str) -> RunConfig:
 
 
 def type_error(error: OmegaConfBaseException) -> str:
-    """omegaconf's complaint about a wrong value in one line, the key first."""
+    """omegaconf's error about a wrong value in one line, the key first."""
     said = (error.msg or str(error)).splitlines()[0]
     if wrong := re.fullmatch(r"Value '(.*)' of type '\w+' could not be converted to (Integer|Float)", said):
         number = "a whole number, without point or exponent" if wrong[2] == "Integer" else "a number"
@@ -196,7 +196,8 @@ def register(name: str = "run_schema", schema: type = RunConfig) -> None:
 
 @cache
 def _lists_as_any(schema: Any) -> Any:
-    """The dataclass with its list fields typed Any: Hydra would else refuse a single value, which `typed` turns into a list."""
+    """The dataclass with its list fields typed Any: otherwise Hydra would refuse a single value, which `typed` turns into a
+    list."""
     hints, made = get_type_hints(schema), []
     for item in fields(schema):
         hint: Any = hints[item.name]

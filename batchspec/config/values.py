@@ -1,6 +1,6 @@
-"""Checks of single values: required, one of its choices, in its range, without credentials.
+"""Checks of single values: required keys, choices, ranges, no credentials.
 
-What fails is refused in one line: key, value, limit, what to do.
+A bad value is refused in one line: key, value, limit, what to do.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ PATHS = (
 """Keys of a job that name files and folders."""
 INT64 = (-(2**63), 2**63 - 1)
 BIASES = (-100.0, 100.0)
-"""What decode.logit_bias may add: OpenAI's range."""
+"""Range of the values of decode.logit_bias, as OpenAI's."""
 SHIPPED = "pkg://"
 """Prefix of paths of files that the package contains."""
 MAX_TREE_NODES, MAX_TREE_PLACES = 63, 64
-"""Tree nodes that a round verifies per request besides the newest token, and positions while a tree is grown: attention masks of
-trees have 64 bits."""
+"""Maximum number of tree nodes that a round verifies per request besides the newest token, and of positions while a tree is
+grown: attention masks of trees have 64 bits."""
 
-# key -> (lowest, highest, advice). Per-row columns of the same name obey them too.
+# key -> (lowest, highest, advice). Per-row columns of the same name are checked against the same ranges.
 RANGES: dict[str, tuple[float, float, str]] = {
     "model.max_len": (2, math.inf, "give prompt + output tokens, or null for the model's own limit"),
     "draft.num_speculative_tokens": (1, 64, "give the draft tokens per round, or draft=none for no speculation"),
@@ -119,7 +119,7 @@ _ENVIRONMENT = re.compile(r"\$\{\s*(oc\.)?env\s*:")
 _SECRET = re.compile(r"(?<![A-Z])(SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE|APIKEY|KEY)(?![A-Z])", re.IGNORECASE)
 """Matches names of environment variables that hold a secret: AWS_SECRET_ACCESS_KEY, HF_TOKEN."""
 _SECRET_LEN = 8
-"""Minimum length of a secret in characters: TOKENIZER_KEY=yes is none."""
+"""Minimum length of a secret in characters, so that TOKENIZER_KEY=yes does not count as one."""
 
 
 def violation(key: str, value: float, ranges: Mapping[str, tuple[float, float, str]] = RANGES) -> str | None:
@@ -138,9 +138,9 @@ def violation(key: str, value: float, ranges: Mapping[str, tuple[float, float, s
 
 
 def logit_bias(value: Any) -> dict[int, float]:
-    """Token id -> what is added to its logit, of a map whose ids may be text; nothing for None.
+    """Token id -> bias of its logit, from a map whose ids may be text; empty for None.
 
-    Raises ValueError, a sentence without its subject, for what is no such map.
+    Raises ValueError for anything else; its message is a sentence without its subject.
     """
     if value is None:
         return {}
@@ -160,7 +160,7 @@ def logit_bias(value: Any) -> dict[int, float]:
 
 
 def check_given(config: Any, keys: Mapping[str, str]) -> None:
-    """`keys` (key -> advice) must not be null or empty. Raises ConfigError, like all of these checks."""
+    """`keys` (key -> advice) must not be null or empty. Raises ConfigError, like all checks here."""
     for key, advice in keys.items():
         if value_of(config, key) in (None, ""):
             raise ConfigError(f"{key} is required; give {key}=..., {advice}")
@@ -191,7 +191,7 @@ def check_credentials(config: Any, keys: Iterable[str]) -> None:
 
 
 def check_saved(config: Any) -> None:
-    """Refuse strings that read the environment, hold a secret of it, or are not valid Unicode.
+    """Refuse strings that read the environment, contain one of its secrets, or are not valid Unicode.
 
     The configuration is written to the manifest and to the dataset card, which people publish and run again on other machines.
     """
@@ -214,7 +214,7 @@ def check_saved(config: Any) -> None:
 
 
 def _strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, string) of every string inside, keys of free-form dictionaries too."""
+    """(dotted key, string) for every string inside, including keys of free-form dictionaries."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping):
@@ -236,7 +236,7 @@ def literal(value: Any) -> Any:
 
 
 def expand_home(config: Any, keys: Iterable[str]) -> None:
-    """Replace a leading `~` by the user's home in these paths, as far as the configuration has them."""
+    """Replace a leading `~` by the user's home in these paths, if the configuration has them."""
     for key in keys:
         group, _, name = key.rpartition(".")
         holder = getattr(config, group, None)

@@ -1,4 +1,4 @@
-"""What vLLM and distilabel call a key of batchspec: whoever writes their name is told ours."""
+"""The names that vLLM and distilabel use for keys of batchspec: errors about such a name give batchspec's key."""
 
 from __future__ import annotations
 
