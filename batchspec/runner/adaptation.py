@@ -1,4 +1,4 @@
-"""Online adaptation in a run: the adapter of its engine, the completions that it learns from, and the head that it saves."""
+"""Online adaptation in a run: the adapter of its engine, the completions it is trained on, and the head that it saves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from batchspec.train.head import published_network
 from batchspec.train.network import HeadNetwork
 
 SAVE_S, SAVE_SHARE = 60.0, 0.02
-"""Seconds between two saves at least, and the largest share of the run's time that saving may take."""
+"""Minimum number of seconds between two saves, and maximum share of the run's time for saving."""
 
 
 class Adaptation:
@@ -44,7 +44,7 @@ class Adaptation:
             self._folder, self._files = folder, output.head(weight_files(folder).fingerprint[:16])
 
     def serve(self, engine: Engine) -> None:
-        """Let the head of this engine learn, starting from the one that an earlier run saved, if any."""
+        """Train the head of this engine from now on, starting from the one that an earlier run saved, if any."""
         if not self.on:
             return
         draft, target = self._job.config.draft, engine.target
@@ -100,21 +100,21 @@ class Adaptation:
         self._progress.phase(f"draft.adapt: {str(error).splitlines()[0]}: the head stays as it is now")
 
     def leave(self) -> None:
-        """Save the head, let go of the engine and of all memory; `serve` may follow, with another one."""
+        """Save the head and release the engine and all memory; `serve` may follow with another engine."""
         self.save()
         if self._engine is not None:
             self._engine.hook.call = None
         self._adapter = self._engine = None
 
     def committed(self, completions: Iterable[Completion]) -> None:
-        """A shard is committed: learn from it in time, and save what was learnt."""
+        """A shard is committed: queue its completions for training, and save the head if it is time."""
         if self._adapter is not None:
             self._adapter.learn(completions)
             if time.monotonic() >= self._save_at:
                 self.save()
 
     def save(self) -> None:
-        """Save the head that drafts if it is new. A failure is said: no row of the job depends on it."""
+        """Save the head that drafts if it is new. A failure is only reported: no row of the job depends on it."""
         if self._adapter is None or self._engine is None or self._adapter.num_swaps == self._num_saved:
             return
         began = time.monotonic()
@@ -129,7 +129,7 @@ class Adaptation:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Within, the run works; however it ends, the head is saved."""
+        """Within this block the run works; the head is saved at its end, however it ends."""
         try:
             yield
         finally:

@@ -1,4 +1,5 @@
-"""Commit shards in a thread while the next ones are decoded: to compress, read back and publish one takes a second or more."""
+"""Commits shards in a thread while the next ones are decoded: compressing, reading back and publishing one takes a second or
+more."""
 
 from __future__ import annotations
 
@@ -11,20 +12,20 @@ from typing import TypeVar
 T = TypeVar("T")
 
 WAITING, MOST_WAITING = 2, 32
-"""Limits on shards that are being committed or wait for it, for large and for small shards: beyond them decoding waits. Four or
-more shards of a window end almost together, so a limit of two would stop the engine."""
+"""Maximum number of shards that are being committed or wait for it, for large and for small shards; decoding waits at the limit.
+Four or more shards of a window end almost together, so a limit of two would stop the engine."""
 SMALL_BYTES = 100 << 20
-"""Shards are small while all uncommitted ones together take no more memory than this."""
+"""Shards count as small while all uncommitted ones together take no more memory than this."""
 
 
 def commit_in_background(
     shards: Iterable[T], commit: Callable[[T], object], num_bytes: Callable[[T], float] = lambda shard: math.inf
 ) -> Generator[T]:
-    """Every shard, in order, once it is committed. One at a time is committed, in a thread, while the next ones are decoded.
+    """Yield every shard, in order, after its commit. A thread commits one at a time while the next ones are decoded.
 
     num_bytes  a shard -> bytes of memory that it takes; default: all shards are large
-    What `commit` raises is raised here, after the last shard at the latest. However the generator is left, commits that have
-    begun are over then.
+    Errors of `commit` are raised here, after the last shard at the latest. However the generator is left, commits that have
+    begun are complete then.
     """
     under_way: deque[tuple[T, Future[object], float]] = deque()
 

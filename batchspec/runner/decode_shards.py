@@ -1,4 +1,4 @@
-"""Decode shards: their rows through the engine, and each shard out when its last row is done, with its table and its commit."""
+"""Decodes shards: rows go through the engine, and each shard is yielded when its last row is done, with its table."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def decode_shards(
     claim: Callable[[Iterator[InputShard]], Iterator[InputShard]] = iter,
     skip: Container[int] = (),
 ) -> Iterator[DecodedShard]:
-    """One pass over the input: every shard that is not in `skip`, as soon as its last row is done.
+    """One pass over the input: yields every shard that is not in `skip`, as soon as its last row is done.
 
     work       admits the rows
     rows       what is done with each output row; default: all are decoded
     journal    gets every row as it finishes; the caller removes the rows of shards that are committed
-    journaled  what earlier runs did of these shards
-    claim      leaves out shards as they are read: those of other runs
+    journaled  saved work of earlier runs on these shards
+    claim      filters the shards as they are read: leaves out those of other runs
     """
     num_shards = sum(index not in skip for index in range(-(-job.source.num_rows // job.shard_rows)))
     feed = Feed(
@@ -76,19 +76,19 @@ def decode_shards(
                 journal.flush_every(JOURNAL_S)
             yield from map(monitor.decoded, feed.complete())
     engine.on_round = monitor
-    yield from map(monitor.decoded, feed.complete())  # shards without one good row
+    yield from map(monitor.decoded, feed.complete())  # shards without any good row
 
 
 def with_tables(
     work: ShardWork | ShardWorkers, decoded: Iterable[DecodedShard]
 ) -> Iterator[tuple[DecodedShard, Callable[[], pa.Table] | None]]:
-    """The same, each with what gives the table of its completions; None where every row is carried over."""
+    """The same shards, each with a function that returns the table of its completions; None if all rows are carried over."""
     for done in decoded:
         yield done, work.begin_table(done.shard, done.completions) if done.completions else None
 
 
 def commit_shard(job: Job, plan: WorkPlan, done: DecodedShard, table: Callable[[], pa.Table] | None) -> None:
-    """Publish the shard's file. Raises InputError where the shard's input has changed since it was read."""
+    """Publish the shard's file. Raises InputError if the shard's input has changed since it was read."""
     made = None if table is None else table()
     job.source.check(done.shard.first_row, done.shard.first_row + done.shard.table.num_rows)
     plan.commit(done.shard.index, done.completions, made)

@@ -1,4 +1,4 @@
-"""A process that computes a part of the model and decides nothing: it does what the leader of its group sends."""
+"""A process that computes a part of the model and decides nothing: it executes what the leader of its group sends."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from batchspec.tuning.table import adopt
 def run_follower(config: RunConfig, group: Group) -> None:
     """Load this rank's part and execute until the leader ends the run.
 
-    The model's files are opened once the leader has them: it downloads and checks them for all. Raises what `open_model` raises,
-    CapacityError when memory runs out, and RankLost.
+    The model's files are opened when the leader has them, because it downloads and checks them for all ranks. Raises what
+    `open_model` raises, CapacityError when memory runs out, and RankLost.
     """
     with OutOfMemoryGuard() as guard:
         _follow(config, group)
@@ -57,7 +57,7 @@ def _follow(config: RunConfig, group: Group) -> None:
             return
         assert isinstance(message, Scales), message
         target.use_kv_scales(torch.tensor(message.values, dtype=torch.float32))
-    free_bytes(model, loaded=True)  # the leader plans with the least of all ranks
+    free_bytes(model, loaded=True)  # the leader plans with the minimum over all ranks
     message = decode(group.channel.receive())
     if isinstance(message, End):
         return
@@ -80,7 +80,7 @@ def _rewrite(model: JobModel, target: Target, folder: Path) -> None:
 
 
 def compute_as_leader(message: Load, device: torch.device, rank: int) -> None:
-    """Take over how the leader computes. Raises ConfigError unless this rank's device and software are the leader's."""
+    """Use the leader's choices for computation. Raises ConfigError unless this rank's device and software are the leader's."""
     if (own := device_facts(device)) != message.device:
         raise ConfigError(
             f"rank {rank} has {own}, rank 0 has {message.device}: ranks of a model need equal devices; choose them by "

@@ -1,4 +1,4 @@
-"""K/V scales of a job with cache.dtype=fp8: the first run keeps its own in the output folder, all others use those."""
+"""K/V scales of a job with cache.dtype=fp8: the first run saves its scales in the output folder, and all others use them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from batchspec.text import counted
 def with_saved_scales(job: Job, output: OutputFolder) -> Job:
     """The job with the scales of its earlier runs, if there are any.
 
-    Raises OutputError where they are damaged, or where the checkpoint's own are others by now; and where they are lost: shards
-    are committed, and a calibration, which may come out otherwise on another machine, would take their place in silence.
+    Raises OutputError if they are damaged, if the checkpoint's scales have changed, or if they are lost although shards are
+    committed: a new calibration may differ on another machine, and would be used without notice.
     """
     spec = job.spec.whole or job.spec
     saved = saved_scales(output, spec) if spec.fp8_kv else None
@@ -41,13 +41,13 @@ def with_saved_scales(job: Job, output: OutputFolder) -> Job:
 
 
 def saved_scales(output: OutputFolder, spec: ModelSpec) -> KVScales | None:
-    """The scales that a job keeps; None if it keeps none. Raises OutputError if they are damaged."""
+    """The scales that a job has saved; None if it has none. Raises OutputError if they are damaged."""
     data = output.kv_scales()
     return None if data is None else KVScales.from_json(data, spec, f"{output.path}/{KV_SCALES}")
 
 
 def keep_scales(job: Job, output: OutputFolder, holder: EngineWithFallback) -> None:
-    """After the folder is made: this run's scales become the job's, or the job's become this run's. Raises OutputError."""
+    """After the folder is made: save this run's scales for the job, or use the ones that the job has. Raises OutputError."""
     if not job.spec.fp8_kv:
         return
     scales = holder.engine.target.all_kv_scales

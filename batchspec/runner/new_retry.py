@@ -1,4 +1,4 @@
-"""Begin a retry: which shards of a complete job hold a row that the command asks to compute again."""
+"""Begins a retry: finds the shards of a complete job that have a row which the command asks to compute again."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from batchspec.runstate.scan import scanning
 
 CAP = "decode.max_new_tokens"
 MAY_DIFFER = {"length": (CAP,), "error": (), "none": ()}
-"""Keys of the fingerprint that a retry of this kind may change."""
+"""Keys of the fingerprint that this kind of retry may change."""
 TRUNCATED = pl.col("status") == "truncated"
 
 
 def new_retry(job: Job, output: OutputFolder) -> Generation | None:
-    """The retry that the job's command asks for; None where there is nothing to begin: it was begun before, or no row needs it.
+    """The retry that the job's command asks for; None if it was begun before, or no row needs it.
 
-    Raises OutputError where there is no job, where it, or the retry before this one, is not complete, and where the cap is not
-    larger.
+    Raises OutputError if there is no job, if it or the retry before this one is not complete, and if decode.max_new_tokens is not
+    larger than before.
     """
     kind = job.config.resume.retry
     if kind == "none":
@@ -68,7 +68,7 @@ def _shards_with(output: OutputFolder, kind: str) -> tuple[int, ...]:
 
 
 def _has_rows_cut_off_at(output: OutputFolder, cap: int) -> bool:
-    """Rows with a smaller cap of their own aside."""
+    """Whether rows were cut off at this limit; rows with a smaller limit of their own do not count."""
     rows = output.scan().filter(TRUNCATED & (pl.col("usage").struct.field("completion_tokens") == cap)).select("row_index")
     with scanning(output.path):
         return not rows.head(1).collect().is_empty()

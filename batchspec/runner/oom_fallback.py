@@ -1,4 +1,4 @@
-"""The engine of a run, with one fallback: when memory runs out, a smaller batch takes over and the run goes on."""
+"""The engine of a run, with one fallback: if memory runs out, a smaller batch takes over and the run continues."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ FEWEST_PREFILL = 512
 
 @dataclass(slots=True)
 class OutOfMemoryGuard:
-    """A `with` block that running out of memory ends without an exception; other exceptions pass."""
+    """Within this block an error of running out of memory ends the block without an exception; other exceptions pass."""
 
     message: str = ""
-    """First line of the error; empty when memory did not run out."""
+    """First line of the error; empty if memory did not run out."""
 
     def __enter__(self) -> Self:
         return self
@@ -46,7 +46,7 @@ class OutOfMemoryGuard:
 
 
 class EngineWithFallback:
-    """Makes the engine; if it does not fit, a smaller one, once. Raises CapacityError when that does not fit either."""
+    """Makes the engine; if it does not fit, makes a smaller one, once. Raises CapacityError if that does not fit either."""
 
     engine: Engine
 
@@ -63,7 +63,7 @@ class EngineWithFallback:
 
     @property
     def stopping(self) -> bool:
-        """`stop` was called."""
+        """Whether `stop` was called."""
         return self._stopping
 
     def shrink(self, message: str) -> None:
@@ -75,7 +75,7 @@ class EngineWithFallback:
         self.engine.totals = totals
 
     def adopt_kv_scales(self, scales: KVScales) -> None:
-        """Use these in the present engine, which holds no K/V of a row yet, and in any later one."""
+        """Use these scales in the present engine, which holds no K/V of a row yet, and in any later one."""
         self._job = replace(self._job, kv_scales=scales)
         self.engine.use_kv_scales(scales.values)
 
@@ -103,7 +103,7 @@ class EngineWithFallback:
         if self._job.device.type == "cuda":
             torch.cuda.empty_cache()
         shape = f"{batch.num_slots} slots, {batch.num_pages} pages, prefill passes of {batch.prefill_tokens} tokens"
-        if self._shrunk or self._job.group is not None:  # the other ranks of a group are in the middle of an exchange
+        if self._shrunk or self._job.group is not None:  # other ranks of a group may be in an exchange
             raise CapacityError(
                 f"out of memory{' again' * self._shrunk}, with {shape} ({message}); free the machine's memory or set "
                 "packing.memory_gb, packing.max_num_seqs or packing.max_num_batched_tokens lower, and run the same command "

@@ -1,8 +1,8 @@
-"""A retry as a plan: which rows are computed anew, from which tokens they go on, and which rows are carried over.
+"""The plan of a retry: which rows are computed again, from which tokens they continue, and which rows are carried over.
 
-resume=error   computes rows anew whose error may pass: a crash, not a bad prompt
-resume=length  computes rows that decode.max_new_tokens cut off, where it is larger now. They go on from their stored tokens, with
-               which a run under the larger cap would have begun too; rows without stored tokens are computed from the start.
+resume=error   computes rows again whose error may be temporary: a crash, but not a bad prompt
+resume=length  computes rows that decode.max_new_tokens cut off, if it is larger now. They continue from their stored tokens, with
+               which a run with the larger limit would have begun too; rows without stored tokens are computed from the start.
 
 Every other row is carried over: the new file of its shard holds the old row.
 """
@@ -25,7 +25,7 @@ from batchspec.runstate.output_folder import OutputFolder
 READ = (
     "row_index", "sample_index", "status", "error", "usage", "token_ids", "prompt_ids", "logprobs", "spec_decode", "perf",
 )  # fmt: skip
-"""Columns of the output that decide what happens to a row."""
+"""Columns of the output that determine what happens to a row."""
 Row = Mapping[str, Any]
 
 
@@ -35,7 +35,7 @@ class OldShard:
 
     table: pa.Table
     version: str
-    """What the store tells this file by, see `OutputFolder.recommit`."""
+    """The version of this file in the store, see `OutputFolder.recommit`."""
 
 
 class RetryPlan:
@@ -47,7 +47,7 @@ class RetryPlan:
         self._old: dict[int, OldShard] = {}
 
     def carries_over(self, shard: int) -> bool:
-        """Whether the output has the shard's old rows; False where somebody deleted its file: all rows are computed then."""
+        """Whether the output has the shard's old rows; False if its file was deleted: then all rows are computed."""
         return shard in self._committed
 
     def _old_shard(self, shard: int) -> OldShard:
@@ -76,19 +76,19 @@ class RetryPlan:
         return {(row["row_index"], row["sample_index"]): row for row in rows}
 
     def _planned(self, entry: Request | Completion, row: Row | None) -> Request | Completion | None:
-        """What becomes of one output row; None carries it over."""
-        if row is None:  # the old row 0 is an error for all samples of the prompt
+        """The plan for one output row; None carries it over."""
+        if row is None:  # the old row of sample 0 is the error of all samples
             return entry
         if self._kind == "error":
             anew = row["status"] == "error" and bool(row["error"]["retryable"])
-        else:  # a prompt that leaves no room for more tokens under the larger cap keeps what it has
+        else:  # no room for more tokens under the larger limit: keep the row
             anew = isinstance(entry, Request) and row["status"] == "truncated" and entry.device_limit > _num_tokens(row)
         if not anew:
             return None
         return replace(entry, resumed=_snapshot(entry, row)) if isinstance(entry, Request) else entry
 
     def commit(self, shard: int, completions: Sequence[Completion], table: pa.Table | None) -> None:
-        """As `WorkPlan.commit`: `table` and, of all other rows, the old ones replace the old file in one step."""
+        """As `WorkPlan.commit`: a file with `table` and the old versions of all other rows replaces the old file in one step."""
         if not self.carries_over(shard):
             assert table is not None
             self._output.commit(shard, table)
@@ -100,7 +100,7 @@ class RetryPlan:
 
 
 def _merged(old: pa.Table, completions: Sequence[Completion], new: pa.Table) -> pa.Table:
-    """The new rows and, of all others, the old ones, in input order."""
+    """The new rows and the old versions of all others, in input order."""
     anew = {(done.row_index, done.sample_index) for done in completions}
     keys = zip(old["row_index"].to_pylist(), old["sample_index"].to_pylist(), strict=True)
     kept = old.filter(pa.array([key not in anew for key in keys], pa.bool_()))
@@ -113,14 +113,14 @@ def _num_tokens(row: Row) -> int:
 
 
 def _snapshot(request: Request, row: Row) -> Snapshot | None:
-    """The row as a state to go on from; None where it has no tokens or is of another prompt (input.on_overlong=truncate)."""
+    """The row as a snapshot to continue from; None if it has no tokens or another prompt (input.on_overlong=truncate)."""
     tokens, prompt, usage = row.get("token_ids"), row.get("prompt_ids"), row["usage"]
     if not tokens or row.get("logprobs") is not None or usage["prompt_tokens"] != len(request.prompt_ids):
         return None
     if prompt is not None and prompt != request.prompt_ids.tolist():
         return None
     spec, perf = row["spec_decode"], row["perf"]
-    if spec is None:  # nothing drafted: every token has a prefill or a round of its own
+    if spec is None:  # nothing drafted: each token came from its own prefill or round
         rounds = min(perf["rounds"] or 0, len(tokens) - 1)
         counts: dict[str, Any] = {"num_prefills": len(tokens) - rounds, "accepted": (rounds,), "drafted": (rounds,)}
     else:

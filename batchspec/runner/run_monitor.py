@@ -19,10 +19,10 @@ PRIOR_ROWS = 8
 
 
 class RunMonitor:
-    """Called with the engine's running totals after each round; hands the progress bar the difference to the last call.
+    """Called with the engine's running totals after each round; passes the differences to the progress bar.
 
-    The tokens still to come are the rows still to come times their mean output: that of the finished rows, and of PRIOR_ROWS rows
-    of the predicted length.
+    The number of tokens still to come is the number of rows still to come times their mean output: the mean over finished rows
+    and PRIOR_ROWS assumed rows of the predicted length.
     """
 
     def __init__(
@@ -35,8 +35,10 @@ class RunMonitor:
         beat: Callable[[], None] = lambda: None,
         deadline: Deadline | None = None,
     ) -> None:
-        """`totals` are the engine's so far; `beat` is called whenever the run makes progress; `deadline` judges every row before
-        it begins.
+        """
+        totals    the engine's totals so far
+        beat      called whenever the run makes progress
+        deadline  checks every row before it begins
         """
         self.deadline = deadline or Deadline(lambda: None, 0.0, keeps_tokens=True)
         self._progress, self._timeline, self._tokens_at_start = progress, timeline, totals.tokens
@@ -47,7 +49,7 @@ class RunMonitor:
         self.exhausted = False
 
     def watch(self, feed: Feed) -> Iterator[Request | None]:
-        """The feed's requests that the deadline leaves time for, None where there is none yet; sets `exhausted` when there are no
+        """The feed's requests that the deadline leaves time for; None while none is ready. Sets `exhausted` when there are no
         more.
         """
         self._feed = feed
@@ -57,7 +59,7 @@ class RunMonitor:
         self.exhausted = True
 
     def decoded(self, done: DecodedShard) -> DecodedShard:
-        """The same shard; counts its rows that no engine saw: bad rows and rows carried over."""
+        """Count the shard's rows that the engine did not decode, bad rows and rows carried over; returns the shard."""
         no_engine = sum(completion.stats is None for completion in done.completions) + done.num_carried
         self._progress.update(completions=no_engine, open_shards=self._open_shards)
         return done

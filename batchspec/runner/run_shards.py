@@ -38,7 +38,7 @@ class ShardRunner:
     plan        what is done with the rows of a shard
     work        admits rows and makes tables
     holder      the run's engine
-    journaled   what earlier runs did of the shards to come
+    journaled   saved work of earlier runs on the coming shards
     num_errors  committed input rows with at least one error completion
     """
 
@@ -50,7 +50,7 @@ class ShardRunner:
         self.num_errors, self._adaptation = num_errors, adaptation
         self._mean_output, self._journaled = seen.mean_output, journaled
         self._unread: set[int] = set()
-        """Shards that the reader has still to give in this pass."""
+        """Shards that the reader has not yet returned in this pass."""
         self._claims, self._attempts, self._journal = output.claims(), output.attempts(), output.journal()
         lost = None if job.group is None else job.group.channel.is_lost
         self._watchdog = Watchdog(watchdog_s(job), self._journal.flush, lost)
@@ -59,8 +59,8 @@ class ShardRunner:
     def run(self) -> None:
         """Work until nothing is left for this run. However it ends, its claims are released.
 
-        Raises Interrupted when a signal or the time limit ended it: finished rows and the tokens of the others are in the journal
-        then. InputError, TooManyErrors, CapacityError, StorageError and OutputError end it too.
+        Raises Interrupted after a signal or at the time limit: finished rows and the tokens of unfinished ones are then in the
+        journal. InputError, TooManyErrors, CapacityError, StorageError and OutputError also end it.
         """
         slots = self.holder.engine.batch.num_slots
         with ExitStack() as stack:
@@ -101,10 +101,10 @@ class ShardRunner:
                 for done, _ in commits:
                     self._committed(done)
         finally:
-            self.work.settle()  # claims and journal are this thread's again
+            self.work.settle()  # from here on only this thread uses claims and journal
         self._watchdog.pause()
         if guard.message:
-            # Ranks of a group are in the middle of an exchange: nobody knows whether they agree on unfinished rows.
+            # Ranks of a group are in the middle of an exchange: it is unknown whether they agree on unfinished rows.
             self._journal.flush([] if self.job.group is not None else self.holder.engine.unfinished())
             self._adaptation.leave()
             self.holder.shrink(guard.message)
@@ -124,7 +124,8 @@ class ShardRunner:
         check_errors(self.job, self.num_errors)
 
     def _decoded(self, others: set[int], monitor: RunMonitor) -> Iterator[DecodedShard]:
-        """One pass over the shards that are neither done nor another run's; those that a run crashed with come last."""
+        """One pass over the shards that are neither done nor another run's; suspect shards, which a crashed run held, come
+        last."""
         job, engine, journal, journaled, attempts = self.job, self.holder.engine, self._journal, self._journaled, self._attempts
         skip = others | attempts.suspect_shards()
         self._unread = set(range(self.output.num_shards)) - skip
@@ -160,10 +161,10 @@ class ShardRunner:
         return shard
 
     def _left_out(self) -> set[int] | None:
-        """Shards that the next pass leaves out: those that are done and those of other runs. None when this run is over.
+        """Shards that the next pass leaves out: those that are done and those of other runs. None if this run is over.
 
-        When every missing shard is claimed by another run, it waits as long as it takes to tell whether those runs live. It takes
-        over the shards of one that died, and leaves the others to their runs.
+        If every missing shard is claimed by another run, it waits until it knows whether those runs live. It takes over the
+        shards of dead runs and leaves the others to their runs.
         """
         waited_from = looked_from = time.monotonic()
         while not self.holder.stopping and (missing := self.output.missing()):
@@ -173,13 +174,13 @@ class ShardRunner:
                 return held | set(range(self.output.num_shards)) - missing
             if time.monotonic() - waited_from > self._claims.stale_s + RENEW_S:
                 return None
-            time.sleep(max(1.0, took_s))  # listing thousands of files is work for the file system
+            time.sleep(max(1.0, took_s))  # listing thousands of files loads the file system
             looked_from = time.monotonic()
         return None
 
 
 def check_all_read(unread: set[int], num_shards: int) -> None:
-    """Raises InputError where a pass over the whole input did not give these shards: no later pass would."""
+    """Raises InputError if a pass over the whole input did not yield these shards: no later pass would."""
     if unread:
         raise InputError(
             f"the input gave no rows for {len(unread)} of {num_shards} shards, shard {min(unread)} among them; put back the "
@@ -188,7 +189,7 @@ def check_all_read(unread: set[int], num_shards: int) -> None:
 
 
 def check_errors(job: Job, num_errors: int, *, all_failed: bool = False) -> None:
-    """Raises TooManyErrors when a larger share of the rows than input.max_error_fraction has errors, or every completion is one.
+    """Raises TooManyErrors if the share of rows with errors exceeds input.max_error_fraction, or every completion is an error.
 
     num_errors  input rows with at least one error completion
     """
@@ -206,7 +207,7 @@ def check_errors(job: Job, num_errors: int, *, all_failed: bool = False) -> None
 
 
 def job_deadline(job: Job, holder: EngineWithFallback) -> Deadline:
-    """When Slurm ends this job; never outside Slurm."""
+    """The deadline at which Slurm ends this job; infinite outside of Slurm."""
     task, config = slurm.this_task(), job.config
     return Deadline(
         lambda: None if task is None else slurm.time_left_s(task),

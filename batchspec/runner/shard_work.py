@@ -1,6 +1,6 @@
-"""What is done with the rows of a shard besides decoding: admission before, the output table after. Neither needs torch.
+"""The work on a shard's rows besides decoding: admission before it, the output table after it. Neither needs torch.
 
-An object of `ShardWork` is all that a worker process gets (`shard_workers.py`), so that it can be pickled and does the same in
+A worker process gets only a `ShardWork` (`shard_workers.py`), so it can be pickled and does the same in
 every process.
 """
 
@@ -33,7 +33,7 @@ class ShardWork:
     input: InputConfig
     output: OutputConfig
     attempt: str
-    """Name of the run in the column `perf`."""
+    """Id of the run, for the column `perf`."""
 
     @classmethod
     def of(cls, job: Job, attempt: str) -> ShardWork:
@@ -43,15 +43,15 @@ class ShardWork:
         )  # fmt: skip
 
     def admitted(self, shards: Iterator[InputShard]) -> AdmittedShards:
-        """The shards, in order, with what admission makes of their rows."""
+        """The shards, in order, with the results of admitting their rows."""
         return AdmittedShards(AdmittedShard(shard, self.admission.admit(shard)) for shard in shards)
 
     def begin_table(self, shard: InputShard, completions: Sequence[Completion]) -> Callable[[], pa.Table]:
-        """What gives the table. Workers begin with it at once; here it is made when it is asked for."""
+        """A function that returns the table. Worker processes begin to make it at once; here it is made when it is called."""
         return lambda: self.table(shard, completions)
 
     def table(self, shard: InputShard, completions: Sequence[Completion]) -> pa.Table:
-        """The completions as output rows, with the texts that the engine left to it."""
+        """The completions as output rows; texts that the engine has not decoded are decoded here."""
         think = self.admission.settings.think
         return build_table(
             shard,
@@ -71,7 +71,7 @@ class ShardWork:
         return replace(completion, text=self.admission.tokenizer.decode(completion.token_ids.tolist()), text_due=False)
 
     def settle(self) -> None:
-        """Nothing is under way."""
+        """Does nothing: no work is running."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: no resource is held."""

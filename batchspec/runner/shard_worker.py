@@ -1,8 +1,8 @@
-"""A worker process: `ShardWork` for one shard after the other, apart from the process whose thread launches the rounds.
+"""A worker process: does `ShardWork` for one shard after the other, outside the process whose thread launches the rounds.
 
-It reads and answers messages, each 8 bytes of length and a pickle. The first is the ShardWork; then come (a function of this
-module, its arguments), each answered by (True, result) or (False, exception). It ends with its standard input. Only processes of
-one run talk so: a pickle from elsewhere could execute anything.
+It reads and answers messages, each 8 bytes of length and a pickle. The first is the ShardWork; the others are (a function of this
+module, its arguments), and each is answered by (True, result) or (False, exception). It ends when its standard input ends. Only
+processes of one run may exchange these messages: a pickle from elsewhere could execute anything.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def receive(pipe: BinaryIO) -> bytes | None:
 
 
 def from_bytes(data: bytes) -> Any:
-    """What `to_bytes` was given."""
+    """The inverse of `to_bytes`."""
     return pickle.loads(data)
 
 
@@ -58,7 +58,7 @@ def to_bytes(value: object) -> bytes:
 
 
 def _record_reducer(kind: type) -> Callable[[Any], tuple[Any, ...]]:
-    """Pickles a frozen record by its values alone: three times as fast as dataclasses' own way."""
+    """Pickles a frozen record as its values only, which is three times as fast as the default for dataclasses."""
     values = attrgetter(*(item.name for item in fields(kind)))
     return lambda record: (_record, (kind, values(record)))
 
@@ -90,14 +90,14 @@ _REDUCERS: dict[type, Callable[[Any], Any]] = {
 
 
 def prepare(work: ShardWork) -> None:
-    """Start what renders chat templates, before the first shard."""
+    """Start the process that renders chat templates, before the first shard."""
     tokenizer = work.admission.tokenizer
     if tokenizer is not None:
         assert tokenizer.has_chat_template is not None
 
 
 def admit(work: ShardWork, shard: InputShard) -> list[Request | Completion]:
-    """What admission makes of a shard's rows."""
+    """The results of admitting a shard's rows."""
     return list(work.admission.admit(shard))
 
 

@@ -1,4 +1,4 @@
-"""`ShardWork` in worker processes: tokenising a row and making its output take longer than an engine of many slots can spare.
+"""`ShardWork` in worker processes: tokenising a row and making its output takes more time than an engine of many slots can spare.
 
 A thread of this process would not help: chat templates, checks and tables are Python code, which only one thread executes at a
 time, and the thread that launches the rounds would wait for it.
@@ -29,7 +29,7 @@ from batchspec.runner.shard_work import ShardWork
 from batchspec.runner.shard_worker import COMMAND, from_bytes, receive, send, to_bytes
 
 AHEAD = 2
-"""Shards read ahead for each worker: one that it works on and one that waits."""
+"""Number of shards read ahead for each worker: one that it works on and one that waits."""
 BLOCKED_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
 """Signals that a batch system or a terminal sends to all processes of a job. The workers end with the run."""
 
@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 
 
 class ShardWorkers:
-    """`ShardWork` with the same results, in `num_workers` processes; they start at once and import meanwhile.
+    """Does `ShardWork` with the same results in `num_workers` processes, which start, and import modules, at once.
 
-    A worker that dies is replaced, with a warning, and its shard is done again; where that kills the second worker too, the run
+    A worker that dies is replaced, with a warning, and its shard is done again; if that kills the second worker too, the run
     ends with WorkerLost.
     """
 
@@ -59,9 +59,10 @@ class ShardWorkers:
             self._submit("begin", shard_worker.prepare)
 
     def admitted(self, shards: Iterator[InputShard]) -> AdmittedShards:
-        """The shards, in order, with what admission makes of their rows.
+        """The shards, in order, with the results of admitting their rows.
 
-        A few are read ahead and admitted meanwhile. They are read in a thread: to claim a shard waits for a disk or a network.
+        Some shards are read ahead and admitted meanwhile. A thread reads them, because claiming a shard waits for a disk or a
+        network.
         """
         return _ReadAhead(lambda: self._reader.submit(self._begin, shards), AHEAD * self._num_workers)
 
@@ -72,19 +73,19 @@ class ShardWorkers:
         return shard, self._submit(f"admit shard {shard.index}", shard_worker.admit, shard)
 
     def settle(self) -> None:
-        """Read nothing more of the shards that were given so far; from here on no thread uses them."""
+        """Stop reading the shards that were given so far; after this no other thread uses them."""
         self._settling = True
         self._reader.submit(lambda: None).result()
         self._settling = False
 
     def begin_table(self, shard: InputShard, completions: Sequence[Completion]) -> Callable[[], pa.Table]:
-        """What waits for the table; the next worker that is free makes it, before it admits more rows."""
+        """A function that waits for the table; the next free worker makes it, before it admits more rows."""
         what = f"make the table of shard {shard.index}"
         answer = self._tables.submit(lambda: self._ask(to_bytes((shard_worker.table, (shard, list(completions)))), what))
         return lambda: cast(pa.Table, _result(answer.result()))
 
     def close(self) -> None:
-        """End the workers, whatever they do."""
+        """End the workers, whatever they are doing."""
         self._closed = self._settling = True
         for process in self._all:
             process.kill()
@@ -120,9 +121,9 @@ class ShardWorkers:
 
 
 class _ReadAhead(AdmittedShards):
-    """Shards that a thread reads and workers admit, up to `num_ahead` of them before they are asked for.
+    """Shards that a thread reads and workers admit, up to `num_ahead` of them in advance.
 
-    begin  has the next shard read
+    begin  starts reading the next shard
     """
 
     def __init__(self, begin: Callable[[], Future[_Begun | None]], num_ahead: int) -> None:

@@ -1,8 +1,8 @@
-"""Which way an exchange between GPUs takes, by the number of ranks and its bytes.
+"""Which algorithm an exchange between GPUs uses, by the number of ranks and its bytes.
 
-A table and no measurement at run time: all ranks must take the same way. No choice changes the bits of a sum. Microseconds on 2
-and on 4 H200 joined all to all by NVLink, without multicast, in CUDA graphs: bf16 rows of 8192, KB of one rank; the first three
-columns are sums alone, the last three sums with the residual sum and the norm
+This is a table and not a measurement at run time, because all ranks must make the same choice. No choice changes the bits of a
+sum. Microseconds on 2 and on 4 H200 joined all to all by NVLink, without multicast, in CUDA graphs: bf16 rows of 8192, KB of one
+rank; the first three columns are sums alone, the last three sums with the residual sum and the norm
 (`python -m batchspec.kernels.benchmarks.reduce_bench 2`, and `4`):
 
              2 ranks                                      4 ranks
@@ -22,14 +22,15 @@ columns are sums alone, the last three sums with the residual sum and the norm
 from __future__ import annotations
 
 ONE_SHOT_BYTES = {2: 1 << 62, 4: 384 << 10, 8: 96 << 10}
-"""Up to so many bytes each rank reads everything. Two ranks read as much in two shots as in one, with a barrier more. Four: the
-sums with a norm cross between 256 and 512 KB, those without just above 512 KB. Eight are computed from four: what two shots save
-in reading, 5.25 instead of 1.5 times the bytes, pays for the same second barrier at 2 / 7 of them."""
+"""Up to this many bytes each rank reads everything (one shot). Two ranks read as much in two shots as in one, with one more
+barrier. Four: for sums with a norm the best choice changes between 256 and 512 KB, for others just above 512 KB. Eight is
+computed from four: the reading that two shots save, 5.25 instead of 1.5 times the bytes, outweighs the same second barrier at 2 /
+7 of them."""
 LIBRARY_BYTES = {2: 16 << 20, 4: 32 << 20, 8: 32 << 20}
-"""Beyond so many bytes prefill takes the library, and rounds do beyond their buffers, which are as large as their largest sum.
-Kernels win at all sizes above; buffers of prefill take four times these bytes of a GPU's memory, which limits them."""
+"""Beyond this many bytes prefill uses the library; rounds do beyond their buffers, which are as large as their largest sum. The
+kernels are faster at all sizes above; but prefill's buffers take four times these bytes of a GPU's memory, hence the limit."""
 
 
 def takes_two_shots(ranks: int, num_bytes: int) -> bool:
-    """Whether kernels add up tensors of so many bytes in two shots. ranks: 2, 4 or 8."""
+    """Whether kernels sum tensors of this many bytes in two shots. ranks: 2, 4 or 8."""
     return num_bytes > ONE_SHOT_BYTES[ranks]

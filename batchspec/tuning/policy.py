@@ -1,9 +1,10 @@
 """Every choice of how a kernel runs that can change the last bits of a result: tiles, cuts along K, splits of attention.
 
-Model, drafters and cache ask here and nowhere else. Most choices go by speed: products as measured on this GPU
+Model, drafters and cache get these choices only here. Most are made for speed: products as measured on this GPU
 (`batchspec.tuning.table`), dense FP8 products and attention by shape (`batchspec.kernels.gemm.fp8_tiles`,
 `batchspec.kernels.attention.settings`). They depend on the number of tokens and rows of a batch, so the bits of a row may depend
-on its neighbours. Those named `ordered_...` are for decode.deterministic: what they choose by the batch changes no bit.
+on its neighbours. Functions named `ordered_...` are for decode.deterministic: where their choice depends on the batch, it changes
+no bit.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from batchspec.tuning.table import measured_tile
 
 
 def gemm_tile(op: str, tokens: int, rows: int, k: int, device: torch.device) -> Tile | None:
-    """How `op` with a bf16 weight [rows, k] is cut for so many tokens; None: the library's product, and no fused norm or sum.
+    """The tile of `op` with a bf16 weight [rows, k] for this many tokens; None: the library's product, and no fused norm or sum.
 
-    Raises ConfigError where a table of tuned products is not valid. Does not synchronise.
+    Raises ConfigError if a table of tuned products is invalid. Does not synchronise.
     """
     return measured_tile(op, tokens, rows, k, device)
 
 
 def ordered_segments(rows: int, k: int) -> int:
-    """Parts of K that `ordered_linear` sums apart for a weight [rows, k], whatever it is multiplied with."""
+    """Number of parts of K that `ordered_linear` sums separately for a weight [rows, k], whatever it is multiplied with."""
     return ordered_tiles.segments_of(rows, k)
 
 
 def ordered_tile(
     tokens: int, rows: int, k: int, segments: int, device: torch.device, *, gated: bool = False
 ) -> Tile:  # fmt: skip
-    """Tile of `ordered_linear`, or of `ordered_swiglu` if gated, for a weight [rows, k] and so many tokens; no bit depends on it.
+    """Tile of `ordered_linear`, or of `ordered_swiglu` if gated, for a weight [rows, k] and this many tokens; changes no bit.
 
-    The tile that measured fastest for the product in any order, if this kernel can use it; else one by estimate.
+    The tile that measured fastest for the unordered product, if this kernel can use it; otherwise an estimate.
     """
     tile = measured_tile("swiglu" if gated else "linear", tokens, rows, k, device) if segments == 1 else None
     if tile is None or tile.split > 1 or tile.per_sm or tile.block_m < MIN_BLOCK_M:
@@ -63,14 +64,14 @@ FAST_DTYPES = (torch.bfloat16,)
 def has_fast_experts(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether products of experts and FP8 products of a model in `dtype` run as kernels: in bf16 on Hopper and newer.
 
-    Elsewhere they are plain torch. Callers have the kernels interpreted on a CPU, where tests alone make this true.
+    Elsewhere they are plain torch. On a CPU callers interpret the kernels; only tests make this true there.
     """
     return dtype in FAST_DTYPES and is_hopper(device)
 
 
 @cache
 def is_hopper(device: torch.device) -> bool:
-    """Or newer."""
+    """Whether the device is of the Hopper generation or newer."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -84,17 +85,17 @@ def has_scaled_mm(device: torch.device, dtype: torch.dtype, *, blocked: bool) ->
 
 
 def fp8_tile(tokens: int, rows: int, k: int, device: torch.device, *, library: bool) -> Fp8Tile | None:
-    """How a dense product with an FP8 weight [rows, k] is cut; None: the library computes it, which it must be able to do."""
+    """The tile of a dense product with an FP8 weight [rows, k]; None: the library, which must support it, computes it."""
     return fp8_tiles.fp8_tile(tokens, rows, k, _num_sms(device), library=library)
 
 
 def expert_unit_pairs(tokens: int, top_k: int, num_experts: int, dtype: torch.dtype | None = None) -> int:
-    """Pairs of a unit of the grouped products of so many tokens."""
+    """Number of pairs in a unit of the grouped products of this many tokens."""
     return tiles.unit_pairs_of(tokens, top_k, num_experts, dtype)
 
 
 def expert_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
-    """How a grouped product of at most so many units, with weights of this dtype (uint8: MXFP4), is cut.
+    """The tile of a grouped product of at most `num_units` units, with weights of this dtype (uint8: MXFP4).
 
     No choice changes the bits of a token.
     """
@@ -102,7 +103,7 @@ def expert_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch.dt
 
 
 def gathers_rows(unit_pairs: int, dtype: torch.dtype) -> bool:
-    """Whether the first product of experts gathers its rows by token, rather than reads them sorted by expert. Changes no bit.
+    """Whether the first product of experts gathers its rows by token instead of reading them sorted by expert. Changes no bit.
 
     dtype  of the weights
     """
@@ -124,7 +125,7 @@ def ordered_attention_shape(
     *, num_rows: int, max_q: int, max_kv: int, num_heads: int, kv_heads: int, head_dim: int, page_size: int,
     device: torch.device, window: int | None,
 ) -> WorkShape:  # fmt: skip
-    """Tiles of `ordered_attention`; its keys are split at the same places in every batch."""
+    """Tiles of `ordered_attention`; its keys are split at the same positions in every batch."""
     return ordered_work_shape(
         num_rows=num_rows, max_q=max_q, max_kv=max_kv, num_heads=num_heads, kv_heads=kv_heads, head_dim=head_dim,
         page_size=page_size, num_sms=_num_sms(device), window=window or 0,
@@ -133,7 +134,7 @@ def ordered_attention_shape(
 
 @cache
 def has_same_bits_in_all_tiles(device: torch.device) -> bool:
-    """Whether tensor cores give a row the same bits in tiles of any size: measured on the Hopper generation alone."""
+    """Whether tensor cores give a row the same bits in tiles of any size: measured only on the Hopper generation."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 

@@ -1,7 +1,7 @@
-"""The measured ways to compute each matrix product on this GPU: the table, and the tuner that makes it.
+"""The fastest measured way to compute each matrix product on this GPU: the table, and the tuner that makes it.
 
-The table `conf/tuned/<gpu>.json` ships with the package; one in the user's cache folder, written by `batchspec doctor --tune`,
-goes before it. What no table knows is computed by the library (cuBLAS).
+The table `conf/tuned/<gpu>.json` is part of the package; one in the user's cache folder, written by `batchspec doctor --tune`,
+has precedence. Products in neither table are computed by the library (cuBLAS).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ TOKEN_COUNTS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 768, 10
 Product = tuple[str, int, int]
 """op, rows of the weight, K; ops: linear, linear_add, swiglu, norm_linear, norm_swiglu, lm_head (batchspec.kernels)."""
 Table = dict[Product, list[tuple[int, Tile | None]]]
-"""Choices of a product by number of tokens, ascending; None where the library won."""
+"""Choices for a product by number of tokens, ascending; None if the library was fastest."""
 
 
 def measured_tile(op: str, tokens: int, rows: int, k: int, device: torch.device) -> Tile | None:
     """The tile measured fastest for `op` with a bf16 weight [rows, k] on this device, or None: the library.
 
-    That of the next larger number of tokens in the table; None beyond the largest, for an unknown product and on a CPU.
-    Raises ConfigError where a table is not valid.
+    It is that of the next larger number of tokens in the table; None beyond the largest, for an unknown product and on a CPU.
+    Raises ConfigError if a table is invalid.
     """
     if device.type != "cuda":
         return None
@@ -42,17 +42,17 @@ def measured_tile(op: str, tokens: int, rows: int, k: int, device: torch.device)
 
 
 def tuned_products(device: torch.device) -> frozenset[Product]:
-    """The products that a table for this GPU knows. Raises ConfigError where a table is not valid."""
+    """The products in the tables for this GPU. Raises ConfigError if a table is invalid."""
     return frozenset(_table(torch.cuda.get_device_name(device)))
 
 
 def table_in_use(device: torch.device) -> Table:
-    """All choices that this process makes on this device, none on a CPU. Raises ConfigError where a table is not valid."""
+    """All choices that this process makes on this device, none on a CPU. Raises ConfigError if a table is invalid."""
     return _table_of(device) if device.type == "cuda" else {}
 
 
 def adopt(table: Table, device: torch.device) -> None:
-    """From now on make these choices on this device, whatever the files say: those of another process that has an equal one."""
+    """Make these choices on this device from now on, whatever the files say: those of another process with an equal device."""
     if device.type == "cuda":
         _adopted[torch.cuda.get_device_name(device)] = table
         forget_tables()
@@ -70,7 +70,7 @@ def tune(shapes: Iterable[Product], device: torch.device, *, token_counts: Seque
 def save(entries: Sequence[dict[str, Any]], gpu: str, path: Path | None = None) -> Path:
     """Add entries to the table of this GPU (device name), in the user's cache folder unless a path is given.
 
-    A product's entries replace all its former ones. Returns the path. Raises ConfigError where the old table is not valid.
+    A product's entries replace all its earlier ones. Returns the path. Raises ConfigError if the old table is invalid.
     """
     path = _cache_path(gpu) if path is None else path
     new = {_key(entry) for entry in entries}
@@ -87,7 +87,7 @@ def save(entries: Sequence[dict[str, Any]], gpu: str, path: Path | None = None) 
 
 
 def forget_tables() -> None:
-    """Read the files again when a tile is next asked for."""
+    """Read the files again at the next question for a tile."""
     _table.cache_clear()
     _table_of.cache_clear()
 
@@ -99,7 +99,7 @@ def _table_of(device: torch.device) -> Table:
 
 
 _adopted: dict[str, Table] = {}
-"""By name of a GPU."""
+"""Table by name of a GPU."""
 
 
 @cache

@@ -27,28 +27,28 @@ from batchspec.runner.shard_work import ShardWork
 from batchspec.warm.stream import Stream
 
 ATTEMPT = "in-process"
-"""What the column `perf` says in place of a run's id."""
+"""Stands in the column `perf` for a run's id."""
 
 
 class Cancelled(EngineInUse):
-    """The call was given up while it ran."""
+    """The call was cancelled while it ran."""
 
 
 class Decoder(Protocol):
-    """An engine, here or of ranks."""
+    """An engine, in this process or of several ranks."""
 
     batch: PackedBatch
     on_round: Callable[[EngineTotals], None] | None
 
     def run(self, requests: Iterator[Request | None]) -> Generator[Completion]:
-        """As of `engine.Engine`."""
+        """As `engine.Engine.run`."""
 
 
 class Call:
     """The rows of one call, checked; `run` may be called once.
 
-    predictor  of output lengths; it lasts longer than the call
-    constraints  those of the engine, which keep what they compiled; None: it takes none
+    predictor  of output lengths; it outlives the call
+    constraints  the engine's, which keep compiled automata; None: it takes none
     Raises ConfigError or InputError, as a job over these rows would.
     """
 
@@ -66,11 +66,11 @@ class Call:
         self.stream: weakref.ref[Stream] | None = None
         self._bad: list[Completion] = []
         self._num_unfinished = 0
-        """Requests that the engine has, of later turns too."""
+        """Number of requests that the engine has, including those of later turns."""
 
     def requests(self, slots: int) -> Iterator[Request | None]:
-        """The requests of all rows, admitted a window at a time, in the order in which a job decodes them, but for those whose
-        automata are compiled meanwhile. None: at present there is none.
+        """The requests of all rows, admitted a window at a time, in a job's decoding order, except that requests whose automata
+        are being compiled come later. None: no request is ready at present.
 
         slots  of the batch
         """
@@ -91,10 +91,11 @@ class Call:
             yield planned
 
     def run(self, engine: Decoder, requests: Iterable[Request | None] | None = None) -> Generator[Completion]:
-        """The completions of all requests as they end, bad rows among them.
+        """Yield the completions of all requests as they end, including those of bad rows.
 
         requests  None: those of the rows
-        Raises Cancelled at the next round after `give_up`, and CapacityError where memory runs out; the engine may be used again.
+        Raises Cancelled at the next round after `give_up`, and CapacityError if memory runs out; the engine can then be used
+        again.
         """
         requests = self.requests(engine.batch.num_slots) if requests is None else requests
         engine.on_round = self.check
@@ -119,7 +120,7 @@ class Call:
             raise Cancelled("the call was given up before its end: its stream or its engine was closed")
 
     def give_up(self) -> None:
-        """End the call at its next round; where it is a stream, wait for that."""
+        """End the call at its next round; if it is a stream, wait for that."""
         self.cancelled.set()
         if self.stream is not None and (stream := self.stream()) is not None:
             stream.close()
@@ -147,7 +148,7 @@ def frame_of(job: Job, rows: InputShard, completions: Sequence[Completion]) -> p
 
 
 def empty_frame(model: JobModel, table: pa.Table, *, channels: bool) -> pl.DataFrame:
-    """The output of a table without rows. Raises InputError where it has no columns either, or not those of an input."""
+    """The output for a table without rows. Raises InputError if it has no columns either, or not those of an input."""
     if not table.num_columns:
         raise InputError("there are no rows and no columns; give a table with a column messages, prompt or prompt_ids")
     columns: ColumnMap = map_columns(table.schema, model.config.input.columns)

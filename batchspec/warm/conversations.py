@@ -1,7 +1,7 @@
 """Conversations of several turns: the completion of a turn becomes the next turn's request, while other rows decode.
 
-A turn's request is handed to the engine before rows that have not begun, so that the pages of its earlier turns can still be
-found: the K/V of the prompt before are reused, those of the answer are computed again.
+A turn's request is given to the engine before rows that have not begun, so that the pages of its earlier turns are still cached:
+the K/V of the earlier prompt are reused, those of the answer are computed again.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from batchspec.records import Completion, Request
 from batchspec.warm.call import Call, Decoder, frame_of
 
 POLL_S = 0.1
-"""How often a call that waits for `next_turn` alone looks whether it is cancelled."""
+"""Seconds between two checks for a cancelled call while only `next_turn` is waited for."""
 OF_FIRST_TURN = {"id", "n", "seed", "system", "final_assistant", *PROMPTS}
-"""Columns whose cells later turns do not take from their row: the chat holds the system's turn, each turn has its own noise."""
+"""Columns that later turns do not take from their row: the chat contains the system's turn, and each turn has its own noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A turn that has ended, as `next_turn` gets it."""
+    """A turn that has ended, as it is passed to `next_turn`."""
 
     completion: Completion
     """`status` is ok or truncated, `text` the answer, `sample_index` which of the row's conversations this is."""
@@ -45,17 +45,17 @@ class Turn:
     row: Mapping[str, Any]
     """The input row, all columns."""
     number: int
-    """Of the turn, from 0."""
+    """Number of the turn, from 0."""
 
 
 NextTurn = Callable[[Turn], "Sequence[Message] | Mapping[str, Any] | None"]
-"""It returns the chat of the next turn; or columns of the input for it, with the chat as `messages`; None: no other turn."""
+"""Returns the chat of the next turn; or input columns for it, with the chat as `messages`; or None if there is no next turn."""
 
 
 @dataclass(slots=True)
 class _Conversation:
     first: Request
-    """Of its first turn."""
+    """The request of its first turn."""
     chat: list[Message]
     """The prompt of the present turn."""
     number: int = 0
@@ -63,7 +63,7 @@ class _Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ended:
-    """A turn as the output has it."""
+    """A turn as it is written to the output."""
 
     completion: Completion
     chat: list[Message] | None
@@ -73,7 +73,7 @@ class _Ended:
 class Conversations:
     """All conversations of one call.
 
-    threads  that call `next_turn`, beside the one that decodes
+    threads  number of threads that call `next_turn`, besides the one that decodes
     Raises ConfigError for rows that are not chats.
     """
 
@@ -88,13 +88,13 @@ class Conversations:
         self._ready: deque[Request] = deque()
         self._answers: queue.SimpleQueue[tuple[_Conversation, Request | Completion | BaseException | None]] = queue.SimpleQueue()
         self._num_decoding = 0
-        """Requests that the engine has, and completions of it that `frame` has not seen yet."""
+        """Number of requests that the engine has, and of its completions that `frame` has not processed yet."""
         self._turns: list[_Ended] = []
 
     def frame(self, engine: Decoder) -> pl.DataFrame:
         """One row for each turn: the output columns of a job, and `turn` after `sample_index`.
 
-        Raises what `next_turn` raises; the other conversations are given up then.
+        Raises what `next_turn` raises, after cancelling the other conversations.
         """
         first = self.call.requests(engine.batch.num_slots)
         pool = ThreadPoolExecutor(self._threads, thread_name_prefix="next_turn")
@@ -102,12 +102,12 @@ class Conversations:
             for completion in self.call.run(engine, self._requests(first)):
                 self._end_turn(completion, pool)
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # without waiting for a tool that nobody needs any more
+            pool.shutdown(wait=False, cancel_futures=True)  # does not wait for tools whose results are not needed
         return self._output()
 
     def _requests(self, first: Iterator[Request | None]) -> Iterator[Request | None]:
-        """Turns that are ready, then new rows. None while only completions, or automata that are compiled, can make more; waits
-        while only `next_turn` can.
+        """Turns that are ready, then new rows. None while only completions, or automata being compiled, can make more requests;
+        it waits itself while only `next_turn` can.
         """
         more = True
         while True:
@@ -142,7 +142,7 @@ class Conversations:
                 return self._take(*self._answers.get(timeout=POLL_S))
 
     def _take(self, conversation: _Conversation, answer: Request | Completion | BaseException | None) -> None:
-        """What `next_turn` gave for a conversation."""
+        """Process the result of `next_turn` for a conversation."""
         if isinstance(answer, BaseException):
             raise answer
         if isinstance(answer, Request):

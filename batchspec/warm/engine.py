@@ -1,8 +1,7 @@
-"""`batchspec.Engine`: a model that is loaded once and answers call after call, in this process or in ranks that it starts.
+"""`batchspec.Engine`: a model that is loaded once and serves call after call, in this process or in ranks that it starts.
 
-The shape of its batch is planned once, without rows to survey: the keys of `packing` as given, and else what the planner of jobs
-chooses for endless rows of at most model.max_len tokens (`loading.expected_demand`). Rows that are longer than that become error
-rows.
+The shape of its batch is planned once, without rows to survey: from the keys of `packing` that are set, and otherwise as the
+planner of jobs does for endless rows of at most model.max_len tokens (`loading.expected_demand`). Longer rows become error rows.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ class Engine:
 
     options  Hydra override strings, or a dictionary of keys: {"model.path": "smollm2-135m", "decode": {"n": 4}}
     job      name of a recipe; its own input, output, cluster and resume keys are not read
-    keys     more of the dictionary: model={"path": ...}, draft="eagle3"
+    keys     more keys of the dictionary: model={"path": ...}, draft="eagle3"
 
-    With cluster.tensor_parallel the model is cut over so many GPUs. Each has a process, this one holds no GPU memory. When one of
-    them ends or hangs, the call raises RankLost with its name, and the engine has ended.
+    With cluster.tensor_parallel the model is cut over that many GPUs. Each has a process; this process holds no GPU memory. If
+    one of them ends or hangs, the call raises RankLost with its name, and the engine has ended.
 
-    The keys are those of a job, and so are columns, error rows and tokens. One call at a time: another one, from whatever thread,
-    raises EngineInUse. Raises ConfigError, CheckpointError and CapacityError as `batchspec run` would exit with.
+    The keys are those of a job, and so are columns, error rows and tokens. It serves one call at a time: another one, from any
+    thread, raises EngineInUse. Raises ConfigError, CheckpointError and CapacityError as `batchspec run` does.
     """
 
     def __init__(self, options: Options = (), *, job: str | None = None, **keys: Any) -> None:
@@ -87,7 +86,7 @@ class Engine:
         """Completions of every row, in the order of the rows, in the output columns of a job; bad rows are rows with an error.
 
         data  polars, pyarrow or pandas table, or a list of dictionaries; the columns of a job's input
-        Raises InputError and ConfigError for a table that no job would take.
+        Raises InputError and ConfigError for a table that a job would refuse.
         """
         table = table_of(data)
         if not table.num_rows:
@@ -101,9 +100,9 @@ class Engine:
         return self.generate(table).to_arrow(compat_level=pl.CompatLevel.oldest())
 
     def stream(self, data: Any) -> Stream:
-        """The completions as they end, for `for` or `async for`: in another order than the rows (`row_index`, `sample_index`).
+        """The completions as they end, for `for` or `async for`, not in the order of the rows (`row_index`, `sample_index`).
 
-        Raises as `generate`, EngineInUse when it begins.
+        Raises as `generate`; EngineInUse when iteration begins.
         """
         table = table_of(data)
         if not table.num_rows:
@@ -124,7 +123,7 @@ class Engine:
         next_turn  gets a `Turn` (completion, messages, row, number), returns the chat of the next one, or a dictionary of input
                    columns with the chat as `messages`, or None. It is not called after an error. decode.n, or a column n, begins
                    as many conversations with a row
-        threads    that call it while rows decode; with more than one it must be safe to call from several
+        threads    number of threads that call it while rows decode; with more than one it must be thread-safe
         Raises what next_turn raises, and as `generate`.
         """
         if self._model.config.decode.max_new_tokens == 0:
@@ -141,8 +140,8 @@ class Engine:
 
         weights  a model folder or hub id with the same config.json, or all tensors by their names in a checkpoint, such as a
                  trainer's state_dict(), on any device
-        With model.adapter they are those of its base model, and the adapter is merged into them again.
-        K/V of earlier calls are dropped, the drafter stays as it is. Memory for one more layer is needed for a while.
+        With model.adapter the weights are those of its base model, and the adapter is merged into them again.
+        K/V of earlier calls are dropped; the drafter is not changed. Memory for one more layer is needed meanwhile.
         Raises CheckpointError for other names, shapes or configurations, before anything is changed.
         """
         with self._exclusive(loads=True) as engine, ExitStack() as stack:
@@ -179,7 +178,7 @@ class Engine:
             yield self._same_model(str(weights))
 
     def _same_model(self, path: str) -> Path:
-        """The folder of a checkpoint whose config.json says the same as that of model.path. Raises CheckpointError."""
+        """The folder of a checkpoint whose config.json equals that of model.path. Raises CheckpointError."""
         files = find_model(path, key="load_weights")
         old, new = load_spec(self._model.folder), judge_model(files)
         different = [item.name for item in fields(old) if getattr(old, item.name) != getattr(new, item.name)]
@@ -193,7 +192,7 @@ class Engine:
         return files.folder
 
     def close(self) -> None:
-        """Give up what is running and free the memory; the engine cannot be used again. Does nothing the second time."""
+        """Cancel running calls and free the memory; the engine cannot be used again. A second call does nothing."""
         if (call := self._running) is not None:
             call.give_up()
         with self._in_use:
@@ -226,7 +225,7 @@ class Engine:
 
     @contextmanager
     def _exclusive(self, call: Call | None = None, *, loads: bool = False) -> Iterator[BatchEngine | EngineOfRanks]:
-        """The engine is of this call within the block. Raises EngineInUse where it is not free."""
+        """Within this block the engine serves this call only. Raises EngineInUse if it is not free."""
         if not self._in_use.acquire(blocking=False):
             raise EngineInUse("a call is running or a stream is open; finish or close it: an engine does one call at a time")
         try:

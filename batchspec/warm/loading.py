@@ -18,12 +18,12 @@ from batchspec.report.progress_bar import ProgressBar
 from batchspec.runner.oom_fallback import OutOfMemoryGuard
 
 PROMPT_TOKENS = 1024
-"""Prompts for which the shape is planned, where model.max_len leaves room for them."""
+"""Prompt length for which the shape is planned, if model.max_len leaves room for it."""
 _IDS = ColumnMap(names={"prompt_ids": "prompt_ids"}, prompt_kind="prompt_ids")
 
 
 def open_warm(model: JobModel) -> Job:
-    """A job that has no rows yet: all checks of the configuration that need none. Downloads the weights. Raises as `open_job`."""
+    """A job without rows: makes all checks that need none, and downloads the weights. Raises as `open_job`."""
     config = model.config
     if config.requires_gpu and model.device.type == "cpu":
         raise ConfigError("requires_gpu=true: torch sees no GPU on this machine; set requires_gpu=false to try it on the CPU")

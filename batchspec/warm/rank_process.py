@@ -61,13 +61,14 @@ from batchspec.warm.wire import (
 )
 
 EXCHANGE_S = 7 * 24 * 3600.0
-"""Limit of an exchange between ranks. It is out of reach, because ranks idle between calls; the watchdog ends ranks that hang."""
+"""Time limit of an exchange between ranks: practically none, because ranks idle between calls; the watchdog ends hanging
+ranks."""
 TELL_S = 0.05
-"""Least number of seconds between two messages about the progress of a run."""
+"""Minimum number of seconds between two messages about the progress of a run."""
 
 
 class GivenUp(Exception):
-    """The engine's process has given up the run."""
+    """The engine's process has cancelled the run."""
 
 
 def main() -> int:
@@ -135,7 +136,7 @@ class Leader:
                     self._watchdog.pause()  # a large checkpoint on a slow disk takes its time
                     self._rewrite(Path(folder), is_checkpoint=is_checkpoint)
                     self._send(Rewritten())
-                case Stop():  # it crossed the end of the run
+                case Stop():  # it was sent before the run's end had arrived
                     self._send(Stopped(self._totals))
                 case message:
                     raise AssertionError(message)

@@ -1,7 +1,7 @@
 """The engine's side of a model that several ranks compute: it starts a process for each rank, with a pipe to rank 0.
 
 The engine's process admits rows and makes tables, as with one GPU. It holds no GPU memory and joins no process group, so that a
-trainer in it may have a group of its own. When a rank is lost, the ranks end, and this process goes on.
+trainer in it may have its own group. When a rank is lost, the ranks end, but this process does not.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from batchspec.warm.wire import (
 
 PROGRAM = ("-m", "batchspec.warm.rank_process")
 POLL_S = 0.05
-"""Seconds between two checks whether the call was given up, or a rank has ended."""
+"""Seconds between two checks whether the call was cancelled, or a rank has ended."""
 REQUESTS = 32
 """Maximum number of requests in one message to the leader."""
 END_S, STACKS_S = 3.0, 2.0
@@ -125,12 +125,12 @@ class EngineOfRanks:
             while not isinstance(message := self._receive(), Stopped):
                 pass
             self._take(message.totals)
-        except BaseException:  # Ctrl-C: nobody knows what the leader does now
+        except BaseException:  # Ctrl-C: the state of the leader is unknown
             self.close()
             raise
 
     def _answer(self, kind: type[M], requests: Iterator[Request | None] | None = None) -> M:
-        """The leader's next message of this kind; the others are answered."""
+        """The leader's next message of this type; other messages are answered meanwhile."""
         while True:
             message = self._receive()
             if isinstance(message, kind):
@@ -144,7 +144,7 @@ class EngineOfRanks:
                     assert requests is not None
                     self._send(self._given(requests))
                 case Failed(error, text):
-                    if issubclass(error, RankLost):  # by another one's end
+                    if issubclass(error, RankLost):  # because another rank ended
                         self._lose()
                     self._lose(text)
                     raise error(text)
@@ -199,9 +199,9 @@ class EngineOfRanks:
             raise EngineInUse(self._lost)
 
     def _lose(self, why: str = "") -> None:
-        """A rank is gone: those that wait for it end by themselves, the others print their stacks and are killed.
+        """A rank is gone: ranks that wait for it end by themselves, the others print their stacks and are killed.
 
-        why  what the leader raised; where it is not known, raises RankLost with the name of the rank that is gone or hangs
+        why  the error that the leader raised; if it is unknown, raises RankLost with the name of the rank that is gone or hangs
         """
         self._channel.lose(0)
         ends = time.monotonic() + END_S
@@ -221,11 +221,11 @@ class EngineOfRanks:
 
 
 def _culprit(codes: Sequence[int | None]) -> str:
-    """Names the rank because of which the others ended, and how it ended.
+    """Names the rank that made the others end, and how it ended.
 
     Ranks that waited for it in vain end with RankLost's exit code, and so does a rank whose watchdog found no progress.
 
-    codes  exit code of each rank, as of Popen; None: it has not ended by itself
+    codes  exit code of each rank, as from Popen; None: it has not ended by itself
     """
     waited = (0, RankLost.exit_code)
 
@@ -241,7 +241,7 @@ def _culprit(codes: Sequence[int | None]) -> str:
 def _start(config: RunConfig, seat: Seat, devices: Sequence[str | None], pipe: Connection | None) -> subprocess.Popen[str]:
     env, handles = dict(os.environ), [seat.handle]
     named = [name for name in devices if name is not None]
-    if named:  # ranks of a group read each other's memory; CUDA takes no GPU twice
+    if named:  # ranks must see all GPUs of their group, each once: they read each other's memory
         env["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(named))
     else:
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // seat.ranks)))

@@ -15,9 +15,9 @@ from batchspec.records import Completion
 class Stream:
     """An iterator of completions, and an asynchronous iterator of the same ones; a context manager that closes it.
 
-    The engine belongs to the stream from its first completion on until it is exhausted or closed. `async for` computes in a
-    thread of its own, so that the event loop stays free. Where its task is cancelled, or the loop is left, the rows still in
-    flight are given up within a round, and the engine is free once the loop's `aclose` or the cancellation has returned.
+    From its first completion on the engine serves only the stream, until it is exhausted or closed. `async for` computes in its
+    own thread, so that the event loop stays free. If its task is cancelled, or the loop is left, the remaining rows are cancelled
+    within a round, and the engine is free once the loop's `aclose` or the cancellation has returned.
     """
 
     def __init__(self, completions: Generator[Completion], cancel: Callable[[], None]) -> None:
@@ -45,7 +45,7 @@ class Stream:
                 self.close()
 
     def close(self) -> None:
-        """Give up what is not finished. Any thread may call it; it returns when the engine is free."""
+        """Cancel unfinished rows. Any thread may call it; it returns when the engine is free."""
         self._cancel()
         with self._stepping:
             self._completions.close()

@@ -17,7 +17,7 @@ from batchspec.prepare import JobModel
 
 MEMORY = Path("/dev/shm")
 PART_BYTES = 1 << 31
-"""About the size of each file: so many bytes at a time are copied from the GPU and written."""
+"""Approximate size of each file: this many bytes at a time are copied from the GPU and written."""
 
 
 @contextmanager
@@ -49,6 +49,6 @@ def _parts(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 
 def check_scales(model: JobModel) -> None:
-    """Raises ConfigError where K/V scales should come from a checkpoint, and the new weights are tensors in memory."""
+    """Raises ConfigError if K/V scales should come from a checkpoint but the new weights are tensors in memory."""
     if model.spec.fp8_kv and model.config.cache.scales == "checkpoint":
         raise ConfigError("cache.scales=checkpoint: tensors in memory bring no K/V scales; give a folder")

@@ -31,18 +31,19 @@ class Given:
     """The answer to `Ask`: at most `REQUESTS` of ranks.py."""
 
     requests: Sequence[Request | None]
-    """Their finite automata are left out, lazy ones are not. None: no request is ready yet, see `Engine.run`."""
+    """Without their finite automata, but with lazy ones. None: no request is ready yet, see `Engine.run`."""
     follows: Sequence[int]
-    """For each request the number of its finite automaton in this run, -1 without one. Rows that share one share its tables."""
+    """For each request the number of its finite automaton in this run, -1 without one. Rows with the same one share its
+    tables."""
     automata: Sequence[TokenAutomaton]
-    """Automata that this run has not sent before, with the next numbers; without the vocabulary, which the leader has."""
+    """Automata that this run has not sent before, numbered on; without the vocabulary, which the leader has."""
     over: bool
-    """These are the last requests of the run."""
+    """Whether these are the last requests of the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Give up the run. It may cross an answer of the leader, which answers `Stopped` in any case."""
+    """Cancel the run. It may be sent while an answer of the leader is on its way; the leader answers `Stopped` in any case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Weights:
 
     folder: str
     is_checkpoint: bool
-    """False: they were tensors in memory, and a checkpoint's K/V scales are not among them."""
+    """Whether they come from a checkpoint; tensors in memory have no K/V scales of a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The run was given up."""
+    """The run was cancelled."""
 
     totals: EngineTotals
 
