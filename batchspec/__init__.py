@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    # They pull in torch and hydra: imported only by those who use them.
+    # They import torch and hydra: imported only when used.
     if name == "generate":
         from batchspec.api import generate
 

@@ -32,7 +32,7 @@ def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()
     job        name of a recipe: "demo" is `+job=demo`; its own input is not read
     overrides  Hydra override strings: ("model.path=smollm2-135m", "decode.max_new_tokens=32")
 
-    Uses the same engine and checks as `python -m batchspec.run`, and raises the errors with which that would exit (errors.py).
+    Uses the same engine and checks as `python -m batchspec.run`, and raises its errors (errors.py).
     Nothing is written unless the overrides set output.dir (also through a recipe, `+job=...`); then the same call resumes the
     job.
     """

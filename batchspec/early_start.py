@@ -1,7 +1,7 @@
 """Starts slow work of a GPU job early, in threads, while this process imports modules and reads its input: the CUDA context and
 Triton's checksum of its compiler. Both mostly run without the interpreter's lock.
 
-What fails here is tried again where it is needed, and fails there with a message.
+Work that fails here is done again where it is needed, and fails there with a message.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ _begun: set[str] = set()
 
 
 def one_gpu() -> bool:
-    """Whether a process started here would see exactly one GPU, as far as that can be told without torch."""
+    """Whether a process started here would see exactly one GPU, as far as this can be known without torch."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     nodes = num_nodes()
     return nodes > 0 and (nodes if named is None else sum(1 for name in named.split(",") if name.strip())) == 1
 
 
 def num_nodes() -> int:
-    """GPUs whose device files this machine or container has."""
+    """Number of GPU device files in this machine or container."""
     return sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
 
 
 def begin_context() -> None:
     """Have the driver create the primary context of the first visible GPU, which torch then uses; it takes about a second."""
     if num_nodes():
-        os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch sets it, which comes too late then
+        os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does, but torch would be too late
         _begin("context", _make_context)
 
 

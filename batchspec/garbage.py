@@ -7,17 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 OF_PYTHON = 1000
-"""Up to so many frozen objects (`gc.get_freeze_count()`) are Python's own: 3.12.1 starts with 375, 3.11 and 3.13 with none. A
+"""Up to this many frozen objects (`gc.get_freeze_count()`) are Python's own: 3.12.1 starts with 375, 3.11 and 3.13 with none. A
 program that calls `gc.freeze()` has thousands: an interpreter that has imported nothing already has more than 5,000 objects."""
 _imports_frozen = False
-"""Whether `imports_frozen` froze what is frozen: then a run of an engine may freeze more, and unfreeze all of it."""
+"""Whether `imports_frozen` made the present freeze: then a run of an engine may freeze more, and unfreeze all of it."""
 
 
 @contextmanager
 def imports_frozen() -> Iterator[None]:
-    """Garbage collections skip what exists at the start of this block, until the first run of an engine in it has ended.
+    """Garbage collections skip the objects that exist at the start of this block, until the first run of an engine in it has
+    ended.
 
-    Compiling and loading kernels makes so much garbage that torch's modules would be traversed once every few kernels.
+    Compiling and loading kernels makes so much garbage that otherwise torch's modules would be traversed once every few kernels.
     """
     global _imports_frozen
     if gc.get_freeze_count() > OF_PYTHON:

@@ -1,4 +1,4 @@
-"""run_job: read -> admit -> plan -> decode -> write. The page to read first.
+"""run_job: read -> admit -> plan -> decode -> write. The module to read first.
 
 open_job(config)        every check; nothing is written before all have passed                       prepare.py, dataset/, model/
 check_output(job)       the output folder: new, or that of an earlier run of this job                 runstate/
@@ -52,14 +52,14 @@ from batchspec.runstate.output_folder import OutputFolder
 from batchspec.text import counted
 
 MOST_WORKERS = 4
-"""Processes that admit rows and make tables, by default: about 6,000 short chats a second."""
+"""Default number of processes that admit rows and make tables: enough for about 6,000 short chats a second."""
 
 
 def run_job(config: RunConfig, source: Source | None = None, *, group: Group | None = None) -> None:
     """Run a job to its end, or continue it where an earlier run of the same command stopped.
 
     source  replaces the dataset at input.path
-    group   the processes that compute the target together, which this one leads
+    group   the processes that compute the target together; this one leads them
     """
     start_up = StartUp()
     start_up.done("imports and configuration")
@@ -78,7 +78,7 @@ def run_job(config: RunConfig, source: Source | None = None, *, group: Group | N
             compute(job, output, finished, retry=retry, start_up=start_up)
         except TooManyErrors:
             if output.missing():
-                raise  # raised after the last shard, the job is complete all the same: its card and report come first
+                raise  # if it came after the last shard, the job is complete: write card and report first
         if others := output.missing():
             say(f"{output.path}: this run's part is done; other runs work on {len(others)} of {output.num_shards} shards")
             return
@@ -96,7 +96,7 @@ def run_job(config: RunConfig, source: Source | None = None, *, group: Group | N
 
 
 def nothing_to_retry(config: RunConfig) -> str:
-    """What a complete job adds when resume.retry asks for a retry that was done before, or that no row needs."""
+    """The end of the message about a complete job if resume.retry asks for a retry that was done before, or that no row needs."""
     if config.resume.retry == "length":
         cap = config.decode.max_new_tokens
         return f"; nothing left for resume=length decode.max_new_tokens={cap}: a row that is still cut off there needs more"
@@ -107,11 +107,11 @@ def compute(
     job: Job, output: OutputFolder, finished: set[int], make: MakeEngine = make_engine, retry: Generation | None = None,
     start_up: StartUp | None = None,
 ) -> None:  # fmt: skip
-    """Decode and commit every shard that is not `finished` and that no other run works on; prints and logs the speed.
+    """Decode and commit every shard that is not `finished` and that no other run works on; print and log the speed.
 
-    make   makes the engine; called when every check has passed
-    retry  begins a retry: only its shards are computed
-    start_up  the phases of the run before
+    make      makes the engine; called when every check has passed
+    retry     begins a retry: only its shards are computed
+    start_up  the phases of the run so far
     Raises what `ShardRunner.run` raises.
     """
     began, start_up = time.perf_counter(), start_up or StartUp()
@@ -155,7 +155,7 @@ def shard_work(job: Job, attempt: str) -> ShardWork | ShardWorkers:
 
 
 def work_plan(job: Job, output: OutputFolder, *, is_retry: bool) -> WorkPlan:
-    """Which rows of a shard are computed: all of them, or those that the present retry is for."""
+    """The plan of which rows of a shard are computed: all of them, or those of the present retry."""
     if is_retry and output.generation is not None:
         return RetryPlan(output, output.generation)
     return ComputeAll(output)
@@ -164,7 +164,7 @@ def work_plan(job: Job, output: OutputFolder, *, is_retry: bool) -> WorkPlan:
 def report_speed(
     output: OutputFolder, totals: EngineTotals, start_up: StartUp, *, seconds: float, start_up_s: float
 ) -> None:  # fmt: skip
-    """Print a line about the run that has ended and one about its start, and keep them in the output folder's logs."""
+    """Print a line about the run that has ended and one about its start, and write them to the output folder's logs."""
     summary = RunSummary(
         seconds=seconds,
         start_up_s=start_up_s,
@@ -187,9 +187,9 @@ def size_of(job: Job, output: OutputFolder) -> str:
 
 
 def finish(output: OutputFolder, *, again: bool) -> JobStats:
-    """Write the card and the report of a complete job if they are missing, or `again`; returns the statistics of its rows."""
+    """Write the card and the report of a complete job if they are missing, or if `again`; returns the statistics of its rows."""
     stats = job_stats(output.path)
-    output.tidy()  # needed even if this run wrote nothing: the run that committed the last shard may have died before its own
+    output.tidy()  # also if this run wrote nothing: the run that committed the last shard may have died before this
     if again or not output.has_card():
         output.finish(dataset_card(output.manifest, stats))
         if can_draw():

@@ -1,4 +1,5 @@
-"""The engine of a checked job: its memory, the shape of its batch, its weights. Nothing here writes to the output folder."""
+"""Makes the engine of a checked job: its memory, the shape of its batch, its weights. Nothing here writes to the output
+folder."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ from batchspec.tuning.table import table_in_use
 
 
 def device_facts(device: torch.device) -> str:
-    """What decides how a kernel is launched: the kind of device, and the software."""
+    """The facts that determine how a kernel is launched: the kind of device, and the software versions."""
     kind = "cpu"
     if device.type == "cuda":
         own = torch.cuda.get_device_properties(device)
@@ -50,7 +51,7 @@ def device_facts(device: torch.device) -> str:
 
 
 def load_message(device: torch.device) -> Load:
-    """What rank 0 of a group tells the other ranks when the model's files are there. Raises ConfigError as `table_in_use`."""
+    """What rank 0 of a group tells the other ranks when the model's files are ready. Raises ConfigError as `table_in_use`."""
     return Load(device_facts(device), table_in_use(device))
 
 
@@ -81,9 +82,9 @@ def padded_prefill_bytes(job: JobModel) -> int:
 
 
 def free_bytes(job: JobModel, *, loaded: bool = False) -> int:
-    """Bytes of memory for K/V pages and all else besides the weights; in a group those of the rank that has least.
+    """Bytes of memory for K/V pages and everything else except the weights; in a group those of the rank with the least.
 
-    loaded  the weights, the drafter's included, are in memory already
+    loaded  the weights, including the drafter's, are in memory already
     """
     if loaded and job.device.type == "cuda":
         torch.cuda.empty_cache()  # memory that loading used and released counts as free
@@ -94,7 +95,7 @@ def free_bytes(job: JobModel, *, loaded: bool = False) -> int:
 def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) -> PackedBatch:
     """The shape of the batch on this machine. Raises CapacityError if not even one row fits.
 
-    loaded  the weights, the drafter's included, are in memory already
+    loaded  the weights, including the drafter's, are in memory already
     """
     shape, taken = job.drafter.shape, learning_bytes(job, demand.max_tokens) + automata_bytes(job) + padded_prefill_bytes(job)
     return choose_batch(
@@ -112,7 +113,7 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
 
 
 def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
-    """The engine for a surveyed job, see `load_engine`. It does not decode texts: the code that makes the tables does."""
+    """The engine for a surveyed job, see `load_engine`. It does not decode texts: the code that makes the tables does that."""
     demand = seen.demand(job.source.num_rows, job.admission.max_len)
     return load_engine(
         job, demand, progress, shares_prefix=seen.shares_prefix, defers_text=True, most_rounds=most_last_rounds(job)
@@ -120,9 +121,10 @@ def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
 
 
 def most_last_rounds(job: Job) -> int | None:
-    """The largest number of rounds after the job's last row has begun (a round emits at least one token of a row); None: unknown.
+    """Upper bound of the number of rounds after the job's last row has begun (a round emits at least one token of a row); None:
+    unknown.
 
-    Unknown if rows have limits of their own, or wait for their automata while few others decode.
+    It is unknown if rows have their own limits, or may wait for their automata while few others decode.
     """
     unknown = job.columns.get("max_new_tokens") is not None or job.admission.constraints is not None
     return None if unknown else job.config.decode.max_new_tokens
@@ -132,11 +134,11 @@ def load_engine(
     job: Job, demand: Demand, progress: ProgressBar, *, shares_prefix: bool = False, defers_text: bool = False,
     most_rounds: int | None = None,
 ) -> Engine:  # fmt: skip
-    """Load the weights, choose the shape from the memory that is left, set up the engine; says each step on the progress line.
+    """Load the weights, choose the shape from the remaining memory, set up the engine; shows each step on the progress line.
 
     shares_prefix  rows share a prefix of many pages
-    defers_text    as of `Engine`
-    most_rounds    as of `Engine.prepare`
+    defers_text    as for `Engine`
+    most_rounds    as for `Engine.prepare`
     """
     config = job.config
     dtype = str(job.dtype).removeprefix("torch.")
@@ -201,9 +203,9 @@ def build_engine(
     lead: Lead | None = None, vocabulary: TokenSymbols | None = None, expanding: Expanding | None = None,
     defers_text: bool = False,
 ) -> Engine:  # fmt: skip
-    """The engine that these settings ask for, on the target's device; nothing is captured yet.
+    """The engine for these settings, on the target's device; nothing is captured yet.
 
-    lead, vocabulary, expanding, defers_text  as of `Engine`
+    lead, vocabulary, expanding, defers_text  as for `Engine`
     """
     ablation, scores = config.ablation, config.decode.max_new_tokens == 0
     num_top = config.output.prompt_logprobs if scores else config.output.logprobs
@@ -242,12 +244,12 @@ def expanding_of(job: Job) -> Expanding | None:
 
 
 def vocabulary_of(job: Job) -> TokenSymbols | None:
-    """The symbols of the vocabulary that automata read; None in a job without structured output."""
+    """The symbols of the vocabulary's tokens, which automata read; None in a job without structured output."""
     return None if job.admission.constraints is None else job.admission.constraints.compiler.vocabulary
 
 
 def check_memory(job: JobModel) -> None:
-    """Raises CapacityError for weights that the device could not hold if it held nothing else."""
+    """Raises CapacityError for weights that exceed the device's whole memory."""
     weights = weight_bytes(job)
     on_gpu = job.device.type == "cuda"
     memory = torch.cuda.mem_get_info(job.device)[1] if on_gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -260,7 +262,7 @@ def check_memory(job: JobModel) -> None:
 
 
 def usual_mode(job: Job) -> SamplingMode:
-    """How the rows of a job choose tokens, by its keys and columns of schemas; rows that ask for more get graphs of their own."""
+    """The usual sampling mode of a job's rows, from its keys and its schema columns; rows that need more get their own graphs."""
     decode, constraints = job.config.decode, job.admission.constraints
     params = SamplingParams(
         temperature=decode.temperature,

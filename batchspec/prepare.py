@@ -43,22 +43,22 @@ SURVEY_ROWS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobModel:
-    """The target and the drafter of a job, checked. No weight is read yet."""
+    """The target and the drafter of a job, checked. No weight has been read."""
 
     config: RunConfig
     files: ModelFiles
     spec: ModelSpec
-    """If there is a group, that of the part which this process computes."""
+    """The target's spec; with a group, the part that this process computes."""
     device: torch.device
     dtype: torch.dtype
     drafter: DrafterSpec[Any]
-    """Its checkpoint is checked, its weights are not read."""
+    """The drafter's spec: its checkpoint is checked, its weights are not read."""
     group: Group | None = None
     """The processes that compute the target together; None: this one alone."""
     adapter: Adapter | None = None
-    """The adapter of all rows: what fits is merged into the target's weights when they are loaded."""
+    """The adapter of all rows; what fits is merged into the target's weights when they are loaded."""
     adapters: AdapterSource | None = None
-    """The adapters that are not merged: of all rows, or of the rows that name one."""
+    """The adapters that are not merged, of all rows or of the rows that name one."""
 
     @property
     def folder(self) -> Path:
@@ -66,7 +66,7 @@ class JobModel:
 
     @property
     def named_adapters(self) -> Mapping[str, Adapter]:
-        """Those of model.adapters."""
+        """The adapters of model.adapters, by name."""
         own = self.adapters
         return dict(zip(own.names, own.adapters, strict=True)) if isinstance(own, AdapterSet) and own.names else {}
 
@@ -85,7 +85,7 @@ class Job(JobModel):
     tokenizer: Tokenizer | None
     admission: Admission
     kv_scales: KVScales | None = None
-    """With cache.dtype=fp8 the scales that an earlier run wrote to the output folder."""
+    """With cache.dtype=fp8: the scales that an earlier run wrote to the output folder."""
 
     @property
     def shard_rows(self) -> int:
@@ -100,7 +100,7 @@ def open_job(
 
     source     replaces the dataset at input.path
     tokenizer  replaces the model folder's own
-    fetch      False: weights on the hub are not downloaded. All checks come before a download
+    fetch      False: do not download weights from the hub. All checks come before a download
     here       False: the job will run on another machine, whose devices are unknown
     group      the processes that compute the target together
     """
@@ -135,14 +135,14 @@ def job_of(
 
 
 def fetch_weights(model: JobModel) -> None:
-    """Download what the hub has and this machine lacks. Raises CheckpointError."""
+    """Download the files that this machine lacks. Raises CheckpointError."""
     if not model.dummy:
         model.files.fetch()
     model.drafter.fetch()
 
 
 def open_model(config: RunConfig, *, here: bool = True, group: Group | None = None) -> JobModel:
-    """Check model and drafter, arguments as of `open_job`. Raises ConfigError or CheckpointError."""
+    """Check model and drafter; arguments as for `open_job`. Raises ConfigError or CheckpointError."""
     assert config.model.path is not None
     model, dummy = find_model(config.model.path, config.model.revision), config.model.load_format == "dummy"
     spec = load_spec(model.folder) if dummy else judge_model(model)
@@ -154,7 +154,7 @@ def open_model(config: RunConfig, *, here: bool = True, group: Group | None = No
     if config.draft.cache_dtype == "fp8":
         check_e4m3(device, "draft.cache_dtype")
     if here and config.draft.adaptive and device.type == "cpu":
-        raise ConfigError("draft.adaptive=true goes by times measured on a GPU, and this job runs on the CPU; remove the key")
+        raise ConfigError("draft.adaptive=true uses times measured on a GPU, and this job runs on the CPU; remove the key")
     dtype = resolve_dtype(config.model.dtype, spec, device)
     spec = spec.on(device, dtype, config.model.activations)
     if config.decode.deterministic:
@@ -198,14 +198,14 @@ def open_adapters(config: RunConfig, spec: ModelSpec) -> tuple[Adapter | None, A
 
 
 def part_of_group(spec: ModelSpec, group: Group | None) -> ModelSpec:
-    """What this process computes of a model; without a group all of it. Raises ConfigError for a model that cannot be cut so."""
+    """The part of a model that this process computes; without a group all of it. Raises ConfigError if it cannot be cut."""
     return spec if group is None else part_of(spec, Shard(group.rank, group.ranks))
 
 
 def check_cut(config: RunConfig, spec: ModelSpec, drafter: DrafterSpec[Any]) -> None:
-    """Raises ConfigError for a model, or a draft head, that cannot be cut over as many ranks as cluster.tensor_parallel says.
+    """Raises ConfigError for a model, or a draft head, that cannot be cut over cluster.tensor_parallel ranks.
 
-    For `plan`, `submit` and warm engines, which have no group: they refuse it before a process is started that computes a part.
+    For `plan`, `submit` and warm engines, which have no group: they refuse it before they start a process for a part.
     """
     ranks = config.cluster.tensor_parallel
     if ranks not in (1, AUTO):

@@ -17,17 +17,17 @@ MAX_STOP_IDS = 16
 """Maximum number of stop ids of a row, including the model's EOS ids: the width of a tensor on the device."""
 
 SCORED_TOKENS = 512
-"""Number of positions whose logits are in memory at once while prompts are scored."""
+"""Maximum number of positions whose logits are in memory at once while prompts are scored."""
 PREFILL_GRAPHS = 16
-"""Maximum number of shapes of prefill passes that are captured as CUDA graphs; more take too much memory."""
+"""Maximum number of shapes of prefill passes that are captured as CUDA graphs; more would take too much memory."""
 KEYS_PER_TOKEN = 4
-"""Keys of a captured prefill pass are at most so many times the tokens of the largest pass: its rows may share prefixes."""
+"""A captured prefill pass has at most this many keys per token of the largest pass: its rows may share prefixes."""
 MAX_LOGIT_BIAS = 1024
 """Maximum number of tokens of a row whose logits are biased: the width of two tensors on the device."""
 
 LEAST_TEMPERATURE = 1e-7
-"""Lower temperatures count as 0. The noise spans 26 units, so at this temperature it only decides between logits at most 2.6e-6
-apart, which is the rounding error of an fp32 logit near 20. A logit divided by a denormal temperature would be infinite."""
+"""Lower temperatures count as 0. The noise spans 26 units, so at this temperature it only decides between logits that differ by
+at most 2.6e-6, the rounding error of an fp32 logit near 20. A logit divided by a denormal temperature would be infinite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class SamplingParams:
     top_k: int = 0
     """Keep the k likeliest tokens, and those as likely as the k-th; 0 is off."""
     top_p: float = 1.0
-    """Keep the smallest set of likeliest tokens whose probability reaches this; 1 is off."""
+    """Keep the smallest set of the likeliest tokens whose probability reaches this; 1 is off."""
     min_p: float = 0.0
     """Keep tokens at least this likely relative to the likeliest; 0 is off."""
     repetition_penalty: float = 1.0
@@ -49,7 +49,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtract from the logit of a token, once for each time it is in the output; 0 is off."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token, what is added to its logit), each token once, at most MAX_LOGIT_BIAS."""
+    """(token, bias added to its logit), each token once, at most MAX_LOGIT_BIAS."""
 
     def __post_init__(self) -> None:
         if self.temperature < LEAST_TEMPERATURE:
@@ -64,7 +64,7 @@ class Snapshot:
     sample_index: int
     shard: int
     tokens: tuple[int, ...]
-    """Output tokens so far, at least one, without a stop."""
+    """Output tokens so far, at least one; none of them ended the row."""
     num_prefills: int
     cached_tokens: int
     accepted: tuple[int, ...]
@@ -130,7 +130,7 @@ class Thinking:
     """Tokens that are forced after a thought that has used up the budget. They end with end_id; with channels they go on to the
     text of the final channel."""
     channels: Channels | None = None
-    """None for a pair of think tokens."""
+    """The channels of harmony; None for a pair of think tokens."""
     header: tuple[int, ...] = ()
     """With channels: tokens of the prompt's last message up to where its text begins, because the output continues it. Empty if
     the prompt ends after a message, or has none."""
@@ -165,13 +165,13 @@ class Request:
     constraint: tuple[str, str] | None = None
     """What the answer must match, its kind and its text as `packing/constraints.py` makes them; None: anything."""
     automaton: TokenAutomaton | LazyAutomaton | None = None
-    """That of the constraint, compiled; None until it is there. No engine takes a request whose automaton is missing."""
+    """The compiled constraint; None before it is compiled. The engine takes no request whose automaton is missing."""
     automaton_state: int = 0
-    """State in which the output begins."""
+    """State of the automaton in which the output begins."""
     adapter: int = 0
-    """Number of its LoRA adapter among those that are not merged; 0: none. The same request in the same job has the same one."""
+    """Number of its LoRA adapter among those that are not merged; 0: none. It is the same in every run of the job."""
     resumed: Snapshot | None = None
-    """The state in which an earlier run left this row, if any."""
+    """The state of this row when an earlier run stopped, if any."""
     synthetic_len: int | None = None
     """Benchmarks only: the row ends after this many tokens, whatever they are. Packing and scheduling must not use it."""
 
@@ -253,7 +253,7 @@ class Completion:
     text: str | None = None
     """Decoded answer, without the thought, the stop string and special tokens."""
     text_due: bool = False
-    """`text` is the text of token_ids, special tokens left out, and is still to be decoded: by who makes the table."""
+    """Whether `text` is not decoded yet: the maker of the table decodes token_ids, without special tokens."""
     reasoning: str | None = None
     """The text of the thought; None if there was none."""
     reasoning_truncated: bool | None = None
@@ -285,7 +285,7 @@ class PackedBatch:
     num_slots: int
     """Number of rows that decode concurrently."""
     row_buckets: tuple[int, ...]
-    """Ascending row counts with which a round may run; the last equals num_slots."""
+    """Ascending row counts (row buckets) with which a round may run; the last equals num_slots."""
     num_pages: int
     """K/V pages of the first K/V group, including the scratch page: the layers that read most keys; in most models all layers."""
     page_size: int

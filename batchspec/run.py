@@ -58,7 +58,7 @@ def run(config: RunConfig) -> int:
 
 
 def run_here(config: RunConfig, group: Group | None = None) -> None:
-    """Run one checked job in this process. Torch is imported only here, after the configuration was checked.
+    """Run one checked job in this process. Torch is imported only here, after the checks of the configuration.
 
     group  the processes that compute the model together, which this one leads
     """

@@ -1,4 +1,5 @@
-"""Everything that batchspec prints goes through this module, which escapes control characters: no text can control the terminal.
+"""Everything that batchspec prints goes through this module, which escapes control characters, so that no text can control the
+terminal.
 
 say    one line on stderr: messages of a run while it works
 notice the same, after the name of the program: about a run as a whole

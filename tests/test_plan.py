@@ -236,7 +236,7 @@ def test_what_a_run_would_refuse_is_refused(job: RunConfig) -> None:
     with pytest.raises(CapacityError, match="one row of 1040 tokens needs 66"):
         planned(job)
     job.draft.adaptive = True
-    with pytest.raises(ConfigError, match=r"draft\.adaptive=true goes by times measured on a GPU"):
+    with pytest.raises(ConfigError, match=r"draft\.adaptive=true uses times measured on a GPU"):
         planned(job)
 
 

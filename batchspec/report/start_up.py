@@ -1,4 +1,4 @@
-"""Where the seconds go between the command and the first token."""
+"""Measures the phases of the seconds between the command and the first token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def process_age_s() -> float:
-    """Seconds since this process began, to a hundredth; since its processor first worked for it where /proc is missing."""
+    """Seconds since this process began, accurate to a hundredth; if /proc is missing, the CPU time that it has used."""
     try:
         ticks = int(Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19])
         return float(Path("/proc/uptime").read_text(encoding="ascii").split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
@@ -19,7 +19,7 @@ def process_age_s() -> float:
 
 
 def age_clock() -> Callable[[], float]:
-    """A clock of the seconds since this process began: its zero is right to a hundredth, differences are exact."""
+    """A clock of the seconds since this process began: the origin is accurate to a hundredth, differences are exact."""
     began = time.perf_counter() - process_age_s()
     return lambda: time.perf_counter() - began
 
@@ -29,7 +29,7 @@ LAST = "first rows"
 
 
 def start_up_of(log: str) -> dict[str, float] | None:
-    """The phases in the log of a run, a JSON object; None where it has none, or the run had no token."""
+    """The phases in the log of a run, a JSON object; None if it has none, or the run emitted no token."""
     try:
         found = json.loads(log)["start_up"]
         return {str(phase): float(seconds) for phase, seconds in found.items()} if LAST in found else None
@@ -38,7 +38,7 @@ def start_up_of(log: str) -> dict[str, float] | None:
 
 
 class StartUp:
-    """Names each phase when it is over; the first began with the process.
+    """Records the seconds of each phase when it ends; the first began with the process.
 
     age_s  a clock of the seconds since the process began
     """
@@ -47,13 +47,13 @@ class StartUp:
         self.seconds: dict[str, float] = {}
         """Phase -> its seconds, in the order of the phases."""
         self.over = False
-        """The first token was there."""
+        """Whether the first token has come."""
         self.reached_s = 0.0
-        """When the last phase was over, in seconds since the process began."""
+        """End of the last phase, in seconds since the process began."""
         self._age_s = age_s or age_clock()
 
     def done(self, phase: str, parts: Mapping[str, float] | None = None) -> None:
-        """The phase is over, unless the start-up is; `parts` of it are listed by their own names."""
+        """End the phase, unless the start-up is over; its `parts` are listed under their own names."""
         if self.over:
             return
         now, parts = self._age_s(), parts or {}
@@ -62,7 +62,7 @@ class StartUp:
         self.reached_s = now
 
     def end(self, phase: str) -> None:
-        """The last phase is over."""
+        """End the last phase."""
         self.done(phase)
         self.over = True
 

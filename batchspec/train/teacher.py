@@ -26,7 +26,7 @@ PAGE_SIZE = 16
 _CHUNK = 4096
 """Number of positions whose logits over the target's vocabulary are in memory at once."""
 RANKS_COPIES = 4
-"""Of logits while ranks exchange them: the rank's own, padded, those of all, and these in one piece."""
+"""Copies of logits in memory while ranks exchange them: the rank's own, padded, those of all ranks, and these concatenated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
