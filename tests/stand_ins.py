@@ -58,7 +58,7 @@ class ByteTokenizer:
     def __init__(self) -> None:
         self.seen: dict[str, Any] = {}
 
-    def encode(self, text: str, **room: Any) -> list[int]:
+    def encode(self, text: str, **limits: Any) -> list[int]:
         return list(text.encode())
 
     def encode_part(self, text: str) -> list[int]:
@@ -71,7 +71,7 @@ class ByteTokenizer:
         tools: Any = None,
         template_kwargs: Mapping[str, Any] | None = None,
         continue_final: bool = False,
-        **room: Any,
+        **limits: Any,
     ) -> list[int]:
         self.seen = {"messages": messages, "tools": tools, "template_kwargs": template_kwargs}
         turns = [message["role"] for message in messages if message["role"] != "system"]

@@ -254,7 +254,7 @@ def test_unknown_keys_and_wrong_types_name_the_key_in_one_line() -> None:
         ),
         ({"gpu_memory_utilization": 0.9}, "batchspec calls it packing.memory_gb"),
         ({"decode": {"max_tokns": 3}}, "decode.max_tokns is not a key of the configuration; did you mean decode.max_new_tokens?"),
-        ({"extra": 1}, "extra is no key"),
+        ({"extra": 1}, "extra is not a key"),
         ({"decode": {"n": "two"}}, "decode.n=two must be a whole number"),
     ]
     for values, said in cases:

@@ -96,12 +96,12 @@ def test_every_source_file_that_a_page_names_exists(page: Path) -> None:
 
 def test_the_kernels_page_lists_every_kernel_with_a_wrapper_that_exists() -> None:
     listed: dict[str, list[str]] = {}
-    room = ""
+    package = ""
     for line in (ROOT / "kernels/README.md").read_text(encoding="utf-8").splitlines():
         if found := re.match(r"\| \*\*(\w+)\*\*", line):
-            room = found[1]
-        elif (found := re.match(r"\| (\w+) \| (`.*)", line)) and found[1] != "room":
-            listed[f"{room}/{found[1]}.py"] = re.findall(r"`(\w+)\(", found[2])
+            package = found[1]
+        elif (found := re.match(r"\| (\w+) \| (`.*)", line)) and found[1] != "package":
+            listed[f"{package}/{found[1]}.py"] = re.findall(r"`(\w+)\(", found[2])
     assert listed
     for name, wrappers in listed.items():
         source = (ROOT / "kernels" / name).read_text(encoding="utf-8")

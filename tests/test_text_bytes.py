@@ -104,12 +104,12 @@ def tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelTokenizer
 
 def test_a_text_that_cannot_fit_is_not_tokenised(tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = tokenizer.encode("say it again")
-    assert tokenizer.encode("say it again", room=len(ids)) == ids
+    assert tokenizer.encode("say it again", max_tokens=len(ids)) == ids
     monkeypatch.setattr(tokenizer, "_tokenizer", None)
     with pytest.raises(LongText, match=r"1,000,000 bytes of prompt \(too many to fit"):
-        tokenizer.encode("x" * 1_000_000, room=100)
+        tokenizer.encode("x" * 1_000_000, max_tokens=100)
     with pytest.raises(LongText, match=r"bytes of prompt"):
-        tokenizer.encode_chat([{"role": "user", "content": "x" * 1_000_000}], room=100)
+        tokenizer.encode_chat([{"role": "user", "content": "x" * 1_000_000}], max_tokens=100)
 
 
 def test_a_template_that_writes_too_much_keeps_it_to_itself(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
@@ -117,18 +117,18 @@ def test_a_template_that_writes_too_much_keeps_it_to_itself(tokenizer: ModelToke
     grown = ModelTokenizer(tmp_path / "model", tmp_path / "grow.jinja")
     chat = [{"role": "user", "content": "abcdefghij"}]
     with pytest.raises(LongText, match="1,000,000 bytes"):
-        grown.encode_chat(chat, room=100)
-    assert len(grown.encode_chat(chat, room=100, keep_end=True)) == 100
+        grown.encode_chat(chat, max_tokens=100)
+    assert len(grown.encode_chat(chat, max_tokens=100, keep_end=True)) == 100
 
 
 def test_of_a_long_text_only_the_end_is_tokenised_and_its_last_ids_are_those_of_the_whole(tokenizer: ModelTokenizer) -> None:
     text = " ".join(f"word{i} of the fox" for i in range(20_000))
     whole = tokenizer.encode(text)
-    for room in (1, 100, 3000):
-        assert tokenizer.encode(text, room=room, keep_end=True) == whole[-room:]
+    for max_tokens in (1, 100, 3000):
+        assert tokenizer.encode(text, max_tokens=max_tokens, keep_end=True) == whole[-max_tokens:]
     chat = [{"role": "user", "content": text}]
-    assert tokenizer.encode_chat(chat, room=700, keep_end=True) == tokenizer.encode_chat(chat)[-700:]
-    assert tokenizer.encode("short", room=700, keep_end=True) == tokenizer.encode("short")
+    assert tokenizer.encode_chat(chat, max_tokens=700, keep_end=True) == tokenizer.encode_chat(chat)[-700:]
+    assert tokenizer.encode("short", max_tokens=700, keep_end=True) == tokenizer.encode("short")
 
 
 def test_byte_level_decoders_agree_about_the_characters_of_bytes() -> None:

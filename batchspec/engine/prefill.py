@@ -30,16 +30,16 @@ def chunks(spans: Iterable[tuple[int, int, int]], max_tokens: int) -> Iterator[l
     writes all K/V before it reads any.
     """
     chunk: list[Segment] = []
-    room = max_tokens
+    left = max_tokens
     for slot, begin, end in spans:
         while begin < end:
-            stop = min(end, begin + room)
+            stop = min(end, begin + left)
             chunk.append(Segment(slot, begin, stop, stop == end))
-            room -= stop - begin
+            left -= stop - begin
             begin = stop
-            if room == 0:
+            if left == 0:
                 yield chunk
-                chunk, room = [], max_tokens
+                chunk, left = [], max_tokens
     if chunk:
         yield chunk
 

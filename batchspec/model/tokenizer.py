@@ -81,13 +81,13 @@ class Tokenizer:
             self._templates.check()
         return bool(self._templates)
 
-    def encode(self, text: str, *, room: int | None = None, keep_end: bool = False) -> list[int]:
+    def encode(self, text: str, *, max_tokens: int | None = None, keep_end: bool = False) -> list[int]:
         """Ids of a text, including BOS or other tokens that the checkpoint's post-processor adds.
 
-        room      maximum number of tokens: raise LongText if the text is provably longer, which is found without tokenising it
-        keep_end  of a longer text only the last `room` ids are wanted, so its beginning need not be tokenised
+        max_tokens  maximum number of tokens: raise LongText if the text is provably longer, which is found without tokenising it
+        keep_end    of a longer text only the last `max_tokens` ids are wanted, so its beginning need not be tokenised
         """
-        return self._ids(text, True, room, keep_end)
+        return self._ids(text, True, max_tokens, keep_end)
 
     def encode_part(self, text: str) -> list[int]:
         """Ids of a part of a text, without added BOS or other special tokens."""
@@ -115,20 +115,20 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         continue_final: bool = False,
-        room: int | None = None,
+        max_tokens: int | None = None,
         keep_end: bool = False,
     ) -> list[int]:
-        """Ids of a chat up to the beginning of the assistant's answer; `room` and `keep_end` as in `encode`.
+        """Ids of a chat up to the beginning of the assistant's answer; `max_tokens` and `keep_end` as in `encode`.
 
         The template writes the special tokens, so none are added. Of several templates, `tool_use` is used for a chat with
         tools, otherwise `default`. Raises ValueError with the template's own message if it refuses the chat.
         """
         self._check_tools(messages, tools)
-        limit = self._limit(room, keep_end)
+        limit = self._limit(max_tokens, keep_end)
         text = self.render_chat(
             messages, tools=tools, template_kwargs=template_kwargs, continue_final=continue_final, limit=limit
         )
-        return self._ids(text, False, room, keep_end)
+        return self._ids(text, False, max_tokens, keep_end)
 
     def render_chat(
         self,
@@ -193,26 +193,26 @@ class Tokenizer:
         if "tool_calls" not in source and any(message.get("tool_calls") for message in messages):
             raise ValueError("it does not support tool_calls; leave the row out, or set model.chat_template to one that does")
 
-    def _limit(self, room: int | None, keep_end: bool) -> Limit | None:
-        """The limit on a text of `room` tokens; None if there is no bound."""
-        if room is None:
+    def _limit(self, max_tokens: int | None, keep_end: bool) -> Limit | None:
+        """The limit on a text of `max_tokens` tokens; None if there is no bound."""
+        if max_tokens is None:
             return None
         if keep_end:  # much more than `_ids` asks for, except if nearly all of the text gives no tokens
-            return Limit(keep_chars=max(4 * END_CHARS, 64 * room))
+            return Limit(keep_chars=max(4 * END_CHARS, 64 * max_tokens))
         bound = self._bound
-        return None if bound is None else Limit(max_bytes=room * bound.bytes_a_token + len(_MARK), left_out=bound.left_out)
+        return None if bound is None else Limit(max_bytes=max_tokens * bound.bytes_a_token + len(_MARK), left_out=bound.left_out)
 
-    def _ids(self, text: str, special: bool, room: int | None, keep_end: bool) -> list[int]:
-        limit = self._limit(room, keep_end)
-        if room is None or limit is None:
+    def _ids(self, text: str, special: bool, max_tokens: int | None, keep_end: bool) -> list[int]:
+        limit = self._limit(max_tokens, keep_end)
+        if max_tokens is None or limit is None:
             return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
         if (size := limit.excess(text)) is not None:
             raise LongText(limit.message(size))
-        chars = max(END_CHARS, 8 * room)
+        chars = max(END_CHARS, 8 * max_tokens)
         while keep_end and chars < len(text):
             ids = list(self._tokenizer.encode(text[-chars:], add_special_tokens=special).ids)
-            if len(ids) >= room + _SPARE_TOKENS:
-                return ids[-room:]
+            if len(ids) >= max_tokens + _SPARE_TOKENS:
+                return ids[-max_tokens:]
             chars *= 4
         return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
 

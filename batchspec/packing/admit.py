@@ -225,12 +225,12 @@ class Admission:
         stop, stop_ids = settings.stops(row.get("stop"))
         max_new_tokens = int(values["max_new_tokens"])
         settings.check_scored(max_new_tokens, int(values["n"]))
-        room = self.max_len - max_new_tokens
-        if room < 1:
+        max_prompt_tokens = self.max_len - max_new_tokens
+        if max_prompt_tokens < 1:
             said = f"max_new_tokens={max_new_tokens} leaves no room for a prompt in model.max_len={self.max_len}; lower it"
             raise BadRow("bad_parameter", said)
         adapter = settings.adapter(row.get("adapter"))
-        prompt_ids = self.encoder.encode(prompt, row, room)
+        prompt_ids = self.encoder.encode(prompt, row, max_prompt_tokens)
         sampling = settings.sampling(values, row)
         thinking = settings.thinking(prompt_ids, row.get("thinking_token_budget")) if max_new_tokens else None
         constraint = None

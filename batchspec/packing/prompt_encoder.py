@@ -32,22 +32,22 @@ class PromptEncoder:
         self.input, self.columns, self.tokenizer = input, columns, tokenizer
         self.vocab_size, self.max_len = vocab_size, max_len
 
-    def encode(self, prompt: Any, row: Mapping[str, Any], room: int) -> Ids:
-        """The token ids of a row's prompt, int32 [prompt_len], at least one and at most `room`.
+    def encode(self, prompt: Any, row: Mapping[str, Any], max_prompt_tokens: int) -> Ids:
+        """The token ids of a row's prompt, int32 [prompt_len], at least one and at most `max_prompt_tokens`.
 
         prompt  the prompt cell
         row     all cells; system, tools, template_kwargs and final_assistant are read
-        room    tokens that max_new_tokens leaves for the prompt in max_len
+        max_prompt_tokens  tokens that max_new_tokens leaves for the prompt in max_len
         Raises BadRow for a prompt that cannot be encoded, or is too long and not to be truncated.
         """
-        ids = self._ids(prompt, row, room)
-        if len(ids) <= room:
+        ids = self._ids(prompt, row, max_prompt_tokens)
+        if len(ids) <= max_prompt_tokens:
             return ids
         if self.input.on_overlong == "truncate":
-            return ids[-room:]
-        raise self._too_long(f"{len(ids)} prompt tokens", room, ids)
+            return ids[-max_prompt_tokens:]
+        raise self._too_long(f"{len(ids)} prompt tokens", max_prompt_tokens, ids)
 
-    def _ids(self, prompt: Any, row: Mapping[str, Any], room: int) -> Ids:
+    def _ids(self, prompt: Any, row: Mapping[str, Any], max_prompt_tokens: int) -> Ids:
         if self.columns.prompt_kind == "prompt_ids":
             return self._checked_ids(prompt)
         chat = self.columns.prompt_kind == "messages" or self.input.chat
@@ -62,23 +62,23 @@ class PromptEncoder:
         kwargs = (json_cell(row, "template_kwargs", dict) if chat else None) or {}
         with _refused_as("chat template" if chat else "tokenizer"):
             ids = (
-                self._encode_chat(prompt, system, tools, kwargs, room, final or self.input.final_assistant)
+                self._encode_chat(prompt, system, tools, kwargs, max_prompt_tokens, final or self.input.final_assistant)
                 if chat
-                else self._encode_text(prompt, room)
+                else self._encode_text(prompt, max_prompt_tokens)
             )
         if not ids:
             raise BadRow("empty_prompt", "the prompt has no tokens; drop the row")
         return self._known(np.asarray(ids, dtype=np.int64), "the prompt's text")
 
-    def _encode_text(self, prompt: str, room: int) -> list[int]:
+    def _encode_text(self, prompt: str, max_prompt_tokens: int) -> list[int]:
         assert self.tokenizer is not None
         try:
-            return self.tokenizer.encode(prompt, room=room, keep_end=self.input.on_overlong == "truncate")
+            return self.tokenizer.encode(prompt, max_tokens=max_prompt_tokens, keep_end=self.input.on_overlong == "truncate")
         except LongText as error:
-            raise self._too_long(str(error), room) from None
+            raise self._too_long(str(error), max_prompt_tokens) from None
 
     def _encode_chat(
-        self, prompt: Any, system: str | None, tools: Any, kwargs: dict[str, Any], room: int, final: str
+        self, prompt: Any, system: str | None, tools: Any, kwargs: dict[str, Any], max_prompt_tokens: int, final: str
     ) -> list[int]:
         assert self.tokenizer is not None
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -89,10 +89,11 @@ class PromptEncoder:
         try:
             return self.tokenizer.encode_chat(
                 turns, tools=tools, template_kwargs={**self.input.template_kwargs, **kwargs},
-                continue_final=turns[-1]["role"] == "assistant", room=room, keep_end=self.input.on_overlong == "truncate",
+                continue_final=turns[-1]["role"] == "assistant", max_tokens=max_prompt_tokens,
+                keep_end=self.input.on_overlong == "truncate",
             )  # fmt: skip
         except LongText as error:
-            raise self._too_long(str(error), room) from None
+            raise self._too_long(str(error), max_prompt_tokens) from None
 
     def _checked_ids(self, prompt: pa.Array) -> Ids:
         if prompt.null_count:
@@ -106,10 +107,10 @@ class PromptEncoder:
             raise BadRow("bad_ids", f"{where} holds {outside[0]}, outside {limit}; correct it")
         return np.asarray(ids, dtype=np.int32)
 
-    def _too_long(self, prompt: str, room: int, prompt_ids: Ids | None = None) -> BadRow:
+    def _too_long(self, prompt: str, max_prompt_tokens: int, prompt_ids: Ids | None = None) -> BadRow:
         return BadRow(
             "too_long",
-            f"{prompt} + {self.max_len - room} new tokens exceed model.max_len={self.max_len}; "
+            f"{prompt} + {self.max_len - max_prompt_tokens} new tokens exceed model.max_len={self.max_len}; "
             "shorten the prompt, lower max_new_tokens or set input.on_overlong=truncate",
             prompt_ids=prompt_ids,
             status="skipped" if self.input.on_overlong == "skip" else "error",

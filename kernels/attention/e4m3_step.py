@@ -2,10 +2,10 @@
 
     s = even(q) even(K)^T + odd(q) odd(K)^T        even(acc)' = even(acc) * f + p even(V),  odd(acc)' = odd(acc) * f + p odd(V)
 
-K and V are read as words of 16 bits, each an even and an odd number of a head: the tensor core needs V transposed, and the
-instruction that transposes moves 16 bits. Numbers are converted to fp16, which holds every one of them, two by one instruction.
-K and V have the same addresses but for an offset. With half of the bytes there is half of the time for each key, and the number
-of instructions counts.
+K and V are read as words of 16 bits, each with an even and an odd number of a head: the tensor core needs V transposed, and the
+instruction that transposes moves 16 bits. fp16 holds every e4m3 number, and one instruction converts two of them. K and V have
+the same addresses except for an offset. Half of the bytes leave half of the time for each key, so the number of instructions
+matters.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def narrowed(q, scale):
     """Queries in the dtype in which they are multiplied with e4m3 keys, and the softmax scale of each line [TILE, 1].
 
     fp16, to which one instruction converts two e4m3 numbers (bf16 takes three more), or fp32 for fp32. q is scaled by a power of
-    two where it would overflow in fp16.
+    two if it would overflow in fp16.
     """
     scales = scale + tl.zeros([q.shape[0], 1], tl.float32)
     if q.dtype != tl.float32:

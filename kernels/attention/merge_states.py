@@ -2,7 +2,7 @@
 
     out = sum over parts of 2**(lse[part] - peak) * part_out[part] / sum over parts of 2**(lse[part] - peak),   peak = max lse
 
-with lse = log2 of a part's softmax denominator; times `sink_share` of the whole where heads have sinks.
+with lse = log2 of a part's softmax denominator; times `sink_share` of the whole if heads have sinks.
 Line row_parts[r, 0] + part * n + i is (query, head) pair i of row r's n pairs.
 Bound by launch latency and by reading the partial results, most of which are still in the L2 cache.
 Source: Dao et al. 2023 ("Flash-Decoding for long-context inference"), the second kernel.

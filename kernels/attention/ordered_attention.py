@@ -1,7 +1,7 @@
 """Batch-invariant verify attention: what `verify_attention.py` computes for chains and windows, with one order of sums.
 
 A row's keys are cut at multiples of PART (`ordered_step.py`), and its parts are merged one after another, in the order of keys.
-A query's bits are then those of `ordered_prefill.py`, and depend neither on the other rows nor on the other queries of its own.
+A query's bits are then those of `ordered_prefill.py`, and depend neither on other rows nor on the other queries of its row.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ STAGES = 3
 REGISTERS = 96
 """Registers of a thread with a tile of 32 and heads of 64: a fifth program fits on a multiprocessor, and none of them spills."""
 MAX_ITEMS = 4096
-"""Longer lists are divided among as many programs. They have room for rows of the job's greatest length, and few are so long."""
+"""Longer work lists are divided among this many programs. The list has space for rows of the job's greatest length, but few rows
+are so long."""
 
 
 @triton.jit
@@ -122,7 +123,7 @@ def ordered_attention(
     q: Tensor, kv: Tensor, page_table: Tensor, positions: Tensor, work: AttentionWork, partials: Partials, *, scale: float,
     out: Tensor, sink_logits: Tensor | None = None, early: bool = False, interpret: bool = False,
 ) -> None:  # fmt: skip
-    """Attention of T queries over the pages of their rows, for one layer; arguments as of `verify_attention`.
+    """Attention of T queries over the pages of their rows, for one layer; arguments as in `verify_attention`.
 
     q     bf16 [T, NH, D]
     work  made with a `WorkShape` that has `part`
@@ -170,7 +171,7 @@ def ordered_attention(
 
 
 def main() -> None:
-    """Beside `verify_attention`, on the same rows."""
+    """Compare the times with those of `verify_attention` on the same rows."""
     bench = Bench("ordered_attention")
     shapes = ((64, 1, 8448), (64, 4, 8448), (256, 1, 1280), (256, 4, 1280), (4, 4, 8448)) if bench.on_gpu else ((2, 1, 64),)
     for rows, queries, keys in shapes:

@@ -1,6 +1,6 @@
 """Prefill attention over paged K/V whose bits are those of `ordered_attention.py`: causal, with windows and learned sinks.
 
-    out[t] = softmax over the keys k that t sees of (scale * q[t] . K[k]) @ V
+    out[t] = softmax over the keys k that t attends to of (scale * q[t] . K[k]) @ V
 
 One program for each tile of (query, head) pairs of a row and K/V head. It attends to one part of the keys after another, as the
 items of a round do, and adds each part to the result as `merge_states.py` does. The tiles with the most keys start first.
@@ -62,7 +62,7 @@ def ordered_prefill_kernel(
     key = tl.arange(0, BLOCK)
     first = 0
     seen = None
-    if WINDOW == 0:  # all queries of the tile see the keys up to the first of them
+    if WINDOW == 0:  # all queries of the tile attend to the keys up to the first query's position
         seen = (tl.min(tl.where(inside, position, 2147483646), 0) + 1) // BLOCK * BLOCK
     if WINDOW > 0:
         first = tl.maximum(tl.load(positions + begin + tile * TILE // HEADS).to(tl.int32) - (WINDOW - 1), 0) // BLOCK * BLOCK
@@ -112,7 +112,7 @@ def ordered_prefill(
     cu_seqlens_q  int32 [R+1]  row r's flat tokens are cu_seqlens_q[r] .. cu_seqlens_q[r+1]-1; all T are some row's
     kv_len        int32 [R]  positive
     max_q, max_kv no row has more queries or keys
-    window        a query at position p sees keys p-window+1 .. p; 0: 0 .. p
+    window        a query at position p attends to keys p-window+1 .. p; 0: 0 .. p
     sink_logits   fp32 [NH]  joins the denominator of each softmax once, not scaled
     out           bf16 [T, NH, D] contiguous
 

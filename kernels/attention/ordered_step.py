@@ -2,10 +2,11 @@
 
     s = q K', p = 2^(s * scale - peak')    mass' = mass * f + p 1    acc' = acc * f + p V    with f = 2^(peak - peak')
 
-as in `softmax_step.py`, but: blocks begin at multiples of BLOCK, which is one number for all tiles; the sum of weights is a
-product with ones, because a sum over a tile's columns goes by how its warps divide them; and no product is fused with a sum
-unless it is written so (launch with enable_fp_fusion=False). Keys that a query does not see change none of its bits. Tensor cores
-of the Hopper generation give the same bits by mma.sync and by wgmma, in tiles of any size (`benchmarks/bits_bench.py`).
+as in `softmax_step.py`, except that: blocks begin at multiples of BLOCK, which is one number for all tiles; the sum of weights is
+a product with ones, because the order of a sum over a tile's columns depends on how its warps divide them; and no product is
+fused with a sum unless it is written so (launch with enable_fp_fusion=False). Keys that a query does not attend to change none of
+its bits. Tensor cores of the Hopper generation give the same bits by mma.sync and by wgmma, in tiles of any size
+(`benchmarks/bits_bench.py`).
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import triton.language as tl
 from batchspec.kernels.attention.softmax_step import page_of, seen_keys
 
 PART = 2048
-"""Keys of a part: rows are cut at its multiples, whatever else is in the batch."""
+"""Keys of a part: every row is cut at the multiples of this number, whatever else is in the batch."""
 WARPS = {16: 4, 32: 4, 64: 4, 128: 8}
-"""Warps of a tile of so many lines."""
+"""Warps for each number of lines of a tile."""
 ONES = tl.constexpr(16)  # the fewest columns of a product
 
 
@@ -33,7 +34,7 @@ def attend_block(
     WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     BLOCK: tl.constexpr, SEEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """(peak, mass, acc) with the keys at .. at + BLOCK - 1 added, and the pages of the next ones. SEEN: every query sees all."""
+    """(peak, mass, acc) with the keys at .. at + BLOCK - 1 added, and the pages of the next. SEEN: all queries attend to all."""
     key = tl.arange(0, BLOCK)
     d = tl.arange(0, DIM)
     next_page = page_of(table, at + BLOCK + key, end, PAGE_SIZE)  # one step ahead, as in `verify_attention.py`
@@ -70,11 +71,11 @@ def attend_part(
     """(peak, mass, acc) of a tile over the keys first .. stop-1, first a multiple of BLOCK; of them the row has those below end.
 
     page   of the keys first .. first + BLOCK - 1 (`page_of`), which a caller may know before it has the queries
-    seen   all queries see the keys below this multiple of BLOCK, which then need no comparison; None: they are all compared
+    seen   all queries attend to the keys below this multiple of BLOCK, which then need no comparison; None: they are all compared
     base   address of K's head in page 0
     scale  of the scores, times log2(e)
     """
-    peak = tl.full([TILE], -1e30, tl.float32)  # finite, so that a query that sees no key of this part does not get NaN
+    peak = tl.full([TILE], -1e30, tl.float32)  # finite, so that a query without a key in this part does not get NaN
     mass = tl.zeros([TILE, ONES], tl.float32)
     acc = tl.zeros([TILE, DIM], tl.float32)
     if seen is not None:

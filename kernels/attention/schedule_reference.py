@@ -69,7 +69,7 @@ def split_kv_schedule_reference(work: AttentionWork, positions: Tensor, targets:
 
 
 def _rank(shape: WorkShape, item: tuple[int, ...]) -> tuple[bool, int]:
-    """Whole parts first, in the order of rows, then what is left of rows, by falling length in blocks."""
+    """Sort key: whole parts first, in the order of rows, then the remainders of rows, longest first (in blocks)."""
     _, _, first, end, *_ = item
     whole = end > 0 and end % shape.part == 0
     return not whole, 0 if whole else -triton.cdiv(end - first, shape.block)

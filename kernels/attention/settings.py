@@ -49,8 +49,8 @@ def config_of(head_dim: int, tile: int, dtype: torch.dtype) -> Config:
 def fp8_config_of(head_dim: int, tile: int, dtype: torch.dtype) -> Config:
     """The same over e4m3 K/V, `dtype` that of the queries; not measured yet.
 
-    Chosen by the fewest instructions for each key that Triton 3.6 makes of it, per_sm by its registers. With heads of 64 and a
-    tile of 32, Triton gives every warp all keys, so that more than two warps would convert them again.
+    Chosen for the fewest instructions per key that Triton 3.6 generates; per_sm follows from the registers. With heads of 64 and
+    a tile of 32, Triton gives every warp all keys, so that with more than two warps the conversions of keys would be repeated.
     """
     if dtype == torch.float32:
         return config_of(head_dim, tile, dtype)
@@ -82,7 +82,8 @@ def work_shape(
     sink: int = 0,
     fp8: bool = False,
 ) -> WorkShape:
-    """How to split the work of such a batch on a GPU with `num_sms` multiprocessors. dtype of the queries; fp8: K/V in e4m3."""
+    """How to split the work of such a batch on a GPU with `num_sms` multiprocessors. dtype is that of the queries; fp8: K/V in
+    e4m3."""
     lanes = max_q * (num_heads // kv_heads)
     tile, group_tile = tile_of(head_dim, lanes, dtype), tile_of(head_dim, min(num_rows, SAMPLES) * lanes, dtype)
     choose = fp8_config_of if fp8 else config_of
@@ -99,7 +100,7 @@ def ordered_work_shape(
     *, num_rows: int, max_q: int, max_kv: int, num_heads: int, kv_heads: int, head_dim: int, page_size: int, num_sms: int,
     window: int = 0,
 ) -> WorkShape:  # fmt: skip
-    """The same for `ordered_attention`: the tile goes by the number of queries, and no bit depends on it."""
+    """The same for `ordered_attention`: the tile depends on the number of queries, and no bit depends on the tile."""
     heads = num_heads // kv_heads
     lanes, block = max_q * heads, block_of(head_dim)
     return WorkShape(

@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def page_of(table, key, end, PAGE_SIZE: tl.constexpr):
-    """The page of each key, which is not negative: unsigned, because a signed division by 16 takes four instructions."""
+    """The page of each key. The division is unsigned (no key is negative): a signed one by 16 takes four instructions."""
     return tl.load(table + (key.to(tl.uint32) // PAGE_SIZE).to(tl.int32), mask=key < end, other=0)
 
 
@@ -21,7 +21,7 @@ def page_of(table, key, end, PAGE_SIZE: tl.constexpr):
 def seen_keys(
     key, end, position, start, bits, TREE: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr
 ):  # fmt: skip
-    """Which of the keys each line of the tile sees [TILE, keys]."""
+    """Which of the keys each line of the tile attends to [TILE, keys]."""
     seen = key[None, :] <= tl.minimum(position, end - 1)[:, None]
     if TREE:
         tail = key[None, :] - start[:, None]

@@ -11,10 +11,10 @@ once for all of them: its members are `count` entries of row_order from `begin` 
 This way, few rows fill the GPU exactly once (a second, partial wave of programs would double the time); many rows are split into
 items long enough to hide the start and end of a program; and many short rows are one item each, which needs no merge. Items are
 listed by falling length: the GPU starts them in that order, so that the last ones to finish are short. A windowed row lists only
-the keys that its first query still sees. Dead rows and padding get an item without keys, which zeroes their output.
-With `WorkShape.part` items end at its multiples instead, so that what is summed together depends on the row alone: a window
-begins at a multiple of the block, and of a shared prefix whole parts are read once. Whole parts are listed first, then what is
-left of each row, by falling length.
+the keys that its first query still attends to. Dead rows and padding get an item without keys, which zeroes their output.
+With `WorkShape.part` items end at its multiples instead, so that the order of sums depends on the row alone: a window
+begins at a multiple of the block, and only whole parts of a shared prefix are read once. Whole parts are listed first, then the
+remainder of each row, longest first.
 Bound by launch latency: each program ranks its unit among all others, one launch, no host read.
 """
 
@@ -33,7 +33,7 @@ from batchspec.kernels.common.pdl import await_earlier, launch_args
 WHOLE = 1 << 30  # a chunk longer than any row
 LANES = 64
 LEAST_ROWS = 64
-"""Fewer rows take the same compiled kernel: prefill passes have any number."""
+"""All smaller numbers of rows use the same compiled kernel, because prefill passes have any number of rows."""
 
 
 @triton.jit
@@ -227,7 +227,8 @@ def split_kv_schedule(
         split_kv_schedule_reference(work, positions, (target, group_target), min_chunk)
         return work
     groups = (shared.row_group, shared.group_start, shared.shared_len) if shared is not None else (kv_len, kv_len, kv_len)
-    # Without groups their constants, which go by the number of rows, are not read: others would be compiled for nothing.
+    # Without groups their constants, which depend on the number of rows, are not read: other values would compile kernels for
+    # nothing.
     of_groups = (shape.max_q, shape.group_tile, shape.group_block) if num_groups else (1, 1, 1)
     split_kv_schedule_kernel[(num_rows + 1 + num_groups,)](
         cu_seqlens_q, kv_len, positions, *groups, work.items, work.group_items, work.counts, work.row_parts,
@@ -274,7 +275,7 @@ def _bounds(
 
 
 def _part_bounds(shape: WorkShape, num_rows: int, lanes: int, num_groups: int) -> tuple[int, int, int]:
-    """The same of a shape with parts: how many depends on the longest row alone."""
+    """`_bounds` of a shape with parts: these numbers depend on the longest row alone."""
     tiles = min(num_rows * triton.cdiv(shape.max_q * shape.heads_per_kv, shape.tile), lanes // shape.tile + num_rows)
     parts = triton.cdiv(shape.max_kv, shape.part)
     if shape.window:

@@ -41,7 +41,7 @@ def lanes_of(tile, unit, begin, count, cu_seqlens_q, kv_len, row_order, max_q, H
 
 @triton.jit
 def sink_share(sink_logits, q_head, exists, lse):
-    """What of the softmax is not the sink's: 1 / (1 + e^sink / 2^lse), for the sink of each line's head."""
+    """The share of the softmax that is not the sink's: 1 / (1 + e^sink / 2^lse), for the sink of each line's head."""
     sink = tl.load(sink_logits + q_head, mask=exists, other=float("-inf")) * 1.4426950408889634
     return 1.0 / (1.0 + tl.exp2(sink - lse))
 

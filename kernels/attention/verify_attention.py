@@ -1,7 +1,7 @@
 """Verify attention: the few queries of each row over its long paged context, split over the keys (flash decoding).
 
-    out[t] = softmax over the keys k that t sees of (scale * q[t] . K[k]) @ V,   keys 0 .. position[t], or those in the window
-                                                                                 and the sink, or those in t's ancestor mask
+    out[t] = softmax over the keys of t of (scale * q[t] . K[k]) @ V,   which are 0 .. position[t], or those in the
+                                                              window and the sink, or those in t's ancestor mask
     with sink_logits: the softmax has one more key, whose logit is a constant of the head and whose value is 0 (gpt-oss)
 
 One program for each item of the work list (`split_kv_schedule.py`) and K/V head: the row's queries, in all heads that share the
@@ -102,9 +102,9 @@ def verify_kernel(
     TREE: tl.constexpr = ancestors is not None
 
     base = kv + head * HEAD_DIM
-    peak = tl.full([TILE], -1e30, tl.float32)  # finite, so that a query that sees no key of this item does not get NaN
-    # Triton divides the keys of so small a tile among warps, whose sums of weights would meet in shared memory at every step:
-    # they stay apart for each key of a block until the end. In other tiles each warp has all keys of its lines.
+    peak = tl.full([TILE], -1e30, tl.float32)  # finite, so that a query without a key in this item does not get NaN
+    # Triton divides the keys of so small a tile among warps, whose sums of weights would be combined in shared memory at every
+    # step: they are kept separately for each key of a block until the end. In other tiles each warp has all keys of its lines.
     APART: tl.constexpr = FP8 and TILE < DIM // 2
     mass = tl.zeros([TILE, BLOCK] if APART else [TILE], tl.float32)
     acc = tl.zeros([TILE, DIM // 2 if FP8 else DIM], tl.float32)
@@ -168,12 +168,12 @@ def verify_attention(
     kv          [2, P, page_size, KVH, D] of the same dtype, with scales e4m3, with the queries' own K/V already written;
                 contiguous except for the first dimension. Unwritten slots in a row's pages are never read
     page_table  int32 [R, max pages a row]
-    positions   int64 [T]  a query sees keys 0 .. its position, below kv_len, within the work list's window. They may be later
-                than those with which the list was made, as long as they are below kv_len
+    positions   int64 [T]  a query attends to keys 0 .. its position, below kv_len, within the work list's window. Positions may
+                be later than those with which the list was made, as long as they are below kv_len
     work        from `split_kv_schedule`; it has the layout of the rows
     partials    from `partials_of`
     out         [T, NH, D] contiguous, of q's dtype; dead rows and padding get zeros
-    ancestors   int64 [T]  for trees: the query sees key tail_start[row] + j if bit j is set, and all keys below tail_start.
+    ancestors   int64 [T]  for trees: the query attends to key tail_start[row] + j if bit j is set, and all keys below tail_start.
                 A window does not apply to keys from tail_start on
     tail_start  int32 [R]  with ancestors
     sink_logits fp32 [NH]  joins the denominator of each softmax once, not scaled

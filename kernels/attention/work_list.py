@@ -34,9 +34,9 @@ class WorkShape:
     heads_per_kv: int
     page_size: int
     window: int = 0
-    """Number of keys that a query sees, itself included; 0: all."""
+    """Number of keys that a query attends to, itself included; 0: all."""
     sink: int = 0
-    """With a window: number of first keys that are seen too."""
+    """With a window: number of first keys that every query attends to as well."""
     tile: int
     """(query, head) pairs of one item."""
     block: int
@@ -56,8 +56,8 @@ class WorkShape:
     max_whole: int = 2048
     """The same bound if there are enough rows to fill the GPU."""
     part: int = 0
-    """Keys of an item where every row is cut at the multiples of this number, a multiple of block and group_block, whatever else
-    is in the batch (`ordered_step.py`); 0: items go by the load."""
+    """Keys of an item if every row is cut at the multiples of this number, a multiple of block and group_block, whatever else
+    is in the batch (`ordered_step.py`); 0: the length of items depends on the load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -174,7 +174,7 @@ def measure(inputs: Inputs, copy_tb_s: float) -> None:
     for name, shape, configs in settings(inputs):
         try:
             us = inputs.time_us(shape, **configs)
-        except Exception as error:  # a setting may not fit the GPU; report it and go on
+        except Exception as error:  # a setting may not fit the GPU; report it and continue
             failed.append(f"{name}: {repr(error)[:90]}")
             continue
         default = default or us
@@ -202,7 +202,7 @@ PREFIXES = (
 
 
 def measure_prefixes(copy_tb_s: float, fp8: bool) -> None:
-    """Print a row for each of PREFIXES: microseconds of a layer, bytes saved, and those that reading once costs as much as."""
+    """Print a row for each of PREFIXES: microseconds of a layer, bytes saved, and the cost of reading once, in bytes."""
     for name, rows, keys, max_q, prefix, samples in PREFIXES:
         model = MODELS[name]
         apart, shared = (

@@ -64,7 +64,7 @@ def dots_kernel(
 ):  # fmt: skip
     """The two products of attention over blocks of keys, the weights of the second being the scores of the first.
 
-    BATCHED: as products of three dimensions, the first of which is 1. SWAPPED: K and V stand left of the queries.
+    BATCHED: as products of three dimensions, the first of which is 1. SWAPPED: K and V are the first operand.
     """
     lane, d, key = tl.arange(0, TILE), tl.arange(0, DIM), tl.arange(0, BLOCK)
     query = tl.load(q + lane[:, None] * DIM + d[None, :])
@@ -178,9 +178,9 @@ def dots_classes(dim: int, device: torch.device, block: int = 64, blocks: int = 
 
 
 def times(op: str, rows: int, k: int, device: torch.device, counts: Sequence[int], segments: Sequence[int]) -> None:
-    """For so many tokens each: the library, the tile that is chosen, and the fastest ones with each of these numbers of segments.
+    """For each number of tokens: the library, the chosen tile, and the fastest ones with each of these numbers of segments.
 
-    segments  none: the number that the weight has
+    segments  none: the number of segments of the weight
     """
     gated = op == "swiglu"
     n, own = rows // 2 if gated else rows, segments_of(rows, k)

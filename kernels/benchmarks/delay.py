@@ -1,4 +1,4 @@
-"""A launch that takes a while, for checks of concurrency: how long is read on the device, so replays of a graph differ."""
+"""A launch that takes a given time, for checks of concurrency. The device reads that time, so replays of a graph can differ."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     python -m batchspec.kernels.gemm.fp8_linear [--tokens 1 16 ...] [--models llama8b ...] [--rows] [--seconds 55] [--out FILE]
 
 Every result is checked against plain torch, also after the split kernel ran in a graph. For each product and number of tokens it
-prints the library, the rule's tile (`fp8_tiles.fp8_tile`, as if there were no library), the fastest tile of each split, and the
-bandwidth of the weights at the fastest of all. The last table has a line a model and number of tokens: the sums over its products
+prints the library, the tile that `fp8_tiles.fp8_tile` chooses without a library, the fastest tile of each split, and the
+bandwidth of the weights at the fastest of all. The last table has a line a model and number of tokens: the sums over all products
 with the library alone, with the rule, and with the fastest of both, which is what a better rule can gain.
 `--rows`: row scales instead. Kernels are compiled ahead by `--jobs` processes, into Triton's cache on disk.
 """
@@ -75,16 +75,16 @@ def tokens_of(num_tokens: int, k: int, device: torch.device, *, blocked: bool) -
 
 
 def error_of(found: Tensor, wanted: Tensor) -> float:
-    """Norm of the difference over the norm of what is wanted; NaN where something was not written."""
+    """Norm of the difference over the norm of what is wanted; NaN if some values were not written."""
     return float((found.float() - wanted).norm() / wanted.norm())
 
 
 class Timings(NamedTuple):
-    """Microseconds of one product for so many tokens; inf where a way does not work."""
+    """Microseconds of one product for one number of tokens; inf for what does not work."""
 
     library: float
     rule: float
-    """The rule's tile, or the library if the rule takes it."""
+    """The tile of `fp8_tile`, or the library if `fp8_tile` chooses it."""
     fastest: float
     tile: Fp8Tile | None
     """The fastest; None: the library."""
@@ -145,7 +145,7 @@ def compile_one(task: tuple[Fp8Tile, bool]) -> str:
 
 
 def kernels_of(products: Iterable[tuple[int, int]], token_counts: Iterable[int], sms: int) -> list[Fp8Tile]:
-    """A tile of each kernel: all splits are one."""
+    """One tile for each kernel to compile: all splits share a kernel."""
     counts = list(token_counts)
     tiles = (tile for rows, k in products for tokens in counts for tile in candidates(tokens, rows, k, sms))
     return list(dict.fromkeys(tile._replace(split=min(tile.split, 2)) for tile in tiles))
@@ -176,7 +176,7 @@ def bench(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None])
 
 
 def summary(found: dict[tuple[int, int, int], Timings], models: Iterable[str], token_counts: Iterable[int]) -> None:
-    """Sums over the products of a layer, where all were timed."""
+    """Sums over the products of a layer, if all were timed."""
     counts = list(token_counts)
     for model in models:
         for tokens in counts:

@@ -2,7 +2,7 @@
 
     python -m batchspec.kernels.benchmarks.lora_bench [--rows 256] [--per-row 1 4] [--adapters 16] [--ranks 16 32 64] [--sweep]
 
-Every row has an adapter, and each adapter as many rows. Each pair is checked against its reference first. A line has the
+Every row has an adapter, and each as many rows. Each pair is checked against its reference first. A line has the
 microseconds of the base product (the library's), of the first and second low-rank product, of both in a row, and of both as a
 share of the base product; the last line of a table is the sum over a layer, times the layers of the model. `--sweep` times other
 splits of K and tiles of tokens. Without a GPU the references alone run, on small shapes.
@@ -27,9 +27,9 @@ LAYERS = 32
 SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
     "qkv": ((4096, 1024, 1024), 4096), "o": ((4096,), 4096), "gate_up": ((14336, 14336), 4096), "down": ((4096,), 14336),
 }  # fmt: skip
-"""Rows of the parts, and K."""
+"""For each product: rows of its parts, and K."""
 NUM_COPIES = 4
-"""Of weights and inputs, so that a timing does not find them in the L2 cache."""
+"""Copies of weights and inputs, so that a timing does not find them in the L2 cache."""
 TOLERANCE = 1e-2
 
 
@@ -64,7 +64,7 @@ class Case(NamedTuple):
         lora_expand(h, self.b, self.scales, tokens, part_rows=self.part_rows, out=self.out)
 
     def check(self, tokens: LoraTokens, splits: int | None = None) -> None:
-        """Raises AssertionError where the pair differs from its reference."""
+        """Raises AssertionError if the pair differs from its reference."""
         before, expected = self.out.clone(), self.out.clone()
         self.pair(tokens, splits)
         h = lora_shrink_reference(self.x, self.a, self.scales, tokens)

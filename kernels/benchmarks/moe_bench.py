@@ -78,7 +78,7 @@ def routing_of(shape: MoeShape, ids: Tensor, unit_pairs: int) -> Routing:
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:
-    """Norm of the difference over the norm of what is wanted; NaN where something was not written."""
+    """Norm of the difference over the norm of what is wanted; NaN if some values were not written."""
     return float((found.float() - wanted).norm() / wanted.norm())
 
 
@@ -94,7 +94,7 @@ def alone_tile(product: Product) -> ExpertTile:
 
 
 def bench_case(name: str, product: Product, tokens: int, sweep: bool, clock: GraphClock) -> list[Timing]:
-    """All tiles of one product for so many tokens that are right, the default first. Raises ValueError if none is."""
+    """All tiles with right results for one product and number of tokens, the default first. Raises ValueError if none is."""
     case, device = f"{name} {'up' if product.gated else 'down'} {tokens}", product.device
     x, shape = product.inputs(tokens), product.shape
     all_ids = [spread_ids(shape, tokens, "all", device) for _ in range(ROUTINGS)]
@@ -144,7 +144,7 @@ def check_tile(case: str, product: Product, x: Tensor, tokens: int, tile: Expert
 
 
 def report(timings: Sequence[Timing]) -> None:
-    """Lines of one case: the default, and the fastest where it is faster."""
+    """Lines of one case: the default, and the fastest if it is faster."""
     default, best = timings[0], min(timings, key=lambda timing: timing.us)
     different = sum(not timing.same_bits for timing in timings)
     print(default.line(default.case) + (f"  bits DIFFER in {different} tiles" if different else ""), flush=True)

@@ -3,7 +3,7 @@
     python -m batchspec.kernels.benchmarks.moe_chain_bench [--models gpt-oss-120b ...] [--tokens 1 4 ...]
 
 Weights are random and those of several layers, so that the L2 cache does not hold them. Each layer routes by its own logits.
-The variants differ in their tiles and in who copies rows into the order of the list; results must agree in every bit. In the last
+Variants differ in tiles and in the launch that copies rows into the order of the list; results must agree in every bit. In the last
 tables a time is microseconds a layer, and the share of a part is what the layer takes less without it. Takes about a minute on an
 H200.
 """
@@ -84,7 +84,7 @@ class Layers:
         self.begin(1)
 
     def begin(self, tokens: int) -> None:
-        """Other tokens."""
+        """Make new tokens."""
         self.start = torch.randn(tokens, self.shape.hidden, device=self.gain.device).bfloat16()
         self.residual, self.mixed, self.x = (torch.empty_like(self.start) for _ in range(3))
         self.live = torch.ones(tokens, dtype=torch.bool, device=self.gain.device)
@@ -130,7 +130,7 @@ class Layers:
 
 
 def compile_rest(task: tuple[str, int]) -> str:
-    """Compile the launches around the products for so many tokens, in a process of its own."""
+    """Compile the launches around the products for one number of tokens, in its own process."""
     model, tokens = task
     shape = replace(MODELS[model], width=128)
     layers = Layers(shape, torch.device("cuda"))

@@ -23,7 +23,7 @@ FORMATS = ("bf16", "fp8", "mxfp4")
 
 @dataclass(frozen=True, slots=True)
 class MoeShape:
-    """Of a model: experts, experts of a token, hidden size, size of an expert; the gate, biases, formats worth timing."""
+    """The sizes of a model's experts, their gate and biases, and the formats worth timing."""
 
     experts: int
     top_k: int
@@ -107,7 +107,7 @@ class Product:
         module.launch("moe_bench", rows, self.weight, self.bias, routing, tile, out, gate=gate, **how)
 
     def result(self, x: Tensor, routing: Routing, tile: ExpertTile) -> Tensor:
-        """The product in pair order; NaN where nothing was written."""
+        """The product in pair order; NaN for values that were not written."""
         out = self.empty(len(routing.pairs)).fill_(torch.nan)
         self.run(self.rows_of(x, routing), routing, tile, out)
         return torch.empty_like(out).index_copy_(0, routing.pairs.long(), out) if self.gated else out

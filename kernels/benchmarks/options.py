@@ -20,7 +20,7 @@ def parser_of(module: str, models: Iterable[str], tokens: Iterable[int]) -> argp
 
 
 def add_limits(parser: argparse.ArgumentParser, *, seconds: float) -> None:
-    """--seconds, by default so many, and --out."""
+    """Add --seconds, with this default, and --out."""
     parser.add_argument("--seconds", type=float, default=seconds, help="start no new case after this time")
     parser.add_argument("--out", help="append each timing as JSON to this file")
 

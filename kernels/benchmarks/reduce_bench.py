@@ -1,7 +1,7 @@
 """Checks and timings of the exchanges between GPUs: `python -m batchspec.kernels.benchmarks.reduce_bench RANKS [--one-gpu]`.
 
 Starts RANKS processes, one a GPU. A CUDA graph of all kinds of exchanges, with delays at random between them, is replayed with
-new data each time; every rank makes the data of all ranks and compares bit for bit. Then one rank stays away, and the others
+new data each time; every rank makes the data of all ranks and compares bit for bit. Then one rank makes no call, and the others
 must give up in time. Then sums of 0.05 to 8 MB are timed, in graphs, beside NCCL. Takes less than a minute.
 
 With --one-gpu all ranks share one GPU and take turns on it: this checks the same, and times nothing.
@@ -36,7 +36,7 @@ ENVIRONMENT = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0",
 SUMS = ((64, 8192, torch.bfloat16), (1, 2880, torch.bfloat16), (200, 576, torch.float16), (37, 4096, torch.float32))
 """T, H, dtype of the sums of a replay: more and fewer rows than programs, widths that are no power of two."""
 QUANTISED, FORMS = (torch.bfloat16, torch.float32), (Fp8Form(whole=False), Fp8Form(whole=True))
-"""Of the sums, those of these dtypes are quantised too."""
+"""Sums in these dtypes are also quantised."""
 EXCHANGES = 4 + 4 * len(SUMS) + 2 * len(FORMS) * sum(dtype in QUANTISED for _, _, dtype in SUMS)
 REPLAYS, DELAY_STEPS = 1000, 120
 AWAY_S = 0.5
@@ -45,7 +45,7 @@ WIDTH, EPS = 8192, 1e-5
 
 
 def values(rank: int, step: Tensor, salt: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """What a rank gives to an exchange of a replay: any process can make it, of any rank."""
+    """The values that a rank contributes to an exchange of a replay: any process can compute those of any rank."""
     count = 1
     for size in shape:
         count *= size
@@ -55,7 +55,7 @@ def values(rank: int, step: Tensor, salt: int, shape: tuple[int, ...], dtype: to
 
 
 def differing(found: Tensor, wanted: Tensor) -> Tensor:
-    """How many bytes differ."""
+    """Number of bytes that differ."""
     return (found.contiguous().view(torch.uint8) != wanted.contiguous().view(torch.uint8)).sum()
 
 
@@ -107,7 +107,7 @@ class Checks:
             self.one_shot[salt] = out
 
     def quantised(self, salt: int, shape: tuple[int, int], dtype: torch.dtype, form: Fp8Form, two_shot: bool) -> None:
-        """Against the launch that one GPU has for the sum: the same bits."""
+        """Compare with the launch that one GPU uses for the sum: the bits must be equal."""
         peers, count = self.peers, shape[0]
         partials = torch.stack([values(rank, self.step, 40 + salt, shape, dtype) for rank in range(peers.ranks)])
         residual, weight = values(97, self.step, salt, shape, dtype), values(96, self.step, salt, shape[1:], dtype)
@@ -150,7 +150,7 @@ class Checks:
         self.note("best", out_ids, best_of_ranks_reference(scores, ids))
 
     def delay(self) -> None:
-        """A different one on each rank and in each replay, mostly short."""
+        """Delay this rank: differently on each rank and in each replay, mostly briefly."""
         delay((torch.rand(1, device=self.device) ** 4 * DELAY_STEPS).int(), self.scratch)
 
     def note(self, name: str, found: Tensor, right: Tensor) -> None:
@@ -160,7 +160,7 @@ class Checks:
 
 
 def replay_checks(checks: Checks, replays: int) -> list[str]:
-    """What was wrong."""
+    """Run the checks; returns what was wrong."""
     torch.cuda.manual_seed(1 + checks.peers.rank)
     checks.run()  # compiles
     torch.cuda.synchronize()
@@ -180,7 +180,7 @@ def lost_of(peers: PeerMemory) -> list[str]:
 
 
 def check_absence(peers: PeerMemory, device: torch.device) -> list[str]:
-    """The last rank comes late: the others note it and return; then it learns of that. `peers` are of no use afterwards."""
+    """The last rank arrives late: the others record it and return; then it learns that. `peers` cannot be used afterwards."""
     last = peers.ranks - 1
     x = torch.ones(64, WIDTH, dtype=torch.bfloat16, device=device)
     began = time.perf_counter()
@@ -199,7 +199,7 @@ def check_absence(peers: PeerMemory, device: torch.device) -> list[str]:
 
 
 def graph_us(call: Call, calls: int = 40, repeats: int = 7) -> float:
-    """Median microseconds of one call; the ranks begin together."""
+    """Median microseconds of one call; all ranks start at the same time."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

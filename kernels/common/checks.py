@@ -15,7 +15,7 @@ def check(
 
     name     kernel and argument, for the message: "argmax: out_ids"
     rows     False: must be contiguous; True: only the last dimension must be, as in a slice of wider rows
-    strided  any strides are allowed, as of a column of a matrix
+    strided  any strides are allowed, such as those of a column of a matrix
     """
     strides_fit = strided or ((tensor.stride(-1) == 1 or tensor.shape[-1] <= 1) if rows else tensor.is_contiguous())
     if tensor.shape == shape and tensor.dtype in dtypes and strides_fit:

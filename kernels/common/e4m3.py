@@ -58,5 +58,5 @@ def from_e4m3(stored: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def movable(stored: Tensor) -> Tensor:
-    """e4m3 as uint8, any other dtype as it is, over the same memory: not every operation of torch that copies takes e4m3."""
+    """e4m3 as uint8, any other dtype as it is, over the same memory: some torch operations that copy do not support e4m3."""
     return stored.view(torch.uint8) if stored.dtype is E4M3 else stored

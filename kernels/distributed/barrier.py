@@ -7,17 +7,18 @@ Each rank has a symmetric buffer, memory that all ranks of the group can read an
 
 A program writes its part of the rank's data, then its flag on every rank (release, system scope), and waits for the flags of
 the same program of all ranks (acquire, system scope). Programs with other indices need not run at the same time. There are fewer
-programs than a GPU has multiprocessors, and no launch waits behind them (`common/pdl.py`): so exchanges of another stream find
-room while these wait, on both sides.
+programs than a GPU has multiprocessors, and no launch starts early while they wait (`common/pdl.py`): so exchanges of another
+stream can run at the same time, on both sides.
 
 Exchanges are numbered in device memory, because a CUDA graph replays the same arguments. All programs of a launch have the same
 number, and launches of a rank's stream run one after the other. So whoever has seen a rank's flag of exchange n - 1 knows that
-this rank has ended exchange n - 2, and may overwrite the half that it read then: one barrier an exchange is enough, also where
+this rank has ended exchange n - 2, and may overwrite the half that it read then: one barrier per exchange is enough, even if
 exchanges differ in shape, grid and kernel.
 
-A program gives up after so many polls: it notes which rank did not come, on the device and in host memory. From the next launch
-on this rank writes no data and sends LOST in place of numbers, so the ranks that wait for it give up at once, and none reads data
-that changes meanwhile. The outputs of such launches are undefined: the host must look at the note before it uses results.
+A program gives up after a maximum number of polls: it records which rank did not arrive, on the device and in host memory. From
+the next launch on this rank writes no data and sends LOST instead of numbers, so the ranks that wait for it give up at once, and
+none reads data that changes meanwhile. The outputs of such launches are undefined: the host must read the record before it uses
+results.
 Source: https://github.com/vllm-project/vllm (custom_all_reduce) has the same flags, with a barrier before and after the reads.
 """
 
@@ -27,12 +28,12 @@ import triton
 import triton.language as tl
 
 PROGRAMS = 128
-"""Programs of a launch at most. H200: more do not make an exchange faster."""
+"""Maximum number of programs of a launch. On an H200, more do not make an exchange faster."""
 STAGES = 2
 LOST = -1
 _PROGRAMS, _LOST = tl.constexpr(PROGRAMS), tl.constexpr(LOST)
 FLAG_BYTES = 8 * STAGES * PROGRAMS
-"""Of one rank's flags in a symmetric buffer."""
+"""Bytes that the flags of one rank take in a symmetric buffer."""
 _FLAG_BYTES = tl.constexpr(FLAG_BYTES)
 
 
@@ -46,7 +47,7 @@ def begin(epochs, failed, spins):
 
 @triton.jit
 def end(epochs, count):
-    """Note that this exchange, number `count`, is over, for all programs that a later launch may have."""
+    """Record that exchange number `count` has ended, for all programs that a later launch may have."""
     program = tl.program_id(0) + tl.arange(0, _PROGRAMS) * tl.num_programs(0)
     tl.store(epochs + program, count + tl.zeros_like(program), mask=program < _PROGRAMS)
 
@@ -59,7 +60,7 @@ def buffer_of(addresses, rank, RANKS: tl.constexpr):
 
 @triton.jit
 def buffers_of(addresses, RANKS: tl.constexpr):
-    """Those of all ranks, a tuple."""
+    """The addresses of all ranks' data, as a tuple."""
     found = (buffer_of(addresses, 0, RANKS),)
     for rank in tl.static_range(1, RANKS):
         found = found + (buffer_of(addresses, rank, RANKS),)  # type: ignore[assignment]  # noqa: RUF005  Triton has no other way
@@ -68,7 +69,7 @@ def buffers_of(addresses, RANKS: tl.constexpr):
 
 @triton.jit
 def region_of(buffer, count, stage, num_bytes, dtype: tl.constexpr):
-    """Pointer to what a rank gives to exchange number `count` in one stage; regions have `num_bytes` each."""
+    """Pointer to the data that a rank contributes to exchange number `count` in one stage; regions have `num_bytes` each."""
     address = buffer + ((count & 1) * 2 + stage) * num_bytes
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
@@ -85,7 +86,7 @@ def send(addresses, rank, epoch, stage, RANKS: tl.constexpr):
 
 @triton.jit
 def wait(addresses, failed, report, rank, epoch, spins, stage, RANKS: tl.constexpr):
-    """Until the same program of every rank has sent `epoch` or more. False if one has not come, or is LOST."""
+    """Wait until the same program of every rank has sent `epoch` or more. False if one has not arrived, or is LOST."""
     peer = tl.arange(0, RANKS)
     flag = (stage * _PROGRAMS + tl.program_id(0)) * RANKS + peer
     at = (tl.load(addresses + rank) + flag * 8).to(tl.pointer_type(tl.int64))
@@ -98,10 +99,10 @@ def wait(addresses, failed, report, rank, epoch, spins, stage, RANKS: tl.constex
         spins -= 1
     came = (least >= epoch) & (epoch >= 0)
     if (least < epoch) & (epoch >= 0):
-        # Who is LOST waits for another rank: that one is named if it is missing here too.
+        # A rank that is LOST has waited for another rank: that one is recorded if it is missing here too.
         order = tl.where(seen < 0, RANKS + peer, peer)
         missing = 1 + (tl.min(tl.where(seen < epoch, order, 2 * RANKS), 0) % RANKS).to(tl.int64)
         tl.store(failed, missing)
         tl.store(report, missing)
-    tl.debug_barrier()  # what other threads read afterwards comes after this thread's acquire
+    tl.debug_barrier()  # orders the later reads of other threads after this thread's acquire
     return came

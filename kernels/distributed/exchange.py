@@ -4,8 +4,8 @@
     sum_of_ranks   out[i] = sum over ranks, in rank order, of x[i]        in fp32 (fp64 of fp64), rounded once
     best_of_ranks  out[t] = the id of the largest score of all ranks, the lowest id of equals
 
-One launch and one barrier each (`barrier.py`). Bound by the barrier, some 5 us between two H200: it is what they replace several
-launches for, the greedy token, the masses of a cutoff's search and the squares of a norm over the heads of all ranks.
+One launch and one barrier each (`barrier.py`). Bound by the barrier, some 5 us between two H200. One exchange replaces several
+launches for the greedy token, the masses of a cutoff's search, and the squares of a norm over the heads of all ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from batchspec.kernels.sampling.argmax import NO_TOKEN
 
 BLOCK = 1024
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-"""Bytes of a value: the dtype as which a gather moves it. All ranks must cut a tensor into the same blocks."""
+"""Bytes of a value -> the dtype as which a gather moves it. All ranks must cut a tensor into the same blocks."""
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
@@ -72,7 +72,7 @@ def best_of_ranks_kernel(
     scores, ids, out_ids, addresses, epochs, failed, report, rank, spins, num_rows, num_bytes, RANKS: tl.constexpr,
     FLAG: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Scores lie in a rank's first region, ids in the second: one barrier is for both."""
+    """Scores are in a rank's first region, ids in the second: one barrier serves both."""
     DTYPE: tl.constexpr = scores.dtype.element_ty
     lane = tl.arange(0, BLOCK)
     first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
@@ -106,8 +106,8 @@ def gather(x: Tensor, peers: PeerMemory, *, out: Tensor, interpret: bool = False
     x    any dtype and shape, contiguous, at most `peers.num_bytes`
     out  [R, *shape of x] of the same dtype
 
-    All ranks call it, with the same shapes, in the same order. Does not synchronise with the host. Where a rank does not come in
-    time the output is undefined and `peers.lost()` says so. Raises ValueError for other shapes, dtypes or strides.
+    All ranks call it, with the same shapes, in the same order. Does not synchronise with the host. If a rank does not arrive in
+    time, the output is undefined and `peers.lost()` names it. Raises ValueError for other shapes, dtypes or strides.
     """
     check("gather: x", x, tuple(x.shape), x.dtype)
     check("gather: out", out, (peers.ranks, *x.shape), x.dtype)
@@ -137,7 +137,7 @@ def best_of_ranks(
     scores   fp32, bf16, fp16 or fp64 [T], without NaN: the largest of this rank
     ids      int32 [T]: where that is
     out_ids  int32 [T]
-    flag_nonfinite  write NO_TOKEN where the largest score is not finite
+    flag_nonfinite  write NO_TOKEN if the largest score is not finite
     """
     (num_rows,) = scores.shape
     check("best_of_ranks: scores", scores, (num_rows,), *FLOATS)

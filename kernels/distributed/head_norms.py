@@ -4,7 +4,7 @@
     x    = x / sqrt(mean + eps) * weight                                               in place, of q and of k
 
 R is the number of ranks. They have equal numbers of heads, and each K/V head is on the same number of ranks, so the mean square
-of a whole row is the mean of the ranks' mean squares. Rounded where `batchspec.kernels.norm_rope.norm` rounds. Two numbers a
+of a whole row is the mean of the ranks' mean squares. Rounds as `batchspec.kernels.norm_rope.norm` does. Two numbers a
 token are exchanged with one barrier (`barrier.py`), which bounds it: 6.0 us for 64 rows on two H200 (`reduce_bench 2`). Program i
 computes rows i, i + number of programs, and so on.
 """
@@ -80,7 +80,7 @@ def head_norms(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float, peers: P
     q_norm, k_norm  [NH * D] and [KVH * D] of the same dtype, or fp32 (fp64 for fp64): then the result is rounded once
 
     All ranks call it, with the same shapes, in the same order. Does not synchronise with the host. If a rank does not arrive
-    in time, qkv is undefined and `peers.lost()` says so. Raises ValueError for other shapes, dtypes or strides.
+    in time, qkv is undefined and `peers.lost()` names it. Raises ValueError for other shapes, dtypes or strides.
     """
     num_rows, wide = qkv.shape[0], torch.promote_types(qkv.dtype, torch.float32)
     (q,), (k,) = q_norm.shape, k_norm.shape

@@ -1,6 +1,7 @@
-"""What an exchange between GPUs needs besides its tensors: symmetric buffers of all ranks, counters, and the note of a lost rank.
+"""The memory of an exchange between GPUs: symmetric buffers of all ranks, counters, and the record of a lost rank.
 
-The buffers are torch's symmetric memory: each rank allocates one and maps those of the others. `barrier.py` says what they hold.
+The buffers are torch's symmetric memory: each rank allocates one and maps those of the others. `barrier.py` describes their
+contents.
 """
 
 from __future__ import annotations
@@ -16,32 +17,32 @@ from batchspec.kernels.distributed.barrier import FLAG_BYTES, PROGRAMS, STAGES
 
 ALIGNED = 256
 POLLS_PER_S = 1_000_000
-"""About. A poll is an atomic operation in the rank's own L2 cache and a vote of the program's threads."""
+"""Approximate. A poll is an atomic operation in the rank's own L2 cache and a vote of the program's threads."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PeerMemory:
-    """One rank's end. The launches that use it run one after the other; others, which may overlap them, need another one."""
+    """The memory of one rank. The launches that use it run one after the other; others, which may overlap, need another."""
 
     rank: int
     ranks: int
     num_bytes: int
-    """That a rank may give to one exchange."""
+    """Maximum number of bytes that a rank contributes to one exchange."""
     addresses: Tensor
-    """int64 [ranks]: the symmetric buffers of all ranks, where this process finds them."""
+    """int64 [ranks]: the addresses of all ranks' symmetric buffers in this process."""
     epochs: Tensor
-    """int64 [PROGRAMS]: exchanges so far, the same number for every program."""
+    """int64 [PROGRAMS]: number of exchanges so far, the same for every program."""
     failed: Tensor
-    """int64 [1]: 0, or 1 + the rank that did not come."""
+    """int64 [1]: 0, or 1 + the rank that did not arrive."""
     report: Tensor
     """The same in host memory, which the host reads without waiting for the GPU."""
     spins: int
     """Polls after which a program gives up."""
     buffer: Any = None
-    """What keeps the symmetric buffers alive."""
+    """A reference that keeps the symmetric buffers alive."""
 
     def lost(self) -> int | None:
-        """The rank that did not come to an exchange in time, once that has happened: outputs since then are undefined.
+        """The rank that did not arrive at an exchange in time, or None. After a lost rank all outputs are undefined.
 
         Read it after a synchronisation with the launches whose outputs are to be used.
         """
@@ -54,7 +55,7 @@ def buffer_bytes(ranks: int, num_bytes: int) -> int:
 
 
 def peer_memory(rank: int, ranks: int, num_bytes: int, addresses: Tensor, *, limit_s: float, buffer: Any = None) -> PeerMemory:
-    """Counters beside buffers that exist: `addresses` of zeroed memory of `buffer_bytes`, on the device that is to use it."""
+    """Counters for existing buffers: `addresses` of zeroed memory of `buffer_bytes`, on the device that is to use it."""
     if ranks < 2 or ranks & (ranks - 1):
         raise ValueError(f"exchanges are between 2, 4, 8 .. ranks, not {ranks}")
     if num_bytes % 16:
@@ -77,12 +78,12 @@ def peer_memory(rank: int, ranks: int, num_bytes: int, addresses: Tensor, *, lim
 def connect(num_bytes: int, device: torch.device, group: dist.ProcessGroup, *, limit_s: float) -> PeerMemory:
     """Allocate symmetric buffers; every rank of the group calls it with the same size.
 
-    num_bytes  that a rank gives to one exchange at most; rounded up
+    num_bytes  maximum that a rank contributes to one exchange; rounded up
     group      of any backend: what is exchanged here is on the host
-    limit_s    seconds that a rank waits for the others in an exchange, about
+    limit_s    approximate number of seconds that a rank waits for the others in an exchange
 
-    Takes 4 * num_bytes of the GPU's memory. Raises RuntimeError where GPUs cannot read each other's memory, or a rank is gone.
-    Two ranks on one GPU need TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1; they take turns, which is for tests alone.
+    Takes 4 * num_bytes of the GPU's memory. Raises RuntimeError if GPUs cannot read each other's memory, or a rank has ended.
+    Two ranks on one GPU need TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1; they run in turns, which only tests do.
     """
     import torch.distributed._symmetric_memory as symmetric  # takes a while to import, and is not in every build of torch
 

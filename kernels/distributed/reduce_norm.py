@@ -5,15 +5,15 @@
     reduce_norm:      residual += hidden, out = rms_norm(residual) * weight
     reduce_norm_fp8:  the same, rounded, then quantised to e4m3 as `batchspec.kernels.norm_rope.norm_fp8` does
 
-Two ways with the same bits. T rows of H columns, R ranks:
+Two algorithms with the same bits. T rows of H columns, R ranks:
 
     one-shot   every rank reads all partial results                             reads (R - 1) * T * H values from others
     two-shot   a rank sums H / R columns of each row, then all ranks read
                the sums: a second barrier, less to read                         reads 2 * (R - 1) / R * T * H values
 
-A program does all of this for the rows of its index, so that each step waits for the same program of the other ranks alone. The
-sum of a value has one order, and the norm of a row is that of `batchspec.kernels.norm_rope.norm`: the result of a row depends on
-nothing else, neither on the way nor on the number of programs. Bound by the barrier (some 5 us between two H200) up to about
+A program does all of this for the rows of its index, so that each step waits only for the same program of the other ranks. The
+sum of a value has one order, and the norm of a row is that of `batchspec.kernels.norm_rope.norm`: the result of a row depends
+neither on the algorithm nor on the number of programs. Bound by the barrier (some 5 us between two H200) up to about
 0.25 MB, then by NVLink.
 """
 
@@ -45,7 +45,7 @@ def reduce_norm_kernel(
 ):  # fmt: skip
     """`residual` and `weight` None: the sum alone. `out_aux` may be None. SHARE: columns of a rank; 0: one-shot.
 
-    out_scales [.., out_rows], WHOLE, GROUP and given: as of `norm_fp8_kernel`; out_scales None: nothing is quantised.
+    out_scales [.., out_rows], WHOLE, GROUP and given: as in `norm_fp8_kernel`; out_scales None: nothing is quantised.
     """
     DTYPE: tl.constexpr = partial.dtype.element_ty
     first, programs = tl.program_id(0), tl.num_programs(0)
@@ -125,8 +125,8 @@ def reduce_norm(
     out       [T, H] of the same dtype  rows may be slices of wider ones
     out_aux   [T, H] of the same dtype or None: a copy of the new residual; rows may be slices of wider ones
 
-    All ranks call it, with the same shapes, in the same order. Does not synchronise with the host. Where a rank does not come in
-    time the outputs are undefined and `peers.lost()` says so. Raises ValueError for other shapes, dtypes or strides.
+    All ranks call it, with the same shapes, in the same order. Does not synchronise with the host. If a rank does not arrive in
+    time, the outputs are undefined and `peers.lost()` names it. Raises ValueError for other shapes, dtypes or strides.
     """
     _check_norm("reduce_norm", partial, residual, weight, out_aux)
     check("reduce_norm: out", out, tuple(partial.shape), partial.dtype, rows=True)
@@ -137,7 +137,7 @@ def reduce_norm_fp8(
     partial: Tensor, residual: Tensor, weight: Tensor, eps: float, form: Fp8Form, peers: PeerMemory, *,
     out_aux: Tensor | None = None, two_shot: bool = False, interpret: bool = False,
 ) -> Fp8Tokens:  # fmt: skip
-    """`reduce_norm` of bf16 or fp32, its result quantised in the same launch as a product with FP8 weights reads it."""
+    """`reduce_norm` of bf16 or fp32, its result quantised in the same launch, for a product with FP8 weights."""
     check("reduce_norm_fp8: partial", partial, tuple(partial.shape), torch.bfloat16, torch.float32, rows=True)
     check_form("reduce_norm_fp8", form)
     _check_norm("reduce_norm_fp8", partial, residual, weight, out_aux)
@@ -164,7 +164,7 @@ def _launch(
     name: str, partial: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, peers: PeerMemory,
     out: Tensor | Fp8Rows, out_aux: Tensor | None, two_shot: bool, interpret: bool, form: Fp8Form | None = None,
 ) -> None:  # fmt: skip
-    """form: of rows that are quantised; None: they are not."""
+    """form: how rows are quantised; None: they are not."""
     num_tokens, width = partial.shape
     check(f"{name}: partial", partial, (num_tokens, width), *FLOATS, rows=True)
     if partial.numel() * partial.element_size() > peers.num_bytes:
@@ -184,7 +184,7 @@ def _launch(
         EPS=eps, WIDTH=width, BLOCK=block, RANKS=peers.ranks, SHARE=share, SHARE_BLOCK=triton.next_power_of_2(max(16, share)),
         ACC=tl.float64 if partial.dtype == torch.float64 else tl.float32, WHOLE=form is not None and form.whole, GROUP=GROUP,
         INTERPRETED=not partial.is_cuda,
-        # As in `norm`: the order in which the squares of a row are added depends on it.
+        # As in `norm`: the order in which the squares of a row are added depends on this number.
         num_warps=min(16, max(1, block // (32 * VALUES_PER_THREAD))), **launch_args(partial),
     )  # fmt: skip
 

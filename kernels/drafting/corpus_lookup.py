@@ -28,7 +28,7 @@ from batchspec.kernels.common.checks import check
 from batchspec.kernels.sampling.counter_rng import mix32, mix32_reference
 
 TRUST_BITS = 8
-SEED = 0x1E3779B9  # mix32(0) = 0: without a seed all runs of token 0 would have one hash
+SEED = 0x1E3779B9  # mix32(0) = 0: without a seed all sequences of token 0 would have the same hash
 
 
 @triton.jit(do_not_specialize=["max_draft_len", "growth", "width", "num_entries", "corpus_len"])

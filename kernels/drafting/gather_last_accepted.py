@@ -72,7 +72,7 @@ def gather_last_accepted(
     accepted_len   int32 [R]    0 for dead rows
     positions      int64 [T]
     num_tokens     int32 [R]    committed tokens, including those of this round
-    live           int32 [R]    as of after the commit
+    live           int32 [R]    state after the commit
     out_q          [R, A] of q's dtype
     out_residual   [R, H] of q's dtype
     out_positions  int64 [R]

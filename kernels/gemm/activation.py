@@ -41,7 +41,7 @@ def gated(gate, up, GELU: tl.constexpr, DTYPE: tl.constexpr):
 def silu_and_mul_kernel(
     gate_up, out, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """GELU: as of `gated`."""
+    """GELU: as in `gated`."""
     blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64)
     lane = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -68,7 +68,7 @@ def silu_and_mul(gate_up: Tensor, *, out: Tensor, interpret: bool = False) -> No
 
 
 def gelu_tanh_and_mul(gate_up: Tensor, *, out: Tensor, interpret: bool = False) -> None:
-    """Write gelu_tanh(first half) * second half of each row. Arguments as of `silu_and_mul`."""
+    """Write gelu_tanh(first half) * second half of each row. Arguments as in `silu_and_mul`."""
     _check("gelu_tanh_and_mul", gate_up, out)
     if not (gate_up.is_cuda or interpret):
         gelu_tanh_and_mul_reference(gate_up, out=out)

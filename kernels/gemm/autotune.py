@@ -34,7 +34,7 @@ DTYPE = torch.bfloat16
 FINALISTS = 4
 EPS = 1e-5
 TOLERANCE = 0.02
-"""Maximum error, as a share of the largest value: two to three roundings to bf16."""
+"""Maximum error, as a fraction of the largest value: two to three roundings to bf16."""
 
 # (op, weight rows, K) of the target shapes
 MODELS: dict[str, tuple[tuple[str, int, int], ...]] = {

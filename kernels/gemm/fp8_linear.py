@@ -1,6 +1,6 @@
 """Matrix products of dense models with FP8 weights and activations (W8A8): y = x @ weight.T + bias, few tokens or odd shapes.
 
-The formula is that of `batchspec.kernels.moe.experts_fp8`, whose loop over K this kernel runs. W is on the wide side of the
+The formula is that of `batchspec.kernels.moe.experts_fp8`, whose loop over K this kernel runs. W is the first operand (M) of the
 tensor cores' products. A tile of the output can be shared by several programs, each of which sums whole blocks of 128 of K. The
 last one to finish adds their sums in the order of K (`split_k.py`), so the bits are the same in every run.
 Bound by memory (the weights) up to about 175 tokens, then by the tensor cores, for which `scaled_mm.py` is faster.

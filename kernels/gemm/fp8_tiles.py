@@ -25,20 +25,20 @@ class Fp8Tile(NamedTuple):
 
 
 FEW_TOKENS = 32
-"""Up to so many, our kernel is faster than the library for every measured product."""
+"""Up to this many tokens our kernel is faster than the library for every measured product."""
 MIN_BLOCKS = 8
-"""Fewest blocks of 128 of K for a part of a split: below, the sum of the parts takes longer than the product."""
+"""Minimum number of blocks of 128 of K in a part of a split: with fewer, summing the parts takes longer than the product."""
 
 
 def fp8_tile(num_tokens: int, rows: int, k: int, num_sms: int, *, library: bool) -> Fp8Tile | None:
     """A good tile for x [num_tokens, k] with W [rows, k]; None: the library's product (`scaled_mm.py`).
 
-    library  whether it can multiply them
+    library  whether the library can multiply them
 
     Measured on one H200 on 2026-11-22, torch 2.11, block scales, with `python -m batchspec.kernels.gemm.fp8_linear`: ten products
     of Llama-8B, half of Llama-70B and Qwen3-30B at 1 to 256 tokens. The library does not divide K, so it takes 14 us for
     4096 x 4096 and 41 us for 4096 x 14336 at 32 to 256 tokens. The tiles here take 9 and 20 us at 16 tokens, 14 and 25 at 64.
-    From 256 tokens on it is the faster one by 1.3 to 1.9, with 1.3 to 1.8 times the rate of bf16.
+    From 256 tokens on the library is 1.3 to 1.9 times faster, and has 1.3 to 1.8 times the rate of bf16.
     """
     few_rows = rows <= 5120 and k >= 4096
     ours = num_tokens <= FEW_TOKENS or (num_tokens <= 64 and (few_rows or k >= 8192))
@@ -59,11 +59,11 @@ SPLITS = (1, 2, 4, 8)
 CUTS = ((64, 4, 4), (64, 6, 4), (128, 3, 4), (128, 4, 4), (128, 4, 8))
 """Values of (block_n, stages, warps) worth timing."""
 THREAD_SUMS = 64
-"""Most sums of a tile that one thread holds. It holds as many of one block of K besides: with 128 each, registers spill."""
+"""Maximum number of sums of a tile in one thread. It also holds as many of one block of K: with 128 each, registers spill."""
 
 
 def candidates(num_tokens: int, rows: int, k: int, num_sms: int) -> list[Fp8Tile]:
-    """Tiles worth timing on a GPU like an H100, that of the rule without a library first."""
+    """Tiles worth timing on a GPU like an H100; first the one that `fp8_tile` chooses without a library."""
     heights = sorted({_height(num_tokens, 64), _height(num_tokens, 128)})
     rule = fp8_tile(num_tokens, rows, k, num_sms, library=False)
     assert rule is not None

@@ -1,10 +1,10 @@
 """The rows that dense FP8 products read: tokens quantised to e4m3, alone or in one launch with the activation before them.
 
-    quantise_tokens       x                               scales and values as of `quantise_rows` (`kernels/moe/quantise.py`)
+    quantise_tokens       x                               scales and values as in `quantise_rows` (`kernels/moe/quantise.py`)
     quantise_activation   act(gate) * up, rounded first   the bits of `silu_and_mul` or `gelu_tanh_and_mul`, then quantise_tokens
 
 The library's product (`scaled_mm.py`) refuses numbers of rows that are not multiples of 4, so there is memory for up to 3 rows
-more than tokens. Nobody writes them, and no other row depends on them.
+more than tokens. These rows are never written, and no other row depends on them.
 A row with a scale per 128 values is divided over programs; with one scale, one program holds it. Bound by memory at prefill sizes
 (itemsize + 1 bytes a value, with the activation 2 * itemsize + 1), by launch latency at decode sizes.
 """
@@ -34,7 +34,7 @@ PROGRAM_GROUPS = 16
 
 
 class Fp8Form(NamedTuple):
-    """How a product wants its rows quantised."""
+    """How the rows of a product are quantised."""
 
     whole: bool
     """One scale per row; else one per 128 values."""

@@ -49,7 +49,7 @@ def write_tile(
         acc += tl.load(bias + cols, mask=cols < n, other=0.0).to(tl.float32)[None, :]
         if GATED:
             up += tl.load(bias + n + cols, mask=cols < n, other=0.0).to(tl.float32)[None, :]
-    # Rounded as separate kernels would: after the product, the activation, the multiplication and the addition.
+    # Rounded as separate kernels would round: after the product, the activation, the multiplication and the addition.
     y = acc.to(DTYPE)
     if GATED:
         gate = y.to(tl.float32)

@@ -3,8 +3,8 @@
     K is cut into `segments` equal parts, a number of the weight alone:
     y[t, n] = (p_0 + p_1) + p_2 ...        p_s = the sum over part s, in steps of 16 as the tensor cores take them, from its start
 
-A tile says only which program computes which part of y: all segments of a tile in one program, or a program for each, whose parts
-the last one to finish adds up in order (`split_k.py`). Few tokens need the second to fill the GPU, many the first. Tiles have at
+A tile determines only which program computes which part of y: all segments of a tile in one program, or one program for each. In
+the second case the last program to finish adds up the parts in order (`split_k.py`). Few tokens need it to fill the GPU.
 least 64 tokens: Triton multiplies fewer with other instructions, and the bits of those products were not compared.
 One kernel gives y in x's dtype, SwiGLU of it, or logits in fp32. `python -m batchspec.kernels.benchmarks.bits_bench` compares the
 bits of all tiles on this GPU and times them.
@@ -37,10 +37,10 @@ def sum_segment(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr,
     GATED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """The products of a tile over K blocks first .. first + num_blocks - 1, from 0 on."""
+    """The sum of a tile's products over K blocks first .. first + num_blocks - 1, which starts at 0."""
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    tl.assume(num_blocks > 0)  # else ptxas lets each instruction of a tile of 128 x 256 wait for the last, as below
+    tl.assume(num_blocks > 0)  # else each instruction of a tile of 128 x 256 waits for the one before, as below
     for block in range(first, first + num_blocks):
         at = block * BLOCK_K
         a = read_block(x, m, at, num_tokens, k, stride_x, BLOCK_M, BLOCK_K, TMA, EVEN_K)
@@ -78,7 +78,7 @@ def ordered_kernel(
     if SEGMENTS == 1 or SPLIT:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        # One step: without this loop ptxas (CUDA 12.8) lets each of the tensor cores' instructions of 8 warps wait for the last.
+        # One step: without this loop ptxas (CUDA 12.8) lets each tensor core instruction of 8 warps wait for the one before.
         for segment in range(program % SEGMENTS, program % SEGMENTS + 1):
             acc, up = sum_segment(
                 x, w, m, col, segment * segment_blocks, segment_blocks, num_tokens, n, k, w_rows, stride_x, stride_w,
@@ -104,16 +104,16 @@ def ordered_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, segments: int, tile: Tile, out: Tensor | None = None,
     interpret: bool = False,
 ) -> Tensor:  # fmt: skip
-    """x @ weight.T + bias; a token's bits depend on its row of x, the weight and `segments` alone.
+    """x @ weight.T + bias; a token's bits depend only on its row of x, the weight and `segments`.
 
     x         bf16 or fp32 [T, K]  rows may be slices of wider ones
     weight    same dtype [N, K], contiguous
     bias      same dtype [N], or None
-    segments  parts of K that are summed apart (`segments_of`); K must be a multiple of segments * tile.block_k, unless it is 1
+    segments  parts of K with sums of their own (`segments_of`); K must be a multiple of segments * tile.block_k, unless it is 1
     tile      how y is divided among programs: block_m at least 64, split 1 or `segments`, per_sm 0. No bit depends on it
     out       x's dtype or fp32 [T, N], contiguous; None: a new tensor of x's dtype
 
-    Returns out. Does not synchronise. As of `linear`, run it once before it is captured in a CUDA graph.
+    Returns out. Does not synchronise. As for `linear`, run it once before it is captured in a CUDA graph.
     Raises ValueError for other shapes, dtypes, strides or tiles.
     """
     out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out

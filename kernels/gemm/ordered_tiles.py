@@ -1,4 +1,4 @@
-"""How a product with one order of sums (`ordered.py`) is cut: the segments of K by the weight alone, tiles by the tokens too."""
+"""How `ordered.py` divides a product: segments of K by the weight alone, tiles by weight and tokens."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from batchspec.kernels.gemm.split_k import MAX_TILES
 from batchspec.kernels.gemm.tiles import Tile
 
 MIN_SEGMENT = 4096
-"""Columns of a segment at least. At 256 tokens shorter ones take a fifth longer: programs start twice and add up their parts."""
+"""Minimum columns of a segment. At 256 tokens shorter ones take a fifth longer: programs start twice and add up parts."""
 WIDE_ROWS = 8192
-"""Rows of a weight that fill a GPU with tiles of 64 without segments."""
+"""A weight with this many rows fills a GPU with tiles of 64 rows, without segments."""
 FILL = 88
-"""Programs that read a weight at nearly the memory's rate."""
+"""Number of programs that together read a weight at nearly the full memory bandwidth."""
 SEGMENT_UNIT = 128
 """The largest block_k of a tile, of which a segment is a multiple."""
 
-# Tiles, with what a multiprocessor of an H200 computes with them in TFLOP/s, and how many of their programs it holds at once.
+# Tiles, with the TFLOP/s of one multiprocessor of an H200, and the number of programs that run on it at once.
 PLAIN = (
     (Tile(64, 32, 128, 6, 4, True), 2.2, 1), (Tile(64, 64, 128, 4, 4, True), 3.3, 1), (Tile(64, 64, 64, 4, 4, True), 3.0, 3),
     (Tile(64, 128, 128, 4, 4, True), 4.6, 1), (Tile(64, 256, 64, 4, 4, True), 5.1, 1), (Tile(128, 64, 64, 5, 4, True), 4.2, 1),
@@ -29,14 +29,14 @@ GATED = (
 )  # fmt: skip
 SMS = 132
 START_US, STEP_US = 1.0, {64: 0.14, 128: 0.24}
-"""Microseconds of a program until its first step, and of a step at least, by block_k."""
+"""Microseconds until a program's first step, and the minimum for a step, by block_k."""
 JOIN_US, PARTS_BYTES_US = 1.0, 8e6
-"""Microseconds that a tile waits for the last of its parts, and bytes of parts that are written or read in a microsecond."""
+"""Microseconds that a tile waits for the last of its parts; bytes of parts that are written or read in a microsecond."""
 
 
 def segments_of(rows: int, k: int) -> int:
-    """Parts of K that a product with a weight [rows, k] sums apart: 1, 2 or 4. It is the same for every number of tokens and on
-    every GPU, because a token's bits depend on it."""
+    """Number of parts of K with sums of their own, for a product with a weight [rows, k]: 1, 2 or 4. It is the same for every
+    number of tokens and on every GPU, because a token's bits depend on it."""
     segments = 1
     while rows * segments < WIDE_ROWS and segments < 4:
         if k % (2 * segments * SEGMENT_UNIT) or k // (2 * segments) < MIN_SEGMENT:
@@ -47,7 +47,7 @@ def segments_of(rows: int, k: int) -> int:
 
 @lru_cache(maxsize=1 << 14)
 def ordered_tile(tokens: int, n: int, k: int, segments: int, *, gated: bool = False) -> Tile:
-    """How a product of so many tokens with n outputs is divided among programs: the fastest by estimate. No bit depends on it.
+    """The fastest tile, by estimate, for a product with n outputs. No bit of the result depends on it.
 
     gated  each output is made of two rows of the weight
     """
@@ -65,7 +65,7 @@ def ordered_tile(tokens: int, n: int, k: int, segments: int, *, gated: bool = Fa
 
 
 def _estimated_us(tile: Tile, num_tiles: int, k: int, rate: float, resident: int, gated: bool) -> float:
-    """Of a product without its launch, every program of which sums k columns."""
+    """Time of a product, without its launch, if every program sums k columns."""
     outputs, split = tile.block_m * tile.block_n * (2 if gated else 1), tile.split
     per_sm = -(-num_tiles * split // SMS)
     computes = per_sm * 2e-6 * outputs * k / rate

@@ -1,8 +1,8 @@
 """The library's products of FP8 rows and FP8 weights (cuBLAS, through torch), faster than ours for many tokens.
 
-What it requires, beyond our kernel: the number of rows is a multiple of 4; with block scales N and K are multiples of 128, with
+It requires more than our kernel does: the number of rows is a multiple of 4; with block scales N and K are multiples of 128, with
 row scales of 16; block scales of the weight are padded with zeros to a multiple of 4 blocks of K, their columns contiguous.
-Sums are kept in fp32 (`use_fast_accum=False`). The way it divides a product depends on the number of rows, so bits do too.
+Sums are kept in fp32 (`use_fast_accum=False`). The library divides a product by the number of rows, so bits depend on it.
 Source: torch.nn.functional.scaled_mm; the checks in aten/src/ATen/native/cuda/ScaledBlas.cpp; pytorch issue 166752.
 """
 

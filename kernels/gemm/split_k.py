@@ -33,7 +33,7 @@ def join_parts(
     partials, arrived, tile, program, k_blocks, units_per_program, acc, up,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr, AHEAD: tl.constexpr = 1,
 ):  # fmt: skip
-    """Whether this program has the complete tile, and the tile. It has if it computed the tile alone or finished last.
+    """Whether this program has the complete tile, and the tile. It has it if it computed the tile alone or finished last.
 
     AHEAD: number of parts that are read before they are added: their latencies overlap, for as many more registers.
     """

@@ -1,4 +1,4 @@
-"""The slot mapping of a flat batch in another page table: the layers of each sliding window have their own page tables.
+"""The slot mapping of a flat batch in the page table of another K/V group: layers of each sliding window have their own tables.
 
     key = positions[cu_seqlens_q[r]] + (t - cu_seqlens_q[r])       slot = page_table[r, key // page_size] * page_size + the rest
 

@@ -1,8 +1,9 @@
 """Write keys and values of flat tokens into their pages: kv[0 | 1, slots[t] // page_size, slots[t] % page_size] = k | v [t].
 
-If K or V of a key is not finite, K is written as NaN, and values of V that are not finite as 0. Queries that see the key then get
-NaN, and no others do: attention masks the score of a key that a query does not see, but still multiplies its V by 0.
-With scales K and V are stored as e4m3 (`common/e4m3.py`), with a scale of each head; what is finite saturates.
+If K or V of a key is not finite, K is written as NaN, and values of V that are not finite as 0. Then the queries that attend to
+the key get NaN, and no others do: attention masks the score of a key to which a query does not attend, but still multiplies its V
+by 0.
+With scales K and V are stored as e4m3 (`common/e4m3.py`), with a scale of each head; finite values saturate.
 Bound by memory (bytes read + written: 4 * T * KVH * D * itemsize), by launch latency at decode sizes. k and v may be slices of a
 fused QKV product, without a copy. The slots of dead rows are all in the scratch page 0, where the order of writes does not
 matter.

@@ -24,7 +24,7 @@ from batchspec.kernels.common.checks import check
 
 BLOCK = 128
 LEAST_ROWS = 64
-"""Fewer rows take the same compiled kernel: prefill passes have any number."""
+"""All smaller numbers of rows use the same compiled kernel, because prefill passes have any number of rows."""
 
 
 @triton.jit

@@ -34,7 +34,7 @@ def lora_expand_kernel(
     PARTS: tl.constexpr, RANK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of tokens by BLOCK_N rows of B, all of one part. rows_0 to rows_2: rows of the parts, 0 where there is none."""
+    """One tile of tokens by BLOCK_N rows of B, all of one part. rows_0 to rows_2: rows of the parts, 0 if there is none."""
     DOT: tl.constexpr = tl.float32 if INTERPRETED else out.dtype.element_ty
     tile, block = tl.program_id(0), tl.program_id(1)
     blocks_0, blocks_1 = tl.cdiv(rows_0, BLOCK_N), tl.cdiv(rows_1, BLOCK_N)
@@ -53,7 +53,7 @@ def lora_expand_kernel(
     row = (block - before) * BLOCK_N + tl.arange(0, BLOCK_N)
     lines = (adapter.to(tl.int64) * (rows_0 + rows_1 + rows_2) + begin + row)[None, :] * RANK
     weights = tl.load(b + lines + rank[:, None], mask=(row < own)[None, :], other=0.0)
-    await_earlier(PDL)  # the list of tokens is older than the launch before this one, which is that of h
+    await_earlier(PDL)  # the work list was written before the preceding launch, which writes h
     if own > 0:
         inside = (lane < count)[:, None] & (row < own)[None, :]
         token = tl.load(order + first + lane, mask=lane < count, other=0)
@@ -77,9 +77,9 @@ def lora_expand(
     b          out's dtype [N, rows of all parts, r], contiguous
     scales     fp32 [N, P]; 0: nothing is added to this part
     part_rows  P numbers of rows, at most 3
-    out        bf16 or fp32 [T, rows of all parts], or fp64, as of `lora_shrink`; its rows may be slices of wider ones
+    out        bf16 or fp32 [T, rows of all parts], or fp64, as in `lora_shrink`; its rows may be slices of wider ones
 
-    Does not synchronise on a GPU but in fp64. Raises ValueError for other shapes, dtypes or strides.
+    Does not synchronise on a GPU except in fp64. Raises ValueError for other shapes, dtypes or strides.
     """
     if interpret or (out.is_cuda and out.dtype in DTYPES):
         launch(h, b, scales, tokens, part_rows, out)

@@ -3,8 +3,8 @@
     h[i] = x[order[i]] A[a, p]'     A [N adapters, P parts, r, K], a: the adapter of place i (`lora_tokens.py`), in fp32
 
 The parts of a product of several projections (q, k, v; gate, up) read the same x and are one launch. Adapters of a lower rank are
-padded with zero rows to r. K is split between programs, because the tokens of a few adapters do not fill a GPU; each leaves its
-sum in a slot of its own, and `lora_expand.py` adds them up in order: the bits are the same in every run.
+padded with zero rows to r. K is split between programs, because the tokens of a few adapters do not fill a GPU; each writes its
+sum to its own slot, and `lora_expand.py` adds them up in order: the bits are the same in every run.
 Bound by memory (A of the adapters that have tokens) and launch. Source: Hu et al. 2021 (arXiv 2106.09685); grouped by adapter as
 in Chen et al. 2023, "Punica" (arXiv 2310.18547).
 """
@@ -24,21 +24,21 @@ from batchspec.kernels.gemm.operands import DTYPES
 from batchspec.kernels.lora.lora_tokens import LoraTokens, check_tokens, tokens_by_adapter
 
 RANKS = (16, 32, 64)
-"""What ranks are padded to: a tensor-core product sums over at least 16."""
+"""Ranks are padded to one of these: a tensor core product sums over at least 16."""
 PROGRAMS = 512
-"""To fill the GPU with: about four on each of 132 SMs."""
+"""Number of programs that fill the GPU: about four on each of 132 SMs."""
 MOST_SPLITS = 16
 SPLITS = (1, 2, 4, 8, MOST_SPLITS)
 _BLOCK_K = {torch.bfloat16: 128, torch.float32: 64}
 
 
 def padded_rank(rank: int) -> int | None:
-    """The smallest of RANKS that holds it; None: none does."""
+    """The smallest of RANKS that is at least `rank`, or None."""
     return next((padded for padded in RANKS if rank <= padded), None)
 
 
 def num_splits(k: int, num_programs: int, block_k: int) -> int:
-    """Parts of K, a power of two: enough to fill the GPU where there are `num_programs` without, each of two blocks at least."""
+    """Parts of K, a power of two: as many as fill the GPU if an unsplit product has `num_programs`; at least two blocks each."""
     wanted = max(1, min(PROGRAMS // max(1, num_programs), MOST_SPLITS, -(-k // block_k) // 2))
     return 1 << (wanted.bit_length() - 1)
 
@@ -52,7 +52,7 @@ def lora_shrink_kernel(
     """One tile of tokens, one part, one split of `steps` blocks of K. EVEN: the splits together have exactly k numbers."""
     DOT: tl.constexpr = tl.float32 if INTERPRETED else x.dtype.element_ty
     tile, part, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    adapter = tl.load(tiles + tile * 3)  # the list of tokens is older than the launch before this one, which is that of x
+    adapter = tl.load(tiles + tile * 3)  # the work list was written before the preceding launch, which writes x
     first = tl.load(tiles + tile * 3 + 1)
     count = tl.load(tiles + tile * 3 + 2)
     scale = tl.load(scales + adapter * PARTS + part)
@@ -84,11 +84,11 @@ def lora_shrink(
 
     x       bf16 or fp32 [T, K], or fp64, which plain torch multiplies; its rows may be slices of wider ones
     a       same dtype [N, P, r, K], contiguous, r one of RANKS
-    scales  fp32 [N, P] of `lora_expand`; 0: this adapter does not have this part, which is left out
+    scales  fp32 [N, P] as in `lora_expand`; 0: this adapter does not have this part, which is left out
     splits  of K, a power of two; None: `num_splits`
 
     Returns fp32 (fp64 for fp64) [splits, T, P, r]; undefined for tokens without an adapter and for parts that are left out. Does
-    not synchronise on a GPU but in fp64. Raises ValueError for other shapes, dtypes or strides.
+    not synchronise on a GPU except in fp64. Raises ValueError for other shapes, dtypes or strides.
     """
     if interpret or (x.is_cuda and x.dtype in DTYPES):
         return launch(x, a, scales, tokens, splits)

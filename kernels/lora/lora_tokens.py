@@ -16,9 +16,9 @@ from torch import Tensor
 from batchspec.kernels.common.checks import check
 
 FIELDS = 3
-"""Numbers that describe a tile: adapter, first place in `order`, number of tokens (0: nothing to do)."""
+"""Numbers that describe a tile: adapter, first index in `order`, number of tokens (0: nothing to do)."""
 BLOCKS = (16, 64)
-"""Tokens of a tile: a tensor-core product has at least 16 rows. Two sizes, because each is a kernel to compile."""
+"""Tokens of a tile: a tensor core product has at least 16 rows. Only two sizes, because each is a kernel to compile."""
 NO_ADAPTER = 0
 
 
@@ -28,14 +28,14 @@ class LoraTokens(NamedTuple):
     order: Tensor
     """int32 [T]"""
     tiles: Tensor
-    """int32 [max_tiles, 3], sorted by adapter, then by first place; tiles without tokens come last"""
+    """int32 [max_tiles, 3], sorted by adapter, then by first index; tiles without tokens come last"""
     num_adapters: int
     block: int
-    """Most tokens of a tile."""
+    """Maximum number of tokens of a tile."""
 
 
 def block_of(num_tokens: int, num_adapters: int) -> int:
-    """Tokens of a tile, by how many an adapter has on average, if all tokens have one."""
+    """Tokens of a tile, chosen by the mean number of tokens per adapter if every token has one."""
     return BLOCKS[0] if num_tokens <= 2 * BLOCKS[0] * max(1, num_adapters) else BLOCKS[1]
 
 
@@ -50,7 +50,7 @@ def lora_tokens(adapters: Tensor, num_adapters: int, block: int | None = None) -
     adapters  int32 [T] 1 .. num_adapters, or 0 for none: the weights of adapter i are entry i - 1 of a stack
     block     one of BLOCKS; None: `block_of`
 
-    A handful of small launches, once a pass. Does not synchronise.
+    About a dozen small launches, once a pass. Does not synchronise.
     """
     (num_tokens,), device = adapters.shape, adapters.device
     check("lora_tokens: adapters", adapters, (num_tokens,), torch.int32)
@@ -68,7 +68,7 @@ def lora_tokens(adapters: Tensor, num_adapters: int, block: int | None = None) -
 
 
 def check_tokens(kernel: str, tokens: LoraTokens, num_tokens: int, num_adapters: int) -> None:
-    """`check` the work list of a launch over so many tokens. Raises ValueError."""
+    """`check` the work list of a launch over `num_tokens` tokens. Raises ValueError."""
     if tokens.num_adapters != num_adapters or tokens.block not in BLOCKS:
         raise ValueError(
             f"{kernel}: a work list for {tokens.num_adapters} adapters in tiles of {tokens.block} tokens, and the weights are "

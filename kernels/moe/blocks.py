@@ -1,6 +1,6 @@
 """What the grouped products of experts share: the blocks that a program loads and stores, and the checks of a launch.
 
-Rows of activations lie in the order of the list of pairs (`units.py`), so the rows of a unit are one block, which TMA loads.
+Rows of activations are in the order of the list of pairs (`units.py`), so the rows of a unit are one block, which TMA loads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from batchspec.kernels.moe.units import Routing, check_routing
 
 @triton.jit
 def narrowest(count, HEIGHT: tl.constexpr, LOW: tl.constexpr):
-    """Whether a tile of HEIGHT pairs is the narrowest one, of the powers of two from LOW on, that holds `count` pairs."""
+    """Whether HEIGHT is the smallest power of two, from LOW on, that is at least `count`."""
     return (count > (HEIGHT // 2 if HEIGHT > LOW else 0)) & (count <= HEIGHT)
 
 
@@ -70,7 +70,7 @@ def load_row_blocks(rows, at, k, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def store_rows(y, out, pairs, begin, count, first, n, SCATTER: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Store a tile [BLOCK_N, BLOCK_T] transposed, to rows in the list's order, or if SCATTER to the rows of the pairs."""
+    """Store a tile [BLOCK_N, BLOCK_T] transposed, to rows in the list's order, or with SCATTER to the rows of the pairs."""
     lane = tl.arange(0, BLOCK_T)
     row = begin + lane
     if SCATTER:
@@ -97,7 +97,7 @@ def add_bias_and_gate(acc, up, bias, expert, first, n, GATED: tl.constexpr, LIMI
 
 
 def blocks_of(x: Tensor, tile: ExpertTile, tma: bool) -> list[Tensor | TensorDescriptor | None]:
-    """x [P, K] for each of `HEIGHTS`, as a descriptor of blocks of so many rows; None for those that `tile` does not need."""
+    """x [P, K] for each of `HEIGHTS`, as a descriptor of blocks of that many rows; None for heights that `tile` does not need."""
     return [
         (TensorDescriptor.from_tensor(x, [height, tile.block_k]) if tma else x) if height in tile.blocks else None
         for height in HEIGHTS

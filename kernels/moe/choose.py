@@ -11,13 +11,13 @@ def choose(
     logits, bias, live, tokens, num_tokens, stride, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr,
     NORM: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Experts int32, weights fp32 and places of some tokens, given by index: three blocks [tokens, SLOTS], see `route.py`.
+    """Experts int32, weights fp32 and places of the tokens with indices `tokens`: three blocks [tokens, SLOTS], see `route.py`.
 
     Column s of a token belongs to its slot `places`, which is s unless a bias reorders the slots. Columns from TOP_K on are
     unspecified. LANES, SLOTS: E and k padded to powers of two.
 
     A score is compared as an int32 that sorts like the number, and of those equal to the largest the lowest id wins: a warp finds
-    a maximum of int32 in one instruction. Launches must have as many warps as tokens. Each token's numbers then lie in one warp
+    a maximum of int32 in one instruction. Launches must have as many warps as tokens. Each token's numbers are then in one warp
     and in the same order, so that their sums have the same bits in every launch.
     """
     LEAST: tl.constexpr = -0x7FFFFFFF - 1  # less than the integer of -inf; scores are never NaN with the sign bit

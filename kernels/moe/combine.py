@@ -5,7 +5,7 @@
     combine_norm:   residual += hidden, out = rms_norm(residual) * weight
 
 T tokens, k slots (experts) per token; y holds the output of one expert per pair (token, slot), see `units.py`. Rows of y whose
-weight is 0 are not read: the products do not write those of dead tokens, whose sum is 0.
+weight is 0 are not read: the products do not write the rows of dead tokens, whose sum is 0.
 The norm rounds as `batchspec.kernels.norm_rope.norm` does. Each program computes one token. Bound by memory at prefill sizes
 (bytes: T * H * (k + 3) * itemsize), by launch latency at decode sizes.
 """
@@ -33,7 +33,7 @@ def combined_row(
     y, weights, residual, norm, out_aux, token, residual_stride, aux_stride, DTYPE: tl.constexpr,
     EPS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The sum of a token's pairs; with a residual the norm of their sum, which is stored. In ACC, to be rounded to DTYPE."""
+    """In ACC, to be rounded to DTYPE: the sum of a token's pairs; with a residual, which it is added to, the norm of both."""
     lane = tl.arange(0, BLOCK)
     inside = lane < WIDTH
     if residual is not None:

@@ -1,6 +1,6 @@
 """`combine_norm` (`combine.py`), quantised to e4m3 in the same launch for a product with FP8 weights.
 
-The same bits as of `combine_norm` and then `quantise_tokens`. Each program computes one token. Bound by memory at prefill sizes
+The bits are those of `combine_norm` and then `quantise_tokens`. A program computes one token. Bound by memory at prefill sizes
 (bytes: T * H * (k * itemsize + 2 * itemsize + 1)), by launch latency at decode sizes.
 """
 
@@ -48,7 +48,7 @@ def combine_fp8(
     y         bf16 or fp32 [T * k, H], contiguous, in pair order; on a CPU any float dtype
     weights   fp32 [T, k]
     residual  [T, H] of the same dtype  rows may be slices of wider rows
-    weight, out_aux   as of `combine_norm`
+    weight, out_aux   as in `combine_norm`
     form      how many scales a row has, or the given scale
 
     Returns the quantised rows [T, H] and their scales. Does not synchronise on a GPU. Raises ValueError for other shapes,

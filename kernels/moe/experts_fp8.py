@@ -52,7 +52,7 @@ def multiply(
 ):  # fmt: skip
     """One tile of BLOCK_N rows of W (gated: and as many of up) by BLOCK_T rows of x.
 
-    TURNED: the tile is two blocks of rows of W, and from 64 tokens on the tokens are on the wide side.
+    TURNED: the tile is two blocks of rows of W, and from 64 tokens on the tokens are the first operand (M).
     """
     HALF: tl.constexpr = BLOCK_N // 2 if TURNED and not GATED else BLOCK_N
     TWO: tl.constexpr = TURNED or GATED
@@ -102,9 +102,10 @@ def experts_fp8_kernel(
     TMA: tl.constexpr, TOP_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """x16 to x256: x [x_rows, k] with blocks of so many rows, None where LOW to BLOCK_T does not include it. num_rows: of out.
+    """x16 to x256: x [x_rows, k] with blocks of that many rows, None if LOW to BLOCK_T does not include it. num_rows: rows of
+    out.
 
-    TOP_K: of a token, if x has a row of each token; 0: rows are in the order of the list.
+    TOP_K: experts per token, if x has a row of each token; 0: rows are in the order of the list.
     scale_stride: 1 if each row of W has a scale, 0 if an expert has one. It is not read with block scales.
     """
     DOT: tl.constexpr = tl.float32 if INTERPRETED else tl.float8e4nv

@@ -2,8 +2,8 @@
 
 bf16 holds every dequantised weight exactly. Formula, work list, order of rows and order of sums are those of `experts_plain.py`,
 so the result equals that of `experts_plain.py` with dequantised weights. Weights are in the order of `mxfp4.py`. The four values
-of every word form one operand of 128 columns, so the tensor cores run through a whole block of K without a wait between.
-Bound by memory (17/32 bytes per weight); the instructions that unpack weights, about four for two values, take nearly as long.
+of every word form one operand of 128 columns, so the tensor cores compute a whole block of K without waiting in between.
+Bound by memory (17/32 bytes per weight); the instructions that unpack weights, about four per two values, take nearly as long.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def experts_mxfp4_kernel(
     LOW: tl.constexpr, BLOCK_T: tl.constexpr, JOINED: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
     INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x16 to x256: x [num_rows, k] with blocks of so many rows, None where no height of the tile needs it.
+    """x16 to x256: x [num_rows, k] with blocks of that many rows, None if no height of the tile needs it.
 
     w: words [E * 2, n, words of a row] in a gated product with TMA, else [E * rows, words of a row].
     w_scales: int32 [E, blocks, rows].

@@ -56,7 +56,7 @@ def multiply(
     w_rows = 2 * n if GATED else n
     rows = rows_of_tokens(x, pairs, begin, count, k, TOP_K, BLOCK_T) if TOP_K else x
     for at in range(0, k, BLOCK_K):
-        a = load_rows(w, expert, first, w_rows, at, k, BLOCK_N, BLOCK_K, TMA, EVEN_K)  # first: it waits for no pairs
+        a = load_rows(w, expert, first, w_rows, at, k, BLOCK_N, BLOCK_K, TMA, EVEN_K)  # first: needs no pairs
         if TOP_K:
             tokens = tl.trans(load_row_blocks(rows, at, k, BLOCK_K)).to(DOT)
         else:
@@ -76,9 +76,9 @@ def experts_plain_kernel(
     LOW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     TMA: tl.constexpr, EVEN_K: tl.constexpr, TOP_K: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x16 to x256: x [num_rows, k] with blocks of so many rows, None where LOW to BLOCK_T does not include it.
+    """x16 to x256: x [num_rows, k] with blocks of that many rows, None if LOW to BLOCK_T does not include it.
 
-    TOP_K: of a token, if x has a row of each token; 0: rows are in the order of the list.
+    TOP_K: experts per token, if x has a row of each token; 0: rows are in the order of the list.
     """
     DOT: tl.constexpr = tl.float32 if INTERPRETED else out.dtype.element_ty
     unit, tile = program_place(num_units, tl.cdiv(n, BLOCK_N), GROUP)

@@ -1,9 +1,9 @@
 """The sums over K of a tile of FP8 weights and FP8 activations (`experts_fp8.py`, `gemm/fp8_linear.py`).
 
 A tile is one block of HALF rows of W, or two (gate and up, or neighbours), each with its own scales and sums. A tensor core's
-product has a side M of at least 64, so with few tokens the rows of W are on M (`sum_blocks`): for each block of K a thread then
-needs a scale of x for every token of the tile. With many, the tokens are on M (`sum_blocks_of_tokens`): a thread holds two tokens
-of each 64, and needs their two scales. Both give the same bits.
+product has a side M of at least 64, so with few tokens the rows of W are the side M (`sum_blocks`): for each block of K a thread
+then needs a scale of x for every token of the tile. With many tokens, these are the side M (`sum_blocks_of_tokens`): a thread
+holds two tokens of each 64, and needs only their two scales. Both give the same bits.
 """
 
 from __future__ import annotations

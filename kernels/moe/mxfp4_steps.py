@@ -1,4 +1,4 @@
-"""What a program of the products with MXFP4 weights loads and unpacks, step by step of the loop over K (`experts_mxfp4.py`)."""
+"""What a program of the products with MXFP4 weights loads and unpacks in each step of the loop over K (`experts_mxfp4.py`)."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def store_quantised(
 ):  # fmt: skip
     """Quantise x [BLOCK], fp32, 0 from WIDTH on, and store it as row `row`, int64, of out [num_rows, WIDTH] and of its scales.
 
-    stride: from row to row of out. given, WHOLE: as of `quantise_groups`.
+    stride: from row to row of out. given, WHOLE: as in `quantise_groups`.
     """
     y, scale = quantise_groups(tl.reshape(x, [BLOCK // GROUP, GROUP]), given, WHOLE, INTERPRETED)
     group = tl.arange(0, BLOCK // GROUP)
@@ -113,7 +113,7 @@ def quantise_kernel(
 ):  # fmt: skip
     """given: one scale for all rows, or None. WHOLE: one scale per row. GROUPS: groups of a row, padded to a power of two.
 
-    num_rows: of out. places None: rows in the order of x. Else SLOTS numbers for each row of x: the rows of out that it becomes.
+    num_rows: rows of out. places None: rows in the order of x. Else SLOTS numbers for each row of x: the rows of out that get it.
     """
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
@@ -134,7 +134,7 @@ def quantise_kernel(
     num_scales = 1 if WHOLE else tl.cdiv(k, GROUP)
     for slot in tl.static_range(SLOTS):
         own = row
-        if slot + 1 < SLOTS:  # before the stores, which it need not wait for
+        if slot + 1 < SLOTS:  # this load need not wait for the stores below
             row = tl.load(places + token * SLOTS + slot + 1).to(tl.int64)
         tl.store(out + own * k + place, y, mask=place < k)
         tl.store(out_scales + group.to(tl.int64)[:, None] * num_rows + own, scale, mask=group[:, None] < num_scales)

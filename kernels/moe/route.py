@@ -8,8 +8,8 @@ Of experts with equal scores the lowest id is chosen. A token's slots are sorted
 lowest first. NaN counts as -inf, so every token gets k different experts. Dead tokens get no expert. `choose.py` chooses.
 
 The lists are made without atomics: pairs are counted per expert, then each pair is written after the earlier pairs of its expert.
-For few tokens one launch does everything (`route_few.py`). Beyond, a second launch has one program per expert, which counts the
-pairs of all experts and writes those of its own; with dead tokens, one program more writes theirs.
+For few tokens one launch does everything (`route_few.py`). For more, a second launch has one program per expert, which counts the
+pairs of all experts and writes those of its own; if there can be dead tokens, one more program writes theirs.
 Bound by launch latency; at prefill sizes by reading the P expert ids E times from the L2 cache.
 """
 
@@ -125,7 +125,7 @@ def route(
     top_k         number of experts per token, up to 16
     norm_topk     the weights of a token are made to sum to 1
     bias          fp32 [E], added to the sigmoid scores to choose experts, not to the weights; None with softmax
-    unit_pairs    most pairs of a unit: the tile over pairs (block_t) of the grouped products
+    unit_pairs    maximum number of pairs of a unit: the tile over pairs (block_t) of the grouped products
     live          bool [T] False for dead tokens, whose results are not used: they go through no expert; None: no token is dead
     out_num_read  int32 [1] that gets the number of experts that have tokens, or None
     rows_of       any float dtype [T, H], or None. For few tokens on a GPU, `Routing.rows` gets what `sort_rows` would return

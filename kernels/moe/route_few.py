@@ -1,7 +1,7 @@
 """`route` for few tokens in one launch, which also copies rows of activations into the order of the list of pairs.
 
 Every program chooses the experts of all tokens and finds the place of every pair by comparing all pairs with each other, in
-registers: that takes less time than a launch. Program t copies row t of x to the places of its pairs, and one program more writes
+registers: that takes less time than a launch. Program t copies row t of x to the places of its pairs, and one more program writes
 the lists. Nothing is read back from memory and no program waits for another. Bound by launch latency. Sums over pairs run along
 the first dimension of a block, which mostly lies in one thread.
 """
@@ -17,12 +17,12 @@ from batchspec.kernels.moe.choose import choose
 from batchspec.kernels.moe.units import Routing
 
 FEW_TOKENS, FEW_PAIRS = 16, 64
-"""Most tokens and pairs of one launch, with tokens and slots padded to powers of two. Each token has a warp, see `choose`."""
+"""Maximum tokens and pairs of a launch, tokens and slots padded to powers of two. Each token has a warp, see `choose`."""
 
 
 @triton.jit
 def find_places(expert, pair, exists):
-    """For each pair: a number that sorts like the list, its place in it, its rank in its expert, the expert's number of pairs."""
+    """For each pair: a number that sorts like the list, its index there, its rank in its expert, the expert's number of pairs."""
     key = tl.where(exists, expert * 65536 + pair, 0x7FFFFFFF)
     less = (key[:, None] < key[None, :]).to(tl.int32)
     same = (expert[:, None] == expert[None, :]).to(tl.int32)
@@ -119,7 +119,7 @@ def launch_few(
 
 
 def is_few(num_tokens: int, top_k: int) -> bool:
-    """Whether `launch_few` takes so many tokens."""
+    """Whether `launch_few` supports `num_tokens` tokens."""
     tokens = padded(num_tokens)
     return tokens <= FEW_TOKENS and tokens * triton.next_power_of_2(top_k) <= FEW_PAIRS
 

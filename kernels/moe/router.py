@@ -2,8 +2,8 @@
 
 The logits are not rounded to the model's dtype, so that nearly equal experts keep their order. A sum over H is that of eight
 parts, in order: part p has the columns p * n to (p + 1) * n of every 8 * n. For few tokens eight warps sum a part each, because
-a program's time is that of its longest chain of products; for many, all warps sum one part after another. So the order of each
-sum does not depend on T. Tiles have fewer than 64 rows, as Triton takes another instruction from 64 rows on.
+a program takes as long as its longest chain of products; for many, all warps sum one part after another. So the order of each
+sum does not depend on T. Tiles have fewer than 64 rows, because Triton uses another instruction from 64 rows on.
 fp32 weights are split into two TF32 parts, which hold about 22 bits. Bound by latency at decode sizes.
 """
 
@@ -62,7 +62,7 @@ def router_kernel(
     """WIDE: x or w is fp32, and products are fp32 made of three TF32 products. FEW: eight warps, a part each.
     AHEAD: the matrix is fetched into the L2 cache before the wait for x, as it is no result of an earlier launch.
 
-    rounds: steps of a part, for many tokens. No constant, because ptxas would unroll the loop, and because Triton would turn the
+    rounds: steps of a part, for many tokens. Not a constant: ptxas would unroll the loop, and Triton would turn the
     single step of a short part, `acc + dot(a, b, 0)`, into `dot(a, b, acc)`, whose sum has another order.
     """
     EXPERT_TILES: tl.constexpr = (NUM_EXPERTS + BLOCK_E - 1) // BLOCK_E

@@ -28,7 +28,7 @@ def sort_rows_kernel(x, places, out, stride_x, k, SLOTS: tl.constexpr, BLOCK: tl
     values = tl.load(x + token * stride_x + lane, mask=lane < k)
     for slot in tl.static_range(SLOTS):
         own = row
-        if slot + 1 < SLOTS:  # before the stores, which it need not wait for
+        if slot + 1 < SLOTS:  # this load need not wait for the stores below
             row = tl.load(places + token * SLOTS + slot + 1).to(tl.int64)
         tl.store(out + own * k + lane, values, mask=lane < k)
 
@@ -54,7 +54,7 @@ def sort_rows(x: Tensor, routing: Routing, *, interpret: bool = False) -> Tensor
 
 
 def check_places(kernel: str, routing: Routing, num_tokens: int) -> None:
-    """Raise ValueError unless the routing is one of so many tokens."""
+    """Raise ValueError unless the routing is one of `num_tokens` tokens."""
     top_k = routing.expert_ids.shape[1]
     check(f"{kernel}: expert_ids", routing.expert_ids, (num_tokens, top_k), torch.int32)
     check(f"{kernel}: places", routing.places, (num_tokens * top_k,), torch.int32)

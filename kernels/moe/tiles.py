@@ -9,20 +9,20 @@ import torch
 from batchspec.kernels.moe.units import max_units
 
 HEIGHTS = (16, 32, 64, 128, 256)
-"""Numbers of pairs that a tile of Triton may hold."""
+"""Numbers of pairs that a tile may have in Triton (powers of two)."""
 JOINED = {48: (32, 16), 80: (64, 16), 96: (64, 32)}
-"""Heights between them: two tiles that share the weights which a program has unpacked."""
+"""Numbers of pairs in between: a program unpacks weights once for two tiles."""
 
 
 class ExpertTile(NamedTuple):
-    """Tile sizes and launch settings of a grouped product: a program makes a tile of block_n rows of W by up to block_t pairs.
+    """Tile sizes and launch settings of a grouped product: a program computes a tile of block_n rows of W by up to block_t pairs.
 
     The tile does not change the order in which a token's numbers are summed over K, so it may depend on the number of tokens.
     """
 
     block_t: int
-    """Most pairs of a unit, one of `HEIGHTS`, with `joined` also of `JOINED`. Both products of a layer read the same units.
-    Triton 3.6 uses other instructions for narrower tiles, which round differently."""
+    """Maximum number of pairs of a unit, one of `HEIGHTS`, with `joined` also of `JOINED`. Both products of a layer read the same
+    units. Triton 3.6 uses other instructions for narrower tiles, which round differently."""
     block_n: int
     """Rows of W, a multiple of 64. A gated product reads as many of the gate and as many of up; with MXFP4 weights it may have
     32, which make one block of 64 rows. If it is below 16 * warps, the warps divide the pairs among them too."""
@@ -37,14 +37,15 @@ class ExpertTile(NamedTuple):
     group: int = 8
     """Number of consecutive units that run all their tiles before the next units begin, so that tokens stay in the L2 cache."""
     low: int = 16
-    """The narrowest tile over pairs, one of `heights` up to block_t. A unit takes the narrowest from here on that holds it."""
+    """The narrowest tile over pairs, one of `heights` up to block_t. A unit uses the narrowest one that holds its pairs."""
     joined: bool = False
     """MXFP4 only: use the heights of `JOINED` too."""
     registers: int | None = None
-    """MXFP4 only: most registers of a thread (Triton's maxnreg), so that more programs share a multiprocessor; None: no limit."""
+    """MXFP4 only: limit of a thread's registers (Triton's maxnreg), to let more programs share an SM; None: no limit."""
     turned: bool = False
-    """FP8 only: from 64 pairs on the pairs are on the wide side of the tensor cores' products, and a program works at two blocks
-    of rows of W in the second product too, block_n / 2 rows each. For wide tiles, whose sums leave few registers for scales."""
+    """FP8 only: from 64 pairs on the pairs are the first operand (M) of the tensor cores' products, and a program computes two
+    blocks of rows of W in the second product too, block_n / 2 rows each. For wide tiles, whose sums leave few registers for
+    scales."""
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -55,12 +56,12 @@ class ExpertTile(NamedTuple):
 
 
 def unit_pairs_of(num_tokens: int, top_k: int, num_experts: int, dtype: torch.dtype | None = None) -> int:
-    """Most pairs of a unit: as many as hold all pairs of most experts, within limits of the format.
+    """Maximum number of pairs of a unit: enough for all pairs of most experts, within limits of the format.
 
-    That is their mean number plus two standard deviations, as if each token chose its experts independently.
+    That is the mean number of pairs plus two standard deviations, as if each token chose its experts independently.
 
-    dtype  of the weights, as in `expert_tile`. Wide tiles gain little where the instructions that unpack weights (MXFP4) or scale
-           sums (FP8) take long: two units of 64 pairs take less time than one of 128, but with a great many pairs
+    dtype  of the weights, as in `expert_tile`. Wide tiles gain little if the instructions that unpack weights (MXFP4) or scale
+           sums (FP8) take long: two units of 64 pairs then take less time than one of 128, except with very many pairs
     """
     mean = num_tokens * top_k / num_experts
     deviation = (mean * (1 - top_k / num_experts)) ** 0.5
@@ -78,25 +79,25 @@ def unit_pairs_of(num_tokens: int, top_k: int, num_experts: int, dtype: torch.dt
 def gathers(unit_pairs: int, dtype: torch.dtype) -> bool:
     """Whether a layer's first product, with weights of this dtype, takes less time if its programs gather the rows of x by token.
 
-    No launch sorts the rows by expert then. Measured on one H200 (2026-11-22) at 256 and 512 tokens of Qwen3-30B-A3B, a layer
-    without attention: bf16 400 and 434 us for 404 and 439, FP8 268.5 for 271.4 at 256. Where registers are full it takes longer:
-    FP8 with 64 pairs 312.5 for 310.8, MXFP4 (gpt-oss-20b) 328 for 300.
+    In that case no launch sorts the rows by expert. Measured on one H200 (2026-11-22), a layer of Qwen3-30B-A3B without
+    attention: bf16 400 instead of 404 us at 256 tokens and 434 instead of 439 at 512, FP8 268.5 instead of 271.4 at 256. If
+    registers are full, gathering takes longer: FP8 with 64 pairs 312.5 instead of 310.8, MXFP4 (gpt-oss-20b) 328 instead of 300.
     """
     return unit_pairs <= GATHERED_PAIRS.get(dtype, 0)
 
 
 GATHERED_PAIRS = {torch.bfloat16: 64, torch.float32: 64, torch.float8_e4m3fn: 32}
-"""Most pairs of a unit with which programs gather rows, by dtype of the weights. fp32 is for tests, which alone run it."""
+"""Maximum number of pairs of a unit at which programs gather rows, by dtype of the weights. Only tests use fp32."""
 MANY_EXPERT_PAIRS = 256
-"""Mean pairs of an expert from which units of MXFP4 products have 128 pairs."""
+"""Mean number of pairs per expert from which units of MXFP4 products have 128 pairs."""
 MANY_FP8_PAIRS = 512
-"""The same of FP8 products."""
+"""The same for FP8 products."""
 MANY_LAYER_PAIRS = 8192
-"""Pairs of a layer from which wider units do not leave multiprocessors without a program."""
+"""Number of pairs of a layer from which wider units still give every multiprocessor a program."""
 
 
 FEW_UNITS = 8
-"""Units up to which more steps are loaded ahead: with few programs, the bytes on the way limit the rate of reading."""
+"""Number of units up to which more steps are loaded ahead: with few programs, the bytes in flight limit the bandwidth."""
 
 
 def expert_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
@@ -106,10 +107,12 @@ def expert_tile(unit_pairs: int, num_units: int, *, gated: bool, dtype: torch.dt
     and gpt-oss-120b (128), bf16 and FP8 on Qwen3-30B-A3B (128), each at 16, 64, 256, 512, 1,024 and 4,096 tokens, 0.5 to 512
     pairs an expert. The two products of a layer together take at most 2 % longer than with the fastest tiles of each. Between
     these points the units grow with the mean number of pairs (`unit_pairs_of`). With 128 registers a thread, four programs of
-    units of 32 pairs share a multiprocessor in place of three: 342 and 178 us for 356 and 190 (120b, 512 tokens); other units
-    lose by it. One token of gpt-oss takes 47 us a layer with 6 stages, 53 with 3; from four tokens on 3 are faster.
+    units of 32 pairs share a multiprocessor instead of three: 342 and 178 us instead of 356 and 190 (120b, 512 tokens); other
+    units become slower. One token of gpt-oss takes 47 us a layer with 6 stages, 53 with 3; from four tokens on 3 stages are
+    faster.
     FP8 tiles with `turned` were timed on Qwen3-30B-A3B at 512 to 16,384 tokens, and on MiniMax-M2 at 1,024 and 4,096. Three
-    programs of 64 pairs, or two of 128 pairs and eight warps, share a multiprocessor; one of twice the rows of W takes longer.
+    programs of 64 pairs, or two of 128 pairs and eight warps, share a multiprocessor; one program of twice the rows of W takes
+    longer.
     """
     if dtype == torch.float32:
         return ExpertTile(unit_pairs, 64, 32, 2, 4, False)
@@ -147,7 +150,7 @@ SHARED_BYTES = 227 << 10  # of an SM that one program can use (H100)
 
 
 def candidates(num_tokens: int, top_k: int, num_experts: int, *, gated: bool, dtype: torch.dtype) -> list[ExpertTile]:
-    """Tiles worth timing on a GPU like an H100, that of `expert_tile` first."""
+    """Tiles worth timing on a GPU like an H100, first the one that `expert_tile` chooses."""
     unit_pairs = unit_pairs_of(num_tokens, top_k, num_experts, dtype)
     found = [expert_tile(unit_pairs, max_units(num_tokens, top_k, num_experts, unit_pairs), gated=gated, dtype=dtype)]
     mean = num_tokens * top_k / num_experts

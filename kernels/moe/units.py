@@ -1,7 +1,7 @@
 """A routed batch: experts and weights of each token, pairs of each expert, and the units (work list) of the grouped products.
 
 T tokens choose k of E experts each. That makes P = T * k pairs (token, slot); pair t * k + s is slot s of token t.
-`pairs` lists them sorted by expert. A unit is a run of up to `unit_pairs` pairs of one expert in this list, and each program of a
+`pairs` lists them sorted by expert. A unit is up to `unit_pairs` adjacent pairs of one expert in this list; each program of a
 grouped product works on one unit. Only the GPU knows the number of units; the host launches for an upper bound (`max_units`).
 A dead token, whose result is not used, goes through no expert: no unit has its pairs, and no product writes their rows.
 Rows are in pair order if row p belongs to pair p, and in the order of the list if row i belongs to pair pairs[i].
@@ -41,9 +41,9 @@ class Routing(NamedTuple):
     units: Tensor
     """int32 [max_units, 4], sorted by expert, then by first pair; units without pairs come last"""
     unit_pairs: int
-    """Most pairs of a unit."""
+    """Maximum number of pairs of a unit."""
     rows: Tensor | None = None
-    """[P, H]: the rows of the tokens' activations in the order of the list, if the launch that routed has copied them."""
+    """[P, H]: the rows of the tokens' activations in the order of the list, if `route` has copied them in the same launch."""
 
 
 def max_units(num_tokens: int, top_k: int, num_experts: int, unit_pairs: int) -> int:
@@ -68,7 +68,7 @@ def program_place(num_units, num_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def place_of(program, num_units, num_tiles, GROUP: tl.constexpr):
-    """The same of any program.
+    """The same for any program.
 
     Programs run in this order: groups of GROUP units; in a group, tiles; for a tile, the group's units. So neighbouring programs
     with units of one expert read the same weights, and the tokens of a group stay in the L2 cache.

@@ -1,7 +1,7 @@
 """RMS norm of rows, quantised to e4m3 in the same launch for a product with FP8 weights, alone or after the residual sum.
 
-The norm is that of `norm.py`, rounded to the tensors' dtype, and the quantisation that of `batchspec.kernels.moe.quantise`: the
-same bits as of both launches. One program holds a row in registers. Bound by memory at prefill sizes (itemsize + 1 bytes a value,
+The norm is that of `norm.py`, rounded to the tensors' dtype, and the quantisation that of `batchspec.kernels.moe.quantise`, with
+the bits of both launches. One program holds a row in registers. Bound by memory at prefill sizes (itemsize + 1 bytes a value,
 with the residual sum 3 * itemsize + 1), by launch latency at decode sizes.
 """
 

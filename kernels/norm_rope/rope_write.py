@@ -11,7 +11,7 @@ If K or V of a key is not finite, its K is written as NaN, and the values of its
 to this key get NaN, and no others: for a masked key attention drops the score, but still multiplies V by 0.
 
 With scales K and V are rounded to the tensors' dtype, then stored as e4m3 (`common/e4m3.py`) with a scale of each head; what is
-finite saturates.
+finite values saturate.
 
 Angles are computed in fp32 from the positions, so that no cos and sin tables of the batch are made or read; rounded to the
 tensors' dtype where the torch path rounds (Su et al. 2021, arXiv 2104.09864). Bound by memory at prefill sizes (read and written
@@ -37,7 +37,7 @@ from batchspec.kernels.kv_cache.kv_write import kv_write_reference
 
 HEADS = 8
 MANY_TOKENS = 1024
-"""From so many tokens on, one program a token fills the GPU."""
+"""From this many tokens on, one program per token fills the GPU."""
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def rope_write_kernel(
             value = qkv + t * qkv_stride + NUM_KV_HEADS * 2 * HALF
             v_low = tl.load(value + low_at, mask=is_k & half[None, :], other=0.0).to(ACC)
             v_high = tl.load(value + high_at, mask=is_k & half[None, :], other=0.0).to(ACC)
-        if block == 0:  # after issuing the loads, which do not depend on it
+        if block == 0:  # after the loads are issued, which do not depend on this
             angle = tl.load(positions + t).to(tl.float32) * freq
             cos = (tl.cos(angle) * FACTOR).to(dtype).to(ACC)[None, :]
             sin = (tl.sin(angle) * FACTOR).to(dtype).to(ACC)[None, :]

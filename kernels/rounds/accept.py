@@ -6,7 +6,7 @@ y_j is the target's own choice after the last committed token and j draft tokens
 
 A choice of NO_TOKEN (logits that are not finite) accepts no draft token and is never kept: the row ends there, FAILED, with the
 tokens before it. A choice of WAIT (its mask is not known yet) ends the round for the row: the last accepted draft token counts
-as the token after the others, and a row that has none takes no part.
+as the token after the others, and a row without one takes no part in the round.
 
 Lossless if y is a draw from the target's distribution that depends only on prefix and position, whatever the drafter (Leviathan
 et al. 2023, arXiv 2211.17192; coupled noise instead of rejection). With `rates`, acceptance is simulated for benchmarks: draft
@@ -35,7 +35,7 @@ STOPPED, FULL, FAILED = 1, 2, 3
 WAITING = 4
 """The row has not ended; it waits for the host (`sampling/waiting.py`)."""
 WAIT = -2
-"""A choice that cannot be made yet."""
+"""The token id of a choice that cannot be made yet."""
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def accept(
     finish            int32 [R]        out, live rows only: 0 running, 1 a stop id was kept, 2 limit reached, 3 no choice
     out_accepted_len  int32 [R]        a; 0 for dead rows
     out_log           int32 [R, K+5]   a, draft_len, kept, finish, the emitted tokens, then -1; dead rows: -1, 0, 0, 0, -1 ...;
-                                       so do live ones that take no part, but for draft_len
+                                       the same for live rows that take no part, except draft_len
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """

@@ -72,7 +72,7 @@ def prepare_verify_inputs(
     out_draft_len  int32 [R]         0..K; 0 for dead rows
     out_positions  int64 [R * S]
     out_slot_mapping  int64 [R * S]  0 for dead rows and for positions past the page table
-    out_kv_len     int32 [R]         keys that the last flat token sees, at most L; 0 for dead rows
+    out_kv_len     int32 [R]         keys that the last flat token attends to, at most L; 0 for dead rows
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """

@@ -1,8 +1,9 @@
 """Walks each row's automaton over the tokens that a round committed, and fails rows whose tokens it does not allow.
 
-Masks keep a row on its automaton: a token that leaves it can only come from an error in a table, a mask or a kernel. Such a row
-ends FAILED, an error row, instead of going on without a constraint (`token_walk.py`: state 0), and so does a row whose state is
-lost: one that has a class map and no state. A stop id is not walked over: its bit in the mask of the state before it must be set.
+Masks keep a row on its automaton: a token that the automaton does not allow can only come from an error in a table, a mask or a
+kernel. Such a row ends FAILED, as an error row, instead of decoding without a constraint (`token_walk.py`: state 0). So does a
+row that has lost its state: it has a class map and no state. The walk skips a stop id: its bit in the mask of the state before
+must be set.
 Bound by latency: one program a row, the walk of `token_walk.py`, and two loads for a stop id.
 """
 
@@ -53,9 +54,9 @@ def advance_states(
 
     states  int32 [R]     in/out: 0 once a row has ended, because its automaton may then leave the device
     classes int32 [R]     0: the row has no constraint
-    log     int32 [R, L]  as of `accept`, contiguous; `finish` of a row whose tokens its automaton does not allow becomes FAILED
+    log     int32 [R, L]  as in `accept`, contiguous; `finish` of a row whose tokens its automaton does not allow becomes FAILED
     live    int32 [R]     in: 0 for rows that have ended with these tokens; out: 0 for rows that FAILED, too
-    The others as of `constrain_logits`. Does not synchronise on a GPU. Raises ValueError for other shapes or dtypes.
+    The others as in `constrain_logits`. Does not synchronise on a GPU. Raises ValueError for other shapes or dtypes.
     """
     num_rows, width = log.shape[0], log.shape[1] - 4
     for name, tensor in (("states", states), ("classes", classes), ("live", live)):

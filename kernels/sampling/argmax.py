@@ -25,7 +25,7 @@ GROUP = 128
 BLOCK = 4096
 NUM_WARPS = 32
 NO_TOKEN = -1
-"""Returned in place of a token id when the logits are not finite: nothing may be emitted."""
+"""Returned instead of a token id if the logits are not finite: no token may be emitted."""
 
 
 @triton.jit

@@ -1,9 +1,9 @@
-"""Masks of automata over tokens: those of each position's logits, and drafts cut where their automaton does not allow them.
+"""Masks of automata over tokens: mask the logits of each position, and cut drafts before the first token that is not allowed.
 
     logits[t, v] = -inf where bit v % 32 of masks[tables[s]][v // 32] is 0,  s = the row's state walked over the drafts before t
 
-`token_walk.py` says what `tables` holds and how a state is walked. Before a row's minimum of tokens its stop ids are masked too,
-unless its text can only end.
+`token_walk.py` describes the contents of `tables` and how a state is walked. Before a row's minimum of tokens its stop ids are
+masked too, unless its text can only end.
 Bound by memory: only the masked logits are written and no logit is read. A walk reads a token's bytes one after the other, some 5
 loads that depend on each other's results, from L2.
 Source: token masks of an automaton, Willard and Louf 2023 (arXiv 2307.09702); here they stay on the device.
@@ -32,7 +32,7 @@ from batchspec.kernels.sampling.token_walk import (
 
 BLOCK = 2048
 BLOCKS = 8
-"""Of a program: a walk is shared by so many blocks of the vocabulary."""
+"""Blocks of the vocabulary per program: they share one walk."""
 
 
 @triton.jit(do_not_specialize=["vocab", "first_id", "num_tokens", "width", "num_stop_ids"])
@@ -77,10 +77,10 @@ def constrain_logits(
 
     logits       fp32, bf16, fp16 or fp64 [T, V]  rows may be slices of wider ones
     row_ids      int32 [T]   batch row of each position
-    states       int32 [R]   place in `tables` of each row's state after its committed tokens; 0: the row has no constraint
-    classes      int32 [R]   place in `tables` of the class map of each row's automaton
+    states       int32 [R]   index in `tables` of each row's state after its committed tokens; 0: the row has no constraint
+    classes      int32 [R]   index in `tables` of the class map of each row's automaton
     tables       int32 [N]   class maps and rows of states; a state's row is the number of its mask, a forced token, -1 or ENDS,
-                 and the next places by class
+                 and the indices of the next states by class
     masks        int32 [M, W]  bit v % 32 of word v // 32: token v is allowed
     symbols      int32 [B], starts int32 [num_tokens + 1]: the symbols of token v are symbols[starts[v] : starts[v + 1]]
     drafts       int32 [L, K] tokens drafted in this round, rows may be slices of wider ones; None: there are none
@@ -88,7 +88,7 @@ def constrain_logits(
     draft_rows   int32 or int64 [T]  row of `drafts`; None: row_ids
     map_ids      int32 or int64 [V]  token of each column; None: first_id plus its number
     positions    int64 [T]   position of the token that is drawn; None: there is no minimum of tokens
-    min_tokens   int32 [R]   at positions before it no stop id is allowed, unless the text can only end
+    min_tokens   int32 [R]   at earlier positions no stop id is allowed, unless the text can only end
     stop_ids     int32 [R, N]  of each row, -1: none
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
@@ -145,10 +145,10 @@ def mask_rows(
     row_ids: Tensor, states: Tensor, classes: Tensor, tables: Tensor, symbols: Tensor, starts: Tensor, *, out_rows: Tensor,
     drafts: Tensor | None = None, num_drafted: Tensor | None = None, draft_rows: Tensor | None = None, interpret: bool = False,
 ) -> None:  # fmt: skip
-    """Which row of the masks each position's logits follow: for a product that masks them itself (`gemm/lm_head.py`).
+    """The row of the masks for each position's logits, for a product that applies the masks itself (`gemm/lm_head.py`).
 
     out_rows  int32 [T]  -1: every token is allowed
-    The others as of `constrain_logits`. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    The others as in `constrain_logits`. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
     num_rows = row_ids.shape[0]
     check("mask_rows: row_ids", row_ids, (num_rows,), torch.int32)
@@ -195,11 +195,11 @@ def constrain_drafts(
     draft_ids: Tensor, draft_len: Tensor, states: Tensor, classes: Tensor, tables: Tensor, masks: Tensor, symbols: Tensor,
     starts: Tensor, *, interpret: bool = False,
 ) -> None:  # fmt: skip
-    """Cut each row's drafts before the first that its automaton does not allow, and go on with what it forces, in place.
+    """Cut each row's drafts before the first that its automaton does not allow, and append the tokens that it forces, in place.
 
     draft_ids  int32 [R, K]  rows may be slices of wider ones
     draft_len  int32 [R]     how many of them count, before and after; after an end no draft counts
-    The others as of `constrain_logits`. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    The others as in `constrain_logits`. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
     num_rows, width = draft_ids.shape
     check("constrain_drafts: draft_ids", draft_ids, (num_rows, width), torch.int32, rows=True)

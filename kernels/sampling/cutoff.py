@@ -31,10 +31,10 @@ NUM_WARPS = 32
 STAGES = 4
 """Pipeline stages of the loads: one program occupies an SM alone, so no other program hides their latency."""
 MAX_PASSES = 10
-"""Each pass shrinks the bracket to a quarter. Logits that are still together after so many passes are ties or nearly so: they are
-searched in the row itself."""
+"""Each pass shrinks the bracket to a quarter. Logits that are still in one bracket after this many passes are equal or nearly so:
+they are searched in the row itself."""
 QUICK_TOP = 512
-"""The reference first sorts only so many of the likeliest tokens: they nearly always contain everything that top-p keeps."""
+"""The reference first sorts only this many of the likeliest tokens: they nearly always contain everything that top-p keeps."""
 
 
 @triton.jit
@@ -137,9 +137,9 @@ def cutoff_of_largest(
 ) -> Tensor:  # fmt: skip
     """The cutoff [T] from as many of the largest logits as decide it.
 
-    largest   so many of the largest logits of each row, [T, num] in falling order
+    largest   num -> that many of the largest logits of each row, [T, num] in falling order
     total_of  temperature [T, 1] -> the log-sum-exp [T] of all logits divided by it
-    nums      how many to ask for, rising, the last one the number of all: each only if the one before does not decide every row
+    nums      numbers to ask for, rising, the last one the number of all: each only if the one before does not decide every row
     """
     vocab = nums[-1]
     greedy = temperature[row_ids] <= 0

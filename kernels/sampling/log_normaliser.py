@@ -1,6 +1,6 @@
 """Log of the softmax denominator of each row of logits: out[t] = log(sum over v of exp(logits[t, v])).
 
-Unlike torch.logsumexp, whose order of sums goes by the number of rows, a row's bits depend on the row alone: each lane sums its
+Unlike torch.logsumexp, whose sums are ordered by the number of rows, a row's bits depend on the row alone: each lane sums its
 columns in order, and the lanes are summed in one order. NaN gives NaN, +inf gives +inf, nothing but -inf gives -inf.
 Bound by memory: the row is read twice, the second time from the L2 cache.
 """

@@ -120,11 +120,11 @@ def sample_part(
     logits: Tensor, row_ids: Tensor, positions: Tensor, keys: Tensor, temperature: Tensor, cutoff: Tensor, first: int, *,
     out_ids: Tensor, out_scores: Tensor, out_tops: Tensor, interpret: bool = False,
 ) -> None:  # fmt: skip
-    """`sample` over a part of the vocabulary: the id that wins among these, and what it takes to win among all.
+    """`sample` over a part of the vocabulary: the best id of this part, and its score to compare with other parts.
 
-    logits      of the ids from `first` on; dtypes and shapes as of `sample`
+    logits      of the ids from `first` on; dtypes and shapes as in `sample`
     out_ids     int32 [T]: the winner of this part, an id of the whole vocabulary
-    out_scores  [T] of the cutoff's dtype: its logit / temperature + noise, of greedy rows its logit; -inf if none is kept
+    out_scores  [T] of the cutoff's dtype: its logit / temperature + noise, for greedy rows its logit; -inf if none is kept
     out_tops    [T] of the cutoff's dtype: the largest logit, +inf for NaN
 
     The draw is the id with the largest score of all parts, the lowest of equals; there is none unless the largest of all tops is

@@ -4,7 +4,7 @@
     w = 1, or exp((logit - top[t]) / temperature[t])
 
 key() maps fp32 to int32 in the same order. Eight launches, of 4 bits each, find the smallest logit that top-k or top-p keeps,
-also where the sums of several processes are added up between them, each over its own logits: nothing is read back.
+also if each process has a part of the logits and the sums of all are added up. Nothing is read back.
 The sums of a token have a fixed order and do not depend on the rest of the batch. Larger thresholds never give larger sums, since
 the sums have the same order. Bound by arithmetic: 16 comparisons a logit.
 """
@@ -61,12 +61,12 @@ def threshold_masses(
 ) -> None:  # fmt: skip
     """Write the sums above 16 thresholds of each row.
 
-    logits       fp32 [T, V]  what is not finite counts nothing; rows may be slices of wider ones
+    logits       fp32 [T, V]  values that are not finite are not counted; rows may be slices of wider ones
     low          int32 [T]  the key of the first threshold of each row
     shift        0..28: thresholds are 2^shift apart
     out          fp32 [T, 16]
     top          fp32 [T]: the logit whose mass is 1; None: sums are numbers of logits
-    temperature  fp32 [T] above 0; where `top` is given
+    temperature  fp32 [T] above 0; needed if `top` is given
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """

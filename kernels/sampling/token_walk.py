@@ -3,7 +3,7 @@
     state after a token = walk over its symbols:  state = tables[state + 2 + tables[classes + symbol]],  0 where it is not allowed
 
 `tables` holds class maps and rows of states of all automata, one after the other. A state is the index in `tables` where its row
-begins; 0 is no constraint. A position after a draft that is not allowed has state 0: no token after it is kept.
+begins; State 0 means no constraint. A position after a draft that is not allowed has state 0: no token after it is kept.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from batchspec.kernels.common.checks import check
 
 ENDS = -2
-"""Stands for a forced token where the only thing allowed is the end of the text."""
+"""In the column of the forced token: only the end of the text is allowed."""
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def state_before(
 def check_drafts(
     kernel: str, num_rows: int, drafts: Tensor | None, num_drafted: Tensor | None, draft_rows: Tensor | None
 ) -> None:
-    """Raises ValueError unless they are as of `constrain_logits`; num_rows: T."""
+    """Raises ValueError unless they are as in `constrain_logits`; num_rows: T."""
     if (drafts is None) != (num_drafted is None):
         raise ValueError(f"{kernel}: drafts and num_drafted come together; give both or neither")
     if drafts is not None and num_drafted is not None:

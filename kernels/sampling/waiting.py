@@ -1,9 +1,9 @@
 """Stops rows of lazy automata at states without a mask on the device, until the host has computed them.
 
-    target_ids[t] = WAIT   where the state after the drafts before t is not expanded: tables[state + 1] = NOT_EXPANDED
+    target_ids[t] = WAIT   if the state after the drafts before t is not expanded: tables[state + 1] = NOT_EXPANDED
     live[r] = 0, finish    of a row whose committed tokens end in such a state: it takes no part until the host wakes it
 
-`accept` takes the token before a WAIT for the round's last one, so nothing that no mask was applied to is committed. Bound by
+`accept` ends the row's round with the token before a WAIT, so no token is committed to which no mask was applied. Bound by
 launch latency, and by the walk of `token_walk.py`.
 """
 
@@ -19,7 +19,7 @@ from batchspec.kernels.rounds.accept import WAIT, WAITING
 from batchspec.kernels.sampling.token_walk import check_drafts, check_tables, state_before, states_before_reference
 
 NOT_EXPANDED = -3
-"""In the second column of a state's row."""
+"""The value of the second column in the row of such a state."""
 
 
 @triton.jit(do_not_specialize=["num_tokens", "width"])
@@ -39,9 +39,9 @@ def mark_waiting(
     target_ids: Tensor, row_ids: Tensor, states: Tensor, classes: Tensor, tables: Tensor, symbols: Tensor, starts: Tensor, *,
     drafts: Tensor | None = None, num_drafted: Tensor | None = None, draft_rows: Tensor | None = None, interpret: bool = False,
 ) -> None:  # fmt: skip
-    """Set the target's choice to WAIT where the state is not expanded, in place.
+    """Set the target's choice to WAIT if the state is not expanded, in place.
 
-    target_ids  int32 [T]  the others as of `constrain_logits`
+    target_ids  int32 [T]  the others as in `constrain_logits`
     Does not synchronise on a GPU. Raises ValueError for other shapes or dtypes.
     """
     (count,), batch = target_ids.shape, states.numel()
@@ -88,11 +88,11 @@ def park_waiting_kernel(
 
 
 def park_waiting(states: Tensor, tables: Tensor, *, live: Tensor, log: Tensor, interpret: bool = False) -> None:
-    """End the part that rows take whose state is not expanded, until the host wakes them.
+    """Take rows whose state is not expanded out of the rounds, until the host wakes them.
 
-    states  int32 [R]     places in `tables` int32 [N] of the states after the committed tokens
+    states  int32 [R]     indices in `tables` int32 [N] of the states after the committed tokens
     live    int32 [R]     in: the rows that take part and have not ended; out: 0 for those that wait
-    log     int32 [R, L]  as of `accept`: `finish` of those becomes WAITING
+    log     int32 [R, L]  as in `accept`: `finish` of those that wait becomes WAITING
     Does not synchronise on a GPU. Raises ValueError for other shapes or dtypes.
     """
     (num_rows,) = states.shape

@@ -24,7 +24,7 @@ from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 
 OTHERS = 16
-"""Every node is compared with so many others at once."""
+"""Number of other nodes that a node is compared with at once."""
 
 
 @triton.jit

@@ -28,9 +28,9 @@ from tests.kernels.compile_cases import (
 from tests.kernels.compile_cases.cases import Case
 
 ROOT = Path(__file__).parents[2]
-ROOMS = (attention, distributed, drafting, gemm, kv_cache, lora, moe, norm_rope, rounds, sampling, train, tree)
-CASES: dict[str, Case] = {name: case for room in ROOMS for name, case in room.CASES.items()}
-SELDOM = {name for room in ROOMS for name in room.CASES.seldom}
+PACKAGES = (attention, distributed, drafting, gemm, kv_cache, lora, moe, norm_rope, rounds, sampling, train, tree)
+CASES: dict[str, Case] = {name: case for package in PACKAGES for name, case in package.CASES.items()}
+SELDOM = {name for package in PACKAGES for name in package.CASES.seldom}
 """Variants whose branches other variants reach: each value of each constant that a kernel branches on is compiled every time."""
 
 
@@ -51,8 +51,8 @@ def compile_cases(names: list[str]) -> dict[str, int]:
 
     sizes = {}
     for name in names:
-        room, module, kernel, warps, arguments = CASES[name]
-        function = getattr(import_module(f"batchspec.kernels.{room}.{module}"), kernel)
+        package, module, kernel, warps, arguments = CASES[name]
+        function = getattr(import_module(f"batchspec.kernels.{package}.{module}"), kernel)
         arguments |= {"PDL": True} if "PDL" in function.arg_names else {}
         signature, constants = {}, {}
         for argument, kind in arguments.items():

@@ -10,7 +10,7 @@ I32, I64, PI32, PI64, PF32 = "i32", "i64", "*i32", "*i64", "*fp32"
 class Case(NamedTuple):
     """A kernel with one set of constants and types."""
 
-    room: str
+    package: str
     module: str
     kernel: str
     warps: int
@@ -19,15 +19,15 @@ class Case(NamedTuple):
 
 
 class Cases(dict[str, Case]):
-    """The cases of a room of `kernels/`, by name."""
+    """The cases of a package of `kernels/`, by name."""
 
-    def __init__(self, room: str) -> None:
+    def __init__(self, package: str) -> None:
         super().__init__()
-        self.room = room
+        self.package = package
         self.seldom: set[str] = set()
         """Those whose branches other cases reach: they are compiled with -m slow alone."""
 
     def add(self, name: str, module: str, warps: int, **arguments: object) -> None:
-        """A case of the kernel that `name` begins with, in kernels/ROOM/`module`.py."""
+        """A case of the kernel that `name` begins with, in kernels/PACKAGE/`module`.py."""
         assert name not in self, name
-        self[name] = Case(self.room, module, name.split(" ")[0], warps, arguments)
+        self[name] = Case(self.package, module, name.split(" ")[0], warps, arguments)
