@@ -144,7 +144,7 @@ def test_learning_takes_its_share_of_the_time_and_no_more() -> None:
     assert 0.099 * clock.now < spent <= 0.1 * clock.now
 
 
-def test_time_is_saved_up_a_little_and_a_slice_that_takes_longer_comes_all_the_same() -> None:
+def test_a_little_time_is_saved_up_and_a_longer_slice_still_runs() -> None:
     clock = Clock()
     budget = Budget(0.5, clock)
     clock.now = 1000.0

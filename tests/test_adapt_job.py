@@ -92,7 +92,7 @@ def test_acceptance_rises_while_the_job_runs_and_its_tokens_stay_the_same(
     assert mean_length(learns.tail(NUM_ROWS // 4)) > mean_length(fixed) + 0.05
 
 
-def test_the_same_command_goes_on_from_the_head_that_was_learnt(
+def test_the_same_command_resumes_with_the_trained_head(
     made: Path, learnt: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     head, out = learnt[0], shutil.copytree(learnt[1], tmp_path / "out")
@@ -136,7 +136,7 @@ def test_a_job_that_begins_anew_deletes_what_was_learnt(made: Path, learnt: tupl
 @pytest.mark.parametrize(
     "words", [["draft=hybrid"], ["draft=tree", "draft.tree.topk=3", "draft.tree.nodes=8"]], ids=lambda x: x[0]
 )
-def test_trees_and_heads_beside_lookup_learn_too(
+def test_trees_and_heads_combined_with_lookup_are_trained_too(
     made: Path, tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert job(made, tmp_path / "out", *words, f"draft.path={made / 'eagle3'}", "input.limit=256", *LEARNS) == 0

@@ -163,7 +163,7 @@ def test_a_probe_is_next_to_the_length_that_pays_now() -> None:
 
 
 @pytest.mark.parametrize(("gain", "taken"), [(1.003, 1), (1.007, 0)])
-def test_another_length_is_taken_if_it_promises_half_a_percent_more(gain: float, taken: int) -> None:
+def test_another_draft_length_is_chosen_if_its_estimate_is_half_a_percent_better(gain: float, taken: int) -> None:
     """At first the longest one is the present one."""
     lengths = DraftLengths(1)
     for k, cost in enumerate((1.0, 1.7 * gain)):
@@ -223,7 +223,7 @@ def test_another_head_is_measured_from_the_beginning() -> None:
 
 
 @pytest.mark.parametrize("longest", [1, 8])
-def test_a_head_that_gets_better_is_taken_up_again(longest: int) -> None:
+def test_a_head_that_improves_is_used_again(longest: int) -> None:
     lengths = DraftLengths(longest, choices=(0, longest))
     for k, cost in ((0, 1.0), (longest, 1.2)):
         lengths.set_base(ROWS, k, cost)
@@ -263,7 +263,7 @@ def test_a_draft_is_judged_by_the_rounds_that_kept_those_before_it() -> None:
     assert lengths.scores(ROWS, 0) == pytest.approx([1.0, 1.5, 2.0 / 1.25], rel=0.01)
 
 
-def test_a_round_says_nothing_of_drafts_that_it_did_not_make() -> None:
+def test_a_round_does_not_count_drafts_that_it_did_not_make() -> None:
     lengths = DraftLengths(2)
     for k in lengths.choices:
         lengths.set_base(ROWS, k, 1.0)

@@ -139,14 +139,14 @@ def test_biases_of_a_job_outside_the_vocabulary_are_refused() -> None:
         admit(prompts("a"), decode__logit_bias={"999999": 1})
 
 
-def test_a_synthetic_end_is_known_to_the_device_and_to_nobody_else() -> None:
+def test_a_synthetic_end_is_known_to_the_device_alone() -> None:
     ends, capped, usual = requests(prompts("a", "b", "c", synthetic_len=pa.array([5, 99, None])))
     assert [item.synthetic_len for item in (ends, capped, usual)] == [5, 99, None]
     assert [item.device_limit for item in (ends, capped, usual)] == [5, 16, 16]
     assert [(item.max_new_tokens, item.predicted_tokens) for item in (ends, capped)] == [(16, 16)] * 2
 
 
-def test_a_row_that_nothing_ends_is_predicted_at_its_cap() -> None:
+def test_a_row_without_stop_ids_is_predicted_at_its_cap() -> None:
     caps = pa.array([200, 300])
     long, longer = requests(prompts("a", "b", max_new_tokens=caps), model__max_len=400, decode__ignore_eos=True)
     assert (long.predicted_tokens, longer.predicted_tokens) == (200, 300)
@@ -250,7 +250,7 @@ def test_the_system_column_replaces_or_precedes_and_tools_reach_the_template() -
     assert [one["template_kwargs"] for one in seen] == [{"k": 1, "j": 2}, {"k": 0, "j": 2}, {"k": 0, "j": 2}]
 
 
-def test_a_prompt_is_one_user_turn_where_the_job_says_chat() -> None:
+def test_a_prompt_is_one_user_turn_if_the_job_asks_for_chats() -> None:
     (plain,), (wrapped,) = requests(prompts("a")), requests(prompts("a"), input__chat=True)
     assert plain.prompt_ids.tolist() == [97]
     assert wrapped.prompt_ids.tolist() == [256, 97, 257, 256]
@@ -324,7 +324,7 @@ row = st.fixed_dictionaries(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(row, min_size=1, max_size=5), st.sampled_from(["error", "truncate", "skip"]))
-def test_every_row_comes_out_once_in_order_whatever_it_holds(rows: list[dict[str, Any]], overlong: str) -> None:
+def test_every_row_is_written_once_in_order_whatever_it_holds(rows: list[dict[str, Any]], overlong: str) -> None:
     schema = pa.schema({"prompt": pa.string(), "n": pa.int64(), "max_new_tokens": pa.int64(), "temperature": pa.float64()})
     made = admit(pa.Table.from_pylist(rows, schema), input__on_overlong=overlong)
     places = [(item.row_index, item.sample_index) for item in made]
@@ -390,7 +390,7 @@ def test_what_the_model_cannot_hold_never_reaches_it() -> None:
     assert (second.error.code, "holds 98" in second.error.message) == ("bad_ids", True)
 
 
-def test_fields_that_other_rows_have_are_not_there_rather_than_null() -> None:
+def test_fields_that_only_other_rows_have_are_absent_and_not_null() -> None:
     kwargs = pa.array([{"a": 1, "b": None}, {"a": None, "b": {"c": None, "d": 2}}])
     seen: list[Any] = []
 

@@ -283,7 +283,7 @@ def test_a_page_key_depends_on_everything_before_the_page() -> None:
 
 @settings(deadline=None, max_examples=150)
 @given(st.data())
-def test_rows_that_run_short_of_pages_get_them_oldest_first_as_far_as_the_pool_goes(data: st.DataObject) -> None:
+def test_rows_short_of_pages_get_them_oldest_first_until_the_pool_is_empty(data: st.DataObject) -> None:
     """One group with a window and one without. What `grow` grants is told by a definition for one row after the other."""
     groups, pages = KVGroups((None, 8), (0, 1), 0), data.draw(st.integers(60, 140))
     pools = PagePools(groups, (1 + pages, 1 + pages), 4, lookahead=4)
@@ -393,7 +393,7 @@ def test_a_long_row_is_promised_what_is_predicted_for_as_long_as_it_lives() -> N
     assert len(allocator.refill()) == 1
 
 
-def test_the_row_that_came_last_is_set_back_and_comes_again_before_any_other() -> None:
+def test_the_latest_row_is_preempted_and_readmitted_before_any_other() -> None:
     pools = pools_of(40)
     allocator = SlotAllocator(
         shape(2, 40), pools, (progress(request(i, [i], cap=4)) for i in range(5)), prefill_cost=PrefillCost(0.0, 0.0)

@@ -338,7 +338,7 @@ def test_torchs_attention_needs_bounds_alone(window: int | None, sinks: bool, mo
     torch.testing.assert_close(found[: len(q)][alive], expected[alive], atol=1e-12, rtol=1e-9)
 
 
-def test_bounds_serve_where_a_gpu_has_an_attention_that_reads_no_list() -> None:
+def test_bounds_are_used_if_a_gpu_s_attention_reads_no_work_list() -> None:
     layout = layer_kv(torch.zeros(2, 2, 4, 2, 64)).layout
     kinds = {dtype: replace(layout, dtype=dtype) for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
     assert [plans_by_bounds(own, 64) for own in kinds.values()] == [False, True, True, True]

@@ -49,7 +49,9 @@ def lines(shape: Path, out: Path, *more: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def test_a_line_says_what_ran_and_how_fast(shape: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_has_the_settings_and_the_speed_of_a_variant(
+    shape: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (row,) = lines(shape, tmp_path / "o.jsonl", "--runs", "2")
     assert (row["variant"], row["batch"], row["requests"], row["tokens"], row["rounds"]) == ("none", 4, 4, 48, 11)
     assert (row["mean_acceptance_length"], row["mean_live_rows"], row["runs"], len(row["seconds"])) == (1.0, 4.0, 2, 2)

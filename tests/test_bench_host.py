@@ -35,7 +35,7 @@ def test_its_engine_decodes_every_row_to_its_length_and_accepts_drafts_as_often_
     assert engine.totals.accepted / engine.totals.row_rounds == pytest.approx(accepted, rel=0.1)
 
 
-def test_its_figures_leave_the_stand_in_out() -> None:
+def test_its_figures_exclude_the_stand_in_target() -> None:
     engine = StandInEngine(8, 24 + 40 + 512)
     facts = measure(engine, list(some_requests(30, 20)))
     in_parts = facts["round_us"] * facts["rounds"] + facts["row_us"] * facts["rows"]

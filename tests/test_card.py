@@ -44,7 +44,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_openai_s_requests_come_back_as_its_responses_in_their_order(made: Path, tmp_path: Path) -> None:
+def test_openai_requests_are_exported_as_openai_responses_in_their_order(made: Path, tmp_path: Path) -> None:
     assert cli.main(["export", str(made / "out"), "--to", "openai", str(tmp_path / "responses.jsonl")]) == 0
     lines = [json.loads(line) for line in (tmp_path / "responses.jsonl").read_text().splitlines()]
     assert [line["custom_id"] for line in lines] == [f"r/{9 - i}" for i in range(ROWS)]
@@ -81,7 +81,7 @@ def test_datasets_reads_the_folder_by_its_card_and_chat_lines_as_they_are(
     assert turns == frame.filter(pl.col("status") != "error")["messages"].to_list()
 
 
-def test_what_a_value_of_the_user_s_looks_like_changes_nothing(made: Path) -> None:
+def test_a_user_s_value_is_not_parsed_whatever_it_looks_like(made: Path) -> None:
     manifest = json.loads((made / "out/_batchspec/manifest.json").read_text())
     assert manifest["config"]["decode"]["stop"] == ["a: b", "#", "${draft.name}", "${nothing", r"\${x}"]
 
@@ -99,7 +99,7 @@ QUESTION = "???"
 
 @settings(max_examples=250)
 @given(st.dictionaries(TEXTS, VALUES, max_size=4))
-def test_every_value_of_a_configuration_comes_back_from_the_card_as_it_is(values: dict[str, Any]) -> None:
+def test_every_value_of_a_configuration_is_read_unchanged_from_the_card(values: dict[str, Any]) -> None:
     assume(QUESTION not in repr(values))
     text = "\n".join(_yaml({"group": {"values": values}}))
     assert "```" not in text
@@ -143,7 +143,7 @@ def test_a_configuration_of_odd_strings_is_the_same_when_its_card_is_run(tmp_pat
         ("grammar", 'root ::= "1"', False),
     ],
 )
-def test_a_card_holds_a_schema_or_grammar_but_not_where_its_file_lies(key: str, value: Any, is_path: bool) -> None:
+def test_a_card_holds_a_schema_or_grammar_but_not_the_path_of_its_file(key: str, value: Any, is_path: bool) -> None:
     config = {"decode": {key: value, "seed": 3}}
     kept, left_out = _without_local_paths(config)
     assert left_out == ([f"decode.{key}"] if is_path else [])

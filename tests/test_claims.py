@@ -46,7 +46,7 @@ def test_a_shard_has_one_owner(tmp_path: Path) -> None:
     assert other.take(4)
 
 
-def test_an_owner_that_beats_keeps_its_shard_and_a_silent_one_loses_it(tmp_path: Path) -> None:
+def test_an_owner_that_renews_its_lease_keeps_its_shard_and_a_silent_one_loses_it(tmp_path: Path) -> None:
     clock = Clock()
     one, other = open_claims(tmp_path, "a", clock, **ELSEWHERE), open_claims(tmp_path, "b", clock)
     assert one.take(0)
@@ -60,7 +60,7 @@ def test_an_owner_that_beats_keeps_its_shard_and_a_silent_one_loses_it(tmp_path:
     assert other.take(0)
 
 
-def test_who_was_stopped_and_comes_back_sees_that_its_shard_is_gone(tmp_path: Path) -> None:
+def test_a_stopped_owner_that_continues_finds_that_its_shard_has_another_owner(tmp_path: Path) -> None:
     clock = Clock()
     one, other = open_claims(tmp_path, "a", clock, **ELSEWHERE), open_claims(tmp_path, "b", clock)
     assert one.take(0)
@@ -88,7 +88,7 @@ IN_ANOTHER_SPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"
     shutil.which("unshare") is None or subprocess.run([*IN_ANOTHER_SPACE, "true"], capture_output=True).returncode != 0,
     reason="needs the right to make a namespace of process numbers",
 )
-def test_a_process_of_another_container_on_this_machine_counts_as_gone_only_when_it_is_silent(tmp_path: Path) -> None:
+def test_a_process_of_another_container_on_this_machine_counts_as_ended_only_when_it_is_silent(tmp_path: Path) -> None:
     """Its number means another process here, or none; so does ours there."""
     program = (
         "import sys; from pathlib import Path; from tests.test_claims import open_claims\n"
@@ -110,7 +110,7 @@ def test_a_process_of_another_container_on_this_machine_counts_as_gone_only_when
     assert here.take(2)
 
 
-def test_a_process_is_judged_only_where_its_number_means_the_same() -> None:
+def test_a_process_number_is_checked_only_in_its_own_namespace() -> None:
     here = this_process()
     assert here["space"].count(":") == 2  # boot, kind and number of the namespace
     gone = {**here, "started": "1"}
@@ -121,7 +121,7 @@ def test_a_process_is_judged_only_where_its_number_means_the_same() -> None:
     assert not owner_is_gone({**gone, "space": ""}, {**here, "space": ""})
 
 
-def test_a_process_that_ended_and_that_nobody_waited_for_is_gone() -> None:
+def test_a_zombie_process_counts_as_ended() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         claim = {**this_process(), "pid": process.pid, "started": _started(process.pid)}
         assert not owner_is_gone(claim, this_process())
@@ -130,7 +130,7 @@ def test_a_process_that_ended_and_that_nobody_waited_for_is_gone() -> None:
         assert owner_is_gone(claim, this_process())
 
 
-def test_an_earlier_start_of_the_same_task_is_known_to_be_gone() -> None:
+def test_an_earlier_start_of_the_same_task_is_known_to_have_ended() -> None:
     task = {**this_process(), "host": "node1", "pid": 7, "started": "1", "task": "99/3/0", "restart": 0}
     again = {**this_process(), "host": "node2", "pid": 9, "started": "2", "task": "99/3/0", "restart": 1}
     assert owner_is_gone(task, again)
@@ -138,7 +138,7 @@ def test_an_earlier_start_of_the_same_task_is_known_to_be_gone() -> None:
     assert not owner_is_gone(again, {**again, "host": "node3"})
 
 
-def test_this_process_is_not_gone_and_a_reused_process_number_is() -> None:
+def test_this_process_is_alive_and_the_owner_of_a_reused_process_number_has_ended() -> None:
     assert not owner_is_gone(this_process(), this_process())
     assert owner_is_gone({**this_process(), "started": "1"}, this_process())
     assert this_process()["pid"] == os.getpid()
@@ -204,7 +204,7 @@ def test_who_ends_frees_its_own_shards_and_none_that_another_run_took(tmp_path: 
     assert one.own == []
 
 
-def test_a_run_writes_its_claims_no_more_often_than_a_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_renews_its_claims_at_most_once_per_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, written = Clock(), []
     one = open_claims(tmp_path, "a", clock)
     assert one.take(0)

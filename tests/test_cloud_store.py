@@ -99,7 +99,7 @@ def test_the_probes_refuse_a_store_that_ignores_conditions(gcs: CloudLab) -> Non
     assert gcs.keys() == []
 
 
-def test_a_bucket_that_is_not_there_is_named(lab: CloudLab) -> None:
+def test_a_missing_bucket_is_named(lab: CloudLab) -> None:
     root: Any = f"{lab.root}/out".replace(f"//{BUCKET}", "//elsewhere")
     for act in (
         lambda: open_store(root, "tmp").put("x", b""),
@@ -112,7 +112,7 @@ def test_a_bucket_that_is_not_there_is_named(lab: CloudLab) -> None:
             act()
 
 
-def test_a_shard_that_is_gone_while_rows_are_read_is_one_line(lab: CloudLab) -> None:
+def test_a_shard_that_disappears_while_rows_are_read_is_a_one_line_error(lab: CloudLab) -> None:
     parts, root = tables(), f"{lab.root}/out"
     folder = new_folder(root, 6, 2)  # type: ignore[arg-type]
     for i in range(3):
@@ -148,7 +148,7 @@ def test_a_put_whose_answer_got_lost_counts_as_ours(gcs: CloudLab) -> None:
     assert gcs.body("out/data/x") == b"new"
 
 
-def test_a_conflict_with_nothing_there_is_sent_again_and_takes_nothing(gcs: CloudLab) -> None:
+def test_a_conflict_about_a_missing_object_is_sent_again_and_replaces_nothing(gcs: CloudLab) -> None:
     gcs.faults.before = times(2, (409, "Conflict"))
     assert store(gcs).put_if_absent("data/x", b"x")
     assert gcs.body("out/data/x") == b"x"

@@ -258,7 +258,7 @@ def tokens(out: Path) -> list[tuple[str, list[int]]]:
     return sorted(pl.read_parquet(out / "data").select("request_id", "token_ids").rows())
 
 
-def test_an_evicted_and_a_killed_task_are_started_again_and_every_row_is_there_once(words: list[str], tmp_path: Path) -> None:
+def test_an_evicted_and_a_killed_task_are_restarted_and_every_row_is_written_once(words: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
     controller = Controller(words, tmp_path, completions=2)
     try:

@@ -15,7 +15,7 @@ from batchspec.runner.background_commit import MOST_WAITING, SMALL_BYTES, WAITIN
 from tests.io_samples import completion, dataset, shards_of
 
 
-def test_shards_come_back_in_order_when_they_are_committed_and_the_next_ones_are_decoded_meanwhile() -> None:
+def test_shards_are_returned_in_order_when_committed_while_the_next_ones_are_decoded() -> None:
     events: list[str] = []
     third = threading.Event()
 

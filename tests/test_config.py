@@ -241,7 +241,7 @@ def test_a_range_lets_through_exactly_what_lies_in_it(key: str, value: float) ->
     assert (violation(key, value) is None) == (low <= value <= high)
 
 
-def test_a_typed_configuration_survives_the_way_through_omegaconf() -> None:
+def test_a_typed_configuration_survives_omegaconf_and_back() -> None:
     made = config(model__path="m", input__columns={"prompt": "text"}, input__path=["a", "b"], decode__stop=["x"])
     assert from_hydra(OmegaConf.structured(made)) == made
 

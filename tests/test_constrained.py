@@ -188,7 +188,7 @@ def test_an_answer_follows_its_automaton_after_the_thought(name: str, opened: bo
 
 
 @pytest.mark.parametrize("name", ["lookup", "hybrid"])
-def test_what_must_come_is_drafted_by_a_lookup(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forced_tokens_are_drafted_by_a_lookup(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of `cddd` nothing is known from the prompt; rows without an automaton draft what they did."""
 
     def accepted(done: dict[int, Completion]) -> int:
@@ -205,7 +205,7 @@ def test_what_must_come_is_drafted_by_a_lookup(name: str, monkeypatch: pytest.Mo
     assert accepted(done) > accepted(run([*requests, *free], ALL[name]()))
 
 
-def test_a_row_goes_on_where_an_earlier_run_left_it() -> None:
+def test_a_row_resumes_at_the_token_where_an_earlier_run_stopped() -> None:
     req = constrained(request(0, [5, 9], cap=14, sampling=SAMPLINGS[1]), PATTERNS[1])
     whole = constrained_tokens(req, PATTERNS[1])
     left = Snapshot(
@@ -236,7 +236,7 @@ def test_the_end_is_drawn_where_the_text_may_end_alone() -> None:
         assert made.allowed(state)[EOS] == (written(out) in (b"", b"ab"))
 
 
-def test_before_its_minimum_a_text_ends_only_where_it_can_do_nothing_else() -> None:
+def test_before_its_minimum_a_text_ends_only_if_it_cannot_continue() -> None:
     done = run(
         [
             constrained(request(i, [i, 5], cap=20, min_new_tokens=6, sampling=SAMPLINGS[1]), pattern)
@@ -279,7 +279,7 @@ def test_an_automaton_keeps_its_place_while_a_row_follows_it() -> None:
         places.release(one)
 
 
-def test_automata_share_the_room_without_overlap() -> None:
+def test_automata_share_the_tables_without_overlap() -> None:
     room = AutomataRoom(num_tokens=VOCAB, table_words=2000, masks_bytes=4 * 60)
     places, held, taken, refused = AutomatonPlaces(room), deque[Any](), 0, 0
     for turn in range(60):

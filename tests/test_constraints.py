@@ -114,7 +114,7 @@ def test_a_row_s_own_constraint_replaces_the_job_s(tokenizer: Tokenizer) -> None
             assert writes(row, tokenizer, "true") == (text == "true")
 
 
-def test_choices_may_be_json_text_whose_items_are_texts_whatever_they_look_like(tokenizer: Tokenizer) -> None:
+def test_choices_may_be_json_text_and_every_item_is_read_as_text(tokenizer: Tokenizer) -> None:
     cells = ['["yes", "no"]', '["1", "true"]', '["{}"]', "yes, no", '{"a": 1}']
     *good, bare, other = admit(tokenizer, prompts(*"abcde", choice=pa.array(cells)), input__columns={"choice": "choice"})
     for row, text in zip(good, ("no", "true", "{}"), strict=True):
@@ -266,7 +266,7 @@ def test_every_completed_row_of_a_job_is_valid_whatever_drafts(
     assert " schemas = " in said or " schemas + " in said
 
 
-def test_a_stop_string_ends_an_answer_and_says_so_and_a_minimum_holds(model: Path, tmp_path: Path) -> None:
+def test_a_stop_string_ends_an_answer_with_finish_reason_stop_and_a_minimum_holds(model: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"row {i}", "stop": ["b"] if i % 2 else None} for i in range(8)]
     pl.DataFrame(rows).write_parquet(tmp_path / "in.parquet")
     keys = ["decode.regex=a{2}[ab]{0,30}", "decode.temperature=1", "decode.max_new_tokens=40", "decode.min_new_tokens=5"]

@@ -194,7 +194,7 @@ def test_closing_the_engine_ends_a_call_that_waits_for_a_tool(model: Path) -> No
     goes_on.set()
 
 
-def test_answers_go_on_where_a_chat_ends_with_the_assistant_and_thoughts_are_fields_of_their_own(tmp_path: Path) -> None:
+def test_answers_continue_a_final_assistant_turn_and_thoughts_are_separate_fields(tmp_path: Path) -> None:
     model = make_thinking_tokenizer(make_checkpoint(tmp_path, "llama", dtype=torch.float64))
     first = [{"role": "user", "content": "Name a sea"}, {"role": "assistant", "content": "It is"}]
     seen: list[Turn] = []

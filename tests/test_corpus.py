@@ -48,7 +48,7 @@ def test_prompts_and_outputs_are_kept_with_a_border_between_rows() -> None:
     assert kept(corpus) == [1, 2, 3, -1, 4, 5, 6]
 
 
-def test_a_beginning_in_common_with_the_row_before_comes_once() -> None:
+def test_a_prefix_shared_with_the_previous_row_is_stored_once() -> None:
     """But for as much as the longest run needs in front of what is new."""
     corpus = feed(make(), [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 9], [1, 2, 3, 4, 5, 9])
     corpus.refresh(corpus.next_update())
@@ -62,7 +62,7 @@ def test_a_document_of_one_run_with_no_token_after_it_is_not_kept() -> None:
     assert kept(corpus) == list(range(20, 21 + shortest))
 
 
-def test_the_oldest_rows_make_room_and_a_row_that_is_too_long_keeps_its_end() -> None:
+def test_the_oldest_rows_are_evicted_and_a_row_that_is_too_long_keeps_its_end() -> None:
     corpus = make(12)
     for first in range(10, 90, 10):
         feed(corpus, [first, first + 1, first + 2])
@@ -121,7 +121,7 @@ def test_a_table_is_built_anew_when_a_quarter_of_the_corpus_is_new(monkeypatch: 
     assert built[-1] >= 30
 
 
-def test_rounds_read_the_old_table_until_the_new_one_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_read_the_old_table_until_the_new_one_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """Building blocks nobody, and the buffer in use is never written to."""
     may_build, build = threading.Event(), Corpus._build
 

@@ -82,7 +82,7 @@ def poison(row: str, number: int, sample: int = 0) -> None:
     Executor.execute = deadly  # type: ignore[method-assign]
 
 
-def test_a_row_that_kills_the_process_is_found_and_its_neighbours_come_out_whole(
+def test_a_row_that_kills_the_process_is_found_and_its_neighbours_are_complete(
     model: Path, data: Path, finished: dict[str, list[int] | None], tmp_path: Path
 ) -> None:
     command = arguments(model, data, tmp_path / "out", "resume.row_attempts=2")
@@ -202,7 +202,7 @@ def kill_at_token(row: str, count: int, sample: int = 0) -> None:
     [([], partial(kill_at_token, "q1", 11, sample=1)), (["output.logprobs=0"], partial(poison, "q1", signal.SIGKILL, sample=1))],
     ids=["after a token", "in its prefill, no tokens kept"],
 )
-def test_a_row_that_kills_always_at_one_place_is_found_and_its_finished_samples_stay(
+def test_a_row_that_always_kills_at_one_sample_is_found_and_its_finished_samples_stay(
     model: Path, tmp_path: Path, more: list[str], deadly: Patch
 ) -> None:
     rows = [{"id": f"q{i}", "prompt": f"Say word{i}", "n": 1 + i % 2} for i in range(3)]
@@ -232,7 +232,7 @@ def break_row(row: str) -> None:
     Executor.execute = broken  # type: ignore[method-assign]
 
 
-def test_a_row_that_breaks_the_engine_is_found_the_same_way(
+def test_a_row_that_breaks_the_engine_is_found_like_one_that_kills_the_process(
     model: Path, data: Path, finished: dict[str, list[int] | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Executor, "execute", Executor.execute)
@@ -365,7 +365,7 @@ def test_memory_that_runs_out_twice_ends_the_run_with_what_is_done_kept(
     assert tokens(tmp_path / "out") == finished
 
 
-def test_a_smaller_batch_has_room_for_a_longest_row_still() -> None:
+def test_a_smaller_batch_still_holds_a_row_of_the_greatest_length() -> None:
     batch = PackedBatch(
         num_slots=4, row_buckets=(4,), num_pages=100, page_size=16, max_len=290, draft_len=0, prefill_tokens=2048, run_ahead=0
     )

@@ -54,7 +54,7 @@ def test_without_a_limit_everything_is_begun() -> None:
     assert cluster.asked == 1  # nothing is asked a second time
 
 
-def test_rows_that_would_start_over_are_begun_only_where_they_can_finish() -> None:
+def test_rows_that_would_start_over_are_admitted_only_if_they_can_finish() -> None:
     """0.5 s of prefill, 0.1 s a token: 400 tokens take 40.5 s, of the 50 s that are left before the reserve 51 are too many."""
     cluster = Cluster(1000)
     deadline = cluster.deadline(100, keeps_tokens=False)

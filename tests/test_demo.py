@@ -50,7 +50,9 @@ def demo(model: Path, limit: int | None, tmp_path_factory: pytest.TempPathFactor
     return run_demo(tmp_path_factory.mktemp("demo"), *(() if limit is None else (f"input.limit={limit}", SHORT)))
 
 
-def test_it_ends_by_saying_where_the_output_lies_and_how_to_inspect_it(demo: tuple[pl.DataFrame, str], limit: int | None) -> None:
+def test_it_ends_with_the_path_of_the_output_and_the_command_to_inspect_it(
+    demo: tuple[pl.DataFrame, str], limit: int | None
+) -> None:
     *_, done, report, errors, look, python = demo[1].splitlines()
     assert done.startswith(f"out/demo: done, {limit or 74} rows")
     assert "report.html" in report
@@ -62,7 +64,7 @@ def test_it_ends_by_saying_where_the_output_lies_and_how_to_inspect_it(demo: tup
     assert "polars.read_parquet('out/demo/data')" in python
 
 
-def test_good_rows_have_answers_and_bad_rows_say_why(demo: tuple[pl.DataFrame, str], limit: int | None) -> None:
+def test_good_rows_have_answers_and_bad_rows_have_errors(demo: tuple[pl.DataFrame, str], limit: int | None) -> None:
     frame = demo[0]
     bad = frame.filter(pl.col("status") == "error")
     assert bad.height >= (3 if limit is None else 1)

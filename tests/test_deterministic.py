@@ -134,7 +134,7 @@ def test_preemption_changes_no_bit() -> None:
     assert found == run(asked, shape(1, prefill_tokens=256), NoDrafter(), target())[0]
 
 
-def test_a_run_that_is_stopped_goes_on_with_the_same_tokens() -> None:
+def test_a_run_that_is_stopped_resumes_with_the_same_tokens() -> None:
     """In another engine, with other drafts and slots."""
     found: dict[str, list[int]] = {}
     left = {one.request_id: one for one in requests()}

@@ -211,7 +211,7 @@ def test_a_job_in_float64_runs_is_verified_and_is_another_job_than_one_without_i
     assert not job.config.decode.deterministic
 
 
-def test_plan_refuses_it_on_a_cpu_and_says_on_a_gpu_that_it_costs(
+def test_plan_refuses_it_on_a_cpu_and_warns_of_its_cost_on_a_gpu(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hopper: None
 ) -> None:
     prompts().write_parquet(tmp_path / "prompts.parquet")

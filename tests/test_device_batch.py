@@ -92,7 +92,7 @@ def test_a_group_of_rows_takes_one_transfer_and_their_pages_another(monkeypatch:
 
 @settings(deadline=None)
 @given(st.data())
-def test_granted_pages_stand_in_the_table_of_their_group(data: st.DataObject) -> None:
+def test_granted_pages_are_listed_in_the_table_of_their_group(data: st.DataObject) -> None:
     rows = DeviceBatch.allocate(packed(4), vocab_size=31, penalties=False, device=CPU, num_groups=2)
     expected = [[[0] * rows.page_tables[0].shape[1] for _ in range(4)] for _ in range(2)]
     grants = []

@@ -43,7 +43,7 @@ def config_of(name: str, **draft: object) -> RunConfig:
 
 
 @pytest.mark.parametrize("name", sorted(DRAFTERS.keys() - {"pard"}))  # test_pard.py: it needs a folder
-def test_what_a_spec_says_before_weights_are_read_is_what_its_drafter_has(name: str) -> None:
+def test_a_spec_predicts_the_properties_of_its_drafter_before_weights_are_read(name: str) -> None:
     target, config = tiny_target(), config_of(name)
     check(config)
     spec = open_drafter(config, target.spec)
@@ -78,7 +78,7 @@ def test_a_corpus_is_counted_as_memory_of_the_drafters_that_keep_one() -> None:
         assert large.state_bytes() >= 2 * 4 * 1000
 
 
-def test_a_chain_and_a_tree_say_what_a_round_takes() -> None:
+def test_a_chain_and_a_tree_state_the_cost_of_a_round() -> None:
     chain, tree = ChainShape(5), TreeShape(topk=4, depth=4, nodes=9)
     assert (chain.num_verified, chain.kv_per_round, chain.num_lookahead_slots, str(chain)) == (5, 6, 0, "K=5")
     # 3 levels of 4 nodes go through the drafter: more than the 9 nodes and the newest token that the target reads.

@@ -141,7 +141,7 @@ def test_any_packing_in_more_examples(data: st.DataObject, tmp_path_factory: pyt
     check_any_packing(data, tmp_path_factory.mktemp("head"))
 
 
-def test_rows_that_are_set_back_find_their_drafts_again(tmp_path: Path) -> None:
+def test_preempted_rows_keep_their_drafts(tmp_path: Path) -> None:
     design, tensors = design_and_tensors("random")
     requests = [request(i, [i, 5, 7], cap=60, predicted=4) for i in range(4)]
     drafter = make_drafter(tmp_path, design, tensors, 3, slots=4)
@@ -240,7 +240,7 @@ def test_drafts_near_the_end_of_the_page_table_write_nothing_but_scratch(tmp_pat
     check_drafts(drafter, design, tensors)
 
 
-def test_a_target_that_is_far_away_of_a_short_trained_head_is_reached(tmp_path: Path) -> None:
+def test_a_head_trained_on_short_contexts_drafts_at_later_positions(tmp_path: Path) -> None:
     """max_position_embeddings of the head is 8 in every test here: later positions are computed like any other."""
     design, tensors = design_and_tensors("random")
     drafter = make_drafter(tmp_path, design, tensors, 2, slots=1)

@@ -251,7 +251,7 @@ def test_bytes_are_those_that_are_kept(name: str, smaller: float) -> None:
     assert read_bytes(spec, dtype, 64) < read_bytes(whole, dtype, 64)
 
 
-def test_activations_are_quantised_by_default_where_that_is_fast_and_the_checkpoint_says_so() -> None:
+def test_activations_are_quantised_by_default_if_that_is_fast_and_the_checkpoint_declares_it() -> None:
     blocks = tiny_spec("qwen3_moe", **CASES["fp8 blocks, qwen3_moe"][1])
     plain = tiny_spec("mixtral", **{**WIDE, "quantization_config": compressed("channel", None)})
     for spec in (blocks, plain):

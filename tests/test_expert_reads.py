@@ -63,7 +63,7 @@ def test_tokens_that_come_in_pairs_count_half() -> None:
     assert reads.expected([16]) == pytest.approx(ExpertReads(128, 4).expected([8]), rel=0.03)
 
 
-def test_rounds_that_read_nearly_all_experts_say_nothing() -> None:
+def test_rounds_that_read_nearly_all_experts_do_not_change_the_correlation() -> None:
     reads = ExpertReads(128, 4, correlation=0.4)
     reads.observe(counts(1.0, 128), 4096)
     assert reads.correlation == 0.4
@@ -86,7 +86,7 @@ def test_what_live_rows_read_beyond_the_timed_round_is_added_and_what_they_do_no
     assert reads.expert_s == 0.0
 
 
-def test_drafts_that_pay_in_a_dense_model_do_not_where_they_read_more_experts() -> None:
+def test_drafts_that_pay_in_a_dense_model_do_not_if_they_read_more_experts() -> None:
     """Few rows: a round with drafts takes twice the experts of one without, which timings over dead rows do not show."""
 
     def chosen(experts: ExpertReads | None) -> int:

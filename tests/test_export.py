@@ -50,7 +50,7 @@ def turn(role: str, content: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kept", ["full", "prompt"])
-def test_chat_and_prompt_completion_hold_good_rows_and_say_what_they_left_out(
+def test_chat_and_prompt_completion_hold_good_rows_and_report_how_many_were_left_out(
     tmp_path: Path, kept: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, file = job(tmp_path / "out", messages=kept), tmp_path / "chat.jsonl"
@@ -107,7 +107,7 @@ def test_parquet_for_trainers_holds_one_format_of_good_rows_alone(
         (["--from-openai"], "x.jsonl", ".parquet"), (["--to", "chat"], "x", ".jsonl or .parquet"),
     ],
 )  # fmt: skip
-def test_a_name_that_says_another_format_is_refused(tmp_path: Path, words: list[str], name: str, wanted: str) -> None:
+def test_a_file_name_of_another_format_is_refused(tmp_path: Path, words: list[str], name: str, wanted: str) -> None:
     out = job(tmp_path / "out")
     given = [*words, str(written(tmp_path / "in.jsonl", [request()]))] if words == ["--from-openai"] else [str(out), *words]
     with pytest.raises(OutputError, match=f"is written as {wanted}; give a file name with such a suffix"):
@@ -151,7 +151,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path: Path) ->
     assert not file.exists()
 
 
-def test_a_file_that_is_there_or_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_file_that_exists_or_cannot_be_created_is_refused_by_name(tmp_path: Path) -> None:
     out, file = job(tmp_path / "out"), tmp_path / "mine.jsonl"
     file.write_text("mine")
     requests = written(tmp_path / "in.jsonl", [request()])
@@ -314,7 +314,7 @@ def test_a_prefix_that_nothing_can_continue_is_named(tmp_path: Path, body: dict[
         main(["--from-openai", str(source), str(tmp_path / "input.parquet")])
 
 
-def test_two_keys_that_say_the_same_are_one(tmp_path: Path) -> None:
+def test_two_equal_keys_are_one(tmp_path: Path) -> None:
     source = written(
         tmp_path / "in.jsonl",
         [request(max_tokens=7, max_completion_tokens=7, response_format={"type": "text"}, guided_regex="a")],

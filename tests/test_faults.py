@@ -139,7 +139,7 @@ def sweep(command: list[str], out: Path, log: Path, name: str, numbers: Iterator
 
 
 @pytest.mark.parametrize("name", ["fsync", "link"])
-def test_an_io_error_ends_the_run_with_74_and_the_next_one_goes_on(
+def test_an_io_error_ends_the_run_with_74_and_the_next_run_resumes(
     model: Path, data: Path, finished: list[tuple[str, list[int]]], tmp_path: Path, name: str
 ) -> None:
     command = arguments(model, data, tmp_path / "out")

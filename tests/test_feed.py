@@ -136,7 +136,7 @@ def test_a_fast_run_admits_a_row_for_each_that_is_handed_out(monkeypatch: pytest
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 12))
-def test_every_shard_comes_back_once_when_its_last_row_is_done(num_rows: int, shard_rows: int, slots: int) -> None:
+def test_every_shard_is_returned_once_when_its_last_row_is_done(num_rows: int, shard_rows: int, slots: int) -> None:
     made = feed([1 + i % 7 for i in range(num_rows)], shard_rows=shard_rows, slots=slots)
     back = []
     for request in requests_of(made):

@@ -189,7 +189,7 @@ def as_before(out: Path) -> None:
         rewritten(path, lambda said: [said.pop(f"batchspec.{key}".encode()) for key in ("job", "rows", "generation")])
 
 
-def test_a_job_of_the_version_before_goes_on_and_its_files_count_by_their_rows(
+def test_a_job_of_the_previous_version_resumes_and_its_files_count_by_their_rows(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     out = tmp_path / "out"

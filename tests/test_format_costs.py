@@ -84,7 +84,7 @@ def test_fp8_products_become_bound_by_arithmetic_at_more_tokens_than_they_are_re
     assert 1.2 < ratios[2] < H200.fp8_speedup < ratios[1] < ratios[0]
 
 
-def test_dense_products_beside_experts_are_not_hidden_behind_the_reading_of_experts() -> None:
+def test_the_time_of_dense_products_is_added_to_that_of_reading_experts() -> None:
     """Products run one after the other: at 1,024 tokens the experts' are bound by memory, attention's by arithmetic."""
     spec = shape_spec("qwen3-30b-a3b")
     of_experts = 2.0 * sum(gemm.stored * gemm.size for _, gemm in spec.gemms(1) if gemm.grouped) / QUICK.weight_bytes_s(BF16)

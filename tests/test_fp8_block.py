@@ -94,7 +94,7 @@ def test_the_dequantised_model_is_that_of_transformers(tmp_path: Path) -> None:
     assert_like_transformers(make_fp8(tmp_path, "qwen3")[1])
 
 
-def test_a_plain_tensor_where_the_config_says_fp8_is_refused_and_the_other_way_round(tmp_path: Path) -> None:
+def test_a_plain_tensor_is_refused_if_the_config_declares_fp8_and_vice_versa(tmp_path: Path) -> None:
     fp8, plain = make_fp8(tmp_path, "qwen3")
     judge_model(LocalFiles(fp8))
     config = json.loads((fp8 / "config.json").read_text())

@@ -359,7 +359,7 @@ def test_the_engine_that_chooses_between_trees_and_no_drafts_changes_nothing(tmp
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("seed", range(4))
-def test_run_ahead_with_stop_strings_refills_and_set_backs_changes_nothing(seed: int, overlap: bool, tmp_path: Path) -> None:
+def test_run_ahead_with_stop_strings_refills_and_preemptions_changes_nothing(seed: int, overlap: bool, tmp_path: Path) -> None:
     """Pages are so scarce that rows are set back while rounds that write to them are on their way."""
     asked = [
         replace(r, predicted_tokens=1) for r in requests(100, seed=seed, longest=150)

@@ -172,7 +172,7 @@ def test_a_grammar_of_lark_has_the_texts_that_lark_parses() -> None:
 
 
 @pytest.mark.parametrize("grammar", GRAMMARS[:5], ids=lambda grammar: " ".join(grammar.rules["S"]))
-def test_both_syntaxes_say_the_same(grammar: Grammar) -> None:
+def test_both_syntaxes_give_the_same_grammar(grammar: Grammar) -> None:
     ours, other = lazily(grammar_rules(grammar.gbnf)), lazily(grammar_rules(grammar.lark))
     found = texts(ours, 20)
     assert len(set(found)) > 3
@@ -266,7 +266,7 @@ def compiler() -> Compiler:
     return Compiler(VOCABULARY, (EOS,), thinks=False, may_begin=False)
 
 
-def test_the_compiler_says_which_way_a_constraint_goes(compiler: Compiler) -> None:
+def test_the_compiler_reports_whether_a_constraint_is_an_automaton_or_lazy(compiler: Compiler) -> None:
     assert isinstance(compiler.compile("grammar", 'root ::= "ab" | "c"'), TokenAutomaton)
     source = GRAMMARS[0].gbnf
     assert compiler.compile("grammar", source) == LazyAutomaton("grammar", source)
@@ -349,7 +349,7 @@ def test_states_are_numbered_anew_in_another_epoch() -> None:
     assert next(iter(here._known.values())).dfa is not known.dfa
 
 
-def test_a_state_that_comes_ahead_is_as_if_it_had_been_asked_for() -> None:
+def test_a_state_that_was_computed_ahead_equals_a_requested_one() -> None:
     lazy = LazyAutomaton("grammar", GRAMMARS[2].gbnf)
     here, there = work(), work()
     first = here.answer(Ask(lazy, ANSWER, (), 1))

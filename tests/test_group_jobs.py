@@ -120,7 +120,7 @@ def test_rows_with_adapters_on_two_ranks(model: Path, command: list[str], tmp_pa
     assert {name for name in plain if plain[name] == found[name]} == set(sorted(plain, key=lambda name: int(name[1:]))[::3])
 
 
-def test_a_rank_that_is_killed_costs_no_row_and_the_other_group_goes_on(
+def test_a_killed_rank_costs_no_row_and_the_other_group_keeps_running(
     command: list[str], expected: dict[str, list[int]], tmp_path: Path
 ) -> None:
     out, log = tmp_path / "out", tmp_path / "log"

@@ -121,7 +121,7 @@ def test_channels_are_told_apart(
         ("It", f"{THOUGHT}{FINAL}7", ["Let me see"], ["7"]),
     ],
 )
-def test_the_output_goes_on_where_the_prompt_ends(
+def test_the_output_continues_the_channel_in_which_the_prompt_ends(
     think: ThinkTokens, tokenizer: Tokenizer, prompt: str, text: str, thoughts: list[str], answers: list[str]
 ) -> None:
     assert said(think, tokenizer, text, prompt)[:2] == (thoughts, answers)
@@ -152,7 +152,7 @@ def test_tool_calls_are_kept(
     assert (calls, found_answers, texts, inside) == (expected, answers, [], False)
 
 
-def test_what_only_looked_like_a_call_stays_text(think: ThinkTokens, tokenizer: Tokenizer) -> None:
+def test_text_that_only_looks_like_a_call_stays_text(think: ThinkTokens, tokenizer: Tokenizer) -> None:
     assert said(think, tokenizer, " to be or not<|return|>")[2:4] == (None, ["to be or not"])
 
 

@@ -35,7 +35,7 @@ LOOP = "{% for i in range(10**9) %}{% endfor %}"
 TRAP = "{% if trap == 'boom' %}{{ raise_exception('boom') }}{% elif trap == 'loop' %}" + LOOP + "{% endif %}"
 
 
-def test_every_kind_of_bad_row_costs_itself_and_its_neighbours_come_out_as_without_it(
+def test_every_kind_of_bad_row_is_one_error_row_and_its_neighbours_are_unchanged(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "chat.jinja").write_text(TRAP + CHAT_TEMPLATE)

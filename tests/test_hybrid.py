@@ -77,7 +77,7 @@ def test_the_heads_keys_and_values_do_not_depend_on_who_proposed(
     torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)
 
 
-def test_a_row_that_repeats_itself_comes_to_be_drafted_by_lookup() -> None:
+def test_a_row_that_repeats_itself_is_drafted_by_lookup_after_some_rounds() -> None:
     """The head is noise: after a few rounds in which it failed, rows that match go to the lookup, which fares better."""
     drafter = hybrid(ChainDrafter)
     run(drafter, jobs(), packed(SLOTS, draft_len=5))

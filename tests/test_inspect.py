@@ -77,7 +77,7 @@ def test_an_error_row_says_why_and_still_shows_its_prompt(out: Path, capsys: pyt
     assert "speculation" not in text
 
 
-def test_an_id_that_is_not_there_is_one_line_with_the_nearest(out: Path) -> None:
+def test_a_missing_id_is_one_line_with_the_nearest_ids(out: Path) -> None:
     with pytest.raises(OutputError) as caught:
         main([str(out), "q-4"])
     said = str(caught.value)

@@ -88,7 +88,7 @@ def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-def test_every_row_comes_out_once_in_input_order_with_its_columns(finished: Path) -> None:
+def test_every_row_is_written_once_in_input_order_with_its_columns(finished: Path) -> None:
     frame = pl.read_parquet(finished / "data")
     expected = [(f"q{i}", sample) for i in range(ROWS) for sample in range(3 if i == 6 else 1)]
     assert frame.select("request_id", "sample_index").rows() == expected
@@ -130,7 +130,7 @@ def test_tokens_do_not_depend_on_drafting_or_packing(
     assert tokens(tmp_path / "out") == tokens(finished)
 
 
-def test_a_run_ends_with_a_line_and_a_file_that_say_how_fast_it_was(
+def test_a_run_ends_with_a_line_and_a_file_with_its_speed(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run.main(arguments(model, data, tmp_path / "out", "draft=lookup")) == 0
@@ -144,7 +144,7 @@ def test_a_run_ends_with_a_line_and_a_file_that_say_how_fast_it_was(
     assert 1 <= facts["mean_live_rows"] <= 3
 
 
-def test_a_synthetic_end_cuts_a_row_where_it_says_in_any_batch(model: Path, tmp_path: Path) -> None:
+def test_a_synthetic_end_cuts_a_row_at_its_length_in_any_batch(model: Path, tmp_path: Path) -> None:
     ends = [3, 9, None, 24, 1, 30]
     rows = [{"prompt_ids": [5 + i, 9, 11], "synthetic_len": end} for i, end in enumerate(ends)]
     pl.DataFrame(rows).write_parquet(tmp_path / "ends.parquet")
@@ -179,7 +179,7 @@ def test_a_run_killed_after_a_shard_is_finished_by_the_same_command(
     assert tokens(tmp_path / "out") == tokens(finished)
 
 
-def test_ctrl_c_says_how_to_go_on_and_exits_75(model: Path, data: Path, finished: Path, tmp_path: Path) -> None:
+def test_ctrl_c_prints_how_to_resume_and_exits_75(model: Path, data: Path, finished: Path, tmp_path: Path) -> None:
     command = arguments(model, data, tmp_path / "out", "output.shard_rows=2")
     code, text = run_apart(command, tmp_path / "log", partial(signalled_after_commits, 2, signal.SIGINT))
     assert code == 75
@@ -202,7 +202,7 @@ def signalled_in_round(count: int, number: signal.Signals) -> None:
     Round.run = signalled  # type: ignore[method-assign]
 
 
-def test_a_signal_saves_finished_and_unfinished_rows_and_the_next_run_goes_on_with_them(
+def test_a_signal_saves_finished_and_unfinished_rows_and_the_next_run_resumes_them(
     model: Path, data: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Three signals in turn, as a batch system sends them; one shard holds everything, so none is committed before the end."""
@@ -397,7 +397,7 @@ def test_verify_compares_logprobs_too(model: Path, data: Path, tmp_path: Path, c
         (out / "data/part-00000.parquet").write_bytes(kept)
 
 
-def test_verify_that_can_compare_nothing_says_so(model: Path, tmp_path: Path) -> None:
+def test_verify_that_can_compare_nothing_reports_it(model: Path, tmp_path: Path) -> None:
     pl.DataFrame({"id": ["a", "b"], "prompt": [None, ""]}, schema_overrides={"prompt": pl.String}).write_parquet(
         tmp_path / "p.parquet"
     )

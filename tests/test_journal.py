@@ -64,7 +64,7 @@ def same(one: Completion, other: Completion) -> None:
     ]
 
 
-def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
+def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
     writer = journal(tmp_path)
     writer.add(FULL)
     writer.add(BAD)
@@ -91,7 +91,7 @@ def test_rows_of_a_segment_without_the_newer_arrays_are_read() -> None:
     same(found, FULL)
 
 
-def test_arrays_of_another_width_come_back_as_the_same_numbers(tmp_path: Path) -> None:
+def test_arrays_of_another_width_are_read_as_the_same_numbers(tmp_path: Path) -> None:
     """A segment says nothing about the width of its numbers."""
     writer = journal(tmp_path)
     wide = replace(FULL, token_ids=np.array([3, 4, 5], np.int64), logprobs=np.array([-0.1, -0.2, -3.0], ">f8"))
@@ -100,7 +100,9 @@ def test_arrays_of_another_width_come_back_as_the_same_numbers(tmp_path: Path) -
     same(journal(tmp_path, "b").read(skip=set()).completions[7, 1], FULL)
 
 
-def test_rows_come_back_where_numpy_declares_ndarray_by_a_type_statement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_read_with_a_numpy_that_declares_ndarray_by_a_type_statement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As NumPy 2.5 does with Python 3.12: `type NDArray[ScalarT: np.generic] = np.ndarray[...]`."""
     scalar = TypeVar("scalar")
     arrays = TypeAliasType("arrays", np.ndarray[Any, np.dtype[scalar]], type_params=(scalar,))

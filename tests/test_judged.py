@@ -242,7 +242,7 @@ def test_a_vocabulary_that_leads_nowhere_is_refused_before_a_run(model: Path, tm
         open_job(config, fetch=False)
 
 
-def test_a_tensor_of_a_head_that_is_there_under_both_its_names_is_refused(model: Path, tmp_path: Path) -> None:
+def test_a_tensor_of_a_head_that_exists_under_both_of_its_names_is_refused(model: Path, tmp_path: Path) -> None:
     design = Design(hidden=64, target_hidden=64, vocab=320, draft_vocab=40, taps=(0, 1))
     head = write_head(tmp_path / "head", design, random_tensors(design))
     rewritten(head, lambda tensors: {**tensors, "model.norm.weight": tensors["norm.weight"] + 1})

@@ -129,7 +129,7 @@ def test_kills_at_random_moments_leave_every_row_once_and_no_reader_sees_a_part_
     assert len(seen) > 2
 
 
-def test_rows_whose_runs_are_killed_each_time_at_that_very_place_are_errors_that_say_so_and_a_retry_mends_them(
+def test_rows_at_which_every_run_is_killed_become_error_rows_and_a_retry_completes_them(
     lab: KillLab,
 ) -> None:
     """The limit of what can be known. Two rows of one shard: a death in the usual pass, one with both, three with each alone."""

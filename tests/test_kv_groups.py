@@ -240,7 +240,7 @@ def test_of_a_mixed_model_the_full_layers_keep_all_pages_and_the_others_those_of
 
 
 @pytest.mark.parametrize(("name", "windows"), covering(["chain", "tree"], [SLIDING, MIXED]))
-def test_preempted_rows_come_back_with_the_same_tokens(
+def test_preempted_rows_resume_with_the_same_tokens(
     name: str, windows: tuple[int | None, ...], poisoned: list[Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages for the longest row alone: six slots preempt each other."""
@@ -323,7 +323,7 @@ def test_a_prefix_is_shared_as_far_as_every_group_has_what_its_window_reads() ->
     assert len(pools.pools[0].match(prefix_hashes(np.arange(16, dtype=np.int32), 2))) == 8
 
 
-def test_a_prefix_ends_where_a_page_that_the_window_reads_is_gone() -> None:
+def test_a_prefix_ends_before_a_missing_page_that_the_window_reads() -> None:
     pools = PagePools(KVGroups((3,), (0,), 0), (40,), 2)
     row = admitted(pools, range(16))
     pools.pools[0].release([row.tables[0][5]])  # as if this page alone had been taken for something else

@@ -288,7 +288,7 @@ def test_other_scales_are_another_job(model: Path, data: Path, tmp_path: Path, c
         (["cache.dtype=fp8", "cache.scales=checkpoint", "model.load_format=dummy"], "load_format=dummy reads no checkpoint"),
     ],
 )
-def test_keys_that_say_nothing_are_refused(
+def test_keys_without_effect_are_refused(
     more: list[str], message: str, model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert job(model, data, tmp_path / "out", *more) != 0
@@ -370,7 +370,7 @@ def test_the_divergence_is_that_of_the_two_distributions() -> None:
     assert list(divergence(fp8, prompt, [])) == []
 
 
-def test_a_run_that_comes_second_uses_the_scales_of_the_first(
+def test_a_second_run_uses_the_scales_of_the_first(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may differ by a machine: both began with an empty folder, and made their engines before one could keep its own."""

@@ -106,7 +106,9 @@ def weights_of(drafter: ChainDrafter) -> list[int]:
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_a_lesson_of_ranks_is_that_of_one_process(count: int, head: Path, handle: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_step_of_ranks_is_that_of_one_process(
+    count: int, head: Path, handle: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Features, embeddings and distributions, also where the positions are more than are exchanged at once."""
     monkeypatch.setattr(teacher_module, "_CHUNK", 4 * 7)
     draft_ids = torch.tensor([0, 3, 5, 11, 30])
@@ -167,7 +169,9 @@ def test_a_step_that_drafts_with_weights_that_a_rank_does_not_have_is_not_execut
         group(handle, 2, head, forgets)
 
 
-def test_memory_that_runs_out_in_a_lesson_ends_the_group(head: Path, handle: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_in_a_training_step_ends_the_group(
+    head: Path, handle: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ranks could not go on together. In the backward pass, which is the leader's alone, only the learning would end."""
     logits = Target.all_logits
 
@@ -183,7 +187,7 @@ def test_memory_that_runs_out_in_a_lesson_ends_the_group(head: Path, handle: int
         group(handle, 2, head, lambda engine, lead, learner: learner.learn(rows()))
 
 
-def test_messages_about_learning_come_back_as_they_were() -> None:
+def test_messages_about_training_are_decoded_as_they_were_encoded() -> None:
     given = rows(3)
     sent = Lesson([row.ids for row in given], [row.prompt_len for row in given], (0, 2), True)
     back = decode(encode(sent))

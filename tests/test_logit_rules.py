@@ -250,7 +250,7 @@ def test_a_head_without_an_allowed_token_drafts_a_forbidden_one_that_is_rejected
     assert any(token != following(before, VOCAB) for before, token in drafted)
 
 
-def test_drafts_are_given_to_rules_only_where_one_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_given_to_rules_only_if_one_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else nothing is computed for them."""
     rows = DeviceBatch.allocate(packed(SLOTS), vocab_size=VOCAB, penalties=False, device=DEVICE)
     row_ids, positions = (

@@ -52,7 +52,7 @@ def test_a_tool_loop_gives_the_result_of_each_call_and_ends_with_an_answer_witho
     assert "calc() is an error" in found["messages"][0][-2]["content"]
 
 
-def test_a_judge_loop_goes_on_until_the_verdict_is_yes(options: list[str]) -> None:
+def test_a_judge_loop_repeats_until_the_verdict_is_yes(options: list[str]) -> None:
     loop = load("judge_loop")
     asked = loop.next_turn(turn("Mercury."))
     assert (asked["messages"][-1]["content"], asked["max_new_tokens"]) == (loop.CHECK, 4)

@@ -271,7 +271,7 @@ def test_tensors_that_do_not_fit_the_model_are_refused(
     assert named in refused(folder, base)
 
 
-def test_files_that_are_not_there_or_no_safetensors_are_refused(base: Path, adapter: Path, tmp_path: Path) -> None:
+def test_missing_files_and_files_that_are_not_safetensors_are_refused(base: Path, adapter: Path, tmp_path: Path) -> None:
     assert "model.adapter=owner/name: no such folder; give the folder of a PEFT LoRA adapter" in refused(Path("owner/name"), base)
     assert "adapter_config.json: no such file" in refused(base, base)
     folder = shutil.copytree(adapter, tmp_path / "other")

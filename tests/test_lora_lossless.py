@@ -200,7 +200,7 @@ def test_rows_of_one_adapter_and_prefix_are_decoded_together_and_only_they_count
         assert seen.shares_prefix is shares
 
 
-def test_a_pass_that_does_not_say_which_rows_have_which_adapter_is_an_error_not_the_base_model() -> None:
+def test_a_pass_without_adapter_ids_is_an_error_and_does_not_run_the_base_model() -> None:
     from tests.engines import full_logits
 
     with pytest.raises(AssertionError, match="must say which rows have which"):

@@ -442,9 +442,7 @@ def test_rows_that_pages_run_out_for_keep_their_adapter(
 
 
 @pytest.mark.usefixtures("quick")
-def test_rows_that_were_cut_off_go_on_with_their_adapter(
-    base: Path, folders: dict[str, Path], data: Path, tmp_path: Path
-) -> None:
+def test_truncated_rows_resume_with_their_adapter(base: Path, folders: dict[str, Path], data: Path, tmp_path: Path) -> None:
     more = [named(folders), "draft=lookup", "decode.ignore_eos=true"]
     assert run.main(words(base, data, tmp_path / "whole", *more, "decode.max_new_tokens=30")) == 0
     assert run.main(words(base, data, tmp_path / "resumed", *more)) == 0
@@ -510,7 +508,7 @@ def test_a_job_over_fp8_weights_has_the_answers_of_the_plain_model_with_the_adap
 # --- what it costs
 
 
-def test_the_stacks_are_as_large_as_the_shape_says_and_plan_counts_them(
+def test_the_adapter_stacks_have_the_size_of_the_shape_and_plan_counts_them(
     base: Path, folders: dict[str, Path], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec, adapters = opened(base, folders)
@@ -530,7 +528,7 @@ def test_the_stacks_are_as_large_as_the_shape_says_and_plan_counts_them(
 
 
 @pytest.mark.parametrize("num_adapters", [1, 4, 16, 200])
-def test_what_lies_between_the_products_takes_no_more_than_is_held_back(num_adapters: int) -> None:
+def test_intermediate_results_between_the_products_fit_the_reserved_memory(num_adapters: int) -> None:
     for (part_rows, k), rank, tokens in itertools.product(SHAPES.values(), RANKS, (1, 64, 256, 257, 1000, 16384)):
         lora, parts = LoraShape(num_adapters, (("a", rank),)), len(part_rows)
         programs = parts * max_tiles(tokens, num_adapters, block_of(tokens, num_adapters))

@@ -285,7 +285,7 @@ def test_drafts_past_the_limit_of_a_row_are_among_the_keys_that_attention_plans_
 
 
 @pytest.mark.parametrize("place", [0, 4, 7])
-def test_rounds_plan_for_the_longest_row_that_is_there_and_no_longer(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_plan_for_the_longest_row_in_the_batch(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of eight rows, which two slots decode, may have more than 32 keys."""
     requests = [request(i, [i, 5, 7], cap=37 if i == place else 9) for i in range(8)]
     expected = expected_tokens(requests)
@@ -340,7 +340,7 @@ def test_pages_that_run_out_set_rows_back_and_change_nothing(run_ahead: int, fp8
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_rows_that_are_all_sampled_alike_are_set_back_and_go_on(sampling: SamplingParams) -> None:
+def test_rows_that_are_all_sampled_alike_are_preempted_and_resume(sampling: SamplingParams) -> None:
     """No row beside them makes a round do what these ask for; a row set back knows its own output, and nothing of its slot's."""
     requests = [request(i, [i, 5, 7, 1, 3], cap=24, sampling=sampling, predicted=4) for i in range(5)]
     tokens, done, _ = run(requests, packed(3, num_pages=16, max_len=29), lookup(3, 2, 0), short_cap=2)
@@ -348,7 +348,7 @@ def test_rows_that_are_all_sampled_alike_are_set_back_and_go_on(sampling: Sampli
     assert tokens == expected_tokens(requests)
 
 
-def test_what_a_row_set_back_finds_of_its_own_is_not_counted_as_shared() -> None:
+def test_pages_of_its_own_that_a_preempted_row_finds_are_not_counted_as_shared() -> None:
     requests = [request(i, [i, 5, 7, 1, 3, 9, 4, 2, 8], cap=40, predicted=4) for i in range(6)]
     _, done, engine = run(requests, packed(3, num_pages=26, max_len=49), NoDrafter(), short_cap=2)
     assert engine.totals.cached_tokens > 0
@@ -394,7 +394,7 @@ def test_shared_prefixes_are_prefilled_once() -> None:
     assert tokens == expected_tokens(requests)
 
 
-def test_rows_share_nothing_that_a_drafter_has_left_which_drafts_otherwise_now() -> None:
+def test_rows_share_no_pages_from_before_the_drafter_changed() -> None:
     target = tiny_target(window=5)
     head = ChainDrafter(parallel_head(), target, 3, slots=1)
     engine, cached = Engine(target, head, packed(1), device=DEVICE), []
@@ -465,7 +465,7 @@ def test_an_engine_serves_one_stream_after_another() -> None:
 
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(requests=requests_of_a_job(), data=st.data())
-def test_a_run_that_is_stopped_goes_on_in_another_with_the_same_tokens(requests: list[Request], data: st.DataObject) -> None:
+def test_a_run_that_is_stopped_is_resumed_by_another_with_the_same_tokens(requests: list[Request], data: st.DataObject) -> None:
     """Stopped again and again, each time by another engine with other drafts, slots and pages, until all rows are done."""
     expected, tokens, left = expected_tokens(requests), {}, {r.request_id: r for r in requests}
     stats = {}
@@ -516,7 +516,7 @@ def test_a_run_that_is_stopped_keeps_every_token_that_it_has_read(run_ahead: int
     assert sum(len(snapshot.tokens) for snapshot in left) == engine.totals.tokens
 
 
-def test_a_stop_that_comes_before_the_run_is_not_lost() -> None:
+def test_a_stop_request_before_the_run_is_not_lost() -> None:
     """A signal may arrive while a job is still reading its first rows."""
     engine = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
     engine.stop()

@@ -125,7 +125,7 @@ CHATS: list[Json] = [
 ]
 
 
-def test_the_template_sees_what_the_line_says_and_nothing_of_other_lines(tmp_path: Path) -> None:
+def test_the_template_gets_the_fields_of_its_own_line_only(tmp_path: Path) -> None:
     read = Read(lines(tmp_path / "in.jsonl", *CHATS))
     assert len(read.requests) == 3
     assert [row["messages"] for row in read.template.rows] == [chat["messages"] for chat in CHATS]
@@ -226,7 +226,7 @@ def test_plain_chats_keep_the_plain_type(tmp_path: Path) -> None:
         assert output_schema(read.source.schema, read.columns, OutputConfig()).field("messages").type == kind
 
 
-def test_nulls_that_a_parquet_writer_filled_in_are_not_there(tmp_path: Path) -> None:
+def test_nulls_that_a_parquet_writer_filled_in_are_removed(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(CHATS[:1] + CHATS[2:]), tmp_path / "in.parquet")
     read = Read(tmp_path / "in.parquet")
     assert len(read.requests) == 2
@@ -297,7 +297,7 @@ def test_a_chat_that_ends_with_the_assistant_is_refused_continued_or_answered_an
     assert [turn["content"] for turn in dropped.output()[0]["messages"]] == ["Count", "ok"]
 
 
-def test_a_row_says_for_itself_what_becomes_of_its_final_assistant(tmp_path: Path) -> None:
+def test_a_row_can_set_its_own_final_assistant(tmp_path: Path) -> None:
     rows = [{**PREFILL, "id": final or "none", "final_assistant": final} for final in ("continue", "drop", None, "no")]
     read = Read(lines(tmp_path / "in.jsonl", *rows))
     assert list(read.errors) == ["none", "no"]
@@ -404,7 +404,7 @@ def test_stops_in_csv_are_a_json_list_or_one_text(tmp_path: Path, cell: str, sto
     assert Read(tmp_path / "in.csv").requests[0].stop == stop
 
 
-def test_a_quote_that_nothing_closes_says_how_much_it_took_in(tmp_path: Path) -> None:
+def test_the_error_of_an_unclosed_quote_tells_how_much_text_it_swallowed(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text('id,prompt\n1,a\n2,"b\n3,c\n4,d\n')
     read = Read(tmp_path / "in.csv")
     assert read.ids == ["1", "in.csv:1"]
@@ -443,7 +443,7 @@ def test_half_a_surrogate_pair_costs_the_row_only_where_it_is_the_prompt(tmp_pat
         (b"PAR1....", "holds Parquet"),
     ],
 )
-def test_a_file_of_another_kind_is_one_line_that_says_what_to_do(tmp_path: Path, data: bytes, said: str) -> None:
+def test_a_file_of_another_kind_is_one_line_with_advice(tmp_path: Path, data: bytes, said: str) -> None:
     (tmp_path / "in.jsonl").write_bytes(data)
     with pytest.raises(InputError) as caught:
         Read(tmp_path / "in.jsonl")
@@ -453,7 +453,7 @@ def test_a_file_of_another_kind_is_one_line_that_says_what_to_do(tmp_path: Path,
 
 
 @pytest.mark.parametrize("separator", [";", "\t", "|"])
-def test_a_csv_file_without_commas_is_one_line_that_says_how_to_convert_it(tmp_path: Path, separator: str) -> None:
+def test_a_csv_file_without_commas_is_one_line_with_the_conversion(tmp_path: Path, separator: str) -> None:
     (tmp_path / "in.csv").write_text(f"id{separator}prompt\n1{separator}hello, you\n")
     with pytest.raises(InputError, match="is one column, because batchspec reads commas alone") as caught:
         Read(tmp_path / "in.csv")

@@ -175,7 +175,7 @@ def test_masks_are_legitimate_and_a_row_all_of_whose_tokens_are_masked_fails(mon
     assert found == {"r0": NON_FINITE}
 
 
-def test_a_stop_that_comes_before_the_failure_ends_the_row_as_ever() -> None:
+def test_a_stop_before_the_failure_ends_the_row_normally() -> None:
     """In the same round: the drafts confirm the token and the stop before it."""
     for healthy in prompts(60, SamplingParams(temperature=1.0)):
         tokens = plain_tokens(tiny_target(window=5), healthy)

@@ -94,7 +94,7 @@ def test_versions_tell_objects_apart_and_a_tail_comes_with_its_own(lab: Lab) -> 
     assert here.list("data") == ["y", "z"]
 
 
-def test_an_object_is_replaced_only_where_it_is_still_the_one_that_was_seen(lab: Lab) -> None:
+def test_an_object_is_replaced_only_if_it_has_not_changed_since_it_was_read(lab: Lab) -> None:
     here = store(lab)
 
     def replaced(version: str) -> bool:
@@ -113,7 +113,7 @@ def test_an_object_is_replaced_only_where_it_is_still_the_one_that_was_seen(lab:
     assert here.read("data/x") == b"new"
 
 
-def test_a_file_is_published_and_gone(lab: Lab) -> None:
+def test_publishing_uploads_a_file_once_and_deletes_the_local_copy(lab: Lab) -> None:
     here = store(lab)
     for won in (True, False):
         path = here.scratch() / "x"

@@ -55,7 +55,7 @@ def elsewhere(claims: Claims) -> Claims:
     return claims
 
 
-def test_overwrite_is_refused_while_a_run_lives_and_says_which_and_what_to_do(out: Any) -> None:
+def test_overwrite_is_refused_while_a_run_lives_and_names_it_with_advice(out: Any) -> None:
     first = new_folder(out, 6, 2)
     claims = elsewhere(first.claims())
     assert claims.take(1)
@@ -207,7 +207,7 @@ def test_a_manifest_that_stays_damaged_is_said_to_be_damaged_and_not_deleted(
     assert first.commit(0, tables()[0])
 
 
-def test_runs_that_begin_a_job_at_once_begin_the_same_one_where_a_rename_replaces(
+def test_runs_that_start_a_job_at_once_start_the_same_one_if_a_rename_replaces_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -232,7 +232,7 @@ def test_runs_that_begin_a_job_at_once_begin_the_same_one_where_a_rename_replace
     assert new_folder(tmp_path, 6, 2, overwrite=True).manifest.job != second.manifest.job
 
 
-def test_segments_of_a_job_that_was_there_before_are_none_of_this_job(tmp_path: Path) -> None:
+def test_segments_of_an_earlier_job_are_not_read(tmp_path: Path) -> None:
     first = new_folder(tmp_path, 6, 2)
     journal = first.journal()
     journal._check_own = lambda: None  # it had checked already
@@ -368,7 +368,7 @@ def stopped(command: list[str], tmp_path: Path) -> Iterator[ForkServerProcess]:
         process.join()
 
 
-def test_a_run_that_was_stopped_and_comes_back_mixes_no_row_into_the_job_that_took_its_folder(
+def test_a_run_that_was_stopped_and_continues_adds_no_row_to_the_job_that_took_its_folder(
     command: list[str], stopped: ForkServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

@@ -280,7 +280,7 @@ def test_rounds_of_any_draft_length_use_the_first_places(kind: str, tmp_path: Pa
     check_drafts(drafter, design, tensors)
 
 
-def test_rows_that_are_set_back_find_their_drafts_again(tmp_path: Path) -> None:
+def test_preempted_rows_keep_their_drafts(tmp_path: Path) -> None:
     design, tensors = design_and_tensors("random")
     requests = [request(i, [i, 5, 7], cap=60, predicted=4) for i in range(4)]
     drafter = make_drafter(tmp_path, design, tensors, 3, slots=4)
@@ -319,7 +319,7 @@ def test_a_head_without_a_mask_is_refused() -> None:
         ParallelDrafter(head, target, 3, slots=1)
 
 
-def test_a_job_drafts_in_parallel_where_the_head_can_unless_told_otherwise(tmp_path: Path) -> None:
+def test_a_job_drafts_in_parallel_by_default_if_the_head_can(tmp_path: Path) -> None:
     target = TARGET()
     for name, mask, parallel, kind in (
         ("peagle", MASK, "auto", ParallelDrafter),

@@ -132,7 +132,7 @@ def test_drafts_are_those_of_a_plain_forward(family: str, vocab: int, parallel: 
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.9, top_k=9)])
-def test_tokens_are_those_of_plain_decoding_with_rows_set_back_and_rounds_ahead(sampling: SamplingParams, tmp_path: Path) -> None:
+def test_tokens_are_those_of_plain_decoding_with_preempted_rows_and_run_ahead(sampling: SamplingParams, tmp_path: Path) -> None:
     folder = write(tmp_path / "m", "qwen3")
     requests = [request(i, [i, 5, 7], cap=60, predicted=4, sampling=sampling) for i in range(4)]
     drafter = drafter_of(folder, 3, slots=4)
@@ -203,7 +203,7 @@ def test_drafts_near_the_length_limit_write_nothing_but_scratch(tmp_path: Path) 
     assert tokens == expected_tokens(requests)
 
 
-def test_a_job_drafts_in_parallel_where_the_model_can_unless_told_otherwise(tmp_path: Path) -> None:
+def test_a_job_drafts_in_parallel_by_default_if_the_model_can(tmp_path: Path) -> None:
     target, masked, plain = tiny_target(), write(tmp_path / "masked"), write(tmp_path / "plain", mask=None)
     for folder, parallel, chain in ((masked, "auto", False), (masked, True, False), (masked, False, True), (plain, "auto", True)):
         config = RunConfig(draft=DraftConfig(name="pard", path=str(folder), parallel=parallel, num_speculative_tokens=3))

@@ -182,7 +182,7 @@ def exchange_large(host: Collectives, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_what_is_larger_than_the_buffers_goes_another_way_with_the_same_bits(count: int, tmp_path: Path) -> None:
+def test_tensors_larger_than_the_buffers_go_through_the_process_group_with_the_same_bits(count: int, tmp_path: Path) -> None:
     start_ranks(count, exchange_large, tmp_path)
 
 
@@ -202,7 +202,7 @@ def lose_a_rank(host: Collectives, folder: Path) -> None:
             ranks.check()
 
 
-def test_a_rank_that_does_not_come_is_reported_and_learns_of_it(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_arrive_is_reported_and_learns_of_it(tmp_path: Path) -> None:
     start_ranks(2, lose_a_rank, tmp_path)
 
 

@@ -74,7 +74,7 @@ def test_rows_completions_and_bad_rows_are_counted(job: RunConfig) -> None:
         (0.0, {"do_sample": True}, None),
     ],
 )
-def test_a_greedy_job_of_a_model_that_recommends_sampling_says_so(
+def test_a_greedy_job_of_a_model_that_recommends_sampling_is_pointed_out(
     job: RunConfig, temperature: float, generation: dict[str, Any], said: str | None
 ) -> None:
     write(job, prompt=["x"])
@@ -227,7 +227,7 @@ def test_weights_that_no_memory_holds_are_named_before_the_pages(job: RunConfig)
         planned(job)
 
 
-def test_what_a_run_would_refuse_is_refused(job: RunConfig) -> None:
+def test_jobs_that_a_run_would_refuse_are_refused(job: RunConfig) -> None:
     write(job, id=["a", "a"], prompt=["x", "y"])
     with pytest.raises(InputError, match="'a'"):
         planned(job)

@@ -69,7 +69,7 @@ def test_what_one_h200_holds_back_is_the_sum_of_its_parts() -> None:
     assert held == pytest.approx(a_pass + a_round + logits + attention + state + graphs + fixed, abs=2e6)
 
 
-def test_a_head_that_learns_needs_the_larger_of_reading_the_target_and_of_the_way_back() -> None:
+def test_a_head_in_training_needs_the_larger_of_the_memory_for_reading_the_target_and_for_backward() -> None:
     few, more, many = (
         learning_bytes(
             LLAMA_8B, dtype=torch.bfloat16, parameters=0, draft_vocab=32_000, feature_width=0, steps=steps, tokens=8192
@@ -81,7 +81,7 @@ def test_a_head_that_learns_needs_the_larger_of_reading_the_target_and_of_the_wa
     assert many - few > 4 * gradients_of_lm_head
 
 
-def test_the_buffers_of_rows_fit_what_is_held_back_for_them() -> None:
+def test_the_buffers_of_rows_fit_the_memory_reserved_for_them() -> None:
     sizes = []
     for max_len in (16, 512):
         batch = PackedBatch(
@@ -108,7 +108,7 @@ def test_places_after_the_end_of_rows_have_pages_too() -> None:
         _small(demand, 59, pages=12)
 
 
-def test_what_a_refusal_advises_is_enough() -> None:
+def test_following_the_advice_of_a_refusal_is_enough() -> None:
     demand = Demand(num_completions=4, prompt_tokens=9000, output_tokens=3000, max_tokens=12_800)
     with pytest.raises(CapacityError, match=r"raise packing.pages to 801 or more"):
         _small(demand, 0, pages=12)
@@ -187,7 +187,7 @@ def test_a_short_job_holds_back_what_its_own_passes_need() -> None:
     assert on_gpu(one, free_bytes=own + 4 * LLAMA_PAGE).num_pages == 4
 
 
-def test_a_pass_of_prefill_is_most_of_what_is_held_back() -> None:
+def test_a_prefill_pass_is_most_of_the_reserved_memory() -> None:
     batch = on_gpu()
     gate_up = 16_384 * 28_672 * 2
     assert 4 * gate_up < reserve(batch) < 10 * gate_up
@@ -229,9 +229,7 @@ def test_a_cpu_leaves_part_of_its_memory_to_others() -> None:
     assert 0.59e9 < taken <= 0.6e9
 
 
-def test_a_control_groups_limit_counts_where_it_leaves_less_than_the_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_control_group_s_limit_counts_if_it_is_below_the_machine_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "Path", lambda path: tmp_path / path.lstrip("/"))
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable: 5000000 kB\n")

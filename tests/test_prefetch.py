@@ -52,7 +52,7 @@ def test_requests_come_in_their_order_however_many_were_taken_before(
     assert [one.row_index for one in found] == list(range(sum(sizes)))
 
 
-def test_a_stream_that_ends_early_leaves_what_was_taken() -> None:
+def test_a_stream_that_ends_early_yields_every_request_that_was_taken() -> None:
     asked = [request(i, [1], cap=1) for i in range(3)]
     ahead = Prefetcher(iter(asked), lambda: 100, most=10)
     ahead.take(8)
@@ -63,7 +63,7 @@ def test_a_stream_that_ends_early_leaves_what_was_taken() -> None:
     caps=st.lists(st.integers(1, 400), min_size=1, max_size=80), shard_rows=st.integers(1, 9), slots=st.integers(1, 6),
     turns=st.lists(st.integers(0, 7), max_size=40),
 )  # fmt: skip
-def test_what_a_feed_calls_ready_is_handed_out_without_reading_a_shard(
+def test_requests_that_a_feed_calls_ready_are_handed_out_without_reading_a_shard(
     caps: list[int], shard_rows: int, slots: int, turns: list[int]
 ) -> None:
     """The order is that of a feed that nobody takes from ahead; only the admission of the next window may have begun."""

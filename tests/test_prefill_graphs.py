@@ -367,7 +367,7 @@ def test_a_pass_is_padded_to_powers_of_two_and_midpoints(spans: list[tuple[int, 
 
 
 @given(st.lists(st.tuples(st.integers(0, 900), st.integers(1, 400)), min_size=1, max_size=24))
-def test_what_a_shape_says_bounds_the_pass(rows: list[tuple[int, int]]) -> None:
+def test_a_pass_stays_within_the_bounds_of_its_shape(rows: list[tuple[int, int]]) -> None:
     segments = rows_of(*((begin, begin + length) for begin, length in rows))
     shape = SHAPES().of(segments, GREEDY, ALWAYS)
     num_tokens, num_keys = sum(length for _, length in rows), sum(s.end for s in segments)

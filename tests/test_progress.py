@@ -111,7 +111,7 @@ def test_the_bar_fits_its_terminal_and_what_matters_most_stays(columns: int, sai
     assert len(said) < columns
 
 
-def test_time_goes_on_while_no_round_ends() -> None:
+def test_the_elapsed_time_is_updated_while_no_round_ends() -> None:
     clock = Clock()
     progress = ProgressBar(10, stream=Terminal(), clock=clock)
     progress.update(completions=1, tokens=10, rounds=5)

@@ -132,7 +132,7 @@ def test_a_request_that_fails_once_is_repeated(hub: PushHub, out: Path, method: 
     assert hub.num("PUT", "/upload/") <= 5  # what came up is not sent again
 
 
-def test_a_push_that_was_killed_goes_on_and_shows_nothing_until_its_end(
+def test_a_killed_push_resumes_and_publishes_nothing_until_its_end(
     hub: PushHub, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub_push, "AT_ONCE", 1)

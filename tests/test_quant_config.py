@@ -79,7 +79,7 @@ def refusal(quantisation: Any) -> str:
         ({"quant_method": "modelopt"}, "quant_algo=null"),
     ],
 )
-def test_other_formats_are_refused_by_name_and_what_there_is_is_said(quantisation: Any, named: str) -> None:
+def test_other_formats_are_refused_by_name_with_a_list_of_the_supported_ones(quantisation: Any, named: str) -> None:
     message = refusal(quantisation)
     assert named in message
     assert "FP8" in message or "regular expression" in message

@@ -148,7 +148,7 @@ def test_lines_that_are_bad_cost_their_rows_and_keep_what_can_be_read(tmp_path: 
         (lambda d: [write(d / "in.parquet", numbered(0, 1))] * 2, "twice"),
     ],
 )
-def test_bad_paths_are_one_line_that_says_what_to_do(tmp_path: Path, make: Any, message: str) -> None:
+def test_bad_paths_are_one_line_with_advice(tmp_path: Path, make: Any, message: str) -> None:
     path = make(tmp_path)
     with pytest.raises(InputError, match=message) as caught:
         source_of(path if isinstance(path, list) else str(path))

@@ -51,7 +51,7 @@ def numbers(found: list[Request | None]) -> list[int | None]:
     return [None if one is None else one.row_index for one in found]
 
 
-def test_rows_whose_automata_are_there_go_first() -> None:
+def test_rows_whose_automata_are_loaded_are_admitted_first() -> None:
     compiles, refused = Compiles(), list[Completion]()
     made = ReadyRequests(
         rows("a", None, "b", "a", None, "bad", "c"), compiles, refused=refused.append, busy=lambda: True, ahead=9
@@ -91,7 +91,7 @@ def test_where_nothing_else_can_be_done_the_next_automaton_is_waited_for_but_not
 
 
 @given(st.data(), st.lists(st.sampled_from([None, "a", "b", "c", "bad", "bad too"]), max_size=12), st.integers(1, 5))
-def test_every_row_comes_once_or_is_refused_whatever_is_compiled_when(
+def test_every_row_is_handed_out_once_or_refused_in_any_order_of_compilation(
     data: st.DataObject, texts: list[str | None], ahead: int
 ) -> None:
     compiles, refused, found = Compiles(), list[Completion](), list[Request]()

@@ -51,7 +51,7 @@ def python() -> Iterator[Path]:
         yield program
 
 
-def test_a_model_alone_makes_a_head_and_the_same_command_goes_on(tmp_path: Path, python: Path) -> None:
+def test_a_model_alone_is_enough_to_train_a_head_and_the_same_command_resumes(tmp_path: Path, python: Path) -> None:
     model, work = tmp_path / "model", tmp_path / "work"
     make_tokenizer(model)
     make_checkpoint(model, "llama", hidden_size=32, intermediate_size=48, initializer_range=0.02, max_position_embeddings=1024)
@@ -226,7 +226,7 @@ def test_an_unknown_figure_is_no_success(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"), [("figures.sh", []), ("figures.sh", ["out"]), ("train_head.sh", []), ("train_head.sh", ["x"])]
 )
-def test_a_script_without_its_words_says_which(name: str, words: list[str]) -> None:
+def test_a_script_without_its_arguments_names_them(name: str, words: list[str]) -> None:
     done = script(name, *words)
     assert done.returncode != 0
     assert ("WORK" if name == "train_head.sh" else "SECTION...") in done.stderr

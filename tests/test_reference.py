@@ -25,7 +25,7 @@ def test_the_page_of_all_keys_is_what_the_dataclasses_say() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run `python -m batchspec.commands.reference`"
 
 
-def test_every_key_is_there() -> None:
+def test_every_key_exists() -> None:
     assert list(KEYS["run"]) == keys()
     read = [key for key in keys(TrainRun()) if key in READ or (not key.startswith("draft.") and key not in UNREAD)]
     assert list(KEYS["train"]) == read
@@ -82,7 +82,7 @@ def test_each_key_names_the_drafters_that_read_it() -> None:
     assert KEYS["run"]["draft.num_speculative_tokens"].drafters == ()
 
 
-def test_every_option_of_a_group_says_what_it_is_for() -> None:
+def test_every_option_of_a_group_has_a_description() -> None:
     for group, names in options().items():
         for name in names:
             assert option_comment(group, name).endswith("."), f"{group}={name}"

@@ -150,7 +150,7 @@ def test_bad_paths_are_one_line(data: CloudLab, path: str, message: str) -> None
 
 
 @pytest.mark.parametrize("path", ["", "/in", "/in/a.parquet", "/in/*.parquet"])
-def test_a_bucket_that_is_not_there_is_named(lab: CloudLab, path: str) -> None:
+def test_a_missing_bucket_is_named(lab: CloudLab, path: str) -> None:
     root = lab.root.replace(f"//{BUCKET}", "//elsewhere")
     assert "there is no bucket elsewhere" in refusal(InputError, root + path)
 
@@ -219,7 +219,7 @@ def test_without_credentials_nothing_is_waited_for_long(monkeypatch: pytest.Monk
     assert "AZURE_STORAGE_ACCOUNT_KEY" in said
 
 
-def test_a_credentials_file_that_is_not_there_is_a_config_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_credentials_file_is_a_config_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nowhere/key.json")
     assert "no credentials file /nowhere/key.json" in refusal(ConfigError, "gs://lab/in")
     (tmp_path / "key.json").write_text('{"type": "external_account", "secret": "canary"}')
@@ -229,7 +229,7 @@ def test_a_credentials_file_that_is_not_there_is_a_config_error(monkeypatch: pyt
     assert "canary" not in said
 
 
-def test_no_such_host_is_said_soon_until_the_store_has_answered_once() -> None:
+def test_an_unknown_host_is_reported_soon_unless_the_store_has_answered_before() -> None:
     from obstore.exceptions import BaseError
     from obstore.store import GCSStore
 

@@ -149,7 +149,7 @@ def test_many_tokens_are_exchanged_by_the_library() -> None:
     assert exchange_seconds(half, BF16, 16384) == pytest.approx(160 * (15e-6 + 16384 * 8192 * 2 / 230e9), rel=0.01)
 
 
-def test_plan_compares_the_ways_and_takes_the_fastest(job: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_compares_the_gpu_layouts_and_chooses_the_fastest(job: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine with four GPUs; the model and the rows are tiny."""
     write(job, prompt=["x" * 10, "y" * 24])
     made = planned(job)
@@ -164,7 +164,7 @@ def test_plan_compares_the_ways_and_takes_the_fastest(job: RunConfig, monkeypatc
     assert planned(job).job.spec.num_heads == 2
 
 
-def test_a_model_that_cannot_be_cut_keeps_the_other_ways(job: RunConfig) -> None:
+def test_a_model_that_cannot_be_sharded_keeps_the_other_layouts(job: RunConfig) -> None:
     write(job, prompt=["x" * 10])
     made = planned(job)
     found = plan_command.layouts_of(made.job, made.survey, H200, 8)
@@ -271,7 +271,7 @@ def test_the_process_that_is_asked_prints_the_number(
     assert capsys.readouterr().out == "1\n"
 
 
-def test_a_way_that_cuts_the_head_is_planned_with_a_rank_s_part_of_it(job: RunConfig) -> None:
+def test_a_layout_that_shards_the_head_is_planned_with_one_rank_s_part(job: RunConfig) -> None:
     """Its weights, and its layer of K/V: as many bytes of a cut head's pages are more pages."""
     write(job, prompt=["x" * 10, "y" * 24])
     job.model.load_format, job.packing.memory_gb, job.packing.max_num_seqs = "dummy", 31_000e-9, 2

@@ -150,7 +150,7 @@ def test_the_page_is_whole_and_loads_nothing(tmp_path: Path) -> None:
     assert "default-src 'none'" in text
 
 
-def test_the_page_says_what_the_job_did(tmp_path: Path) -> None:
+def test_the_page_reports_the_rows_and_tokens_of_the_job(tmp_path: Path) -> None:
     folder = job(tmp_path, mixed())
     record(folder)
     text = report(tmp_path, "--by", "kind")
@@ -183,7 +183,7 @@ def test_error_rows_are_listed_by_code_with_their_reasons(tmp_path: Path, monkey
     assert "<td>q-1</td><td>1</td><td>row 1:\\n&lt;script&gt;" in text
 
 
-def test_the_top_says_which_model_how_it_was_sampled_when_and_how_long(tmp_path: Path) -> None:
+def test_the_head_of_the_page_names_model_sampling_date_and_duration(tmp_path: Path) -> None:
     folder = job(tmp_path, mixed(), decode={"temperature": 0.5, "seed": 3})
     record(folder)
     folder.heartbeats().write({"host": "a", "pid": 7, "began_at": 1_000_000.0, "at": 1_000_100.0, "end": "done"})
@@ -195,7 +195,7 @@ def test_the_top_says_which_model_how_it_was_sampled_when_and_how_long(tmp_path:
         assert fact in head, fact
 
 
-def test_bars_of_groups_say_how_much_is_in_them_and_all_labels_have_one_size(tmp_path: Path) -> None:
+def test_bars_of_groups_have_counts_and_all_labels_have_one_size(tmp_path: Path) -> None:
     record(job(tmp_path, mixed()))
     text = report(tmp_path, "--by", "kind")
     assert re.search(r">[\d.]+ \(6\)</text>", text), "six completions of kind a"
@@ -330,7 +330,7 @@ def test_a_job_ends_with_its_page(tmp_path: Path, command: list[str]) -> None:
     assert (tmp_path / "out/report.html").stat() == before
 
 
-def test_without_the_extra_a_job_says_once_how_to_get_its_page(
+def test_without_the_extra_a_job_prints_once_how_to_get_its_page(
     tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(job_module, "can_draw", lambda: False)

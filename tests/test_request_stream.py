@@ -47,7 +47,7 @@ def test_a_second_run_finds_the_prefixes_of_the_first_and_has_the_same_tokens(dr
     assert {done.cached_tokens for done in engine.run(iter(rows()))} == {0}, "unless it is told to"
 
 
-def test_a_run_left_half_way_leaves_no_prefix_behind() -> None:
+def test_a_run_that_is_stopped_early_keeps_no_prefix() -> None:
     """Pages may be named after a prefill that never ran."""
     engine = engine_of("none")
     running = engine.run(iter(rows()))
@@ -56,7 +56,7 @@ def test_a_run_left_half_way_leaves_no_prefix_behind() -> None:
     assert {done.cached_tokens for done in engine.run(iter(rows()))} == {0}
 
 
-def test_new_weights_or_scales_leave_no_prefix_behind() -> None:
+def test_no_prefix_is_kept_over_new_weights_or_scales() -> None:
     engine = engine_of("none")
     list(engine.run(iter(rows())))
     with engine.changing_target():

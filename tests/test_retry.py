@@ -133,7 +133,7 @@ def retry(folder: Path, out: Path | str, *more: str) -> list[str]:
     return arguments(folder, out, CAPS[1], "resume=length", *more)
 
 
-def test_rows_that_were_cut_off_go_on_from_their_tokens_and_all_others_stay(
+def test_truncated_rows_resume_from_their_tokens_and_all_others_are_kept(
     folder: Path, out: Path, wanted: pl.DataFrame, ran: list[Request], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before, files = rows_of(out), parts(out)
@@ -193,7 +193,7 @@ def changed(part: Path, column: str, change: Callable[[Any], Any]) -> None:
     pq.write_table(table.set_column(place, field, pa.array(values, field.type)), part)
 
 
-def test_what_the_first_run_threw_away_counts_in_the_row_that_goes_on(folder: Path, out: Path, ran: list[Request]) -> None:
+def test_tokens_that_the_first_run_discarded_count_in_the_row_that_resumes(folder: Path, out: Path, ran: list[Request]) -> None:
     part = out / "data/part-00000.parquet"
     changed(part, "spec_decode", lambda spec: spec | {"num_discarded_tokens": 3})
     before = rows_of(out)
@@ -307,7 +307,7 @@ def signalled_in_a_round() -> None:
     Round.run = signalled  # type: ignore[method-assign]
 
 
-def test_a_retry_that_is_killed_goes_on_and_no_reader_sees_a_mixed_file(
+def test_a_retry_that_is_killed_resumes_and_no_reader_gets_a_mixed_file(
     folder: Path, out: Path, tmp_path: Path, wanted: pl.DataFrame
 ) -> None:
     seen: dict[str, set[bytes]] = {name: {data} for name, data in parts(out).items()}
@@ -369,7 +369,7 @@ def test_a_run_joins_a_retry_that_another_one_began_after_it_read_the_manifest(f
     assert new_retry(open_job(compose(command)), late) is None
 
 
-def test_rows_whose_error_may_pass_are_computed_again(
+def test_rows_with_a_temporary_error_are_computed_again(
     folder: Path,
     tmp_path: Path,
     base: Path,

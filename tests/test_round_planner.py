@@ -168,7 +168,7 @@ def test_just_the_graphs_that_the_job_may_launch_are_prepared(
 
 
 @pytest.mark.parametrize(("longest", "prepared"), [(80, False), (96, True), (None, True)])
-def test_graphs_that_read_prefixes_once_are_prepared_where_the_longest_prompt_could_make_them_pay(
+def test_graphs_that_read_prefixes_once_are_prepared_if_the_longest_prompt_could_make_them_pay(
     longest: int | None, prepared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of four rows save at most half of the pages of the longest prompt; of an unknown one, of the longest row."""

@@ -63,7 +63,7 @@ def test_a_recipe_is_composed_from_all_groups_and_run_once(jobs: Jobs) -> None:
     assert (config.draft.name, config.output.dir) == ("lookup", "./out/reasoning_8k")
 
 
-def test_a_recipe_drafts_in_parallel_where_the_head_can_unless_told_otherwise(jobs: Jobs) -> None:
+def test_a_recipe_drafts_in_parallel_by_default_if_the_head_can(jobs: Jobs) -> None:
     head = ["model.path=m", "input.path=i", "requires_gpu=false", "draft=eagle3", "draft.path=h"]
     for words in ([], ["draft.parallel=true"], ["draft.parallel=false"]):
         assert run.main(["+job=reasoning_8k", *head, *words]) == 0
@@ -247,7 +247,7 @@ def test_a_folder_for_the_sweep_that_the_user_names_is_taken(jobs: Jobs, tmp_pat
     assert (tmp_path / "mine/multirun.yaml").is_file()
 
 
-def test_a_sweep_through_submitit_keeps_its_files_where_the_nodes_see_them() -> None:
+def test_a_sweep_through_submitit_keeps_its_files_in_a_folder_shared_with_the_nodes() -> None:
     words = ["hydra/launcher=submitit_slurm", "draft=none,lookup"]
     folder = "hydra.launcher.submitit_folder=.submitit/%j"
     with _sweep_folder(words, sweep=True) as more:

@@ -159,7 +159,7 @@ def test_what_does_not_pass_is_said_at_once(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("bucket", ["elsewhere", "no name of one!"])
-def test_a_bucket_that_is_not_there_is_bad_input_and_named(lab: Lab, monkeypatch: pytest.MonkeyPatch, bucket: str) -> None:
+def test_a_missing_bucket_is_bad_input_and_named(lab: Lab, monkeypatch: pytest.MonkeyPatch, bucket: str) -> None:
     """Though a HEAD does not tell a missing bucket from a missing object."""
     set_times(monkeypatch, DEADLINE_S=0.0)  # what would be tried again is a StorageError then
     message = rf"{bucket}.*: there is no bucket {bucket}; make it or name another$"
@@ -180,7 +180,7 @@ def test_a_bucket_that_is_not_there_is_bad_input_and_named(lab: Lab, monkeypatch
         assert refused.value.exit_code == 2
 
 
-def test_a_bucket_whose_region_is_asked_for_and_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_bucket_whose_region_is_requested_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def resolve(bucket: str) -> str:
         raise OSError(said.format(bucket=bucket))
 

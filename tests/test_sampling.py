@@ -74,7 +74,7 @@ def test_ties_at_the_cutoff_are_all_kept() -> None:
     assert (logits >= cutoffs(logits, torch.tensor([0]), rows).unsqueeze(1)).tolist() == [[True, True, True, False]]
 
 
-def test_ties_that_go_on_after_the_quick_sort_are_kept_whatever_other_rows_hold() -> None:
+def test_ties_that_extend_past_the_quick_sort_are_kept_whatever_other_rows_hold() -> None:
     logits = torch.zeros(2, VOCAB)
     logits[0, 0] = 1.0
     rows = make_rows(2)

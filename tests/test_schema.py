@@ -44,7 +44,7 @@ def test_types_do_not_depend_on_values_and_are_plain() -> None:
     assert [field.name for field in out if not field.nullable] == ["request_id", "row_index", "sample_index", "status"]
 
 
-def test_mapped_columns_give_way_to_the_output_column_that_carries_them() -> None:
+def test_a_mapped_column_is_left_out_if_an_output_column_carries_it() -> None:
     messages = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
     assert names({"messages": messages, "seed": pa.int64(), "tag": pa.string()}) == [*ALWAYS, "tag"]
     assert names({"messages": messages}, messages="none")[-1] == "messages"

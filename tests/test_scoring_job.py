@@ -185,7 +185,7 @@ def test_plan_knows_that_nothing_is_decoded(model: Path, tmp_path: Path, capsys:
         (["decode.max_new_tokens=5", "output.prompt_logprobs=1"], "output.prompt_logprobs=1 with decode.max_new_tokens=5 is not"),
     ],
 )
-def test_what_says_nothing_about_scores_is_refused(words: list[str], said: str) -> None:
+def test_options_without_effect_on_scores_are_refused(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose(["decode.max_new_tokens=0", *words])
     assert said in str(caught.value)

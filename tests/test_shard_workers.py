@@ -175,7 +175,7 @@ def test_what_reading_raises_is_raised_at_the_shard_that_could_not_be_read() -> 
             next(shards)
 
 
-def test_what_a_worker_raises_is_raised_here() -> None:
+def test_an_exception_of_a_worker_is_raised_in_the_caller() -> None:
     work, source = make_work(prompts("a"), KillingTokenizer())
     (shard,) = source.shards(1)
     with closing(ShardWorkers(work, 1)) as workers, pytest.raises(AttributeError, match="text_due"):

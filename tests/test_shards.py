@@ -73,7 +73,7 @@ def test_a_new_folder_records_the_job(tmp_path: Path) -> None:
     assert folder.committed() == set()
 
 
-def test_the_same_job_goes_on_and_another_is_refused_by_name(tmp_path: Path) -> None:
+def test_the_same_job_resumes_and_another_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "out"
     new_folder(path, 6, 2).commit(1, tables()[1])
     assert new_folder(path, 6, 2).committed() == {1}

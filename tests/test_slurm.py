@@ -255,7 +255,7 @@ def test_times_are_read_as_slurm_writes_them(text: str, seconds: float | None) -
         ("", 0, "job 9_0 is not requeued: scontrol says nothing of it (slurm_load_jobs error: Invalid job id)"),
     ],
 )
-def test_only_a_task_that_may_come_back_is_requeued(
+def test_a_task_is_requeued_unless_it_was_cancelled_or_is_out_of_restarts(
     monkeypatch: pytest.MonkeyPatch, shown: str, restarts: int, said: str
 ) -> None:
     asked: list[tuple[str, ...]] = []
@@ -301,7 +301,7 @@ def test_submit_prints_one_line_that_a_shell_can_run(capsys: pytest.CaptureFixtu
     assert Path(re.findall(r"\S+submit\.sbatch", line)[0]).is_file()
 
 
-def test_submit_refuses_what_run_would_refuse_and_says_where_there_is_no_slurm(
+def test_submit_refuses_what_run_would_refuse_and_names_a_missing_slurm(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from batchspec.commands import submit as command

@@ -38,7 +38,7 @@ def test_the_age_of_a_process_is_that_of_its_clock() -> None:
     assert process_age_s() - before == pytest.approx(time.monotonic() - began, abs=0.03)
 
 
-def test_a_run_says_and_keeps_its_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_prints_and_stores_its_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = make_tokenizer(make_checkpoint(tmp_path / "model", "llama", dtype=torch.float64))
     make_prompts(tmp_path / "prompts.parquet", 3)
     arguments = [f"model.path={model}", f"input.path={tmp_path}/prompts.parquet", f"output.dir={tmp_path}/out"]

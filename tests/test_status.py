@@ -85,7 +85,7 @@ def test_progress_and_time_left_are_those_of_all_living_runs_together(tmp_path: 
     assert got.mean_acceptance_length == 1 + 600 / 500
 
 
-def test_what_a_signal_saved_counts_until_others_go_on_with_it(tmp_path: Path) -> None:
+def test_rows_saved_at_a_signal_count_until_another_run_resumes_them(tmp_path: Path) -> None:
     job(tmp_path, committed=0)
     say(tmp_path, 1, end="interrupted", open_shards=[[0, 1], [1, 1]], in_flight_tokens=100, at=NOW - 50)
     got = look(tmp_path)
@@ -209,7 +209,7 @@ def test_a_job_that_never_began_one_that_nobody_works_on_and_no_job_at_all(
         command.main([str(tmp_path / "thesis.txt")])
 
 
-def test_json_says_all_of_it_and_watching_ends_with_the_job(
+def test_json_output_is_complete_and_watching_ends_with_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job(tmp_path, committed=9)
@@ -252,7 +252,7 @@ class Files:
         (RuntimeError("a\nb"), "crashed", "RuntimeError: a b"),
     ],
 )
-def test_the_last_word_of_a_run_says_how_it_ended(error: BaseException | None, end: str, said: str) -> None:
+def test_the_last_status_of_a_run_tells_how_it_ended(error: BaseException | None, end: str, said: str) -> None:
     files: Any = Files()
     with suppress(BaseException), HeartbeatWriter(files, lambda: {"tokens": 7}, slots=4):
         if error is not None:

@@ -134,7 +134,9 @@ def test_the_probe_finds_whether_there_are_hard_links(tmp_path: Path, monkeypatc
     assert leftovers(tmp_path) == []
 
 
-def test_a_file_that_comes_while_its_folder_is_deleted_goes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_created_while_its_folder_is_deleted_is_deleted_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here, rmdir, late = store(tmp_path), os.rmdir, iter(range(3))  # it comes so often
     here.put("journal/a", b"")
 
@@ -154,7 +156,7 @@ def test_a_file_that_comes_while_its_folder_is_deleted_goes_with_it(tmp_path: Pa
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("side", ["before", "after"])
-def test_a_folder_that_is_deleted_while_a_file_comes_is_made_again_or_took_it_along(
+def test_a_folder_deleted_while_a_file_is_created_is_recreated_or_deleted_with_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, side: str
 ) -> None:
     here = store(tmp_path, method)
@@ -265,7 +267,7 @@ def test_whatever_call_fails_in_whatever_method_it_is_an_error_in_one_line(
     assert failed or method in TOUCH_NOTHING
 
 
-def test_what_another_put_in_the_place_of_a_file_or_a_folder_is_to_be_moved_away(tmp_path: Path) -> None:
+def test_a_folder_in_the_place_of_a_file_or_the_reverse_is_to_be_moved_away(tmp_path: Path) -> None:
     here = store(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_bytes(b"")
@@ -316,7 +318,7 @@ def test_what_gets_a_name_is_on_the_disk_before_and_its_name_and_its_folder_are_
     assert (tmp_path / "data/x").read_bytes() == b"y"
 
 
-def test_a_file_is_replaced_only_where_it_is_still_the_one_that_was_seen(tmp_path: Path) -> None:
+def test_a_file_is_replaced_only_if_it_has_not_changed_since_it_was_read(tmp_path: Path) -> None:
     here = store(tmp_path)
     here.put("data/x", b"old")
     seen = here.version("data/x")

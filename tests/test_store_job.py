@@ -126,7 +126,7 @@ def test_two_runs_of_one_job_leave_every_row_once_for_every_command_to_read(
 
 
 @only_s3
-def test_a_job_that_was_killed_goes_on_and_one_that_is_done_changes_nothing(
+def test_a_job_that_was_killed_resumes_and_one_that_is_done_changes_nothing(
     lab: Lab, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     killed = partial(signalled_after_commits, 2, signal.SIGKILL)
@@ -154,7 +154,7 @@ def impatient() -> None:
 
 
 @only_s3
-def test_a_store_that_fails_in_the_middle_ends_the_run_with_74_and_the_same_command_goes_on(
+def test_a_store_that_fails_in_the_middle_ends_the_run_with_74_and_the_same_command_resumes(
     lab: s3_lab.Lab, command: list[str], tmp_path: Path
 ) -> None:
     def fail(environ: dict[str, Any]) -> tuple[int, str] | None:

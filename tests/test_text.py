@@ -32,7 +32,7 @@ def test_control_and_direction_characters_are_written_out() -> None:
     )
 
 
-def test_one_of_a_thing_has_no_plural() -> None:
+def test_a_count_of_one_has_no_plural() -> None:
     assert [counted(number, "row") for number in (0, 1, 2, 1000)] == ["0 rows", "1 row", "2 rows", "1,000 rows"]
 
 

@@ -244,7 +244,7 @@ def check_budgets(requests: list[Request], data: st.DataObject) -> None:
     assert tokens == expected
 
 
-def test_a_row_that_changes_its_slot_is_checked_when_its_budget_or_a_thought_says_so() -> None:
+def test_a_row_that_changes_its_slot_is_checked_when_its_budget_or_a_thought_requires_it() -> None:
     """Not a token later: at the one that uses the budget up, and at the one that begins a thought, in the new slot alone."""
     table = SlotTable(4, 64, 0)
     for slot, opened in ((2, True), (3, False)):

@@ -212,7 +212,7 @@ ESCAPES = [
 ]
 
 
-def test_no_way_leads_from_a_template_to_python(folder: Path) -> None:
+def test_a_template_cannot_reach_python(folder: Path) -> None:
     names = {str(i): template for i, template in enumerate(ESCAPES)}
     sandboxed = templates.Templates(names, "here")
     for name, template in names.items():
@@ -332,7 +332,7 @@ def test_a_template_without_a_place_for_tools_refuses_them(folder: Path) -> None
 
 
 @pytest.mark.parametrize("content", ["One, two,", "One, ", "a <|im_end|> b", "\n"])
-def test_an_answer_goes_on_where_the_last_message_ends(content: str, folder: Path) -> None:
+def test_an_answer_continues_the_last_message(content: str, folder: Path) -> None:
     tokenizer = Tokenizer(folder)
     chat = [CHAT[1], {"role": "assistant", "content": content}]
     before = tokenizer.render_chat(chat[:1])
@@ -386,7 +386,7 @@ def test_a_broken_folder_is_named_in_one_line(break_it: Any, said: str, folder: 
     assert "\n" not in str(caught.value)
 
 
-def test_a_template_path_that_is_not_there(folder: Path) -> None:
+def test_a_missing_template_path(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model\.chat_template=.*nope\.jinja: no such file"):
         Tokenizer(folder, folder / "nope.jinja")
 

@@ -117,7 +117,7 @@ KINDS = [["draft=eagle3"], ["draft=parallel", "train.muon=false"], pytest.param(
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=" ".join)
-def test_a_killed_training_goes_on_to_the_same_head_and_the_same_curves(
+def test_a_killed_training_resumes_to_the_same_head_and_the_same_curves(
     made: Path, tmp_path: Path, capfd: Any, kind: list[str]
 ) -> None:
     words = ["train.eval_steps=15", "train.save_s=0", *kind]
@@ -244,7 +244,7 @@ def test_a_chain_learns_to_draft_in_parallel(made: Path, trained: Path, tmp_path
     assert all(torch.allclose(tensor, after.tensors[name], atol=1e-6) for name, tensor in before.tensors.items())
 
 
-def test_a_training_goes_on_from_a_published_head(made: Path, trained: Path, tmp_path: Path) -> None:
+def test_a_training_starts_from_a_published_head(made: Path, trained: Path, tmp_path: Path) -> None:
     words = [f"draft.path={trained}", "train.steps=1", "train.lr=1e-12", "train.held_out=8"]
     assert train(made, tmp_path / "h", *words) == 0
     assert record(tmp_path / "h")["acceptance"][-1]["mean_length"] > 2.3
@@ -268,7 +268,9 @@ def test_layers_that_a_head_gets_change_nothing_until_they_have_learnt(made: Pat
         assert learnt[name].abs().max() > 1e-4
 
 
-def test_a_head_cannot_lose_layers_and_what_is_refused_is_not_in_the_way(made: Path, tmp_path: Path, capfd: Any) -> None:
+def test_a_head_cannot_lose_layers_and_a_refused_training_leaves_nothing_that_blocks_the_next(
+    made: Path, tmp_path: Path, capfd: Any
+) -> None:
     """The same command without the key takes the same folder, and the layers of the head."""
     assert train(made, tmp_path / "two", "train.layers=2", "train.steps=1") == 0
     capfd.readouterr()
@@ -333,7 +335,7 @@ def test_a_wrong_key_or_value_is_refused_in_one_line(override: str, said: str, m
 
 
 @pytest.mark.parametrize(("key", "value"), [("aux_layer_ids", "[0, 1]"), ("inner", "40")])
-def test_a_head_to_go_on_from_keeps_its_shape(key: str, value: str, made: Path, tmp_path: Path, capfd: Any) -> None:
+def test_a_head_to_start_from_keeps_its_shape(key: str, value: str, made: Path, tmp_path: Path, capfd: Any) -> None:
     said = refused(ConfigError, made, tmp_path / "h", capfd, "draft.path=HEAD", f"train.{key}={value.replace(' ', '')}")
     assert said.endswith(f"train.{key}={value} and draft.path: that head has its own; remove one of them")
 

@@ -147,7 +147,7 @@ def test_in_bf16_products_a_head_learns_nearly_the_same(parallel: bool) -> None:
         assert float((found - exact).norm()) < 0.05 * float(exact.norm()), name
 
 
-def test_places_of_prompts_are_learnt_where_that_is_asked_for() -> None:
+def test_prompt_positions_are_trained_on_if_that_is_requested() -> None:
     target, teacher, _, rows = tiny()
     whole = Teacher(target, teacher.aux_layer_ids, teacher.draft_vocab_ids, torch.float64, prompts=True)
     found = [sorted(zip(x.rows.tolist(), x.positions.tolist(), strict=True)) for x in (teacher.lesson(rows), whole.lesson(rows))]

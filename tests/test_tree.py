@@ -321,7 +321,7 @@ def test_rows_end_where_they_should_with_whole_trees_to_the_end(tmp_path: Path) 
         run(requests, packed(2, max_len=16, num_pages=10), drafter)
 
 
-def test_rows_that_are_set_back_find_their_trees_again(tmp_path: Path) -> None:
+def test_preempted_rows_keep_their_trees(tmp_path: Path) -> None:
     design, tensors = design_and_tensors("random")
     shape = shape_of(2, 3)
     requests = [request(i, [i, 5, 7], cap=36, predicted=4) for i in range(4)]

@@ -179,7 +179,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ("op", "wins"),
     covering(["linear", "linear_add", "swiglu", "norm_linear", "norm_swiglu", "lm_head"], [Tile(16, 32, 16, 2, 4, True), None]),
 )
-def test_tuning_writes_down_the_fastest_right_way(
+def test_tuning_stores_the_fastest_correct_tile(
     op: str, wins: Tile | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(FakeClock, "wins", wins)
@@ -192,7 +192,7 @@ def test_tuning_writes_down_the_fastest_right_way(
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_a_wrong_or_failing_way_is_never_chosen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_or_failing_tile_is_never_chosen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     wrong, right, failing = Tile(16, 32, 16, 2, 4, True), Tile(16, 32, 32, 2, 4, False), Tile(16, 16, 16, 2, 4, False)
 
     def launch(x: torch.Tensor, w: torch.Tensor, *, out: torch.Tensor, tile: Tile, **_: Any) -> None:
@@ -219,7 +219,7 @@ def test_a_linear_map_on_a_gpu_is_cut_as_tuned() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("op", ["linear", "linear_add", "swiglu", "norm_linear", "norm_swiglu", "lm_head"])
-def test_a_real_trial_finds_a_right_way(op: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_trial_finds_a_correct_tile(op: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(tune([(op, 960, 576)], CUDA, token_counts=(64, 200))) == 2
     out = capsys.readouterr().out
     assert "WRONG" not in out

@@ -80,7 +80,7 @@ def test_numbers_are_within_half_a_step_of_their_format() -> None:
     assert found[0, :3].tolist() == [6.0, -6.0, 0.0]
 
 
-def test_a_comparison_says_how_far_a_model_is(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_reports_the_distance_of_a_model(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     same = compare(made / "dense", made / "moe", str(made / "prompts.parquet"), rows=6, tokens=12)
     assert same.mean_kl < 1e-6
     assert same.changed <= 1 / same.positions

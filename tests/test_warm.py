@@ -166,7 +166,9 @@ def test_a_table_without_rows_gives_the_same_columns(shared: batchspec.Engine, e
         shared.generate([])
 
 
-def test_a_table_that_no_job_takes_is_refused_and_the_engine_goes_on(shared: batchspec.Engine, expected: pl.DataFrame) -> None:
+def test_a_table_that_no_job_accepts_is_refused_and_the_engine_keeps_running(
+    shared: batchspec.Engine, expected: pl.DataFrame
+) -> None:
     for data, message in (
         ({"question": ["a"]}, r"name one, e.g. input.columns.prompt=question"),
         ({"id": ["a", "a"], "prompt": ["b", "c"]}, "ids must be unique"),

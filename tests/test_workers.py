@@ -68,7 +68,9 @@ def supervised(monkeypatch: pytest.MonkeyPatch, program: str, count: int, **clus
     return workers.supervise(config, [None] * count)
 
 
-def test_what_all_workers_refuse_is_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_that_all_workers_raise_is_printed_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     program = "print('note', number); print('batchspec: the input is empty'); sys.exit(2)"
     assert supervised(monkeypatch, program, 3) == 2
     said = capsys.readouterr().err
@@ -113,7 +115,7 @@ def test_a_worker_that_does_not_heed_a_signal_is_killed_in_time(
     assert "worker 0 did not end within 1.5 s of a signal: killed" in capsys.readouterr().err
 
 
-def test_a_worker_that_crashes_is_a_job_to_go_on_with_and_a_bug_is_not(
+def test_a_crashed_worker_leaves_a_job_to_resume_and_a_bug_does_not(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert supervised(monkeypatch, "os.kill(os.getpid(), signal.SIGSEGV)", 1) == 75
@@ -195,7 +197,7 @@ def test_when_a_rank_ends_its_group_does(
     assert "[0] rank 1 of this group is gone" in out
 
 
-def test_when_the_leader_dies_its_group_ends_and_others_go_on(
+def test_when_the_leader_dies_its_group_ends_and_others_keep_running(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     program = f"""

@@ -3,7 +3,7 @@
     python -m batchspec.kernels.benchmarks.moe_chain_bench [--models gpt-oss-120b ...] [--tokens 1 4 ...]
 
 Weights are random and those of several layers, so that the L2 cache does not hold them. Each layer routes by its own logits.
-Variants differ in tiles and in the launch that copies rows into the order of the list; results must agree in every bit. In the last
+Variants differ in tiles and in the launch that copies rows into the list's order; results must agree in every bit. In the last
 tables a time is microseconds a layer, and the share of a part is what the layer takes less without it. Takes about a minute on an
 H200.
 """

@@ -25,7 +25,7 @@ def test_the_options_of_a_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("bench", [fp8_bench, moe_bench, moe_chain_bench])
-def test_without_a_gpu_a_benchmark_says_so(
+def test_without_a_gpu_a_benchmark_prints_one_line(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -247,7 +247,7 @@ def test_a_row_whose_committed_tokens_are_not_allowed_fails(interpret: bool, dev
 
 
 @pytest.mark.parametrize("sent_bytes", [1, 3000, 1 << 20])
-def test_automata_that_come_together_lie_where_they_would_one_by_one(
+def test_automata_that_are_placed_together_have_the_addresses_of_placing_them_one_by_one(
     sent_bytes: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = AutomataRoom(num_tokens=VOCAB, table_words=20_000, masks_bytes=4 * MASK_ROWS)
@@ -286,7 +286,7 @@ def drafts_of(one: TokenAutomaton, state: int, drafts: list[int], width: int) ->
     return found
 
 
-def test_drafts_are_cut_and_go_on_as_the_automaton_forces(interpret: bool, device: torch.device) -> None:
+def test_drafts_are_cut_and_continued_with_the_tokens_that_the_automaton_forces(interpret: bool, device: torch.device) -> None:
     first, second = automaton("(abcab|cd)d"), automaton("[ab]*cd")
     made = Automata(VOCABULARY, AutomataRoom(num_tokens=VOCAB, table_words=20_000, masks_bytes=4 * MASK_ROWS), device)
     rows = []

@@ -96,7 +96,7 @@ def test_kinds_of_exchanges_share_the_buffers() -> None:
     assert (end.epochs == 6).all()
 
 
-def test_a_rank_that_stays_away_is_noted() -> None:
+def test_a_missing_rank_is_recorded() -> None:
     end, x = Peers.make(2, 1 << 10).ends[1], torch.zeros(3)
     calls: list[Callable[[], None]] = [
         lambda: gather(x, end, out=torch.zeros(2, 3), interpret=True),

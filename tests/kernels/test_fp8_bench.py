@@ -44,7 +44,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> list[Fp8Tile]:
 
 
 @pytest.mark.parametrize("blocked", [True, False])
-def test_every_way_is_checked_and_timed(
+def test_every_tile_and_the_library_are_checked_and_timed(
     blocked: bool, tiles: list[Fp8Tile], device: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     product, rows, clock = make(256, 512, device, blocked=blocked), list[dict[str, Any]](), Clock()

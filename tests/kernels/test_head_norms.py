@@ -75,7 +75,7 @@ def test_the_reference_of_a_rank_is_the_kernel(dtype: torch.dtype) -> None:
             torch.testing.assert_close(found[rank], expected)
 
 
-def test_a_rank_that_stays_away_is_noted_and_rows_stay_as_they_are() -> None:
+def test_a_missing_rank_is_recorded_and_rows_stay_unchanged() -> None:
     end, qkv = Peers.make(2, 1 << 10).ends[1], torch.randn(3, 40)
     before = qkv.clone()
     head_norms(qkv, torch.ones(24), torch.ones(8), EPS, end, interpret=True)

@@ -72,7 +72,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     wide_weight=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_both_ways_give_the_bits_of_the_sum_in_rank_order_and_of_one_norm(
+def test_one_shot_and_two_shot_give_the_bits_of_the_sum_in_rank_order_and_of_one_norm(
     ranks: int, num_tokens: int, width: int, dtype: torch.dtype, wide_weight: bool, seed: int
 ) -> None:
     noise = torch.Generator().manual_seed(seed)
@@ -207,7 +207,7 @@ def test_an_exchange_leaves_what_the_one_before_it_may_still_read(two_shot: bool
 
 
 @WAYS
-def test_a_rank_that_stays_away_is_noted_and_gives_no_results(two_shot: bool) -> None:
+def test_a_missing_rank_is_recorded_and_there_are_no_results(two_shot: bool) -> None:
     x, peers = torch.randn(3, 16), Peers.make(4, 1 << 10)
     end = peers.ends[0]
     for rank in (0, 1, 3):

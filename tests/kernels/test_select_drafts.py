@@ -42,7 +42,7 @@ def pick(
     return wide[:, 1:].tolist(), lens.tolist(), picked.tolist()
 
 
-def test_the_proposal_that_promises_more_is_taken(interpret: bool, device: torch.device) -> None:
+def test_the_proposal_with_more_expected_tokens_is_chosen(interpret: bool, device: torch.device) -> None:
     """Both rates are those of the row's match length: the head may be better even if the lookup's rate is high."""
     ids, lens, picked = pick([0.5, 0.9, 0.4], [0.6, 0.7, 0.5], [5, 5, 5, 0], [0, 1, 2, 2], interpret, device)
     assert picked == [1, 0, 1, 0]
