@@ -44,7 +44,7 @@ class Browser:
             time.sleep(0.02)
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression comes to; JSON has to know it."""
+        """The value of a JavaScript expression, which JSON must be able to hold."""
         answer = self._ask("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")

@@ -138,7 +138,7 @@ def target_taps(target: Target, ids: Sequence[int], taps: tuple[int, ...]) -> Te
 
 
 def target_head(design: Design, target: Target) -> Tensor | None:
-    """The target's lm_head [V, H], where the head has none of its own."""
+    """The target's lm_head [V, H], if the head has none."""
     if design.draft_vocab is not None:
         return None
     unit = torch.eye(design.hidden, dtype=target.dtype, device=target.device)
@@ -208,7 +208,7 @@ def reference_tree(
     embedding, head = target.embedding.cpu().double(), target_head(design, target)
 
     def children(level: Sequence[Node]) -> list[Node]:
-        """Of all nodes of a level at once: each of them is a row of its own, with its whole path."""
+        """For all nodes of a level at once: each is a separate row, with its whole path."""
         tokens = torch.tensor([[*ids[1:], *node.path] for node in level])
         fed = torch.stack([node.fed for node in level])
         features = taps.expand(len(level), -1, -1)

@@ -1,4 +1,4 @@
-"""Pages that nobody owns hold NaN: who reads one emits no token, or drafts something else."""
+"""Pages without an owner hold NaN: a row that reads one emits no token, or drafts something else."""
 
 from __future__ import annotations
 

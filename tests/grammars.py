@@ -22,7 +22,7 @@ def _quoted(char: str) -> str:
 
 @dataclass(frozen=True)
 class Grammar:
-    """Rules of capital letters, each with its ways as strings of letters and names of rules; S is the start."""
+    """Rules of capital letters, each with its alternatives as strings of letters and names of rules; S is the start."""
 
     rules: dict[str, tuple[str, ...]]
 

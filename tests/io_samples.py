@@ -80,7 +80,7 @@ def built(shard: InputShard, columns: ColumnMap, completions: list[Completion] |
 
 
 def tables(rows: int = 6, shard_rows: int = 2, **output: Any) -> list[pa.Table]:
-    """Every shard of a dataset of so many rows."""
+    """Every shard of a dataset of `rows` rows."""
     shards, columns = shards_of(dataset(rows), shard_rows)
     return [built(shard, columns, **output) for shard in shards]
 

@@ -40,7 +40,7 @@ from tests.runs import put
 ROWS, SHARD_ROWS = 12, 2
 SHARDS = ROWS // SHARD_ROWS
 CALLS = ("link", "replace", "rename", "fsync", "unlink", "rmdir")
-"""Of module os: every way in which batchspec changes what a folder shows, or makes it last."""
+"""Functions of module os with which batchspec changes a folder or makes changes durable."""
 COOLDOWN_S = 0.5
 """Beside a few milliseconds for a row, what ten seconds are beside a real one's; about as long as a run here lives."""
 DIED = "died before "
@@ -64,7 +64,7 @@ class Conduct:
     kill_at: Step | None = None
     """It kills itself before this one of its CALLS."""
     log: Path | None = None
-    """A line for each of its CALLS goes there, and one where it kills itself."""
+    """The process writes a line there for each of its CALLS, and one where it kills itself."""
     environ: Mapping[str, str] = field(default_factory=dict)
     wait: bool = False
     """It stops (SIGSTOP) before it begins."""
@@ -129,7 +129,7 @@ def refuse_links(method: str) -> None:
 
 
 def stop_here() -> None:
-    """Stop the process in this thread: a signal to the process may reach another thread first, while this one goes on."""
+    """Stop the process in this thread: a signal to the process may reach another thread first, while this one continues."""
     signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 

@@ -1,4 +1,4 @@
-"""Prefill passes on a CPU, padded as those that a GPU replays: what a replay may find or leave behind is poisoned."""
+"""Prefill passes on a CPU, padded like those that a GPU replays; memory that a replay must not read is filled with NaN."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class ThreadCollectives(Collectives):
 
 
 def on_ranks(count: int, call: Callable[[Collectives], T], table: Table | None = None) -> list[T]:
-    """What `call` returns on each of so many ranks. The first error of a rank ends all."""
+    """What `call` returns on each of `count` ranks. The first error of a rank ends all."""
     shared = table or Table(count)
 
     def one(rank: int) -> T:
@@ -95,7 +95,7 @@ def bits(x: Tensor) -> Any:
 def start_ranks(
     count: int, call: Callable[[Collectives, Path], object], folder: Path, timeout_s: float = 120, *, fork: bool = True
 ) -> None:
-    """Run `call`, a function of a test module, on each of so many processes, with a folder that they share.
+    """Run `call`, a function of a test module, in each of `count` processes, with a folder that they share.
 
     fork  False: processes that start anew, as CUDA needs it
     """

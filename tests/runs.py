@@ -132,12 +132,12 @@ def nothing() -> None:
 
 
 def new_interpreters() -> None:
-    """A patch: the workers of the run are started as they are in earnest, each by an interpreter of its own."""
+    """A patch: the workers of the run are started as in production, each by its own interpreter."""
     put(crew, "Popen", subprocess.Popen)
 
 
 def signalled_after_commits(count: int, number: signal.Signals) -> None:
-    """A patch: the process sends itself a real signal as soon as so many shards are committed. Decoding waits for commits as it
+    """A patch: the process sends itself a real signal as soon as this many shards are committed. Decoding waits for commits as it
     does with large shards, so that rows are left."""
     commit = OutputFolder.commit
     put(background_commit, "MOST_WAITING", background_commit.WAITING)

@@ -1,4 +1,4 @@
-"""The allocator alone: rows in and out of slots, pages, set-backs, and how close refilled slots come to the ideal."""
+"""The allocator alone: rows in and out of slots, pages, preemptions, and how close refilled slots come to the ideal."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_scarce_pages_are_never_owned_twice_and_every_row_finishes(data: st.Data
     pools = pools_of(1 + biggest + data.draw(st.integers(0, 20)))
     running = [progress(r) for r in requests]
     allocator = SlotAllocator(shape(slots, pools.pools[0].num_pages), pools, iter(running))
-    # Rows with a short cap are promised all their pages: none is set back, whatever they share with whom.
+    # Rows with a short cap are promised all their pages: none is preempted, whatever pages they share.
     allocator.preempt = lambda state: pytest.fail(f"{state} is preempted")  # type: ignore[method-assign]
     for _, live in drive(allocator, lengths, pools):
         owners: dict[int, list[RequestState]] = {}
@@ -284,7 +284,7 @@ def test_a_page_key_depends_on_everything_before_the_page() -> None:
 @settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_rows_short_of_pages_get_them_oldest_first_until_the_pool_is_empty(data: st.DataObject) -> None:
-    """One group with a window and one without. What `grow` grants is told by a definition for one row after the other."""
+    """One group with a window and one without. The expected result of `grow` is computed row by row."""
     groups, pages = KVGroups((None, 8), (0, 1), 0), data.draw(st.integers(60, 140))
     pools = PagePools(groups, (1 + pages, 1 + pages), 4, lookahead=4)
     caps = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=6))

@@ -22,7 +22,7 @@ from tests.test_tensor_parallel import batch_of
 
 
 class Watched(Linear):
-    """A plain product that notes each adapter's tokens, and norms its input and adds to the stream itself where it is told to."""
+    """A plain product that records each adapter's tokens, and norms its input and adds to the stream itself if it is asked to."""
 
     seen: list[list[tuple[int, list[int]]]]
     fused: list[str]

@@ -307,7 +307,7 @@ def starts(folder: Path, codes: Sequence[int]) -> tuple[list[list[str]], int]:
 
 @pytest.mark.parametrize("code", sorted(exit_codes() | {0, KILLED}))
 def test_each_exit_code_under_skypilot(code: int, tmp_path: Path) -> None:
-    """Crashes and failed storage: again in place; 75: SkyPilot goes on elsewhere; the rest is the end."""
+    """Crashes and failed storage: restarted in place; exit 75: SkyPilot restarts the job elsewhere; other codes end it."""
     commands, last = starts(tmp_path, [code])
     in_place = action(code) == "Count" and code not in (0, Interrupted.exit_code)
     assert len(commands) == (1 + ClusterConfig().max_restarts if in_place else 1)

@@ -28,7 +28,7 @@ def test_shards_are_returned_in_order_when_committed_while_the_next_ones_are_dec
 
     def commit(shard: int) -> None:
         assert threading.current_thread() is not threading.main_thread()
-        assert third.wait(60)  # the first commit takes until so many more are decoded
+        assert third.wait(60)  # the first commit lasts until this many more are decoded
         events.append(f"committed {shard}")
 
     for shard in commit_in_background(decoded(), commit):

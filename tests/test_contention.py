@@ -33,7 +33,7 @@ def expected(lab: KillLab) -> list[Row]:
 
 
 def race_of_renames(lab: KillLab, count: int) -> None:
-    """Each has found the shard's name free and stops before its rename to it; then all of them go on.
+    """Each has found the shard's name free and stops before its rename to it; then all of them continue.
 
     All win, one after the other, in float32: whichever stays, its rows and tokens are those of all, and the end says so.
     """

@@ -122,7 +122,7 @@ def test_a_table_is_built_anew_when_a_quarter_of_the_corpus_is_new(monkeypatch: 
 
 
 def test_rounds_read_the_old_table_until_the_new_one_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Building blocks nobody, and the buffer in use is never written to."""
+    """Building does not block rounds, and the buffer in use is never written to."""
     may_build, build = threading.Event(), Corpus._build
 
     def slowly(self: Corpus, documents: list[np.ndarray]) -> object:

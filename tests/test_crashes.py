@@ -183,7 +183,7 @@ def test_a_run_in_a_cooldown_is_seen_to_live_and_ends_when_it_is_asked_to(
 
 
 def kill_at_token(row: str, count: int, sample: int = 0) -> None:
-    """From now on the process is killed when a row's sample has so many tokens."""
+    """From now on the process is killed when a row's sample has this many tokens."""
     schedule = Scheduler._schedule_round
 
     def deadly(self: Scheduler, *, overlaps: bool) -> ScheduledRound:
@@ -255,7 +255,7 @@ def test_the_crash_count_is_of_isolated_retries_that_crashed_at_the_furthest_pos
         runs[name].reached(reached)
     runs["f"].begin_isolated_retry(3, 12)
     runs["f"].clear()  # it ended by itself
-    runs["g"].begin_isolated_retry(3, 14)  # it lives: nobody found it dead
+    runs["g"].begin_isolated_retry(3, 14)  # it lives: no other run found it dead
     runs["h"].begin_isolated_retry(7, 13)
     runs["i"].begin_cooldown(3, 14)
     runs["j"].begin_cooldown(3, 13)

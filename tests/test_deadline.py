@@ -58,7 +58,7 @@ def test_rows_that_would_start_over_are_admitted_only_if_they_can_finish() -> No
     """0.5 s of prefill, 0.1 s a token: 400 tokens take 40.5 s, of the 50 s that are left before the reserve 51 are too many."""
     cluster = Cluster(1000)
     deadline = cluster.deadline(100, keeps_tokens=False)
-    assert begun(deadline, 10**6) == [10**6]  # no row has ended yet: nobody knows
+    assert begun(deadline, 10**6) == [10**6]  # no row has ended yet, so the rate is unknown
     for tokens in (50, 150):
         deadline.observe(ended(tokens, 0.5, tokens / 10))
     cluster.now = 850
@@ -68,7 +68,7 @@ def test_rows_that_would_start_over_are_admitted_only_if_they_can_finish() -> No
     assert deadline.reached
     assert list(deadline.shards(iter([row(1)]))) == []
     deadline.check()
-    assert not cluster.stopped  # rows under way may go on
+    assert not cluster.stopped  # rows in slots continue
     cluster.now = 900
     deadline.check()
     assert cluster.stopped == [900]

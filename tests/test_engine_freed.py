@@ -1,4 +1,4 @@
-"""An engine that nobody holds is freed at once, its pages and CUDA graphs with it.
+"""An engine without references is freed at once, with its pages and CUDA graphs.
 
 Left to the garbage collector, it would keep a card's memory while the next engine is made, and its graphs could be freed within a
 capture, which CUDA does not permit.

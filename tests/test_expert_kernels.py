@@ -96,7 +96,7 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
     [*((name, [15, 2], 1 + (name in TWO_LAYERS)) for name in CASES), ("bf16, gpt_oss", [1], 2), ("bf16, mixtral", [300], 1)],
 )
 def test_a_whole_forward_is_that_of_plain_torch(name: str, lengths: list[int], layers: int) -> None:
-    """fp32, but MXFP4: what differs is the order of sums, and which way activations fall that FP8 rounds."""
+    """fp32, but MXFP4: what differs is the order of sums, and how FP8 rounds activations."""
     family, changes = CASES[name]
     dtype = torch.bfloat16 if "mxfp4" in name else torch.float32
     spec, tolerance = tiny_spec(family, **changes, num_hidden_layers=layers), 1e-5 if "bf16" in name else 2e-2

@@ -1,4 +1,4 @@
-"""Disks and stores that fail in the middle of a job: exit 74, nothing committed is lost, the same command goes on."""
+"""Disks and stores that fail in the middle of a job: exit 74, nothing committed is lost, the same command resumes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def finished(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of 4 MB."""
+    """A separate file system of 4 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]

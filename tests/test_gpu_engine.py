@@ -243,7 +243,7 @@ def test_rows_with_a_common_beginning_read_it_once_and_give_the_same_tokens(
 @pytest.mark.parametrize("drafts", [False, True], ids=["none", "eagle3"])
 @pytest.mark.parametrize("seed", range(12))
 def test_rows_with_common_beginnings_keep_their_tokens_while_the_batch_shrinks(seed: int, drafts: bool, tmp_path: Path) -> None:
-    """Few rows, so that most rounds are the tail; pages come to a new owner with keys of a row that failed."""
+    """Few rows, so that most rounds are the tail; pages get a new owner while they hold keys of a row that failed."""
     rng = np.random.default_rng(seed)
     asked: list[Request] = []
     for _ in range(rng.integers(1, 5)):
@@ -360,7 +360,7 @@ def test_the_engine_that_chooses_between_trees_and_no_drafts_changes_nothing(tmp
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("seed", range(4))
 def test_run_ahead_with_stop_strings_refills_and_preemptions_changes_nothing(seed: int, overlap: bool, tmp_path: Path) -> None:
-    """Pages are so scarce that rows are set back while rounds that write to them are on their way."""
+    """Pages are so scarce that rows are preempted while launched rounds still write to them."""
     asked = [
         replace(r, predicted_tokens=1) for r in requests(100, seed=seed, longest=150)
     ]  # admission trusts it and takes in too many

@@ -208,7 +208,7 @@ def follower_of(parent: int) -> int:
 def test_a_head_that_learns_drafts_with_the_same_weights_on_all_gpus(
     ranks: int, models: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:
-    """Ranks whose drafts differ come to different hidden states, which ends a job. The second run begins with other weights."""
+    """Ranks whose drafts differ compute different hidden states, which ends a job. The second run begins with other weights."""
     model = models["llama"]
     design = tiny_design(load_spec(model))
     head = write_head(tmp_path / "head", design, random_tensors(design))

@@ -183,7 +183,7 @@ def decoded(
 def test_drafts_and_scarce_pages_leave_rows_as_they_are(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """In bf16 products differ by far more than a last bit: there rows end without an error, of the lengths that they have."""
     own = fp8_target(dtype)
-    # Admission counts on 64 tokens where one is predicted: about 8 of the 25 pages for a row, which comes to want 12.
+    # Admission counts on 64 tokens where one is predicted: about 8 of the 25 pages for a row, which needs 12 at its end.
     asked = [replace(one, predicted_tokens=1, max_new_tokens=140, stop=(), stop_ids=()) for one in requests(40)]
     drafters: dict[str, Callable[[], Drafter]] = {
         "lookup": partial(LookupDrafter, 4, min_ngram=1, max_ngram=3),

@@ -1,4 +1,4 @@
-"""Layers with a sliding window on a GPU: captured rounds over page tables of their own, and prefill by every way there is.
+"""Layers with a sliding window on a GPU: captured rounds over their own page tables, and every implementation of prefill.
 
 A page that nobody owns is NaN at once: a row that reads one fails. In fp32 the tokens are those of one row at a time on the CPU;
 in bf16, which FlashInfer and torch's prefill need, those of an engine that keeps every page and does the same otherwise.

@@ -286,7 +286,7 @@ def test_what_goes_wrong_on_a_rank_ends_its_group_with_a_clear_word(
 
 @pytest.mark.slow
 def test_a_row_that_crashes_one_rank_alone_becomes_an_error_row(model: Path, tmp_path: Path, fault: pytest.MonkeyPatch) -> None:
-    """Found by isolated retries, as where it crashes the only process."""
+    """Found by isolated retries, like a row that crashes the only process."""
     data, out = tmp_path / "in.parquet", tmp_path / "out"
     pl.DataFrame({"id": [f"q{i}" for i in range(6)], "prompt_ids": [[10 + i, 5, 6] for i in range(6)]}).write_parquet(data)
     fault.setenv("FAULT", "poison 1 13")

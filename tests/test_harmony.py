@@ -113,7 +113,7 @@ def test_channels_are_told_apart(
 @pytest.mark.parametrize(
     ("prompt", "text", "thoughts", "answers"),
     [
-        (f"{USER}{FINAL}It", " rains", [], [" rains"]),  # the answer goes on
+        (f"{USER}{FINAL}It", " rains", [], [" rains"]),  # the answer continues
         (f"{ASKED}<|channel|>analysis<|message|>Let", f" me<|end|>{FINAL}7", [" me"], ["7"]),
         (f"{ASKED}<|channel|>", "analysis<|message|>a", ["a"], [""]),
         (f"{ASKED}{THOUGHT}{FINAL}7<|end|>", "8", [], ["8"]),

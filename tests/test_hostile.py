@@ -82,7 +82,7 @@ TOOLS = (
 
 
 def test_a_newcomers_chats_go_through_whole_jobs(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Tool calls, compressed; a deep line, half a surrogate pair, an answer to go on with; OpenAI's requests."""
+    """Tool calls, compressed; a deep line, half a surrogate pair, an answer to continue; OpenAI's requests."""
     (tmp_path / "tools.jinja").write_text(TOOLS)
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     chat = [{"role": "user", "content": "Say"}, {"role": "assistant", "content": None, "tool_calls": [call]}]

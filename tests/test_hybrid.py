@@ -1,4 +1,4 @@
-"""draft=hybrid: head and lookup side by side; the head's K/V stays right whoever proposes, and the better one comes to do so."""
+"""draft=hybrid: head and lookup side by side; the head's K/V stays right whichever drafts, and the better one is chosen."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def jobs(count: int = 6) -> list[Request]:
 def test_the_heads_keys_and_values_do_not_depend_on_who_proposed(
     kind: type[ChainDrafter] | type[ParallelDrafter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """K/V behind a job with the lookup's drafts alone equal those of a job with the head's, at every place of true features."""
+    """K/V after a job with the lookup's drafts alone equal those of a job with the head's, at every place of true features."""
     found = []
     for lookup in (True, False):
         drafter = hybrid(kind)

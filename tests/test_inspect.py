@@ -1,4 +1,4 @@
-"""`batchspec inspect`: one request in full, and a way on where it is not there."""
+"""`batchspec inspect`: one request in full, and advice if it does not exist."""
 
 from __future__ import annotations
 

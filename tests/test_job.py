@@ -223,7 +223,7 @@ def test_a_signal_saves_finished_and_unfinished_rows_and_the_next_run_resumes_th
     assert tokens(tmp_path / "out") == tokens(finished)
     assert not (tmp_path / "out/_batchspec/journal").exists()
     stats = pl.read_parquet(tmp_path / "out/data")["spec_decode"].drop_nulls().struct.unnest()
-    assert max(stats["num_prefills"].to_list()) > 1  # rows that were under way went on, with their tokens
+    assert max(stats["num_prefills"].to_list()) > 1  # unfinished rows were resumed, with their tokens
     emitted = stats["num_prefills"] + stats["num_accepted_draft_tokens"] + stats["num_spec_steps"]
     lengths = pl.read_parquet(tmp_path / "out/data").filter(pl.col("spec_decode").is_not_null())["token_ids"].list.len()
     assert (emitted == lengths + stats["num_discarded_tokens"]).all()

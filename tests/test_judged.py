@@ -264,7 +264,7 @@ def header_bytes(path: Path) -> int:
 
 
 def test_on_the_hub_headers_are_judged_before_a_byte_of_weights_is_fetched(hub: Hub, model: Path, tmp_path: Path) -> None:
-    """Every broken model under an id of its own; refusals name that id and no place in the cache."""
+    """Every broken model under its own id; refusals name that id and no path in the cache."""
     ids = {f"owner/m{number}": name for number, name in enumerate(BROKEN)}
     for hub_id, name in ids.items():
         BROKEN[name][0](shutil.copytree(model, hub.folder / hub_id))

@@ -102,7 +102,7 @@ def test_a_kill_at_every_step_leaves_every_row_once(lab: KillLab, calls: list[st
 def test_kills_at_random_moments_leave_every_row_once_and_no_reader_sees_a_part_that_is_not_whole(
     lab: KillLab, expected: list[Row], kills: int
 ) -> None:
-    """One run or two at a time, until so many have died; a job that gets to its end is compared, and the next one begins.
+    """One run or two at a time, until a given number have died; a job that completes is compared, and the next one begins.
 
     A row that three runs of one job are killed with alone, by chance, cannot be told from one that kills. There may be
     one in 200 kills, which is an error that says so, and right after a retry.

@@ -330,7 +330,7 @@ def test_verify_kv_compares_both_caches_on_the_jobs_own_tokens(
 def test_verify_kv_calibrates_where_the_scales_of_the_checkpoint_cannot_be_used(
     wrong: dict[str, Any], model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A job without FP8 K/V has no key to ask for it, and a job with them is told the key."""
+    """A job without FP8 K/V need not set the key, and a job with them gets its name in the error."""
     scales = {name: value for name, value in (names(model, "k_scale", "v_scale") | wrong).items() if value is not None}
     odd, out = with_scales(model, tmp_path / "odd", scales), tmp_path / "out"
     assert job(odd, data, out, "draft=none") == 0

@@ -172,7 +172,7 @@ def test_a_step_that_drafts_with_weights_that_a_rank_does_not_have_is_not_execut
 def test_running_out_of_memory_in_a_training_step_ends_the_group(
     head: Path, handle: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks could not go on together. In the backward pass, which is the leader's alone, only the learning would end."""
+    """Ranks could not continue together. In the backward pass, which only the leader runs, only the training would end."""
     logits = Target.all_logits
 
     def full(self: Target, hidden: Tensor) -> Tensor:

@@ -341,7 +341,7 @@ def test_pages_that_run_out_set_rows_back_and_change_nothing(run_ahead: int, fp8
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_rows_that_are_all_sampled_alike_are_preempted_and_resume(sampling: SamplingParams) -> None:
-    """No row beside them makes a round do what these ask for; a row set back knows its own output, and nothing of its slot's."""
+    """No other row makes a round do what these rows need; a preempted row keeps its own counts, not those of its slot."""
     requests = [request(i, [i, 5, 7, 1, 3], cap=24, sampling=sampling, predicted=4) for i in range(5)]
     tokens, done, _ = run(requests, packed(3, num_pages=16, max_len=29), lookup(3, 2, 0), short_cap=2)
     assert max(c.stats.num_prefills for c in done.values() if c.stats) > 1
@@ -499,7 +499,7 @@ def test_a_run_that_is_stopped_is_resumed_by_another_with_the_same_tokens(reques
 
 @pytest.mark.parametrize("run_ahead", [0, 2])
 def test_a_run_that_is_stopped_keeps_every_token_that_it_has_read(run_ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows in slots, and of those that were set back and wait: the next run emits none of them a second time."""
+    """Tokens of rows in slots, and of preempted rows that wait: the next run emits none of them a second time."""
     monkeypatch.setattr(allocator, "SHORT_CAP_TOKENS", 2)
     requests = [request(i, [i, 5, 7], cap=40, predicted=4) for i in range(4)]
     batch = packed(3, num_pages=25, max_len=43, run_ahead=run_ahead)

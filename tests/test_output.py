@@ -165,7 +165,7 @@ def test_where_a_row_stops_depends_on_its_tokens_alone(tokens: list[int], sizes:
 
 
 def test_seconds_are_those_of_all_prefills_and_from_the_first_token_on_and_of_earlier_runs() -> None:
-    """Prefilled at 10, set back, prefilled again at 20, stopped at 30; in the next run prefilled at 100 and done at 103."""
+    """Prefilled at 10, preempted, prefilled again at 20, stopped at 30; in the next run prefilled at 100 and done at 103."""
     progress = make()
     for seconds, now in ((0.5, 10.0), (0.25, 20.0)):
         progress.add_prefill([0])

@@ -69,7 +69,7 @@ def test_overwrite_is_refused_while_a_run_lives_and_names_it_with_advice(out: An
         assert "\n" not in said
         assert caught.value.exit_code == 2
     assert first.commit(1, tables()[1])
-    new_folder(out, 6, 2, overwrite=True)  # the claim on a shard that is done keeps nobody
+    new_folder(out, 6, 2, overwrite=True)  # the claim on a finished shard blocks no other run
     assert OutputFolder(out).committed() == set()
 
 
@@ -87,7 +87,7 @@ def test_a_claim_that_was_given_back_or_is_old_keeps_nobody(tmp_path: Path) -> N
 
 
 def test_a_run_whose_job_was_overwritten_publishes_nothing(out: Any) -> None:
-    """Its claims were too old, for it was stopped; now it goes on, with the manifest in its memory."""
+    """Its claims expired while it was stopped; now it continues, with the manifest in its memory."""
     first = new_folder(out, 6, 2)
     journal = first.journal()
     journal.add(completion(0))
@@ -156,7 +156,7 @@ def test_a_run_that_is_stopped_right_before_its_shard_gets_its_name_does_not_pub
 
 
 def damaged_reads(monkeypatch: pytest.MonkeyPatch, change: Callable[[bytes], bytes], count: int) -> None:
-    """The next so many readings of a manifest give other bytes."""
+    """The next readings of a manifest give other bytes."""
     read, left = LocalStore.read, [count]
 
     def flipped(self: LocalStore, name: str) -> bytes:
@@ -262,7 +262,7 @@ def test_who_dies_while_it_deletes_a_job_leaves_a_folder_that_only_overwrite_tak
 
 
 def test_processes_of_one_command_delete_a_job_once(out: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All have seen the old job; what the first has begun, the others go on with, however late they come."""
+    """All have seen the old job; the others continue the job that the first has started, however late they start."""
     new_folder(out, 6, 2).commit(0, tables()[0])
     monkeypatch.setenv(CREW, "crew-1")
     begins_anew, delete_work = OutputFolder.begins_anew, OutputFolder._delete_work

@@ -81,7 +81,7 @@ def dawdle(rank: int, seed: int) -> None:
 
 
 def exchange_all(host: Collectives, folder: Path) -> None:
-    """Exchanges of all kinds, sizes and ways one after the other."""
+    """Exchanges of all kinds, sizes and algorithms, one after the other."""
     exchange.ONE_SHOT_BYTES[host.ranks] = 5000
     ranks, rank = MappedCollectives(host, folder), host.rank
     ranks.reserve(ROUND_BYTES)

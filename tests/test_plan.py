@@ -273,7 +273,7 @@ for path in sys.argv[2:]:
 
 
 def peaks(job: RunConfig, *paths: Path) -> list[tuple[int, int]]:
-    """Completions and peak resident bytes after planning each input in turn, in a process of its own."""
+    """Completions and peak resident bytes after planning each input in turn, in a separate process."""
     words = [sys.executable, "-c", PEAK, str(job.model.path), *map(str, paths)]
     done = subprocess.run(words, check=True, capture_output=True, text=True)
     return [(int(rows), int(peak)) for rows, peak in map(str.split, done.stdout.splitlines())]

@@ -243,7 +243,7 @@ def test_a_control_group_s_limit_counts_if_it_is_below_the_machine_s(tmp_path: P
 
 
 def survey(*rows: tuple[int, int]) -> Survey:
-    """Of rows with so many prompt tokens, and such caps."""
+    """The demand of rows with these numbers of prompt tokens and caps."""
     seen = Survey()
     seen.add(len(rows), [replace(request(row, [1] * prompt), max_new_tokens=cap) for row, (prompt, cap) in enumerate(rows)])
     return seen

@@ -133,7 +133,7 @@ def test_targets_with_experts_are_padded_too(family: str) -> None:
 
 @pytest.mark.parametrize("num_top", [0, 3])
 def test_logprobs_of_first_tokens_are_those_of_plain_passes(num_top: int) -> None:
-    """Padding has slots of its own: it writes over no row's."""
+    """Padding has its own slots and writes to no row's."""
     asked = [request(i, [1 + i, 5, 7][: 1 + i % 3], cap=3, sampling=SAMPLINGS[i]) for i in range(8)]
 
     def done() -> dict[str, tuple[Any, ...]]:
@@ -268,7 +268,7 @@ def test_a_padded_batch_keeps_the_contract_of_flat_batches(job: Refills) -> None
 
 
 class Copied:
-    """Stands for CUDA graphs on a CPU: a capture leaves no trace, and a replay writes where the capture said it would."""
+    """A stand-in for CUDA graphs on a CPU: a capture changes nothing, and a replay writes to the captured addresses."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor, self.replays = executor, 0

@@ -405,7 +405,7 @@ def test_a_hub_that_fails_or_never_answers_is_one_line_in_bounded_time(hub: Hub,
 def test_a_hub_that_does_not_answer_is_reported_before_the_request_ends(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ten seconds in earnest; then the wait goes on."""
+    """Ten seconds in production; then it waits again."""
     set_times(monkeypatch, 1.0, 0.5)
     monkeypatch.setattr(retry, "NOTICE_S", 0.2)
     with running_proxy(hub.server_port) as proxy:

@@ -65,7 +65,7 @@ def test_no_prefix_is_kept_over_new_weights_or_scales() -> None:
 
 
 class Chains:
-    """Each row's completion makes its next request, with the completion's tokens in the prompt, so many times."""
+    """Each row's completion makes its next request, with the completion's tokens in the prompt, for `turns` turns."""
 
     def __init__(self, first: list[Request], turns: int) -> None:
         self._first, self._turns, self._ready, self._decoding = iter(first), turns, deque[Request](), 0

@@ -165,7 +165,7 @@ def test_truncated_rows_resume_from_their_tokens_and_all_others_are_kept(
 
 
 def check_resumed(ran: list[Request], before: pl.DataFrame) -> None:
-    """They go on with the tokens, counts and seconds that the output has of them."""
+    """They resume with the tokens, counts and seconds that the output has."""
     rows = {(row["request_id"], row["sample_index"]): row for row in before.iter_rows(named=True)}
     assert ran
     for request in ran:
@@ -236,7 +236,7 @@ def test_without_stored_tokens_or_with_logprobs_rows_are_computed_anew(
 
 
 def test_a_prompt_that_the_larger_cap_cuts_shorter_is_computed_anew(folder: Path, tmp_path: Path, ran: list[Request]) -> None:
-    """What it had goes on from another prompt than the one that is left of it."""
+    """Its output was generated from a prompt that was cut less."""
     cut = ["input.on_overlong=truncate", "model.max_len=50", "output.prompt_ids=false"]
     for out in ("out", "wanted"):
         assert run.main(arguments(folder, tmp_path / out, CAPS[out == "wanted"], *cut)) == 0
@@ -249,7 +249,7 @@ def test_a_prompt_that_the_larger_cap_cuts_shorter_is_computed_anew(folder: Path
 
 
 def test_a_row_whose_prompt_has_other_tokens_now_is_computed_anew(folder: Path, tmp_path: Path, ran: list[Request]) -> None:
-    """As of a template that says what day it is."""
+    """For example with a template that prints the date."""
     out = tmp_path / "out"
     assert run.main(arguments(folder, out, CAPS[0], "output.prompt_ids=true")) == 0
     part = out / "data/part-00000.parquet"

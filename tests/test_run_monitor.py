@@ -1,4 +1,4 @@
-"""What a run hands on while it goes on: running totals of the engine, as what happened since the last call."""
+"""What a run reports while it runs: the engine's totals, as differences since the last call."""
 
 from __future__ import annotations
 

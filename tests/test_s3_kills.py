@@ -211,7 +211,7 @@ def environ(server: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def suspended_run(server: Lab, lab: KillLab, number: int, moment: str) -> None:
-    """The first job stops before its PUT of this number, for longer than its claims are good for, and goes on at a moment of the
+    """The first job stops before its PUT of this number, for longer than its claims are valid, and continues at a moment of the
     second: before the second has published its own first shard, or when it is done.
     """
     server.empty()

@@ -1,4 +1,4 @@
-"""`batchspec status`: what is told of a job from outside, by progress files, claims and the names of shards alone."""
+"""`batchspec status`: what it reports of a job, from progress files, claims and the names of shards alone."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def test_a_budget_holds_exactly_in_more_examples(requests: list[Request], data: 
 
 
 def check_budgets(requests: list[Request], data: st.DataObject) -> None:
-    """Every drafter, K, layout and run-ahead, and runs that are stopped and go on, give the definition's tokens."""
+    """Every drafter, K, layout and run-ahead, and runs that are stopped and resumed, give the definition's tokens."""
     expected = {r.request_id: plain_tokens(r) for r in requests}
     kind = data.draw(st.sampled_from(["none", "lookup", "right", "wrong"]), label="drafter")
     draft_len = data.draw(st.integers(1, 6), label="K")

@@ -1,4 +1,4 @@
-"""The table of tuned products: what it answers, where it comes from, how the tuner fills it."""
+"""The table of tuned products: lookups, the files that it is read from, and how the tuner fills it."""
 
 from __future__ import annotations
 

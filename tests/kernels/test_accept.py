@@ -1,4 +1,4 @@
-"""accept: the drafts that the target confirms, the tokens a row emits, where it ends, and what the host is told of it."""
+"""accept: the drafts that the target confirms, the tokens a row emits, where it ends, and the log for the host."""
 
 from __future__ import annotations
 

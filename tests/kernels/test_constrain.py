@@ -162,7 +162,7 @@ def test_stop_ids_are_masked_before_the_minimum_unless_the_text_can_only_end(
 
 
 def test_a_vocabulary_of_several_blocks_and_programs(interpret: bool, device: torch.device) -> None:
-    """One state that goes on with every token; its mask has bits of all kinds, the sign bit of a word included."""
+    """One state that allows every token; its mask has bits of all kinds, the sign bit of a word included."""
     vocab = BLOCK * BLOCKS + BLOCK + 77
     table = torch.tensor([0, *[0] * 9, 0, -1, 10], dtype=torch.int32, device=device)
     starts = torch.arange(vocab + 1, dtype=torch.int32, device=device)
@@ -180,7 +180,7 @@ def test_a_vocabulary_of_several_blocks_and_programs(interpret: bool, device: to
 
 
 def committed(rows: list[tuple[list[int], int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """log and live as `accept` leaves them: of each row its tokens, of which the first so many are kept, and its finish."""
+    """log and live as `accept` leaves them: for each row its tokens, how many of them are kept, and its finish."""
     lines = [[len(tokens) - 1, 3, kept, finish, *tokens, *[-1] * (4 - len(tokens))] for tokens, kept, finish in rows]
     live = [int(finish == 0) for _, _, finish in rows]
     return tuple(torch.tensor(one, dtype=torch.int32, device=device) for one in (lines, live))  # type: ignore[return-value]
@@ -227,7 +227,7 @@ FOLLOW: tuple[tuple[list[int], int, int], ...] = (
 
 
 def test_a_row_whose_committed_tokens_are_not_allowed_fails(interpret: bool, device: torch.device) -> None:
-    """Whatever committed them: a wrong mask, table or kernel. It neither goes on without a constraint nor ends as a match."""
+    """Whatever committed them: a wrong mask, table or kernel. It neither decodes without a constraint nor ends as a match."""
     made, (one, _) = uploaded(device), both()
     given = (*STRAYS, *FOLLOW, *STRAYS)
     log, live = committed(list(given), device)

@@ -31,7 +31,7 @@ def library(device: torch.device) -> Iterator[None]:
 
 def operands(n: int, k: int, tokens: int, blocked: bool, device: torch.device) -> tuple[Fp8Tokens, Tensor, Tensor]:
     x = quantise_tokens(noise(tokens, k, dtype=torch.float32, device=device), Fp8Form(whole=not blocked), interpret=True)
-    for part in x.rows:  # nobody writes the rows past the tokens
+    for part in x.rows:  # the rows past the tokens are never written
         (part.view(torch.uint8)[tokens:] if part.dtype is E4M3 else part[:, tokens:]).fill_(
             0x7F if part.dtype is E4M3 else torch.nan
         )

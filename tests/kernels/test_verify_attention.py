@@ -1,4 +1,4 @@
-"""verify_attention: whatever way a batch is cut, every query gets softmax attention over exactly the keys it may see."""
+"""verify_attention: however a batch is split, every query gets softmax attention over exactly the keys it may attend to."""
 
 from __future__ import annotations
 
