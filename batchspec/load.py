@@ -28,7 +28,7 @@ from batchspec.model.tokenizer import Tokenizer
 from batchspec.model.weights import Checkpoint
 from batchspec.packing.constraints import asked_by
 from batchspec.packing.cost import Rates, device_rates
-from batchspec.packing.memory import prefill_graph_bytes
+from batchspec.packing.memory import graph_tokens, prefill_graph_bytes
 from batchspec.packing.planner import GPU_PREFILL, PAGE_SIZE, Demand, choose_batch, free_memory
 from batchspec.packing.row_settings import sampling_advice
 from batchspec.packing.survey import Survey
@@ -75,10 +75,12 @@ def automata_bytes(job: Job) -> int:
 
 def padded_prefill_bytes(job: JobModel) -> int:
     """Bytes of the CUDA graphs of prefill passes (ablation.prefill_graphs); 0 in a job without them."""
-    if job.device.type != "cuda" or not job.config.ablation.prefill_graphs:
+    ablation, spec = job.config.ablation, job.spec
+    graphed = ablation.prefill_graphs and not (ablation.overlap or spec.ordered or spec.whole is not None)
+    if job.device.type != "cuda" or not graphed:
         return 0
     tokens = job.config.packing.max_num_batched_tokens or GPU_PREFILL
-    return prefill_graph_bytes(job.spec, dtype=job.dtype, tokens=tokens)
+    return prefill_graph_bytes(job.spec, dtype=job.dtype, tokens=graph_tokens(job.spec, tokens))
 
 
 def free_bytes(job: JobModel, *, loaded: bool = False) -> int:

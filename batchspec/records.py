@@ -21,7 +21,7 @@ SCORED_TOKENS = 512
 PREFILL_GRAPHS = 16
 """Maximum number of shapes of prefill passes that are captured as CUDA graphs; more would take too much memory."""
 KEYS_PER_TOKEN = 4
-"""A captured prefill pass has at most this many keys per token of the largest pass: its rows may share prefixes."""
+"""A captured prefill pass has at most this many keys per token of the largest one: its rows may share prefixes."""
 MAX_LOGIT_BIAS = 1024
 """Maximum number of tokens of a row whose logits are biased: the width of two tensors on the device."""
 
@@ -302,8 +302,15 @@ class PackedBatch:
     """Longest prompt in tokens among the surveyed rows, for which prefill is prepared; None: any that fits."""
     longest_row: int | None = None
     """Longest prompt + max_new_tokens among the surveyed rows, for which rounds are prepared; None: max_len."""
+    graph_tokens: int | None = None
+    """Maximum number of tokens, padding included, of a prefill pass that is a CUDA graph; None: prefill_tokens."""
     more_pages: tuple[int, ...] = ()
     """K/V pages of the other K/V groups, layers with narrower windows; (): num_pages each."""
+
+    @property
+    def most_graph_tokens(self) -> int:
+        """Tokens of the largest prefill pass that is a CUDA graph, padding included."""
+        return self.prefill_tokens if self.graph_tokens is None else min(self.graph_tokens, self.prefill_tokens)
 
     def group_pages(self, num_groups: int) -> tuple[int, ...]:
         """K/V pages of each group."""

@@ -120,6 +120,16 @@ def test_free_slots_wait_until_they_have_idled_as_long_as_a_short_pass_takes(pro
         assert allocator.refill() == []
 
 
+def test_where_short_passes_are_replayed_slots_wait_for_the_time_of_a_replay() -> None:
+    """2 s to launch, half a second to replay: one free slot of eight waits for 4 rounds of 1 s instead of 16."""
+    pools = pools_of(200)
+    stream = (progress(request(i, [1], cap=4)) for i in range(20))
+    cost = PrefillCost(least=2.0, token=0.0, replay=0.5)
+    allocator = SlotAllocator(shape(8, 200), pools, stream, prefill_cost=cost)
+    allocator.release(allocator.refill()[3])
+    assert [len(allocator.refill()) for _ in range(4)] == [0, 0, 0, 1]
+
+
 @pytest.mark.parametrize(("num_free", "rounds"), [(1, 12), (2, 4), (4, 1)])
 def test_the_more_slots_are_free_the_sooner_a_pass_is_worth_its_launches(num_free: int, rounds: int) -> None:
     """2 s, less half a second for each row of eight tokens; each free slot of eight idles an eighth of a second a round."""

@@ -154,10 +154,14 @@ def test_the_memory_of_quantised_models_on_a_gpu(
         prefill_tokens=made.batch.prefill_tokens, max_len=1536,
     )  # fmt: skip
     assert 2 * GB < held < 10 * GB
+    assert made.batch.graph_tokens is not None
+    graphs = prefill_graph_bytes(made.job.spec, dtype=torch.bfloat16, tokens=made.batch.graph_tokens)
+    assert 0.3 * GB < graphs < 3 * GB
     line = next(line for line in text.splitlines() if line.startswith("memory"))
     assert line == (
-        f"memory       {weights / GB:.2f} GB weights + {pages / GB:.2f} GB K/V + {held / GB:.2f} GB passes, rounds and graphs = "
-        f"{(weights + pages + held) / GB:.2f} GB of 140.00 GB that are free"
+        f"memory       {weights / GB:.2f} GB weights + {graphs / GB:.2f} GB graphs of prefill + {pages / GB:.2f} GB K/V + "
+        f"{held / GB:.2f} GB passes, rounds and graphs = "
+        f"{(weights + graphs + pages + held) / GB:.2f} GB of 140.00 GB that are free"
     )
 
 
@@ -174,20 +178,24 @@ def test_pages_leave_memory_for_the_graphs_of_prefill(job: RunConfig, monkeypatc
     job.model.load_format, job.draft.name = "dummy", "none"
     job.packing.max_num_seqs, job.packing.max_num_batched_tokens, job.decode.max_new_tokens = 64, 16384, 512
     write(job, prompt_ids=[[1] * 3000] * 64)
+    graphed = planned(job)
+    text = graphed.text()
+    job.ablation.prefill_graphs = False
     plain = planned(job)
     assert "graphs of prefill" not in plain.text()
-    job.ablation.prefill_graphs = True
-    graphed = planned(job)
     assert plain.batch is not None
     assert graphed.batch is not None
-    held = prefill_graph_bytes(plain.job.spec, dtype=torch.bfloat16, tokens=16384)
-    a_pass, keys = 1.5 * 2 * 16384 * (12 * 4096 + 3 * 14336), 4 * 16384 * 2 * 8 * 128 * 2
+    tokens = graphed.batch.graph_tokens
+    assert tokens is not None
+    assert 2000 < tokens < 3000  # more take longer to compute than to launch
+    held = prefill_graph_bytes(plain.job.spec, dtype=torch.bfloat16, tokens=tokens)
+    a_pass, keys = 1.5 * 2 * tokens * (12 * 4096 + 3 * 14336), 4 * tokens * 2 * 8 * 128 * 2
     assert held == pytest.approx(a_pass + keys + 16 * 16 * 10**6, rel=0.01)
     page_bytes = 32 * 2 * 8 * 128 * 2 * 16
     assert plain.batch.num_pages - graphed.batch.num_pages == pytest.approx(
         held / page_bytes, rel=0.02
     )  # fewer rows need less besides
-    assert f" {held / GB:.2f} GB graphs of prefill " in graphed.text()
+    assert f" {held / GB:.2f} GB graphs of prefill " in text
 
 
 def test_token_ids_need_no_tokenizer(job: RunConfig) -> None:

@@ -323,6 +323,39 @@ def test_a_shape_is_captured_when_it_is_asked_for_the_third_time(most: int, monk
     assert (pool.replays > 1) == (most > 0)
 
 
+@pytest.mark.parametrize(("launches_s", "replay_s"), [(2.0, 0.25), (0.0, None)])
+def test_the_replay_of_a_short_pass_is_timed_where_it_pays(
+    launches_s: float, replay_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its 17 tokens are padded to 24 where launches take longer than these."""
+    clock = [0.0]
+    engine = Engine(tiny_target(), NoDrafter(), packed(3), device=DEVICE, prefill_graphs=True)
+    graphs = engine.executor.prefill_graphs
+    assert graphs is not None
+
+    class Timed(Copied):
+        def capture(self, run: Callable[[], Prefilled]) -> tuple[Any, Prefilled]:
+            graph, outcome = super().capture(run)
+
+            def replay() -> None:
+                clock[0] += 0.25
+                graph.replay()
+
+            return SimpleNamespace(replay=replay), outcome
+
+    pool: Any = Timed(engine.executor)
+    graphs._captures, graphs._pool = True, pool
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr("batchspec.engine.prefill.time.perf_counter", lambda: clock[0])
+    plain = PrefillCost(least=launches_s, token=0.05)
+    with torch.inference_mode():
+        cost = graphs.learn(plain, GREEDY, longest=40)
+    assert cost == replace(plain, replay=replay_s) == graphs.cost
+    assert graphs.num_captured == (replay_s is not None)
+    done = {c.request_id: c.token_ids.tolist() for c in engine.run(iter([request(7, [7, 5], cap=3)])) if c.token_ids is not None}
+    assert done == {r.request_id: plain_tokens(tiny_target(), r) for r in [request(7, [7, 5], cap=3)]}
+
+
 def test_no_pass_is_padded_before_passes_were_timed_nor_without_being_asked_for() -> None:
     for asked in (False, True):
         engine = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE, prefill_graphs=asked)
@@ -413,10 +446,11 @@ def test_ranks_pass_plainly() -> None:
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_bench_and_jobs_ask_by_the_same_key(asked: bool) -> None:
-    words = ["o", "n", "--draft", "none", *(["--opt", "prefill_graphs=true"] if asked else [])]
+    words = ["o", "n", "--draft", "none", *([] if asked else ["--opt", "prefill_graphs=false"])]
     args = parse(words)
     config = config_of(args, [*variant_specs(args)][-1])
     assert config.ablation.prefill_graphs == asked
+    assert compose([]).ablation.prefill_graphs
     assert compose([f"ablation.prefill_graphs={asked}"]).ablation == replace(compose([]).ablation, prefill_graphs=asked)
     engine = build_engine(config, tiny_target(), NoDrafter(), packed(2))
     assert (engine.executor.prefill_graphs is not None) == asked

@@ -131,13 +131,17 @@ def test_prefill_is_rehearsed_with_rows_as_long_as_the_job_has_seen(
         found.update(values)
         return PrefillCost(least=3.0, token=0.5)
 
+    def learn(cost: PrefillCost, mode: SamplingMode, *, longest: int) -> PrefillCost:
+        assert (mode, longest) == (MODE, rehearsed)
+        return replace(cost, replay=1.0)
+
     monkeypatch.setattr(executor_module, "rehearse", recorded)
-    one, graphs = planner(packed(4, longest_prompt=longest, max_len=128, prefill_tokens=400), 1), SimpleNamespace(cost=None)
+    one, graphs = planner(packed(4, longest_prompt=longest, max_len=128, prefill_tokens=400), 1), SimpleNamespace(learn=learn)
     executor: Any = one._executor
     executor.prefill_graphs = graphs
     cost = one.prepare(MODE)
     assert (found["longest"], found["max_tokens"]) == (rehearsed, 400)
-    assert graphs.cost == cost == PrefillCost(least=3.0, token=0.5)
+    assert cost == PrefillCost(least=3.0, token=0.5, replay=1.0)
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -27,6 +27,7 @@ from batchspec.engine.engine import Engine
 from batchspec.engine.lockstep import Lead
 from batchspec.errors import ConfigError
 from batchspec.load import build_engine
+from batchspec.packing.memory import graph_tokens
 from batchspec.packing.planner import CPU_PREFILL, GPU_PREFILL, GPU_RUN_AHEAD, PAGE_SIZE, free_memory, row_buckets
 from batchspec.records import PackedBatch
 from batchspec.token_automaton import TokenAutomaton, TokenSymbols
@@ -119,7 +120,7 @@ def config_of(args: argparse.Namespace, variant: VariantSpec) -> RunConfig:
         uniform_slots=on.get("uniform_slots", True),
         dead_positions=on.get("dead_positions", True),
         overlap=on.get("overlap", False),
-        prefill_graphs=on.get("prefill_graphs", False),
+        prefill_graphs=on.get("prefill_graphs", True),
         sharded_draft=on.get("sharded_draft"),
     )
     return RunConfig(model=ModelConfig(load_format="auto" if args.draft_path else "dummy"), draft=draft, ablation=ablation)
@@ -200,6 +201,7 @@ class Bench:
         """A slot for each of --batch rows, and pages for all of them up to their end, so that no row is preempted."""
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in self.workload.requests)
         on_cpu, num_lookahead_slots = self.device.type == "cpu", drafter.shape.num_lookahead_slots
+        spec, prefill_tokens = self.workload.target.spec, self.args.prefill_tokens or (CPU_PREFILL if on_cpu else GPU_PREFILL)
         return PackedBatch(
             num_slots=self.args.batch,
             row_buckets=row_buckets(self.args.batch),
@@ -207,6 +209,7 @@ class Bench:
             page_size=PAGE_SIZE,
             max_len=longest,
             draft_len=drafter.shape.num_verified,
-            prefill_tokens=self.args.prefill_tokens or (CPU_PREFILL if on_cpu else GPU_PREFILL),
+            prefill_tokens=prefill_tokens,
             run_ahead=0 if on_cpu else GPU_RUN_AHEAD,
+            graph_tokens=graph_tokens(spec, prefill_tokens),
         )

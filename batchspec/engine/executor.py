@@ -89,7 +89,7 @@ class Executor:
         self.sharing = SharingCost.of(target, page_size=batch.page_size, max_q=batch.draft_len + 1, launches=self.graphs.captures)
         self.prefill_graphs: PrefillGraphs | None = None
         if prefill_graphs and not overlap:
-            self.prefill_graphs = PrefillGraphs(self.round, self.rows, self.graphs, max_tokens=batch.prefill_tokens)
+            self.prefill_graphs = PrefillGraphs(self.round, self.rows, self.graphs, max_tokens=batch.most_graph_tokens)
         self._prefill = PrefillRunner(self.round, self.rows, overlap=overlap, graphs=self.prefill_graphs)
         self._pending: deque[PendingResult] = deque()
         self.can_overlap = self._prefill.can_overlap
@@ -160,9 +160,7 @@ class Executor:
             self.rows.move([(1, 0)], self.drafter.state)
         longest = min(batch.longest_prompt or batch.max_len, batch.max_len - 1)
         cost = rehearse(self.round, self.rows, max_tokens=batch.prefill_tokens, longest=longest, mode=mode)
-        if self.prefill_graphs is not None:
-            self.prefill_graphs.cost = cost
-        return cost
+        return cost if self.prefill_graphs is None else self.prefill_graphs.learn(cost, mode, longest=longest)
 
     def dead_tokens_routed(self) -> AbstractContextManager[object]:
         """Within this block tokens of dead rows go through experts as those of live rows do."""

@@ -22,6 +22,9 @@ from batchspec.engine.score_pass import scored
 from batchspec.engine.step import Segment
 from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
 
+FEW = 17
+"""Tokens of a pass that takes little but its launches."""
+
 
 def chunks(spans: Iterable[tuple[int, int, int]], max_tokens: int) -> Iterator[list[Segment]]:
     """Cut (slot, begin, end) spans into passes of at most `max_tokens` tokens, in order.
@@ -150,7 +153,7 @@ def rehearse(round_: Round, rows: DeviceBatch, *, max_tokens: int, longest: int,
     for table in rows.page_tables:
         table.zero_()
     longest = min(max_tokens, longest)
-    few = min(17, longest)
+    few = min(FEW, longest)
     slots = range(min(rows.live.shape[0], -(-max_tokens // longest)))
 
     def launch(num_tokens: int) -> None:
@@ -168,12 +171,12 @@ def rehearse(round_: Round, rows: DeviceBatch, *, max_tokens: int, longest: int,
     while num_rows <= rows.live.shape[0] and num_rows * few < largest:
         prefill_chunk(round_, rows, [Segment(slot, 0, few, True) for slot in range(num_rows)], mode)
         num_rows *= 2
-    full_s = min(_timed(partial(launch, largest)) for _ in range(3))  # the first compiles
-    short_s = min(_timed(short) for _ in range(6))
+    full_s = min(seconds_of(partial(launch, largest)) for _ in range(3))  # the first compiles
+    short_s = min(seconds_of(short) for _ in range(6))
     return PrefillCost(least=short_s, token=full_s / largest)
 
 
-def _timed(launch: Callable[[], object]) -> float:
+def seconds_of(launch: Callable[[], object]) -> float:
     """Seconds until the device is done."""
     torch.cuda.synchronize()
     began = time.perf_counter()

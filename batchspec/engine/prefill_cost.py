@@ -10,9 +10,16 @@ class PrefillCost:
     """Seconds if passes were timed, else in units of a round over all slots."""
 
     least: float
-    """Time of a pass of few tokens: the host's launches."""
+    """Time of a pass of few tokens that is launched kernel by kernel: the host's launches."""
     token: float
     """Time of each token of a full pass."""
+    replay: float | None = None
+    """Time of a pass of few tokens that is replayed from a CUDA graph; None: passes are not graphs, or it was not timed."""
+
+    @property
+    def shortest(self) -> float:
+        """Time of a pass of few tokens, as the engine runs it."""
+        return self.least if self.replay is None else min(self.least, self.replay)
 
     def pays_padding(self, num_tokens: int, padded_tokens: int) -> bool:
         """Whether a pass of `num_tokens` takes no longer if it is padded to `padded_tokens` and replayed from a graph.

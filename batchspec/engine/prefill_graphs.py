@@ -1,4 +1,4 @@
-"""Prefill passes of short rows as CUDA graphs: one launch by the host instead of some hundred kernels. Not measured yet.
+"""Prefill passes of short rows as CUDA graphs: one launch by the host instead of some hundred kernels.
 
 A pass is padded to a shape (`prefill_shapes.py`). All inputs that depend on its rows are in one buffer on the device,
 `PassInputs`, which one upload fills before each pass. The padding is dead rows of one token, up to the shape's number of rows,
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -27,7 +28,7 @@ from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.logits import LogitRows
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.graphs import Graphs
-from batchspec.engine.prefill import Prefilled, emit, lay_out, prefill_chunk, prefill_drafter
+from batchspec.engine.prefill import FEW, Prefilled, emit, lay_out, prefill_chunk, prefill_drafter, seconds_of
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.prefill_shapes import PassShape, PassShapes
 from batchspec.engine.round import Round
@@ -89,7 +90,7 @@ class PrefillGraphs:
     """The cost of passes, once they were timed; until then no pass is padded."""
 
     def __init__(self, round_: Round, rows: DeviceBatch, graphs: Graphs, *, max_tokens: int) -> None:
-        """graphs: those of the rounds, which share memory and stream with these; max_tokens: of the largest pass."""
+        """graphs: those of the rounds, which share memory and stream with these; max_tokens: of the largest graph."""
         self._round, self._rows, self._captures, self._pool = round_, rows, graphs.captures, graphs.pool
         num_slots = rows.live.shape[0]
         self._shapes = PassShapes(round_, num_slots=num_slots, max_tokens=max_tokens)
@@ -102,6 +103,19 @@ class PrefillGraphs:
     @property
     def num_captured(self) -> int:
         return len(self._graphs)
+
+    def learn(self, cost: PrefillCost, mode: SamplingMode, *, longest: int) -> PrefillCost:
+        """What plain passes take; captures a pass of few tokens and returns the cost with the seconds of its replay.
+
+        longest  tokens of the longest row. Only while no row is live and all page tables are zero, as after `rehearse`.
+        """
+        self.cost = cost
+        few = [Segment(0, 0, min(FEW, longest), True)]
+        if self._captures and self._shapes.of(few, mode, cost) is not None:
+            for _ in range(CAPTURE_AT):
+                self.run(few, mode)
+            self.cost = replace(cost, replay=min(seconds_of(partial(self.run, few, mode)) for _ in range(3)))
+        return self.cost
 
     def run(self, segments: Sequence[Segment], mode: SamplingMode) -> Prefilled:
         """As `prefill_chunk`. The next pass or round overwrites the returned tensors: use them before it, in stream order."""

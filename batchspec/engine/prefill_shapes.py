@@ -37,7 +37,7 @@ class PassShapes:
     """Chooses the shapes of an engine's padded passes."""
 
     def __init__(self, round_: Round, *, num_slots: int, max_tokens: int) -> None:
-        """max_tokens: of the largest pass. Overlapping passes are never padded: graphs share memory with those of the rounds."""
+        """max_tokens: of the largest shape. Overlapping passes are never padded: graphs share memory with those of the rounds."""
         self._num_slots, self._max_tokens = num_slots, max_tokens
         self._layouts = {kv.layout for kv in round_.cache.layers}
         self._on_gpu = round_.cache.layers[0].pages.is_cuda
@@ -61,7 +61,7 @@ class PassShapes:
         - a row follows a lazy automaton and may have to wait for a state;
         - a row has more than SHORT keys: FlashInfer plans its attention on the host;
         - attention needs host lists for another reason, as in float32 with rows of more than 64 tokens;
-        - padding would make it the largest pass of the engine, or its rows have many more keys than tokens (KEYS_PER_TOKEN);
+        - padded it has more than `max_tokens` tokens, or its rows have many more keys than tokens (KEYS_PER_TOKEN);
         - the padding would take longer than the launches that a graph saves, or no pass was timed.
         """
         num_tokens, num_rows = sum(s.end - s.begin for s in segments), len(segments)

@@ -15,8 +15,8 @@ L layers, e bytes a number:
     adapters  of a model with LoRA adapters of rows: the values between their two products, of T and of R S tokens
     exchanges 4 e R S H + 128 MiB, of a model that several GPUs compute: buffers that they read from each other
     fixed     2 GB: workspaces of matrix products and attention, compiled kernels, fragmentation
-    passes as graphs (ablation.prefill_graphs)  a pass once more, in the graphs' pool; K and V of 4 T keys; 16 MB for each of 16
-              graphs
+    passes as graphs (ablation.prefill_graphs)  a pass of `graph_tokens` tokens once more, in the graphs' pool; K and V of 4 times
+              as many keys; 16 MB for each of 16 graphs
     learning  (draft.adapt) of a head with P weights and V' draft tokens, T tokens a slice, k draft steps:
               P (18 + e) fp32 weights, gradients, two moments, copies in the target's dtype for products and for drafting;
               T (4 V' + e W) distributions and features; then the larger of the target's pass as above with 3 * 4 * 4096 V of
@@ -32,6 +32,7 @@ from __future__ import annotations
 import torch
 
 from batchspec.model.spec import ModelSpec
+from batchspec.packing.cost import num_multiplied
 from batchspec.records import KEYS_PER_TOKEN, PREFILL_GRAPHS, SCORED_TOKENS
 
 FIXED_BYTES = 2 * 10**9
@@ -41,6 +42,9 @@ MOST_LENGTHS = 13
 ODD_BLOCKS = 1.5
 LOGIT_COPIES = 3
 CHUNK_TOKENS = 512
+LAYER_LAUNCH_S, PREFILL_FLOP_S = 1.5e-3, 8e14
+"""Seconds in which a slow host launches a layer's kernels of a prefill pass, and flop/s of a fast GPU. Beside an H200, whose
+products run at 6.9e14, the host took 1.1 ms for a layer of SmolLM2 (2026-11)."""
 NUM_AUX = 3
 LESSON_TOKENS = 4096
 """Number of positions whose logits over the target's vocabulary are in memory at once while a head is trained."""
@@ -75,6 +79,12 @@ def reserve_bytes(
     exchanges = 0 if spec.shard.ranks == 1 else 4 * dtype.itemsize * verified * spec.hidden_size + PREFILL_EXCHANGE_BYTES
     adapters = 0 if spec.lora is None else spec.lora.temporary_bytes(prefill_tokens) + spec.lora.temporary_bytes(verified)
     return round(passes) + logits + partials + state + graphs + adapters + exchanges + FIXED_BYTES
+
+
+def graph_tokens(spec: ModelSpec, prefill_tokens: int) -> int:
+    """Tokens of the largest prefill pass that is worth a CUDA graph: computing more takes longer than launching their kernels."""
+    launches_s = LAYER_LAUNCH_S * spec.num_layers
+    return min(prefill_tokens, max(1, round(launches_s * PREFILL_FLOP_S / (2 * num_multiplied(spec)))))
 
 
 def prefill_graph_bytes(spec: ModelSpec, *, dtype: torch.dtype, tokens: int) -> int:

@@ -13,7 +13,7 @@ from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
 from batchspec.packing.cost import Rates, kv_read_bytes, prefill_seconds, read_bytes, round_seconds
 from batchspec.packing.kv_memory import DraftLayers, KVMemory
-from batchspec.packing.memory import reserve_bytes
+from batchspec.packing.memory import graph_tokens, reserve_bytes
 from batchspec.records import PackedBatch
 
 PAGE_SIZE = 16
@@ -125,6 +125,7 @@ def choose_batch(
         run_ahead=run_ahead,
         longest_prompt=demand.longest_prompt,
         longest_row=demand.longest_row,
+        graph_tokens=graph_tokens(spec, prefill_tokens),
     )
 
 
