@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,12 @@ from batchspec.commands.bench_schemas import following, symbols_of
 from batchspec.commands.profile import read_trace
 from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.commands.workloads import make_job, make_workload
+from batchspec.engine.engine import Engine
 from batchspec.engine.prefill_graphs import PrefillGraphs
-from batchspec.errors import ConfigError
+from batchspec.errors import ConfigError, InputError
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.model.lora_products import LoraStacks
+from batchspec.records import Completion, Request, RowError
 from tests.models import make_checkpoint, make_tokenizer
 from tests.padded_prefill import ALWAYS
 
@@ -172,6 +176,19 @@ def test_what_rows_of_schemas_write_is_what_their_patterns_allow(shape: Path) ->
         assert text[: len(begun)] == begun[: len(text)]
 
 
+def test_no_speed_is_shown_where_a_row_failed(shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = RowError(code="nonfinite", stage="decode", message="a logit is not finite", retryable=False)
+    run_engine = Engine.run
+
+    def failing(engine: Engine, requests: Iterator[Request | None]) -> Iterator[Completion]:
+        yield from (replace(done, error=failed) for done in run_engine(engine, requests))
+
+    monkeypatch.setattr(Engine, "run", failing)
+    with pytest.raises(InputError, match="of the benchmark failed: nonfinite: a logit is not finite"):
+        lines(shape, tmp_path / "o.jsonl")
+    assert not (tmp_path / "o.jsonl").exists()
+
+
 def test_passes_that_were_padded_are_counted(shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not on a CPU, where padding saves nothing, unless its time is made up."""
     words = ["--batch", "2", "--requests", "6", "--prompt", "9", "--gen", "4", "--draft", "none", "--opt", "prefill_graphs=false"]
@@ -288,6 +305,7 @@ def test_a_model_runs_to_the_cap_or_to_its_own_ends_over_prompts_as_chats(tmp_pa
         (["o", "n", "--eos"], "--chat and --eos need --model"),
         (["o", "n", "--model", "m", "--eos", "--against-transformers"], "a static batch waits for its longest row"),
         (["o", "n", "--model", "m", "--eos", "--schemas", "0", "5"], "rows with schemas would end at other lengths"),
+        (["o", "n", "--accept", ".5", "--schemas", "0", "5"], "drafts accepted by chance follow no schema"),
         (["o", "n", "--adapters", "2", "--adapter-rank", "65"], "there may be up to 256 adapters, of rank 1 to 64"),
         (["o", "n", "--adapters", "2", "--deterministic"], "with --deterministic is not supported"),
         (["--make-job", "d", "--adapters", "2"], "give the job adapters of its own"),

@@ -126,6 +126,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--eos with --against-transformers: a static batch waits for its longest row; leave one out")
     if args.eos and any(args.schemas):
         raise ConfigError(f"--eos with --schemas {args.schemas}: rows with schemas would end at other lengths; leave one out")
+    if args.accept is not None and any(args.schemas):
+        raise ConfigError(f"--accept with --schemas {args.schemas}: drafts accepted by chance follow no schema; leave one out")
     if args.deterministic and (args.kv == "fp8" or args.tensor_parallel > 1 or not TREES.keys().isdisjoint(args.draft)):
         raise ConfigError("--deterministic is not supported with --kv fp8, --tensor-parallel above 1 or a tree; leave one out")
     if args.rounds is not None:

@@ -20,8 +20,9 @@ from batchspec.draft.none import NoDrafter
 from batchspec.engine.engine import Engine
 from batchspec.engine.messages import End
 from batchspec.engine.output_processor import EngineTotals
+from batchspec.errors import InputError
 from batchspec.packing.kv_memory import kv_bytes
-from batchspec.records import Request, RowStats, SamplingParams
+from batchspec.records import Completion, Request, RowStats, SamplingParams
 
 WARM_ROWS, WARM_TOKENS = 8, 16
 ROOM_BYTES = 12 * 10**9
@@ -117,7 +118,7 @@ class EngineVariant:
         before = 0 if graphs is None else graphs.num_padded
         began = clock(self._bench.device)
         with closing(self._engine.run(iter(capped))) as completions:
-            found = [(done.stats, len(done.token_ids)) for done in completions if done.token_ids is not None]
+            found = [(done.stats, len(done.token_ids)) for done in map(_whole, completions) if done.token_ids is not None]
         self.record.rows, tokens = [(stats, count) for stats, count in found if stats], sum(count for _, count in found)
         self.record.padded_passes = None if graphs is None else graphs.num_padded - before
         return clock(self._bench.device) - began, tokens
@@ -125,6 +126,13 @@ class EngineVariant:
     def profile(self) -> None:
         assert self._engine is not None
         self.record.profile = profile_rounds(self._engine, self._requests)
+
+
+def _whole(done: Completion) -> Completion:
+    """The completion. Raises InputError for a row that failed: speeds without it would be those of another workload."""
+    if done.error is not None:
+        raise InputError(f"row {done.request_id} of the benchmark failed: {done.error.code}: {done.error.message}")
+    return done
 
 
 def engine_variants(bench: Bench) -> list[EngineVariant]:
