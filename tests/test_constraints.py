@@ -139,7 +139,7 @@ def test_columns_of_such_names_mean_nothing_unless_they_are_named(tokenizer: Tok
         ("schema", '{"enum": []}', "impossible", "no text matches"),
         ("schema", '{"unevaluatedItems": false}', "bad_schema", "/unevaluatedItems: this keyword"),
         ("schema", "[1]", "bad_parameter", "must be an object"), ("schema", "{", "bad_parameter", "schema is text"),
-        ("grammar", "start: x", "bad_schema", "no grammar of Lark"), ("grammar", 'root ::= "a" root', "impossible", "no text"),
+        ("grammar", "start: x", "bad_schema", "not a Lark grammar"), ("grammar", 'root ::= "a" root', "impossible", "no text"),
         ("grammar", 'root ::= a\na ::= b "x" | "y"\nb ::= a', "bad_schema", "begins with itself"),
         ("response_format", '{"type": "grammar"}', "bad_parameter", "response_format.grammar must be text"),
         ("regex", "(", "bad_schema", "no regular"),
