@@ -1,7 +1,7 @@
 """Token masks of the states of a DFA over bytes: they make it an automaton over the tokens of a vocabulary.
 
 The next state after a token is a walk over its bytes, on the device too, so only the masks are computed here: a token is allowed
-in a state if its walk does not die. States with the same allowed tokens share a mask. They are found first, by refining a partition
+in a state if its walk does not die. States with equal allowed tokens share a mask. They are found first, by refining a partition
 as many steps as the longest token has bytes (Moore 1956), and the vocabulary is walked once for each class of states.
 """
 
