@@ -142,7 +142,7 @@ def test_columns_of_such_names_mean_nothing_unless_they_are_named(tokenizer: Tok
         ("grammar", "start: x", "bad_schema", "not a Lark grammar"), ("grammar", 'root ::= "a" root', "impossible", "no text"),
         ("grammar", 'root ::= a\na ::= b "x" | "y"\nb ::= a', "bad_schema", "begins with itself"),
         ("response_format", '{"type": "grammar"}', "bad_parameter", "response_format.grammar must be text"),
-        ("regex", "(", "bad_schema", "no regular"),
+        ("regex", "(", "bad_schema", "not a regular"),
         ("choice", "[]", "bad_parameter", "list of strings"),
         ("response_format", '{"type": "xml"}', "bad_parameter", "must be text"),
         ("response_format", '{"type": "json_schema"}', "bad_parameter", "json_schema.schema"),
