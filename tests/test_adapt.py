@@ -354,7 +354,7 @@ def test_a_step_on_the_job_is_one_of_training_at_a_rate_that_rises() -> None:
     rows = [Row(ids=np.arange(20, dtype=np.int32), prompt_len=2)]
     for done in range(1, WARM_STEPS + 3):
         learner.learn(rows)
-        loss, _ = draft_loss(other, teacher.lesson(rows), ahead=3, decay=usual.decay)
+        loss, _ = draft_loss(other, teacher.training_batch(rows), ahead=3, decay=usual.decay)
         optimiser.step(loss, 1e-2 * min(done, WARM_STEPS) / WARM_STEPS, usual.clip)
     wanted = other.state_dict()
     assert all(torch.allclose(tensor, wanted[name], atol=1e-4) for name, tensor in network.state_dict().items())

@@ -163,11 +163,11 @@ def run_8k_job(*, known: bool, longest_first: bool) -> tuple[int, int]:
     pools = pools_of(batch.num_pages, batch.page_size)
     stream = map(progress, order_requests(requests) if longest_first else requests)
     allocator = SlotAllocator(batch, pools, stream)
-    preempt, num_set_back = allocator.preempt, 0
+    preempt, num_preempted = allocator.preempt, 0
 
     def counted(state: RequestState) -> None:
-        nonlocal num_set_back
-        num_set_back += 1
+        nonlocal num_preempted
+        num_preempted += 1
         preempt(state)
 
     allocator.preempt = counted  # type: ignore[method-assign]
@@ -176,7 +176,7 @@ def run_8k_job(*, known: bool, longest_first: bool) -> tuple[int, int]:
     for step, live in drive(allocator, by_id, pools):
         rounds, peak = rounds + step, max(peak, len(live))
     assert peak >= 75
-    return rounds, num_set_back
+    return rounds, num_preempted
 
 
 def test_a_job_of_8k_prompts_sets_no_row_back_and_ends_soonest_with_the_longest_rows_first() -> None:

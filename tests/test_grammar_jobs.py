@@ -134,7 +134,7 @@ def test_a_job_s_grammar_is_read_from_a_file_or_as_text_and_refused_in_one_line(
     assert set(decoded(model, data, tmp_path / "text", given)["completion"]) <= {"ab", "ba"}
     for key, said in (
         ("decode.grammar=none.lark", "decode.grammar=none.lark: cannot be read"),
-        ("decode.grammar='start: x'", "decode.grammar: it is no grammar of Lark"),
+        ("decode.grammar='start: x'", "decode.grammar: it is not a Lark grammar"),
         ("decode.grammar='root ::= \"a\" root'", "decode.grammar: no text matches"),
     ):
         capsys.readouterr()

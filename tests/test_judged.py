@@ -246,7 +246,7 @@ def test_a_tensor_of_a_head_that_exists_under_both_of_its_names_is_refused(model
     design = Design(hidden=64, target_hidden=64, vocab=320, draft_vocab=40, taps=(0, 1))
     head = write_head(tmp_path / "head", design, random_tensors(design))
     rewritten(head, lambda tensors: {**tensors, "model.norm.weight": tensors["norm.weight"] + 1})
-    with pytest.raises(CheckpointError, match="is there twice, under two names"):
+    with pytest.raises(CheckpointError, match="is stored twice, under two names"):
         read_head_spec(head, judge_model(LocalFiles(model)))
 
 

@@ -505,11 +505,11 @@ def test_a_run_that_is_stopped_keeps_every_token_that_it_has_read(run_ahead: int
     batch = packed(3, num_pages=25, max_len=43, run_ahead=run_ahead)
     engine = Engine(tiny_target(), LookupDrafter(4, min_ngram=1, max_ngram=3), batch, device=DEVICE)
 
-    def stop_after_a_set_back(totals: EngineTotals) -> None:
+    def stop_after_a_preemption(totals: EngineTotals) -> None:
         if totals.preempted:
             engine.stop()
 
-    engine.on_round = stop_after_a_set_back
+    engine.on_round = stop_after_a_preemption
     assert not list(engine.run(iter(requests)))
     left = engine.unfinished()
     assert len(left) == 3

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchspec.adapt.lessons import TeacherOfRanks
+from batchspec.adapt.rank_teacher import TeacherOfRanks
 from batchspec.draft.base import Rewritable
 from batchspec.draft.weights import normalised
 from batchspec.engine.lockstep import Lead
@@ -83,9 +83,9 @@ class Learner:
         self.compare([Row(ids=ids[:64], prompt_len=1)])
 
     def _loss(self, rows: Sequence[Row]) -> Tensor:
-        lesson = self._teacher.lesson(rows)
+        batch = self._teacher.training_batch(rows)
         with self._cast():
-            return draft_loss(self.network, lesson, ahead=self._steps, decay=DECAY)[0]
+            return draft_loss(self.network, batch, ahead=self._steps, decay=DECAY)[0]
 
     def learn(self, rows: Sequence[Row]) -> None:
         """One training step. On a GPU the host does not wait for it."""

@@ -146,7 +146,7 @@ def open_head(files: ModelFiles, target: ModelSpec, *, aux_layers: str = "auto")
         if name.endswith(_IGNORED):
             continue
         if normalised(name) in stored:
-            raise CheckpointError(f"{files.where}: {listed([name])} is there twice, under two names; export the head again")
+            raise CheckpointError(f"{files.where}: {listed([name])} is stored twice, under two names; export the head again")
         stored[normalised(name)] = tensor
     spec = read_head(files.folder, stored, target, aux_layers=aux_layers)
     _check(files.where, spec, stored)

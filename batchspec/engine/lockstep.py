@@ -24,13 +24,13 @@ from batchspec.engine.messages import (
     Begin,
     Calibrate,
     End,
-    Lesson,
     Message,
     NewHead,
     NewWeights,
     Prepare,
     Scales,
     Step,
+    TeacherPass,
     decode,
     encode,
 )
@@ -141,19 +141,19 @@ class Beats(Protocol):
 
 @torch.inference_mode()
 def follow(
-    channel: Channel, engine: Following, watchdog: Beats | None = None, *, lesson: Callable[[Lesson], object] | None = None,
-    new_weights: Callable[[NewWeights], object] | None = None,
+    channel: Channel, engine: Following, watchdog: Beats | None = None, *,
+    teacher_pass: Callable[[TeacherPass], object] | None = None, new_weights: Callable[[NewWeights], object] | None = None,
 ) -> None:  # fmt: skip
     """Execute what the leader sends until it ends the run. Raises RankLost.
 
-    lesson, new_weights  execute these messages, where the leader may send them
+    teacher_pass, new_weights  execute these messages; None: the leader never sends them
     """
     digest, drafter_version = Digest(), 0
     while True:
         if watchdog is not None:
             watchdog.pause()
         message = decode(channel.receive())
-        if watchdog is not None and isinstance(message, Step | Lesson | NewHead):
+        if watchdog is not None and isinstance(message, Step | TeacherPass | NewHead):
             watchdog.beat()
         match message:
             case Step(step):
@@ -163,10 +163,10 @@ def follow(
                     for _ in range(step.num_reads):
                         digest.add(engine.executor.read())
                         channel.tell(digest.number, digest.value)
-            case Lesson():
-                assert lesson is not None
+            case TeacherPass():
+                assert teacher_pass is not None
                 with engine.executor.stream_of_rounds():
-                    lesson(message)
+                    teacher_pass(message)
             case NewWeights():
                 assert new_weights is not None
                 engine.executor.synchronise()

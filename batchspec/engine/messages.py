@@ -69,7 +69,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     step: ScheduledStep
 
 
-class Lesson(msgspec.Struct, frozen=True, tag=True):
+class TeacherPass(msgspec.Struct, frozen=True, tag=True):
     """Take part in the target's forward pass over whole rows, with which the leader trains a head."""
 
     rows: list[Ids]
@@ -95,7 +95,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
     """The run is over."""
 
 
-Message = Load | Calibrate | Scales | Build | Prepare | Begin | Step | Lesson | NewHead | NewWeights | End
+Message = Load | Calibrate | Scales | Build | Prepare | Begin | Step | TeacherPass | NewHead | NewWeights | End
 
 
 def encode(message: Message) -> bytes:

@@ -23,7 +23,7 @@ from batchspec.engine.step import Segment
 from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
 
 FEW = 17
-"""Tokens of a pass that takes little but its launches."""
+"""Number of tokens of a pass whose time is nearly all launches."""
 
 
 def chunks(spans: Iterable[tuple[int, int, int]], max_tokens: int) -> Iterator[list[Segment]]:

@@ -10,7 +10,7 @@ class PrefillCost:
     """Seconds if passes were timed, else in units of a round over all slots."""
 
     least: float
-    """Time of a pass of few tokens that is launched kernel by kernel: the host's launches."""
+    """Time of a pass of few tokens that is launched kernel by kernel: that of the host's launches."""
     token: float
     """Time of each token of a full pass."""
     replay: float | None = None

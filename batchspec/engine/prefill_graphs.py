@@ -105,7 +105,7 @@ class PrefillGraphs:
         return len(self._graphs)
 
     def learn(self, cost: PrefillCost, mode: SamplingMode, *, longest: int) -> PrefillCost:
-        """What plain passes take; captures a pass of few tokens and returns the cost with the seconds of its replay.
+        """cost: the times of plain passes. Captures a pass of few tokens and returns the cost with the seconds of its replay.
 
         longest  tokens of the longest row. Only while no row is live and all page tables are zero, as after `rehearse`.
         """

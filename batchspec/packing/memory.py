@@ -46,7 +46,7 @@ LAYER_LAUNCH_S, PREFILL_FLOP_S = 1.5e-3, 8e14
 """Seconds in which a slow host launches a layer's kernels of a prefill pass, and flop/s of a fast GPU. Beside an H200, whose
 products run at 6.9e14, the host took 1.1 ms for a layer of SmolLM2 (2026-11)."""
 NUM_AUX = 3
-LESSON_TOKENS = 4096
+TEACHER_TOKENS = 4096
 """Number of positions whose logits over the target's vocabulary are in memory at once while a head is trained."""
 
 
@@ -106,10 +106,10 @@ def learning_bytes(
     hidden, size = spec.hidden_size, dtype.itemsize
     attention, mlp = spec.layers[0].blocks
     step = 5 * hidden + 8 * attention.inner_size + 4 * mlp.inner_size
-    lessons = tokens * (4 * draft_vocab + size * feature_width)
-    teaching = _activation_bytes(spec, dtype, tokens) + 4 * LOGIT_COPIES * min(tokens, LESSON_TOKENS) * spec.vocab_size
+    inputs = tokens * (4 * draft_vocab + size * feature_width)
+    teaching = _activation_bytes(spec, dtype, tokens) + 4 * LOGIT_COPIES * min(tokens, TEACHER_TOKENS) * spec.vocab_size
     back = steps * (draft_vocab * hidden * (size + 4) + ODD_BLOCKS * size * tokens * step)
-    return round(parameters * (18 + size) + lessons + max(teaching, back))
+    return round(parameters * (18 + size) + inputs + max(teaching, back))
 
 
 def _activation_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: int) -> float:

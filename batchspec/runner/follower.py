@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from batchspec.adapt.lessons import take_part
+from batchspec.adapt.rank_teacher import take_part
 from batchspec.config.schema import RunConfig
 from batchspec.distributed.group import Group
 from batchspec.engine.lockstep import follow
@@ -68,7 +68,7 @@ def _follow(config: RunConfig, group: Group) -> None:
     gc.freeze()  # a collection that traverses all of torch's objects would keep the other ranks waiting
     with watchdog.watching():
         follow(
-            group.channel, engine, watchdog, lesson=partial(take_part, target),
+            group.channel, engine, watchdog, teacher_pass=partial(take_part, target),
             new_weights=lambda message: _rewrite(model, target, Path(message.folder)),
         )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Deterministic automata over characters, which can be intersected, subtracted and counted; `Graph` nodes are made of them.
 
-They serve where a language is not one expression: a pattern beside a length, several patterns, all keys but some. A character is
-one code point, however it is written in JSON. States from which no text can end are removed at once.
+They are needed if a language is not one expression: a pattern with a length, several patterns, all keys except some. A character
+is one code point, however it is written in JSON. States from which no text can be completed are removed at once.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class CharDfa:
         return _explored(start, step, lambda pair: self.final[pair[0]] and (pair[1] is None or not other.final[pair[1]]))
 
     def of_length(self, least: int, most: int | None) -> CharDfa:
-        """The texts of least .. most characters; long ones are left out where MAX_STATES would be exceeded.
+        """The texts of least .. most characters; long ones are left out if MAX_STATES would be exceeded.
 
         Raises TooLarge if that leaves none.
         """

@@ -24,10 +24,10 @@ BLOCKED_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2
 PASSED_ENVIRONMENT = ("PATH", "TZ", "PYTHON", "LD_LIBRARY_PATH", "LANG", "LC_")
 MOST_PROCESSES = 8
 LAZY = "lazy "
-"""Prefix of the kind in a request: only check that the constraint can be followed as a lazy automaton."""
+"""Prefix of the kind in a request: only check that the constraint can be a lazy automaton."""
 
 Answer = dict[str, Any]
-"""The tables of an automaton and `seconds`, or why it is a `lazy` one, or `error` and `code`: see compile_process.py."""
+"""The tables of an automaton and `seconds`; or the reason why it is `lazy`; or `error` and `code`. See compile_process.py."""
 
 
 def num_processes() -> int:
@@ -47,7 +47,7 @@ class CompilePool:
         """Ends the processes and what they compile at present; called with the pool's end too."""
 
     def submit(self, request: tuple[str, str]) -> Future[Answer]:
-        """The answer to (kind, text). The future raises RuntimeError where no process can be started."""
+        """The answer to (kind, text). The future raises RuntimeError if no process can be started."""
         answer: Future[Answer] = Future()
         self._tasks.put((request, answer))
         return answer
@@ -83,7 +83,7 @@ class Died(Exception):
 
 
 class LimitedProcess:
-    """A process with limits that answers pickled requests. The first request starts it, and another one after it died.
+    """A process with limits that answers pickled requests. The first request, and the first after it died, starts it.
 
     One thread at a time may call `result`.
     """
@@ -97,7 +97,7 @@ class LimitedProcess:
 
     @property
     def pid(self) -> int | None:
-        """None before the first question, and after the process has died."""
+        """None before the first request, and after the process has died."""
         return None if self._process is None else self._process.pid
 
     def result(self, request: object) -> Any:
@@ -122,7 +122,7 @@ class LimitedProcess:
             raise Died(why.get(code, f"the process that compiles it ended with {code}")) from None
 
     def close(self) -> None:
-        """Kill the process, whatever it does. No other one is started."""
+        """Kill the process at once. No other one is started."""
         with self._lock:
             self._closed = True
             if self._process is not None:
@@ -164,7 +164,7 @@ class LimitedProcess:
 
 
 class CompileProcess(LimitedProcess):
-    """The process of compile_process.py. A constraint that exceeds its limits is asked for once more, as a lazy automaton."""
+    """The process of compile_process.py. A constraint that exceeds its limits is requested once more, as a lazy automaton."""
 
     def ask(self, request: tuple[str, str]) -> Answer:
         """The answer of the process; `error` and `code` of one that died twice."""

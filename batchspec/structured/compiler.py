@@ -23,7 +23,7 @@ CPU_S = 20
 MEMORY_BYTES = 4 << 30
 """Limit of the address space of each process."""
 KEPT_BYTES = 1 << 30
-"""Size of the cache; beyond it the automata that were not asked for the longest are dropped."""
+"""Size of the cache in bytes; the least recently used automata are evicted."""
 
 
 class BadConstraint(ValueError):
@@ -43,7 +43,7 @@ class CompileStats:
 
     num_compiled: int = 0
     seconds: float = 0.0
-    """CPU time of all together; `longest_s` is that of the slowest."""
+    """CPU time of all constraints together; `longest_s` is that of the slowest."""
     longest_s: float = 0.0
     most_states: int = 0
     largest_bytes: int = 0
@@ -58,7 +58,7 @@ class Compiler:
     end_ids    tokens that end a row
     thinks     an answer may follow a thought, which may begin with a token if may_begin
     channels   instead, an answer is a message in the final channel of harmony
-    It can be pickled: the copy has kept nothing and starts processes of its own.
+    It can be pickled: the copy has an empty cache and starts its own processes.
     """
 
     vocabulary: TokenSymbols
@@ -72,9 +72,9 @@ class Compiler:
     _pool: CompilePool | None = None
     _owner: int = 0
     _kept: OrderedDict[bytes, Future[Compiled]] = field(default_factory=OrderedDict)
-    """By fingerprint, those in compilation included; the least recently used first."""
+    """By fingerprint, including those that are still compiled; the least recently used first."""
     _sizes: dict[bytes, int] = field(default_factory=dict)
-    """Bytes of those that are compiled, by fingerprint."""
+    """Size in bytes of those that have been compiled, by fingerprint."""
     _kept_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -90,7 +90,7 @@ class Compiler:
     def compile(self, kind: str, source: str) -> TokenAutomaton | LazyAutomaton:
         """The automaton of a constraint: kind schema or choice (JSON text), regex or grammar. Waits for it.
 
-        Raises BadConstraint, and RuntimeError where no process can be started.
+        Raises BadConstraint, and RuntimeError if no process can be started.
         """
         found = self.begin(kind, source).result()
         if isinstance(found, BadConstraint):
@@ -101,7 +101,7 @@ class Compiler:
         """As `compile`, without waiting. A BadConstraint is the result of the future, not raised by it."""
         key = fingerprint(kind, source)
         with self._lock:
-            if self._owner != os.getpid():  # a fork has none of the threads, and may have copied what no thread will finish
+            if self._owner != os.getpid():  # a fork has no threads, and may have copied futures that no thread will finish
                 self._pool, self._owner = None, os.getpid()
                 self._kept = OrderedDict((key, found) for key, found in self._kept.items() if key in self._sizes)
             found = self._kept.get(key)

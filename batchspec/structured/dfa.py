@@ -1,6 +1,6 @@
 """The deterministic automaton of a node over UTF-8 bytes: subset construction of its NFA, then the states that can be completed.
 
-Bytes that no part tells apart share a class, so a row of the table is tens of entries, not 256.
+Bytes that no part distinguishes share a class, so a row of the table is tens of entries, not 256.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from batchspec.structured.nfa import Nfa
 from batchspec.structured.regular import EMPTY, Impossible, Node, TooLarge
 
 MAX_STATES = 50_000
-"""A string of at most 5,000 characters takes 40,000."""
+"""Maximum number of states. A string of at most 5,000 characters has 40,000."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dfa:
-    """State 0 is dead: no text goes on from it. From every other state a final one can be reached.
+    """State 0 is dead: no text continues from it. A final state can be reached from every other state.
 
     next     int32 [S, C]   next state by class of byte
     classes  int32 [256]    class of each byte
     final    bool [S]       the text may end
-    starts   state for each start that was asked for
+    starts   state for each requested start
     """
 
     next: NDArray[np.int32]
@@ -38,7 +38,7 @@ def dfa_of(node: Node, before: Node = EMPTY, present: NDArray[np.bool_] | None =
     """The automaton of `node`; its starts are that of `node` and that of `before` followed by `node`.
 
     present  bool [256] bytes that a text can hold; None: all of them
-    Raises TooLarge, and Impossible where no text matches.
+    Raises TooLarge, and Impossible if no text matches.
     """
     nfa = Nfa()
     first = nfa.state()
@@ -103,7 +103,7 @@ def _subsets(
 
 
 def _targets(moves: Iterable[Iterable[tuple[int, int, int]]], num_classes: int) -> list[set[int] | None]:
-    """For each class what these moves (first class, class after the last, next state) lead to; None: nothing."""
+    """For each class the states to which these moves (first class, class after the last, next state) lead; None: no state."""
     targets: list[set[int] | None] = [None] * num_classes
     for of_state in moves:
         for low, high, target in of_state:
@@ -123,7 +123,7 @@ def _trimmed(
     begin: Sequence[int],
     present: NDArray[np.bool_],
 ) -> Dfa:
-    """Without states that cannot be completed with the bytes that are present."""
+    """Remove states from which no text can be completed with the bytes that are present."""
     usable = np.unique(classes[present])
     live = final.copy()
     sources, columns = np.nonzero(table[:, usable])
@@ -143,7 +143,7 @@ def _trimmed(
     numbers = np.zeros(len(live), np.int32)
     numbers[live] = np.arange(1, live.sum() + 1)
     kept = np.concatenate(([0], np.flatnonzero(live)))
-    # Classes: 0 for absent bytes, on which nothing goes on.
+    # Classes: 0 for absent bytes, which no text holds.
     renamed = np.zeros(256, np.int32)
     renamed[present] = np.searchsorted(usable, classes[present]) + 1
     following = np.concatenate((np.zeros((len(kept), 1), np.int32), numbers[table[kept][:, usable]]), 1)

@@ -31,7 +31,7 @@ def read_gbnf(source: str) -> Rules:
         raise BadGrammar("it has no rule `root`, with which a text begins; add it")
     for name, node in named.items():
         for other in sorted(references(node) - named.keys()):
-            raise BadGrammar(f"rule {name!r} names {other!r}, which is no rule; add it or correct the name")
+            raise BadGrammar(f"rule {name!r} names {other!r}, which is not a rule; add it or correct the name")
     return Rules(Ref("root"), named)
 
 
@@ -58,9 +58,9 @@ class _Reader:
         while self._kind() != "end":
             kind, name, line = self._take()
             if kind != "name" or self._take()[0] != "is":
-                raise BadGrammar(f"line {line}: {name!r} begins no rule; write name ::= what it is")
+                raise BadGrammar(f"line {line}: {name!r} does not begin a rule; write name ::= what it is")
             if name in found:
-                raise BadGrammar(f"line {line}: rule {name!r} is there twice; make one of them, with `|`")
+                raise BadGrammar(f"line {line}: rule {name!r} is defined twice; join them with `|`")
             found[name] = self._ways()
         return found
 
@@ -117,7 +117,7 @@ def _times(token: Token) -> tuple[int, int | None]:
     least = int(low or 0)
     most = int(high) if high else (None if comma else least)
     if not (low or high) or (most is not None and most < least) or max(least, most or 0) > MAX_REPEATS:
-        raise BadGrammar(f"line {line}: {said} is no number of times, of at most {MAX_REPEATS:,}; correct it")
+        raise BadGrammar(f"line {line}: {said} is not a repetition count of at most {MAX_REPEATS:,}; correct it")
     return least, most
 
 
@@ -129,7 +129,7 @@ def _characters(said: str) -> Iterator[tuple[str, bool]]:
         elif escape[0] in "xuU" and len(escape) > 1:
             code = int(escape[1:], 16)
             if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-                raise BadGrammar(f"\\{escape} is no character; correct it")
+                raise BadGrammar(f"\\{escape} is not a character; correct it")
             yield chr(code), True
         else:
             yield _CONTROL.get(escape, escape), True

@@ -1,8 +1,8 @@
 """Context-free grammars as rules: in the syntax of Lark, or in that of GBNF (llama.cpp, XGrammar), known by its `::=`.
 
 A text is accepted if the start rule (`start` in Lark, `root` in GBNF) derives it character by character. So Lark's terminals are
-not found by a lexer: a text counts if it can be divided into terminals in any way, with what the grammar ignores between them,
-before and after. Lark's own parser reads the grammar; it imports from `common` alone.
+not found by a lexer: a text is accepted if it can be divided into terminals in any way, with ignored text between them,
+before and after. Lark's own parser reads the grammar; imports are possible only from `common`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _read_lark(source: str) -> Rules:
     try:
         read = lark.Lark(source, parser="earley", lexer="dynamic", maybe_placeholders=False)
     except (LarkError, re.error, ValueError, AssertionError, KeyError, AttributeError, OSError) as error:
-        raise BadGrammar(f"it is no grammar of Lark ({one_line(error)}); correct it") from None
+        raise BadGrammar(f"it is not a Lark grammar ({one_line(error)}); correct it") from None
     terminals = {terminal.name: _terminal(terminal) for terminal in read.terminals}
     ignored = Repeat(Alt(tuple(terminals[name] for name in read.ignore_tokens)), 0, None) if read.ignore_tokens else None
     named: dict[str, Node] = {} if ignored is None else {_IGNORED: ignored}

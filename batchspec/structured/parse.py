@@ -32,7 +32,7 @@ def rules_of(kind: str, source: str) -> Rules:
 
 
 def network_of(kind: str, source: str, vocabulary: TokenSymbols) -> Network:
-    """As `rules_of`, as a network over bytes. Raises Impossible and TooLarge too."""
+    """The texts of `rules_of`, as a network over bytes. Raises Impossible and TooLarge too."""
     return Network(rules_of(kind, source), AFTER_THOUGHT, single_bytes(vocabulary))
 
 

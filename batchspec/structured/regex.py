@@ -26,13 +26,13 @@ def regex_node(
     """The texts that match an expression as a whole, or that hold a match if `anywhere`.
 
     of_char  how a character of the text is written: as it is, or escaped as in JSON
-    dialect  what classes of characters stand for
+    dialect  the meaning of classes of characters
     Raises BadRegex.
     """
     try:
         flags = re.compile(pattern).flags
     except (re.error, OverflowError, RecursionError) as error:
-        raise BadRegex(f"{pattern!r} is no regular expression ({error})") from None
+        raise BadRegex(f"{pattern!r} is not a regular expression ({error})") from None
     if flags & ~re.UNICODE:
         raise BadRegex(f"{pattern!r} sets flags, which are not supported; spell them out, as [aA] for (?i)a")
     try:
@@ -44,7 +44,7 @@ def regex_node(
 
 
 class _Builder:
-    """of_char as of `regex_node`; more: what may come before and after a match; end: what may follow `$`. None: nothing."""
+    """of_char as in `regex_node`; more: what may come before and after a match; end: what may follow `$`. None: nothing."""
 
     def __init__(self, of_char: Callable[[Chars], Node], more: Node | None, end: Node | None) -> None:
         self._char, self._more, self._end = of_char, more, end
@@ -88,7 +88,7 @@ class _Builder:
 
 
 def _has_anchor(item: Item, *, begin: bool) -> bool:
-    """Whether it is a group with a branch that begins (or ends) with an anchor, so that the others need not."""
+    """Whether it is a group with a branch that begins (or ends) with an anchor; other branches need not."""
     if not isinstance(item, Group):
         return False
     ends = [branch[0 if begin else -1] for branch in item.branches if branch]

@@ -22,14 +22,14 @@ CLASSES = {
     "d": DIGIT, "w": WORD, "s": SPACE, "D": DIGIT.inverted(), "W": WORD.inverted(), "S": SPACE.inverted()
 }  # fmt: skip
 BREAKS = Chars.of([(0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029)])
-"""What `.` is not by ECMA-262; by Python it is every character but the first."""
+"""Characters that `.` does not match by ECMA-262; by Python it excludes only the first."""
 PUNCTUATION = Chars.of([(0x2010, 0x2027), (0x2030, 0x203E), (0x2041, 0x2053), (0x20A0, 0x20BF), (0x3001, 0x3003)])
-"""Characters outside of ASCII that are no part of a word by anyone's count."""
+"""Characters outside of ASCII that are word characters in neither dialect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What classes, `.` and `$` stand for. `inverse` makes that of what [^...] leaves out."""
+    """The meaning of classes, `.` and `$`. `inverse` makes the dialect for the characters that [^...] excludes."""
 
     classes: Mapping[str, Chars]
     dot: Chars
@@ -43,7 +43,7 @@ ASCII = Dialect(CLASSES, LINE, None)
 
 @cache
 def sure() -> Dialect:
-    """What matches by ECMA-262 and by Python's `re`, which differ in the characters outside of ASCII."""
+    """A text matches if it does by ECMA-262 and by Python's `re`, which differ in the characters outside of ASCII."""
     possible_ = possible()
     classes = dict(CLASSES) | {name.upper(): possible_.classes[name].inverted() for name in "ds"}
     classes["W"] = Chars.of([*WORD.inverted().both(Chars(((0, 0x7F),))).ranges, *PUNCTUATION.ranges])
@@ -52,7 +52,7 @@ def sure() -> Dialect:
 
 @cache
 def possible() -> Dialect:
-    """What matches by ECMA-262 or by Python's `re`: what it does not match, neither of them matches."""
+    """A text matches if it does by ECMA-262 or by Python's `re`: a text without a match has none by either."""
     every = "".join(map(chr, (*range(SURROGATES[0]), *range(SURROGATES[1] + 1, MAX_CODE_POINT + 1))))
     found = {name: Chars.of((ord(run[0][0]), ord(run[0][-1])) for run in re.finditer(rf"\{name}+", every)) for name in "dws"}
     found["s"] = Chars.of([*found["s"].ranges, (0xFEFF, 0xFEFF)])
@@ -71,7 +71,7 @@ REFUSED_GROUPS = {
 
 
 class NotSupported(ValueError):
-    """The expression holds what its message says."""
+    """The expression holds something unsupported; the message says what."""
 
 
 @dataclass(frozen=True, slots=True)

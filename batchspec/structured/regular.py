@@ -72,7 +72,7 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """At least one `item`, any number of them, with `between` in between: each is built once, however many come."""
+    """At least one `item`, any number of them, with `between` in between: each is built only once."""
 
     item: Node
     between: Node
@@ -88,7 +88,7 @@ class Members:
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """What the rule of this name stands for; rules may refer to themselves (`rules.py`)."""
+    """The texts of the rule with this name; rules may refer to themselves (`rules.py`)."""
 
     rule: str
 

@@ -14,18 +14,18 @@ from batchspec.structured.regular import Alt, Graph, Joined, Members, Node, Ref,
 
 
 class BadGrammar(ValueError):
-    """The grammar is not valid, or holds what is not supported; the message says where and what."""
+    """The grammar is not valid, or holds something unsupported; the message says where and what."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a text must be: `start`, whose references are to `named`."""
+    """A text must match `start`, whose references are to `named`."""
 
     start: Node
     named: Mapping[str, Node] = field(default_factory=dict)
 
     def inlined(self) -> Node | None:
-        """One node without references; None where a rule refers to itself."""
+        """One node without references; None if a rule refers to itself."""
         done: dict[str, Node] = {}
         named = self.without_left_recursion().named
         for name in _innermost_first(self.start, named) or ():
@@ -33,7 +33,7 @@ class Rules:
         return _mapped(self.start, done) if done.keys() >= references(self.start) else None
 
     def without_left_recursion(self) -> Rules:
-        """The same texts, without direct left recursion (a = a x). `Network` refuses that by way of other rules."""
+        """The same texts, without direct left recursion (a = a x). `Network` refuses indirect left recursion."""
         return replace(self, named={name: _as_repetition(name, node) for name, node in self.named.items()})
 
 
@@ -109,7 +109,7 @@ def _as_repetition(name: str, node: Node) -> Node:
     for way in _ways(node):
         parts = _flat(way)
         if parts and parts[0] == Ref(name):
-            if len(parts) > 1:  # a = a says nothing
+            if len(parts) > 1:  # a = a has no effect
                 after.append(Seq(tuple(parts[1:])))
         else:
             others.append(way)

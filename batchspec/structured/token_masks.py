@@ -1,7 +1,7 @@
 """Token masks of the states of a DFA over bytes: they make it an automaton over the tokens of a vocabulary.
 
 The next state after a token is a walk over its bytes, on the device too, so only the masks are computed here: a token is allowed
-in a state if its walk does not die. States that no token tells apart share a mask. They are found first, by refining a partition
+in a state if its walk does not die. States with equal allowed tokens share a mask. They are found first, by refining a partition
 as many steps as the longest token has bytes (Moore 1956), and the vocabulary is walked once for each class of states.
 """
 
@@ -33,11 +33,11 @@ from batchspec.token_automaton import (
 )
 
 MAX_MASKS_BYTES = 64 << 20
-"""Of the masks of one automaton: 3,400 masks of a vocabulary of 152,000 tokens."""
+"""Maximum size of the masks of one automaton: 3,400 masks of a vocabulary of 152,000 tokens."""
 MAX_TABLE_WORDS = 4 << 20
-"""int32 words of the table of one automaton: 16 MiB."""
+"""Maximum number of int32 words of the table of one automaton: 16 MiB."""
 MAX_FORCED_BYTES = 32
-"""Longest token that is drafted because no other text is allowed."""
+"""Maximum size of a token that is drafted because no other text is allowed."""
 
 
 def over_tokens(
@@ -122,7 +122,7 @@ def _masks(
 
 
 def _forced(dfa: Dfa, token_of: Mapping[bytes, int], end_ids: frozenset[int]) -> NDArray[np.int32]:
-    """For each state the longest token of the bytes that must come next; -1 where several may come, or the text may end."""
+    """For each state the longest token of the bytes that must come next; -1 if several may come, or the text may end."""
     num_bytes = np.bincount(dfa.classes, minlength=dfa.next.shape[1])
     forced = ((dfa.next > 0) * num_bytes).sum(1) == 1
     forced &= ~dfa.final
@@ -141,7 +141,7 @@ def _forced(dfa: Dfa, token_of: Mapping[bytes, int], end_ids: frozenset[int]) ->
 
 @lru_cache(maxsize=1)
 def tokens_of_bytes(vocabulary: TokenSymbols) -> dict[bytes, int]:
-    """Bytes -> the first token that they are."""
+    """Bytes -> the first token with these bytes."""
     symbols, found = vocabulary.symbols, dict[bytes, int]()
     for token, (begin, end) in enumerate(pairwise(vocabulary.starts.tolist())):
         if end - begin <= MAX_FORCED_BYTES and symbols[begin] < 256:
@@ -150,7 +150,7 @@ def tokens_of_bytes(vocabulary: TokenSymbols) -> dict[bytes, int]:
 
 
 def _told_apart(following: NDArray[np.int32], steps: int) -> NDArray[np.int64]:
-    """A number for each state; equal ones die on the same strings of at most `steps` symbols."""
+    """A number for each state; states with equal numbers die on the same strings of at most `steps` symbols."""
     kinds = (np.arange(len(following)) > 0).astype(np.int64)
     count = 2
     for _ in range(steps):

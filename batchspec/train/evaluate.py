@@ -55,9 +55,9 @@ def acceptance(
     drafts are drawn with the noise of the target's draw and are accepted more often."""
     kept, counted = array("i"), array("i")
     for batch in _batches(rows, batch_tokens):
-        lesson = teacher.lesson(batch, probs=False)
+        data = teacher.training_batch(batch, probs=False)
         with cast:
-            steps = network(lesson.embedded, lesson.features, max_len)
+            steps = network(data.embedded, data.features, max_len)
             drafts = (
                 torch.stack([teacher.draft_vocab_ids[network.lm_head(hidden).argmax(-1)] for hidden in steps], -1).cpu().numpy()
             )

@@ -89,10 +89,10 @@ class Course:
         return torch.autocast(self.teacher.target.device.type, dtype=torch.bfloat16, enabled=narrow)
 
     def _step(self, step: int, batch: Sequence[Row], optimiser: Optimiser) -> tuple[Tensor, Tensor]:
-        lesson = self.teacher.lesson(batch)
+        data = self.teacher.training_batch(batch)
         with self._cast():
             loss, matches = draft_loss(
-                self.network, lesson, ahead=self.config.ahead, decay=self.config.decay, missed=self.config.missed
+                self.network, data, ahead=self.config.ahead, decay=self.config.decay, missed=self.config.missed
             )
         optimiser.step(loss, learning_rate(step, len(self.batches), self.config.lr), self.config.clip)
         return loss.detach(), matches

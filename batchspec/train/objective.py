@@ -16,7 +16,7 @@ from torch import Tensor
 
 from batchspec.kernels.train.soft_cross_entropy import soft_cross_entropy
 from batchspec.train.network import HeadNetwork
-from batchspec.train.teacher import Lesson
+from batchspec.train.teacher import TrainingBatch
 
 _CHUNK = 16384
 """Number of positions whose logits are in memory at once."""
@@ -53,7 +53,9 @@ class SoftCrossEntropy(torch.autograd.Function):
         return grad_hidden * grads[0].to(grad_hidden.dtype), grad_head * grads[0].to(grad_head.dtype), None, None, None
 
 
-def draft_loss(network: HeadNetwork, lesson: Lesson, *, ahead: int, decay: float, missed: float = 1.0) -> tuple[Tensor, Tensor]:
+def draft_loss(
+    network: HeadNetwork, batch: TrainingBatch, *, ahead: int, decay: float, missed: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """The scalar loss, and fp32 [ahead] the share of positions at which each draft step agrees with the target on the likeliest
     token.
 
@@ -63,21 +65,21 @@ def draft_loss(network: HeadNetwork, lesson: Lesson, *, ahead: int, decay: float
     The target position u is predicted by step k at position u-1-k, which has read the tokens up to u (in a parallel head, mask
     tokens in place of the last k). Does not synchronise.
     """
-    loss = lesson.known.new_zeros(())
+    loss = batch.known.new_zeros(())
     matches = []
-    count, length = lesson.embedded.shape[:2]
+    count, length = batch.embedded.shape[:2]
     # Whether all drafts so far were right, by position of the head. The last entry is for positions before the row's start.
-    right = lesson.known.new_ones(count * length + 1)
-    for k, hidden in enumerate(network(lesson.embedded, lesson.features, ahead)):
-        positions = lesson.positions - 1 - k
-        known = lesson.known * (positions >= 0)
-        at = torch.where(positions >= 0, lesson.rows * length + positions, count * length)
+    right = batch.known.new_ones(count * length + 1)
+    for k, hidden in enumerate(network(batch.embedded, batch.features, ahead)):
+        positions = batch.positions - 1 - k
+        known = batch.known * (positions >= 0)
+        at = torch.where(positions >= 0, batch.rows * length + positions, count * length)
         reached = right.index_select(0, at)
         total = known.sum().clamp_min(1.0)
         learnt = hidden.flatten(0, 1).index_select(0, at.clamp_max(count * length - 1))
         head = network.lm_head.weight.to(learnt.dtype)
         nats, hits = SoftCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            learnt, head, lesson.probs, lesson.best_ids, known * (missed + (1 - missed) * reached)
+            learnt, head, batch.probs, batch.best_ids, known * (missed + (1 - missed) * reached)
         )
         loss = loss + decay**k * nats / total
         agrees = (hits > 0) * reached

@@ -30,7 +30,7 @@ RANKS_COPIES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Lesson:
+class TrainingBatch:
     """A batch with the target's outputs for it. Trained positions are those whose next token belongs to the completion."""
 
     embedded: Tensor
@@ -52,7 +52,7 @@ class Lesson:
 
 
 class Teacher:
-    """Makes lessons.
+    """Makes training batches: rows with the target's outputs for them.
 
     draft_vocab_ids  int64 [V'] ascending target ids of the draft vocabulary
     dtype            dtype of features and embeddings
@@ -79,8 +79,8 @@ class Teacher:
         self._prompts, self._temperature = prompts, temperature
         self._known = torch.zeros(target.spec.vocab_size, device=target.device).index_fill_(0, self.draft_vocab_ids, 1.0)
 
-    def lesson(self, rows: Sequence[Row], *, probs: bool = True) -> Lesson:
-        """A lesson of these rows, on the target's device. Does not synchronise: all indices are copied to the device at once."""
+    def training_batch(self, rows: Sequence[Row], *, probs: bool = True) -> TrainingBatch:
+        """The batch of these rows, on the target's device. Does not synchronise: all indices are copied to the device at once."""
         lengths = np.array([len(row.ids) for row in rows])
         total, length, hidden_size = int(lengths.sum()), int(lengths.max()), self.target.spec.hidden_size
         starts = np.concatenate(([0], lengths.cumsum()))
@@ -100,7 +100,7 @@ class Teacher:
         ids = ids.index_copy_(0, flat, tokens).view(len(rows), length)
         greedy_ids, distribution = self._distributions(hidden.index_select(0, learnt) if probs else hidden[:0])
         following = F.pad(ids[:, 1:], (0, 1)).flatten()
-        return Lesson(
+        return TrainingBatch(
             embedded=self.target.embedding.index_select(0, following).view(len(rows), length, hidden_size).to(self.dtype),
             features=features.view(len(rows), length, -1),
             ids=ids,

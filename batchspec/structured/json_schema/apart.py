@@ -1,8 +1,9 @@
 """Proofs that no value fits two schemas, for oneOf.
 
-Ours is what will be written, theirs all that a validator accepts: ours has the keys that it names alone, and texts that surely
-match; theirs has whatever its keywords do not exclude, and the keywords that the declared draft does not have exclude nothing.
-Where ours has keywords whose ways are not chosen yet, these may bring more names, and types where none is said.
+Ours is the set of values that will be written, theirs all values that a validator accepts. Ours has only the keys that it names,
+and texts that surely match; theirs has everything that its keywords do not exclude, and keywords that the declared draft does not
+have exclude nothing. If ours has keywords whose alternatives are not chosen yet, these may add names, and types if no type is
+given.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ COMBINED = ("anyOf", "oneOf", "not", "if", "then", "else", "dependencies", "depe
 
 
 class _More(NamedTuple):
-    """What ways that are not chosen yet may bring: names of properties, and whether there are such ways at all."""
+    """What alternatives that are not chosen yet may add: names of properties, and whether there are such alternatives at all."""
 
     names: frozenset[str]
     is_any: bool
@@ -46,7 +47,7 @@ class Apart:
         self._document = document
 
     def from_part(self, ours: Parts, theirs: tuple[str, Any], also: Parts) -> bool:
-        """Whether no value that is written for all of ours fits theirs; False where that is not seen. Raises BadSchema.
+        """Whether it is proved that no value that is written for all of ours fits theirs. Raises BadSchema.
 
         also: schemas whose negations hold for ours too
         """
@@ -74,7 +75,7 @@ class Apart:
         return any(self._from(leaves, leaf, more, depth) for leaf in self._their_leaves(*theirs))
 
     def _their_leaves(self, where: str, schema: Any) -> list[Leaf]:
-        """All of them hold for their values."""
+        """Leaves that all hold for their values."""
         found, todo, seen = list[Leaf](), [(where, schema)], set[int]()
         while todo:
             place, one = todo.pop()

@@ -1,4 +1,4 @@
-"""Arrays of JSON Schema: elements by their place, their number, elements that must occur, and distinct ones of a listed set."""
+"""Arrays of JSON Schema: elements by index, number of elements, `contains`, and distinct elements of a listed set."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from batchspec.structured.json_schema.values import COMMA, MAX_DEPTH, any_value,
 from batchspec.structured.regular import EMPTY, NOTHING, Alt, Graph, Joined, Members, Node, Repeat, Seq
 
 MAX_DISTINCT = 5
-"""More distinct values than these come in the order in which they are listed."""
+"""Maximum number of distinct values in any order; more come in the order in which they are listed."""
 MAX_COUNTED = 100
 """Limit on the elements that a schema with `contains` must count."""
 
 
 def element_schemas(leaves: Sequence[Leaf], place: int) -> Parts:
-    """What holds for the element at a place."""
+    """The schemas that hold for the element at an index."""
     found = list[tuple[str, Any]]()
     for where, schema in leaves:
         first, rest, key = _split(schema, where)
@@ -86,13 +86,13 @@ def _elements(fixed: list[Node], rest: Node, least: int, most: int | None) -> No
 
 
 def _containing(leaves: Sequence[Leaf], wanted: Leaf, least: int, most: int | None, reading: Reading) -> Node:
-    """Elements of which enough are as `contains` says: states are the elements and the wanted ones so far, as far as counted."""
+    """Elements of which enough fit `contains`. A state is the number of elements and of fitting ones, as far as counted."""
     times = wanted.schema.get("minContains", 1)
     if times == 0 and "minContains" in reading.document.ignored:
         times = 1
     cap = max(least, times if isinstance(times, int) else -1, 1) if most is None else most
     if not isinstance(times, int) or isinstance(times, bool) or times < 0 or (cap + 1) * (times + 1) > MAX_COUNTED:
-        raise BadSchema(f"{wanted.where}/contains among so many elements is not supported; lower minContains or maxItems")
+        raise BadSchema(f"{wanted.where}/contains with such a count of elements is not supported; lower minContains or maxItems")
     any_, one = (
         _element(leaves, 0, reading),
         _element(leaves, 0, reading, [(f"{wanted.where}/contains", wanted.schema["contains"])]),
@@ -115,7 +115,7 @@ def _containing(leaves: Sequence[Leaf], wanted: Leaf, least: int, most: int | No
 def _distinct(
     leaves: Sequence[Leaf], where: str, least: int, most: int | None, num_fixed: int, reading: Reading
 ) -> Node:  # fmt: skip
-    """Different values of a set that is listed. What was written cannot be remembered otherwise. Raises BadSchema."""
+    """Different values of a listed set; an automaton cannot remember other written values. Raises BadSchema."""
     values = None if num_fixed else _listed(element_schemas(leaves, 0), reading)
     if values is None:
         raise BadSchema(

@@ -1,4 +1,4 @@
-"""Schemas that hold at once, as leaves: dictionaries without `$ref` and `allOf`, each with its place in the document.
+"""Schemas that hold at once, as leaves: dictionaries without `$ref` and `allOf`, each with its path in the document.
 
 Nothing is merged: a value must fit every leaf. A leaf keeps its identity, so that the same leaves again mean the same values, and
 what is made of a schema (the rest of it, its negation) is made once.
@@ -45,11 +45,11 @@ _SINCE = {
 }  # fmt: skip
 """Keywords that an earlier draft does not have."""
 _BEFORE = {"2019-09": {"dependencies"}, "2020-12": {"additionalItems"}}
-"""Keywords that this draft has no longer."""
+"""Keywords that this draft no longer has."""
 
 
 class BadSchema(ValueError):
-    """The schema is not valid, or holds what is not supported; the message says where and what."""
+    """The schema is not valid, or holds something unsupported; the message says where and what."""
 
 
 class Leaf(NamedTuple):
@@ -64,7 +64,7 @@ Parts = Sequence[tuple[str, Any]]
 class Flat(NamedTuple):
     leaves: tuple[Leaf, ...]
     named: str | None
-    """A reference that was followed; None: there was none."""
+    """The reference that was followed, or None."""
 
     @property
     def key(self) -> frozenset[int]:
@@ -82,7 +82,7 @@ class Document:
         """References count from an inner $id, not from the root."""
         self._made: dict[tuple[Any, ...], Any] = {}
         self._sources: list[Any] = []
-        """What the keys of `_made` name by its identity is kept alive."""
+        """Keeps alive the objects whose ids are keys of `_made`."""
         drafts = ("draft-04", "draft-06", "draft-07", "2019-09", "2020-12")
         declared = str(root.get("$schema", "")) if isinstance(root, dict) else ""
         at = next((i for i, draft in enumerate(drafts) if draft in declared), len(drafts) - 1)
@@ -96,9 +96,9 @@ class Document:
         self.ignored |= {key for draft in drafts[: at + 1] for key in _BEFORE.get(draft, ())}
 
     def named(self, target: Any, where: str) -> Any:
-        """What a reference names, as a JSON pointer from the root. Raises BadSchema."""
+        """The schema that a reference names by a JSON pointer from the root. Raises BadSchema."""
         if not isinstance(target, str) or not (target == "#" or target.startswith("#/")):
-            said = "is no pointer within the schema; put what it names into $defs and write #/$defs/NAME"
+            said = "is not a pointer within the schema; put what it names into $defs and write #/$defs/NAME"
             raise BadSchema(f"{where}/$ref={json.dumps(target)[:60]} {said}")
         if self._has_inner_base:
             raise BadSchema(f"{where}/$ref={target}: a schema with an $id inside of it is not supported; take the inner $id out")
@@ -112,7 +112,7 @@ class Document:
         return found
 
     def flat(self, parts: Parts) -> Flat | None:
-        """The leaves of schemas that hold at once, in their order; None where one of them is false. Raises BadSchema."""
+        """The leaves of schemas that hold at once, in their order; None if one of them is false. Raises BadSchema."""
         leaves, seen, named = dict[int, Leaf](), set[int](), None
         todo = list(reversed(parts))
         while todo:
@@ -145,7 +145,7 @@ class Document:
         return found
 
     def made(self, source: Any, name: object, make: Callable[[], Any]) -> Any:
-        """What is made of a schema under a name, made once."""
+        """The result of `make` for a schema and a name, computed once."""
         key = (id(source), name)
         if key not in self._made:
             self._sources.append(source)
@@ -154,7 +154,7 @@ class Document:
 
 
 def check_built(schema: Any, where: str) -> None:
-    """Raises BadSchema for what is no schema, or has a keyword that is not supported."""
+    """Raises BadSchema for a value that is not a schema, or has a keyword that is not supported."""
     if not isinstance(schema, dict):
         raise BadSchema(f"{where or 'the schema'} is {json.dumps(schema)[:40]}, not an object; correct it")
     refused = next((key for key in schema if key in NOT_BUILT), None)
@@ -179,7 +179,7 @@ def names_of(types: Any, where: str) -> list[str]:
 
 
 def listed_values(schema: Mapping[Any, Any]) -> list[Any] | None:
-    """The values that const or enum lists; None without either, and where enum is no list."""
+    """The values that const or enum lists; None without either, and if enum is not a list."""
     if "const" in schema:
         return [schema["const"]]
     values = schema.get("enum")
@@ -187,7 +187,7 @@ def listed_values(schema: Mapping[Any, Any]) -> list[Any] | None:
 
 
 def types_of(leaves: Iterable[Leaf]) -> list[str] | None:
-    """The types that all leaves allow; None if none of them says."""
+    """The types that all leaves allow; None if none of them names types."""
     found: list[str] | None = None
     for where, schema in leaves:
         if "type" in schema:
@@ -205,7 +205,7 @@ def types_of(leaves: Iterable[Leaf]) -> list[str] | None:
 
 
 def written_types(leaves: Sequence[Leaf]) -> list[str]:
-    """The types that are written: where none is said, that whose keywords there are; values of others are valid too."""
+    """The types that are written: if none is named, the type whose keywords occur; values of other types are valid too."""
     said = types_of(leaves)
     keys = {key for leaf in leaves for key in leaf.schema}
     implied = next((name for name, own in BY_TYPE.items() if not keys.isdisjoint(own)), None)

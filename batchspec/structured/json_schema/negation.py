@@ -1,7 +1,7 @@
-"""The negation of a schema as a schema: some of the values that do not fit it, in ways that can be written.
+"""The negation of a schema as a schema: it describes some of the values that do not fit, those that can be written.
 
-A value does not fit if it fails one keyword; each keyword whose failure can be written is a way. Keywords without one are left
-out: fewer values are written then, all of them right. Keywords that the declared draft does not have are not failed.
+A value does not fit if it fails one keyword; each keyword whose failure can be written is one alternative. Other keywords are
+left out: fewer values are written then, all of them right. No value fails a keyword that the declared draft does not have.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from batchspec.structured.json_schema.leaves import (
 )
 
 MAX_WAYS = 30
-"""Ways of one negation; further ones are left out."""
+"""Maximum number of alternatives of one negation; further ones are left out."""
 _SIZES = {
     "minLength": ("string", "maxLength", -1), "maxLength": ("string", "minLength", 1),
     "minItems": ("array", "maxItems", -1), "maxItems": ("array", "minItems", 1),
@@ -109,7 +109,7 @@ class Negation:
         return []
 
     def _of_if(self, schema: Schema, where: str) -> list[Any]:
-        """It fits the condition and not `then`, or neither the condition nor `else`."""
+        """Values that fit the condition and not `then`, or neither the condition nor `else`."""
         then, condition = self.of(f"{where}/then", schema.get("then", True)), self.of(f"{where}/if", schema["if"])
         other = self.of(f"{where}/else", schema.get("else", True))
         found = [] if then is None else [{"allOf": [schema["if"], then]}]

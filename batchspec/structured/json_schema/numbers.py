@@ -15,12 +15,12 @@ from batchspec.structured.json_schema.values import MAX_DIGITS, any_number, inte
 from batchspec.structured.regular import EMPTY, NOTHING, Alt, Chars, Graph, Node, Seq, text
 
 MAX_MULTIPLE = 1_000
-"""A whole number is a multiple of m if an automaton of m states says so."""
+"""Largest supported multiple: multiples of m take an automaton of m states."""
 _LEAST_MULTIPLE = Fraction(1, 10**200)
-"""Numbers that are divided by less than this leave the range of a double."""
+"""Quotients by smaller divisors than this leave the range of a double."""
 LIMIT = 10**MAX_DIGITS - 1
 Bound = tuple[Decimal, bool]
-"""A value, and whether it is left out itself."""
+"""A value, and whether it is itself excluded."""
 
 
 def number_node(name: str, leaves: Sequence[Leaf]) -> Node:
@@ -80,9 +80,9 @@ def _inclusive(low: Bound | None, high: Bound | None) -> tuple[int, int]:
 
 
 def _multiple(leaves: Sequence[Leaf]) -> int | None:
-    """Numbers must be whole, and multiples of this one; None: they need not.
+    """Numbers must be whole multiples of this one; None: any number.
 
-    Of a fraction p/q it is p: validators divide, and the quotient must be exact.
+    For a fraction p/q it is p: validators divide, and the quotient must be exact.
     """
     found: int | None = None
     for where, schema in leaves:
@@ -126,7 +126,7 @@ def _negated(bound: Bound | None) -> Bound | None:
 def _positive(low: Bound, high: Bound | None, *, begin: bool) -> Node:
     """Numbers low .. high, neither below 0; begin: those below 1 need a fraction.
 
-    A number must stay apart from a bound that is left out as a double too: those of 15 digits in all do.
+    A number must differ from an excluded bound as a double too: those of at most 15 digits do.
     """
     if low[0] > LIMIT:
         return NOTHING
@@ -165,9 +165,9 @@ def _digits(value: Decimal) -> tuple[int, str]:
 
 
 def _fraction(low: tuple[str, bool] | None, high: tuple[str, bool] | None, most: int) -> Node:
-    """1 .. most digits after a point, within bounds that are given as digits, and whether they are left out.
+    """1 .. most digits after a point, within bounds that are given as digits and whether they are excluded.
 
-    A state is the number of digits, and whether they are so far those of each bound.
+    A state is the number of digits, and for each bound whether they equal its digits so far.
     """
     states, numbers = [(0, low is not None, high is not None)], {(0, low is not None, high is not None): 0}
     edges, final = list[tuple[tuple[Node, int], ...]](), set[int]()

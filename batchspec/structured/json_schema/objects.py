@@ -32,13 +32,13 @@ from batchspec.structured.regex_syntax import ANY
 from batchspec.structured.regular import EMPTY, NOTHING, Alt, Graph, Joined, Members, Node, Repeat, Seq, text
 
 MAX_OVERLAPS = 4
-"""Keys that match several patterns are written where there are at most so many patterns."""
+"""Keys that match several patterns are written if there are at most this many patterns."""
 MAX_COUNTED = 2_000
-"""Properties times the number of them that is counted."""
+"""Maximum of the number of properties times the largest count."""
 
 
 class Reading(Protocol):
-    """What reads the schemas inside of an object or an array."""
+    """Builds nodes for the schemas inside of an object or an array."""
 
     document: Document
 
@@ -47,7 +47,7 @@ class Reading(Protocol):
 
 
 def inner_schemas(leaves: Sequence[Leaf], key: str, *, proof: bool = False) -> Parts:
-    """What holds for the value of a property. Raises BadSchema; for a proof also where validators may disagree on a pattern."""
+    """Schemas for the value of a property. Raises BadSchema; for a proof also if validators may disagree on a pattern."""
     found = list[tuple[str, Any]]()
     for where, schema in leaves:
         own = _of(schema, "properties", where)
@@ -68,7 +68,7 @@ def inner_schemas(leaves: Sequence[Leaf], key: str, *, proof: bool = False) -> P
 
 
 def named_keys(leaves: Sequence[Leaf]) -> tuple[list[str], set[str]]:
-    """The properties that are named to be there, in their order, and those of them that are required. Raises BadSchema."""
+    """The named properties, in their order, and those of them that are required. Raises BadSchema."""
     named, required = dict[str, None](), dict[str, None]()
     for where, schema in leaves:
         named |= dict.fromkeys(_of(schema, "properties", where))
@@ -119,7 +119,7 @@ class _AnyKey:
 
 
 def _other(leaves: Sequence[Leaf], named: Sequence[str], reading: Reading) -> Node | _AnyKey | None:
-    """A key that is not named, with its value; None: there is none."""
+    """A key that is not named, with its value; None if no such key may be written."""
     is_open = not named
     patterns = [(leaf, pattern) for leaf in leaves for pattern in _of(leaf.schema, "patternProperties", leaf.where)]
     if not patterns and not is_open:
@@ -183,9 +183,9 @@ def _names(where: str, schema: Mapping[Any, Any], reading: Reading) -> tuple[Lea
 def _members(
     items: Sequence[tuple[Node, bool]], other: Node | None, least: int, most: int | None, leaves: Sequence[Leaf]
 ) -> Node:  # fmt: skip
-    """Members in this order, those that are not required may be missing; then any number of `other`; least .. most in all.
+    """Members in this order, of which optional ones may be missing; then any number of `other`; least .. most in all.
 
-    The members after a first one begin with a comma. States are the number of the next item, and how many were written, as far as
+    Members after the first begin with a comma. A state is the index of the next item, and how many were written, as far as
     it is counted.
     """
     num_required = sum(required for _, required in items)
@@ -198,7 +198,7 @@ def _members(
     if least > named + (other is not None) or cap * max(1, named) > MAX_COUNTED:
         where = next((where for where, schema in leaves if "minProperties" in schema or "maxProperties" in schema), "")
         raise BadSchema(
-            f"{where}/minProperties={least}: so many properties are not written, as only {named} are named; name more"
+            f"{where}/minProperties={least}: this many properties are not written, because only {named} are named; name more"
         )
     cap = max(cap, 1)
     edges: list[list[tuple[Node, int]]] = [[] for _ in range((2 * named + 1) * (cap + 1))]

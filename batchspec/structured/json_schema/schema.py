@@ -1,14 +1,14 @@
 """JSON Schema as nodes of `structured/regular.py`: every text that is written is valid; not every valid text can be written.
 
-What is narrower than the standard: properties come in the schema's order; there are none besides those it names, unless it names
-none or gives patterns of keys; one space may follow a colon or a comma, and no other white space is written; whole numbers have
-at most 15 digits, and so do fractions; a value without a type is nested at most MAX_DEPTH levels deep. A schema that is named
-inside of itself may be nested to any depth. A keyword of the standard that could make a written text invalid and is not supported
-is refused by its name. Annotations and what the standard does not know, names of formats included, are ignored, as validators do.
-Source: https://json-schema.org/draft/2020-12, and what draft-04 to draft-07 say otherwise.
+It is narrower than the standard: properties come in the schema's order; there are no others, unless the schema names none or
+gives patterns of keys; one space may follow a colon or a comma, and no other white space is written; whole numbers have
+at most 15 digits, and so do fractions; a value without a type is nested at most MAX_DEPTH levels deep. A schema that refers to
+itself may be nested to any depth. A keyword of the standard that could make a written text invalid and is not supported is
+refused by its name. Annotations and unknown keywords, names of formats included, are ignored, as validators do.
+Source: https://json-schema.org/draft/2020-12, and draft-04 to draft-07 where they differ.
 
 Schemas that hold at once are not merged: the values of all their leaves are built (`leaves.py`). A leaf with anyOf, oneOf,
-not, if or dependencies is replaced by its ways, each a list of schemas that hold instead (`ways.py`).
+not, if or dependencies is replaced by alternatives, each a list of schemas that hold instead (`ways.py`).
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from batchspec.structured.regular import NOTHING, Alt, Node, Ref, TooLarge, text
 from batchspec.structured.rules import Rules
 
 MAX_WAYS = 20_000
-"""Combinations of the ways of all leaves that hold at once, in the whole schema."""
+"""Maximum number of combinations of the alternatives of leaves that hold at once, in the whole schema."""
 
 WRONG_TYPES = (TypeError, AttributeError, LookupError, ArithmeticError, ValueError)
-"""What a keyword causes whose value has a type that no check has refused."""
+"""The exceptions that a keyword causes if its value has a wrong type that no check has refused."""
 
 
 def schema_rules(schema: Any) -> Rules:
@@ -63,9 +63,9 @@ class _Reader:
         self._ways = Ways(self.document)
         self._num_ways = 0
         self.rules: dict[str, Node] = {}
-        """What references name: a finite automaton inlines them, a lazy one has each once."""
+        """The schemas that references name: a finite automaton inlines them, a lazy one has each once."""
         self._names: dict[frozenset[int], str] = {}
-        """The rules by their leaves, those that are being built included."""
+        """Names of rules by their leaves, including rules that are being built."""
         self._num_inside = 0
 
     def value(self, parts: Parts) -> Node:

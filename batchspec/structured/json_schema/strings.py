@@ -1,4 +1,4 @@
-"""Strings of JSON Schema: patterns, lengths, formats, and the texts that a negation leaves out, all of them at once.
+"""Strings of JSON Schema: patterns, lengths, formats, and the texts that a negation excludes, all of them at once.
 
 Validators read patterns by ECMA-262 or as Python's `re`. A text is written only if it matches by both, and counts as not matching
 only if it does so by neither. A string with a pattern and a length has as many characters as `char_dfa.MAX_STATES` allows.
@@ -59,7 +59,7 @@ def language(leaves: Sequence[Leaf]) -> CharDfa:
 
 
 def possible_language(leaves: Sequence[Leaf]) -> CharDfa:
-    """Strings among which are all that validators allow: formats need not be checked. Raises BadSchema and TooLarge."""
+    """A superset of the strings that validators allow: formats need not be checked. Raises BadSchema and TooLarge."""
     found = CharDfa.of(Repeat(ANY, 0, None))
     for pattern, where in _patterns(leaves).items():
         found = found.both(matching(pattern, where, sure_=False))
@@ -104,7 +104,7 @@ def _plain(chars: Chars) -> Node:
 
 
 def _closing(pattern: str, begin: int) -> int | None:
-    """The place of the parenthesis that closes the one at `begin`; None: it cannot be told."""
+    """The index of the parenthesis that closes the one at `begin`; None if that is uncertain."""
     depth, place = 0, begin
     while place < len(pattern):
         depth += (pattern[place] == "(") - (pattern[place] == ")")
@@ -115,7 +115,7 @@ def _closing(pattern: str, begin: int) -> int | None:
 
 
 def _has_bar(pattern: str) -> bool:
-    """Whether there may be an alternative outside of all groups, which a lookahead before it does not concern."""
+    """Whether there may be an alternative outside of all groups, to which a lookahead before it would not apply."""
     place = 0
     while place < len(pattern):
         end = _closing(pattern, place) if pattern[place] == "(" else place
@@ -126,7 +126,7 @@ def _has_bar(pattern: str) -> bool:
 
 
 def _after(pattern: str, place: int) -> int:
-    """The place after the character, escape or class at this one."""
+    """The index after the character, escape or class at this one."""
     if pattern[place] == "\\":
         return place + 2
     if pattern[place] == "[":
@@ -138,7 +138,7 @@ def _after(pattern: str, place: int) -> int:
 
 
 def _patterns(leaves: Sequence[Leaf]) -> dict[str, str]:
-    """The patterns of all leaves, with their places."""
+    """The patterns of all leaves, with their paths."""
     found = dict[str, str]()
     for where, schema in leaves:
         if "pattern" in schema:
@@ -149,7 +149,7 @@ def _patterns(leaves: Sequence[Leaf]) -> dict[str, str]:
 
 
 def _is_format(schema: Any) -> bool:
-    """What names outside of the standard mean is for those who chose them: they are ignored."""
+    """Names that are not in the standard are ignored."""
     return isinstance(schema.get("format"), str) and schema["format"] in FORMATS
 
 

@@ -43,12 +43,12 @@ def is_of(value: Any, name: str, of: Document) -> bool:
 
 
 def found_in(pattern: Any, where: str, value: str) -> tuple[bool, bool]:
-    """Whether a pattern matches somewhere in a text: surely, and possibly. Raises BadSchema for what is no pattern."""
+    """Whether a pattern matches somewhere in a text: surely, and possibly. Raises BadSchema for an invalid pattern."""
     try:
         found = [re.search(pattern, value, flags) is not None for flags in (0, re.ASCII)]
         strict = re.search(re.sub(r"\$$", r"\\Z", pattern), value) is not None
     except (re.error, TypeError, OverflowError, RecursionError) as error:
-        raise BadSchema(f"{where}: {pattern!r} is no regular expression ({error})") from None
+        raise BadSchema(f"{where}: {pattern!r} is not a regular expression ({error})") from None
     return all(found) and strict, any(found)
 
 
@@ -56,7 +56,7 @@ def fits(value: Any, where: str, schema: Any, of: Document, *, proof: bool = Fal
     """Whether the value is valid; formats are annotations.
 
     proof  obey only the keywords that validators of the declared draft obey
-    Raises BadSchema for keywords that are not supported, and where validators may disagree.
+    Raises BadSchema for keywords that are not supported, and if validators may disagree.
     """
     try:
         return _fits(value, where, schema, of, proof, 0)

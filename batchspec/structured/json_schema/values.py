@@ -9,9 +9,9 @@ from typing import Any
 from batchspec.structured.regular import EMPTY, NOTHING, Alt, Chars, Joined, Members, Node, Repeat, Seq, optional, text
 
 MAX_DIGITS = 15
-"""Of a whole number and of a fraction: 15 decimal digits are exact in a double."""
+"""Maximum number of digits of a whole number and of a fraction: 15 decimal digits are exact in a double."""
 MAX_DEPTH = 3
-"""Levels of arrays and objects in a value without a type."""
+"""Maximum nesting of arrays and objects in a value without a type."""
 SPACE = optional(text(" "))
 COLON, COMMA = Seq((text(":"), SPACE)), Seq((text(","), SPACE))
 DIGIT, NONZERO = Chars(((0x30, 0x39),)), Chars(((0x31, 0x39),))
@@ -35,7 +35,7 @@ def wrapped(begin: str, node: Node, end: str) -> Node:
 
 
 def string(least: int, most: int | None) -> Node:
-    """A string of so many characters."""
+    """A string of least .. most characters."""
     return NOTHING if most is not None and most < least else wrapped('"', Repeat(CHARACTER, least, most), '"')
 
 
@@ -43,7 +43,7 @@ ANY_STRING = string(0, None)
 
 
 def escaped(chars: Chars) -> Node:
-    """One of these characters inside a string: escaped if it must be, and only then. One that needs \\u00 is left out of many."""
+    """One of these characters inside a string: escaped only if it must be. One that needs \\u00 is left out of several."""
     parts: list[Node] = [plain] if (plain := chars.both(PLAIN)).ranges else []
     special = [code for low, high in chars.both(PLAIN.inverted()).ranges for code in range(low, high + 1)]
     short = [ord(SHORT[chr(code)]) for code in special if chr(code) in SHORT]
@@ -155,4 +155,4 @@ FORMATS |= {
 }
 FORMATS |= {"idn-email": FORMATS["email"], "idn-hostname": FORMATS["hostname"], "iri": FORMATS["uri"]}
 FORMATS |= {"iri-reference": FORMATS["uri-reference"], "uri-template": FORMATS["uri-reference"]}
-"""Formats -> the texts that are written for them; 29 February is left out. What other names mean is for those who chose them."""
+"""Formats -> the texts that are written for them; 29 February is left out. Other names are not restricted."""

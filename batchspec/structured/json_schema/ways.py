@@ -1,4 +1,4 @@
-"""anyOf, oneOf, not, if and dependencies as ways: lists of schemas, one list of which holds instead of the keyword."""
+"""anyOf, oneOf, not, if and dependencies as alternatives (ways): lists of schemas, one of which holds instead of the keyword."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchspec.structured.json_schema.validity import same
 
 COMBINING = ("anyOf", "oneOf", "not", "if", "dependentRequired", "dependentSchemas", "dependencies")
 MAX_TRIGGERS = 6
-"""Properties that bring dependencies; a further one is not written unless it is required."""
+"""Maximum number of properties with dependencies; further ones are not written unless they are required."""
 
 
 class Ways:
@@ -21,7 +21,7 @@ class Ways:
         self._apart, self._negation = Apart(document), Negation(document)
 
     def of(self, leaf: Leaf, key: str, others: Sequence[Leaf]) -> tuple[Mapping[Any, Any], list[Parts]]:
-        """The leaf without the keyword, and the ways that replace it; others: leaves that hold too. Raises BadSchema."""
+        """The leaf without the keyword, and the alternatives that replace it. others: leaves that hold too. Raises BadSchema."""
         where, schema = leaf
         if key == "if":
             return self._document.without(schema, "if", "then", "else"), self._if(leaf)
@@ -42,7 +42,7 @@ class Ways:
             if part[1] is False:
                 continue
             overlapping, count = list[int](), -1
-            while count < len(overlapping):  # what is left out may bring keys and types into play
+            while count < len(overlapping):  # excluding one part may bring keys and types of others into play
                 count, also = len(overlapping), [parts[j] for j in overlapping]
                 overlapping += [
                     j
@@ -62,7 +62,7 @@ class Ways:
         return ways
 
     def _if(self, leaf: Leaf) -> list[Parts]:
-        """Where the negation of the condition is not supported, only what fits it is written."""
+        """If the negation of the condition is not supported, only values that fit the condition are written."""
         where, schema = leaf
         condition = (f"{where}/if", schema["if"])
         ways: list[Parts] = [[condition, (f"{where}/then", schema.get("then", True))]]
@@ -70,7 +70,7 @@ class Ways:
         return ways if found is None else [*ways, [(f"{where}/if", found), (f"{where}/else", schema.get("else", True))]]
 
     def _dependent(self, leaf: Leaf, key: str) -> tuple[Mapping[Any, Any], list[Parts]]:
-        """By the first property that brings something: it is not there, or it is and what it brings holds."""
+        """Alternatives by the first property with dependencies: it is absent, or it is present and its dependencies hold."""
         where, schema = leaf
         if not isinstance(schema[key], dict):
             raise BadSchema(f"{where}/{key} must be an object; correct it")
@@ -101,7 +101,7 @@ class Ways:
 
 
 def is_hopeless(leaves: Sequence[Leaf]) -> bool:
-    """Whether no value fits all leaves, as far as that is seen at once: by types, and by required properties."""
+    """Whether no value fits all leaves, as far as types and required properties show it."""
     if types_of(leaves) == []:
         return True
     required = {
@@ -126,6 +126,6 @@ def is_hopeless(leaves: Sequence[Leaf]) -> bool:
 
 
 def _no_value(leaves: Sequence[Leaf]) -> bool:
-    """Whether their lists of values have none in common."""
+    """Whether their lists of values have no value in common."""
     lists = [values for _, schema in leaves if (values := listed_values(schema)) is not None]
     return len(lists) > 1 and not any(all(any(same(value, one) for one in other) for other in lists[1:]) for value in lists[0])

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from batchspec.adapt.learner import Learner
-from batchspec.adapt.lessons import TeacherOfRanks, take_part
+from batchspec.adapt.rank_teacher import TeacherOfRanks, take_part
 from batchspec.distributed.channel import Channel, make_memory
 from batchspec.distributed.collectives import Collectives
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.weights import Head, load_head
 from batchspec.engine.engine import Engine
 from batchspec.engine.lockstep import Lead, follow
-from batchspec.engine.messages import End, Lesson, NewHead, decode, encode
+from batchspec.engine.messages import End, NewHead, TeacherPass, decode, encode
 from batchspec.errors import CapacityError
 from batchspec.model.target import Target
 from batchspec.train import teacher as teacher_module
@@ -70,7 +70,7 @@ def group(handle: int, count: int, head: Path, lead: Callable[[Engine, Lead, Lea
         leading = Lead(end) if ranks.rank == 0 else None
         engine = Engine(target, drafter, BATCH, device=DEVICE, lead=leading)
         if leading is None:
-            follow(end, engine, lesson=partial(take_part, target))
+            follow(end, engine, teacher_pass=partial(take_part, target))
             return None, weights_of(drafter)
         try:
             found = lead(engine, leading, learner_of(head, engine, leading))
@@ -113,16 +113,14 @@ def test_a_training_step_of_ranks_is_that_of_one_process(
     monkeypatch.setattr(teacher_module, "_CHUNK", 4 * 7)
     draft_ids = torch.tensor([0, 3, 5, 11, 30])
 
-    def lesson(engine: Engine, lead: Lead, _: Learner) -> list[Tensor]:
-        found = TeacherOfRanks(lead, engine.target, (0, 1, 2), draft_ids, torch.float64).lesson(rows())
-        assert (
-            TeacherOfRanks(lead, engine.target, (0, 1, 2), draft_ids, torch.float64).lesson(rows(2), probs=False).probs.numel()
-            == 0
-        )
+    def training_batch(engine: Engine, lead: Lead, _: Learner) -> list[Tensor]:
+        teacher = TeacherOfRanks(lead, engine.target, (0, 1, 2), draft_ids, torch.float64)
+        found = teacher.training_batch(rows())
+        assert teacher.training_batch(rows(2), probs=False).probs.numel() == 0
         return [found.embedded, found.features, found.probs, found.best_ids, found.known]
 
-    own = Teacher(whole_of(SPEC, Loud), (0, 1, 2), draft_ids, torch.float64).lesson(rows())
-    found, _ = group(handle, count, head, lesson)
+    own = Teacher(whole_of(SPEC, Loud), (0, 1, 2), draft_ids, torch.float64).training_batch(rows())
+    found, _ = group(handle, count, head, training_batch)
     assert isinstance(found, list)
     assert len(own.rows) > 7
     for one, other in zip(found, [own.embedded, own.features, own.probs, own.best_ids, own.known], strict=True):
@@ -189,9 +187,9 @@ def test_running_out_of_memory_in_a_training_step_ends_the_group(
 
 def test_messages_about_training_are_decoded_as_they_were_encoded() -> None:
     given = rows(3)
-    sent = Lesson([row.ids for row in given], [row.prompt_len for row in given], (0, 2), True)
+    sent = TeacherPass([row.ids for row in given], [row.prompt_len for row in given], (0, 2), True)
     back = decode(encode(sent))
-    assert isinstance(back, Lesson)
+    assert isinstance(back, TeacherPass)
     assert [ids.tolist() for ids in back.rows] == [row.ids.tolist() for row in given]
     assert all(ids.dtype == np.int32 for ids in back.rows)
     assert (back.prompt_lens, back.aux_layer_ids, back.probs) == (sent.prompt_lens, sent.aux_layer_ids, True)

@@ -1,4 +1,4 @@
-"""What a head is taught: lessons, draft steps, loss and gradients by their definitions; the rows and batches they are made of."""
+"""Training batches, draft steps, loss and gradients of a head by their definitions; the rows that batches are made of."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def reference_logits(network: Any, target: Target, row: Row, place: int, step: i
 
 def test_draft_steps_of_a_padded_batch_are_those_of_the_definition() -> None:
     target, teacher, network, rows = tiny()
-    lesson = teacher.lesson(rows)
+    data = teacher.training_batch(rows)
     with torch.no_grad():
-        logits = [network.lm_head(hidden) for hidden in network(lesson.embedded, lesson.features, 4)]
+        logits = [network.lm_head(hidden) for hidden in network(data.embedded, data.features, 4)]
     for r, row in enumerate(rows):
         for place in range(0, len(row.ids) - 5, 3):
             for step in range(4):
@@ -83,11 +83,11 @@ def test_a_parallel_head_learns_the_drafts_after_masks_of_all_places_together(la
     with torch.no_grad():
         for tensor in network.parameters():
             tensor.add_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)).to(tensor) * 0.2)
-    lesson = teacher.lesson(rows)
+    data = teacher.training_batch(rows)
     design, tensors = reference_of(network, target)
     masked = tensors.pop("mask_hidden").view(1, -1)
     with torch.no_grad():
-        logits = [network.lm_head(hidden) for hidden in network(lesson.embedded, lesson.features, 4)]
+        logits = [network.lm_head(hidden) for hidden in network(data.embedded, data.features, 4)]
     for r, row in enumerate(rows):
         ids, taps = torch.from_numpy(row.ids).long(), target_taps(target, row.ids.tolist(), design.taps).double()
         for place in range(0, len(row.ids) - 1, 3):
@@ -96,7 +96,7 @@ def test_a_parallel_head_learns_the_drafts_after_masks_of_all_places_together(la
             _, expected = run_head(design, tensors, target.embedding.cpu().double(), tokens, features)
             found = torch.stack([step[r, place].cpu() for step in logits])
             assert torch.allclose(found, expected[place:], atol=1e-6), (r, place)
-    draft_loss(network, lesson, ahead=4, decay=0.8)[0].backward()
+    draft_loss(network, data, ahead=4, decay=0.8)[0].backward()
     gradient = network.get_parameter("mask_hidden").grad
     assert gradient is not None
     assert gradient.abs().sum() > 0
@@ -129,9 +129,9 @@ def test_in_bf16_products_a_head_learns_nearly_the_same(parallel: bool) -> None:
     target, teacher, chain, rows = tiny()
     spec = replace(chain.spec, mask_token_id=30) if parallel else chain.spec
     network = new_network(spec, target, teacher.draft_vocab_ids, seed=2).to(CPU, torch.float32)
-    lesson = Teacher(target, teacher.aux_layer_ids, teacher.draft_vocab_ids, torch.float32).lesson(rows)
-    values = {item.name: getattr(lesson, item.name).to(CPU) for item in fields(lesson)}
-    wide = replace(lesson, **{name: x.float() if x.is_floating_point() else x for name, x in values.items()})
+    data = Teacher(target, teacher.aux_layer_ids, teacher.draft_vocab_ids, torch.float32).training_batch(rows)
+    values = {item.name: getattr(data, item.name).to(CPU) for item in fields(data)}
+    wide = replace(data, **{name: x.float() if x.is_floating_point() else x for name, x in values.items()})
     narrow = replace(wide, embedded=wide.embedded.bfloat16(), features=wide.features.bfloat16())
     gradients = []
     for given, enabled in ((wide, False), (narrow, True)):
@@ -150,7 +150,10 @@ def test_in_bf16_products_a_head_learns_nearly_the_same(parallel: bool) -> None:
 def test_prompt_positions_are_trained_on_if_that_is_requested() -> None:
     target, teacher, _, rows = tiny()
     whole = Teacher(target, teacher.aux_layer_ids, teacher.draft_vocab_ids, torch.float64, prompts=True)
-    found = [sorted(zip(x.rows.tolist(), x.positions.tolist(), strict=True)) for x in (teacher.lesson(rows), whole.lesson(rows))]
+    found = [
+        sorted(zip(x.rows.tolist(), x.positions.tolist(), strict=True))
+        for x in (teacher.training_batch(rows), whole.training_batch(rows))
+    ]
     assert found[0] == [(r, t) for r, row in enumerate(rows) for t in range(row.prompt_len - 1, len(row.ids) - 1)]
     assert found[1] == [(r, t) for r, row in enumerate(rows) for t in range(len(row.ids) - 1)]
 
@@ -159,12 +162,12 @@ def test_prompt_positions_are_trained_on_if_that_is_requested() -> None:
 def test_the_loss_is_the_weighted_cross_entropy_with_the_targets_own_distributions(missed: float, temperature: float) -> None:
     target, plain, network, rows = tiny()
     teacher = Teacher(target, plain.aux_layer_ids, plain.draft_vocab_ids, torch.float64, temperature=temperature)
-    lesson, ahead, decay = teacher.lesson(rows), 3, 0.7
+    data, ahead, decay = teacher.training_batch(rows), 3, 0.7
     with torch.no_grad():  # so that the head is right at one place at least
-        learnt = int(torch.nonzero(lesson.known * (lesson.positions > 0))[0])
-        hidden = next(network(lesson.embedded, lesson.features, 1))[lesson.rows[learnt], lesson.positions[learnt] - 1]
-        network.lm_head.weight[lesson.best_ids[learnt]] = 9 * hidden
-    loss, matches = draft_loss(network, lesson, ahead=ahead, decay=decay, missed=missed)
+        learnt = int(torch.nonzero(data.known * (data.positions > 0))[0])
+        hidden = next(network(data.embedded, data.features, 1))[data.rows[learnt], data.positions[learnt] - 1]
+        network.lm_head.weight[data.best_ids[learnt]] = 9 * hidden
+    loss, matches = draft_loss(network, data, ahead=ahead, decay=decay, missed=missed)
     expected = torch.zeros((), dtype=torch.float64)
     hot = teacher.draft_vocab_ids.cpu()
     wrong: set[tuple[int, int]] = set()
