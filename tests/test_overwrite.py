@@ -111,6 +111,13 @@ def test_a_run_whose_job_was_overwritten_publishes_nothing(out: Any) -> None:
     assert list(second.damage()) == []
 
 
+def test_a_new_job_has_no_scales_of_the_one_before(out: Any) -> None:
+    first = new_folder(out, 6, 2)
+    assert [first.keep_kv_scales(data) for data in (b"first", b"second")] == [b"first"] * 2
+    second = new_folder(out, 6, 2, overwrite=True)
+    assert second.kv_scales() is None
+
+
 @pytest.mark.parametrize("were_kept", [False, True])
 def test_scales_of_a_job_that_is_overwritten_while_they_are_kept_are_none_of_the_new_job_s(
     were_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
