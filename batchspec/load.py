@@ -122,7 +122,7 @@ def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
     """The engine for a surveyed job, see `load_engine`. It does not decode texts: the code that makes the tables does that."""
     demand = seen.demand(job.source.num_rows, job.admission.max_len)
     return load_engine(
-        job, demand, progress, shares_prefix=seen.shares_prefix, defers_text=True, most_rounds=most_last_rounds(job)
+        job, demand, progress, shares_prefix=demand.shares_prefix, defers_text=True, most_rounds=most_last_rounds(job)
     )
 
 
@@ -142,7 +142,7 @@ def load_engine(
 ) -> Engine:  # fmt: skip
     """Load the weights, choose the shape from the remaining memory, set up the engine; shows each step on the progress line.
 
-    shares_prefix  rows share a prefix of many pages
+    shares_prefix  prepare the graphs of rounds whose rows share a prefix of many pages
     defers_text    as for `Engine`
     most_rounds    as for `Engine.prepare`
     """
@@ -185,7 +185,7 @@ def load_engine(
     if job.device.type == "cuda":
         progress.phase("compiling kernels and capturing the graphs of the rounds")
         progress.start_up.done("batch and drafter")
-        engine.prepare(usual_mode(job), shared=config.decode.n > 1 or shares_prefix, most_rounds=most_rounds)
+        engine.prepare(usual_mode(job), shared=shares_prefix, most_rounds=most_rounds)
         progress.start_up.done("other preparations", engine.planner.seconds)
     return engine
 
