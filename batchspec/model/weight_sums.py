@@ -115,7 +115,7 @@ class Summing:
 
 
 def _digest(piece: NDArray[np.uint8]) -> bytes:
-    return sha256(piece).digest()
+    return sha256(piece.data).digest()
 
 
 def group_of(name: str) -> str:
