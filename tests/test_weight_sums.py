@@ -31,7 +31,6 @@ from batchspec.model.weight_files import weight_files
 from batchspec.model.weight_sums import Summing, SumsOfJob, WeightSums, group_of
 from batchspec.model.weights import Checkpoint
 from batchspec.runner.weight_sums import UNKNOWN
-from batchspec.runstate import output_folder
 from batchspec.runstate.output_folder import WEIGHTS, OutputFolder
 from batchspec.storage.local_store import LocalStore
 from tests.models import make_checkpoint, make_tokenizer
@@ -169,7 +168,7 @@ def test_the_experts_of_a_layer_have_one_sum(name: str, group: str) -> None:
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_an_edited_expert_is_found(family: str, tmp_path: Path) -> None:
     """Experts that are tensors of their own, and those that lie in one."""
-    count = {"num_experts": 4, "moe_intermediate_size": 32} if family == "qwen3_moe" else {"num_local_experts": 4}
+    count: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 32} if family == "qwen3_moe" else {"num_local_experts": 4}
     folder = make_checkpoint(tmp_path, family, num_hidden_layers=2, num_experts_per_tok=2, **count)
     before = Target.load(folder, load_spec(folder), dtype=torch.float32, device=CPU, summed=True).weight_sums
     name = max(name for name in stored_tensors(LocalFiles(folder)) if "layers.1.mlp.experts" in name and "down_proj" in name)
@@ -286,7 +285,7 @@ def test_of_two_runs_that_begin_together_with_other_weights_the_second_is_refuse
         (tmp_path / "out" / WEIGHTS).write_bytes(theirs)  # by a run that looked for the file before this one put its own
 
     monkeypatch.setattr(OutputFolder, "_put_own", raced)
-    monkeypatch.setattr(output_folder.time, "sleep", settle)
+    monkeypatch.setattr("batchspec.runstate.output_folder.time.sleep", settle)
     if method == "rename":
         monkeypatch.setattr(LocalStore, "probe", lambda store: setattr(store, "method", "rename"))
     assert run.main(command) == OutputError.exit_code
