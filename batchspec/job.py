@@ -46,6 +46,7 @@ from batchspec.runner.retry_plan import RetryPlan
 from batchspec.runner.run_shards import ShardRunner, check_errors
 from batchspec.runner.shard_work import ShardWork
 from batchspec.runner.shard_workers import ShardWorkers
+from batchspec.runner.weight_sums import keep_sums, with_kept_sums
 from batchspec.runstate.generations import Generation
 from batchspec.runstate.journal import Journaled, saved_rows
 from batchspec.runstate.output_folder import OutputFolder
@@ -126,6 +127,7 @@ def compute(
     check_errors(job, num_errors)
     if not new_job:
         job = with_saved_scales(job, output)
+    job = with_kept_sums(job, output, new_job=new_job)
     journaled = Journaled() if new_job or retry is not None else output.journal().read(finished)
     with progress_bar(job, seen, finished, journaled, start_up) as progress, closing(shard_work(job, output.attempt)) as work:
         holder = EngineWithFallback(job, seen, progress, make)
@@ -135,6 +137,7 @@ def compute(
         start_up_s = start_up.reached_s - surveyed_s
         create_output(job, output, retry)  # no check can refuse the job from here on
         keep_scales(job, output, holder)
+        keep_sums(job, output, holder, progress, has_rows=bool(finished or journaled.num_rows or is_retry))
         plan = work_plan(job, output, is_retry=is_retry)
         if is_retry:
             progress.phase(f"{len(output.missing())} of {output.num_shards} shards are written anew; the other rows stay")

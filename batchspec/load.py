@@ -25,6 +25,7 @@ from batchspec.model.kv_calibration import give_scales
 from batchspec.model.lora import adapted
 from batchspec.model.target import Target
 from batchspec.model.tokenizer import Tokenizer
+from batchspec.model.weight_files import weight_files
 from batchspec.model.weights import Checkpoint
 from batchspec.packing.constraints import asked_by
 from batchspec.packing.cost import Rates, device_rates
@@ -50,9 +51,12 @@ def device_facts(device: torch.device) -> str:
     return f"{kind}, torch {torch.__version__}"
 
 
-def load_message(device: torch.device) -> Load:
-    """What rank 0 of a group tells the other ranks when the model's files are ready. Raises ConfigError as `table_in_use`."""
-    return Load(device_facts(device), table_in_use(device))
+def load_message(device: torch.device, folder: Path | None = None) -> Load:
+    """What rank 0 of a group tells the other ranks when the model's files are ready. Raises ConfigError as `table_in_use`.
+
+    folder  of the weights that all ranks load; None: the ranks do not compare them, as of dummy weights
+    """
+    return Load(device_facts(device), table_in_use(device), "" if folder is None else weight_files(folder).state)
 
 
 def weight_bytes(job: JobModel) -> int:
@@ -118,7 +122,7 @@ def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
     """The engine for a surveyed job, see `load_engine`. It does not decode texts: the code that makes the tables does that."""
     demand = seen.demand(job.source.num_rows, job.admission.max_len)
     return load_engine(
-        job, demand, progress, shares_prefix=seen.shares_prefix, defers_text=True, most_rounds=most_last_rounds(job)
+        job, demand, progress, shares_prefix=demand.shares_prefix, defers_text=True, most_rounds=most_last_rounds(job)
     )
 
 
@@ -138,7 +142,7 @@ def load_engine(
 ) -> Engine:  # fmt: skip
     """Load the weights, choose the shape from the remaining memory, set up the engine; shows each step on the progress line.
 
-    shares_prefix  rows share a prefix of many pages
+    shares_prefix  prepare the graphs of rounds whose rows share a prefix of many pages
     defers_text    as for `Engine`
     most_rounds    as for `Engine.prepare`
     """
@@ -151,9 +155,11 @@ def load_engine(
         progress.phase(advice)
     lead = None if job.group is None else Lead(job.group.channel)
     if lead is not None:
-        lead.send(load_message(job.device))
+        lead.send(load_message(job.device, None if job.dummy else job.folder))
     progress.start_up.done("earlier runs")
-    target, weights = load_weights(job)
+    target, weights = load_weights(job, summed=job.sums is not None)
+    if job.sums is not None:
+        job.sums.check(target.weight_sums)
     progress.start_up.done("weights")
     if job.spec.fp8_kv:
         source = give_scales(
@@ -179,17 +185,17 @@ def load_engine(
     if job.device.type == "cuda":
         progress.phase("compiling kernels and capturing the graphs of the rounds")
         progress.start_up.done("batch and drafter")
-        engine.prepare(usual_mode(job), shared=config.decode.n > 1 or shares_prefix, most_rounds=most_rounds)
+        engine.prepare(usual_mode(job), shared=shares_prefix, most_rounds=most_rounds)
         progress.start_up.done("other preparations", engine.planner.seconds)
     return engine
 
 
-def load_weights(job: JobModel) -> tuple[Target, Any]:
-    """The target, and the drafter's weights, both in the device's memory."""
+def load_weights(job: JobModel, *, summed: bool = False) -> tuple[Target, Any]:
+    """The target, and the drafter's weights, both in the device's memory. summed: as of `Target.load`."""
     ranks = None if job.group is None else job.group.collectives
     target = Target.load(
         job.folder, job.spec, dtype=job.dtype, device=job.device, dummy=job.dummy, ranks=ranks, adapter=job.adapter,
-        adapters=job.adapters,
+        adapters=job.adapters, summed=summed,
     )  # fmt: skip
     return target, job.drafter.load(dtype=job.dtype, device=job.device)
 

@@ -30,6 +30,7 @@ from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import resolve_dtype
 from batchspec.model.tokenizer import Tokenizer
+from batchspec.model.weight_sums import SumsOfJob
 from batchspec.model.weights import judge_model
 from batchspec.packing.admit import Admission
 from batchspec.packing.constraints import Constraints
@@ -86,6 +87,8 @@ class Job(JobModel):
     admission: Admission
     kv_scales: KVScales | None = None
     """With cache.dtype=fp8: the scales that an earlier run wrote to the output folder."""
+    sums: SumsOfJob | None = None
+    """What every load of the weights is compared with; None: nothing is compared."""
 
     @property
     def shard_rows(self) -> int:

@@ -18,8 +18,8 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import KVCache
+from batchspec.cache.sharing_cost import SharingCost
 from batchspec.draft.base import NoFeatures
-from batchspec.engine.shared_prefix import SharingCost
 from batchspec.kernels.sampling.sample import gumbel_reference
 from batchspec.model.rope_config import RopeSpec
 from batchspec.model.spec import ModelSpec

@@ -8,6 +8,7 @@ The environment says what: FAULT is KIND RANK STEP. From that step of that rank'
     hang      a step never ends
     poison    the process dies when it prefills a prompt that begins with token STEP
     device    the rank has another one
+    files     the model's files are replaced before the rank reads them
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 from batchspec.cli import guarded
 from batchspec.cluster import worker
@@ -56,6 +58,8 @@ def make_faulty() -> None:
 
     if KIND == "device":
         put(follower, "device_facts", lambda _: "NVIDIA H100")
+    if KIND == "files":
+        put(follower, "weight_files", lambda _: SimpleNamespace(state="other"))
     Engine.__init__, Executor.execute = built, executed  # type: ignore[method-assign]
 
 

@@ -263,6 +263,11 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     ("kind", "code", "said"),
     [
         ("diverge 1 30", 70, r"the ranks of this group came to different hidden states within \d+ rounds and prefill passes;"),
+        (
+            "files 1 0",
+            2,
+            r"batchspec: .*/model: rank 1 finds other weight files than rank 0: they were written or replaced while",
+        ),
         ("oom 1 30", 2, r"batchspec: rank 1: out of memory \(CUDA out of memory. Tried to allocate 20 GiB\); free the"),
         pytest.param("oom 0 30", 2, r"batchspec: out of memory, with 4 slots, .* \(CUDA out of", marks=pytest.mark.slow),
         pytest.param("hang 1 30", 75, r"rank_faults.py., line \d+ in executed", marks=pytest.mark.slow),

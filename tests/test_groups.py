@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +12,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from batchspec.cache.page_tables import RowPages
+from batchspec.cache.sharing_cost import NO_LAUNCHES, SharingCost
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.engine import Engine
 from batchspec.engine.request_state import RequestState
-from batchspec.engine.shared_prefix import MIN_PAGES, PrefixGroups, PrefixGroupTables, SharingCost, find_groups
+from batchspec.engine.shared_prefix import MIN_PAGES, PrefixGroups, PrefixGroupTables, find_groups
 from batchspec.engine.step import PrefixGroup, ScheduledRound
 from tests.engines import DEVICE, VOCAB, packed, request, tiny_spec, tiny_target
 
@@ -166,11 +165,10 @@ def test_sharing_pays_when_it_saves_more_bytes_than_a_second_pass_and_its_partia
 
 def test_what_sharing_saves_and_costs_follows_from_a_layer_of_the_model() -> None:
     """Pages of 4 tokens, 5 queries; 2 K/V heads and 4 heads of 4 numbers in fp32. Without launches a second pass is free."""
-    found = SharingCost.of(tiny_target(torch.float32), page_size=4, max_q=5, launches=True)
+    found = tiny_spec().sharing_cost(torch.float32, page_size=4, max_q=5)
     assert found == SharingCost(page_bytes=4 * 2 * 2 * 4 * 4, row_bytes=2 * 2 * 4 * 5 * 16)
-    windowed: Any = SimpleNamespace(spec=tiny_spec(windows=(3, 5)), dtype=torch.float32)
-    assert not SharingCost.of(windowed, page_size=4, max_q=5, launches=True).reads_all
-    assert SharingCost.of(windowed, page_size=4, max_q=5, launches=False).pays([PrefixGroup((0, 1), MIN_PAGES)])
+    assert not tiny_spec(windows=(3, 5)).sharing_cost(torch.float32, page_size=4, max_q=5).reads_all
+    assert NO_LAUNCHES.pays([PrefixGroup((0, 1), MIN_PAGES)])
 
 
 def test_a_model_whose_layers_all_have_windows_never_reads_a_prefix_once() -> None:

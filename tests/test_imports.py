@@ -140,6 +140,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "model.spec",
         "model.target",
         "model.weight_files",
+        "model.weight_sums",
         "packing",
         "load",
         "prepare",

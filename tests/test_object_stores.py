@@ -211,6 +211,8 @@ def test_a_job_is_committed_resumed_read_and_overwritten(lab: Lab, tmp_path: Pat
     assert (job_stats(root).completions, job_stats(root).shards) == (6, 3)
     with pytest.raises(OutputError, match="holds another job"):
         new_folder(root, 7, 2)
+    assert again.keep_kv_scales(b"scales") == b"scales"
+    assert again.keep_weight_sums(b"sums") == b"sums"
     new_folder(root, 7, 2, overwrite=True)
     assert lab.keys() == ["out/_batchspec/manifest.json"]
     assert not list(tmp_path.rglob("part-*"))

@@ -95,7 +95,7 @@ def test_a_run_whose_job_was_overwritten_publishes_nothing(out: Any) -> None:
     assert second.manifest.job != first.manifest.job
     acts: list[Callable[[], Any]] = [
         partial(first.commit, 0, tables()[0]), journal.flush, partial(first.finish, "card"), partial(first.put_report, "page"),
-        partial(first.log_run, {}), partial(first.keep_kv_scales, b"old"),
+        partial(first.log_run, {}), partial(first.keep_kv_scales, b"old"), partial(first.keep_weight_sums, b"old"),
     ]  # fmt: skip
     for act in acts:
         with pytest.raises(OutputError, match="was overwritten while this run worked on it; the run ends and publishes nothing"):
@@ -109,6 +109,15 @@ def test_a_run_whose_job_was_overwritten_publishes_nothing(out: Any) -> None:
     assert second.keep_kv_scales(b"new") == b"new"
     assert second.commit(0, tables()[0])
     assert list(second.damage()) == []
+
+
+def test_a_new_job_has_neither_scales_nor_sums_of_the_one_before(out: Any) -> None:
+    first = new_folder(out, 6, 2)
+    for keep in (first.keep_kv_scales, first.keep_weight_sums):
+        assert [keep(b"first"), keep(b"second")] == [b"first"] * 2
+    second = new_folder(out, 6, 2, overwrite=True)
+    assert (second.kv_scales(), second.weight_sums()) == (None, None)
+    assert second.keep_weight_sums(b"second") == second.weight_sums() == b"second"
 
 
 @pytest.mark.parametrize("were_kept", [False, True])

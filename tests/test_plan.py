@@ -151,7 +151,7 @@ def test_the_memory_of_quantised_models_on_a_gpu(
     assert ("K and V in e4m3" in text) == (cache == "fp8")
     held = reserve_bytes(
         made.job.spec, dtype=torch.bfloat16, slots=64, num_buckets=len(made.batch.row_buckets), draft_len=0,
-        prefill_tokens=made.batch.prefill_tokens, max_len=1536,
+        prefill_tokens=made.batch.prefill_tokens, max_len=1536, shared_tokens=1024,
     )  # fmt: skip
     assert 2 * GB < held < 10 * GB
     assert made.batch.graph_tokens is not None

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.cache.sharing_cost import SharingCost
 from batchspec.draft.none import NoDrafter
 from batchspec.engine import executor as executor_module
 from batchspec.engine import prefill
@@ -26,9 +27,11 @@ from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.results import PendingResult
 from batchspec.engine.round import RoundOptions
 from batchspec.engine.round_planner import Launch, RoundPlanner
-from batchspec.engine.shared_prefix import SharingCost
+from batchspec.engine.shared_prefix import PrefixGroupTables
+from batchspec.kernels.attention.settings import work_shape
+from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.packing.memory import GRAPH_BYTES, MOST_LENGTHS, reserve_bytes
-from batchspec.packing.planner import row_buckets
+from batchspec.packing.planner import Demand, row_buckets
 from batchspec.records import PackedBatch
 from tests.engines import DEVICE, packed, request, tiny_target
 from tests.stand_ins import small_spec
@@ -207,28 +210,79 @@ def test_a_round_with_one_longer_row_plans_for_all_that_the_job_allows() -> None
     draft_len=st.integers(0, 63),
     max_len=st.integers(2, 3000),
     longest_row=st.none() | st.integers(1, 3000),
+    longest_prompt=st.none() | st.integers(1, 3000),
+    shared=st.booleans(),
 )
+@example(slots=40, draft_len=3, max_len=3000, longest_row=None, longest_prompt=None, shared=True)
+@example(slots=40, draft_len=3, max_len=3000, longest_row=2000, longest_prompt=1500, shared=True)
 def test_memory_is_kept_for_all_graphs_of_usual_rows_and_for_those_that_longer_rows_ask_for(
-    slots: int, draft_len: int, max_len: int, longest_row: int | None
+    slots: int, draft_len: int, max_len: int, longest_row: int | None, longest_prompt: int | None, shared: bool
 ) -> None:
-    """The latter are captured in the middle of the run, when a row that is longer than those surveyed comes."""
+    """The latter are captured in the middle of the run, when a row that is longer than those surveyed comes. Of rows that share
+    prefixes there are as many graphs again, where it pays to read a prefix once."""
     longest_row = None if longest_row is None else min(longest_row, max_len)
-    batch = packed(slots, row_buckets=row_buckets(slots), max_len=max_len, longest_row=longest_row, draft_len=draft_len)
+    longest_prompt = None if longest_prompt is None else min(longest_prompt, max_len)
+    spec = small_spec(hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128)
+    batch = packed(
+        slots, row_buckets=row_buckets(slots), max_len=max_len, longest_row=longest_row, draft_len=draft_len, page_size=16,
+        longest_prompt=longest_prompt,
+    )  # fmt: skip
     one: Any = planner(batch, draft_len, draft_lens=candidates(draft_len), base=defaultdict(lambda: 1.0))
+    one._executor.sharing = spec.sharing_cost(torch.bfloat16, page_size=16, max_q=draft_len + 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
-        one.prepare(MODE)
+        one.prepare(MODE, shared=shared)
     usual = set(one._executor.graphs.prepared)
     longer = {replace(shape, max_kv=one.max_kv(max_len)) for shape in usual}
+    demand = Demand(
+        num_completions=1, prompt_tokens=1.0, output_tokens=1.0, max_tokens=max_len, longest_prompt=longest_prompt,
+        shares_prefix=shared,
+    )  # fmt: skip
     common: dict[str, Any] = {
         "dtype": torch.bfloat16, "slots": slots, "draft_len": draft_len, "prefill_tokens": 8, "max_len": max_len,
-        "longest_row": longest_row,
+        "longest_row": longest_row, "shared_tokens": demand.shared_tokens,
     }  # fmt: skip
-    held, without = (reserve_bytes(small_spec(), num_buckets=count, **common) for count in (len(batch.row_buckets), 0))
+    held, without = (reserve_bytes(spec, num_buckets=count, **common) for count in (len(batch.row_buckets), 0))
     assert held - without >= GRAPH_BYTES * len(usual | longer)
+    once = GRAPH_BYTES * len(batch.row_buckets) * (MOST_LENGTHS + 1)
     if longest_row in (None, max_len):  # all rows are as prepared: not twice as much
-        assert held - without <= GRAPH_BYTES * len(batch.row_buckets) * (MOST_LENGTHS + 1)
+        assert held - without <= once * (2 if shared else 1)
         assert longer == usual
+    if not shared:
+        assert held - without <= 2 * once
+
+
+@given(
+    slots=st.integers(2, 256),
+    draft_len=st.integers(0, 63),
+    max_len=st.integers(300, 9000),
+    heads=st.sampled_from([(32, 8), (9, 3)]),
+)
+def test_memory_is_kept_for_the_partial_results_of_prefixes_that_are_read_once(
+    slots: int, draft_len: int, max_len: int, heads: tuple[int, int]
+) -> None:
+    """Beside those of rounds that read them by row. What long rows and prefixes are cut into fills an H200 once, whatever the
+    batch: up to 100 MB, part of what is kept for all workspaces."""
+    num_heads, kv_heads = heads
+    spec = small_spec(hidden_size=128 * num_heads, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=128)
+    if not spec.sharing_cost(torch.bfloat16, page_size=1, max_q=draft_len + 1).may_pay(slots, max_len):
+        return
+    shape = work_shape(
+        num_rows=slots, max_q=draft_len + 1, max_kv=max_len, num_heads=num_heads, kv_heads=kv_heads, head_dim=128, page_size=16,
+        dtype=torch.bfloat16, num_sms=132,
+    )  # fmt: skip
+    tables, rows = PrefixGroupTables(slots, 16, torch.device("cpu")), torch.zeros(slots + 1, dtype=torch.int32)
+    batch = rows, rows[1:], torch.zeros(slots * (draft_len + 1), dtype=torch.int64)
+    lines = [split_kv_schedule(*batch, shape=shape, shared=shared).num_lines for shared in (None, tables.first(slots))]
+    by_row, once = (4 * (128 + 1) * kv_heads * count for count in lines)
+    held = [
+        reserve_bytes(
+            spec, dtype=torch.bfloat16, slots=slots, num_buckets=0, draft_len=draft_len, prefill_tokens=8, max_len=max_len,
+            shared_tokens=tokens,
+        )
+        for tokens in (0, max_len)
+    ]  # fmt: skip
+    assert held[1] - held[0] + 100e6 >= once - by_row
 
 
 @pytest.mark.parametrize(("most_rounds", "buckets"), [(None, (1, 2, 4)), (2, (1, 2, 4)), (1, (4,))])

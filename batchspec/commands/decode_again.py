@@ -31,6 +31,7 @@ from batchspec.prepare import Job, open_job, survey_first
 from batchspec.records import Completion, Ids, Request
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runner.kv_scales import with_saved_scales
+from batchspec.runner.weight_sums import with_kept_sums
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
 from batchspec.token_automaton import DEAD, ENDS, FORCED, MASK, TokenAutomaton
@@ -91,7 +92,8 @@ def job_of(out: str | Path, dtype: str | None, device: str | None, *, other_kv: 
     dtype, device  to decode with; None: those of the job
     other_kv       with the other cache.dtype: the model's for a job in fp8, fp8 for any other
     Each of the three also decodes without decode.deterministic, whose bits are those of the job's own dtype, device and cache.
-    Raises OutputError if there is no job, it scored prompts, or the input or the model have changed.
+    Raises OutputError if there is no job, it scored prompts, or the input or the model have changed; of weights, those that
+    samples do not show are found when they are loaded.
     """
     output = OutputFolder(out)
     config = from_dict(output.manifest.config)
@@ -109,7 +111,7 @@ def job_of(out: str | Path, dtype: str | None, device: str | None, *, other_kv: 
         config.decode.deterministic = False
     if other_kv:
         config.cache = other_cache(as_run)
-    return with_saved_scales(open_job(config), output)
+    return with_kept_sums(with_saved_scales(open_job(config), output), output)
 
 
 def other_cache(job: Job) -> CacheConfig:

@@ -177,6 +177,7 @@ class Plan:
     def _memory(self, batch: PackedBatch, pages_bytes: int) -> str:
         """What the run will allocate, and what is free now. On a CPU the memory of passes and rounds is not planned."""
         job = self.job
+        demand = self.survey.demand(job.source.num_rows, job.admission.max_len)
         parts = {
             "weights": job.spec.weight_bytes(job.dtype),
             "drafter": job.drafter.weight_bytes(dtype=job.dtype, device=job.device),
@@ -184,9 +185,7 @@ class Plan:
             "schemas": automata_bytes(job),
             "graphs of prefill": padded_prefill_bytes(job),
             "K/V": pages_bytes,
-            "passes, rounds and graphs": held_back_bytes(batch, job.spec, job.dtype, scores=self._scores)
-            if job.device.type == "cuda"
-            else 0,
+            "passes, rounds and graphs": held_back_bytes(batch, job.spec, job.dtype, demand) if job.device.type == "cuda" else 0,
         }
         text = " + ".join(f"{_bytes(size)} {name}" for name, size in parts.items() if size)
         return f"memory       {text} = {_bytes(sum(parts.values()))} of {_bytes(free_memory(job.device))} that are free"

@@ -16,6 +16,7 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import KVCache
+from batchspec.cache.sharing_cost import NO_LAUNCHES
 from batchspec.draft.base import Drafter
 from batchspec.engine.graphs import Graphs, Shape
 from batchspec.engine.prefill import rehearse
@@ -24,7 +25,7 @@ from batchspec.engine.prefill_graphs import PrefillGraphs
 from batchspec.engine.prefill_runner import PrefillRunner
 from batchspec.engine.results import PendingResult
 from batchspec.engine.round import RoundOptions
-from batchspec.engine.shared_prefix import PrefixGroupTables, SharingCost
+from batchspec.engine.shared_prefix import PrefixGroupTables
 from batchspec.engine.step import ScheduledRound, ScheduledStep
 from batchspec.engine.tree_round import round_for
 from batchspec.model.target import Target
@@ -86,7 +87,9 @@ class Executor:
         )
         self.prefix_groups = PrefixGroupTables(batch.num_slots, batch.page_size, device)
         self.graphs = Graphs(self.round, self.rows, self.prefix_groups)
-        self.sharing = SharingCost.of(target, page_size=batch.page_size, max_q=batch.draft_len + 1, launches=self.graphs.captures)
+        self.sharing = NO_LAUNCHES
+        if self.graphs.captures:
+            self.sharing = spec.sharing_cost(target.dtype, page_size=batch.page_size, max_q=batch.draft_len + 1)
         self.prefill_graphs: PrefillGraphs | None = None
         if prefill_graphs and not overlap:
             self.prefill_graphs = PrefillGraphs(self.round, self.rows, self.graphs, max_tokens=batch.most_graph_tokens)

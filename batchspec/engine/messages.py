@@ -27,6 +27,8 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     tuned: Table
     """How the leader computes matrix products (`batchspec.tuning.table`): all ranks must do the same, whatever their own files
     say."""
+    files: str = ""
+    """`WeightFiles.state` of the leader: every rank must load the files that the leader does; empty: not compared."""
 
 
 class Calibrate(msgspec.Struct, frozen=True, tag=True):

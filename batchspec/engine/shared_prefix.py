@@ -6,7 +6,6 @@ The scheduler finds the groups (`PrefixGroups`); the executor keeps them on the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
@@ -17,61 +16,9 @@ from batchspec.batch.device_batch import upload
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.step import PrefixGroup
 from batchspec.kernels.attention.work_list import SharedPrefixes
-from batchspec.model.target import Target
 
 MIN_PAGES = 8
 """Minimum number of pages of a shared prefix that is read once."""
-SECOND_PASS_BYTES = 40 << 20
-"""Cost of a second pass over the rows and of merging its results, for each layer: the bytes that attention reads in that time."""
-L2_SHARE = 0.5
-"""Share of the saved bytes that rows with a shared prefix would have found in the L2 cache. Both numbers are fitted to 17 shapes,
-each measured once on an H200 (`python -m batchspec.kernels.attention.verify_attention prefixes`), and were tested on no others.
-For three of these shapes the rule chooses the slower way, by 1 to 4 % of attention; always reading once takes up to twice the
-time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharingCost:
-    """Tells whether attention is faster if it reads shared prefixes once, from the bytes of one layer: all layers save and cost
-    the same.
-
-    Rows with a shared prefix take a second launch, over the groups, and a third, which merges the partial results of both.
-    """
-
-    page_bytes: int
-    """Bytes of K and V of a page in one layer."""
-    row_bytes: int
-    """Bytes of the partial results of a group's member, of the prefix and of its own keys: fp32, written and read once."""
-    pass_bytes: int = SECOND_PASS_BYTES
-    reads_all: bool = True
-    """Whether some layer reads all keys. Layers with a window read shared prefixes once per row."""
-
-    @staticmethod
-    def of(target: Target, *, page_size: int, max_q: int, launches: bool) -> SharingCost:
-        """max_q: queries of a row in a round. launches: attention launches kernels; otherwise a second pass costs nothing."""
-        spec = target.spec
-        if not launches:
-            return SharingCost(page_bytes=1, row_bytes=0, pass_bytes=0)
-        return SharingCost(
-            page_bytes=page_size * spec.kv_layout(target.dtype, page_size).token_bytes,
-            row_bytes=2 * 2 * 4 * max_q * max(attention.inner_size for attention in spec.attentions),
-            reads_all=None in spec.windows,
-        )
-
-    def pays(self, groups: Sequence[PrefixGroup]) -> bool:
-        """Whether a round over rows with these groups is faster if it reads their prefixes once.
-
-        Reading a prefix once takes about as long as reading it for two rows, so a group of two saves nothing.
-        """
-        if not (groups and self.reads_all):
-            return False
-        pages = sum((len(group.slots) - 2) * group.num_pages for group in groups)
-        members = sum(len(group.slots) for group in groups)
-        return self.pass_bytes == 0 or (1 - L2_SHARE) * pages * self.page_bytes - members * self.row_bytes > self.pass_bytes
-
-    def may_pay(self, num_slots: int, num_pages: int) -> bool:
-        """Whether `pays` can be true in a batch of `num_slots` whose prefixes have at most `num_pages` pages."""
-        return self.pays([PrefixGroup(tuple(range(num_slots)), num_pages)])
 
 
 class PrefixGroups:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from batchspec.cache.layout import KVLayout
+from batchspec.cache.sharing_cost import SharingCost
 from batchspec.errors import CheckpointError
 from batchspec.model.blocks.attention import AttentionSpec
 from batchspec.model.blocks.base import PLAIN_NORM, WHOLE, BlockSpec, Gemm, NormForm, Shard, TensorSpec, projections
@@ -75,6 +76,11 @@ class ModelSpec:
             dtype=dtype, fp8=self.fp8_kv, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, page_size=page_size,
             ordered=self.ordered,
         )  # fmt: skip
+
+    def sharing_cost(self, dtype: torch.dtype, *, page_size: int, max_q: int) -> SharingCost:
+        """What it saves and costs in rounds of `max_q` queries a row to read prefixes that rows share once."""
+        inner_size = max(attention.inner_size for attention in self.attentions)
+        return SharingCost.of(self.kv_layout(dtype, page_size), inner_size=inner_size, windows=self.windows, max_q=max_q)
 
     @property
     def ordered(self) -> bool:

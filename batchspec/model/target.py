@@ -27,6 +27,7 @@ from batchspec.model.rewrite import rewrite
 from batchspec.model.rope import rope_frequencies, rope_of
 from batchspec.model.spec import EMBEDDING, FINAL_NORM, OUTPUT, ModelSpec, layer_prefix
 from batchspec.model.vocabulary import gather_logits, greedy_of_ranks
+from batchspec.model.weight_sums import WeightSums
 from batchspec.model.weights import Checkpoint, DummyWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -75,6 +76,8 @@ class Target:
         before an engine is made: caches hold views of it."""
         self.all_kv_scales: Tensor | None = None
         """The same for all heads of the model, on the CPU."""
+        self.weight_sums: WeightSums | None = None
+        """Of the files that the weights came from, where `load` was asked for them."""
         self._has_experts = spec.experts is not None
         self._first_live_slot = torch.ones(1, dtype=torch.int64, device=device)  # on the device: captured rounds read it
         scale = spec.embedding_scale
@@ -84,17 +87,23 @@ class Target:
     def load(
         cls, folder: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, dummy: bool = False,
         ranks: Collectives | None = None, adapter: Adapter | None = None, adapters: AdapterSource | None = None,
+        summed: bool = False,
     ) -> Target:  # fmt: skip
         """Read the folder's safetensors, merged with an adapter if there is one; with `dummy` make random weights instead.
 
         adapters  those of spec.lora
-        Raises CheckpointError as the readers of checkpoint and adapters do.
+        summed    compute `weight_sums` too, of the files before an adapter is merged
+        Raises CheckpointError as the readers of checkpoint and adapters do, and if a file was changed meanwhile.
         """
         lora = None if adapters is None else adapters.load(spec, dtype=dtype, device=device)
         if dummy:
             return cls(spec, DummyWeights(spec, dtype=dtype, device=device), device, ranks, lora)
-        with Checkpoint(folder, spec, dtype=dtype, device=device) as weights:
-            return cls(spec, adapted(weights, adapter, spec), device, ranks, lora)
+        with Checkpoint(folder, spec, dtype=dtype, device=device, summed=summed) as weights:
+            target = cls(spec, adapted(weights, adapter, spec), device, ranks, lora)
+            if summed:
+                target.weight_sums = weights.sums()
+            weights.check_unchanged()
+            return target
 
     def _layer_weights(self, weights: Weights, index: int) -> LayerWeights:
         return LayerWeights(weights, self.spec.formats, layer_prefix(index), self._lora)

@@ -1,4 +1,7 @@
-"""The files of a model's weights, and the digests that tell whether they are those that a job began with."""
+"""The files of a model's weights, and digests that tell without reading all of them whether they can be those of a job.
+
+A run that other weights would only end after they are loaded is refused before that by these. `weight_sums.py` reads every byte.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,12 @@ class WeightFiles:
                     file.seek(data + (size - data) * sample // _SAMPLES)
                     digest.update(file.read(_SAMPLE_BYTES))
         return digest.hexdigest()
+
+    @property
+    def state(self) -> str:
+        """Changes when a file is written to or replaced: sizes and times of all files. To be compared on one machine only."""
+        facts = [(path.name, path.stat()) for path in self.paths]
+        return sha256(repr([(name, own.st_size, own.st_mtime_ns) for name, own in facts]).encode()).hexdigest()
 
     @property
     def tensors(self) -> str:

@@ -20,6 +20,8 @@ from batchspec.model.kv_scales import SUFFIXES
 from batchspec.model.quant.base import Pieces, Slices
 from batchspec.model.shard import slices_of
 from batchspec.model.spec import EMBEDDING, OUTPUT, ModelSpec, load_spec
+from batchspec.model.weight_files import WeightFiles
+from batchspec.model.weight_sums import Summing, WeightSums
 
 Shapes = dict[str, tuple[int, ...]]
 _DUMMY_EXPONENTS = (118, 125)
@@ -112,33 +114,64 @@ class Checkpoint:
     for a model that cannot be cut.
     """
 
-    def __init__(self, folder: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, folder: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, summed: bool = False) -> None:
+        """summed  compute the sums of all tensors while they are read, for `sums`"""
         self._folder, self.dtype, self.device = folder, dtype, device
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
+        self._summing: Summing | None = None
         self._slices, spec = slices_of(spec), spec.whole or spec
         self._specs = {tensor.name: tensor for tensor in spec.tensors()}
         files = LocalFiles(folder)
         check_tensors(files.where, spec, stored_tensors(files))
+        names = weight_names(files)
+        self._paths = WeightFiles(tuple(folder / name for name in names))
+        self._state = self._paths.state
         with self._stack:
-            for name in weight_names(files):
+            for name in names:
                 handle = self._open(folder / name)
                 self._files.update(dict.fromkeys(handle.keys(), handle))
             self._check_tied(spec)
+            if summed:
+                self._summing = Summing()
+                self._stack.callback(self._summing.close)
             self._stack = self._stack.pop_all()
 
     def tensor(self, name: str) -> Tensor:
         return as_computed(self._specs[name], self.stored(name), self.dtype)
 
     def stored(self, name: str) -> Tensor:
+        self._sum(name)
         own, file = () if self._slices is None else self._slices.get(name), self._files[name]
         tensor: Tensor = taken(file.get_slice(name), own) if own else file.get_tensor(name)
         tensor = tensor.to(self.device)
         return torch.zeros_like(tensor) if own is None else tensor
 
     def entry(self, name: str, index: int) -> Tensor:
+        self._sum(name)
         part: Tensor = self._files[name].get_slice(name)[(slice(index, index + 1), *_of_entry(self._slices, name))]
         return part[0].to(self.device)
+
+    def sums(self) -> WeightSums:
+        """Of all tensors of the files, of a rank too; only with `summed`. Waits until they are computed."""
+        assert self._summing is not None
+        for name in self._files:
+            self._sum(name)
+        return self._summing.result()
+
+    def check_unchanged(self) -> None:
+        """Raises CheckpointError if a file was written or replaced since the checkpoint was opened: what was read may be of two
+        models."""
+        if self._paths.state != self._state:
+            raise CheckpointError(
+                f"{shown(self._folder)}: the weight files were written or replaced while they were loaded; run the same command "
+                "again when that is over"
+            )
+
+    def _sum(self, name: str) -> None:
+        """Begin the sum of a tensor where it is read first, so that its bytes come from the disk once."""
+        if self._summing is not None and name not in self._summing:
+            self._summing.begin(name, self._files[name].get_tensor(name))
 
     def __enter__(self) -> Checkpoint:
         return self

@@ -8,10 +8,13 @@ L layers, e bytes a number:
               Factor 1.5 for fragmentation by the allocator
     a round   the same for R S tokens, in the graphs' pool; 3 * 4 R S V of fp32 logits and their copies for sampling, for at least
               512 tokens if prompts are scored
-    attention 4 S NH (D + 2) for each (row, 512 keys): partial results, merged by log-sum-exp
+    attention 4 S NH (D + 2) for each (row, 512 keys): partial results, merged by log-sum-exp; two more for each row
+              that may share a prefix
     state     R (5 max_len + 4 V): token buffers, page table, counts of tokens for penalties
     graphs    16 MB for each row bucket and draft length, at most 13 of these, and 0 twice: the next round may draft or not. Twice
-              as many if rows may be longer than those surveyed: their graphs are captured when the first such row comes
+              as many if rows may be longer than those surveyed: their graphs are captured when the first such row comes. All of
+              them twice if rows share prefixes, samples of a row too, and it may pay to read them once
+              (`cache/sharing_cost.py`); as `shared_tokens` the longest surveyed prompt counts
     adapters  of a model with LoRA adapters of rows: the values between their two products, of T and of R S tokens
     exchanges 4 e R S H + 128 MiB, of a model that several GPUs compute: buffers that they read from each other
     fixed     2 GB: workspaces of matrix products and attention, compiled kernels, fragmentation
@@ -41,7 +44,7 @@ GRAPH_BYTES = 16 * 10**6
 MOST_LENGTHS = 13
 ODD_BLOCKS = 1.5
 LOGIT_COPIES = 3
-CHUNK_TOKENS = 512
+CHUNK_TOKENS, SHARED_CHUNKS = 512, 2
 LAYER_LAUNCH_S, PREFILL_FLOP_S = 1.5e-3, 8e14
 """Seconds in which a slow host launches a layer's kernels of a prefill pass, and flop/s of a fast GPU. Beside an H200, whose
 products run at 6.9e14, the host took 1.1 ms for a layer of SmolLM2 (2026-11)."""
@@ -60,21 +63,27 @@ def reserve_bytes(
     prefill_tokens: int,
     max_len: int,
     longest_row: int | None = None,
+    shared_tokens: int = 0,
     scores: bool = False,
 ) -> int:
     """Bytes that must stay free besides weights and pages; the formula is in the module's docstring.
 
-    longest_row  tokens of the longest row surveyed, up to max_len; None: no row was surveyed, and all graphs are for max_len
-    scores       prompts are scored
+    longest_row    tokens of the longest row surveyed, up to max_len; None: no row was surveyed, and all graphs are for max_len
+    shared_tokens  tokens of the longest prefix that rows may share; 0: rows share none
+    scores         prompts are scored
     """
     verified = slots * (draft_len + 1)
     passes = _activation_bytes(spec, dtype, prefill_tokens) + _activation_bytes(spec, dtype, verified)
     logits = 4 * LOGIT_COPIES * (max(verified, SCORED_TOKENS) if scores else verified) * spec.num_logits
-    chunks = slots * -(-max_len // CHUNK_TOKENS)
+    # The saved bytes of a prefix do not depend on how many tokens its pages have.
+    shares = spec.sharing_cost(dtype, page_size=1, max_q=draft_len + 1).may_pay(slots, shared_tokens)
+    chunks = slots * (-(-max_len // CHUNK_TOKENS) + (SHARED_CHUNKS if shares else 0))
     partials = 4 * chunks * (draft_len + 1) * max(a.inner_size + 2 * a.num_heads for a in spec.attentions)
     state = slots * (5 * max_len + 4 * spec.vocab_size)
     graphs = GRAPH_BYTES * num_buckets * (min(draft_len + 1, MOST_LENGTHS) + 1)
     if longest_row is not None and longest_row < max_len:
+        graphs *= 2
+    if shares:
         graphs *= 2
     exchanges = 0 if spec.shard.ranks == 1 else 4 * dtype.itemsize * verified * spec.hidden_size + PREFILL_EXCHANGE_BYTES
     adapters = 0 if spec.lora is None else spec.lora.temporary_bytes(prefill_tokens) + spec.lora.temporary_bytes(verified)

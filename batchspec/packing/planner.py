@@ -46,8 +46,15 @@ class Demand:
     """Longest prompt of the surveyed rows."""
     longest_row: int | None = None
     """Longest prompt + max_new_tokens of the surveyed rows."""
+    shares_prefix: bool = False
+    """Rows share prefixes of many pages, or may, where none was surveyed; samples of a row share its prompt."""
     scores: bool = False
     """Prompts are scored: the logits of all tokens are computed, and nothing is decoded."""
+
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens of the longest prefix that rows may share, 0: they share none."""
+        return (self.longest_prompt or self.max_tokens) if self.shares_prefix else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,12 +162,12 @@ def forecast(
     )  # fmt: skip
 
 
-def held_back_bytes(batch: PackedBatch, spec: ModelSpec, dtype: torch.dtype, *, scores: bool = False) -> int:
-    """Bytes of GPU memory that passes, rounds and graphs of this batch need."""
+def held_back_bytes(batch: PackedBatch, spec: ModelSpec, dtype: torch.dtype, demand: Demand) -> int:
+    """Bytes of GPU memory that passes, rounds and graphs of this batch need. demand: the one it was chosen for."""
     return reserve_bytes(
         spec, dtype=dtype, slots=batch.num_slots, num_buckets=len(batch.row_buckets), draft_len=batch.draft_len,
         prefill_tokens=min(batch.prefill_tokens, batch.num_slots * batch.max_len), max_len=batch.max_len,
-        longest_row=batch.longest_row, scores=scores,
+        longest_row=batch.longest_row, shared_tokens=demand.shared_tokens, scores=demand.scores,
     )  # fmt: skip
 
 
@@ -215,6 +222,7 @@ def _held_back(
             prefill_tokens=min(tokens, slots * demand.max_tokens),
             max_len=demand.max_tokens,
             longest_row=demand.longest_row,
+            shared_tokens=demand.shared_tokens,
             scores=demand.scores,
         )
         if packing.max_num_batched_tokens or tokens <= CPU_PREFILL or reserve <= free_bytes // 4:

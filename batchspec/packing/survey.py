@@ -28,9 +28,9 @@ class Survey:
     num_opened: int = 0
     """Number of requests whose prompt ends inside a thought, because the chat template begins one."""
     shares_prefix: bool = False
-    """Whether two requests of different rows and the same adapter begin with the same PREFIX_TOKENS tokens."""
-    prefixes: dict[tuple[int, bytes], int] = field(default_factory=dict)
-    """Adapter and first PREFIX_TOKENS tokens of some requests -> row of the first request that has them."""
+    """Whether two requests of the same adapter, of different rows or of one, begin with the same PREFIX_TOKENS tokens."""
+    prefixes: set[tuple[int, bytes]] = field(default_factory=set)
+    """Adapter and first PREFIX_TOKENS tokens of some requests."""
     bad: dict[str, tuple[int, str]] = field(default_factory=dict)
     """code -> (number of rows, message of the first)"""
 
@@ -52,8 +52,8 @@ class Survey:
     def _compare_prefix(self, request: Request) -> None:
         if len(self.prompt_tokens) <= PREFIX_ROWS and len(request.prompt_ids) >= PREFIX_TOKENS:
             prefix = (request.adapter, request.prompt_ids[:PREFIX_TOKENS].tobytes())
-            row = self.prefixes.setdefault(prefix, request.row_index)
-            self.shares_prefix = self.shares_prefix or row != request.row_index
+            self.shares_prefix = self.shares_prefix or prefix in self.prefixes
+            self.prefixes.add(prefix)
 
     def lengths(self, name: str) -> Ids:
         """One of the three lists as int32 [requests]."""
@@ -86,5 +86,6 @@ class Survey:
             max_tokens=longest_row if self.num_rows == num_rows else max_len,
             longest_prompt=int(prompts.max()),
             longest_row=longest_row,
+            shares_prefix=self.shares_prefix,
             scores=not caps.any(),
         )

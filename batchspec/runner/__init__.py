@@ -11,5 +11,7 @@ shard_worker.py        such a process, and what is sent between the processes
 background_commit.py   commits in a thread while the next shards are decoded
 oom_fallback.py        the run's engine, and a smaller one when memory runs out
 run_monitor.py         what is reported after each round
+kv_scales.py           the scales of an FP8 K/V cache, the same for all runs of a job
+weight_sums.py         whether all runs of a job load the same weights
 adaptation.py          a draft head that learns during the run
 """

@@ -13,10 +13,11 @@ from batchspec.config.schema import RunConfig
 from batchspec.distributed.group import Group
 from batchspec.engine.lockstep import follow
 from batchspec.engine.messages import Build, Calibrate, End, Load, Scales, decode
-from batchspec.errors import CapacityError, ConfigError
+from batchspec.errors import CapacityError, CheckpointError, ConfigError
 from batchspec.load import build_engine, check_memory, device_facts, free_bytes, load_weights, rewrite_weights
 from batchspec.model.kv_calibration import calibrate
 from batchspec.model.target import Target
+from batchspec.model.weight_files import weight_files
 from batchspec.prepare import JobModel, open_model
 from batchspec.runner.oom_fallback import OutOfMemoryGuard
 from batchspec.runner.run_shards import watchdog_s
@@ -46,6 +47,11 @@ def _follow(config: RunConfig, group: Group) -> None:
     assert isinstance(message, Load), message
     model = open_model(config, group=group)
     compute_as_leader(message, model.device, group.rank)
+    if message.files and weight_files(model.folder).state != message.files:
+        raise CheckpointError(
+            f"{model.folder}: rank {group.rank} finds other weight files than rank 0: they were written or replaced while the "
+            "ranks started; run the same command again when that is over"
+        )
     check_memory(model)
     target, weights = load_weights(model)
     if model.spec.fp8_kv:

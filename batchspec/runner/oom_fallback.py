@@ -15,6 +15,7 @@ from batchspec.engine.engine import Engine
 from batchspec.errors import CapacityError
 from batchspec.load import make_engine, plan_batch
 from batchspec.model.kv_scales import KVScales
+from batchspec.model.weight_sums import SumsOfJob
 from batchspec.packing.cost import device_rates
 from batchspec.packing.planner import PAGE_SIZE
 from batchspec.packing.survey import Survey
@@ -78,6 +79,11 @@ class EngineWithFallback:
         """Use these scales in the present engine, which holds no K/V of a row yet, and in any later one."""
         self._job = replace(self._job, kv_scales=scales)
         self.engine.use_kv_scales(scales.values)
+
+    def adopt_sums(self, sums: SumsOfJob) -> None:
+        """Compare the weights of any later engine with these. Raises OutputError where the present engine has others."""
+        sums.check(self.engine.target.weight_sums)
+        self._job = replace(self._job, sums=sums)
 
     def _make(self) -> None:
         with OutOfMemoryGuard() as guard:

@@ -223,8 +223,12 @@ class JobFolder:
         check_own(self._store, new.job)  # another command may have begun its job here while this process was suspended
         self._generations.delete()
         self._store.delete_tree("data")
-        for name in self._store.list("_batchspec"):
-            if name not in ("manifest.json", "tmp", "overwrite"):
+        for name, version in self._store.versions("_batchspec").items():
+            if name in ("manifest.json", "tmp", "overwrite"):
+                continue
+            if name.endswith(".json"):  # a file
+                self._store.delete(f"_batchspec/{name}", version)
+            else:
                 self._store.delete_tree(f"_batchspec/{name}")
         check_own(self._store, new.job)
         self._store.put(MANIFEST, new.to_json())

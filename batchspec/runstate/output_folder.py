@@ -11,6 +11,7 @@ _batchspec/attempts       what runs were computing when they crashed, see attemp
 _batchspec/sums           sha256 of each shard as a run committed it, in the format of sha256sum
 _batchspec/progress       what every run reports about itself, see heartbeats.py
 _batchspec/kv_scales.json scales of an e4m3 K/V cache, the same for all runs; written once
+_batchspec/weights.json   sha256 of every tensor of the model, the same for all runs; written once
 _batchspec/retry          retries of the complete job, see generations.py
 _batchspec/overwrite      which process deleted the folder's previous job, see overwrite.py
 """
@@ -21,6 +22,7 @@ import hashlib
 import io
 import json
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -50,6 +52,9 @@ from batchspec.storage.store import storing
 
 SUMS = "_batchspec/sums"
 KV_SCALES = "_batchspec/kv_scales.json"
+WEIGHTS = "_batchspec/weights.json"
+SETTLE_S = 1.0
+"""Without hard links, the sums of a run that began at the same moment may replace a run's own, but not after so long."""
 MAX_TRIES = 20
 """Maximum number of tries to publish a shard while runs of another job publish it too."""
 
@@ -233,6 +238,17 @@ class OutputFolder(JobFolder):
         """Keep a run's scales if no other run was first; returns those that are kept. Raises as `check_own` does."""
         self._put_own(KV_SCALES, own, once=True)
         return self._store.read(KV_SCALES)
+
+    def weight_sums(self) -> bytes | None:
+        """The sums of the weights that all runs of the job load; None if no run has kept them yet."""
+        return self._store.read(WEIGHTS) if self._store.exists(WEIGHTS) else None
+
+    def keep_weight_sums(self, own: bytes) -> bytes:
+        """Keep a run's sums if no other run was first; returns those that are kept. Raises as `check_own` does."""
+        self._put_own(WEIGHTS, own, once=True)
+        if self._store.method == "rename":
+            time.sleep(SETTLE_S)
+        return self._store.read(WEIGHTS)
 
     def log_run(self, facts: Mapping[str, Any]) -> None:
         """Store the summary of a run that has ended. Raises StorageError, and OutputError as `check_own`."""

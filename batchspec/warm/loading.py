@@ -39,7 +39,7 @@ def open_warm(model: JobModel) -> Job:
 def load(job: Job) -> Engine:
     """The engine with its weights. Raises CheckpointError and CapacityError."""
     with OutOfMemoryGuard() as guard:
-        engine = load_engine(job, expected_demand(job), ProgressBar(0))
+        engine = load_engine(job, expected_demand(job), ProgressBar(0), shares_prefix=job.config.decode.n > 1)
         engine.keeps_prefixes = True
         return engine
     raise CapacityError(
@@ -49,11 +49,14 @@ def load(job: Job) -> Engine:
 
 
 def expected_demand(job: Job) -> Demand:
-    """Endless rows of at most model.max_len tokens, with prompts of PROMPT_TOKENS and outputs of half of max_new_tokens."""
+    """Endless rows of at most model.max_len tokens, with prompts of PROMPT_TOKENS and outputs of half of max_new_tokens.
+
+    They may share prefixes: memory is kept for the graphs of such rounds.
+    """
     max_len, decode = job.admission.max_len, job.config.decode
     prompt = min(PROMPT_TOKENS, max_len - decode.max_new_tokens)
     output = decode.max_new_tokens if decode.ignore_eos else LengthPredictor().predict(decode.max_new_tokens)
     return Demand(
         num_completions=GPU_SLOTS, prompt_tokens=float(prompt), output_tokens=float(output), max_tokens=max_len,
-        scores=decode.max_new_tokens == 0,
+        shares_prefix=True, scores=decode.max_new_tokens == 0,
     )  # fmt: skip

@@ -1,0 +1,58 @@
+"""All runs of a job load the same weights: the first keeps the sums of its own in the output folder, all others are compared.
+
+The comparison comes after the weights are loaded and before a row is written. Other weights that samples of the files show are
+refused earlier, by the job's fingerprint (`identity.py`). Not compared: dummy weights, which are the same for all; a drafter's,
+on which no token depends; a LoRA adapter's, whose whole file is part of the fingerprint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from batchspec.model.weight_sums import SumsOfJob, WeightSums
+from batchspec.prepare import Job
+from batchspec.report.progress_bar import ProgressBar
+from batchspec.runner.oom_fallback import EngineWithFallback
+from batchspec.runstate.claims import this_process
+from batchspec.runstate.output_folder import WEIGHTS, OutputFolder
+
+UNKNOWN = (
+    "the weights of earlier runs are known by samples only: none of them kept sums (batchspec did not before this version); this "
+    "run keeps those of its own"
+)
+
+
+def with_kept_sums(job: Job, output: OutputFolder, *, new_job: bool = False) -> Job:
+    """The job with the sums of its earlier runs, or with none to compare with if there are none. Raises OutputError if they are
+    damaged.
+
+    new_job  no earlier run is of this job, whatever the folder holds
+    """
+    if job.dummy:
+        return job
+    data = None if new_job else output.weight_sums()
+    kept = None if data is None else _read(data, output)
+    return replace(job, sums=SumsOfJob(where=output.path, model=str(job.config.model.path), kept=kept))
+
+
+def keep_sums(job: Job, output: OutputFolder, holder: EngineWithFallback, progress: ProgressBar, *, has_rows: bool) -> None:
+    """After the folder is made and before a row is written: this run's sums become the job's, or are compared with those that
+    another run has kept since.
+
+    has_rows  earlier runs have saved rows
+    Raises OutputError where another run was first, with other weights.
+    """
+    if job.sums is None or job.sums.kept is not None:  # those that are kept were compared when the engine was made
+        return
+    own = holder.engine.target.weight_sums
+    assert own is not None
+    if has_rows:
+        progress.phase(UNKNOWN)
+    run = f"run {output.attempt[:8]} on {this_process()['host']} at {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    kept = output.keep_weight_sums(replace(own, run=f"{run} (model.path={job.sums.model})").to_json())
+    holder.adopt_sums(replace(job.sums, kept=_read(kept, output)))
+
+
+def _read(data: bytes, output: OutputFolder) -> WeightSums:
+    return WeightSums.from_json(data, f"{output.path}/{WEIGHTS}")
