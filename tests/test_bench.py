@@ -22,6 +22,7 @@ from batchspec.commands.bench_schemas import following, symbols_of
 from batchspec.commands.profile import read_trace
 from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.commands.workloads import make_job, make_workload
+from batchspec.draft import pard
 from batchspec.engine.engine import Engine
 from batchspec.engine.prefill_graphs import PrefillGraphs
 from batchspec.errors import ConfigError, InputError
@@ -287,6 +288,26 @@ def test_a_model_runs_to_the_cap_or_to_its_own_ends_over_prompts_as_chats(tmp_pa
         ("whole", "none", 9 * 24), ("whole", "lookup K=2", 9 * 24), ("ends", "none", ends), ("ends", "lookup K=2", ends),
     ]  # fmt: skip
     assert 1 <= found[3]["mean_acceptance_length"] <= 3
+
+
+def test_a_small_model_drafts_with_every_length_and_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the model itself, so that every draft is accepted."""
+    make_tokenizer(tmp_path / "model")
+    make_checkpoint(tmp_path / "model", "llama")
+    pl.DataFrame({"prompt": ["1 and 2?", "3 and 4?"]}).write_parquet(tmp_path / "in.parquet")
+    loaded, load = list[Path](), pard.load_pard
+
+    def noted(folder: Path, *rest: Any, **named: Any) -> pard.PardModel:
+        loaded.append(folder)
+        return load(folder, *rest, **named)
+
+    monkeypatch.setattr(pard, "load_pard", noted)
+    real = ["--model", str(tmp_path / "model"), "--input", str(tmp_path / "in.parquet"), "--batch", "2", "--gen", "13"]
+    words = ["--draft", "pard", "--draft-path", str(tmp_path / "model"), "--k", "2", "3", "--dtype", "float32", "--device", "cpu"]
+    assert bench.main([str(tmp_path / "o.jsonl"), "tiny", *real, *words]) == 0
+    found = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    assert [(row["variant"], row["mean_acceptance_length"]) for row in found] == [("pard K=2", 3.0), ("pard K=3", 4.0)]
+    assert loaded == [tmp_path / "model"]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchspec.distributed import channel as module
-from batchspec.distributed.channel import FRAME, RING, Channel, Progress, make_memory
+from batchspec.distributed.channel import FRAME, KEPT, RING, Channel, Progress, make_memory
 from batchspec.errors import RankLost
 from tests.runs import fork_context
 
@@ -108,7 +108,28 @@ def test_the_digest_of_a_result_is_waited_for(handle: int) -> None:
     assert leader.progress(1).results == 4
 
 
-@pytest.mark.parametrize("waiting", ["receive", "told", "send"])
+def test_a_follower_overwrites_no_digest_that_the_leader_may_ask_for(handle: int) -> None:
+    leader, follower = ends(handle, 2)
+    first = 5 * KEPT
+    leader.pass_by(first)
+
+    def tell_all() -> None:
+        for number in range(first + 1, first + 3 * KEPT):
+            follower.tell(number, -number)
+
+    thread = threading.Thread(target=tell_all)
+    thread.start()
+    for number in range(first + 1, first + 3 * KEPT, 700):
+        thread.join(0.02)
+        leader.pass_by(number)
+        leader.pass_by(first)  # it goes back to none
+        assert leader.told(1, number) == -number
+    leader.pass_by(first + 3 * KEPT)
+    thread.join(10)
+    assert leader.progress(1).results == first + 3 * KEPT - 1
+
+
+@pytest.mark.parametrize("waiting", ["receive", "told", "send", "tell"])
 def test_whoever_waits_for_a_group_hears_that_a_rank_is_lost(handle: int, waiting: str) -> None:
     leader, follower = ends(handle, 2)
     parent = Channel(handle, None, 2)
@@ -120,6 +141,8 @@ def test_whoever_waits_for_a_group_hears_that_a_rank_is_lost(handle: int, waitin
                 follower.receive()
             elif waiting == "told":
                 leader.told(1, 1)
+            elif waiting == "tell":
+                follower.tell(KEPT, 0)
             else:
                 while True:
                     leader.send(bytes(FRAME))

@@ -27,7 +27,7 @@ RING = 1 << 23
 FRAME = 1 << 20
 MAX_RANKS = 16
 KEPT = 1024
-"""Number of digests of a rank that are kept: the leader asks for one after at most this many further results."""
+"""Number of digests of a rank that are kept. A follower that would be so many results ahead of the leader waits for it."""
 _HEADER = struct.Struct("<IIQ")
 """Header of a frame: checksum of the rest, bytes in the frame, bytes of the message that follow in later frames."""
 _LINE = 2 * KEPT + 8
@@ -91,9 +91,18 @@ class Channel:
                 self._line(self.rank)[_MESSAGES] += 1
                 return b"".join(parts)
 
+    def pass_by(self, number: int) -> None:
+        """Report that the leader will ask for no digest of fewer than `number` results."""
+        line = self._line(0)
+        line[_RESULTS] = max(int(line[_RESULTS]), number)
+
     def tell(self, number: int, digest: int) -> None:
-        """Report that this rank has read `number` results, with the digest of all of them."""
-        line = self._line(self.rank)
+        """Report that this follower has read `number` results, with the digest of all of them.
+
+        Waits if that would overwrite a digest that the leader may ask for. Raises RankLost.
+        """
+        line, leader = self._line(self.rank), self._line(0)
+        self.wait(lambda: number - int(leader[_RESULTS]) < KEPT)
         line[8 + 2 * (number % KEPT)] = digest
         line[9 + 2 * (number % KEPT)] = number
         line[_RESULTS] = number

@@ -66,14 +66,20 @@ class Lead:
 
     def __init__(self, channel: Channel) -> None:
         self._channel, self._digest = channel, Digest()
+        self._scheduled = 0
+        """Number of results that the followers read in the steps that were sent."""
 
     def send(self, message: Message) -> None:
-        """Raises RankLost."""
+        """Send it. The leader will ask about no result of an earlier step that it has not read by now. Raises RankLost."""
+        self._channel.pass_by(self._scheduled)
+        if isinstance(message, Step):
+            self._scheduled += message.step.num_reads
         self._channel.send(encode(message))
 
     def begin(self) -> None:
         """A run of the engine begins."""
         self._digest.begin((self._digest.number // RUN + 1) * RUN)
+        self._scheduled = self._digest.number
         self.send(Begin(self._digest.number))
 
     def read(self, result: PendingResult) -> None:
@@ -82,6 +88,7 @@ class Lead:
         Raises DivergedError if the ranks had different hidden states where a token would have been emitted.
         """
         self._digest.add(result)
+        self._channel.pass_by(self._digest.number)
         log = result.result.log.numpy()
         if (log[log[:, 0] >= 0, 4:] == DIVERGED).any():
             raise self._diverged("hidden states")
@@ -163,6 +170,8 @@ def follow(
                     for _ in range(step.num_reads):
                         digest.add(engine.executor.read())
                         channel.tell(digest.number, digest.value)
+                        if watchdog is not None:  # the passes of one step may take longer than the limit
+                            watchdog.beat()
             case TeacherPass():
                 assert teacher_pass is not None
                 with engine.executor.stream_of_rounds():

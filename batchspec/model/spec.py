@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -59,7 +59,7 @@ class ModelSpec:
     """Longest prompt + output, in tokens."""
     dtype: str
     """The checkpoint's dtype: float32, bfloat16, float64 or float16."""
-    generation: Json
+    generation: Json = field(hash=False)
     """The sampling defaults that generation_config.json sets."""
     shard: Shard = WHOLE
     """The part that this describes: `layers` are those of one rank, all other fields the model's."""
