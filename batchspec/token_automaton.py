@@ -48,6 +48,18 @@ class TokenSymbols:
     def num_tokens(self) -> int:
         return len(self.starts) - 1
 
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of tokens: their bytes, without those that are no text. Bytes that are not valid UTF-8 become U+FFFD.
+
+        A tokenizer's decoder may drop a space at the beginning, which a constraint asks for.
+        """
+        ids = np.asarray(tokens, np.int64)
+        starts = self.starts[ids]
+        lengths = self.starts[ids + 1] - starts
+        ends = lengths.cumsum()
+        found = self.symbols[np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)]
+        return bytes(found[found < 256].astype(np.uint8)).decode("utf-8", "replace")
+
     @classmethod
     def of(cls, tokens: Sequence[bytes | int]) -> TokenSymbols:
         """Of each token its bytes, not empty, or the one symbol that it is."""
@@ -110,10 +122,16 @@ class TokenAutomaton:
         self._steps[key] = state
         return state
 
+    def read(self, state: int, data: bytes) -> int:
+        """The state after these bytes."""
+        for byte in data:
+            state = self.table.item(state, NEXT + self.classes.item(byte))
+        return state
+
     def num_allowed(self, state: int, tokens: Sequence[int]) -> int:
         """How many of these tokens, from the first on, are allowed one after the other. The last may be one that ends a row."""
         before = self.walk(state, tokens[:-1])
-        if not tokens or (before != DEAD and self._allows(before, tokens[-1])):
+        if not tokens or (before != DEAD and self.allows(before, tokens[-1])):
             return len(tokens)
         for count, token in enumerate(tokens[:-1]):
             state = self.walk(state, (token,))
@@ -121,7 +139,8 @@ class TokenAutomaton:
                 return count
         return len(tokens) - 1
 
-    def _allows(self, state: int, token: int) -> bool:
+    def allows(self, state: int, token: int) -> bool:
+        """Whether a token is allowed in a state."""
         return bool(self.masks.item(self.table.item(state, MASK), token >> 5) >> (token & 31) & 1)
 
     def allowed(self, state: int) -> NDArray[np.bool_]:

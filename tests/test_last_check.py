@@ -16,10 +16,10 @@ from torch import Tensor
 from batchspec.batch.automata import Automata, AutomatonUpload, ConstraintPlace
 from batchspec.engine.automaton_places import AutomatonPlaces
 from batchspec.engine.engine import Engine
-from batchspec.engine.last_check import CODE, LastCheck
+from batchspec.engine.last_check import LastCheck
 from batchspec.engine.lazy_places import LazyPlaces
 from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Expansion, LazyAutomaton, Recheck
-from batchspec.records import Completion, Request, Snapshot
+from batchspec.records import CONSTRAINT_VIOLATED, Completion, Request, Snapshot
 from batchspec.structured.expander import Expander
 from batchspec.token_automaton import TokenAutomaton
 from tests import grammars
@@ -54,7 +54,7 @@ def check_rows(job: Sequence[tuple[Request, Any]], done: dict[int, Completion]) 
             assert follows(pattern, out.token_ids.tolist())
         else:
             assert out.error is not None
-            violated += out.error.code == CODE
+            violated += out.error.code == CONSTRAINT_VIOLATED
     return violated
 
 
@@ -142,12 +142,14 @@ def test_a_text_that_ends_too_early_is_an_error_row(name: str, monkeypatch: pyte
 
     assert EOS == 0
     monkeypatch.setattr(AutomatonUpload, "of", staticmethod(corrupt))
-    job = [(constrained(request(i, [i, 9], cap=14, sampling=SAMPLINGS[1]), "[a-d]{9,11}"), "[a-d]{9,11}") for i in range(16)]
+    pattern = "[a-d]{9,11}"
+    of_regex = {"constraint": ("regex", pattern)}
+    job = [(constrained(request(i, [i, 9], cap=14, sampling=SAMPLINGS[1]), pattern, **of_regex), pattern) for i in range(16)]
     done = run_finite([req for req, _ in job], ALL[name]())
     assert check_rows(job, done) >= 2
     for out in done.values():
         if out.error is not None:
-            assert out.error.message.startswith("constraint: output token ")
+            assert out.error.message.startswith("regex: output token ")
             assert f"(id {EOS}) is not allowed there" in out.error.message
             assert "resume=error" in out.error.message
             assert (out.error.stage, out.error.retryable, out.token_ids) == ("decode", True, None)
@@ -159,7 +161,7 @@ def test_a_row_that_ends_at_no_stop_id_is_an_error_row(monkeypatch: pytest.Monke
     req = constrained(request(0, [5, 9], cap=4), "[a-d]{9,11}")
     out = run_finite([req], ALL["none"]())[0]
     assert out.error is not None
-    assert (out.error.code, "none of its stop ids" in out.error.message) == (CODE, True)
+    assert (out.error.code, "none of its stop ids" in out.error.message) == (CONSTRAINT_VIOLATED, True)
 
 
 class Damaged(ExpandLate):
@@ -243,7 +245,7 @@ def test_what_cannot_be_checked_is_an_error_row() -> None:
 
     out = run_lazy([following(request(0, [5, 9], cap=9), GRAMMARS[0])], ALL["none"](), expanding=Dumb(0))[0]
     assert out.error is not None
-    assert (out.error.code, "cannot be checked a second time (no memory)" in out.error.message) == (CODE, True)
+    assert (out.error.code, "cannot be checked a second time (no memory)" in out.error.message) == (CONSTRAINT_VIOLATED, True)
 
 
 def test_a_process_that_ends_is_replaced_before_a_row_is_given_up() -> None:

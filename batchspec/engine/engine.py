@@ -106,7 +106,7 @@ class Engine:
             assert not overlap, "nothing is decoded that prefill could overlap"
             assert drafter.max_len == 0, "nothing is decoded that could be drafted"
             self._scores = PromptScores(batch.num_pages, batch.page_size, self.options.logprobs or 0)
-        self._decode, self._defers_text, self._eos_ids = decode, defers_text, eos_ids
+        self._decode, self._defers_text, self._eos_ids, self._vocabulary = decode, defers_text, eos_ids, vocabulary
         self._allocator_kind = SlotAllocator if refill_dead else StaticBatching
         self._stopping = False
         self._prefill_cost: PrefillCost | None = None
@@ -352,7 +352,7 @@ class Engine:
     def _completed(self, ended: Ended) -> Completion:
         done = completion_of(
             ended.state, decode=self._decode, defers_text=self._defers_text, drafter=self.drafter.name, eos_ids=self._eos_ids,
-            slot=ended.slot, now=ended.now, nodes=self.executor.round.nodes,
+            slot=ended.slot, now=ended.now, nodes=self.executor.round.nodes, vocabulary=self._vocabulary,
         )  # fmt: skip
         if done.prompt_ids is not None and done.token_ids is not None:  # no error
             self._finished_rows.append((done.prompt_ids, done.token_ids))

@@ -12,11 +12,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
 from batchspec.engine.request_state import RequestState
-from batchspec.lazy_automaton import Expanding, LazyAutomaton, Recheck
-from batchspec.records import RowError
+from batchspec.lazy_automaton import Expanding, Recheck
+from batchspec.records import CONSTRAINT_VIOLATED, RowError
 from batchspec.token_automaton import TokenAutomaton
 
-CODE = "constraint_violated"
 CAUSE = "which only an error of the program or of the GPU can cause"
 ADVICE = "decode the row again (resume=error), and report it if it comes again"
 
@@ -84,8 +83,8 @@ class LastCheck:
             state.follows = True
         elif state.finish_reason != "error" or isinstance(found, int):
             state.fail(RowError(
-                code=CODE, stage="decode", retryable=True,
-                message=f"{_kind(state)}: {problem}; {ADVICE}",
+                code=CONSTRAINT_VIOLATED, stage="decode", retryable=True,
+                message=f"{state.request.constraint_kind or 'constraint'}: {problem}; {ADVICE}",
             ))  # fmt: skip
         self._done.append(ended)
 
@@ -100,10 +99,3 @@ def _problem(state: RequestState, found: int | str) -> str | None:
     if state.stop_id is not None and state.stop_id not in state.request.stop_ids:
         return f"the row ended at output token {len(tokens)} (id {state.stop_id}), which is none of its stop ids, {CAUSE}"
     return None
-
-
-def _kind(state: RequestState) -> str:
-    request = state.request
-    if request.constraint is not None:
-        return request.constraint[0]
-    return request.automaton.kind if isinstance(request.automaton, LazyAutomaton) else "constraint"

@@ -13,11 +13,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
 from batchspec.batch.automata import AutomataRoom, ConstraintPlace, StatesUpload
-from batchspec.engine.last_check import ADVICE, CAUSE, CODE
+from batchspec.engine.last_check import ADVICE, CAUSE
 from batchspec.engine.lazy_places import LazyPlaces
 from batchspec.engine.request_state import RequestState
 from batchspec.lazy_automaton import Answer, Ask, Expanding, Expansion, LazyAutomaton, new_epoch
-from batchspec.records import Request, RowError
+from batchspec.records import CONSTRAINT_VIOLATED, Request, RowError
 from batchspec.token_automaton import DEAD, TokenSymbols
 
 MAX_WRITTEN = 64
@@ -93,7 +93,7 @@ class LazyStates:
         row = self._row(state)
         if row.woken_at == len(state.tokens):
             said = f"the device has lost the state of its automaton, {CAUSE}"
-            self._end(row, _error(row, CODE, said, ADVICE, retryable=True))
+            self._end(row, _error(row, CONSTRAINT_VIOLATED, said, ADVICE, retryable=True))
             return
         row.waits = True
         self._is_ready(row)
