@@ -25,6 +25,7 @@ from tests.test_lossless_combined import ROOMS
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 Rule = str | Grammar
+RULES: tuple[Rule, ...] = (*PATTERNS_OF_LETTERS, *GRAMMARS)
 CLOSING = ((END,), (TOKENS.index(b"dd"), END), (TOKENS.index(b"a"), TOKENS.index(b"\n"), END))
 
 
@@ -32,7 +33,7 @@ CLOSING = ((END,), (TOKENS.index(b"dd"), END), (TOKENS.index(b"a"), TOKENS.index
 def jobs(draw: st.DrawFn) -> list[tuple[Request, Rule, bool | None]]:
     found: list[tuple[Request, Rule, bool | None]] = []
     for row in range(draw(st.integers(1, 4))):
-        rule: Rule = draw(st.sampled_from((*PATTERNS_OF_LETTERS, *GRAMMARS)))
+        rule: Rule = draw(st.sampled_from(RULES))
         opened, cap = draw(st.sampled_from([True, None, False])), draw(st.integers(1, 22))
         prompt, sampling = draw(st.lists(st.integers(3, 28), min_size=1, max_size=9)), draw(st.sampled_from(SAMPLINGS))
         how = Thinking(
