@@ -90,6 +90,14 @@ class Ask:
     reads_ahead: bool = True
 
 
+class Recheck(NamedTuple):
+    """Asks how many of these tokens, the whole output of a row, are allowed from `state` on, in which the output begins."""
+
+    automaton: LazyAutomaton
+    state: int
+    tokens: tuple[int, ...]
+
+
 Answer = Expansion | str | None
 """A text says why the state cannot be computed; None: the process that numbered the states has ended, ask in a new epoch."""
 _EPOCHS = itertools.count()
@@ -100,6 +108,9 @@ class Expanding(Protocol):
 
     def submit(self, ask: Ask) -> Future[Answer]:
         """Answers come in the order of the asks. `Expansion.of_dead()` if the tokens are not allowed."""
+
+    def recheck(self, asked: Recheck) -> Future[int | str]:
+        """How many tokens are allowed, as of `TokenAutomaton.num_allowed`; a text says why that cannot be found."""
 
 
 def new_epoch() -> int:

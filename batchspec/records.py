@@ -22,6 +22,8 @@ PREFILL_GRAPHS = 16
 """Maximum number of shapes of prefill passes that are captured as CUDA graphs; more would take too much memory."""
 KEYS_PER_TOKEN = 4
 """A captured prefill pass has at most this many keys per token of the largest one: its rows may share prefixes."""
+CONSTRAINT_VIOLATED = "constraint_violated"
+"""Error code of rows whose output does not follow their constraint."""
 MAX_LOGIT_BIAS = 1024
 """Maximum number of tokens of a row whose logits are biased: the width of two tensors on the device."""
 
@@ -181,6 +183,13 @@ class Request:
         return bool(self.stop_ids or self.stop) or self.synthetic_len is not None
 
     @property
+    def constraint_kind(self) -> str | None:
+        """schema, regex, choice or grammar; None without a constraint."""
+        if self.constraint is not None:
+            return self.constraint[0]
+        return self.automaton.kind if isinstance(self.automaton, LazyAutomaton) else None
+
+    @property
     def device_limit(self) -> int:
         """Number of output tokens after which the row ends on the device: max_new_tokens, or synthetic_len if that is smaller."""
         return self.max_new_tokens if self.synthetic_len is None else min(self.max_new_tokens, self.synthetic_len)
@@ -253,7 +262,9 @@ class Completion:
     text: str | None = None
     """Decoded answer, without the thought, the stop string and special tokens."""
     text_due: bool = False
-    """Whether `text` is not decoded yet: the maker of the table decodes token_ids, without special tokens."""
+    """Whether `text` is not decoded yet: the maker of the table decodes and checks it (token_ids without special tokens)."""
+    constraint: str | None = None
+    """Kind of the row's constraint: schema, regex, choice or grammar. `text` then consists of the very bytes of the tokens."""
     reasoning: str | None = None
     """The text of the thought; None if there was none."""
     reasoning_truncated: bool | None = None

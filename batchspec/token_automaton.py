@@ -9,7 +9,7 @@ that several states share are stored once. This module does not import torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,8 @@ ENDS = -2
 """In place of a forced token: the text can only end."""
 DEAD = 0
 """The state after a token that is not allowed. It allows every token, because nothing of what follows is kept."""
+KEPT_STEPS = 1 << 17
+"""Steps from a state by a token that an automaton keeps once they were walked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,6 +47,18 @@ class TokenSymbols:
     @property
     def num_tokens(self) -> int:
         return len(self.starts) - 1
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of tokens: their bytes, without those that are no text. Bytes that are not valid UTF-8 become U+FFFD.
+
+        A tokenizer's decoder may drop a space at the beginning, which a constraint asks for.
+        """
+        ids = np.asarray(tokens, np.int64)
+        starts = self.starts[ids]
+        lengths = self.starts[ids + 1] - starts
+        ends = lengths.cumsum()
+        found = self.symbols[np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)]
+        return bytes(found[found < 256].astype(np.uint8)).decode("utf-8", "replace")
 
     @classmethod
     def of(cls, tokens: Sequence[bytes | int]) -> TokenSymbols:
@@ -75,6 +89,8 @@ class TokenAutomaton:
     either: int
     """State in which an answer or a thought may begin, with harmony any message; DEAD without think tokens."""
     vocabulary: TokenSymbols
+    _steps: dict[int, int] = field(default_factory=dict, init=False, repr=False)
+    """The next state, by state * V + token, of steps that were walked before: rows of one automaton take the same ones."""
 
     @property
     def num_states(self) -> int:
@@ -91,11 +107,41 @@ class TokenAutomaton:
 
     def walk(self, state: int, tokens: Sequence[int]) -> int:
         """The state after these tokens."""
-        of = self.vocabulary
+        steps, num_tokens = self._steps, self.vocabulary.num_tokens
         for token in tokens:
-            for symbol in of.symbols[of.starts[token] : of.starts[token + 1]]:
-                state = int(self.table[state, NEXT + self.classes[symbol]])
+            after = steps.get(state * num_tokens + token)
+            state = self._step(state, token) if after is None else after
         return state
+
+    def _step(self, state: int, token: int) -> int:
+        of, table, classes, key = self.vocabulary, self.table, self.classes, state * self.vocabulary.num_tokens + token
+        for symbol in of.symbols[of.starts.item(token) : of.starts.item(token + 1)].tolist():
+            state = table.item(state, NEXT + classes.item(symbol))
+        if len(self._steps) >= KEPT_STEPS:
+            self._steps.clear()
+        self._steps[key] = state
+        return state
+
+    def read(self, state: int, data: bytes) -> int:
+        """The state after these bytes."""
+        for byte in data:
+            state = self.table.item(state, NEXT + self.classes.item(byte))
+        return state
+
+    def num_allowed(self, state: int, tokens: Sequence[int]) -> int:
+        """How many of these tokens, from the first on, are allowed one after the other. The last may be one that ends a row."""
+        before = self.walk(state, tokens[:-1])
+        if not tokens or (before != DEAD and self.allows(before, tokens[-1])):
+            return len(tokens)
+        for count, token in enumerate(tokens[:-1]):
+            state = self.walk(state, (token,))
+            if state == DEAD:
+                return count
+        return len(tokens) - 1
+
+    def allows(self, state: int, token: int) -> bool:
+        """Whether a token is allowed in a state."""
+        return bool(self.masks.item(self.table.item(state, MASK), token >> 5) >> (token & 31) & 1)
 
     def allowed(self, state: int) -> NDArray[np.bool_]:
         """Which tokens are allowed in a state, bool [V]."""

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
-from batchspec.lazy_automaton import Answer, Ask, LazyAutomaton
+from batchspec.lazy_automaton import Answer, Ask, LazyAutomaton, Recheck
 from batchspec.model.target import Target
 from batchspec.records import Request
 from batchspec.structured.expand_process import Work
@@ -132,7 +133,7 @@ def work(*, thinks: bool = False) -> Work:
     return Work(VOCABULARY, (EOS,), thinks=thinks, may_begin=thinks)
 
 
-class _Late(Future[Answer]):
+class _Late(Future[Any]):
     """An answer that is there only when it was asked for a few times."""
 
     polls = 0
@@ -156,4 +157,10 @@ class ExpandLate:
         if self._random.random() < self._lost:
             self._lost_epoch = ask.epoch
         found.set_result(None if ask.epoch == self._lost_epoch else self._work.answer(ask))
+        return found
+
+    def recheck(self, asked: Recheck) -> Future[int | str]:
+        found = _Late()
+        found.polls = self._random.randint(0, self._most)
+        found.set_result(self._work.recheck(asked))
         return found

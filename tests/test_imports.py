@@ -24,6 +24,7 @@ EVERYONE = {
     "terminal",
     "token_automaton",
     "lazy_automaton",
+    "constrained_text",
     "__version__",
 }
 
@@ -208,6 +209,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dataset": {"storage"},
     "structured": set(),
     "lazy_automaton": set(),
+    "constrained_text": set(),
     "storage": set(),
     "config": {"arguments", "draft.registry"},
     "kernels": set(),

@@ -30,6 +30,7 @@ from batchspec.draft.spec import open_drafter
 from batchspec.engine.engine import Engine
 from batchspec.engine.executor import Executor
 from batchspec.engine.graphs import Graphs, Shape
+from batchspec.engine.last_check import Ended
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.prefill_runner import PrefillRunner
 from batchspec.engine.request_state import RequestState
@@ -115,14 +116,18 @@ class StandInEngine(Engine):
                 yield done
                 self.watch.lap("caller")
 
-    def _process(self) -> Iterator[Completion]:
+    def _process(self) -> None:
         kind = "refill" if self.scheduler.in_flight[0].is_prefill else "round"
-        yield from super()._process()
+        super()._process()
         self.watch.lap(f"process {kind}")
 
-    def _finish(self, state: RequestState, finish: int, now: float) -> Completion:
+    def _end(self, state: RequestState, finish: int, now: float) -> None:
         self.watch.lap("process round")
-        done = super()._finish(state, finish, now)
+        super()._end(state, finish, now)
+        self.watch.lap("finish")
+
+    def _completed(self, ended: Ended) -> Completion:
+        done = super()._completed(ended)
         self.watch.lap("finish")
         return done
 

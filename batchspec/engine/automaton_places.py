@@ -56,13 +56,15 @@ class AutomatonPlaces:
 
     def constraint(self, request: Request, tokens: list[int]) -> ConstraintPlace | None:
         """The places of a request that enters a slot with these output tokens; None without a finite automaton. Call `hold`
-        first."""
+        first.
+
+        Where the automaton does not allow the tokens, the state is one that allows no token: the row fails at once.
+        """
         automaton = request.automaton
         if not isinstance(automaton, TokenAutomaton):
             return None
         place, state = self._residents[id(automaton)].place, automaton.walk(request.automaton_state, tokens)
-        assert state != DEAD, f"request {request.request_id!r}: its tokens do not follow its schema"
-        return ConstraintPlace(place, place_of(automaton, state, place))
+        return self._room.nothing if state == DEAD else ConstraintPlace(place, place_of(automaton, state, place))
 
     def take_uploads(self) -> tuple[AutomatonUpload, ...]:
         """Automata that came since the last call."""

@@ -8,12 +8,13 @@ from typing import TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from batchspec.constrained_text import checked_text
 from batchspec.engine.request_state import RequestState
-from batchspec.engine.stop_strings import Decode
+from batchspec.engine.stop_strings import UNFINISHED, Decode
 from batchspec.engine.thinking import Parts, split_thoughts
 from batchspec.engine.tool_calls import tool_calls
-from batchspec.records import Completion, Ids, Request, RowError, RowStats
-from batchspec.token_automaton import BREAKS_AFTER_THOUGHT
+from batchspec.records import Completion, Ids, RowError, RowStats
+from batchspec.token_automaton import BREAKS_AFTER_THOUGHT, DEAD, TokenAutomaton, TokenSymbols
 
 NON_FINITE = "non_finite_logits"
 _OF_ALLOWED = " of a token that its schema, regex, choice or grammar allows; or a token was drawn that it does not allow"
@@ -29,6 +30,7 @@ def completion_of(
     slot: int,
     now: float,
     nodes: int | None = None,
+    vocabulary: TokenSymbols | None = None,
 ) -> Completion:
     """The completion of a finished request.
 
@@ -38,6 +40,7 @@ def completion_of(
     slot     the slot in which the request ended
     now      the host's clock in seconds
     nodes    number of nodes in each round's tree; None for chains
+    vocabulary  the bytes of the tokens, of which the answer of a request with a constraint consists
     """
     assert state.finish_reason is not None
     stats = _stats(state, drafter, slot, now, nodes)
@@ -45,16 +48,17 @@ def completion_of(
         return _scored(state, state.prompt_logprobs, stats)
     if state.finish_reason == "error":
         return _failure(state, stats)
+    assert state.request.automaton is None or state.follows, f"{state.request.request_id!r}: its constraint was not checked"
     count = len(state.tokens)
     assert state.num_top is None or len(state.logprobs) >= count, (len(state.logprobs), count)
     text_due = defers_text and decode is not None and state.request.thinking is None and state.stop_string is None
-    texts = _Texts() if text_due else _texts(state, decode)
+    texts = _Texts() if text_due else _texts(state, decode, vocabulary)
     parts = texts.parts
     stop_id = None if state.stop_id is None or state.stop_id in eos_ids else str(state.stop_id)
     top = None
     if state.top:
         top = (np.stack([ids for ids, _ in state.top[:count]]), np.stack([values for _, values in state.top[:count]]))
-    return Completion(
+    done = Completion(
         **_of_request(state),
         status="truncated" if state.finish_reason == "length" else "ok",
         finish_reason=state.finish_reason,
@@ -62,6 +66,7 @@ def completion_of(
         token_ids=np.array(state.tokens, np.int32),
         text=texts.answer,
         text_due=text_due,
+        constraint=None if state.request.automaton is None else state.request.constraint_kind,
         reasoning=texts.reasoning,
         tool_calls=texts.tool_calls,
         reasoning_truncated=None if parts is None else _cut_off(state, parts),
@@ -70,6 +75,7 @@ def completion_of(
         top_logprobs=top,
         stats=stats,
     )
+    return done if text_due else checked_text(done)
 
 
 class _OfRequest(TypedDict):
@@ -168,19 +174,22 @@ class _Texts:
     """Tokens of all thoughts; None if the model has no think tokens."""
 
 
-def _texts(state: RequestState, decode: Decode | None) -> _Texts:
+def _texts(state: RequestState, decode: Decode | None, vocabulary: TokenSymbols | None) -> _Texts:
     """The answer, the thought (None if there was none) and the tool calls.
 
     White space between thought and answer is dropped (`_after_thought`). An empty line separates the messages of an answer.
     """
     thinking = state.request.thinking
+    of_answer = decode if state.request.automaton is None or vocabulary is None or decode is None else vocabulary.text
     found = state.finder.text if state.finder is not None and state.stop_string is not None else None
+    without_stop = state.tokens[:-1] if state.stop_id is not None else state.tokens
     if thinking is None:
-        return _Texts(None if decode is None else decode(state.tokens) if found is None else found)
-    parts = split_thoughts(state.tokens[:-1] if state.stop_id is not None else state.tokens, thinking)
-    if decode is None:
+        tokens = state.tokens if state.request.automaton is None else without_stop
+        return _Texts(None if of_answer is None else of_answer(tokens) if found is None else found)
+    parts = split_thoughts(without_stop, thinking)
+    if decode is None or of_answer is None:
         return _Texts(parts=parts)
-    messages = [decode(message) for message in parts.answers()]
+    messages = [of_answer(message) for message in parts.answers()]
     if found is not None:
         messages[-1] = found
     calls, more = tool_calls(parts.calls, state.request, decode)
@@ -189,20 +198,32 @@ def _texts(state: RequestState, decode: Decode | None) -> _Texts:
     if not parts.thoughts:
         return _Texts(text, None, calls, parts)
     thoughts = (decode(thought).strip() for thought in parts.thoughts)
-    return _Texts(_after_thought(text, state.request), "\n\n".join(thought for thought in thoughts if thought), calls, parts)
+    return _Texts(_after_thought(text, state), "\n\n".join(thought for thought in thoughts if thought), calls, parts)
 
 
-def _after_thought(text: str, request: Request) -> str:
+def _after_thought(text: str, state: RequestState) -> str:
     """An answer without the white space that separates it from the thought: chat templates add their own.
 
     If the answer follows a constraint, white space at its beginning is kept: without it the answer would not match.
     """
+    request = state.request
     if request.automaton is None:
         return text.lstrip()
     if request.thinking is not None and request.thinking.channels is None:
         for _ in range(BREAKS_AFTER_THOUGHT):
-            text = text.removeprefix("\n")
+            if not (text.startswith("\n") and _matches(text[1:], state)):
+                break
+            text = text[1:]
     return text
+
+
+def _matches(text: str, state: RequestState) -> bool:
+    """Whether a text may be the answer. Asked where a line break was left out, so true if no answer begins with one."""
+    automaton = state.request.automaton
+    if not isinstance(automaton, TokenAutomaton) or automaton.read(automaton.answer, b"\n") == DEAD:
+        return True
+    after = automaton.read(automaton.answer, text.rstrip(UNFINISHED).encode())
+    return after != DEAD and (state.stop_id is None or automaton.allows(after, state.stop_id))
 
 
 def _cut_off(state: RequestState, parts: Parts) -> bool:

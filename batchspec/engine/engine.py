@@ -21,6 +21,7 @@ from batchspec.engine.allocator import SlotAllocator
 from batchspec.engine.automaton_places import AutomatonPlaces
 from batchspec.engine.completion import completion_of
 from batchspec.engine.executor import Executor
+from batchspec.engine.last_check import Ended, LastCheck
 from batchspec.engine.lazy_states import LazyStates
 from batchspec.engine.lockstep import HeadOfRanks, Lead
 from batchspec.engine.messages import Prepare, Scales, Step
@@ -29,7 +30,7 @@ from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.round import RoundOptions
 from batchspec.engine.round_planner import RoundPlanner
-from batchspec.engine.scheduler import RoundHook, Scheduler
+from batchspec.engine.scheduler import REST_S, RoundHook, Scheduler
 from batchspec.engine.scoring import PromptScores
 from batchspec.engine.slots import SlotTable
 from batchspec.engine.static_batching import StaticBatching
@@ -88,6 +89,7 @@ class Engine:
         if expanding is not None:
             assert vocabulary is not None and automata_room is not None  # noqa: PT018
             self.lazy = LazyStates(expanding, vocabulary, automata_room)
+        self._check = LastCheck(expanding)
         self.target, self.drafter, self.batch, self.options = target, drafter, batch, options or RoundOptions()
         self.lead = lead
         self.executor = Executor(
@@ -104,7 +106,7 @@ class Engine:
             assert not overlap, "nothing is decoded that prefill could overlap"
             assert drafter.max_len == 0, "nothing is decoded that could be drafted"
             self._scores = PromptScores(batch.num_pages, batch.page_size, self.options.logprobs or 0)
-        self._decode, self._defers_text, self._eos_ids = decode, defers_text, eos_ids
+        self._decode, self._defers_text, self._eos_ids, self._vocabulary = decode, defers_text, eos_ids, vocabulary
         self._allocator_kind = SlotAllocator if refill_dead else StaticBatching
         self._stopping = False
         self._prefill_cost: PrefillCost | None = None
@@ -182,6 +184,7 @@ class Engine:
             lookahead=self.batch.run_ahead * round_.max_emitted + round_.kv_per_round,
         )
         self._ended_at_once: list[RequestState] = []
+        self._check.restart()
         lazy = self.lazy
         if lazy is not None:
             lazy.restart()
@@ -223,24 +226,26 @@ class Engine:
             self.lead.send(Step(step))
         self.executor.execute(step)
         for _ in range(step.num_reads):
-            yield from self._process()
-        yield from self._given_up()
+            self._process()
+        self._end_failed()
         while self._ended_at_once:
-            yield self._completed(self._ended_at_once.pop(), slot=-1, now=time.perf_counter())
+            self._check.add(Ended(self._ended_at_once.pop(), -1, time.perf_counter()))
+        for ended in self._check.take(wait_s=REST_S if self._stopping or not self.slots.num_live else 0.0):
+            yield self._completed(ended)
 
-    def _given_up(self) -> Iterator[Completion]:
-        """Completions of requests that failed because a state of their automaton cannot be computed."""
+    def _end_failed(self) -> None:
+        """End the requests that failed because a state of their automaton cannot be computed."""
         for state in () if self.lazy is None else self.lazy.take_failed():
             slot = state.slot
             if slot >= 0:
                 self.scheduler.end(state, on_device=False)
-            yield self._completed(state, slot=slot, now=time.perf_counter())
+            self._check.add(Ended(state, slot, time.perf_counter()))
 
     @property
     def _finished(self) -> bool:
-        if self._stopping:
-            return self.scheduler.idle
-        return not self.slots.num_live and self.scheduler.idle and self._allocator.exhausted and not self._ended_at_once
+        if not (self.scheduler.idle and self._check.is_idle):
+            return False
+        return self._stopping or (not self.slots.num_live and self._allocator.exhausted and not self._ended_at_once)
 
     def stop(self) -> None:
         """End the present `run`, or the next one, at its next step, and every later one: launched work is read, nothing more is
@@ -302,8 +307,8 @@ class Engine:
         states = [*self.slots.live, *self._allocator.preempted]
         return [state.snapshot(now) for state in states if state.tokens]
 
-    def _process(self) -> Iterator[Completion]:
-        """Read the oldest result; yield the completions of the requests that ended in it, which leave their slots."""
+    def _process(self) -> None:
+        """Read the oldest result; the requests that ended in it leave their slots."""
         launch, result = self.scheduler.in_flight.popleft(), self.executor.read()
         if self.lead is not None:
             self.lead.read(result)
@@ -328,11 +333,11 @@ class Engine:
             if finish == WAITING and ended is not None and ended.finish_reason is None:
                 self.scheduler.wait(ended)
             elif ended is not None and (finish or ended.finish_reason is not None):  # None: just preempted
-                yield self._finish(ended, finish, now)
+                self._end(ended, finish, now)
         if self.on_round is not None:
             self.on_round(self.totals)
 
-    def _finish(self, state: RequestState, finish: int, now: float) -> Completion:
+    def _end(self, state: RequestState, finish: int, now: float) -> None:
         """`finish` is the device's reason, or 0 if a stop string ended the request, of which the device does not know yet."""
         if self.lead is not None:
             self.lead.confirm()
@@ -342,12 +347,12 @@ class Engine:
         self.scheduler.end(state, on_device=finish not in (0, WAITING))
         if state.finish_reason is None:
             state.end(finish)
-        return self._completed(state, slot=slot, now=now)
+        self._check.add(Ended(state, slot, now))
 
-    def _completed(self, state: RequestState, *, slot: int, now: float) -> Completion:
+    def _completed(self, ended: Ended) -> Completion:
         done = completion_of(
-            state, decode=self._decode, defers_text=self._defers_text, drafter=self.drafter.name, eos_ids=self._eos_ids,
-            slot=slot, now=now, nodes=self.executor.round.nodes,
+            ended.state, decode=self._decode, defers_text=self._defers_text, drafter=self.drafter.name, eos_ids=self._eos_ids,
+            slot=ended.slot, now=ended.now, nodes=self.executor.round.nodes, vocabulary=self._vocabulary,
         )  # fmt: skip
         if done.prompt_ids is not None and done.token_ids is not None:  # no error
             self._finished_rows.append((done.prompt_ids, done.token_ids))

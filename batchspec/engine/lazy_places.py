@@ -40,12 +40,15 @@ class KnownStates:
         return [state for state in states if not self.places[state]]
 
     def after(self, state: int, tokens: Sequence[int], of: TokenSymbols) -> tuple[int, int]:
-        """The state after the tokens, and how many of them were walked: up to a state that is not expanded."""
+        """The state after the tokens, and how many of them were walked: up to a state that is not expanded. DEAD, and all of
+        them, where a token is not allowed."""
         for count, token in enumerate(tokens):
             if state not in self.expanded:
                 return state, count
             for symbol in of.symbols[of.starts[token] : of.starts[token + 1]].tolist():
                 state = int(self._following[state][self.classes[symbol]])
+                if state == DEAD:
+                    return DEAD, len(tokens)
         return state, len(tokens)
 
 

@@ -13,10 +13,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
 from batchspec.batch.automata import AutomataRoom, ConstraintPlace, StatesUpload
+from batchspec.engine.last_check import ADVICE, CAUSE
 from batchspec.engine.lazy_places import LazyPlaces
 from batchspec.engine.request_state import RequestState
 from batchspec.lazy_automaton import Answer, Ask, Expanding, Expansion, LazyAutomaton, new_epoch
-from batchspec.records import Request, RowError
+from batchspec.records import CONSTRAINT_VIOLATED, Request, RowError
 from batchspec.token_automaton import DEAD, TokenSymbols
 
 MAX_WRITTEN = 64
@@ -39,6 +40,8 @@ class _Row:
     asked: _Key | None = None
     waits: bool = False
     """It is in a slot, and not live on the device until it is woken."""
+    woken_at: int = -1
+    """Number of its tokens when it was woken last."""
 
 
 class LazyStates:
@@ -88,6 +91,10 @@ class LazyStates:
     def wait(self, state: RequestState) -> None:
         """The row stopped at the end of its tokens, which are all read."""
         row = self._row(state)
+        if row.woken_at == len(state.tokens):
+            said = f"the device has lost the state of its automaton, {CAUSE}"
+            self._end(row, _error(row, CONSTRAINT_VIOLATED, said, ADVICE, retryable=True))
+            return
         row.waits = True
         self._is_ready(row)
 
@@ -127,7 +134,7 @@ class LazyStates:
             elif isinstance(found, str):
                 self._fail(key, found)
             elif found.state == DEAD:
-                self._fail(key, "its tokens do not follow it")
+                self._fail(key, None)
             elif self._places.put(key[0], found):
                 for row in self._of(key):
                     row.at, row.num_walked, row.asked = found.state, len(row.state.tokens), None
@@ -156,7 +163,7 @@ class LazyStates:
         rows = sorted(self._rows.values(), key=lambda row: (row.state.slot < 0, row.state.order))
         for row in rows:
             assert row.state.request.automaton is not None
-            row.at, row.num_walked, row.asked = row.state.request.automaton_state, 0, None
+            row.at, row.num_walked, row.asked, row.woken_at = row.state.request.automaton_state, 0, None, -1
             row.waits = row.state.slot >= 0
             self._is_ready(row)
         return tuple(row.state.slot for row in rows if row.waits)
@@ -170,7 +177,7 @@ class LazyStates:
         """Rows that wait no longer: slot, and places of class map and state."""
         woken = [row for row in self._rows.values() if row.waits and self._is_ready(row)]
         for row in woken:
-            row.waits = False
+            row.waits, row.woken_at = False, len(row.state.tokens)
         return tuple((row.state.slot, self.constraint(row.state)) for row in woken)
 
     def take_failed(self) -> list[RequestState]:
@@ -206,13 +213,19 @@ class LazyStates:
     def _of(self, key: _Key) -> Iterable[_Row]:
         return [row for row in self._rows.values() if row.asked == key]
 
-    def _fail(self, key: _Key, why: str) -> None:
+    def _fail(self, key: _Key, why: str | None) -> None:
+        """End the rows that asked. why: None where their tokens are not allowed, about which `LastCheck` says more."""
         for row in self._of(key):
-            kind = row.automaton.kind
-            row.state.fail(RowError(
-                code="large_schema", stage="decode", retryable=False,
-                message=f"{kind}: {why} (after output token {len(row.state.tokens)}); shorten the {kind} or drop the row",
-            ))  # fmt: skip
-            self._failed.append(row.state)
-            row.waits = False
-            self.drop(row.state)
+            advice = f"shorten the {row.automaton.kind} or drop the row"
+            self._end(row, None if why is None else _error(row, "large_schema", why, advice))
+
+    def _end(self, row: _Row, error: RowError | None) -> None:
+        row.state.finish_reason, row.state.error = "error", error
+        self._failed.append(row.state)
+        row.waits = False
+        self.drop(row.state)
+
+
+def _error(row: _Row, code: str, why: str, advice: str, *, retryable: bool = False) -> RowError:
+    said = f"{row.automaton.kind}: {why} (after output token {len(row.state.tokens)}); {advice}"
+    return RowError(code=code, stage="decode", message=said, retryable=retryable)

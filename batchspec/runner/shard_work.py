@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from batchspec.config.schema import InputConfig, OutputConfig
+from batchspec.constrained_text import checked_text
 from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.reader import InputShard
 from batchspec.dataset.writer import build_table
@@ -66,9 +67,13 @@ class ShardWork:
     def _with_text(self, completion: Completion) -> Completion:
         if not completion.text_due:
             return completion
-        assert self.admission.tokenizer is not None
         assert completion.token_ids is not None
-        return replace(completion, text=self.admission.tokenizer.decode(completion.token_ids.tolist()), text_due=False)
+        tokens, constraints = completion.token_ids.tolist(), self.admission.constraints
+        if completion.constraint is not None and constraints is not None:
+            answer = tokens[:-1] if completion.finish_reason == "stop" else tokens  # no stop string has cut it
+            return checked_text(replace(completion, text=constraints.compiler.vocabulary.text(answer), text_due=False))
+        assert self.admission.tokenizer is not None
+        return replace(completion, text=self.admission.tokenizer.decode(tokens), text_due=False)
 
     def settle(self) -> None:
         """Does nothing: no work is running."""

@@ -1,7 +1,8 @@
 """The process that computes states of lazy automata, with limits on CPU time and memory, because their texts are input.
 
-It reads pickles from its input and answers with pickles: first (arguments of `Work`, memory in bytes, CPU seconds), then `Ask`s.
-An answer is an `Expansion`, whose `state` is the number of the state that was asked for, or the text of an error.
+It reads pickles from its input and answers with pickles: first (arguments of `Work`, memory in bytes, CPU seconds), then `Ask`s
+and `Recheck`s. The answer to an `Ask` is an `Expansion`, whose `state` is the number of the state that was asked for, that to a
+`Recheck` a number of tokens; or the text of an error.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 
-from batchspec.lazy_automaton import Ask, Expansion, LazyAutomaton
+from batchspec.lazy_automaton import Ask, Expansion, LazyAutomaton, Recheck
 from batchspec.structured.compile_process import MAX_RECURSION, unexpected
 from batchspec.structured.lazy_dfa import LazyDfa
 from batchspec.structured.lazy_masks import Expander
 from batchspec.structured.parse import network_of
 from batchspec.structured.regular import Impossible, TooLarge
-from batchspec.token_automaton import DEAD, TokenSymbols
+from batchspec.token_automaton import DEAD, KEPT_STEPS, TokenSymbols
+
+T = TypeVar("T")
 
 MAX_AHEAD = 16
 """States that are computed ahead for one that is asked for; none is begun after AHEAD_S, while the row waits."""
@@ -36,7 +40,22 @@ class _Known:
     """A lazy automaton. answered: the states whose expansions were sent in this epoch."""
 
     dfa: LazyDfa
+    vocabulary: TokenSymbols
     answered: set[int] = field(default_factory=set)
+    _steps: dict[int, int] = field(default_factory=dict)
+    """As of `TokenAutomaton`."""
+
+    def after(self, state: int, token: int) -> int:
+        """The state after a token. Raises TooLarge."""
+        of = self.vocabulary
+        key = state * of.num_tokens + token
+        found = self._steps.get(key)
+        if found is None:
+            found = self.dfa.after(state, of.symbols[of.starts[token] : of.starts[token + 1]].tolist())
+            if len(self._steps) >= KEPT_STEPS:
+                self._steps.clear()
+            self._steps[key] = found
+        return found
 
 
 @dataclass(eq=False)
@@ -61,25 +80,35 @@ class Work:
         if ask.epoch != self._epoch:
             self._known.clear()
             self._epoch = ask.epoch
-        try:
-            return self._expansion(ask)
-        except (TooLarge, Impossible, RecursionError) as error:
-            return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        except MemoryError:
-            return "its states take more memory than allowed"
-        except Exception as error:  # a defect here must not end the job: the row becomes an error row
-            return unexpected(error)
+        return _or_why(lambda: self._expansion(ask))
+
+    def recheck(self, asked: Recheck) -> int | str:
+        """How many of the tokens are allowed, or an error's text. Needs no mask and no expansion: only the lazy DFA is walked."""
+        return _or_why(lambda: self._num_allowed(asked))
+
+    def _num_allowed(self, asked: Recheck) -> int:
+        known, state = self._known_of(asked.automaton), asked.state
+        for count, token in enumerate(asked.tokens):
+            if token in self.end_ids:
+                return count + (count + 1 == len(asked.tokens) and known.dfa.is_final(state))
+            state = known.after(state, token)
+            if state == DEAD:
+                return count
+        return len(asked.tokens)
+
+    def _known_of(self, automaton: LazyAutomaton) -> _Known:
+        known = self._known.get(automaton)
+        if known is None:
+            network = network_of(automaton.kind, automaton.source, self.vocabulary)
+            dfa = LazyDfa(network, thinks=self.thinks, may_begin=self.may_begin, channels=self.channels)
+            known = self._known[automaton] = _Known(dfa, self.vocabulary)
+        return known
 
     def _expansion(self, ask: Ask) -> Expansion:
-        known = self._known.get(ask.automaton)
-        if known is None:
-            network = network_of(ask.automaton.kind, ask.automaton.source, self.vocabulary)
-            dfa = LazyDfa(network, thinks=self.thinks, may_begin=self.may_begin, channels=self.channels)
-            known = self._known[ask.automaton] = _Known(dfa)
+        known, state = self._known_of(ask.automaton), ask.state
         np.add.at(self._weights, np.array(ask.written, np.int64), 1)
-        state, of = ask.state, self.vocabulary
         for token in ask.tokens:
-            state = known.dfa.after(state, of.symbols[of.starts[token] : of.starts[token + 1]].tolist())
+            state = known.after(state, token)
         if state == DEAD:
             return Expansion.of_dead()
         began = time.perf_counter()
@@ -105,6 +134,18 @@ class Work:
                 passed[target] += share * part
 
 
+def _or_why(compute: Callable[[], T]) -> T | str:
+    """What is computed, or the text of the error that prevents it."""
+    try:
+        return compute()
+    except (TooLarge, Impossible, RecursionError) as error:
+        return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+    except MemoryError:
+        return "its states take more memory than allowed"
+    except Exception as error:  # a defect here must not end the job: the row becomes an error row
+        return unexpected(error)
+
+
 def limit(cpu_s: int) -> None:
     """From now on the process has so many seconds of CPU time."""
     resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + cpu_s, resource.RLIM_INFINITY))
@@ -123,7 +164,7 @@ def main() -> None:
         except EOFError:
             return
         limit(cpu_s)
-        pickle.dump(work.answer(ask), write)
+        pickle.dump(work.recheck(ask) if isinstance(ask, Recheck) else work.answer(ask), write)
         write.flush()
 
 

@@ -85,6 +85,8 @@ def park_waiting_kernel(
     parked = parked & (tl.load(tables + state + 1, mask=parked, other=0) == NOT_EXPANDED)
     tl.store(live + row, 0, mask=parked)
     tl.store(log + row * log_stride + 3, WAITING, mask=parked)
+    took_part = tl.load(log + row * log_stride, mask=parked, other=0) >= 0
+    tl.store(log + row * log_stride, 0, mask=parked & (took_part == 0))
 
 
 def park_waiting(states: Tensor, tables: Tensor, *, live: Tensor, log: Tensor, interpret: bool = False) -> None:
@@ -92,7 +94,8 @@ def park_waiting(states: Tensor, tables: Tensor, *, live: Tensor, log: Tensor, i
 
     states  int32 [R]     indices in `tables` int32 [N] of the states after the committed tokens
     live    int32 [R]     in: the rows that take part and have not ended; out: 0 for those that wait
-    log     int32 [R, L]  as in `accept`: `finish` of those that wait becomes WAITING
+    log     int32 [R, L]  as in `accept`: `finish` of those that wait becomes WAITING. The line of one that took no part becomes
+            that of one that accepts and keeps nothing, which the host reads
     Does not synchronise on a GPU. Raises ValueError for other shapes or dtypes.
     """
     (num_rows,) = states.shape
@@ -115,3 +118,4 @@ def park_waiting_reference(states: Tensor, tables: Tensor, *, live: Tensor, log:
     parked = (states > 0) & (live != 0) & (tables[torch.where(states > 0, states + 1, 0).long()] == NOT_EXPANDED)
     live.masked_fill_(parked, 0)
     log[:, 3].masked_fill_(parked, WAITING)
+    log[:, 0].masked_fill_(parked & (log[:, 0] < 0), 0)

@@ -80,6 +80,15 @@ def test_rows_that_end_where_there_is_no_mask_are_parked(interpret: bool, device
     assert not log[:, [0, 1, 2, 4, 5, 6]].any()
 
 
+def test_the_host_learns_of_a_row_that_is_parked_before_it_took_part(interpret: bool, device: torch.device) -> None:
+    """Its state was written over while the row was live. A dead row's line stays one that the host does not read."""
+    states, live = ints([place(0), place(1), place(0)], device), ints([1, 1, 0], device)
+    log = ints([[-1, 2, 0, 0, -1], [-1, 2, 0, 0, -1], [-1, 0, 0, 0, -1]], device)
+    park_waiting(states, tables(device)["tables"], live=live, log=log, interpret=interpret)
+    assert log.tolist() == [[0, 2, 0, WAITING, -1], [-1, 2, 0, 0, -1], [-1, 0, 0, 0, -1]]
+    assert live.tolist() == [0, 1, 0]
+
+
 def test_wrong_arguments_are_refused() -> None:
     cpu = torch.device("cpu")
     one, most = ints([1], cpu), tables(cpu)

@@ -1,0 +1,101 @@
+"""The last check of a row with a constraint: the host walks its output through the automaton before it becomes a completion.
+
+The device masks tokens by tables that were uploaded, placed and shared, and that may be wrong or written over. Here a row's own
+tokens are walked from the beginning of its output by what the compiling process made: neither device nor places nor slots are
+asked. The tokens of a lazy automaton are walked by the process that reads its text, and the row waits while the rounds go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+
+from batchspec.engine.request_state import RequestState
+from batchspec.lazy_automaton import Expanding, Recheck
+from batchspec.records import CONSTRAINT_VIOLATED, RowError
+from batchspec.token_automaton import TokenAutomaton
+
+CAUSE = "which only an error of the program or of the GPU can cause"
+ADVICE = "decode the row again (resume=error), and report it if it comes again"
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request that has ended: the slot that it had, -1 for none, and the host's clock in seconds."""
+
+    state: RequestState
+    slot: int
+    now: float
+
+
+class LastCheck:
+    """Every request that has ended goes in by `add` and comes out of `take`. One that breaks its constraint has failed then."""
+
+    def __init__(self, expanding: Expanding | None) -> None:
+        """expanding: as of `Engine`."""
+        self._expanding = expanding
+        self._done: list[Ended] = []
+        self._asked: list[tuple[Ended, Future[int | str]]] = []
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._done or self._asked)
+
+    def restart(self) -> None:
+        """Forget the requests of an earlier run."""
+        self._done.clear()
+        self._asked.clear()
+
+    def add(self, ended: Ended) -> None:
+        """A request that has ended, its tokens complete. Those that the device failed are checked too: it may be the reason."""
+        state, request = ended.state, ended.state.request
+        if request.automaton is None or state.error is not None:
+            self._done.append(ended)
+        elif isinstance(request.automaton, TokenAutomaton):
+            self._judge(ended, request.automaton.num_allowed(request.automaton_state, state.tokens))
+        else:
+            assert self._expanding is not None, "the engine was made for requests without lazy automata"
+            asked = Recheck(request.automaton, request.automaton_state, tuple(state.tokens))
+            self._asked.append((ended, self._expanding.recheck(asked)))
+
+    def take(self, wait_s: float = 0.0) -> Iterator[Ended]:
+        """Those that are checked, once each.
+
+        wait_s  longest wait for an answer, in seconds, where none is checked
+        """
+        if not self._done and self._asked:
+            wait([answer for _, answer in self._asked], wait_s, FIRST_COMPLETED)
+        asked, self._asked = self._asked, []
+        for ended, answer in asked:
+            if answer.done():
+                self._judge(ended, answer.result())
+            else:
+                self._asked.append((ended, answer))
+        done, self._done = self._done, []
+        yield from done
+
+    def _judge(self, ended: Ended, found: int | str) -> None:
+        """found: how many of the tokens are allowed, or why nobody can tell."""
+        state = ended.state
+        problem = _problem(state, found)
+        if problem is None:
+            state.follows = True
+        elif state.finish_reason != "error" or isinstance(found, int):
+            state.fail(RowError(
+                code=CONSTRAINT_VIOLATED, stage="decode", retryable=True,
+                message=f"{state.request.constraint_kind or 'constraint'}: {problem}; {ADVICE}",
+            ))  # fmt: skip
+        self._done.append(ended)
+
+
+def _problem(state: RequestState, found: int | str) -> str | None:
+    """What is wrong with the output of a request that has ended, in words; None: nothing."""
+    tokens = state.tokens
+    if isinstance(found, str):
+        return f"its {len(tokens)} output tokens cannot be checked a second time ({found})"
+    if found < len(tokens):
+        return f"output token {found + 1} of {len(tokens)} (id {tokens[found]}) is not allowed there, {CAUSE}"
+    if state.stop_id is not None and state.stop_id not in state.request.stop_ids:
+        return f"the row ended at output token {len(tokens)} (id {state.stop_id}), which is none of its stop ids, {CAUSE}"
+    return None

@@ -1,0 +1,208 @@
+"""The text of a constrained row is that of its tokens' bytes, and JSON where it follows a schema to its end."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchspec.constrained_text import checked_text
+from batchspec.dataset.columns import map_columns
+from batchspec.dataset.reader import table_source
+from batchspec.engine.completion import completion_of
+from batchspec.engine.request_state import RequestState
+from batchspec.kernels.rounds.accept import FULL, STOPPED
+from batchspec.model.tokenizer import Tokenizer
+from batchspec.packing.admit import Admission
+from batchspec.records import CONSTRAINT_VIOLATED, Completion, Request, RowStats, Thinking
+from batchspec.runner.shard_work import ShardWork
+from batchspec.structured.json_schema.schema import schema_rules
+from batchspec.token_automaton import OTHER, TokenSymbols
+from tests.automata import BEGIN, END, EOS, TOKENS, VOCABULARY, automaton, constrained_tokens
+from tests.engines import request
+from tests.models import make_tokenizer
+from tests.stand_ins import small_spec
+from tests.test_admit import job
+from tests.test_json_schema import schemas
+from tests.test_structured import SCHEMAS, samples, schema_dfa
+from tests.test_tokenizer import byte_fallback
+
+STATS = RowStats(
+    drafter="none", draft_len=0, num_prefills=1, num_rounds=5, num_drafted=0, num_accepted=0, num_discarded=0, histogram=(5,),
+    drafted_at=(), accepted_at=(), prefill_s=0.0, decode_s=0.0, batch_id=0, slot=1,
+)  # fmt: skip
+
+
+def ended(text: str | None, *, kind: str = "schema", finish: str = "stop", stop: str | None = None) -> Completion:
+    return Completion(
+        request_id="r", row_index=4, sample_index=1, shard=2, status="ok", finish_reason=finish, stop_reason=stop, text=text,
+        token_ids=np.array([1, 2], np.int32), prompt_ids=np.array([3], np.int32), constraint=kind, seed=5, stats=STATS,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"a": 1,}', '{"a": "\x01"}', "{'a': 1}", '{"a": 1} ]', "\ufffd"])
+def test_a_whole_text_of_a_schema_that_is_no_json_is_an_error_row(text: str) -> None:
+    out = checked_text(ended(text))
+    assert out.error is not None
+    assert (out.error.code, out.error.stage, out.error.retryable) == (CONSTRAINT_VIOLATED, "decode", False)
+    assert out.error.message.startswith(f"schema: the text of {len(text)} characters is no JSON (")
+    assert (out.status, out.finish_reason, out.text, out.token_ids) == ("error", "error", None, None)
+    assert (out.request_id, out.row_index, out.sample_index, out.shard, out.seed) == ("r", 4, 1, 2, 5)
+    assert out.stats == replace(STATS, num_discarded=6)
+
+
+@pytest.mark.parametrize(
+    "done",
+    [
+        ended("", stop="}"), ended(None), ended("{", kind="regex"), ended("{", finish="length"),
+        ended("[" * 100_000 + "]" * 100_000), ended("9" * 10_000), ended("1e99999"), ended("-0.0"), ended('"\\ud800"'),
+    ],
+)  # fmt: skip
+def test_what_was_cut_off_or_is_hard_to_read_is_kept(done: Completion) -> None:
+    assert checked_text(done) is done
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_texts_of_schemas_are_kept(schema: Any) -> None:
+    for text in samples(schema_dfa(schema), 30):
+        done = ended(text.decode())
+        assert checked_text(done) is done
+
+
+@settings(max_examples=80, deadline=None)
+@given(schemas())
+def test_texts_of_any_schema_are_kept(schema: Any) -> None:
+    try:
+        schema_rules(schema)
+        dfa = schema_dfa(schema)
+    except ValueError:
+        return
+    for text in samples(dfa, 8):
+        done = ended(text.decode())
+        assert checked_text(done) is done
+
+
+@given(st.lists(st.integers(0, 319), max_size=20))
+def test_the_text_of_bytes_is_what_a_byte_level_tokenizer_decodes(
+    tmp_path_factory: pytest.TempPathFactory, ids: list[int]
+) -> None:
+    tokenizer = _byte_level(tmp_path_factory)
+    assert tokenizer.symbols(320, {}).text(ids) == tokenizer.decode(ids)
+
+
+_FOUND: list[Tokenizer] = []
+
+
+def _byte_level(factory: pytest.TempPathFactory) -> Tokenizer:
+    if not _FOUND:
+        _FOUND.append(Tokenizer(make_tokenizer(factory.mktemp("model"))))
+    return _FOUND[0]
+
+
+def test_tokens_that_are_no_text_are_left_out_and_half_a_character_is_marked() -> None:
+    symbols = TokenSymbols.of([OTHER, b"ab", b"\xc3", b"\xa9", b"c"])
+    assert symbols.text([0, 1, 2, 3, 0, 4, 2]) == "ab\u00e9c\ufffd"
+    assert symbols.text([]) == ""
+
+
+@pytest.fixture(scope="module")
+def spaces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return byte_fallback(tmp_path_factory.mktemp("spaces"))
+
+
+@pytest.mark.parametrize("defers_text", [False, True])
+def test_an_answer_that_begins_with_a_space_keeps_it(spaces: Path, defers_text: bool) -> None:
+    """The decoder of Llama 2 and Mistral drops it, and " Hello" is the one answer that matches."""
+    tokenizer = Tokenizer(spaces)
+    table = pa.table({"prompt_ids": pa.array([[4, 5]], pa.list_(pa.int32()))})
+    source, config = table_source(table), job(decode__choice=[" Hello"])
+    columns = map_columns(source.schema, {})
+    spec = small_spec(vocab_size=len(tokenizer._tokenizer.get_vocab()), eos_ids=(2,))
+    admission = Admission(config, source=source, columns=columns, spec=spec, tokenizer=tokenizer)
+    shard = next(source.shards(1))
+    (made,) = admission.admit_compiled(shard)
+    assert isinstance(made, Request)
+    assert made.automaton is not None
+    vocab = tokenizer._tokenizer.get_vocab()
+    tokens = [vocab[piece] for piece in ("\u2581H", "e", "l", "lo")]
+    assert tokenizer.decode(tokens) == "Hello"
+    state = RequestState.of(made, 0, None)
+    state.tokens, state.follows = [*tokens, 2], True
+    state.end(STOPPED)
+    vocabulary = tokenizer.symbols(spec.vocab_size, {})
+    done = completion_of(
+        state, decode=tokenizer.decode, defers_text=defers_text, drafter="none", eos_ids=frozenset({2}), slot=0, now=0.0,
+        vocabulary=vocabulary,
+    )  # fmt: skip
+    work = ShardWork(admission=admission, columns=columns, input=config.input, output=config.output, attempt="a")
+    assert (done.text, done.text_due, done.constraint) == (None if defers_text else " Hello", defers_text, "choice")
+    assert work.table(shard, [done])["completion"].to_pylist() == [" Hello"]
+
+
+def test_the_table_has_an_error_row_where_a_text_is_no_json(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(make_tokenizer(tmp_path))
+    table = pa.table({"prompt_ids": pa.array([[4, 5], [6]], pa.list_(pa.int32()))})
+    source, config = table_source(table), job(decode__schema={"type": "boolean"})
+    columns = map_columns(source.schema, {})
+    spec = small_spec(vocab_size=320, eos_ids=tokenizer.eos_ids)
+    admission = Admission(config, source=source, columns=columns, spec=spec, tokenizer=tokenizer)
+    shard = next(source.shards(2))
+    texts = ("true", "{true")
+    rows = [
+        replace(
+            ended(None), row_index=index, sample_index=0, text_due=True,
+            token_ids=np.array([*tokenizer.encode_part(text), tokenizer.eos_ids[0]], np.int32),
+        )
+        for index, text in enumerate(texts)
+    ]  # fmt: skip
+    work = ShardWork(admission=admission, columns=columns, input=config.input, output=config.output, attempt="a")
+    found = work.table(shard, rows)
+    assert found["completion"].to_pylist() == ["true", None]
+    assert found["status"].to_pylist() == ["ok", "error"]
+    assert [error and error["code"] for error in found["error"].to_pylist()] == [None, CONSTRAINT_VIOLATED]
+
+
+@pytest.mark.parametrize("finish", [STOPPED, FULL])
+def test_the_kind_of_a_constraint_is_told_with_its_completion(finish: int) -> None:
+    pattern = "(ab|c)*d"
+    req = request(0, [5, 9], cap=14, stop_ids=(EOS,))
+    made = automaton(pattern)
+    req = replace(req, automaton=made, automaton_state=made.answer, constraint=("regex", pattern))
+    state = RequestState.of(req, 0, None)
+    state.tokens, state.follows = constrained_tokens(req, pattern), True
+    state.end(finish)
+    done = completion_of(state, decode=None, drafter="none", eos_ids=frozenset({EOS}), slot=0, now=0.0, vocabulary=VOCABULARY)
+    assert done.constraint == "regex"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "written", "answer"),
+    [
+        ("\\na", "\na", "\na"), ("\\na", "\n\na", "\na"), ("\\n?a", "\na", "a"), ("\\nab|abc", "\nab", "\nab"),
+        ("(ab|c)*d", "\nd", "d"), ("[a-d]{3}", "abc", "abc"),
+    ],
+)  # fmt: skip
+def test_a_line_break_after_the_thought_is_left_out_where_the_answer_matches_without_it(
+    pattern: str, written: str, answer: str
+) -> None:
+    made = automaton(pattern, thinks=True)
+    tokens = [END, *(TOKENS.index(char.encode()) for char in written), EOS]
+    how = Thinking(begin_id=BEGIN, end_id=END, opened=True, budget=None, closing=(END,))
+    req = request(0, [5, 9], cap=14, stop_ids=(EOS,))
+    req = replace(req, automaton=made, automaton_state=made.thought, thinking=how)
+    assert made.num_allowed(made.thought, tokens) == len(tokens)
+    state = RequestState.of(req, 0, None)
+    state.tokens, state.follows = tokens, True
+    state.end(STOPPED)
+    done = completion_of(
+        state, decode=VOCABULARY.text, drafter="none", eos_ids=frozenset({EOS}), slot=0, now=0.0, vocabulary=VOCABULARY
+    )  # fmt: skip
+    assert (done.text, done.reasoning) == (answer, "")
+    assert re.fullmatch(pattern, answer)

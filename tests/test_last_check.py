@@ -1,0 +1,266 @@
+"""The last check: whatever goes wrong on the device, no row is written whose tokens its constraint does not allow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchspec.batch.automata import Automata, AutomatonUpload, ConstraintPlace
+from batchspec.engine.automaton_places import AutomatonPlaces
+from batchspec.engine.engine import Engine
+from batchspec.engine.last_check import LastCheck
+from batchspec.engine.lazy_places import LazyPlaces
+from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Expansion, LazyAutomaton, Recheck
+from batchspec.records import CONSTRAINT_VIOLATED, Completion, Request, Snapshot
+from batchspec.structured.expander import Expander
+from batchspec.token_automaton import TokenAutomaton
+from tests import grammars
+from tests.automata import EOS, PATTERNS_OF_LETTERS, VOCABULARY, automaton, constrained_tokens, may_follow
+from tests.engines import VOCAB, request
+from tests.grammars import GRAMMARS, ExpandLate, Grammar, grammar_tokens, lazy, work
+from tests.test_constrained import SAMPLINGS, constrained, mixed_job
+from tests.test_constrained import run as run_finite
+from tests.test_lazy import following
+from tests.test_lazy import run as run_lazy
+from tests.test_logit_rules import ALL
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+SOME = ("none", "lookup", "eagle3", "tree")
+outputs = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9)
+
+
+def follows(pattern: str | Grammar | None, tokens: Sequence[int]) -> bool:
+    """Whether each token may follow those before it, by the definition."""
+    if isinstance(pattern, Grammar):
+        return all(grammars.may_follow(pattern, tokens[:i], tokens[i]) for i in range(len(tokens)))
+    return pattern is None or all(may_follow(pattern, tokens[:i], tokens[i]) for i in range(len(tokens)))
+
+
+def check_rows(job: Sequence[tuple[Request, Any]], done: dict[int, Completion]) -> int:
+    """Each row follows its constraint or is an error row with the code of the check; returns how many are."""
+    violated = 0
+    assert len(done) == len(job)
+    for req, pattern in job:
+        out = done[req.row_index]
+        if out.token_ids is not None:
+            assert follows(pattern, out.token_ids.tolist())
+        else:
+            assert out.error is not None
+            violated += out.error.code == CONSTRAINT_VIOLATED
+    return violated
+
+
+def never_fails(self: Automata, states: Tensor, classes: Tensor, log: Tensor, live: Tensor) -> None:
+    """Advances the states as ever, and fails no row."""
+    finish, alive = log[:, 3].clone(), live.clone()
+    _ADVANCE(self, states, classes, log, live)
+    log[:, 3], live[:] = finish, alive
+
+
+_ADVANCE = Automata.advance
+
+
+@given(st.sampled_from(PATTERNS_OF_LETTERS), outputs, st.sampled_from([None, True, False]))
+def test_as_many_tokens_are_allowed_as_by_the_definition(pattern: str, tokens: list[int], thought: bool | None) -> None:
+    made = automaton(pattern, thinks=thought is not None)
+    state = {None: made.answer, True: made.thought, False: made.either}[thought]
+    wrong = (i for i, token in enumerate(tokens) if not may_follow(pattern, tokens[:i], token, thought=thought))
+    expected = next(wrong, len(tokens))
+    if EOS not in tokens[:-1]:  # no row goes on after it
+        assert made.num_allowed(state, tokens) == expected
+
+
+@given(st.sampled_from(GRAMMARS), outputs, st.sampled_from([None, True, False]))
+def test_as_many_tokens_are_allowed_by_a_lazy_automaton(grammar: Grammar, tokens: list[int], thought: bool | None) -> None:
+    state = {None: ANSWER, True: THOUGHT, False: EITHER}[thought]
+    wrong = (i for i, token in enumerate(tokens) if not grammars.may_follow(grammar, tokens[:i], token, thought=thought))
+    expected = next(wrong, len(tokens))
+    if EOS not in tokens[:-1]:
+        assert work(thinks=thought is not None).recheck(Recheck(lazy(grammar), state, tuple(tokens))) == expected
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(PATTERNS_OF_LETTERS), st.data())
+def test_what_is_drawn_from_the_masks_is_allowed_wherever_it_is_cut_off(pattern: str, data: st.DataObject) -> None:
+    made, out = automaton(pattern, thinks=True), list[int]()
+    begin = state = data.draw(st.sampled_from([made.answer, made.thought, made.either]))
+    while len(out) < 12 and EOS not in out:
+        out.append(data.draw(st.sampled_from(np.flatnonzero(made.allowed(state)).tolist())))
+        state = made.walk(state, out[-1:])
+        assert made.num_allowed(begin, out) == len(out)
+
+
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("pages", [400, 24])
+def test_a_row_that_follows_another_row_s_automaton_is_an_error_row(
+    name: str, pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if a place were given twice. With few pages rows are preempted, and walk their tokens on the host meanwhile."""
+    place_of, turn = AutomatonPlaces.constraint, [0]
+
+    def of_another(self: AutomatonPlaces, req: Request, tokens: list[int]) -> ConstraintPlace | None:
+        others = [one.automaton for one in self._residents.values() if one.automaton is not req.automaton]
+        turn[0] += 1
+        if req.automaton is None or not others or turn[0] % 2:
+            return place_of(self, req, tokens)
+        return place_of(self, replace(req, automaton=others[0], automaton_state=others[0].answer), tokens)
+
+    monkeypatch.setattr(AutomatonPlaces, "constraint", of_another)
+    job = mixed_job()
+    assert check_rows(job, run_finite([req for req, _ in job], ALL[name](), num_pages=pages, short_cap=0, run_ahead=2)) >= 1
+
+
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("advance", [_ADVANCE, never_fails])
+def test_rows_whose_masks_allow_everything_are_error_rows(name: str, advance: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    upload = AutomatonUpload.of
+
+    def corrupt(made: TokenAutomaton, place: int, mask_ids: Any) -> AutomatonUpload:
+        return replace(upload(made, place, mask_ids), masks=np.full_like(made.masks, -1))
+
+    monkeypatch.setattr(AutomatonUpload, "of", staticmethod(corrupt))
+    monkeypatch.setattr(Automata, "advance", advance)
+    job = mixed_job()
+    assert check_rows(job, run_finite([req for req, _ in job], ALL[name](), num_pages=24, short_cap=0)) > 5
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_text_that_ends_too_early_is_an_error_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit of each mask is wrong: that of the EOS."""
+    upload = AutomatonUpload.of
+
+    def corrupt(made: TokenAutomaton, place: int, mask_ids: Any) -> AutomatonUpload:
+        return replace(upload(made, place, mask_ids), masks=made.masks | 1)
+
+    assert EOS == 0
+    monkeypatch.setattr(AutomatonUpload, "of", staticmethod(corrupt))
+    pattern = "[a-d]{9,11}"
+    of_regex = {"constraint": ("regex", pattern)}
+    job = [(constrained(request(i, [i, 9], cap=14, sampling=SAMPLINGS[1]), pattern, **of_regex), pattern) for i in range(16)]
+    done = run_finite([req for req, _ in job], ALL[name]())
+    assert check_rows(job, done) >= 2
+    for out in done.values():
+        if out.error is not None:
+            assert out.error.message.startswith("regex: output token ")
+            assert f"(id {EOS}) is not allowed there" in out.error.message
+            assert "resume=error" in out.error.message
+            assert (out.error.stage, out.error.retryable, out.token_ids) == ("decode", True, None)
+
+
+def test_a_row_that_ends_at_no_stop_id_is_an_error_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device says that a row has ended at a stop id, and it has not."""
+    monkeypatch.setattr(Engine, "_end", lambda self, state, finish, now, end=Engine._end: end(self, state, 1, now))
+    req = constrained(request(0, [5, 9], cap=4), "[a-d]{9,11}")
+    out = run_finite([req], ALL["none"]())[0]
+    assert out.error is not None
+    assert (out.error.code, "none of its stop ids" in out.error.message) == (CONSTRAINT_VIOLATED, True)
+
+
+class Damaged(ExpandLate):
+    """Expansions are wrong in a way of choice; what is asked at the end is answered rightly."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(0, most_polls=1)
+        self._how = how
+
+    def submit(self, ask: Any) -> Any:
+        found = super().submit(ask)
+        answer = found.result()
+        damaged: Future[Any] = Future()
+        damaged.set_result(self._damaged(answer) if isinstance(answer, Expansion) and len(answer.mask) else answer)
+        return damaged
+
+    def _damaged(self, one: Expansion) -> Expansion:
+        ahead = tuple(map(self._damaged, one.ahead))
+        match self._how:
+            case "ends":
+                return replace(one, mask=one.mask | 1, ahead=ahead)
+            case "all":
+                return replace(one, mask=one.mask | -1, ahead=ahead)
+        return replace(one, following=np.where(one.following, one.state, 0).astype(np.int32), ahead=ahead)
+
+
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("how", ["ends", "all", "stays"])
+@pytest.mark.parametrize("pages", [400, 24])
+def test_rows_of_a_lazy_automaton_with_wrong_states_are_error_rows(name: str, how: str, pages: int) -> None:
+    job = [
+        (following(request(i, [i, 7], cap=12, sampling=SAMPLINGS[i % 2]), GRAMMARS[i % 4]), GRAMMARS[i % 4]) for i in range(16)
+    ]
+    done = run_lazy([req for req, _ in job], ALL[name](), expanding=Damaged(how), num_pages=pages, short_cap=0)
+    assert check_rows(job, done) >= 2
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_rows_whose_states_have_changed_places_are_error_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two states of an automaton are taken for each other. Where a row's state has no mask then, it must not wait for ever."""
+    put = LazyPlaces.put
+
+    def exchange(self: LazyPlaces, made: LazyAutomaton, found: Expansion) -> bool:
+        placed, places = put(self, made, found), self.known[made].places
+        if placed and len(found.states) > 2:
+            places[found.states[[0, 1]]] = places[found.states[[1, 0]]]
+        return placed
+
+    monkeypatch.setattr(LazyPlaces, "put", exchange)
+    job = [(following(request(i, [i, 7], cap=12), GRAMMARS[i % 5]), GRAMMARS[i % 5]) for i in range(12)]
+    assert check_rows(job, run_lazy([req for req, _ in job], ALL[name](), expanding=ExpandLate(0))) >= 2
+
+
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_tokens_that_an_earlier_run_left_are_checked_with_the_rest(is_lazy: bool) -> None:
+    """A row that has ended by them already passes the check, too."""
+    if is_lazy:
+        rule: Any = GRAMMARS[4]
+        req = following(request(0, [5, 9], cap=14, sampling=SAMPLINGS[1]), rule)
+        whole, run = grammar_tokens(req, rule), run_lazy
+    else:
+        rule = "(ab|c)*d"
+        req = constrained(request(0, [5, 9], cap=14, sampling=SAMPLINGS[1]), rule)
+        whole, run = constrained_tokens(req, rule), run_finite
+    for count in range(1, len(whole) + 1):
+        left = Snapshot(
+            row_index=0, sample_index=0, shard=0, tokens=tuple(whole[:count]), num_prefills=1, cached_tokens=0,
+            accepted=(count - 1,), drafted=(count - 1,), prefill_s=0.0, decode_s=0.0,
+        )  # fmt: skip
+        out = run([replace(req, resumed=left)], ALL["none"]())[0]
+        assert out.token_ids is not None
+        assert out.token_ids.tolist() == whole
+
+
+def test_what_cannot_be_checked_is_an_error_row() -> None:
+    class Dumb(ExpandLate):
+        def recheck(self, asked: Recheck) -> Any:
+            found = super().recheck(asked)
+            found._result = "no memory"
+            return found
+
+    out = run_lazy([following(request(0, [5, 9], cap=9), GRAMMARS[0])], ALL["none"](), expanding=Dumb(0))[0]
+    assert out.error is not None
+    assert (out.error.code, "cannot be checked a second time (no memory)" in out.error.message) == (CONSTRAINT_VIOLATED, True)
+
+
+def test_a_process_that_ends_is_replaced_before_a_row_is_given_up() -> None:
+    """Its states are lost, and the rows that need them ask again."""
+    job = {"vocabulary": VOCABULARY, "end_ids": (EOS,), "thinks": False, "may_begin": False}
+    expander, asked = Expander(job), Recheck(lazy(GRAMMARS[0]), ANSWER, (3, 5, 4, EOS))
+    assert expander.recheck(asked).result(60) == 4
+    assert expander._process._process is not None
+    expander._process._process.kill()
+    expander._process._process.wait()
+    assert expander.recheck(asked).result(60) == 4
+    assert expander.recheck(asked._replace(tokens=(3, 5, EOS))).result(60) == 2
+
+
+def test_no_completion_is_made_of_a_row_that_was_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LastCheck, "add", lambda self, ended: self._done.append(ended))
+    with pytest.raises(AssertionError, match="was not checked"):
+        run_finite([constrained(request(0, [5, 9], cap=4), "[a-d]{9,11}")], ALL["none"]())
