@@ -99,7 +99,7 @@ class Expanding(Protocol):
     """Computes states of lazy automata."""
 
     def submit(self, ask: Ask) -> Future[Answer]:
-        """Answers come in the order of the asks. `Expansion.of_dead()` if the tokens are not allowed."""
+        """Answers about one automaton come in the order of the asks. `Expansion.of_dead()` if the tokens are not allowed."""
 
 
 def new_epoch() -> int:

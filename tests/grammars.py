@@ -132,7 +132,7 @@ def work(*, thinks: bool = False) -> Work:
     return Work(VOCABULARY, (EOS,), thinks=thinks, may_begin=thinks)
 
 
-class _Late(Future[Answer]):
+class LateAnswer(Future[Answer]):
     """An answer that is there only when it was asked for a few times."""
 
     polls = 0
@@ -151,7 +151,7 @@ class ExpandLate:
 
     def submit(self, ask: Ask) -> Future[Answer]:
         self.num_asks += 1
-        found = _Late()
+        found = LateAnswer()
         found.polls = self._random.randint(0, self._most)
         if self._random.random() < self._lost:
             self._lost_epoch = ask.epoch
