@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import signal
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -358,6 +359,37 @@ def test_a_state_that_fails_ahead_is_no_error_of_the_row_that_asked(
     assert not isinstance(found, str)
     assert not isinstance(alone, str)
     assert (found.state, found.mask.tolist(), found.ahead) == (alone.state, alone.mask.tolist(), ())
+
+
+def test_memory_that_other_automata_take_is_no_error_of_the_row_that_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All states are dropped, and the rows ask in another epoch."""
+    here, expansion = work(), StateExpander.expansion
+    one, other = (Ask(LazyAutomaton("grammar", grammar.gbnf), ANSWER, (3,), 1, reads_ahead=False) for grammar in GRAMMARS[:2])
+    assert isinstance(here.answer(one), Expansion)
+
+    def exhausted(*_: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(StateExpander, "expansion", exhausted)
+    assert here.answer(other) is None
+    monkeypatch.setattr(StateExpander, "expansion", expansion)
+    assert here.answer(one) is None  # its state has lost its number
+    found = here.answer(replace(other, epoch=2))
+    assert isinstance(found, Expansion)
+    assert found.mask.tolist() == work().answer(other).mask.tolist()
+    monkeypatch.setattr(StateExpander, "expansion", exhausted)
+    assert here.answer(replace(other, epoch=3)) == "its states take more memory than allowed"
+
+
+def test_a_network_is_built_once_for_all_epochs_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, built = work(), list[str]()
+    monkeypatch.setattr(expand_process, "network_of", lambda *how: built.append(how[1]) or network_of(*how))
+    one, other = (Ask(LazyAutomaton("grammar", grammar.gbnf), ANSWER, (3,), 1, reads_ahead=False) for grammar in GRAMMARS[:2])
+    found = [here.answer(ask) for ask in (one, other, replace(one, epoch=2), replace(one, epoch=3), replace(other, epoch=3))]
+    assert built == [one.automaton.source, other.automaton.source, other.automaton.source]  # it was not asked for in epoch 2
+    states = [made.mask.tolist() for made in found if isinstance(made, Expansion)]
+    assert states[0] == states[2] == states[3]
+    assert states[1] == states[4]
 
 
 def test_states_are_numbered_anew_in_another_epoch() -> None:

@@ -1,7 +1,7 @@
 """The process that computes states of lazy automata, with limits on CPU time and memory, because their texts are input.
 
 It reads pickles from its input and answers with pickles: first (arguments of `Work`, memory in bytes, CPU seconds), then `Ask`s.
-An answer is an `Expansion`, whose `state` is the number of the state that was asked for, or the text of an error.
+An answer is an `Expansion`, whose `state` is the number of the state that was asked for, the text of an error, or None.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from batchspec.lazy_automaton import Ask, Expansion, LazyAutomaton
+from batchspec.lazy_automaton import Answer, Ask, Expansion, LazyAutomaton
 from batchspec.structured.compile_process import MAX_RECURSION, unexpected
 from batchspec.structured.lazy_dfa import LazyDfa
 from batchspec.structured.lazy_masks import Expander
+from batchspec.structured.network import Network
 from batchspec.structured.parse import network_of
 from batchspec.structured.regular import Impossible, TooLarge
 from batchspec.token_automaton import DEAD, TokenSymbols
@@ -36,6 +37,7 @@ LEAST_SHARE = 0.01
 class _Known:
     """A lazy automaton. answered: the states whose expansions were sent in this epoch."""
 
+    network: Network
     dfa: LazyDfa
     answered: set[int] = field(default_factory=set)
 
@@ -51,15 +53,25 @@ class Work:
     channels: bool = False
     _epoch: int = -1
     _known: dict[LazyAutomaton, _Known] = field(default_factory=dict)
+    _networks: dict[LazyAutomaton, Network] = field(default_factory=dict)
+    """Of automata that had states in the last epoch: building one takes longer than many states."""
+    _dropped_epoch: int | None = None
+    """The epoch in which the states of several automata took all memory, and were dropped."""
 
     def __post_init__(self) -> None:
         self._expander = Expander(self.vocabulary, self.end_ids)
         self._weights = np.full(self.vocabulary.num_tokens, 1 / self.vocabulary.num_tokens)
         """How often rows wrote each token; all together once before any did."""
 
-    def answer(self, ask: Ask) -> Expansion | str:
-        """The expansion of the state after the tokens, `Expansion.of_dead()` if they are not allowed, or an error's text."""
+    def answer(self, ask: Ask) -> Answer:
+        """The expansion of the state after the tokens, `Expansion.of_dead()` if they are not allowed, or an error's text.
+
+        None: the states of all automata together took more memory than allowed, and were dropped.
+        """
+        if ask.epoch == self._dropped_epoch:
+            return None
         if ask.epoch != self._epoch:
+            self._networks = {automaton: known.network for automaton, known in self._known.items()}
             self._known.clear()
             self._epoch = ask.epoch
         try:
@@ -67,16 +79,22 @@ class Work:
         except (TooLarge, Impossible, RecursionError) as error:
             return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         except MemoryError:
-            return "its states take more memory than allowed"
+            is_alone = self._known.keys() | self._networks.keys() <= {ask.automaton}
+            self._known.clear()
+            self._networks.clear()
+            self._dropped_epoch = ask.epoch
+            return "its states take more memory than allowed" if is_alone else None
         except Exception as error:  # a defect here must not end the job: the row becomes an error row
             return unexpected(error)
 
     def _expansion(self, ask: Ask) -> Expansion:
         known = self._known.get(ask.automaton)
         if known is None:
-            network = network_of(ask.automaton.kind, ask.automaton.source, self.vocabulary)
+            network = self._networks.pop(ask.automaton, None)
+            if network is None:
+                network = network_of(ask.automaton.kind, ask.automaton.source, self.vocabulary)
             dfa = LazyDfa(network, thinks=self.thinks, may_begin=self.may_begin, channels=self.channels)
-            known = self._known[ask.automaton] = _Known(dfa)
+            known = self._known[ask.automaton] = _Known(network, dfa)
         np.add.at(self._weights, np.array(ask.written, np.int64), 1)
         state, of = ask.state, self.vocabulary
         for token in ask.tokens:

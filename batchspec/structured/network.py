@@ -8,7 +8,6 @@ are removed, so that every text that is begun can be completed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
