@@ -107,7 +107,7 @@ class Expanding(Protocol):
     """Computes states of lazy automata."""
 
     def submit(self, ask: Ask) -> Future[Answer]:
-        """Answers come in the order of the asks. `Expansion.of_dead()` if the tokens are not allowed."""
+        """Answers about one automaton come in the order of the asks. `Expansion.of_dead()` if the tokens are not allowed."""
 
     def recheck(self, asked: Recheck) -> Future[int | str]:
         """How many tokens are allowed, as of `TokenAutomaton.num_allowed`; a text says why that cannot be found."""

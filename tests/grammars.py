@@ -133,7 +133,7 @@ def work(*, thinks: bool = False) -> Work:
     return Work(VOCABULARY, (EOS,), thinks=thinks, may_begin=thinks)
 
 
-class _Late(Future[Any]):
+class LateAnswer(Future[Any]):
     """An answer that is there only when it was asked for a few times."""
 
     polls = 0
@@ -152,7 +152,7 @@ class ExpandLate:
 
     def submit(self, ask: Ask) -> Future[Answer]:
         self.num_asks += 1
-        found = _Late()
+        found = LateAnswer()
         found.polls = self._random.randint(0, self._most)
         if self._random.random() < self._lost:
             self._lost_epoch = ask.epoch
@@ -160,7 +160,7 @@ class ExpandLate:
         return found
 
     def recheck(self, asked: Recheck) -> Future[int | str]:
-        found = _Late()
+        found = LateAnswer()
         found.polls = self._random.randint(0, self._most)
         found.set_result(self._work.recheck(asked))
         return found

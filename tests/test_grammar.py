@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import signal
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -295,8 +297,9 @@ def test_a_process_finds_the_states_and_one_that_dies_loses_its_epoch(compiler: 
     assert not isinstance(dead, str)
     assert dead is not None
     assert dead.state == DEAD
-    assert expander._process._process is not None
-    expander._process._process.kill()
+    process = expander._lanes[0].process
+    assert process._process is not None
+    process._process.kill()
     assert expander.submit(first).result(60) is None  # a state that it computed ahead may be to blame: the row asks again
     assert expander.submit(first).result(60) is None  # its numbers mean nothing to the next process
     again = expander.submit(Ask(lazy, ANSWER, (3, 3), 8)).result(60)
@@ -304,8 +307,26 @@ def test_a_process_finds_the_states_and_one_that_dies_loses_its_epoch(compiler: 
     assert again is not None
     assert again.mask.tolist() == found.mask.tolist()
     assert again.ahead == ()
-    expander._process._process.kill()
+    assert process._process is not None
+    process._process.kill()
     assert isinstance(expander.submit(Ask(lazy, ANSWER, (3, 3), 8)).result(60), str)
+
+
+def test_a_slow_automaton_keeps_no_other_one_waiting_and_stays_with_its_process(compiler: Compiler) -> None:
+    expander = Expander(compiler.job, num=2)
+    slow, quick = (LazyAutomaton("grammar", grammar.gbnf) for grammar in GRAMMARS[:2])
+    first = expander.submit(Ask(slow, ANSWER, (3,), 1)).result(60)
+    process = expander._lanes[0].process._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    waits = expander.submit(Ask(slow, ANSWER, (3,), 1))
+    found = [expander.submit(Ask(quick, ANSWER, (3,) * count, 1)).result(60) for count in (1, 2, 1)]
+    assert not waits.done()
+    process.send_signal(signal.SIGCONT)
+    states = [one.state for one in (first, waits.result(60), *found) if isinstance(one, Expansion)]
+    assert len(states) == 5
+    assert states[0] == states[1]
+    assert states[2] == states[4] != states[3]
 
 
 def test_a_state_that_takes_too_long_is_an_answer_too(compiler: Compiler) -> None:
@@ -340,6 +361,37 @@ def test_a_state_that_fails_ahead_is_no_error_of_the_row_that_asked(
     assert (found.state, found.mask.tolist(), found.ahead) == (alone.state, alone.mask.tolist(), ())
 
 
+def test_memory_that_other_automata_take_is_no_error_of_the_row_that_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All states are dropped, and the rows ask in another epoch."""
+    here, expansion = work(), StateExpander.expansion
+    one, other = (Ask(LazyAutomaton("grammar", grammar.gbnf), ANSWER, (3,), 1, reads_ahead=False) for grammar in GRAMMARS[:2])
+    assert isinstance(here.answer(one), Expansion)
+
+    def exhausted(*_: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(StateExpander, "expansion", exhausted)
+    assert here.answer(other) is None
+    monkeypatch.setattr(StateExpander, "expansion", expansion)
+    assert here.answer(one) is None  # its state has lost its number
+    found = here.answer(replace(other, epoch=2))
+    assert isinstance(found, Expansion)
+    assert found.mask.tolist() == work().answer(other).mask.tolist()
+    monkeypatch.setattr(StateExpander, "expansion", exhausted)
+    assert here.answer(replace(other, epoch=3)) == "its states take more memory than allowed"
+
+
+def test_a_network_is_built_once_for_all_epochs_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, built = work(), list[str]()
+    monkeypatch.setattr(expand_process, "network_of", lambda *how: built.append(how[1]) or network_of(*how))
+    one, other = (Ask(LazyAutomaton("grammar", grammar.gbnf), ANSWER, (3,), 1, reads_ahead=False) for grammar in GRAMMARS[:2])
+    found = [here.answer(ask) for ask in (one, other, replace(one, epoch=2), replace(one, epoch=3), replace(other, epoch=3))]
+    assert built == [one.automaton.source, other.automaton.source, other.automaton.source]  # it was not asked for in epoch 2
+    states = [made.mask.tolist() for made in found if isinstance(made, Expansion)]
+    assert states[0] == states[2] == states[3]
+    assert states[1] == states[4]
+
+
 def test_states_are_numbered_anew_in_another_epoch() -> None:
     here, lazy = work(), LazyAutomaton("grammar", GRAMMARS[0].gbnf)
     here.answer(Ask(lazy, ANSWER, (3, 3, 3), 1))
@@ -349,7 +401,8 @@ def test_states_are_numbered_anew_in_another_epoch() -> None:
     assert next(iter(here._known.values())).dfa is not known.dfa
 
 
-def test_a_state_that_was_computed_ahead_equals_a_requested_one() -> None:
+def test_a_state_that_was_computed_ahead_equals_a_requested_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expand_process, "AHEAD_S", 60.0)
     lazy = LazyAutomaton("grammar", GRAMMARS[2].gbnf)
     here, there = work(), work()
     first = here.answer(Ask(lazy, ANSWER, (), 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +17,12 @@ from batchspec.engine import allocator
 from batchspec.engine.engine import Engine
 from batchspec.engine.lazy_places import LazyPlaces
 from batchspec.engine.round import RoundOptions
-from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Expanding
+from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Answer, Ask, Expanding, LazyAutomaton
 from batchspec.records import Completion, Request, SamplingParams, Snapshot, Thinking
 from batchspec.structured import expand_process, lazy_dfa
 from tests.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, VOCABULARY, constrained_tokens, written
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, packed, request, tiny_target
-from tests.grammars import GRAMMARS, ExpandLate, Grammar, grammar_tokens, is_text, lazy, may_follow
+from tests.grammars import GRAMMARS, ExpandLate, Grammar, LateAnswer, grammar_tokens, is_text, lazy, may_follow
 from tests.replaying import SLOTS
 from tests.test_constrained import SAMPLINGS, constrained, tokens
 from tests.test_logit_rules import ALL
@@ -117,6 +118,30 @@ def test_states_are_asked_for_once_and_serve_all_rows_and_later_runs(monkeypatch
     assert tokens(again) == tokens(first)
     rounds = [sum(done.stats.num_rounds for done in found.values() if done.stats) for found in (first, again)]
     assert rounds[1] < rounds[0]  # no draft is cut where the states are known
+
+
+class ExpandSlowly(ExpandLate):
+    """The states of one automaton take as long as many rounds."""
+
+    def __init__(self, slow: LazyAutomaton) -> None:
+        super().__init__(0, most_polls=0)
+        self._slow = slow
+
+    def submit(self, ask: Ask) -> Future[Answer]:
+        found = super().submit(ask)
+        if ask.automaton == self._slow:
+            assert isinstance(found, LateAnswer)
+            found.polls = 2000
+        return found
+
+
+def test_requests_that_await_a_state_let_others_into_the_slots_first() -> None:
+    """Rows of one automaton are the first of the job, and more than there are slots."""
+    job = [(following(request(i, [i, 7], cap=12), GRAMMARS[0]), GRAMMARS[0]) for i in range(SLOTS)]
+    job += [(following(request(i, [i, 7], cap=6), GRAMMARS[5]), GRAMMARS[5]) for i in range(SLOTS, SLOTS + 3)]
+    done = run([req for req, _ in job], ALL["none"](), expanding=ExpandSlowly(lazy(GRAMMARS[0])))
+    assert sorted(list(done)[:3]) == [SLOTS, SLOTS + 1, SLOTS + 2]
+    assert tokens(done) == {req.row_index: grammar_tokens(req, grammar) for req, grammar in job}
 
 
 def test_states_that_are_computed_ahead_save_asks_and_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,18 +91,23 @@ class SlotAllocator:
         """Requests that were preempted and wait for pages."""
         return [state for state in self._waiting if state.tokens]
 
-    def _peek(self) -> RequestState | None:
-        """The request that has waited longest; None if none waits at present."""
-        while self._waiting and self._waiting[0].finish_reason is not None:  # it failed before it got a slot
-            self._waiting.popleft()
-        if not self._waiting and not self._ended:
+    def _peek(self, passed: int = 0) -> RequestState | None:
+        """The request that has waited longest, after so many others; None if none waits at present."""
+        waiting = self._waiting
+        while len(waiting) > passed and waiting[passed].finish_reason is not None:  # it failed before it got a slot
+            del waiting[passed]
+        if len(waiting) <= passed and not self._ended:
             try:
                 state = next(self._stream)
             except StopIteration:
                 self._ended = True
             else:
-                self._waiting += [] if state is None else [state]
-        return self._waiting[0] if self._waiting else None
+                waiting += [] if state is None else [state]
+        return waiting[passed] if len(waiting) > passed else None
+
+    def _awaits_state(self, state: RequestState) -> bool:
+        """Its lazy automaton has no state yet to begin in: requests after it need not wait for that."""
+        return self.lazy is not None and isinstance(state.request.automaton, LazyAutomaton) and not self.lazy.hold(state)
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.batch.page_size)
@@ -146,11 +151,13 @@ class SlotAllocator:
         self._idle = 0.0
         group: list[RequestState] = []
         promised = self.promised().tolist()
+        passed = 0
         for slot in free:
-            state = self._peek()
+            while (state := self._peek(passed)) is not None and self._awaits_state(state) and passed < self.batch.num_slots:
+                passed += 1
             if state is None or not self._admit(state, promised):
                 break
-            self._waiting.popleft()
+            del self._waiting[passed]
             self.slots.place(state, slot, self._num_refills)
             self._num_refills += 1
             group.append(state)

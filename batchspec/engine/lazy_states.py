@@ -126,8 +126,10 @@ class LazyStates:
     def collect(self) -> None:
         """Take the answers that have come, and place their states. Sets `full` where one has no room."""
         for key, answer in list(self._asked.items()):
-            if self.full or not answer.done():
-                break  # they come in the order of the asks
+            if self.full:
+                break
+            if not answer.done():  # another process may be done with another automaton
+                continue
             found = answer.result()
             if found is None:
                 self.full = True

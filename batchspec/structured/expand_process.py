@@ -1,33 +1,33 @@
 """The process that computes states of lazy automata, with limits on CPU time and memory, because their texts are input.
 
 It reads pickles from its input and answers with pickles: first (arguments of `Work`, memory in bytes, CPU seconds), then `Ask`s
-and `Recheck`s. The answer to an `Ask` is an `Expansion`, whose `state` is the number of the state that was asked for, that to a
-`Recheck` a number of tokens; or the text of an error.
+and `Recheck`s. The answer to an `Ask` is an `Expansion`, whose `state` is the number of the state that was asked for, the text of
+an error, or None; that to a `Recheck` a number of tokens, or the text of an error.
 """
 
 from __future__ import annotations
 
+import gc
 import pickle
 import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import numpy as np
 
-from batchspec.lazy_automaton import Ask, Expansion, LazyAutomaton, Recheck
+from batchspec.lazy_automaton import Answer, Ask, Expansion, LazyAutomaton, Recheck
 from batchspec.structured.compile_process import MAX_RECURSION, unexpected
 from batchspec.structured.lazy_dfa import LazyDfa
 from batchspec.structured.lazy_masks import Expander
+from batchspec.structured.network import Network
 from batchspec.structured.parse import network_of
 from batchspec.structured.regular import Impossible, TooLarge
 from batchspec.token_automaton import DEAD, KEPT_STEPS, TokenSymbols
 
-T = TypeVar("T")
-
+OUT_OF_MEMORY = "its states take more memory than allowed"
 MAX_AHEAD = 16
 """States that are computed ahead for one that is asked for; none is begun after AHEAD_S, while the row waits."""
 AHEAD_S = 0.003
@@ -39,6 +39,7 @@ LEAST_SHARE = 0.01
 class _Known:
     """A lazy automaton. answered: the states whose expansions were sent in this epoch."""
 
+    network: Network
     dfa: LazyDfa
     vocabulary: TokenSymbols
     answered: set[int] = field(default_factory=set)
@@ -69,22 +70,54 @@ class Work:
     channels: bool = False
     _epoch: int = -1
     _known: dict[LazyAutomaton, _Known] = field(default_factory=dict)
+    _networks: dict[LazyAutomaton, Network] = field(default_factory=dict)
+    """Of automata that had states in the last epoch: building one takes longer than many states."""
+    _dropped_epoch: int | None = None
+    """The epoch in which the states of several automata took all memory, and were dropped."""
 
     def __post_init__(self) -> None:
         self._expander = Expander(self.vocabulary, self.end_ids)
         self._weights = np.full(self.vocabulary.num_tokens, 1 / self.vocabulary.num_tokens)
         """How often rows wrote each token; all together once before any did."""
 
-    def answer(self, ask: Ask) -> Expansion | str:
-        """The expansion of the state after the tokens, `Expansion.of_dead()` if they are not allowed, or an error's text."""
+    def answer(self, ask: Ask) -> Answer:
+        """The expansion of the state after the tokens, `Expansion.of_dead()` if they are not allowed, or an error's text.
+
+        None: the states of all automata together took more memory than allowed, and were dropped.
+        """
+        if ask.epoch == self._dropped_epoch:
+            return None
         if ask.epoch != self._epoch:
+            self._networks = {automaton: known.network for automaton, known in self._known.items()}
             self._known.clear()
             self._epoch = ask.epoch
-        return _or_why(lambda: self._expansion(ask))
+        try:
+            return self._expansion(ask)
+        except MemoryError:
+            return None if self._drop(ask.automaton) else OUT_OF_MEMORY
+        except Exception as error:
+            return _why(error)
 
     def recheck(self, asked: Recheck) -> int | str:
         """How many of the tokens are allowed, or an error's text. Needs no mask and no expansion: only the lazy DFA is walked."""
-        return _or_why(lambda: self._num_allowed(asked))
+        for _ in range(2):
+            try:
+                return self._num_allowed(asked)
+            except MemoryError:
+                if not self._drop(asked.automaton):
+                    break
+            except Exception as error:
+                return _why(error)
+        return OUT_OF_MEMORY
+
+    def _drop(self, automaton: LazyAutomaton) -> bool:
+        """Drop the states of all automata, which took all memory; whether others than this one had any. Asks of this epoch are
+        answered with None from now on."""
+        others = bool((self._known.keys() | self._networks.keys()) - {automaton})
+        self._known.clear()
+        self._networks.clear()
+        self._dropped_epoch = self._epoch
+        return others
 
     def _num_allowed(self, asked: Recheck) -> int:
         known, state = self._known_of(asked.automaton), asked.state
@@ -99,9 +132,11 @@ class Work:
     def _known_of(self, automaton: LazyAutomaton) -> _Known:
         known = self._known.get(automaton)
         if known is None:
-            network = network_of(automaton.kind, automaton.source, self.vocabulary)
+            network = self._networks.pop(automaton, None)
+            if network is None:
+                network = network_of(automaton.kind, automaton.source, self.vocabulary)
             dfa = LazyDfa(network, thinks=self.thinks, may_begin=self.may_begin, channels=self.channels)
-            known = self._known[automaton] = _Known(dfa, self.vocabulary)
+            known = self._known[automaton] = _Known(network, dfa, self.vocabulary)
         return known
 
     def _expansion(self, ask: Ask) -> Expansion:
@@ -134,16 +169,11 @@ class Work:
                 passed[target] += share * part
 
 
-def _or_why(compute: Callable[[], T]) -> T | str:
-    """What is computed, or the text of the error that prevents it."""
-    try:
-        return compute()
-    except (TooLarge, Impossible, RecursionError) as error:
-        return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-    except MemoryError:
-        return "its states take more memory than allowed"
-    except Exception as error:  # a defect here must not end the job: the row becomes an error row
-        return unexpected(error)
+def _why(error: Exception) -> str:
+    """The text of an error. A defect here must not end the job: the row becomes an error row."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return str(error) if isinstance(error, TooLarge | Impossible) else unexpected(error)
 
 
 def limit(cpu_s: int) -> None:
@@ -152,6 +182,7 @@ def limit(cpu_s: int) -> None:
 
 
 def main() -> None:
+    gc.disable()  # networks are a hundred thousand lists, and none of them is garbage: building one took twice as long
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sys.setrecursionlimit(MAX_RECURSION)
     read, write = sys.stdin.buffer, sys.stdout.buffer

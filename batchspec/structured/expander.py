@@ -1,4 +1,5 @@
-"""Has a process compute states of lazy automata, and check ended rows, one after the other, while the engine goes on."""
+"""Has processes compute states of lazy automata and check ended rows while the engine goes on, one request of an automaton after
+the other."""
 
 from __future__ import annotations
 
@@ -7,27 +8,33 @@ import threading
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from batchspec.lazy_automaton import Answer, Ask, Recheck
-from batchspec.structured.compile_pool import Died, LimitedProcess
+from batchspec.structured.compile_pool import Died, LimitedProcess, num_processes
 
 CPU_S = 20
 """CPU limit of one state, in whole seconds. Most take hundredths of a second."""
 MEMORY_BYTES = 4 << 30
-"""Limit of the process's address space."""
+"""Limit of the address space of each process."""
 
 
 class Expander:
-    """Implements `Expanding` for a job. The process starts with the first ask, and ends when this object is collected."""
+    """Implements `Expanding` for a job. Processes start with the first asks, and end when this object is collected.
 
-    def __init__(self, job: Mapping[str, Any], *, cpu_s: int = CPU_S, memory_bytes: int = MEMORY_BYTES) -> None:
-        """job: the arguments of `Work`."""
-        self._tasks: queue.SimpleQueue[tuple[Ask | Recheck, Future[Any]] | None] = queue.SimpleQueue()
-        self._process = _ExpandProcess((dict(job), memory_bytes, cpu_s))
-        self._has_thread = False
-        weakref.finalize(self, _end, self._tasks, self._process)
+    An automaton stays with one process, which numbers its states: the one with the fewest automata at its first ask.
+    """
+
+    def __init__(
+        self, job: Mapping[str, Any], *, cpu_s: int = CPU_S, memory_bytes: int = MEMORY_BYTES, num: int | None = None
+    ) -> None:
+        """job: the arguments of `Work`; num: maximum number of processes, None: as many as compile."""
+        made = (_Lane(_ExpandProcess((dict(job), memory_bytes, cpu_s))) for _ in range(num or num_processes()))
+        self._lanes = tuple(made)
+        self._lane_of: dict[int, _Lane] = {}
+        """By the hash of the automaton: equal hashes only share a process, and long texts are not kept."""
+        weakref.finalize(self, _end, self._lanes)
 
     def submit(self, ask: Ask) -> Future[Answer]:
         """As of `Expanding`."""
@@ -38,11 +45,16 @@ class Expander:
         return self._answer_to(asked)
 
     def _answer_to(self, asked: Ask | Recheck) -> Future[Any]:
-        if not self._has_thread:
-            self._has_thread = True
-            threading.Thread(target=_serve, args=(self._tasks, self._process), name="expand", daemon=True).start()
+        key = hash(asked.automaton)
+        lane = self._lane_of.get(key)
+        if lane is None:
+            lane = self._lane_of[key] = min(self._lanes, key=lambda lane: lane.num_automata)
+            lane.num_automata += 1
+        if not lane.has_thread:
+            lane.has_thread = True
+            threading.Thread(target=_serve, args=(lane.tasks, lane.process), name="expand", daemon=True).start()
         found: Future[Any] = Future()
-        self._tasks.put((asked, found))
+        lane.tasks.put((asked, found))
         return found
 
 
@@ -80,6 +92,16 @@ class _ExpandProcess(LimitedProcess):
         return why
 
 
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """A process, and what it is asked for."""
+
+    process: _ExpandProcess
+    tasks: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+    has_thread: bool = False
+    num_automata: int = 0
+
+
 def _serve(tasks: queue.SimpleQueue[Any], process: _ExpandProcess) -> None:
     """The thread: answers until it reads None. It holds no reference to the expander, as in compile_pool.py."""
     while (task := tasks.get()) is not None:
@@ -91,6 +113,7 @@ def _serve(tasks: queue.SimpleQueue[Any], process: _ExpandProcess) -> None:
         del task, asked, found
 
 
-def _end(tasks: queue.SimpleQueue[Any], process: _ExpandProcess) -> None:
-    tasks.put(None)
-    process.close()
+def _end(lanes: tuple[_Lane, ...]) -> None:
+    for lane in lanes:
+        lane.tasks.put(None)
+        lane.process.close()

@@ -48,9 +48,8 @@ class LazyDfa:
         of_bytes = np.cumsum(edges[:256]) - 1
         self._num_classes = int(of_bytes[-1]) + 1
         self.classes = np.concatenate((of_bytes, self._num_classes + np.arange(NUM_SYMBOLS - 256))).astype(np.int32)
-        self._moves = [
-            [(int(of_bytes[low]), int(of_bytes[high]) + 1, target) for low, high, target in moves] for moves in network.moves
-        ]
+        of = of_bytes.tolist()
+        self._moves = [[(of[low], of[high] + 1, target) for low, high, target in moves] for moves in network.moves]
         self._stacks: list[tuple[int, int, int]] = [(_CALL, _CALL, 0)]
         """Entry 0 is the empty stack; else a state and _CALL, or a loop and a count; and what is below."""
         self._stack_of: dict[tuple[int, int, int], int] = {}

@@ -21,8 +21,10 @@ from batchspec.token_automaton import DEAD, ENDS, Ids, TokenSymbols
 
 FEWEST_PLAIN = 40
 """Bytes that must lead on in the same way; with fewer, few tokens are allowed."""
-LONGEST_PLAIN = 64
+LONGEST_PLAIN = 256
 """Bytes of a plain token; longer ones are walked."""
+FEW = 8
+"""So many nodes of the trie are walked one by one, which takes less time than the calls of numpy for all of them."""
 KEPT = 50
 """Sets of bytes whose tokens are kept."""
 
@@ -33,11 +35,13 @@ class _Plain:
 
     tokens, lengths  int64 [P]  the tokens, and their numbers of bytes
     others           int64 [V - P]
+    allowed          bool [32 ceil(V / 32)]  which tokens they are
     """
 
     tokens: NDArray[np.int64]
     lengths: NDArray[np.int64]
     others: NDArray[np.int64]
+    allowed: NDArray[np.bool_]
     trie: _Tokens
 
 
@@ -59,24 +63,25 @@ class Expander:
         weights  float64 [V]: how often each token is written
         Raises TooLarge.
         """
-        tokens, targets, states = self._targets(dfa, state)
-        kept = ~np.isin(tokens, self._ends)
-        tokens, targets = tokens[kept], targets[kept]
-        allowed = np.zeros(-(-self._vocabulary.num_tokens // 32) * 32, bool)
-        allowed[tokens] = True
-        forced = ENDS if dfa.is_final(state) and not len(tokens) else _forced(dfa, state, self._token_of, self._end_ids)
+        allowed, targets, written, states = self._targets(dfa, state, weights)
+        allowed[self._ends] = False
+        forced = ENDS if dfa.is_final(state) and not allowed.any() else _forced(dfa, state, self._token_of, self._end_ids)
         allowed[self._ends] = dfa.is_final(state)
         found = Expansion(
             state=state, mask=np.packbits(allowed, bitorder="little").view(np.int32), forced=forced,
             states=states, following=np.where(dfa.explored[states, None], dfa.next[states], DEAD), classes=dfa.classes,
         )  # fmt: skip
         first = int(targets.min(initial=dfa.num_states))
-        by_target = np.bincount(targets - first, weights[tokens])
+        by_target = np.bincount(targets - first, written)
         likely = np.flatnonzero(by_target)
         return found, dict(zip((likely + first).tolist(), (by_target[likely] / by_target.sum()).tolist(), strict=True))
 
-    def _targets(self, dfa: LazyDfa, state: int) -> tuple[NDArray[np.int64], Ids, Ids]:
-        """The tokens that do not die, the state after each, and the states that they walk through. Raises TooLarge."""
+    def _targets(
+        self, dfa: LazyDfa, state: int, weights: NDArray[np.float64]
+    ) -> tuple[NDArray[np.bool_], Ids, NDArray[np.float64], Ids]:
+        """The tokens that do not die, states after them with the weights of the tokens that lead there, and the states that the
+        tokens walk through: bool [32 ceil(V / 32)], int32 [N], float64 [N], int32 [S]. Raises TooLarge.
+        """
         dfa.explore([state])
         of_bytes = dfa.next[state, dfa.classes[:256]]
         plain_bytes = of_bytes == np.bincount(of_bytes[of_bytes != DEAD], minlength=1).argmax()
@@ -85,13 +90,23 @@ class Expander:
             chain = self._chain(dfa, state, plain_bytes, int(plain.lengths.max(initial=0)))
             if chain is not None:
                 others, targets, walked = _walk(dfa, state, plain.trie)
-                of_plain = chain[plain.lengths]
-                live = of_plain != DEAD
+                live = chain != DEAD
+                allowed = plain.allowed.copy() if live.all() else self._of_all(plain.tokens[live[plain.lengths]])
+                allowed[plain.others[others]] = True
+                by_length = np.bincount(plain.lengths, weights[plain.tokens], minlength=len(chain))
                 return (
-                    np.concatenate((plain.tokens[live], plain.others[others])), np.concatenate((of_plain[live], targets)),
-                    np.union1d(chain[chain != DEAD], walked).astype(np.int32),
+                    allowed, np.concatenate((chain[live], targets)),
+                    np.concatenate((by_length[live], weights[plain.others[others]])),
+                    np.union1d(chain[live], walked).astype(np.int32),
                 )  # fmt: skip
-        return _walk(dfa, state, self._trie)
+        tokens, targets, walked = _walk(dfa, state, self._trie)
+        return self._of_all(tokens), targets, weights[tokens], walked
+
+    def _of_all(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """bool [32 ceil(V / 32)]: which tokens are these."""
+        found = np.zeros(-(-self._vocabulary.num_tokens // 32) * 32, bool)
+        found[tokens] = True
+        return found
 
     def _chain(self, dfa: LazyDfa, state: int, plain_bytes: NDArray[np.bool_], length: int) -> Ids | None:
         """int32 [length + 1]: the state after each number of plain bytes; None if these do not all lead to the same ones."""
@@ -103,7 +118,8 @@ class Expander:
             if (following != following[0]).any():
                 return None
             chain[count + 1] = state = int(following[0])
-            if state == DEAD:
+            if state in (DEAD, chain[count]):  # it stays there
+                chain[count + 2 :] = state
                 break
         return chain
 
@@ -116,7 +132,8 @@ class Expander:
             before = np.concatenate(([0], np.cumsum(is_plain)))
             all_plain = (before[of.starts[1:]] - before[of.starts[:-1]] == lengths) & (lengths <= LONGEST_PLAIN)
             tokens, others = np.flatnonzero(all_plain), np.flatnonzero(~all_plain)
-            found = self._plain[key] = _Plain(tokens, lengths[tokens], others, _Tokens.of(trie_of_some(of, others)))
+            trie = _Tokens.of(trie_of_some(of, others))
+            found = self._plain[key] = _Plain(tokens, lengths[tokens], others, self._of_all(tokens), trie)
             if len(self._plain) > KEPT:
                 self._plain.popitem(last=False)
         self._plain.move_to_end(key)
@@ -141,7 +158,14 @@ def _walk(dfa: LazyDfa, state: int, of: _Tokens) -> tuple[NDArray[np.int64], Ids
     """The tokens of the trie that do not die, the state after each, and the states that they walk through. Raises TooLarge."""
     trie, tokens, targets, walked = of.trie, [np.zeros(0, np.int64)], [np.zeros(0, np.int32)], [np.array([state], np.int32)]
     nodes, states = np.zeros(1, np.int32), np.full(1, state, np.int32)
-    while True:
+    while len(nodes):
+        if len(nodes) <= FEW:
+            pairs, few = _walk_few(dfa, list(zip(nodes.tolist(), states.tolist(), strict=True)), of)
+            for found, more in zip((tokens, targets, walked), few, strict=True):
+                found.append(np.array(more, found[0].dtype))
+            if not pairs:
+                break
+            nodes, states = np.array(pairs, np.int32).T
         missing = states[~dfa.explored[states]]
         if len(missing):
             dfa.explore(sorted(set(missing.tolist())))
@@ -150,14 +174,39 @@ def _walk(dfa: LazyDfa, state: int, of: _Tokens) -> tuple[NDArray[np.int64], Ids
         after = dfa.next[np.repeat(states, counts), dfa.classes[trie.symbols[children]]]
         live = after != DEAD
         nodes, states = children[live], after[live]
-        if not len(nodes):
-            reached = np.zeros(dfa.num_states, bool)
-            reached[np.concatenate(walked)] = True
-            return np.concatenate(tokens), np.concatenate(targets), np.flatnonzero(reached).astype(np.int32)
         counts = of.begin[nodes + 1] - of.begin[nodes]
         tokens.append(of.tokens[_ranges(of.begin[nodes], counts)])
         targets.append(np.repeat(states, counts))
         walked.append(states)
+    reached = np.zeros(dfa.num_states, bool)
+    reached[np.concatenate(walked)] = True
+    return np.concatenate(tokens), np.concatenate(targets), np.flatnonzero(reached).astype(np.int32)
+
+
+def _walk_few(
+    dfa: LazyDfa, pairs: list[tuple[int, int]], of: _Tokens
+) -> tuple[list[tuple[int, int]], tuple[list[int], list[int], list[int]]]:  # fmt: skip
+    """The same level by level, one node and its state after the other, as long as they have at most FEW children together.
+
+    Returns the nodes and states that are left, and the tokens, targets and walked states that were found.
+    """
+    trie, tokens, targets, walked = of.trie, list[int](), list[int](), list[int]()
+    while pairs and sum(int(trie.num_children[node]) for node, _ in pairs) <= FEW:
+        following: list[tuple[int, int]] = []
+        for node, state in pairs:
+            first, count = int(trie.first_child[node]), int(trie.num_children[node])
+            if count:
+                dfa.explore((state,))
+            for child in range(first, first + count):
+                after = int(dfa.next[state, dfa.classes[trie.symbols[child]]])
+                if after != DEAD:
+                    following.append((child, after))
+                    walked.append(after)
+                    ending = of.tokens[of.begin[child] : of.begin[child + 1]].tolist()
+                    tokens += ending
+                    targets += [after] * len(ending)
+        pairs = following
+    return pairs, (tokens, targets, walked)
 
 
 def _ranges(begin: NDArray[Any], counts: NDArray[Any]) -> NDArray[np.int64]:

@@ -8,7 +8,6 @@ are removed, so that every text that is begun can be completed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,7 +133,8 @@ class Network(Nfa):
 
     def _trim(self, present: NDArray[np.bool_]) -> None:
         """Remove the moves to states from which no text can end. Raises Impossible."""
-        self.moves = [[move for low, high, to in moves for move in _cut(low, high, to, present)] for moves in self.moves]
+        runs = _Runs(present)
+        self.moves = [[(*run, to) for low, high, to in moves for run in runs[low, high]] for moves in self.moves]
         waiting: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         """By state: (state, other) of which the first is live once both this and the other are."""
         for state in range(len(self.moves)):
@@ -178,12 +178,19 @@ class Network(Nfa):
             (state,) = self.free[state]
 
 
-def _cut(low: int, high: int, to: int, present: NDArray[np.bool_]) -> Iterable[tuple[int, int, int]]:
-    """A move on a range of bytes, as moves on those that are present."""
-    there = np.flatnonzero(present[low : high + 1]) + low
-    for run in np.split(there, np.flatnonzero(np.diff(there) > 1) + 1):
-        if len(run):
-            yield int(run[0]), int(run[-1]), to
+class _Runs(dict[tuple[int, int], list[tuple[int, int]]]):
+    """By range of bytes: the ranges within it that are present. Few are different, however many moves there are."""
+
+    def __init__(self, present: NDArray[np.bool_]) -> None:
+        super().__init__()
+        self._present = present
+
+    def __missing__(self, key: tuple[int, int]) -> list[tuple[int, int]]:
+        low, high = key
+        there = np.flatnonzero(self._present[low : high + 1]) + low
+        runs = np.split(there, np.flatnonzero(np.diff(there) > 1) + 1)
+        found = self[key] = [(int(run[0]), int(run[-1])) for run in runs if len(run)]
+        return found
 
 
 def _nullable(named: dict[str, Node]) -> dict[str, bool]:

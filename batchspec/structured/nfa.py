@@ -6,6 +6,7 @@ Ranges of characters become ranges of bytes. Counted repetitions are unrolled: t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from batchspec.structured.regular import Alt, Chars, Graph, Joined, Members, Node, Ref, Repeat, Seq, TooLarge
 
@@ -61,16 +62,14 @@ class Nfa:
     def _call(self, rule: str, start: int) -> int:
         raise AssertionError(f"rule {rule!r} in a finite automaton: it must be inlined before")
 
-    def _chars(self, ranges: Sequence[tuple[int, int]], start: int) -> int:
-        end = self.state()
-        rest: dict[tuple[tuple[int, int], ...], int] = {(): end}
-        for low, high in ranges:
-            for sequence in utf8_ranges(low, high):
-                for i in range(len(sequence) - 1, 0, -1):
-                    if sequence[i:] not in rest:
-                        rest[sequence[i:]] = self.state()
-                        self.moves[rest[sequence[i:]]].append((*sequence[i], rest[sequence[i + 1 :]]))
-                self.moves[start].append((*sequence[0], rest[sequence[1:]]))
+    def _chars(self, ranges: tuple[tuple[int, int], ...], start: int) -> int:
+        num_states, moves = _moves_of(ranges)
+        self._check(num_states)
+        end = len(self.moves)
+        self.moves += [[] for _ in range(num_states)]
+        self.free += [[] for _ in range(num_states)]
+        for state, low, high, target in moves:
+            self.moves[start if state is None else end + state].append((low, high, end + target))
         return end
 
     def _repeat(self, part: Node, least: int, most: int | None, start: int) -> int:
@@ -126,6 +125,23 @@ class Nfa:
         for state in graph.final:
             self.free[own[state]].append(end)
         return end
+
+
+@lru_cache(maxsize=1000)
+def _moves_of(ranges: tuple[tuple[int, int], ...]) -> tuple[int, list[tuple[int | None, int, int, int]]]:
+    """One character as states over bytes: their number, of which the first is the state after it, and (state, lowest byte,
+    highest byte, next state); None is the state before it. A schema holds the same ranges thousands of times.
+    """
+    rest: dict[tuple[tuple[int, int], ...], int] = {(): 0}
+    moves: list[tuple[int | None, int, int, int]] = []
+    for low, high in ranges:
+        for sequence in utf8_ranges(low, high):
+            for i in range(len(sequence) - 1, 0, -1):
+                if sequence[i:] not in rest:
+                    rest[sequence[i:]] = len(rest)
+                    moves.append((rest[sequence[i:]], *sequence[i], rest[sequence[i + 1 :]]))
+            moves.append((None, *sequence[0], rest[sequence[1:]]))
+    return len(rest), moves
 
 
 def utf8_ranges(low: int, high: int) -> list[tuple[tuple[int, int], ...]]:
