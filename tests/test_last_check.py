@@ -251,11 +251,12 @@ def test_what_cannot_be_checked_is_an_error_row() -> None:
 def test_a_process_that_ends_is_replaced_before_a_row_is_given_up() -> None:
     """Its states are lost, and the rows that need them ask again."""
     job = {"vocabulary": VOCABULARY, "end_ids": (EOS,), "thinks": False, "may_begin": False}
-    expander, asked = Expander(job), Recheck(lazy(GRAMMARS[0]), ANSWER, (3, 5, 4, EOS))
+    expander, asked = Expander(job, num=1), Recheck(lazy(GRAMMARS[0]), ANSWER, (3, 5, 4, EOS))
     assert expander.recheck(asked).result(60) == 4
-    assert expander._process._process is not None
-    expander._process._process.kill()
-    expander._process._process.wait()
+    process = expander._lanes[0].process._process
+    assert process is not None
+    process.kill()
+    process.wait()
     assert expander.recheck(asked).result(60) == 4
     assert expander.recheck(asked._replace(tokens=(3, 5, EOS))).result(60) == 2
 
