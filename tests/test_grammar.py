@@ -29,7 +29,7 @@ from batchspec.structured.parse import network_of, rules_of, single_bytes
 from batchspec.structured.regex import regex_node
 from batchspec.structured.regular import EMPTY, Impossible, TooLarge, optional, text
 from batchspec.structured.rules import BadGrammar, Rules
-from batchspec.token_automaton import DEAD, ENDS, FORCED, NUM_SYMBOLS, TokenAutomaton
+from batchspec.token_automaton import DEAD, ENDS, FORCED, NUM_SYMBOLS, TokenAutomaton, TokenSymbols
 from tests.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, TOKENS, VOCABULARY, automaton
 from tests.grammars import GRAMMARS, Grammar, may_follow, work
 from tests.test_structured import SCHEMAS, matches, schema_dfa
@@ -383,7 +383,12 @@ def test_memory_that_other_automata_take_is_no_error_of_the_row_that_asked(monke
 
 def test_a_network_is_built_once_for_all_epochs_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     here, built = work(), list[str]()
-    monkeypatch.setattr(expand_process, "network_of", lambda *how: built.append(how[1]) or network_of(*how))
+
+    def noted(kind: str, source: str, of: TokenSymbols) -> Any:
+        built.append(source)
+        return network_of(kind, source, of)
+
+    monkeypatch.setattr(expand_process, "network_of", noted)
     one, other = (Ask(LazyAutomaton("grammar", grammar.gbnf), ANSWER, (3,), 1, reads_ahead=False) for grammar in GRAMMARS[:2])
     found = [here.answer(ask) for ask in (one, other, replace(one, epoch=2), replace(one, epoch=3), replace(other, epoch=3))]
     assert built == [one.automaton.source, other.automaton.source, other.automaton.source]  # it was not asked for in epoch 2
