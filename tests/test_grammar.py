@@ -376,7 +376,9 @@ def test_memory_that_other_automata_take_is_no_error_of_the_row_that_asked(monke
     assert here.answer(one) is None  # its state has lost its number
     found = here.answer(replace(other, epoch=2))
     assert isinstance(found, Expansion)
-    assert found.mask.tolist() == work().answer(other).mask.tolist()
+    alone = work().answer(other)
+    assert isinstance(alone, Expansion)
+    assert found.mask.tolist() == alone.mask.tolist()
     monkeypatch.setattr(StateExpander, "expansion", exhausted)
     assert here.answer(replace(other, epoch=3)) == "its states take more memory than allowed"
 
