@@ -29,7 +29,7 @@ from batchspec.structured.parse import network_of, rules_of, single_bytes
 from batchspec.structured.regex import regex_node
 from batchspec.structured.regular import EMPTY, Impossible, TooLarge, optional, text
 from batchspec.structured.rules import BadGrammar, Rules
-from batchspec.token_automaton import DEAD, ENDS, FORCED, NUM_SYMBOLS, TokenAutomaton
+from batchspec.token_automaton import DEAD, ENDS, FORCED, NUM_SYMBOLS, TokenAutomaton, TokenSymbols
 from tests.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, TOKENS, VOCABULARY, automaton
 from tests.grammars import GRAMMARS, Grammar, may_follow, work
 from tests.test_structured import SCHEMAS, matches, schema_dfa
@@ -288,13 +288,13 @@ def test_a_process_finds_the_states_and_one_that_dies_loses_its_epoch(compiler: 
     lazy = LazyAutomaton("grammar", GRAMMARS[0].gbnf)
     first = Ask(lazy, ANSWER, (3, 3), 7)
     found, expected = expander.submit(first).result(60), here.answer(first)
-    assert not isinstance(found, str)
-    assert not isinstance(expected, str)
+    assert isinstance(found, Expansion)
+    assert isinstance(expected, Expansion)
     assert found is not None
     assert found.state == expected.state
     assert found.mask.tolist() == expected.mask.tolist()
     dead = expander.submit(Ask(lazy, ANSWER, (4,), 7)).result(60)
-    assert not isinstance(dead, str)
+    assert isinstance(dead, Expansion)
     assert dead is not None
     assert dead.state == DEAD
     process = expander._lanes[0].process
@@ -303,7 +303,7 @@ def test_a_process_finds_the_states_and_one_that_dies_loses_its_epoch(compiler: 
     assert expander.submit(first).result(60) is None  # a state that it computed ahead may be to blame: the row asks again
     assert expander.submit(first).result(60) is None  # its numbers mean nothing to the next process
     again = expander.submit(Ask(lazy, ANSWER, (3, 3), 8)).result(60)
-    assert not isinstance(again, str)
+    assert isinstance(again, Expansion)
     assert again is not None
     assert again.mask.tolist() == found.mask.tolist()
     assert again.ahead == ()
@@ -356,8 +356,8 @@ def test_a_state_that_fails_ahead_is_no_error_of_the_row_that_asked(
     monkeypatch.setattr(expand_process, "AHEAD_S", 60.0)
     found = work().answer(Ask(lazy, ANSWER, (3, 3), 1))
     assert len(told) == 2
-    assert not isinstance(found, str)
-    assert not isinstance(alone, str)
+    assert isinstance(found, Expansion)
+    assert isinstance(alone, Expansion)
     assert (found.state, found.mask.tolist(), found.ahead) == (alone.state, alone.mask.tolist(), ())
 
 
@@ -376,14 +376,21 @@ def test_memory_that_other_automata_take_is_no_error_of_the_row_that_asked(monke
     assert here.answer(one) is None  # its state has lost its number
     found = here.answer(replace(other, epoch=2))
     assert isinstance(found, Expansion)
-    assert found.mask.tolist() == work().answer(other).mask.tolist()
+    alone = work().answer(other)
+    assert isinstance(alone, Expansion)
+    assert found.mask.tolist() == alone.mask.tolist()
     monkeypatch.setattr(StateExpander, "expansion", exhausted)
     assert here.answer(replace(other, epoch=3)) == "its states take more memory than allowed"
 
 
 def test_a_network_is_built_once_for_all_epochs_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     here, built = work(), list[str]()
-    monkeypatch.setattr(expand_process, "network_of", lambda *how: built.append(how[1]) or network_of(*how))
+
+    def noted(kind: str, source: str, of: TokenSymbols) -> Any:
+        built.append(source)
+        return network_of(kind, source, of)
+
+    monkeypatch.setattr(expand_process, "network_of", noted)
     one, other = (Ask(LazyAutomaton("grammar", grammar.gbnf), ANSWER, (3,), 1, reads_ahead=False) for grammar in GRAMMARS[:2])
     found = [here.answer(ask) for ask in (one, other, replace(one, epoch=2), replace(one, epoch=3), replace(other, epoch=3))]
     assert built == [one.automaton.source, other.automaton.source, other.automaton.source]  # it was not asked for in epoch 2
@@ -406,12 +413,12 @@ def test_a_state_that_was_computed_ahead_equals_a_requested_one(monkeypatch: pyt
     lazy = LazyAutomaton("grammar", GRAMMARS[2].gbnf)
     here, there = work(), work()
     first = here.answer(Ask(lazy, ANSWER, (), 1))
-    assert not isinstance(first, str)
+    assert isinstance(first, Expansion)
     assert first.ahead
     for one in first.ahead:
         assert there.answer(Ask(lazy, ANSWER, (), 1)) is not None
         asked = there.answer(Ask(lazy, one.state, (), 1))
-        assert not isinstance(asked, str)
+        assert isinstance(asked, Expansion)
         assert (asked.mask.tolist(), asked.forced) == (one.mask.tolist(), one.forced)
 
 
@@ -422,8 +429,8 @@ def test_what_rows_write_is_what_is_computed_ahead(monkeypatch: pytest.MonkeyPat
         here, token = work(), TOKENS.index(letter.encode())
         after = here.answer(Ask(lazy, ANSWER, (token,), 1))
         again = here.answer(Ask(lazy, ANSWER, (), 2, (token,) * 50))
-        assert not isinstance(after, str)
-        assert not isinstance(again, str)
+        assert isinstance(after, Expansion)
+        assert isinstance(again, Expansion)
         letters[letter] = [one.mask.tolist() for one in again.ahead] == [after.mask.tolist()]
     assert letters == {"a": True, "c": True}
 

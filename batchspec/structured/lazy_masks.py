@@ -161,8 +161,9 @@ def _walk(dfa: LazyDfa, state: int, of: _Tokens) -> tuple[NDArray[np.int64], Ids
     while len(nodes):
         if len(nodes) <= FEW:
             pairs, few = _walk_few(dfa, list(zip(nodes.tolist(), states.tolist(), strict=True)), of)
-            for found, more in zip((tokens, targets, walked), few, strict=True):
-                found.append(np.array(more, found[0].dtype))
+            tokens.append(np.array(few[0], np.int64))
+            targets.append(np.array(few[1], np.int32))
+            walked.append(np.array(few[2], np.int32))
             if not pairs:
                 break
             nodes, states = np.array(pairs, np.int32).T
