@@ -125,10 +125,13 @@ class LazyStates:
 
     def collect(self) -> None:
         """Take the answers that have come, and place their states. Sets `full` where one has no room."""
+        late = set[LazyAutomaton]()
+        """Automata that an answer is missing for: their later answers wait for it, because each tells more than those before."""
         for key, answer in list(self._asked.items()):
             if self.full:
                 break
-            if not answer.done():  # another process may be done with another automaton
+            if key[0] in late or not answer.done():
+                late.add(key[0])
                 continue
             found = answer.result()
             if found is None:
