@@ -81,7 +81,7 @@ def padded_prefill_bytes(job: JobModel) -> int:
     """Bytes of the CUDA graphs of prefill passes (ablation.prefill_graphs); 0 in a job without them."""
     ablation, spec = job.config.ablation, job.spec
     graphed = ablation.prefill_graphs and not (ablation.overlap or spec.ordered or spec.whole is not None)
-    if job.device.type != "cuda" or not graphed:
+    if job.device.type != "cuda" or not graphed or job.config.decode.max_new_tokens == 0:  # scored prompts: no pass is a graph
         return 0
     tokens = job.config.packing.max_num_batched_tokens or GPU_PREFILL
     return prefill_graph_bytes(job.spec, dtype=job.dtype, tokens=graph_tokens(job.spec, tokens))

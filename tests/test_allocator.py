@@ -22,6 +22,7 @@ from batchspec.engine.slots import SlotTable
 from batchspec.engine.static_batching import StaticBatching
 from batchspec.engine.step import PageGrant
 from batchspec.errors import CapacityError
+from batchspec.lazy_automaton import LazyAutomaton
 from batchspec.packing.order import order_requests
 from batchspec.packing.predict import LengthPredictor
 from batchspec.records import PackedBatch, Request
@@ -120,14 +121,20 @@ def test_free_slots_wait_until_they_have_idled_as_long_as_a_short_pass_takes(pro
         assert allocator.refill() == []
 
 
-def test_where_short_passes_are_replayed_slots_wait_for_the_time_of_a_replay() -> None:
-    """2 s to launch, half a second to replay: one free slot of eight waits for 4 rounds of 1 s instead of 16."""
+@pytest.mark.parametrize(("prompt", "is_lazy", "rounds"), [(5, False, 4), (6, False, 16), (5, True, 16)])
+def test_slots_wait_for_the_time_of_a_replay_only_where_the_next_pass_can_be_replayed(
+    prompt: int, is_lazy: bool, rounds: int
+) -> None:
+    """2 s to launch, half a second to replay, for rows of up to 5 tokens without lazy automata; a round takes 1 s, and one of
+    eight slots is free."""
     pools = pools_of(200)
-    stream = (progress(request(i, [1], cap=4)) for i in range(20))
-    cost = PrefillCost(least=2.0, token=0.0, replay=0.5)
-    allocator = SlotAllocator(shape(8, 200), pools, stream, prefill_cost=cost)
+    asked = [request(i, [1] * prompt, cap=4) for i in range(20)]
+    if is_lazy:
+        asked[8:] = [replace(own, automaton=LazyAutomaton("regex", "a*")) for own in asked[8:]]
+    cost = PrefillCost(least=2.0, token=0.0, replay=0.5, most_replayed=5)
+    allocator = SlotAllocator(shape(8, 200), pools, map(progress, asked), prefill_cost=cost)
     allocator.release(allocator.refill()[3])
-    assert [len(allocator.refill()) for _ in range(4)] == [0, 0, 0, 1]
+    assert [allocator._worth_a_prefill(1, 1.0) for _ in range(rounds)] == [False] * (rounds - 1) + [True]
 
 
 @pytest.mark.parametrize(("num_free", "rounds"), [(1, 12), (2, 4), (4, 1)])

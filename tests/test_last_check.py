@@ -18,8 +18,10 @@ from batchspec.engine.automaton_places import AutomatonPlaces
 from batchspec.engine.engine import Engine
 from batchspec.engine.last_check import LastCheck
 from batchspec.engine.lazy_places import LazyPlaces
-from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Expansion, LazyAutomaton, Recheck
+from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Ask, Expansion, LazyAutomaton, Recheck
 from batchspec.records import CONSTRAINT_VIOLATED, Completion, Request, Snapshot
+from batchspec.structured.compile_pool import LimitedProcess
+from batchspec.structured.expand_process import OUT_OF_MEMORY, Work
 from batchspec.structured.expander import Expander
 from batchspec.token_automaton import TokenAutomaton
 from tests import grammars
@@ -259,6 +261,46 @@ def test_a_process_that_ends_is_replaced_before_a_row_is_given_up() -> None:
     process.wait()
     assert expander.recheck(asked).result(60) == 4
     assert expander.recheck(asked._replace(tokens=(3, 5, EOS))).result(60) == 2
+
+
+def test_where_no_process_can_be_started_an_answer_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that ended without an answer would let the row wait for ever."""
+
+    def fail(process: LimitedProcess) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(LimitedProcess, "_start", fail)
+    expander = Expander({"vocabulary": VOCABULARY, "end_ids": (EOS,), "thinks": False, "may_begin": False}, num=1)
+    asked, ask = Recheck(lazy(GRAMMARS[0]), ANSWER, (3, EOS)), Ask(lazy(GRAMMARS[0]), ANSWER, (), 1)
+    assert expander.recheck(asked).result(60) == "no more processes"
+    assert expander.submit(replace(ask, epoch=2)).result(60) is None  # lost: the row asks again
+    assert expander.submit(replace(ask, epoch=3)).result(60) == "no more processes"
+
+
+def test_a_row_is_checked_once_more_without_the_states_that_other_rows_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may have taken all memory. Asks of that epoch get None: its states are gone."""
+    here, asked = work(), Recheck(lazy(GRAMMARS[0]), ANSWER, (3, 5, 4, EOS))
+    ask = Ask(lazy(GRAMMARS[0]), ANSWER, (3,), 7)
+    assert isinstance(here.answer(ask), Expansion)
+    num_allowed = Work._num_allowed
+
+    def short_of_memory(own: Work, recheck: Recheck) -> int:
+        if own._known:
+            raise MemoryError
+        return num_allowed(own, recheck)
+
+    monkeypatch.setattr(Work, "_num_allowed", short_of_memory)
+    assert here.recheck(asked) == 4
+    assert here.answer(ask) is None
+    assert isinstance(here.answer(replace(ask, epoch=8)), Expansion)
+
+
+def test_a_row_that_alone_takes_too_much_memory_to_check_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never_enough(own: Work, recheck: Recheck) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(Work, "_num_allowed", never_enough)
+    assert work().recheck(Recheck(lazy(GRAMMARS[0]), ANSWER, (3, EOS))) == OUT_OF_MEMORY
 
 
 def test_no_completion_is_made_of_a_row_that_was_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:

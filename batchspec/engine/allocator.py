@@ -174,7 +174,8 @@ class SlotAllocator:
         if not num_free or (state := self._peek()) is None:
             return False
         self._idle += round_s * num_free / self.batch.num_slots
-        return self._idle >= self._prefill_cost.shortest - self._prefill_cost.token * num_free * state.num_tokens
+        cost, waits = self._prefill_cost, isinstance(state.request.automaton, LazyAutomaton)
+        return self._idle >= cost.shortest(state.num_tokens, waits=waits) - cost.token * num_free * state.num_tokens
 
     def grow(self, ahead: int, grants: list[PageGrant]) -> bool:
         """Grant pages, oldest row first, to every row that has too few for its tokens and `ahead` more, or for its limit; add

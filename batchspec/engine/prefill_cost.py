@@ -15,11 +15,17 @@ class PrefillCost:
     """Time of each token of a full pass."""
     replay: float | None = None
     """Time of a pass of few tokens that is replayed from a CUDA graph; None: passes are not graphs, or it was not timed."""
+    most_replayed: int = 0
+    """Maximum number of tokens of a row in a pass that is replayed."""
 
-    @property
-    def shortest(self) -> float:
-        """Time of a pass of few tokens, as the engine runs it."""
-        return self.least if self.replay is None else min(self.least, self.replay)
+    def shortest(self, row_tokens: int, *, waits: bool = False) -> float:
+        """Time of a pass of few tokens, as the engine runs a pass whose rows have `row_tokens` tokens.
+
+        waits  its rows may wait for states of lazy automata: such a pass is never a graph
+        """
+        if self.replay is None or waits or row_tokens > self.most_replayed:
+            return self.least
+        return min(self.least, self.replay)
 
     def pays_padding(self, num_tokens: int, padded_tokens: int) -> bool:
         """Whether a pass of `num_tokens` takes no longer if it is padded to `padded_tokens` and replayed from a graph.

@@ -103,9 +103,8 @@ class Work:
         for _ in range(2):
             try:
                 return self._num_allowed(asked)
-            except MemoryError:
-                if not self._drop(asked.automaton):
-                    break
+            except MemoryError:  # other rows, of the same automaton too, may have taken it: once more with nothing else in memory
+                self._drop(asked.automaton)
             except Exception as error:
                 return _why(error)
         return OUT_OF_MEMORY

@@ -72,11 +72,10 @@ class _ExpandProcess(LimitedProcess):
         try:
             found: Answer = self.result(ask)
             return found
-        except (Died, RuntimeError) as error:
+        except (Died, RuntimeError, OSError) as error:  # OSError: no process can be started
             self._lost_epoch = ask.epoch
-            if (
-                ask.reads_ahead
-            ):  # a state that no row asked for may have taken too much: the row asks once more, for its own alone
+            if ask.reads_ahead:
+                # A state that no row asked for may have taken too much: the row asks once more, for its own alone.
                 self._reads_ahead = False
                 return None
             return str(error)
@@ -87,7 +86,7 @@ class _ExpandProcess(LimitedProcess):
             try:
                 found: int | str = self.result(asked)
                 return found
-            except (Died, RuntimeError) as error:
+            except (Died, RuntimeError, OSError) as error:
                 self._lost_epoch, why = self._epoch, str(error)
         return why
 
@@ -106,10 +105,13 @@ def _serve(tasks: queue.SimpleQueue[Any], process: _ExpandProcess) -> None:
     """The thread: answers until it reads None. It holds no reference to the expander, as in compile_pool.py."""
     while (task := tasks.get()) is not None:
         asked, found = task
-        if isinstance(asked, Recheck):
-            found.set_result(process.recheck(asked))
-        else:
-            found.set_result(process.ask(replace(asked, reads_ahead=tasks.empty())))
+        try:
+            if isinstance(asked, Recheck):
+                found.set_result(process.recheck(asked))
+            else:
+                found.set_result(process.ask(replace(asked, reads_ahead=tasks.empty())))
+        except Exception as error:  # a row would wait for ever for an answer that never comes
+            found.set_exception(error)
         del task, asked, found
 
 
