@@ -78,9 +78,17 @@ class LazyStates:
         return self._expanding.submit(Ask(request.automaton, request.automaton_state, tuple(tokens), self._epoch)).result()
 
     def hold(self, state: RequestState) -> bool:
-        """Whether a request may enter a slot: the state after its tokens is on the device. If it is not, it is asked for."""
+        """Whether a request may enter a slot: the state after its tokens is on the device. If it is not, it is asked for.
+
+        Requests that are ready enter while the tables are full, too: after all states are forgotten those of rows in slots come
+        first, so that rows go on. With no row in a slot all requests would ask for their first states again, and none would
+        begin.
+        """
         self.collect()
-        return not self.full and state.finish_reason is None and self._is_ready(self._row(state))
+        if state.finish_reason is not None:
+            return False
+        row = self._row(state)
+        return row.asked is None and self._has_mask(row) if self.full else self._is_ready(row)
 
     def constraint(self, state: RequestState) -> ConstraintPlace:
         """Places of a row that `hold` admitted: its class map and its state."""
@@ -202,18 +210,23 @@ class LazyStates:
         """Whether the device has the mask of the state after the row's tokens; if not, that state is asked for."""
         if row.asked is not None:
             return False
-        known = self._places.known.get(row.automaton)
-        if known is not None:
-            row.at, count = known.after(row.at, row.state.tokens[row.num_walked :], self._vocabulary)
-            row.num_walked += count
-            if row.num_walked == len(row.state.tokens) and row.at in known.expanded:
-                return True
+        if self._has_mask(row):
+            return True
         row.asked = (row.automaton, row.at, tuple(row.state.tokens[row.num_walked :]))
         if row.asked not in self._asked:
             written = tuple(row.state.tokens[row.num_learned :][-MAX_WRITTEN:])
             self._asked[row.asked] = self._expanding.submit(Ask(*row.asked, self._epoch, written))
             row.num_learned = len(row.state.tokens)
         return False
+
+    def _has_mask(self, row: _Row) -> bool:
+        """The same, without asking."""
+        known = self._places.known.get(row.automaton)
+        if known is None:
+            return False
+        row.at, count = known.after(row.at, row.state.tokens[row.num_walked :], self._vocabulary)
+        row.num_walked += count
+        return row.num_walked == len(row.state.tokens) and row.at in known.expanded
 
     def _of(self, key: _Key) -> Iterable[_Row]:
         return [row for row in self._rows.values() if row.asked == key]
