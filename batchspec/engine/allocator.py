@@ -152,6 +152,8 @@ class SlotAllocator:
         group: list[RequestState] = []
         promised = self.promised().tolist()
         passed = 0
+        if self.lazy is not None:
+            self.lazy.collect()
         for slot in free:
             while (state := self._peek(passed)) is not None and self._awaits_state(state) and passed < self.batch.num_slots:
                 passed += 1

@@ -82,9 +82,8 @@ class LazyStates:
 
         Requests that are ready enter while the tables are full, too: after all states are forgotten those of rows in slots come
         first, so that rows go on. With no row in a slot all requests would ask for their first states again, and none would
-        begin.
+        begin. Call `collect` before the first of several.
         """
-        self.collect()
         if state.finish_reason is not None:
             return False
         row = self._row(state)
