@@ -76,7 +76,7 @@ class LastCheck:
         yield from done
 
     def _judge(self, ended: Ended, found: int | str) -> None:
-        """found: how many of the tokens are allowed, or why nobody can tell."""
+        """found: the number of its first tokens that are allowed, or the reason why that is unknown."""
         state = ended.state
         problem = _problem(state, found)
         if problem is None:
