@@ -12,8 +12,9 @@ import torch
 from batchspec.adapt.limits import check_head
 from batchspec.config.checks import AUTO
 from batchspec.config.schema import RunConfig
-from batchspec.dataset.columns import ColumnMap, check_ids, map_columns
+from batchspec.dataset.columns import ColumnMap, map_columns
 from batchspec.dataset.reader import Source, open_source
+from batchspec.dataset.row_ids import check_ids
 from batchspec.dataset.schema import output_schema
 from batchspec.distributed.group import Group
 from batchspec.draft.spec import DrafterSpec, open_drafter

@@ -29,7 +29,8 @@ import pyarrow.parquet as pq
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.dataset.messages import THINKING_FIELD
-from batchspec.dataset.openai import Line, filled, parse_request, request_row, request_schema, response_line
+from batchspec.dataset.openai_requests import Line, filled, parse_request, request_row, request_schema
+from batchspec.dataset.openai_responses import response_line
 from batchspec.errors import ConfigError, InputError, OutputError
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning

@@ -11,10 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from batchspec.batch.device_batch import DeviceBatch, upload
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch, HostLayout
 from batchspec.batch.logits import LogitRows
 from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.batch.upload import upload
 from batchspec.draft.base import Drafter
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.round import Drafts, Round, RoundResult
