@@ -10,6 +10,7 @@ dataset/ for the shard's Parquet file.
   footers.py         whether a shard is committed, by the footer of its file
   scan.py            the rows of committed shards as a polars frame
   shard_writer.py    writes a shard's file and reads it back before it gets its name
+  shard_sums.py      the sha256 of each shard as a run committed it
   claims.py          leases on shards: which run works on which
   journal.py         finished rows, and tokens of unfinished ones, of shards that are not committed
   attempts.py        what runs were computing when they crashed
