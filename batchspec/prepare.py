@@ -218,6 +218,7 @@ def check_cut(config: RunConfig, spec: ModelSpec, drafter: DrafterSpec[Any]) -> 
 
 
 def choose_device(name: str) -> torch.device:
+    """The device of `device=NAME`; auto is a GPU if torch sees one. Raises ConfigError for a GPU that it does not see."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda: torch sees no GPU on this machine; use device=auto or cpu")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")

@@ -46,7 +46,7 @@ class SlotField:
     """The field is a tuple of tensors, one for each K/V group."""
 
     def array(self, values: Sequence[Any], width: int) -> NDArray[Any]:
-        """The values or rows of several requests, rows padded with `initial`."""
+        """[requests] values, or [requests, columns] rows of `width` columns, fewer if `long`, padded with `initial`."""
         dtype = NUMPY_DTYPES[self.dtype]
         if not self.width:
             return np.array(values, dtype)
@@ -58,7 +58,7 @@ class SlotField:
 
 
 def known_tokens(request: Request, output: Sequence[int]) -> NDArray[np.int32]:
-    """Prompt and output."""
+    """int32 [tokens]: prompt and output."""
     return np.concatenate((request.prompt_ids, np.array(output, np.int32))) if len(output) else request.prompt_ids
 
 

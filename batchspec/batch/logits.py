@@ -61,7 +61,7 @@ class LogitRule:
 
 
 def adjust_logits(logits: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode) -> None:
-    """Apply to the target's logits, in place and in order, every rule that `mode` asks for. Does not synchronise."""
+    """Apply to the target's logits [T, V], in place and in order, every rule that `mode` asks for. Does not synchronise."""
     for rule in RULES:
         if rule.wanted(mode):
             rule.apply(logits, at, rows, None)

@@ -18,8 +18,8 @@ NUMPY_DTYPES = {theirs: ours for ours, theirs in _TORCH_DTYPES.items()}
 
 
 def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copy host numbers (lists or an array) to the device. To a GPU from pinned memory in stream order: the host does not
-    wait."""
+    """A tensor on the device with the numbers of nested lists or an array, of their shape. A GPU gets them from pinned memory in
+    stream order: the host does not wait."""
     if device.type != "cuda":
         return torch.as_tensor(values, dtype=dtype)
     array = np.asarray(values)

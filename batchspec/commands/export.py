@@ -91,7 +91,10 @@ def _statuses(wish: str | None, form: str) -> set[str]:
 
 
 def export(output: OutputFolder, target: Path, form: str, statuses: set[str]) -> str:
-    """Write the committed rows with one of the statuses; returns a line that says what was written and left out."""
+    """Write the committed rows with one of the statuses; returns a line that says what was written and left out.
+
+    Raises OutputError if there is no such row to write, or `target` is in data/.
+    """
     done = sorted(output.committed())
     if not done:
         raise OutputError(f"{output.path} has no committed shard yet; run the job first")

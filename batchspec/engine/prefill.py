@@ -122,7 +122,10 @@ def emit(
 def prefill_drafter(
     round_: Round, rows: DeviceBatch, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, mode: SamplingMode
 ) -> tuple[Tensor, ...]:
-    """The drafter's state of each row of the batch, after its tokens were committed."""
+    """The drafter's state of each row of the batch, after its tokens were committed, as of `Drafter.prefill`.
+
+    slot_ids int64 [R], aux_hidden_states [T, number of layers * H] or None
+    """
     round_.set_draft_mode(mode)
     own_batch = batch.of_group(round_.cache.groups.draft_group)
     return round_.drafter.prefill(own_batch, slot_ids, aux_hidden_states, rows, round_.cache)

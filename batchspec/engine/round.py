@@ -288,7 +288,8 @@ class Round:
         makes the leader end the run with DivergedError."""
 
     def logprobs_of(self, raw: Tensor, target_ids: Tensor) -> Logprobs:
-        """Logprobs of the chosen tokens, and of the likeliest tokens as the options ask for."""
+        """Logprobs of the chosen tokens target_ids int32 [T] from raw logits [T, V], and of the likeliest ones as
+        the options ask for."""
         return logprobs_of(raw, target_ids, self.options.logprobs or 0)
 
     def greedy_of_hidden(self, hidden: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ class OutputFolder(JobFolder):
         return self.manifest.rows_of(index)
 
     def scan(self, shards: Iterable[int] | None = None) -> pl.LazyFrame:
-        """The rows of committed shards (default all), in the order of the input."""
+        """The rows of committed shards (default all), in the order of the input. Raises OutputError if there is none."""
         done = sorted(self.committed() if shards is None else shards)
         if not done:
             raise OutputError(f"{self.path} has no committed shard yet; run the job first")
