@@ -1,7 +1,7 @@
 """All rules that mask or bias logits before a choice: one list for the target and, if a rule says so, for drafters.
 
-A new rule is one `LogitRule` in RULES, a flag of `SamplingMode` that asks for it, and the
-state that it needs in `DeviceBatch`. Legend: T rows of logits, R batch rows, V vocabulary, K draft_len.
+A new rule is one `LogitRule` in RULES, a flag of `SamplingMode` that asks for it, and the state that it needs in `DeviceBatch`.
+Legend: T rows of logits, R batch rows, V vocabulary, K draft_len.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One worker process: `python -m batchspec.cluster.worker NUMBER SHARING [SEAT]`, started by crew.py.
 
 NUMBER is for readers of `ps`; SHARING is the number of processes whose K/V pages share the main memory (1 on GPUs). SEAT is the
-process's place in the group that computes the model, four words (`distributed/group.py`); without it, it computes the model
+process's place in the group that computes the model, four words (`distributed/seat.py`); without it, it computes the model
 alone.
 """
 
