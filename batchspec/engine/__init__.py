@@ -14,7 +14,8 @@ Requests on the host:
   last_check.py         a row with a constraint is checked before it becomes a completion
   completion.py         the completion of an ended request
 Rounds on the device:
-  round.py              draft, verify, accept, commit, catch up; tree_round.py: the same for trees; ablation.py: its variants
+  round.py              draft, verify, accept, commit, catch up; verify_inputs.py: what it verifies;
+                        tree_round.py: the same for trees; ablation.py: its variants
   sampling.py           logits -> the target's choice; logprobs.py: log-probabilities
   graphs.py             rounds as CUDA graphs; graph_pool.py: capture
   results.py            results on their way to the host, and there
