@@ -12,8 +12,9 @@ import torch
 from batchspec.adapt.limits import check_head
 from batchspec.config.checks import AUTO
 from batchspec.config.schema import RunConfig
-from batchspec.dataset.columns import ColumnMap, check_ids, map_columns
+from batchspec.dataset.columns import ColumnMap, map_columns
 from batchspec.dataset.reader import Source, open_source
+from batchspec.dataset.row_ids import check_ids
 from batchspec.dataset.schema import output_schema
 from batchspec.distributed.group import Group
 from batchspec.draft.spec import DrafterSpec, open_drafter
@@ -217,6 +218,7 @@ def check_cut(config: RunConfig, spec: ModelSpec, drafter: DrafterSpec[Any]) -> 
 
 
 def choose_device(name: str) -> torch.device:
+    """The device of `device=NAME`; auto is a GPU if torch sees one. Raises ConfigError for a GPU that it does not see."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda: torch sees no GPU on this machine; use device=auto or cpu")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")

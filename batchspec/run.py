@@ -61,6 +61,7 @@ def run_here(config: RunConfig, group: Group | None = None) -> None:
     """Run one checked job in this process. Torch is imported only here, after the checks of the configuration.
 
     group  the processes that compute the model together, which this one leads
+    Raises ConfigError if the job needs a GPU and there is none, and as `run_job` does.
     """
     if config.requires_gpu:
         import torch

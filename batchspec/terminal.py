@@ -69,15 +69,15 @@ def clear_screen() -> None:
     sys.stdout.write("\x1b[H\x1b[2J")
 
 
-def table(rows: Iterable[Sequence[object]], *, left: int = 1, limit: int = CELL_CHARS, indent: str = "  ") -> list[str]:
-    """Lines of a table; the first `left` columns are left-aligned, the others, which hold numbers, right-aligned."""
+def table(rows: Iterable[Sequence[object]], *, left: int = 1, limit: int = CELL_CHARS) -> list[str]:
+    """Indented lines of a table; the first `left` columns are left-aligned, the others, which hold numbers, right-aligned."""
     cells = [[one_line(cell, limit) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
     for row in cells:
         columns = enumerate(zip(row, widths, strict=True))
         aligned = (cell.ljust(width) if i < left else cell.rjust(width) for i, (cell, width) in columns)
-        lines.append(f"{indent}{'  '.join(aligned)}".rstrip())
+        lines.append(f"  {'  '.join(aligned)}".rstrip())
     return lines
 
 

@@ -43,9 +43,9 @@ def one_line(text: object, limit: int = CELL_CHARS) -> str:
     return f"{shown}... ({num_more:,} more characters)" if num_more > 0 else shown
 
 
-def for_markdown(text: object, limit: int = CELL_CHARS) -> str:
+def for_markdown(text: object) -> str:
     """A code span on one line of Markdown, also in a heading (CommonMark 0.31, 6.1). In a table, `|` must be escaped as well."""
-    shown = one_line(text, limit).strip() or " "
+    shown = one_line(text, CELL_CHARS).strip() or " "
     fence = "`" * (1 + max(map(len, re.findall("`+", shown)), default=0))
     pad = " " if shown[0] == "`" or shown[-1] == "`" else ""
     return f"{fence}{pad}{shown}{pad}{fence}"

@@ -12,8 +12,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchspec.config.compose import compose
-from batchspec.dataset.columns import check_ids, map_columns
+from batchspec.dataset.columns import map_columns
 from batchspec.dataset.reader import open_source
+from batchspec.dataset.row_ids import check_ids
 from batchspec.packing.admit import Admission
 from batchspec.records import Completion
 from tests.stand_ins import ByteTokenizer, small_spec

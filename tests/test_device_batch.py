@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchspec.batch import device_batch
-from batchspec.batch.device_batch import SLOT_FIELDS, DeviceBatch, upload_all
+from batchspec.batch.device_batch import SLOT_FIELDS, DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.batch.upload import upload_all
 from batchspec.records import SamplingParams
 from tests.engines import packed, request
 

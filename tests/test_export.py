@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from batchspec.commands.export import main
 from batchspec.config.schema import InputConfig, OutputConfig
 from batchspec.dataset.columns import map_columns
-from batchspec.dataset.openai import TURN_KEYS, parse_request
+from batchspec.dataset.openai_requests import TURN_KEYS, parse_request
 from batchspec.dataset.reader import table_source
 from batchspec.dataset.writer import build_table
 from batchspec.errors import ConfigError, InputError, OutputError

@@ -33,7 +33,7 @@ def noise(seed: int, rank: int, *shape: int, dtype: torch.dtype = torch.bfloat16
 def joined(host: Collectives) -> PeerCollectives:
     index = host.rank % torch.cuda.device_count()
     torch.cuda.set_device(index)
-    ranks = PeerCollectives(host, torch.device("cuda", index), wait_s=60)
+    ranks = PeerCollectives(host, torch.device("cuda", index), wait_s=60, nccl_s=60)
     ranks.reserve(ROUND_BYTES)
     return ranks
 

@@ -126,6 +126,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "storage",
         "supervise.leave",
         "supervise.signals",
+        "supervise.watchdog",
     },
     "runner": {
         "adapt",

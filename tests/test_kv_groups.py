@@ -340,8 +340,6 @@ def test_models_without_windows_map_slots_once() -> None:
     engine = Engine(tiny_target(), NoDrafter(), batch_of(), device=DEVICE, options=RoundOptions())
     assert engine.executor.cache.groups == KVGroups((None,), (0, 0), 0)
     assert len(engine.executor.rows.page_tables) == 1
-    batch = engine.executor.round._uniform(
-        engine.executor.rows, engine.executor.round._widths[0], engine.executor.round._draft_len
-    )
+    batch = engine.executor.round.inputs.uniform(engine.executor.rows, 0)
     assert batch.more_groups == ()
     assert batch.of_group(0) is batch

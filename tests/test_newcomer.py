@@ -22,10 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchspec.config.schema import InputConfig, OutputConfig, RunConfig
-from batchspec.dataset.columns import check_ids, map_columns, request_ids
+from batchspec.dataset.columns import map_columns
 from batchspec.dataset.in_memory import table_of
 from batchspec.dataset.json_text import MAX_DEPTH
 from batchspec.dataset.reader import Source, open_source, table_source
+from batchspec.dataset.row_ids import check_ids, request_ids
 from batchspec.dataset.schema import MESSAGES, TOOL_MESSAGES, output_schema
 from batchspec.dataset.writer import build_table
 from batchspec.errors import InputError

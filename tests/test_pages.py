@@ -20,6 +20,7 @@ from batchspec.train.settings import TrainRun
 ROOT = Path(__file__).parents[1]
 NAMES = ("README.md", "conf/README.md", "jobs/README.md", "jobs/PERFORMANCE.md", "batchspec/README.md", "kernels/README.md")
 PAGES = [ROOT / name for name in NAMES]
+INDEXES = [path for path in (ROOT / "batchspec").glob("*/__init__.py") if ".py" in path.read_text(encoding="utf-8")]
 KEYS = {*keys(), *keys(TrainRun())}
 GROUPS = {key.rpartition(".")[0] for key in KEYS} | {"draft.tree", "draft.adapt"}
 KEY = re.compile(
@@ -92,6 +93,17 @@ def test_every_module_that_a_page_runs_or_names_exists() -> None:
 def test_every_source_file_that_a_page_names_exists(page: Path) -> None:
     for name in re.findall(r"`([\w/]+/[\w]+\.(?:py|sh|sbatch|yaml))`", page.read_text(encoding="utf-8")):
         assert name.startswith("mine/") or (ROOT / name).exists() or (ROOT / "batchspec" / name).exists(), name
+
+
+@pytest.mark.parametrize("index", INDEXES, ids=page_ids)
+def test_the_index_of_a_package_names_all_of_its_modules(index: Path) -> None:
+    """Of packages whose docstring lists modules. In `commands`, modules that are subcommands are in the list of `cli.py`."""
+    named = set(re.findall(r"\b([a-z_0-9]+\.py)\b", index.read_text(encoding="utf-8")))
+    present = {path.name for path in index.parent.glob("*.py")} - {"__init__.py"}
+    if index.parent.name == "commands":
+        present -= {f"{name}.py" for name in cli.COMMANDS}
+        named -= {"cli.py", *(f"{name}.py" for name in cli.COMMANDS)}
+    assert present == named
 
 
 def test_the_kernels_page_lists_every_kernel_with_a_wrapper_that_exists() -> None:

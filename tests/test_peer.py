@@ -7,27 +7,36 @@ that overlap, CUDA graphs, and NCCL. `python -m batchspec.kernels.benchmarks.red
 
 from __future__ import annotations
 
+import math
 import random
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
+from batchspec.cluster import worker
+from batchspec.config.schema import ClusterConfig, RunConfig
+from batchspec.distributed import group
 from batchspec.distributed.collectives import Collectives
 from batchspec.distributed.group import check_reach
 from batchspec.distributed.peer import Lane, PeerCollectives
+from batchspec.distributed.seat import Seat
 from batchspec.errors import ConfigError, RankLost
 from batchspec.kernels.distributed.peer_memory import PeerMemory, buffer_bytes, peer_memory
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form
 from batchspec.model.blocks.base import Shard
 from batchspec.packing.memory import reserve_bytes
+from batchspec.supervise import watchdog
 from batchspec.tuning import exchange
 from tests.engines import tiny_spec
-from tests.ranks import Table, ThreadCollectives, bits, start_ranks
+from tests.ranks import Table, ThreadCollectives, bits, on_ranks, start_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where there is no GPU")
 
@@ -41,7 +50,7 @@ class MappedCollectives(PeerCollectives):
 
     def __init__(self, host: Collectives, folder: Path, *, wait_s: float = 1.0) -> None:
         """wait_s: a poll takes a hundred times as long in the interpreter."""
-        super().__init__(host, CPU, wait_s=wait_s)
+        super().__init__(host, CPU, wait_s=wait_s, nccl_s=60)
         self._folder, self._files = folder, 0
 
     def _connect(self, num_bytes: int) -> PeerMemory:
@@ -213,9 +222,53 @@ def test_the_plan_leaves_memory_for_the_buffers_of_prefill() -> None:
     assert held == 4 * max(exchange.LIBRARY_BYTES.values())
 
 
+def test_both_groups_of_nccl_get_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(dist, "new_group", lambda **options: asked.append(options))
+    on_ranks(2, lambda host: PeerCollectives(host, torch.device("cuda", host.rank), nccl_s=1380.5))
+    assert asked == [{"backend": "nccl", "timeout": timedelta(seconds=1380.5)}] * 4  # 2 groups of each of 2 ranks
+
+
+@given(st.floats(1e-3, 1e7))
+def test_the_watchdog_has_time_to_save_before_torch_aborts_a_hanging_exchange(limit: float) -> None:
+    """The exchange may have been launched a whole limit before the last finished round, from which the watchdog counts."""
+    found_late = limit + limit / watchdog.NUM_CHECKS
+    assert watchdog.nccl_s(limit) >= found_late + watchdog.SAVE_S
+    assert watchdog.nccl_s(limit) >= 600
+
+
+@pytest.mark.parametrize(("own", "expected"), [(1000.0, 2180.0), (20.0, 600.0), (0.0, math.inf), (None, 2 * 3600.0 + 180.0)])
+def test_ranks_of_a_job_tell_nccl_the_limit_of_their_watchdog(
+    own: float | None, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[float] = []
+
+    def joined(seat: Seat, *, gpu: bool, nccl_s: float) -> None:
+        assert (seat.rank, gpu) == (1, False)
+        told.append(nccl_s)
+        raise RankLost("enough")
+
+    monkeypatch.setattr(group, "joined", joined)
+    assert worker.run_rank(RunConfig(cluster=ClusterConfig(watchdog_s=own)), Seat(1, 2, 9, Path("meeting")).words()) == 75
+    assert told == [expected]
+
+
+def test_a_job_without_a_watchdog_has_the_longest_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[float] = []
+    monkeypatch.setattr(group, "Channel", lambda *_: None)
+    monkeypatch.setattr(group, "GlooCollectives", lambda *_, **__: None)
+    monkeypatch.setattr(group, "PeerCollectives", lambda *_, nccl_s: made.append(nccl_s))
+    for name, value in (("device_count", 1), ("set_device", None), ("current_device", 0)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    for limit in (math.inf, 1380.0):
+        with group.joined(Seat(0, 2, 9, Path("meeting")), gpu=True, nccl_s=limit):
+            pass
+    assert made == [group.EXCHANGE_S, 1380.0]
+
+
 def test_three_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"cluster\.tensor_parallel=3 on GPUs: must be one of \[2, 4, 8\]"):
-        PeerCollectives(ThreadCollectives(0, Table(3)), CPU)
+        PeerCollectives(ThreadCollectives(0, Table(3)), CPU, nccl_s=60)
 
 
 def test_two_ranks_take_one_shot_and_more_take_two_for_large_sums() -> None:

@@ -16,7 +16,9 @@ import torch
 
 from batchspec import load, prepare
 from batchspec.commands import plan as command
-from batchspec.commands.plan import histogram, plan
+from batchspec.commands import plan_text
+from batchspec.commands.plan import plan
+from batchspec.commands.plan_text import Plan, histogram
 from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.config.schema import RunConfig
 from batchspec.errors import CapacityError, ConfigError, InputError
@@ -48,7 +50,7 @@ def write(config: RunConfig, **columns: Any) -> None:
     pq.write_table(pa.table(columns), config.input.path)
 
 
-def planned(config: RunConfig, **options: Any) -> command.Plan:
+def planned(config: RunConfig, **options: Any) -> Plan:
     return plan(config, tokenizer=cast(Any, ByteTokenizer()), **options)
 
 
@@ -98,7 +100,7 @@ def test_the_shape_is_what_the_rows_need(job: RunConfig) -> None:
 
 def test_the_memory_is_stated_before_anything_is_loaded(job: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     write(job, prompt=["x" * 10, "y" * 24])
-    monkeypatch.setattr(command, "free_memory", lambda device: 10**9)
+    monkeypatch.setattr(plan_text, "free_memory", lambda device: 10**9)
     made = planned(job)
     assert made.batch is not None
     layer = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 64
@@ -132,7 +134,7 @@ def test_the_memory_of_quantised_models_on_a_gpu(
 ) -> None:
     """By hand, from the published sizes."""
     free = 140 * 10**9
-    for module in (command, load):
+    for module in (plan_text, load):
         monkeypatch.setattr(module, "free_memory", lambda device, weights=0: free - weights)
     monkeypatch.setattr(prepare, "choose_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(prepare, "check_fp8_kv", lambda *_: None)
@@ -168,7 +170,7 @@ def test_the_memory_of_quantised_models_on_a_gpu(
 def test_pages_leave_memory_for_the_graphs_of_prefill(job: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a GPU that cannot hold all rows."""
     free = 33 * 10**9
-    for module in (command, load):
+    for module in (plan_text, load):
         monkeypatch.setattr(module, "free_memory", lambda device, weights=0: free - weights)
     monkeypatch.setattr(prepare, "choose_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchspec.config.schema import InputConfig
-from batchspec.dataset.columns import ColumnMap, check_ids, map_columns, request_ids
+from batchspec.dataset.columns import ColumnMap, map_columns
 from batchspec.dataset.reader import Source, locate, open_source, table_source
+from batchspec.dataset.row_ids import check_ids, request_ids
 from batchspec.dataset.untyped_columns import as_text
 from batchspec.errors import ConfigError, InputError
 
@@ -319,7 +320,7 @@ def test_duplicates_are_found_exactly_when_a_set_finds_them(ids: list[str], chun
 def test_meeting_hashes_are_compared_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     import numpy as np
 
-    monkeypatch.setattr("batchspec.dataset.columns._hash", lambda array: np.zeros(len(array), np.uint64))
+    monkeypatch.setattr("batchspec.dataset.row_ids._hash", lambda array: np.zeros(len(array), np.uint64))
     source = table_source(numbered(0, 50))
     check_ids(source, id_columns(source))
 

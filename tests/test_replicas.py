@@ -18,6 +18,7 @@ from batchspec.cluster import devices
 from batchspec.commands import plan as plan_command
 from batchspec.commands import ranks as ranks_command
 from batchspec.commands import submit
+from batchspec.commands.plan_text import Plan
 from batchspec.commands.workloads import shape_spec
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.schema import PackingConfig, RunConfig
@@ -204,7 +205,7 @@ def test_plan_and_auto_take_what_every_rank_of_a_run_takes(changes: dict[str, An
             assert str(planned_so.value) == layout.reason
 
 
-def layouts_on_eight(job: RunConfig, changes: dict[str, Any]) -> tuple[list[GpuLayout], plan_command.Plan]:
+def layouts_on_eight(job: RunConfig, changes: dict[str, Any]) -> tuple[list[GpuLayout], Plan]:
     """Ways to divide eight GPUs for a tiny model of noise."""
     assert job.model.path is not None
     write(job, prompt=["x" * 10])

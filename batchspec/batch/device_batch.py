@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from batchspec.batch.automata import Automata, ConstraintPlace
 from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.batch.upload import NUMPY_DTYPES, upload, upload_all
 from batchspec.kernels.rounds.move_rows import move_rows
 from batchspec.records import MAX_LOGIT_BIAS, MAX_STOP_IDS, PackedBatch, Request
 
@@ -21,41 +22,6 @@ SEEN = 1
 """Bit that is set for a token that is in prompt or output."""
 ONCE_IN_OUTPUT = 2
 """Added for each occurrence of the token in the output."""
-
-
-def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copy host numbers (lists or an array) to the device. To a GPU from pinned memory in stream order: the host does not
-    wait."""
-    if device.type != "cuda":
-        return torch.as_tensor(values, dtype=dtype)
-    array = np.asarray(values)
-    host = torch.empty(array.shape, dtype=dtype, pin_memory=True)
-    host.numpy()[...] = array  # as in `automata.sent`: torch copies a large one with all its threads
-    return host.to(device, non_blocking=True)
-
-
-ALIGN_BYTES = 16
-"""Each array in a joint transfer begins at a multiple of this many bytes, as kernels and views of other types require."""
-
-
-def upload_all(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Copy several arrays in one transfer, as `upload` does with one: for small arrays the host's calls take most of the time."""
-    ends = list(accumulate(-(-array.nbytes // ALIGN_BYTES) * ALIGN_BYTES for array in arrays))
-    begins = [0, *ends[:-1]]
-    host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    data = host.numpy()
-    for begin, array in zip(begins, arrays, strict=True):
-        data[begin : begin + array.nbytes].view(array.dtype)[:] = array.ravel()
-    sent = host.to(device, non_blocking=True)
-    sent_as = {dtype: sent.view(_TORCH_DTYPES[dtype]) for dtype in {array.dtype.type for array in arrays}}
-    return [
-        sent_as[array.dtype.type][begin // array.itemsize : begin // array.itemsize + array.size].view(array.shape)
-        for begin, array in zip(begins, arrays, strict=True)
-    ]
-
-
-_TORCH_DTYPES = {np.int32: torch.int32, np.int64: torch.int64, np.float32: torch.float32}
-_NUMPY_DTYPES = {theirs: ours for ours, theirs in _TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +46,8 @@ class SlotField:
     """The field is a tuple of tensors, one for each K/V group."""
 
     def array(self, values: Sequence[Any], width: int) -> NDArray[Any]:
-        """The values or rows of several requests, rows padded with `initial`."""
-        dtype = _NUMPY_DTYPES[self.dtype]
+        """[requests] values, or [requests, columns] rows of `width` columns, fewer if `long`, padded with `initial`."""
+        dtype = NUMPY_DTYPES[self.dtype]
         if not self.width:
             return np.array(values, dtype)
         width = max(map(len, values)) if self.long else width
@@ -92,7 +58,7 @@ class SlotField:
 
 
 def known_tokens(request: Request, output: Sequence[int]) -> NDArray[np.int32]:
-    """Prompt and output."""
+    """int32 [tokens]: prompt and output."""
     return np.concatenate((request.prompt_ids, np.array(output, np.int32))) if len(output) else request.prompt_ids
 
 

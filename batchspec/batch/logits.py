@@ -1,7 +1,7 @@
 """All rules that mask or bias logits before a choice: one list for the target and, if a rule says so, for drafters.
 
-A new rule is one `LogitRule` in RULES, a flag of `SamplingMode` that asks for it, and the
-state that it needs in `DeviceBatch`. Legend: T rows of logits, R batch rows, V vocabulary, K draft_len.
+A new rule is one `LogitRule` in RULES, a flag of `SamplingMode` that asks for it, and the state that it needs in `DeviceBatch`.
+Legend: T rows of logits, R batch rows, V vocabulary, K draft_len.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LogitRule:
 
 
 def adjust_logits(logits: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode) -> None:
-    """Apply to the target's logits, in place and in order, every rule that `mode` asks for. Does not synchronise."""
+    """Apply to the target's logits [T, V], in place and in order, every rule that `mode` asks for. Does not synchronise."""
     for rule in RULES:
         if rule.wanted(mode):
             rule.apply(logits, at, rows, None)

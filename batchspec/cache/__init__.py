@@ -1,0 +1,12 @@
+"""The K/V cache: pages, who owns them, and attention over them.
+
+layout.py         K and V in memory: dtype, scales, bytes
+groups.py         which layers share a page table
+pages.py          the tensors and reference counts
+page_tables.py    which pages each row owns, shares or gives back
+attention.py      chooses the backend of a batch:
+  verify.py       rounds on a GPU; sharing_cost.py: whether a shared prefix is read once
+  flash.py        prefill on a GPU
+  ordered.py      batch-invariant, for both
+  padded.py       by torch, for everything else
+"""

@@ -87,7 +87,7 @@ class KVCache:
         return self.layers[index]
 
     def page_tables(self, rows: DeviceBatch) -> tuple[Tensor, ...]:
-        """The page tables of the groups, in their order."""
+        """The page tables of the groups, in their order, int32 [R, pages] each."""
         return tuple(rows.page_tables[table] for table in self.table_ids)
 
     def draft_table(self, rows: DeviceBatch) -> Tensor:

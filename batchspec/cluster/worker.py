@@ -1,7 +1,7 @@
 """One worker process: `python -m batchspec.cluster.worker NUMBER SHARING [SEAT]`, started by crew.py.
 
 NUMBER is for readers of `ps`; SHARING is the number of processes whose K/V pages share the main memory (1 on GPUs). SEAT is the
-process's place in the group that computes the model, four words (`distributed/group.py`); without it, it computes the model
+process's place in the group that computes the model, four words (`distributed/seat.py`); without it, it computes the model
 alone.
 """
 
@@ -23,12 +23,11 @@ from batchspec.errors import Interrupted, RankLost
 from batchspec.run import run_here
 from batchspec.supervise.leave import leave
 from batchspec.supervise.signals import SIGNALS
+from batchspec.supervise.watchdog import limit_s, nccl_s
 
 if TYPE_CHECKING:
     from batchspec.config.schema import RunConfig
 
-EXCHANGE_S = 7 * 24 * 3600.0
-"""Time limit of an exchange between ranks; the watchdog, which knows whether there is work, ends a hanging run earlier."""
 ORPHAN_S = 60.0
 """Seconds after which a follower ends whose parent is gone; its leader saves its work in this time."""
 
@@ -63,7 +62,7 @@ def run_rank(config: RunConfig, words: list[str]) -> int:
 
     seat, gpu = Seat.of(words), config.device != "cpu" and torch.cuda.is_available()
     try:
-        with joined(seat, limit_s=EXCHANGE_S, gpu=gpu) as group:
+        with joined(seat, gpu=gpu, nccl_s=nccl_s(limit_s(config.cluster.watchdog_s, gpu=gpu))) as group:
             if seat.rank:
                 run_follower(config, group)
                 return 0

@@ -159,7 +159,10 @@ class Bench:
         return open_drafter(config, spec.whole or spec, draft_vocab=vocab).of_rank(spec.shard)
 
     def drafter(self, variant: VariantSpec, config: RunConfig) -> Drafter:
-        """The drafter that a job would have; drafters with the same checkpoint share its weights."""
+        """The drafter that a job would have; drafters with the same checkpoint share its weights.
+
+        Raises ConfigError if the options do not fit the drafter.
+        """
         target, args = self.workload.target, self.args
         spec = self._drafter_spec(config)
         if spec.checkpoint not in self._weights:

@@ -39,7 +39,7 @@ def main() -> int:
 
 def _run(seat: Seat, args: argparse.Namespace) -> int:
     try:
-        with joined(seat, limit_s=EXCHANGE_S, gpu=device_of(args).type == "cuda") as group:
+        with joined(seat, gpu=device_of(args).type == "cuda", limit_s=EXCHANGE_S, nccl_s=EXCHANGE_S) as group:
             follow_bench(args, group)
     except RankLost as error:
         return error.exit_code  # the leader says which one

@@ -23,12 +23,10 @@ import json
 import resource
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pyarrow as pa
@@ -36,17 +34,14 @@ import pyarrow.parquet as pq
 
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
+from batchspec.commands.bench_job_stand_ins import POOL, StandInEngine, StandInTokenizer, some_texts, vocabulary_words
 from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.config.compose import compose
-from batchspec.engine.engine import Engine
-from batchspec.engine.output_processor import EngineTotals
 from batchspec.job import check_output, compute
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.feed import WINDOW_SHARDS
-from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, open_job
-from batchspec.records import Completion, Request, RowStats, Snapshot
-from batchspec.report.progress_bar import ProgressBar
+from batchspec.records import Completion
 from batchspec.runner.decode_shards import JOURNAL_S
 from batchspec.runstate.journal import Journal
 from batchspec.storage.local_store import LocalStore
@@ -55,11 +50,6 @@ TOKENS = 512
 """Tokens of a prompt, and of an output."""
 TOK_S, SHARE = 100_000, 0.05
 """Output tokens a second of the engine for which the budget is computed, and the share of its time."""
-SLOTS, K = 256, 4
-POOL = 4096
-"""Number of different texts: together longer than the window of a compressor."""
-ROUNDS_A_ROW = 2
-"""Rounds of a full batch per row that ends: 512 tokens at 2 per round, 128 rows in the batch."""
 SHARD_ROWS = 512
 """Of every job of more than 131,072 rows."""
 SAMPLE_S = 0.5
@@ -123,22 +113,6 @@ def measure(
     }
 
 
-def some_texts(num_tokens: int, words: Sequence[str] | None = None) -> list[str]:
-    """Texts of `num_tokens` words; by default of 3 characters and a space: as long and as compressible as English of as many
-    tokens."""
-    random = np.random.default_rng(0)
-    letters = np.array(list("etaoinshrdlucmfwypvbgkjqxz"))
-    words = words or ["".join(word) for word in letters[np.minimum(random.geometric(0.12, (2000, 3)) - 1, 25)]]
-    return [" ".join(words[i] for i in random.integers(0, len(words), num_tokens)) for _ in range(POOL)]
-
-
-def vocabulary_words(tokenizer: Tokenizer) -> list[str]:
-    """2,000 words that are one token each after a space."""
-    texts = (tokenizer.decode([token]) for token in range(300, 20_000))
-    words = [text[1:] for text in texts if text[:1] == " " and text[1:].isascii() and text[1:].isalpha()]
-    return words[:2000]
-
-
 def make_job(
     folder: Path, num_rows: int, num_tokens: int, texts: Sequence[str], tokenizer: Tokenizer | None = None, num_workers: int = 0
 ) -> Job:  # fmt: skip
@@ -163,101 +137,6 @@ def write_input(path: Path, num_rows: int, texts: Sequence[str]) -> None:
         for first in range(0, num_rows, POOL):
             rows = range(first, min(first + POOL, num_rows))
             writer.write_table(pa.table({"id": [f"row-{i:08d}" for i in rows], "messages": turns.slice(0, len(rows))}))
-
-
-class StandInTokenizer:
-    """A tokenizer that was given the tokens of every text in advance."""
-
-    eos_ids: tuple[int, ...] = (2,)
-    special_ids: Mapping[str, int] = {}
-    added_ids: Mapping[str, int] = {}
-    fingerprint, has_chat_template = "stand-in", True
-
-    def __init__(self, texts: Sequence[str], num_tokens: int) -> None:
-        random = np.random.default_rng(1)
-        self._ids: dict[str, list[int]] = {text: random.integers(3, 30000, num_tokens).tolist() for text in texts}
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **_: Any) -> list[int]:
-        return self._ids[str(messages[0]["content"])]
-
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        raise AssertionError("the stand-in engine hands out texts")
-
-
-class StandInEngine:
-    """Ends every row at once, in the order in which slots would: a row ends when SLOTS later rows have begun.
-
-    tokenizer  of the job, which decodes the texts; None: texts are known
-    made_at  CPU time of this thread, and of the process, when the start-up was over
-    own_s, feed_s, round_s  CPU time of this thread in the stand-in itself, in the stream of requests, and after rounds
-    """
-
-    def __init__(self, texts: Sequence[str], num_tokens: int, tokenizer: Tokenizer | None = None) -> None:
-        random = np.random.default_rng(2)
-        self._num_tokens, self._tokenizer = num_tokens, tokenizer
-        ids = (random.integers(3, 30000, num_tokens) if tokenizer is None else tokenizer.encode_part(text) for text in texts)
-        self._answers = [(text, np.array(tokens[:num_tokens], np.int32)) for text, tokens in zip(texts, ids, strict=True)]
-        self.batch = SimpleNamespace(num_slots=SLOTS)
-        self.totals = EngineTotals()
-        self.on_round: Callable[[EngineTotals], None] | None = None
-        self.last: deque[Completion] = deque(maxlen=1024)
-        self.own_s = self.feed_s = self.round_s = 0.0
-        self.made_at = 0.0, 0.0
-
-    def made(self, job: Job, seen: Survey, progress: ProgressBar) -> Engine:
-        self.made_at = time.thread_time(), time.process_time()
-        return cast(Engine, self)
-
-    def stop(self) -> None:
-        raise AssertionError("nobody stops a benchmark")
-
-    def unfinished(self) -> list[Snapshot]:
-        return []
-
-    def run(self, requests: Iterator[Request]) -> Generator[Completion]:
-        live: deque[Request] = deque()
-        while (request := self._next(requests)) is not None:
-            live.append(request)
-            if len(live) == SLOTS:
-                yield self._end(live.popleft(), SLOTS)
-        while live:
-            yield self._end(live.popleft(), len(live))
-
-    def _next(self, requests: Iterator[Request]) -> Request | None:
-        began = time.thread_time()
-        request = next(requests, None)
-        self.feed_s += time.thread_time() - began
-        return request
-
-    def _end(self, request: Request, live_rows: int) -> Completion:
-        began = time.thread_time()
-        totals, rounds = self.totals, self._num_tokens // 2
-        totals.tokens, totals.live_rows = totals.tokens + self._num_tokens, live_rows
-        totals.row_rounds, totals.accepted = totals.row_rounds + rounds, totals.accepted + rounds
-        for _ in range(ROUNDS_A_ROW):
-            totals.rounds += 1
-            if self.on_round is not None:
-                self.on_round(totals)
-        reported = time.thread_time()
-        self.round_s += reported - began
-        completion = self._completion(request, rounds)
-        self.last.append(completion)
-        self.own_s += time.thread_time() - reported
-        return completion
-
-    def _completion(self, request: Request, rounds: int) -> Completion:
-        text, token_ids = self._answers[request.row_index % POOL]
-        stats = RowStats(
-            drafter="lookup", draft_len=K, num_prefills=1, num_rounds=rounds, num_drafted=K * rounds, num_accepted=rounds,
-            num_discarded=0, histogram=(0, rounds, 0, 0, 0), drafted_at=(rounds,) * K, accepted_at=(rounds, 0, 0, 0),
-            prefill_s=0.1, decode_s=2.5, batch_id=0, slot=request.row_index % SLOTS,
-        )  # fmt: skip
-        return Completion(
-            request_id=request.request_id, row_index=request.row_index, sample_index=request.sample_index, shard=request.shard,
-            status="truncated", finish_reason="length", prompt_ids=request.prompt_ids, token_ids=token_ids,
-            text=text if self._tokenizer is None else None, text_due=self._tokenizer is not None, seed=request.seed,
-            predicted_tokens=request.predicted_tokens, stats=stats,
-        )  # fmt: skip
 
 
 def journal_seconds(folder: Path, completions: Sequence[Completion]) -> float:

@@ -51,9 +51,8 @@ class Phases:
     def watched(self, *, repeat_s: float = REPEAT_S, grace_s: float = GRACE_S) -> Iterator[None]:
         """Within this block, a phase that lasts is reported again, and SIGTERM raises Interrupted with the name of the phase.
 
-        If the main thread does not return from a call, the process reports that and ends. Only the main thread can handle
-        signals:
-        in other threads this does nothing.
+        If the main thread does not return from a call, the process reports that and ends. In other threads this does nothing,
+        because only the main thread can handle signals.
         """
         if threading.current_thread() is not threading.main_thread():
             yield

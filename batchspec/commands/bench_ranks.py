@@ -29,7 +29,7 @@ from batchspec.supervise.leave import leave
 
 PROGRAM = ("-m", "batchspec.commands.bench_follower")
 EXCHANGE_S = 1800.0
-"""Time limit of an exchange over gloo: a rank may read its weights, or compile kernels, while another one waits."""
+"""Time limit of an exchange: a rank may read its weights, or compile kernels, while another one waits."""
 POLL_S, GRACE_S, END_S = 0.1, 3.0, 10.0
 """Seconds between two polls of the followers; for the leader to notice a dead follower itself; for all to end."""
 
@@ -49,7 +49,7 @@ def _lead(seat: Seat, argv: Sequence[str], device: torch.device, measure: Callab
 
     def run() -> None:
         try:
-            with joined(seat, limit_s=EXCHANGE_S, gpu=device.type == "cuda") as group:
+            with joined(seat, gpu=device.type == "cuda", limit_s=EXCHANGE_S, nccl_s=EXCHANGE_S) as group:
                 measure(group)
             followers.wait()
         except RankLost as error:

@@ -23,14 +23,13 @@ from batchspec.arguments import ArgumentParser
 from batchspec.errors import OutputError, StorageError
 from batchspec.runstate.footers import part_name
 from batchspec.runstate.output_folder import OutputFolder
+from batchspec.runstate.shard_writer import RowId, row_ids
 from batchspec.storage.store import storing
 from batchspec.text import counted
 
 FILE_MB = 500
 GROUP_BYTES = 128 << 20
 GROUP_ROWS = 8192
-
-RowId = tuple[int, int, str]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,7 +121,7 @@ class _Files:
             )
         rows = max(1, min(GROUP_ROWS, table.num_rows * GROUP_BYTES // max(1, table.nbytes)))
         self._writer.write_table(table.replace_schema_metadata(self._metadata), row_group_size=rows)
-        self._ids += _row_ids(table)
+        self._ids += row_ids(table)
 
     def _end_file(self) -> None:
         if self._writer is None or self._path is None:
@@ -131,16 +130,11 @@ class _Files:
         with self._path.open("rb+") as file:
             os.fsync(file.fileno())
         with pq.ParquetFile(self._path, page_checksum_verification=True) as read:
-            found = [row for i in range(read.num_row_groups) for row in _row_ids(read.read_row_group(i))]
+            found = [row for i in range(read.num_row_groups) for row in row_ids(read.read_row_group(i))]
         if found != self._ids:
             raise StorageError(f"{self._path} reads back with other rows; check the disk and run compact again")
         self.num_files, self.num_rows = self.num_files + 1, self.num_rows + len(found)
         self._writer, self._path, self._ids = None, None, []
-
-
-def _row_ids(table: pa.Table) -> list[RowId]:
-    names = ("row_index", "sample_index", "request_id")
-    return list(zip(*(table.column(name).to_pylist() for name in names), strict=True))
 
 
 @contextmanager

@@ -29,7 +29,8 @@ import pyarrow.parquet as pq
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.dataset.messages import THINKING_FIELD
-from batchspec.dataset.openai import Line, filled, parse_request, request_row, request_schema, response_line
+from batchspec.dataset.openai_requests import Line, filled, parse_request, request_row, request_schema
+from batchspec.dataset.openai_responses import response_line
 from batchspec.errors import ConfigError, InputError, OutputError
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
@@ -90,7 +91,10 @@ def _statuses(wish: str | None, form: str) -> set[str]:
 
 
 def export(output: OutputFolder, target: Path, form: str, statuses: set[str]) -> str:
-    """Write the committed rows with one of the statuses; returns a line that says what was written and left out."""
+    """Write the committed rows with one of the statuses; returns a line that says what was written and left out.
+
+    Raises OutputError if there is no such row to write, or `target` is in data/.
+    """
     done = sorted(output.committed())
     if not done:
         raise OutputError(f"{output.path} has no committed shard yet; run the job first")

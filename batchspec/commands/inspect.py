@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def inspect(output: OutputFolder, request_id: str, sample: int = 0) -> str:
-    """The request as text. Reads the ids of the committed shards until it is found, and one row in full."""
+    """The request as text. Reads the ids of the committed shards until it is found, and one row in full. Raises
+    OutputError if there is none."""
     done = sorted(output.committed())
     for index in done:
         ids = _collected(output, output.scan([index]).select("request_id", "sample_index"))

@@ -181,7 +181,8 @@ GIVE_THEM = {
 
 
 def check_credentials(config: Any, keys: Iterable[str]) -> None:
-    """Refuse credentials in URLs: the configuration is written to the manifest and the card. The error does not show them."""
+    """Raise ConfigError for credentials in URLs: the configuration is written to the manifest and the card. It does not show
+    them."""
     for key in keys:
         value = value_of(config, key)
         for url in value if isinstance(value, list) else value.values() if isinstance(value, dict) else [value]:
@@ -191,7 +192,7 @@ def check_credentials(config: Any, keys: Iterable[str]) -> None:
 
 
 def check_saved(config: Any) -> None:
-    """Refuse strings that read the environment, contain one of its secrets, or are not valid Unicode.
+    """Raise ConfigError for strings that read the environment, contain one of its secrets, or are not valid Unicode.
 
     The configuration is written to the manifest and to the dataset card, which people publish and run again on other machines.
     """
@@ -254,7 +255,7 @@ def _at_home(path: Any) -> Any:
 
 
 def check_choices(config: Any, choices: Mapping[str, tuple[str, ...]]) -> None:
-    """Each key's value must be one of its choices."""
+    """Raise ConfigError unless each key's value is one of its choices."""
     for key, allowed in choices.items():
         value = value_of(config, key)
         if isinstance(value, str) and (new := RENAMED_VALUES.get(key, {}).get(value)):
@@ -264,7 +265,7 @@ def check_choices(config: Any, choices: Mapping[str, tuple[str, ...]]) -> None:
 
 
 def check_ranges(config: Any, ranges: Mapping[str, tuple[float, float, str]]) -> None:
-    """Each number must be in its range; null always is."""
+    """Raise ConfigError unless each number is in its range; null always is."""
     for key in ranges:
         value = value_of(config, key)
         if isinstance(value, list | dict):

@@ -5,16 +5,22 @@ Imports storage/ for bytes; knows nothing of claims, commits and retries.
 Input:
   reader.py            the input as a stream of shards
   input_paths.py       the files that input.path names
-    files.py             an input file as parts that can be read independently; Parquet
+  hub_splits.py        which files of a hub dataset belong to a split
+  in_memory.py         rows in memory as a table
+  files.py             an input file as parts that can be read independently; Parquet
   json_lines.py        JSON lines as such a file
   csv_file.py          CSV as such a file
   formats.py           which files are data, by name; text files, compressed ones too
   untyped_columns.py   the type of a column of JSON lines or CSV, from all its cells
   json_text.py         JSON text as Python values
-    columns.py           the meaning of each column, and the ids of the rows
-    messages.py          a chat in the form that the template reads and in the form of the output
-    openai.py            OpenAI's batch files, read and written
+  columns.py           the meaning of each column
+  row_ids.py           the ids of the rows
+  messages.py          a chat in the form that the template reads and in the form of the output
+  openai_requests.py   requests of OpenAI's batch files as rows
 Output:
   schema.py            the columns of an output file
+  chats.py             the column `messages`
+  valid_text.py        text of columns whose bytes may not be UTF-8
   writer.py            completions as a table, and the table as a Parquet file
+  openai_responses.py  output rows as responses of OpenAI's batch files
 """

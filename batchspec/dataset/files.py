@@ -131,8 +131,10 @@ class ParquetFile:
 class MemoryFile:
     """A table that is already in memory."""
 
-    def __init__(self, table: pa.Table, name: str) -> None:
-        self.name, self.table = name, table
+    name = "table"
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table = table
         self.schema = table.schema
         self.size_bytes = table.nbytes
         digest = hashlib.sha256()

@@ -30,37 +30,7 @@ def find_files(entries: list[Any], config_name: str | None = None, split: str | 
     found: list[Place] = []
     roots: list[str] = []
     for entry in entries:
-        place = place_of(str(entry))
-        whole = isinstance(place, RemotePlace) and place.is_hub_dataset
-        if not whole and (config_name, split) != (None, None):
-            key = "input.split" if config_name is None else "input.config_name"
-            raise ConfigError(
-                f"{key}={split if config_name is None else config_name} is for a whole dataset of the hub, "
-                f"hf://datasets/ORG/NAME[@REVISION], and input.path {entry} is none; remove the key, or "
-                "write the dataset's name without a path after it"
-            )
-        if place.is_file():
-            if format_of(place.path) is None:
-                raise InputError(f"input.path {entry}: no data by its name; names end in one of {KNOWN}")
-            root, files = place.path.parent, [place]
-        elif place.is_dir():
-            root, files = place.path, _data_files(place.path, place.files())
-            if whole and files:
-                assert isinstance(place, RemotePlace)
-                files = _of_split(place, files, config_name, split)
-        elif glob.has_magic(str(entry)):
-            above, matching = place.glob()
-            root, files = above.path, _data_files(above.path, matching)
-        else:
-            place.check_bucket()
-            where = " and the bucket"
-            if isinstance(place, LocalPlace):
-                hub = f"; a dataset of the hub is hf://datasets/{entry}" if _HUB_ID.fullmatch(str(entry)) else ""
-                where = f" (the working folder is {Path.cwd()}){hub}"
-            raise InputError(f"input.path {entry}: does not exist; check the path{where}")
-        if not files:
-            place.check_bucket()
-            raise InputError(f"input.path {entry}: no data file there; names end in one of {KNOWN}")
+        root, files = _files_of(str(entry), config_name, split)
         found += files
         roots.append(str(root))
     kinds = sorted({str(entry).partition("://")[0] if "://" in str(entry) else "local" for entry in entries})
@@ -76,6 +46,47 @@ def find_files(entries: list[Any], config_name: str | None = None, split: str | 
         twice = next(path for path in paths if paths.count(path) > 1)
         raise InputError(f"input.path names {twice} twice; name each file once")
     return dict(sorted(names.items()))
+
+
+def _files_of(entry: str, config_name: str | None, split: str | None) -> tuple[PurePath, list[Place]]:
+    """The folder that the names of an entry's data files are relative to, and these files, at least one. Raises as
+    `find_files`."""
+    place = place_of(entry)
+    whole = isinstance(place, RemotePlace) and place.is_hub_dataset
+    if not whole and (config_name, split) != (None, None):
+        key = "input.split" if config_name is None else "input.config_name"
+        raise ConfigError(
+            f"{key}={split if config_name is None else config_name} is for a whole dataset of the hub, "
+            f"hf://datasets/ORG/NAME[@REVISION], and input.path {entry} is none; remove the key, or "
+            "write the dataset's name without a path after it"
+        )
+    if place.is_file():
+        if format_of(place.path) is None:
+            raise InputError(f"input.path {entry}: no data by its name; names end in one of {KNOWN}")
+        return place.path.parent, [place]
+    if place.is_dir():
+        root, files = place.path, _data_files(place.path, place.files())
+        if whole and files:
+            assert isinstance(place, RemotePlace)
+            files = _of_split(place, files, config_name, split)
+    elif glob.has_magic(entry):
+        above, matching = place.glob()
+        root, files = above.path, _data_files(above.path, matching)
+    else:
+        place.check_bucket()
+        raise InputError(f"input.path {entry}: does not exist; check the path{_hint_of(place, entry)}")
+    if not files:
+        place.check_bucket()
+        raise InputError(f"input.path {entry}: no data file there; names end in one of {KNOWN}")
+    return root, files
+
+
+def _hint_of(place: Place, entry: str) -> str:
+    """The end of the message about an entry that does not exist."""
+    if not isinstance(place, LocalPlace):
+        return " and the bucket"
+    hub = f"; a dataset of the hub is hf://datasets/{entry}" if _HUB_ID.fullmatch(entry) else ""
+    return f" (the working folder is {Path.cwd()}){hub}"
 
 
 def _of_split(dataset: RemotePlace, files: list[Place], config_name: str | None, split: str | None) -> list[Place]:

@@ -120,7 +120,7 @@ def _open(name: str, place: Place, digest_bytes: int) -> DataFile:
 
 def table_source(table: pa.Table, limit: int | None = None) -> Source:
     """A table in memory as a dataset of one file named `table`. Raises InputError if it has no rows."""
-    return _FileSource([MemoryFile(table, "table")], limit)
+    return _FileSource([MemoryFile(table)], limit)
 
 
 def locate(files: Sequence[InputFile], row: int) -> tuple[str, int]:

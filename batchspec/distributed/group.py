@@ -16,6 +16,10 @@ from batchspec.distributed.peer import PeerCollectives
 from batchspec.distributed.seat import Seat
 from batchspec.errors import ConfigError
 
+EXCHANGE_S = 7 * 24 * 3600.0
+"""Time limit of an exchange between the ranks of a job: practically none, because ranks of a warm engine idle between calls. The
+watchdog, which knows whether there is work, ends hanging ranks."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
@@ -42,11 +46,12 @@ def check_reach(gpus: Iterable[int]) -> None:
 
 
 @contextmanager
-def joined(seat: Seat, *, limit_s: float, gpu: bool) -> Iterator[Group]:
+def joined(seat: Seat, *, gpu: bool, limit_s: float = EXCHANGE_S, nccl_s: float) -> Iterator[Group]:
     """The group of this process. Waits until all ranks are there.
 
-    limit_s  seconds that an exchange over gloo may take
     gpu      the model is on GPUs; this rank's becomes the current one
+    limit_s  seconds that an exchange over gloo may take
+    nccl_s   seconds that an exchange over NCCL may take; infinite: EXCHANGE_S
     Raises RankLost; ConfigError for an unsupported number of ranks on GPUs, or GPUs that cannot exchange.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -55,5 +60,6 @@ def joined(seat: Seat, *, limit_s: float, gpu: bool) -> Iterator[Group]:
     if gpu:
         check_reach(range(min(seat.ranks, torch.cuda.device_count())))
         torch.cuda.set_device(seat.rank % torch.cuda.device_count())  # in tests ranks may share one
-        collectives = PeerCollectives(collectives, torch.device("cuda", torch.cuda.current_device()))
+        device = torch.device("cuda", torch.cuda.current_device())
+        collectives = PeerCollectives(collectives, device, nccl_s=min(nccl_s, EXCHANGE_S))
     yield Group(channel, collectives, seat.rank, seat.ranks)

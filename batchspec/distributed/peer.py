@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -49,11 +50,12 @@ class PeerCollectives(Collectives):
     Made by all ranks after they have met over gloo, which is the default process group.
     """
 
-    def __init__(self, host: Collectives, device: torch.device, *, wait_s: float = WAIT_S) -> None:
+    def __init__(self, host: Collectives, device: torch.device, *, wait_s: float = WAIT_S, nccl_s: float) -> None:
         """
         host    the same ranks' exchanges of tensors on the CPU
         device  this rank's GPU, with its index
         wait_s  seconds, about, after which a kernel gives up waiting for another rank
+        nccl_s  seconds that an exchange over NCCL may take from its launch; then torch aborts the process (SIGABRT)
         Raises ConfigError unless there are 2, 4 or 8 ranks.
         """
         super().__init__(host.rank, host.ranks)
@@ -65,7 +67,9 @@ class PeerCollectives(Collectives):
         shared = self._interpret or int(host.gather(torch.tensor([device.index])).unique().numel()) < host.ranks
         if shared:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-        self._rounds, self._passes = (Lane(group=None if shared else dist.new_group(backend="nccl")) for _ in range(2))
+        self._rounds, self._passes = (
+            Lane(group=None if shared else dist.new_group(backend="nccl", timeout=timedelta(seconds=nccl_s))) for _ in range(2)
+        )
         self._lane = self._rounds
 
     def reserve(self, round_bytes: int) -> None:

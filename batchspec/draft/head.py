@@ -185,7 +185,8 @@ class EagleHead:
         return self._layers[index].attention.queries_of(normed, _store(at, kv))
 
     def keep(self, index: int, normed: Tensor, at: Place, kv: LayerKV) -> None:
-        """Write K/V of all T tokens and nothing else: for tokens whose hidden states of layer `index` are not used."""
+        """Write K/V of all T tokens, normed [T, H], and nothing else: for tokens whose hidden states of layer `index` are not
+        used."""
         layer = self._layers[index]
         layer.attention.queries_of(normed, _store(at, kv), layer.kv)
 

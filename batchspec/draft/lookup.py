@@ -26,7 +26,7 @@ class LookupDrafter(NoFeatures):
 
     It needs no checkpoint and works with any model. Two drafts per matched token cost nothing on text that hardly repeats, and
     still copy whole passages, because matches grow. If a corpus of finished rows has a longer match than the row's own tokens,
-    its drafts are used instead: the less the corpus agrees on what follows, the fewer (`kernels/drafting/corpus.py`).
+    its drafts are used instead: the less the corpus agrees on what follows, the fewer (`kernels/drafting/corpus_lookup.py`).
     """
 
     name = "lookup"

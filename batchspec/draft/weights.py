@@ -129,7 +129,7 @@ def head_prefix(index: int) -> str:
 
 
 def read_head_spec(folder: Path, target: ModelSpec, *, aux_layers: str = "auto") -> HeadSpec:
-    """The head of a folder, checked by `open_head`."""
+    """The head of a folder, checked by `open_head`. Raises CheckpointError."""
     if not folder.is_dir():
         raise CheckpointError(f"draft.path={folder}: no such folder; give the folder of an EAGLE-3 head")
     return open_head(LocalFiles(folder), target, aux_layers=aux_layers)

@@ -78,7 +78,7 @@ class WindowDrafterSpec(Weightless):
     """draft=window."""
 
     assumed_accepted = 1.5
-    """After accepted drafts, each of three drafts is accepted in four of five rounds."""
+    """Each of three drafts is accepted in four of five rounds in which those before it were."""
 
     def build(self, weights: None, target: Target, *, slots: int) -> WindowDrafter:
         draft = self.config.draft

@@ -1,0 +1,35 @@
+"""The engine: requests stream through a static batch of slots and come out as completions. Begin with engine.py.
+
+Steps:
+  engine.py             schedule, execute, process: the loop
+  scheduler.py          decides every step; step.py: what it decides, plain host data
+  allocator.py          which request gets which slot and pages; static_batching.py: no refills (ablation)
+  executor.py           does what a step says, and owns the device's state
+  output_processor.py   adds results to requests and totals
+Requests on the host:
+  request_state.py      one request: tokens so far, statistics
+  slots.py              all slots, one array a field
+  stop_strings.py       stop strings in the text
+  token_kinds.py        kinds of output tokens; thinking.py, channels.py: which token is of which kind; tool_calls.py
+  last_check.py         a row with a constraint is checked before it becomes a completion
+  completion.py         the completion of an ended request
+Rounds on the device:
+  round.py              draft, verify, accept, commit, catch up; verify_inputs.py: what it verifies;
+                        tree_round.py: the same for trees; ablation.py: its variants
+  sampling.py           logits -> the target's choice; logprobs.py: log-probabilities
+  graphs.py             rounds as CUDA graphs; graph_pool.py: capture
+  results.py            results on their way to the host, and there
+  shared_prefix.py      rows whose first pages are the same
+  round_planner.py      K of each round; draft_lengths.py: by measured times and acceptance; expert_reads.py: experts in them
+Prefill:
+  prefill.py            passes over known tokens
+  prefill_runner.py     between rounds or concurrently with them; prefill_stream.py: the stream of concurrent passes
+  prefill_graphs.py     short passes as CUDA graphs; prefill_shapes.py: which ones; prefill_cost.py: the time of a pass
+  score_pass.py         scoring prompts on the device; scoring.py: on the host
+Automata (structured output):
+  automaton_places.py   which automata are on the device, and where
+  lazy_states.py        rows that wait for states; lazy_places.py: where these are on the device
+Several ranks for one model:
+  lockstep.py           the leader decides, all execute; messages.py: what it sends
+  vocabulary.py         choices when each rank has a part of the vocabulary; cutoff_of_ranks.py: top-k, top-p, min-p
+"""

@@ -120,7 +120,7 @@ class DraftLengths:
             newest.append(max(0.0, seconds - base) / context_tokens)
 
     def scores(self, num_rows: int, context_tokens: int, *, live_rows: int | None = None) -> NDArray[np.float64]:
-        """Expected tokens a row and second for each of `choices`; live_rows as for `choose`."""
+        """float64 [choices] expected tokens a row and second; live_rows as for `choose`."""
         seconds = self._seconds(num_rows, context_tokens, num_rows if live_rows is None else live_rows)
         scores: NDArray[np.float64] = np.array(self._tokens()) / seconds
         return scores

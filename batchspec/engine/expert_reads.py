@@ -53,7 +53,7 @@ class ExpertReads:
         return self._sum / self._weight if self._weight else self._correlation
 
     def expected(self, tokens: NDArray[np.int64] | Sequence[int]) -> NDArray[np.float64]:
-        """The number of experts per layer that rounds of these numbers of tokens are expected to read."""
+        """The number of experts per layer that rounds of these numbers of tokens are expected to read, in the same shape."""
         chosen: NDArray[np.float64] = -np.expm1(self._missed * self.correlation * np.asarray(tokens, np.float64))
         return self._num_experts * chosen
 

@@ -61,11 +61,6 @@ class Graphs:
     def num_captured(self) -> int:
         return len(self._graphs)
 
-    def replay_all(self) -> None:
-        """Replay every captured round once, for traces; only while no row is live."""
-        for graph, _ in self._graphs.values():
-            graph.replay()
-
     def prepare(self, shapes: Iterable[Shape]) -> None:
         """Capture ahead of time, the largest shape first: later graphs reuse its memory."""
         for shape in sorted(shapes, key=lambda shape: (-shape.num_rows, -shape.draft_len)):

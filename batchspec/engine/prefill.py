@@ -11,10 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from batchspec.batch.device_batch import DeviceBatch, upload
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch, HostLayout
 from batchspec.batch.logits import LogitRows
 from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.batch.upload import upload
 from batchspec.draft.base import Drafter
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.round import Drafts, Round, RoundResult
@@ -121,7 +122,10 @@ def emit(
 def prefill_drafter(
     round_: Round, rows: DeviceBatch, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, mode: SamplingMode
 ) -> tuple[Tensor, ...]:
-    """The drafter's state of each row of the batch, after its tokens were committed."""
+    """The drafter's state of each row of the batch, after its tokens were committed, as of `Drafter.prefill`.
+
+    slot_ids int64 [R], aux_hidden_states [T, number of layers * H] or None
+    """
     round_.set_draft_mode(mode)
     own_batch = batch.of_group(round_.cache.groups.draft_group)
     return round_.drafter.prefill(own_batch, slot_ids, aux_hidden_states, rows, round_.cache)

@@ -23,10 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchspec.batch.device_batch import DeviceBatch, upload
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.logits import LogitRows
 from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.batch.upload import upload
 from batchspec.cache.flash import SHORT
 from batchspec.engine.graphs import Graphs
 from batchspec.engine.prefill import FEW, Prefilled, emit, lay_out, prefill_chunk, prefill_drafter, seconds_of

@@ -24,7 +24,7 @@ class RoundLog:
     accepted_len  int32 [n] draft tokens that the row accepted
     draft_len     int32 [n] draft tokens that were verified
     num_kept      int32 [n] committed tokens: accepted_len + 1, less those after a stop id or a failure
-    finish        int32 [n] 0 running, else STOPPED, FULL or FAILED of `kernels/rounds/accept.py`
+    finish        int32 [n] 0 running, else STOPPED, FULL, FAILED or WAITING of `kernels/rounds/accept.py`
     tokens        int32 [n, S] the emitted tokens, -1 after them
     """
 

@@ -13,19 +13,16 @@ import torch
 from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
-from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.logits import LogitRows, adjusts, adjusts_drafts, allowed_by_automata, mark_output
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.batch.uniform_layout import UniformLayout
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Drafter
 from batchspec.engine.draft_lengths import candidates
 from batchspec.engine.logprobs import Logprobs, logprobs_by_row, logprobs_of
 from batchspec.engine.sampling import choose, greedy_sample
+from batchspec.engine.verify_inputs import VerifyInputs
 from batchspec.kernels.attention.work_list import SharedPrefixes
-from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
 from batchspec.kernels.rounds.accept import accept
-from batchspec.kernels.rounds.prepare_verify_inputs import prepare_verify_inputs
 from batchspec.model.target import Target
 from batchspec.records import PackedBatch
 
@@ -90,8 +87,7 @@ class Round:
         self, target: Target, drafter: Drafter, cache: KVCache, batch: PackedBatch, options: RoundOptions, device: torch.device
     ) -> None:
         self.target, self.drafter, self.cache, self.options = target, drafter, cache, options
-        slots, width = batch.num_slots, drafter.max_len + 1
-        self.max_emitted = width
+        self.max_emitted = drafter.max_len + 1
         """Maximum number of tokens that a round emits for a row: K + 1."""
         self.kv_per_round = drafter.shape.kv_per_round
         """Number of K/V positions that a round writes, from a row's newest token on."""
@@ -101,12 +97,8 @@ class Round:
         """Number of K/V positions after a row's last token that a round may write and read."""
         self.nodes: int | None = None
         """Number of nodes that a round with drafts verifies, for trees; None for chains."""
-        self._draft_len, self._kv_len, self._accepted_len, self._cu_seqlens_q, self._row_ids = (
-            torch.zeros(size, dtype=torch.int32, device=device) for size in (slots, slots, slots, slots + 1, slots * width)
-        )
-        self._positions, self._slots = torch.zeros(2, slots * width, dtype=torch.int64, device=device)
-        self._layout = UniformLayout(slots, range(1, width + 1), device)
-        self._widths = [_Width.allocate(slots, place, options, device) for place in range(1, width + 1)]
+        self._accepted_len = torch.zeros(batch.num_slots, dtype=torch.int32, device=device)
+        self.inputs = VerifyInputs(batch.num_slots, drafter.max_len, cache.page_size, options.synthetic, device)
 
     def run(
         self,
@@ -122,13 +114,13 @@ class Round:
         prepare_next  the next round may draft; otherwise the drafter only keeps its K/V up to date and prepares no draft
         """
         self.set_draft_mode(mode)
-        num_rows, width = rows.live.shape[0], self._widths[draft_len]
-        ids, lengths = width.ids[:num_rows], self._draft_len[:num_rows]
+        num_rows, inputs = rows.live.shape[0], self.inputs
+        ids, lengths = inputs.ids(num_rows, draft_len), inputs.lengths(num_rows)
         if draft_len:
             self.drafter.propose(rows, ids[:, 1:], lengths, self.cache)
             if mode.constrained and not self.drafter.fixed_len:  # such drafts, as a lookup's, are not chosen from masked logits
                 rows.constrain_drafts(ids[:, 1:], lengths)
-        batch = self._uniform(rows, width, lengths) if self.is_uniform else self._ragged(rows, width, lengths)
+        batch = inputs.uniform(rows, draft_len) if self.is_uniform else inputs.ragged(rows, draft_len)
         if not batch.token_ids.shape[0]:  # ragged, on a CPU: every row ended after the host's last read
             return RoundResult(torch.full((num_rows, 5 + draft_len), -1, dtype=torch.int32))
         batch.shared, batch.row_adapters = shared, rows.adapter
@@ -137,7 +129,7 @@ class Round:
         if not mode.greedy or self.options.logprobs is not None:
             place = batch.positions - (rows.num_tokens - 1)[batch.row_ids]
             places = LogitRows(batch.row_ids, batch.positions + 1, ids[:, 1:], place)
-        drafts = Drafts(ids[:, 1:], lengths, width.rates)
+        drafts = Drafts(ids[:, 1:], lengths, inputs.rates(draft_len))
         accepted_len = self._accepted_len[:num_rows]
         with self.waiting(rows, mode) as park:
             result = self.commit(hidden, places, batch.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len)
@@ -172,55 +164,6 @@ class Round:
         """Set the drafter's sampling mode for the next pass or round; None if its choices do not depend on it."""
         depends = (mode.random and self.options.coupled) or adjusts_drafts(mode)
         self.drafter.mode = mode if depends else None
-
-    def _uniform(self, rows: DeviceBatch, width: _Width, draft_len: Tensor) -> FlatBatch:
-        """S flat tokens for every row, dead or not: no prefix sum, one launch."""
-        page_table, *more_tables = rows.page_tables
-        num_rows, num_flat_tokens = len(draft_len), len(draft_len) * width.ids.shape[1]
-        ids, kv_len = width.ids[:num_rows], self._kv_len[:num_rows]
-        positions, slots = self._positions[:num_flat_tokens], self._slots[:num_flat_tokens]
-        prepare_verify_inputs(
-            rows.tokens, rows.num_tokens, rows.limit, rows.live, page_table, page_size=self.cache.page_size,
-            out_ids=ids, out_draft_len=draft_len, out_positions=positions, out_slot_mapping=slots, out_kv_len=kv_len,
-        )  # fmt: skip
-        batch = self._layout.batch(ids, positions, slots, kv_len, page_table, rows.max_kv)
-        return batch.add_groups(more_tables, self.cache.page_size)
-
-    def _ragged(self, rows: DeviceBatch, width: _Width, draft_len: Tensor) -> FlatBatch:
-        """The newest token and the drafts of every live row, concatenated.
-
-        On a CPU, where reading a length costs nothing, T is exact; on a GPU it is R * S, the rest padding.
-        """
-        page_table, *more_tables = rows.page_tables
-        num_rows, num_flat_tokens = len(draft_len), len(draft_len) * width.ids.shape[1]
-        ids, start = width.ids[:num_rows], rows.num_tokens - 1
-        torch.gather(rows.tokens, 1, start.clamp(min=0).long().unsqueeze(1), out=ids[:, :1])
-        if width.rates is not None:
-            draft_len.fill_(len(width.rates))
-        if ids.shape[1] == 1:
-            draft_len.zero_()
-        torch.minimum(draft_len, rows.limit - rows.num_tokens - 1, out=draft_len)
-        q_len = draft_len.clamp_(min=0).mul_(rows.live).add(1).mul_(rows.live)
-        if not q_len.is_cuda:
-            num_flat_tokens = int(q_len.sum())
-        cu_seqlens_q, row_ids = self._cu_seqlens_q[: num_rows + 1], self._row_ids[:num_flat_tokens]
-        positions, slots = self._positions[:num_flat_tokens], self._slots[:num_flat_tokens]
-        compute_slot_mapping(
-            start, q_len, page_table, page_size=self.cache.page_size,
-            out_cu_seqlens_q=cu_seqlens_q, out_row_ids=row_ids, out_positions=positions, out_slot_mapping=slots,
-        )  # fmt: skip
-        kv_len = (rows.num_tokens + draft_len).mul_(rows.live)
-        return FlatBatch(
-            token_ids=ids[row_ids, (positions - start[row_ids]).clamp_(min=0, max=ids.shape[1] - 1)],
-            row_ids=row_ids,
-            positions=positions,
-            slot_mapping=slots,
-            cu_seqlens_q=cu_seqlens_q,
-            kv_len=kv_len,
-            page_table=page_table,
-            max_q=ids.shape[1],
-            max_kv=rows.max_kv if kv_len.is_cuda else int(kv_len.max()),
-        ).add_groups(more_tables, self.cache.page_size)
 
     def commit(
         self, hidden: Tensor, places: LogitRows | None, cu_seqlens_q: Tensor, drafts: Drafts, rows: DeviceBatch, live: Tensor,
@@ -288,7 +231,8 @@ class Round:
         makes the leader end the run with DivergedError."""
 
     def logprobs_of(self, raw: Tensor, target_ids: Tensor) -> Logprobs:
-        """Logprobs of the chosen tokens, and of the likeliest tokens as the options ask for."""
+        """Logprobs of the chosen tokens target_ids int32 [T] from raw logits [T, V], and of the likeliest ones as
+        the options ask for."""
         return logprobs_of(raw, target_ids, self.options.logprobs or 0)
 
     def greedy_of_hidden(self, hidden: Tensor) -> Tensor:
@@ -302,34 +246,3 @@ class Round:
     def greedy_of_logits(self, logits: Tensor) -> Tensor:
         """The greedy choice of each row of logits [T, V], int32 [T]."""
         return greedy_sample(logits)
-
-
-@dataclass(frozen=True, slots=True)
-class _Width:
-    """The buffers of rounds with S flat tokens for each row.
-
-    ids    int32 [slots, S] newest token, then the drafts, in the layout in which they are verified
-    rates  float32 [S-1] or None
-    """
-
-    ids: Tensor
-    rates: Tensor | None
-
-    @classmethod
-    def allocate(cls, slots: int, width: int, options: RoundOptions, device: torch.device) -> _Width:
-        return cls(
-            torch.zeros(slots, width, dtype=torch.int32, device=device),
-            conditional_rates(options.synthetic, width - 1, device) if width > 1 else None,
-        )
-
-
-def conditional_rates(synthetic: tuple[float, ...] | None, draft_len: int, device: torch.device) -> Tensor | None:
-    """Rates float32 [K] at which draft token j is accepted if all before it were, from unconditional rates."""
-    if synthetic is None:
-        return None
-    rates, before = [], 1.0
-    for rate in synthetic[:draft_len]:
-        rates.append(rate / before if before > 0 else 0.0)
-        before = rate
-    rates += [0.0] * (draft_len - len(rates))
-    return torch.tensor(rates, dtype=torch.float32, device=device)

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from batchspec.batch.device_batch import DeviceBatch, upload
+from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.upload import upload
 from batchspec.engine.logprobs import Logprobs
 from batchspec.engine.round import Round, RoundResult
 from batchspec.engine.step import Segment

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from batchspec.batch.device_batch import upload
+from batchspec.batch.upload import upload
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.step import PrefixGroup
 from batchspec.kernels.attention.work_list import SharedPrefixes

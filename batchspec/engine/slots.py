@@ -108,7 +108,7 @@ class SlotTable:
         self.num_columns[state.slot], self.num_held[state.slot] = state.pages.num_columns, state.pages.num_held
 
     def add_pages(self, slots: Slots, counts: NDArray[np.int64]) -> None:
-        """Add `counts` pages to the requests in these slots, in every K/V group."""
+        """Add counts[i] pages to the request in slots[i], in every K/V group."""
         self.num_columns[slots] += counts
         self.num_held[slots] += counts[:, None]
 

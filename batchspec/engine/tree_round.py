@@ -79,13 +79,13 @@ class TreeRound(Round):
         if not draft_len:
             return super().run(rows, mode, 0, shared, prepare_next)
         self.set_draft_mode(mode)
-        num_rows, width = rows.live.shape[0], self._widths[draft_len]
-        drafts = Drafts(width.ids[:num_rows, 1:], self._draft_len[:num_rows], width.rates)
-        ids = self._node_ids[:num_rows]
+        num_rows, inputs = rows.live.shape[0], self.inputs
+        chain_ids, ids = inputs.ids(num_rows, draft_len), self._node_ids[:num_rows]
+        drafts = Drafts(chain_ids[:, 1:], inputs.lengths(num_rows), inputs.rates(draft_len))
         parents = self.drafter.propose(rows, ids[:, 1:], drafts.length, self.cache)
         assert parents is not None
-        chain = self._uniform(rows, width, drafts.length)
-        ids[:, 0] = width.ids[:num_rows, 0]
+        chain = inputs.uniform(rows, draft_len)
+        ids[:, 0] = chain_ids[:, 0]
         batch = self._nodes(rows, ids, parents)
         batch.shared, batch.row_adapters = shared, rows.adapter
         hidden, aux_hidden_states = self.target.forward(batch, self.cache, self.drafter.aux_layer_ids)

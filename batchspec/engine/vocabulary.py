@@ -20,9 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchspec.batch.device_batch import DeviceBatch, upload
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.logits import LogitRows, adjust_logits, mark_waiting
 from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.batch.upload import upload
 from batchspec.distributed.collectives import Collectives
 from batchspec.engine.cutoff_of_ranks import searched_cutoffs
 from batchspec.engine.logprobs import Logprobs

@@ -1,0 +1,30 @@
+"""The model: config.json and safetensors in, a forward pass over a flat batch out. Begin with target.py.
+
+families/ has one file a model family, blocks/ the parts of a decoder layer, quant/ the weight formats.
+
+From config to weights:
+  spec.py               config.json -> ModelSpec; config_values.py: checked values; rope_config.py: rotary embedding
+  files.py              the files of a checkpoint; weight_files.py: digests of them; hub.py, packaged.py: where they come from
+  weights.py            tensors, checked before one is read; given.py: tensors in memory; from_gguf.py: a GGUF file
+  weight_sums.py        sha256 of every tensor
+  shard.py              the part of each tensor that a rank holds
+  rewrite.py            new weights in the place of the old ones
+Forward pass:
+  target.py             the target
+  decoder.py            its layers; fused.py: elementwise operations
+  rope.py               rotary embedding
+  output_head.py        logits and greedy tokens; vocabulary.py: of several ranks
+  single_row.py         one row in one pass, for calibration and comparisons
+  products.py           matrix products worth timing
+  deterministic.py      batch-invariant sums: which models support them
+LoRA:
+  lora.py               an adapter merged into the weights; adapter_config.py: its config.json
+  lora_products.py      adapters that are not merged; lora_shape.py: their sizes
+Scales of an FP8 K/V cache:
+  kv_scales.py          one for K and one for V of each layer and head
+  kv_calibration.py     from fixed texts; calibration_texts.py: the texts
+Text:
+  tokenizer.py          text <-> ids, chats -> ids; token_bytes.py: the bytes of each token; text_bytes.py: bounds of them
+  templates.py          chat templates, rendered by template_process.py
+  thinking.py           the tokens around a thought
+"""

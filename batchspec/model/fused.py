@@ -19,7 +19,7 @@ from batchspec.tuning.policy import has_fast_experts
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """hidden / sqrt(mean(hidden^2) + eps) * weight over the last dimension, same dtype out.
+    """hidden [..., H] / sqrt(mean(hidden^2) + eps) * weight [H] over the last dimension, same dtype out.
 
     Normalised in fp32 (fp64 for fp64), rounded, then multiplied by the weight, as in transformers' Llama; a weight in fp32 is
     multiplied before rounding, as in its Gemma. On a CPU it works in place if it can: up to 5x faster than F.rms_norm at hundreds

@@ -247,7 +247,7 @@ class Target:
 
     @torch.inference_mode()
     def all_logits(self, hidden: Tensor) -> Tensor:
-        """The logits of the whole vocabulary on every rank, for drafters whose choices need all of them."""
+        """As `logits`, but [N, V] of the whole vocabulary on every rank, for drafters whose choices need all of them."""
         logits = self.logits(hidden)
         return logits if self.ranks is None else gather_logits(logits, self.spec.vocab_size, self.ranks)
 

@@ -41,7 +41,7 @@ def text_bound(tokenizer: Json) -> TextBound | None:
         return None
     if any(token.get("lstrip") or token.get("rstrip") for token in added):  # such a token absorbs adjacent white space
         left_out |= set(_WHITE_SPACE)
-    by_byte = _has(tokenizer, "ByteLevel")  # then each character of an entry represents a byte
+    by_byte = _is_byte_level(tokenizer)  # then each character of an entry represents a byte
     longest = max((len(name) if by_byte else _size(name) for name in names), default=0)
     own = max((_size(str(token.get("content", ""))) for token in added), default=0)
     return TextBound(max(longest, own, 4) * factor, bytes(sorted(left_out)))
@@ -86,9 +86,9 @@ def _keeps_all(pre_tokenizer: Any) -> bool:
     )
 
 
-def _has(tokenizer: Json, kind: str) -> bool:
+def _is_byte_level(tokenizer: Json) -> bool:
     parts = [*parts_of(tokenizer.get("normalizer"), "normalizers"), *parts_of(tokenizer.get("pre_tokenizer"), "pretokenizers")]
-    return any(part.get("type") == kind for part in parts)
+    return any(part.get("type") == "ByteLevel" for part in parts)
 
 
 def _left_out(model: Json, names: set[str], tokenizer: Json) -> set[int] | None:
@@ -97,7 +97,7 @@ def _left_out(model: Json, names: set[str], tokenizer: Json) -> set[int] | None:
         return set()
     if model.get("type") != "BPE" or (model.get("unk_token") is not None and model.get("fuse_unk")):
         return None
-    if _has(tokenizer, "ByteLevel"):
+    if _is_byte_level(tokenizer):
         return {byte for byte, char in byte_chars().items() if char not in names} if model.get("unk_token") is None else set()
     return set() if model.get("unk_token") is not None else None
 

@@ -143,6 +143,7 @@ class Tokenizer:
 
         continue_final  the answer continues the text of the last message: the text ends there
         limit           how long the text may be, or how much of its end is wanted
+        Raises ValueError without a template, or with the template's own message if it refuses the chat.
         """
         name = self._template_for(tools)
         if name not in self._templates:

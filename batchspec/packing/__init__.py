@@ -1,0 +1,20 @@
+"""Packing: from input rows to the stream of requests and the shape of the batch that decodes them.
+
+Rows to requests:
+  admit.py            each row becomes requests, or a completion that says why not
+  cells.py            its cells as checked values
+  row_settings.py     its settings, or the job's
+  prompt_encoder.py   its prompt's token ids
+  constraints.py      what its answer must match
+The stream:
+  work_plan.py        what a run does with each output row
+  order.py            the order in which requests enter; predict.py: predicted output lengths
+  feed.py             the stream, a window of shards at a time; prefetch.py: ahead of the engine
+  ready_requests.py   requests whose automata are compiled
+The shape:
+  survey.py           lengths of the first rows
+  planner.py          slots, pages, row buckets; the forecast
+  cost.py             seconds of rounds and prefill; exchange.py: of exchanges between ranks
+  memory.py           GPU memory that must stay free; kv_memory.py: K/V pages in the rest
+  replicas.py         copies of the model, or one cut over several GPUs
+"""

@@ -32,8 +32,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from batchspec.config.schema import RunConfig
-from batchspec.dataset.columns import TYPES, ColumnMap, request_ids
+from batchspec.dataset.columns import TYPES, ColumnMap
 from batchspec.dataset.reader import InputShard, Source, SourceFacts, locate
+from batchspec.dataset.row_ids import request_ids
 from batchspec.dataset.untyped_columns import json_kinds
 from batchspec.errors import ConfigError
 from batchspec.packing.cells import (

@@ -1,0 +1,17 @@
+"""What people read about a job: progress, status, statistics, the dataset card and report.html.
+
+While it runs:
+  progress_bar.py   a bar, or a line now and then
+  start_up.py       the phases until the first token
+  timeline.py       samples of a run over time
+  summary.py        the last line of a run
+  status.py         a job over all its runs
+Afterwards:
+  stats.py          statistics of output and speculation
+  about.py          short facts about a job
+  card.py           README.md; columns.py: what each column means; push.py: rows and card to the hub
+  page.py           report.html
+    figures.py      its sections with pictures; pictures.py: SVG
+    requests.py     its sections about requests
+    html.py         pieces of HTML; style.py: CSS
+"""

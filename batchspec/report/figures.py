@@ -45,14 +45,7 @@ def acceptance(stats: JobStats, by: str | None) -> Iterator[str]:
         ),
     ]
     if by is not None:
-        shown = stats.by_column[:MAX_GROUPS]
-        groups = {group.name: group.mean_acceptance_length or 0.0 for group in shown}
-        counts = [group.completions for group in shown]
-        few = f"The {MAX_GROUPS} most frequent of {len(stats.by_column):,} values." if len(stats.by_column) > MAX_GROUPS else ""
-        picture = pictures.rows(groups, form=".2f", counts=counts)
-        figures.append(
-            html.figure(f"Acceptance length by {by}", picture, f"Tokens a round; number of completions in brackets. {few}")
-        )
+        figures.append(_acceptance_by(stats, by))
     yield "<h2>Acceptance</h2>"
     yield html.grid(figures)
     tables = [_groups("prompt tokens", stats.by_prompt_tokens)]
@@ -63,6 +56,15 @@ def acceptance(stats: JobStats, by: str | None) -> Iterator[str]:
         + html.grid(f'<div class="card">{table}</div>' for table in tables)
         + "</details>"
     )
+
+
+def _acceptance_by(stats: JobStats, by: str) -> str:
+    """The acceptance length of the most frequent values of the output column `by`."""
+    shown = stats.by_column[:MAX_GROUPS]
+    groups = {group.name: group.mean_acceptance_length or 0.0 for group in shown}
+    few = f"The {MAX_GROUPS} most frequent of {len(stats.by_column):,} values." if len(stats.by_column) > MAX_GROUPS else ""
+    picture = pictures.rows(groups, form=".2f", counts=[group.completions for group in shown])
+    return html.figure(f"Acceptance length by {by}", picture, f"Tokens a round; number of completions in brackets. {few}")
 
 
 def _groups(name: str, groups: Iterable[Acceptance]) -> str:

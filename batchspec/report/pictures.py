@@ -40,7 +40,7 @@ BINS = 30
 
 
 def bars(
-    names: Sequence[str], values: Sequence[float | None], *, x: str, top: float | None = None, form: str = ".2f",
+    names: Sequence[str], values: Sequence[float | None], *, x: str, top: float | None = None,
     counts: Sequence[int] | None = None,
 ) -> str:  # fmt: skip
     """Vertical bars labelled with their values; None has no bar.
@@ -54,7 +54,7 @@ def bars(
     axes.bar(places, [value or 0 for value in values], width=0.7, color=FIRST)
     for place, value in zip(places, values, strict=True):
         if value is not None and len(names) <= 12:
-            axes.annotate(f"{value:{form}}", (place, value), (0, 2), textcoords="offset points", ha="center", color=INK)
+            axes.annotate(f"{value:.2f}", (place, value), (0, 2), textcoords="offset points", ha="center", color=INK)
     empty = max(0, 3 - len(names)) / 2
     axes.set_xlim(-0.5 - empty, len(names) - 0.5 + empty)
     step = -(-len(names) // 12)

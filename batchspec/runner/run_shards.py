@@ -29,7 +29,7 @@ from batchspec.supervise.deadline import Deadline
 from batchspec.supervise.leases import claim_shards, released_at_end
 from batchspec.supervise.poison_rows import SuspectShards
 from batchspec.supervise.signals import ending
-from batchspec.supervise.watchdog import Watchdog
+from batchspec.supervise.watchdog import Watchdog, limit_s
 
 
 class ShardRunner:
@@ -219,5 +219,4 @@ def job_deadline(job: Job, holder: EngineWithFallback) -> Deadline:
 
 def watchdog_s(job: JobModel) -> float:
     """Seconds without a round after which the run counts as hung; 0 is never."""
-    own = job.config.cluster.watchdog_s
-    return own if own is not None else 600.0 if job.device.type == "cuda" else 3600.0
+    return limit_s(job.config.cluster.watchdog_s, gpu=job.device.type == "cuda")

@@ -10,8 +10,10 @@ dataset/ for the shard's Parquet file.
   footers.py         whether a shard is committed, by the footer of its file
   scan.py            the rows of committed shards as a polars frame
   shard_writer.py    writes a shard's file and reads it back before it gets its name
+  shard_sums.py      the sha256 of each shard as a run committed it
   claims.py          leases on shards: which run works on which
   journal.py         finished rows, and tokens of unfinished ones, of shards that are not committed
+  journal_rows.py    its rows, as they are written in its files
   attempts.py        what runs were computing when they crashed
   generations.py     retries of a complete job (resume.retry)
   heartbeats.py      what every run reports about itself, for `batchspec status`

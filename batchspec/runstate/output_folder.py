@@ -8,7 +8,7 @@ _batchspec/logs           run-<attempt>.json: summary of a run; run-<attempt>.ti
 _batchspec/journal        rows of shards that are not committed yet, see journal.py
 _batchspec/claims         leases on shards, see claims.py
 _batchspec/attempts       what runs were computing when they crashed, see attempts.py
-_batchspec/sums           sha256 of each shard as a run committed it, in the format of sha256sum
+_batchspec/sums           sha256 of each shard as a run committed it, see shard_sums.py
 _batchspec/progress       what every run reports about itself, see heartbeats.py
 _batchspec/kv_scales.json scales of an e4m3 K/V cache, the same for all runs; written once
 _batchspec/weights.json   sha256 of every tensor of the model, the same for all runs; written once
@@ -47,10 +47,9 @@ from batchspec.runstate.journal import FOLDER as JOURNAL
 from batchspec.runstate.journal import Journal
 from batchspec.runstate.overwrite import read_manifest
 from batchspec.runstate.scan import scan, scanning
+from batchspec.runstate.shard_sums import ShardSums
 from batchspec.runstate.shard_writer import write_verified
-from batchspec.storage.store import storing
 
-SUMS = "_batchspec/sums"
 KV_SCALES = "_batchspec/kv_scales.json"
 WEIGHTS = "_batchspec/weights.json"
 SETTLE_S = 1.0
@@ -62,12 +61,16 @@ MAX_TRIES = 20
 class OutputFolder(JobFolder):
     """The output of one job: its shards, and the files of its runs under _batchspec/."""
 
+    def __init__(self, path: Path | str) -> None:
+        super().__init__(path)
+        self._sums = ShardSums(self._store, self.attempt)
+
     def rows_of(self, index: int) -> range:
         """The input rows of a shard."""
         return self.manifest.rows_of(index)
 
     def scan(self, shards: Iterable[int] | None = None) -> pl.LazyFrame:
-        """The rows of committed shards (default all), in the order of the input."""
+        """The rows of committed shards (default all), in the order of the input. Raises OutputError if there is none."""
         done = sorted(self.committed() if shards is None else shards)
         if not done:
             raise OutputError(f"{self.path} has no committed shard yet; run the job first")
@@ -149,14 +152,11 @@ class OutputFolder(JobFolder):
             raise
 
     def _published(self, index: int, path: Path, publish: Callable[[], bool]) -> bool:
-        """Publish the file. Its sha256 is stored first, and cleared if the file did not get the name.
+        """Publish the file, its sum before it.
 
         The run may be suspended between the check of the manifest and the publication, so it checks again afterwards.
         """
-        with storing(f"reading {path}"), path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        sums = f"{SUMS}/{part_name(index)}.{self.attempt}"
-        self._store.put(sums, f"{digest}  data/{part_name(index)}\n".encode())
+        self._sums.put(index, path)
         won = False
         try:
             self._check_current()
@@ -168,10 +168,10 @@ class OutputFolder(JobFolder):
                 self._withdraw(index)
             with suppress(OSError):
                 path.unlink(missing_ok=True)
-            self._store.put(sums, b"")
+            self._sums.clear(index)
             raise
         if not won:
-            self._store.put(sums, b"")
+            self._sums.clear(index)
         return won
 
     def _check_current(self) -> None:
@@ -195,13 +195,12 @@ class OutputFolder(JobFolder):
 
     def damage(self) -> Iterator[str]:
         """Read all files in data/; yields a line for each that is not the job's, or whose bytes have changed since the commit."""
-        sums = self._store.list(SUMS)
+        sums = self._sums.listed()
         faults = dict(self.files.faults())
         for index in sorted(self.files.listed()):
             name = part_name(index)
-            known = {self._store.read(f"{SUMS}/{one}").split(b" ")[0] for one in sums if one.startswith(f"{name}.")}
             data = self._store.read(f"data/{name}")
-            if hashlib.sha256(data).hexdigest().encode() not in known:
+            if hashlib.sha256(data).hexdigest().encode() not in self._sums.of(index, sums):
                 yield (
                     f"{self.path}/data/{name}: its {len(data):,} bytes are not those that were committed; delete the file and "
                     "run the same command again, which computes its rows anew"
@@ -297,22 +296,7 @@ class OutputFolder(JobFolder):
         for store in [self._store, self._work][: 1 if self.generation is None else 2]:
             for name in (JOURNAL, CLAIMS, ATTEMPTS):
                 store.delete_tree(name)
-        self._settle_sums()
-
-    def _settle_sums(self) -> None:
-        """If several runs published a shard one after the other, keep only the checksum of the present file."""
-        attempts: dict[int, set[str]] = {}
-        for name in self._store.list(SUMS):
-            if match := re.fullmatch(r"part-(\d{5,18})\.parquet\.(\w+)", name):
-                attempts.setdefault(int(match[1]), set()).add(match[2])
-        for index in (index for index, found in attempts.items() if len(found) > 1):
-            file = read_shard_file(self._store, f"data/{part_name(index)}")
-            if file is None or file.attempt not in attempts[index]:
-                continue
-            for attempt in attempts[index] - {file.attempt}:
-                sums = f"{SUMS}/{part_name(index)}.{attempt}"
-                if self._store.read(sums):
-                    self._store.put(sums, b"")
+        self._sums.settle()
 
     def has_card(self) -> bool:
         """Whether the card was written, and after the latest retry if there was one."""

@@ -13,6 +13,9 @@ from batchspec.dataset.writer import write_parquet
 from batchspec.errors import StorageError
 from batchspec.storage.store import storing
 
+RowId = tuple[int, int, str]
+"""row_index, sample_index and request_id."""
+
 
 def write_verified(table: pa.Table, path: Path, rows: range, metadata: Mapping[str, object]) -> None:
     """Write the file; `metadata` becomes its key-value metadata, under `batchspec.` names.
@@ -20,7 +23,7 @@ def write_verified(table: pa.Table, path: Path, rows: range, metadata: Mapping[s
     Raises ValueError unless the table holds exactly these input rows, by (row_index, sample_index) with samples from 0 on;
     StorageError if writing fails, and then leaves no file.
     """
-    ids = _row_ids(table)
+    ids = row_ids(table)
     _check_rows(ids, rows)
     with storing(f"writing {path}"):
         try:
@@ -33,12 +36,13 @@ def write_verified(table: pa.Table, path: Path, rows: range, metadata: Mapping[s
             raise
 
 
-def _row_ids(table: pa.Table) -> list[tuple[int, int, str]]:
+def row_ids(table: pa.Table) -> list[RowId]:
+    """The ids of an output table's rows, in order."""
     names = ("row_index", "sample_index", "request_id")
     return list(zip(*(table.column(name).to_pylist() for name in names), strict=True))
 
 
-def _check_rows(ids: list[tuple[int, int, str]], rows: range) -> None:
+def _check_rows(ids: list[RowId], rows: range) -> None:
     places = [(row, sample) for row, sample, _ in ids]
     samples: dict[int, int] = dict.fromkeys(rows, 0)
     for row, sample in places:
@@ -50,10 +54,10 @@ def _check_rows(ids: list[tuple[int, int, str]], rows: range) -> None:
         raise ValueError(f"the shard of rows {rows.start} .. {rows.stop - 1} lacks rows {missing[:3]} or is out of order")
 
 
-def _verify(path: Path, ids: list[tuple[int, int, str]]) -> None:
+def _verify(path: Path, ids: list[RowId]) -> None:
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            found = [row for i in range(file.num_row_groups) for row in _row_ids(file.read_row_group(i))]
+            found = [row for i in range(file.num_row_groups) for row in row_ids(file.read_row_group(i))]
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno:
             raise

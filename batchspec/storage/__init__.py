@@ -15,7 +15,9 @@ Where input files are (read only):
   cloud_files.py    Google Cloud Storage and Azure
   hub_files.py      datasets of the Hugging Face hub
   arrow_view.py     a remote file system in the form that Arrow's readers need
-For both:
+Where a finished job is pushed to:
+  hub_push.py       files to a dataset of the Hugging Face hub
+For all:
   s3_client.py      settings, clients and errors of S3
   cloud_client.py   URLs, clients and errors of Google Cloud Storage and Azure
   retry.py          how often and how long a request is repeated

@@ -46,8 +46,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
-from batchspec.dataset.columns import request_ids
 from batchspec.dataset.reader import InputShard, locate
+from batchspec.dataset.row_ids import request_ids
 from batchspec.engine.engine import Engine
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.packing.work_plan import DecodedShard, WorkPlan

@@ -22,6 +22,22 @@ LOST_S = 10.0
 """Seconds in which the main thread may end by itself after a rank is gone."""
 SAVE_S = 180.0
 """Time limit of saving, longer than the time-outs of a store. If saving hangs too, the process ends without it."""
+NCCL_S = 600.0
+"""torch's own time limit of an exchange over NCCL. It is long enough for a rank that compiles kernels while the others wait."""
+
+
+def limit_s(own: float | None, *, gpu: bool) -> float:
+    """Seconds without a round after which a run counts as hung; 0 is never. `own` is the key cluster.watchdog_s."""
+    return own if own is not None else 600.0 if gpu else 3600.0
+
+
+def nccl_s(watchdog_s: float) -> float:
+    """Seconds that an exchange over NCCL may take in a run with a watchdog of `watchdog_s`; infinite if that is 0.
+
+    torch then aborts the process. The watchdog, which saves the run's work, must come first: the time of an exchange begins at
+    its launch, that of the watchdog at the last finished round, which may be later. Before the first round no watchdog watches.
+    """
+    return max(NCCL_S, 2 * watchdog_s + SAVE_S) if watchdog_s else math.inf
 
 
 class Watchdog:

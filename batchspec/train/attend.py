@@ -69,7 +69,8 @@ def attend(q: Tensor, keys: Keys) -> Tensor:
 
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, *later: Tensor) -> Tensor:
-    """The same by definition, with the whole score matrix; `later` is k and v of each later step, alternating."""
+    """`attend` by definition, with the whole score matrix. k and v are [B, L, KVH, D], of the first step; `later` is k and v
+    of each later step, alternating."""
     length, repeats, wide = q.shape[1], q.shape[2] // k.shape[2], torch.promote_types(q.dtype, torch.float32)
     k, v, *later_heads = (part.repeat_interleave(repeats, 2) for part in (k, v, *later))
     hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)

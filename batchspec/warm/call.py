@@ -11,8 +11,9 @@ from typing import Protocol
 import polars as pl
 import pyarrow as pa
 
-from batchspec.dataset.columns import ColumnMap, check_ids, map_columns
+from batchspec.dataset.columns import ColumnMap, map_columns
 from batchspec.dataset.reader import InputShard, table_source
+from batchspec.dataset.row_ids import check_ids
 from batchspec.dataset.schema import output_schema
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.errors import CapacityError, EngineInUse, InputError

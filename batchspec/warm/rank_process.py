@@ -40,7 +40,7 @@ from batchspec.runner.follower import run_follower
 from batchspec.runner.oom_fallback import OutOfMemoryGuard
 from batchspec.runner.run_shards import watchdog_s
 from batchspec.supervise.leave import leave
-from batchspec.supervise.watchdog import Watchdog
+from batchspec.supervise.watchdog import Watchdog, limit_s, nccl_s
 from batchspec.token_automaton import TokenAutomaton
 from batchspec.warm.loading import load, open_warm
 from batchspec.warm.wire import (
@@ -60,9 +60,6 @@ from batchspec.warm.wire import (
     Weights,
 )
 
-EXCHANGE_S = 7 * 24 * 3600.0
-"""Time limit of an exchange between ranks: practically none, because ranks idle between calls; the watchdog ends hanging
-ranks."""
 TELL_S = 0.05
 """Minimum number of seconds between two messages about the progress of a run."""
 
@@ -82,7 +79,7 @@ def main() -> int:
     pipe = Connection(int(sys.argv[5])) if seat.rank == 0 else None
 
     def run() -> None:
-        with joined(seat, limit_s=EXCHANGE_S, gpu=gpu) as group:
+        with joined(seat, gpu=gpu, nccl_s=nccl_s(limit_s(config.cluster.watchdog_s, gpu=gpu))) as group:
             if pipe is None:
                 return run_follower(config, group)
             with OutOfMemoryGuard() as guard:

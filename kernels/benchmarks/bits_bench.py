@@ -151,8 +151,9 @@ def _turned(x: Tensor, w: Tensor, tile: Tile) -> Tensor:
     return out.t().contiguous()
 
 
-def dots_classes(dim: int, device: torch.device, block: int = 64, blocks: int = 8) -> None:
+def dots_classes(dim: int, device: torch.device) -> None:
     """Classes of the products of attention, over the first 16 lines of a tile."""
+    block, blocks = 64, 8
     q = torch.randn(128, dim, device=device).bfloat16()
     k, v = (torch.randn(block * blocks, dim, device=device).bfloat16() for _ in range(2))
     scores, outs = defaultdict[tuple[str, ...], list[str]](list), defaultdict[tuple[str, ...], list[str]](list)

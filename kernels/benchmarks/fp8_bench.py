@@ -23,7 +23,7 @@ from torch import Tensor
 
 from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.options import add_limits, json_lines, parse_on_gpu, parser_of
-from batchspec.kernels.benchmarks.timing import Call, GraphClock
+from batchspec.kernels.benchmarks.timing import Call, GraphClock, relative_error
 from batchspec.kernels.common.e4m3 import E4M3
 from batchspec.kernels.gemm.fp8_linear import fp8_linear, fp8_linear_reference, launch
 from batchspec.kernels.gemm.fp8_tiles import Fp8Tile, candidates, fp8_tile
@@ -74,11 +74,6 @@ def tokens_of(num_tokens: int, k: int, device: torch.device, *, blocked: bool) -
     return quantise_tokens(x, Fp8Form(whole=not blocked))
 
 
-def error_of(found: Tensor, wanted: Tensor) -> float:
-    """Norm of the difference over the norm of what is wanted; NaN if some values were not written."""
-    return float((found.float() - wanted).norm() / wanted.norm())
-
-
 class Timings(NamedTuple):
     """Microseconds of one product for one number of tokens; inf for what does not work."""
 
@@ -102,9 +97,9 @@ def time_product(
     def us_of(label: str, calls: list[Call], tile: Fp8Tile | None) -> float:
         us = float("inf")
         with continue_on_error(f"{name} {label}"):
-            error = error_of(calls[0](), wanted)
+            error = relative_error(calls[0](), wanted)
             timed = clock.us(calls)
-            error = max(error, error_of(calls[0](), wanted))
+            error = max(error, relative_error(calls[0](), wanted))
             if not error < TOLERANCE:
                 raise ValueError(f"WRONG, error {error:.1e}")
             us = timed

@@ -24,7 +24,7 @@ from torch import Tensor
 from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.moe_weights import FORMATS, MODELS, MoeShape, Product, make_products
 from batchspec.kernels.benchmarks.options import add_limits, json_lines, parse_on_gpu, parser_of
-from batchspec.kernels.benchmarks.timing import Call, GraphClock
+from batchspec.kernels.benchmarks.timing import Call, GraphClock, relative_error
 from batchspec.kernels.moe.combine import combine_norm, combine_norm_reference
 from batchspec.kernels.moe.quantise import quantise_rows
 from batchspec.kernels.moe.route import lists_reference, route, route_reference
@@ -77,11 +77,6 @@ def routing_of(shape: MoeShape, ids: Tensor, unit_pairs: int) -> Routing:
     return lists_reference(ids, weights / weights.sum(1, keepdim=True), shape.experts, unit_pairs)
 
 
-def relative(found: Tensor, wanted: Tensor) -> float:
-    """Norm of the difference over the norm of what is wanted; NaN if some values were not written."""
-    return float((found.float() - wanted).norm() / wanted.norm())
-
-
 def tiles_of(product: Product, tokens: int, sweep: bool) -> list[ExpertTile]:
     shape = product.shape
     found = candidates(tokens, shape.top_k, shape.experts, gated=product.gated, dtype=product.dtype)
@@ -111,7 +106,7 @@ def bench_case(name: str, product: Product, tokens: int, sweep: bool, clock: Gra
                 inputs[tile.block_t] = [(product.rows_of(x, routing), routing) for routing in routings]
             own = inputs[tile.block_t]
             y = product.result(x, own[0][1], tile)
-            error, bits = relative(y, wanted), y if bits is None else bits
+            error, bits = relative_error(y, wanted), y if bits is None else bits
             if not error < product.tolerance:
                 print(f"{case} {text_of(tile)}: WRONG, error {error}", flush=True)
                 continue
@@ -130,7 +125,7 @@ def check_tile(case: str, product: Product, x: Tensor, tokens: int, tile: Expert
     shape = product.shape
     for spread in ("same", "half"):
         routing = routing_of(shape, spread_ids(shape, tokens, spread, product.device), tile.block_t)
-        error = relative(product.result(x, routing, tile), product.reference(x, routing))
+        error = relative_error(product.result(x, routing, tile), product.reference(x, routing))
         if not error < product.tolerance:
             print(f"{case} {text_of(tile)}: WRONG with {spread} experts, error {error}", flush=True)
     few, ids = min(tokens, ALONE), spread_ids(shape, tokens, "all", product.device)

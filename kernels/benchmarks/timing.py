@@ -150,3 +150,8 @@ class GraphClock:
                 times.append(start.elapsed_time(end) * 1e3 / per_graph)
         us: float = median(times[1:])
         return us
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """Norm of the difference over the norm of what is wanted; NaN if some values were not written."""
+    return float((found.float() - wanted).norm() / wanted.norm())

@@ -19,7 +19,6 @@ FIELDS = 3
 """Numbers that describe a tile: adapter, first index in `order`, number of tokens (0: nothing to do)."""
 BLOCKS = (16, 64)
 """Tokens of a tile: a tensor core product has at least 16 rows. Only two sizes, because each is a kernel to compile."""
-NO_ADAPTER = 0
 
 
 class LoraTokens(NamedTuple):

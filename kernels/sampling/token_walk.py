@@ -3,7 +3,7 @@
     state after a token = walk over its symbols:  state = tables[state + 2 + tables[classes + symbol]],  0 where it is not allowed
 
 `tables` holds class maps and rows of states of all automata, one after the other. A state is the index in `tables` where its row
-begins; State 0 means no constraint. A position after a draft that is not allowed has state 0: no token after it is kept.
+begins; state 0 means no constraint. A position after a draft that is not allowed has state 0: no token after it is kept.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from batchspec.kernels.benchmarks.moe_bench import relative
 from batchspec.kernels.benchmarks.moe_weights import FORMATS, MoeShape, Product, make_products
+from batchspec.kernels.benchmarks.timing import relative_error
 from batchspec.kernels.moe.experts_fp8 import Fp8Weight, experts_fp8_up, experts_fp8_up_quantised
 from batchspec.kernels.moe.gate import Gate
 from batchspec.kernels.moe.quantise import Fp8Rows, quantise_rows, quantise_rows_reference
@@ -43,9 +43,9 @@ def test_every_height_of_tile_gives_the_product_of_each_pair(
         routing = routing_of(tokens, SHAPE.experts, SHAPE.top_k, spread, tile.block_t, device)
         x = product.inputs(tokens)
         wanted = product.reference(x, routing)
-        assert relative(product.result(x, routing, tile), wanted) < 2 * product.tolerance  # the interpreter cuts bf16 off
+        assert relative_error(product.result(x, routing, tile), wanted) < 2 * product.tolerance  # the interpreter cuts bf16 off
         last = routing.pairs[-1].long()
-        assert relative(product.result(x, routing, tile)[last], wanted[last]) < 4 * product.tolerance
+        assert relative_error(product.result(x, routing, tile)[last], wanted[last]) < 4 * product.tolerance
 
 
 @pytest.mark.parametrize("spread", SPREADS)
@@ -62,10 +62,10 @@ def test_turned_tiles_of_fp8_give_the_numbers_of_others(tile: ExpertTile, spread
             routing = routing_of(tokens, shape.experts, shape.top_k, spread, tile.block_t, device)
             x = product.inputs(tokens)
             found = product.result(x, routing, own)
-            assert relative(found, product.reference(x, routing)) < 2 * product.tolerance  # the interpreter cuts bf16 off
+            assert relative_error(found, product.reference(x, routing)) < 2 * product.tolerance  # the interpreter cuts bf16 off
             others = lists_reference(routing.expert_ids, routing.weights, shape.experts, 32)
             narrow = product.result(x, others, ExpertTile(32, 64, 128, 2, 4))
-            assert torch.equal(found, narrow) if device.type == "cuda" else relative(found, narrow.float()) < 1e-3
+            assert torch.equal(found, narrow) if device.type == "cuda" else relative_error(found, narrow.float()) < 1e-3
 
 
 @pytest.mark.parametrize("spread", SPREADS)

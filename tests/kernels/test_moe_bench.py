@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from batchspec.kernels.benchmarks import moe_bench
-from batchspec.kernels.benchmarks.moe_bench import COLUMNS, Timing, check_tile, relative, report, spread_ids, tiles_of
+from batchspec.kernels.benchmarks.moe_bench import COLUMNS, Timing, check_tile, report, spread_ids, tiles_of
 from batchspec.kernels.benchmarks.moe_weights import FORMATS, MODELS, MoeShape, make_products
+from batchspec.kernels.benchmarks.timing import relative_error
 from batchspec.kernels.moe.gate import Gate
 from batchspec.kernels.moe.tiles import ExpertTile, expert_tile
 from tests.kernels.moe_cases import SPREADS, routing_of
@@ -25,7 +26,7 @@ def test_products_agree_with_their_references(form: str, device: torch.device) -
         routing, x = routing_of(5, 4, 2, SPREADS[0], 16, device), product.inputs(5)
         tile = expert_tile(16, len(routing.units), gated=product.gated, dtype=product.dtype)
         found = product.result(x, routing, tile)
-        assert relative(found, product.reference(x, routing)) < 2 * product.tolerance  # the interpreter cuts bf16 off
+        assert relative_error(found, product.reference(x, routing)) < 2 * product.tolerance  # the interpreter cuts bf16 off
         assert product.expert_bytes * SHAPE.experts == pytest.approx(_nbytes(form, product.rows, product.k) * SHAPE.experts)
 
 
@@ -37,9 +38,9 @@ def test_a_wrong_weight_is_found(device: torch.device) -> None:
     product = make_products(SHAPE, "bf16", device)[1]
     routing, x = routing_of(5, 4, 2, SPREADS[1], 16, device), product.inputs(5)
     product.bias = None
-    right = relative(product.result(x, routing, TILE), product.reference(x, routing))
+    right = relative_error(product.result(x, routing, TILE), product.reference(x, routing))
     product.wide = product.weight.roll(1, 0)
-    assert relative(product.result(x, routing, TILE), product.reference(x, routing)) > 100 * right
+    assert relative_error(product.result(x, routing, TILE), product.reference(x, routing)) > 100 * right
 
 
 def test_a_tile_is_checked_with_other_spreads_and_alone(device: torch.device, capsys: pytest.CaptureFixture[str],

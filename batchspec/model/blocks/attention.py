@@ -133,7 +133,8 @@ class AttentionSpec:
         return shard.of("num_attention_heads", self.num_heads)
 
     def kv_heads_of(self, shard: Shard) -> slice:
-        """The K/V heads that these query heads read. With fewer K/V heads than ranks, several ranks hold the same one."""
+        """The K/V heads that these query heads read. With fewer K/V heads than ranks, several ranks hold the same
+        one. Raises ConfigError if they cannot be divided."""
         if self.num_kv_heads % shard.ranks and shard.ranks % self.num_kv_heads:
             raise ConfigError(
                 f"num_key_value_heads {self.num_kv_heads} and {shard.ranks} ranks: one must be a multiple of the other; "

@@ -113,7 +113,8 @@ def _places_by_expert(routing: Routing) -> Iterator[tuple[int, Tensor]]:
 
 
 def own_places(routing: Routing) -> Iterator[tuple[int, Tensor]]:
-    """(expert, its places) for each expert that has pairs. The host reads their number, which synchronises on a GPU."""
+    """(expert, its places in the list of pairs, int64) for each expert that has pairs. The host reads their
+    number, which synchronises on a GPU."""
     for expert, own in rows_by_expert(routing):
         yield expert, torch.arange(own.start, own.stop, device=routing.pairs.device)
 

@@ -1,0 +1,215 @@
+"""The text of `batchspec plan`: lines of numbers about the input, the batch and the time that a run would take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from batchspec.load import automata_bytes, learning_bytes, padded_prefill_bytes
+from batchspec.packing.cost import Rates, num_multiplied
+from batchspec.packing.kv_memory import kv_bytes
+from batchspec.packing.planner import Forecast, free_memory, held_back_bytes
+from batchspec.packing.predict import SHORT_TOKENS
+from batchspec.packing.replicas import GpuLayout, best
+from batchspec.packing.row_settings import sampling_advice
+from batchspec.packing.survey import Survey
+from batchspec.prepare import Job
+from batchspec.records import Ids, PackedBatch
+from batchspec.text import MESSAGE_CHARS, counted, one_line
+
+COST = "0 to 5 % of decoding on an H200, long prefill not measured"
+"""The cost of decode.deterministic, see jobs/README.md."""
+BAR = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The numbers that the text shows. batch and forecast are None if no row can run."""
+
+    job: Job
+    survey: Survey
+    rates: Rates
+    num_completions: int
+    batch: PackedBatch | None
+    forecast: Forecast | None
+    layouts: Sequence[GpuLayout] = ()
+    """Ways to divide the GPUs of this machine, if it has several."""
+
+    def text(self) -> str:
+        return "\n".join(
+            [*self._input(), *self._lengths(), *self._thinking(), *self._structured(), *self._shape(), *self._gpus()]
+        )
+
+    def _input(self) -> list[str]:
+        files, rows, read = self.job.source.files, self.job.source.num_rows, self.survey.num_rows
+        name = one_line(files[0].name) if len(files) == 1 else f"{len(files):,} files"
+        lines = [
+            f"input        {rows:,} rows in {name}, {_bytes(sum(file.size_bytes for file in files))}; "
+            + ("all read" if read == rows else f"{read:,} read, `--full` reads all"),
+            f"completions  {self.num_completions:,}{'' if read == rows else ' (estimated)'}",
+            f"bad rows     {self.survey.num_bad:,} of {read:,}",
+        ]
+        bad = ((code, count, one_line(example, MESSAGE_CHARS)) for code, (count, example) in sorted(self.survey.bad.items()))
+        lines += [f"  {code:<15}{count:>7,}  {example}" for code, count, example in bad]
+        fraction = self.job.config.input.max_error_fraction
+        if self.survey.num_bad and (self.survey.num_bad == read or self.survey.num_bad > fraction * read):
+            lines.append(f"  a run ends with exit code 3: more than input.max_error_fraction={fraction:g} of these rows, or all")
+        return lines
+
+    def _lengths(self) -> list[str]:
+        lengths = self.survey.lengths("prompt_tokens")
+        if not len(lengths):
+            return ["nothing to run: no row was admitted"]
+        mean, median, most = lengths.mean(), np.median(lengths), lengths.max()
+        return [f"prompts      {mean:,.0f} tokens on average, median {median:,.0f}, longest {most:,}", *histogram(lengths)]
+
+    def _thinking(self) -> list[str]:
+        think, decode = self.job.admission.settings.think, self.job.config.decode
+        if think is None:
+            return []
+        closing = [*self.job.admission.settings.closing, *think.closing]
+        begin = "every answer" if think.begin_id is None else f"{think.begin} ({think.begin_id})"
+        opened, count = self.survey.num_opened, len(self.survey.prompt_tokens)
+        budget = decode.thinking_token_budget
+        limit = "no budget of its own" if budget is None else f"at most {budget:,} tokens, then {len(closing)} forced"
+        return [
+            f"thinking     from {begin} to {think.end} ({think.end_id}); {opened:,} of {count:,} prompts end inside one; {limit}"
+        ]
+
+    def _structured(self) -> list[str]:
+        constraints = self.job.admission.constraints
+        if constraints is None:
+            return []
+        stats = constraints.compiler.stats
+        if not stats.num_compiled and not stats.lazy:
+            return ["structured   no row asks for it"]
+        lazy = [
+            f"lazy         {counted(count, 'distinct constraint')}, states computed while rows wait for them: {one_line(reason)}"
+            for reason, count in sorted(stats.lazy.items())
+        ]
+        if not stats.num_compiled:
+            return [line.replace("lazy      ", "structured", 1) for line in lazy]
+        return [
+            f"structured   {counted(stats.num_compiled, 'distinct constraint')} compiled in "
+            f"{stats.seconds / stats.num_compiled:.2f} s of CPU time each, the slowest in {stats.longest_s:.2f} s; at most "
+            f"{stats.most_states:,} states and {_bytes(stats.largest_bytes)} each; masked on the device",
+            *lazy,
+        ]
+
+    def _shape(self) -> list[str]:
+        batch, ahead, job = self.batch, self.forecast, self.job
+        if batch is None or ahead is None:
+            return []
+        spec = job.spec
+        layers = job.drafter.kv_layers(job.dtype, batch.page_size)
+        pages_bytes = kv_bytes(batch, spec, job.dtype, layers)
+        pages = " + ".join(f"{count:,}" for count in (batch.num_pages, *batch.more_pages))
+        dtype, accepted = str(job.dtype).removeprefix("torch."), job.drafter.assumed_accepted
+        kind = "prompt" if self._scores else "output"
+        tokens = float(self.survey.lengths("prompt_tokens" if self._scores else "predicted_tokens").mean()) * self.num_completions
+        assumed = (
+            f"outputs half as long as max_new_tokens (all of it up to {SHORT_TOKENS}, and where nothing else ends a row), "
+            f"{accepted:g} draft tokens kept a round, "
+        ) * (not self._scores)
+        total_s = ahead.prefill_s + ahead.decode_s
+        kept = f"({spec.formats.kept}, the rest {dtype})" if spec.formats.kept else f"in {dtype}"
+        return [
+            f"model        {spec.family}, {spec.num_layers} layers, {num_multiplied(spec) / 1e6:,.0f} M weights a token, "
+            f"{_bytes(spec.weight_bytes(job.dtype))} {kept} on {job.device.type}",
+            *([f"sampling     {advice}"] if (advice := sampling_advice(job.config.decode, spec.generation)) else []),
+            *self._adapters(),
+            f"shape        {counted(batch.num_slots, 'slot')}, rows up to {batch.max_len:,} tokens, "
+            f"drafter {job.config.draft.name} ({job.drafter.shape}), prefill passes of {batch.prefill_tokens:,} tokens",
+            f"pages        {pages} of {batch.page_size} tokens, {_bytes(pages_bytes)}{', K and V in e4m3' * spec.fp8_kv}",
+            self._memory(batch, pages_bytes),
+            *self._rounds(ahead),
+            f"prefill      {_duration(ahead.prefill_s)}",
+            *([f"deterministic  bf16 sums of one order; these times leave out its cost: {COST}"] if spec.ordered else []),
+            f"together     {_duration(total_s)}, {tokens:,.0f} {kind} tokens, {tokens / total_s:,.0f} tok/s",
+            f"assumed      {assumed}no common prefixes; device: {self.rates.name}",
+        ]
+
+    def _rounds(self, ahead: Forecast) -> list[str]:
+        if self._scores:
+            return ["rounds       none: prompts are scored, nothing is decoded"]
+        return [
+            f"rounds       {ahead.rounds:,} of {ahead.round_s * 1e3:.1f} ms, {_duration(ahead.decode_s)}; "
+            f"each reads {_bytes(ahead.weights_read_bytes)} of weights and {_bytes(ahead.kv_read_bytes)} of K/V"
+        ]
+
+    @property
+    def _scores(self) -> bool:
+        return self.job.config.decode.max_new_tokens == 0
+
+    def _adapters(self) -> list[str]:
+        spec, dtype = self.job.spec, self.job.dtype
+        if spec.lora is None:
+            return []
+        ranks = sorted({spec.lora.rank_of(prefix, own) for prefix, block in spec.blocks() for own in block.products} - {0})
+        of = "of all rows" if spec.lora.of_all_rows else "of rows that name one"
+        return [
+            f"adapters     {counted(spec.lora.num_adapters, 'LoRA adapter')} {of}, not merged: {_bytes(spec.lora_bytes(dtype))} "
+            f"of the weights, ranks padded to {' and '.join(map(str, ranks))}; rounds and prefill assume that every row has one"
+        ]
+
+    def _memory(self, batch: PackedBatch, pages_bytes: int) -> str:
+        """What the run will allocate, and what is free now. On a CPU the memory of passes and rounds is not planned."""
+        job = self.job
+        demand = self.survey.demand(job.source.num_rows, job.admission.max_len)
+        parts = {
+            "weights": job.spec.weight_bytes(job.dtype),
+            "drafter": job.drafter.weight_bytes(dtype=job.dtype, device=job.device),
+            "state of the drafter": learning_bytes(job, batch.max_len),
+            "schemas": automata_bytes(job),
+            "graphs of prefill": padded_prefill_bytes(job),
+            "K/V": pages_bytes,
+            "passes, rounds and graphs": held_back_bytes(batch, job.spec, job.dtype, demand) if job.device.type == "cuda" else 0,
+        }
+        text = " + ".join(f"{_bytes(size)} {name}" for name, size in parts.items() if size)
+        return f"memory       {text} = {_bytes(sum(parts.values()))} of {_bytes(free_memory(job.device))} that are free"
+
+    def _gpus(self) -> list[str]:
+        """Several copies of the model or one cut over several GPUs, and which the cost model chooses."""
+        if not self.layouts:
+            return []
+        taken = best(self.layouts)
+        lines = [
+            f"GPUs         {self.layouts[0].replicas * self.layouts[0].ranks}; cluster.tensor_parallel={taken.ranks} is fastest"
+        ]
+        for layout in self.layouts:
+            name = f"  {layout.replicas} {'copy' if layout.replicas == 1 else 'copies'} on {counted(layout.ranks, 'GPU')}"
+            if layout.seconds is None or layout.batch is None:
+                lines.append(f"{name}: {layout.reason}")
+            else:
+                lines.append(f"{name}: {_duration(layout.seconds)}, {counted(layout.batch.num_slots, 'slot')} a copy")
+        return lines
+
+
+def histogram(lengths: Ids) -> list[str]:
+    """One line a power of two: range, count, bar."""
+    powers = np.ceil(np.log2(lengths)).astype(int)
+    counts = np.bincount(powers)
+    first = int(powers.min())
+    most = int(counts.max())
+    lines = []
+    for power in range(first, len(counts)):
+        low, high, count = (1 << power >> 1) + 1, 1 << power, int(counts[power])
+        lines.append(f"  {low if power else 1:>9,} .. {high:>9,} {count:>9,} {'#' * -(-BAR * count // most)}")
+    return lines
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.2f} GB"
