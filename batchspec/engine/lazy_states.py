@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batchspec.batch.automata import AutomataRoom, ConstraintPlace, StatesUpload
 from batchspec.engine.last_check import ADVICE, CAUSE
 from batchspec.engine.lazy_places import LazyPlaces
 from batchspec.engine.request_state import RequestState
-from batchspec.lazy_automaton import Answer, Ask, Expanding, Expansion, LazyAutomaton, new_epoch
+from batchspec.lazy_automaton import Answer, Ask, Expanding, Expansion, LazyAutomaton, Recheck, new_epoch
 from batchspec.records import CONSTRAINT_VIOLATED, Request, RowError
 from batchspec.token_automaton import DEAD, TokenSymbols
 
@@ -66,18 +66,28 @@ class LazyStates:
         self._failed.clear()
 
     def follows(self, request: Request) -> bool:
-        """Whether the request's automaton allows the tokens that an earlier run left. Waits for the answer."""
+        """Whether the request's automaton allows the tokens that an earlier run left. Waits for the answer.
+
+        True where the process cannot tell: `LastCheck` asks again.
+        """
         if request.resumed is None or not isinstance(request.automaton, LazyAutomaton):
             return True
-        found = self.after(request, request.resumed.tokens)
-        return found is None or isinstance(found, str) or found.state != DEAD
+        tokens = request.resumed.tokens
+        found = self._expanding.recheck(Recheck(request.automaton, request.automaton_state, tokens)).result()
+        return isinstance(found, str) or found == len(tokens)
 
     def after(self, request: Request, tokens: Sequence[int]) -> Answer:
-        """The state after these output tokens of a request with a lazy automaton. Waits for the answer."""
+        """The state after these output tokens of a request with a lazy automaton. Waits for the answer. Call it while no row
+        is in a slot."""
         assert isinstance(request.automaton, LazyAutomaton)
-        return self._expanding.submit(Ask(request.automaton, request.automaton_state, tuple(tokens), self._epoch)).result()
+        ask = Ask(request.automaton, request.automaton_state, tuple(tokens), self._epoch)
+        found = self._expanding.submit(ask).result()
+        if found is None:
+            self.forget()
+            found = self._expanding.submit(replace(ask, epoch=self._epoch)).result()
+        return found
 
-    def hold(self, state: RequestState) -> bool:
+    def may_enter(self, state: RequestState) -> bool:
         """Whether a request may enter a slot: the state after its tokens is on the device. If it is not, it is asked for.
 
         Requests that are ready enter while the tables are full, too: after all states are forgotten those of rows in slots come
@@ -90,7 +100,7 @@ class LazyStates:
         return row.asked is None and self._has_mask(row) if self.full else self._is_ready(row)
 
     def constraint(self, state: RequestState) -> ConstraintPlace:
-        """Places of a row that `hold` admitted: its class map and its state."""
+        """Places of a row that `may_enter` a slot: its class map and its state."""
         row = self._rows[id(state)]
         known = self._places.known[row.automaton]
         return ConstraintPlace(known.class_place, int(known.places[row.at]))

@@ -14,15 +14,17 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 BLOCKED_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
 """Signals that a batch system or a terminal sends to all processes of a job. The processes block them; they end with the run."""
 PASSED_ENVIRONMENT = ("PATH", "TZ", "PYTHON", "LD_LIBRARY_PATH", "LANG", "LC_")
 MOST_PROCESSES = 8
+OUT_OF_MEMORY, TOO_MANY_STATES = 12, 13
+"""Exit codes of a process that has reached a limit: it ends, because what it made so far is in the way of all that comes."""
 LAZY = "lazy "
 """Prefix of the kind in a request: only check that the constraint can be a lazy automaton."""
 
@@ -79,7 +81,12 @@ def _end(tasks: queue.SimpleQueue[Any], processes: list[CompileProcess]) -> None
 
 
 class Died(Exception):
-    """The process has used up its time or its memory; the message says which."""
+    """The process has reached a limit; the message says which. is_full: because of all that it keeps, not of one request's
+    time."""
+
+    def __init__(self, why: str, *, is_full: bool = False) -> None:
+        super().__init__(why)
+        self.is_full = is_full
 
 
 class LimitedProcess:
@@ -89,6 +96,8 @@ class LimitedProcess:
     """
 
     module = "batchspec.structured.compile_process"
+    limits: ClassVar[Mapping[int, str]] = {OUT_OF_MEMORY: "compiling it takes more memory than allowed"}
+    """What the process's exit codes say of what it was asked for."""
 
     def __init__(self, first_message: tuple[Any, int, int]) -> None:
         self._first_message, self._cpu_s = first_message, first_message[2]
@@ -111,6 +120,8 @@ class LimitedProcess:
             return pickle.load(process.stdout)
         except (BrokenPipeError, EOFError, pickle.UnpicklingError):
             code = self._code()
+            if code in self.limits:
+                raise Died(self.limits[code], is_full=True) from None
             if self._closed:
                 raise RuntimeError("the process that compiles schemas was closed") from None
             if code >= 0:  # it never ends by itself while it is asked
@@ -127,6 +138,12 @@ class LimitedProcess:
             self._closed = True
             if self._process is not None:
                 self._process.kill()
+
+    def end(self) -> None:
+        """Kill the process, with all that it keeps; the next request starts another."""
+        if self._process is not None:
+            self._process.kill()
+            self._code()
 
     def _start(self) -> subprocess.Popen[bytes]:
         environ = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ENVIRONMENT)}
