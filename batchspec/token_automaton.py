@@ -1,6 +1,6 @@
 """The compiled form of a schema, regex, choice or grammar: which tokens may follow, as tables that the device walks.
 
-A text is matched byte by byte. Every token is a string of symbols: its bytes, or one symbol if it is no text (`OTHER` and the
+A text is matched byte by byte. Every token is a string of symbols: its bytes, or one symbol if it is not text (`OTHER` and the
 think tokens). A state's row of `table` holds the number of its mask, a token to draft where the text is forced, and the next
 state for each class of symbols; the next state after a token is a walk over its symbols, so no table by token is needed. Masks
 that several states share are stored once. This module does not import torch.
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 Ids = NDArray[np.int32]
 
 BEGIN_THOUGHT, END_THOUGHT, OTHER, START, CHANNEL, CONSTRAIN = range(256, 262)
-"""Symbols after the 256 bytes: the two think tokens; any other token that is no text (special, unknown); and with harmony, whose
+"""Symbols after the 256 bytes: the two think tokens; any other token that is not text (special, unknown); and with harmony, whose
 `<|message|>` and `<|end|>` are the first two, the tokens of these names."""
 BREAKS_AFTER_THOUGHT = 2
 """Line breaks that an automaton allows at most between a thought and the answer, of which they are no part."""
@@ -49,7 +49,7 @@ class TokenSymbols:
         return len(self.starts) - 1
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of tokens: their bytes, without those that are no text. Bytes that are not valid UTF-8 become U+FFFD.
+        """The text of tokens: their bytes, without those that are not text. Bytes that are not valid UTF-8 become U+FFFD.
 
         A tokenizer's decoder may drop a space at the beginning, which a constraint asks for.
         """

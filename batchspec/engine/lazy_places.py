@@ -72,7 +72,7 @@ class LazyPlaces:
         """Free all places, and drop the uploads of states that are pending. No row may follow a state."""
         self.known.clear()
         self.uploads = [upload for upload in self.uploads if not len(upload.at)]
-        self._next_word = max(1, self._room.table_words)  # 0 is no place
+        self._next_word = max(1, self._room.table_words)  # 0 is not a place
         self._masks: dict[bytes, int] = {}
 
     @property
