@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.batch.automata import Automata, AutomataRoom, AutomatonUpload, ConstraintPlace
+from batchspec.batch.automata import Automata, AutomataCapacity, AutomatonUpload, ConstraintOffsets
 from batchspec.engine.automaton_places import AutomatonPlaces
 from batchspec.engine.engine import Engine
 from batchspec.engine.last_check import LastCheck
@@ -108,7 +108,7 @@ def test_a_row_that_follows_another_row_s_automaton_is_an_error_row(
     """As if a place were given twice. With few pages rows are preempted, and walk their tokens on the host meanwhile."""
     place_of, turn = AutomatonPlaces.constraint, [0]
 
-    def of_another(self: AutomatonPlaces, req: Request, tokens: list[int]) -> ConstraintPlace | None:
+    def of_another(self: AutomatonPlaces, req: Request, tokens: list[int]) -> ConstraintOffsets | None:
         others = [one.automaton for one in self._residents.values() if one.automaton is not req.automaton]
         turn[0] += 1
         if req.automaton is None or not others or turn[0] % 2:
@@ -266,7 +266,7 @@ class NeverChecked(ExpandLate):
 def engine_of(expanding: ExpandLate, decode: Any = None) -> Engine:
     return Engine(
         tiny_target(window=5), ALL["lookup"](), packed(2, draft_len=4), device=DEVICE, vocabulary=VOCABULARY, expanding=expanding,
-        automata_room=AutomataRoom(num_tokens=VOCAB, table_words=1 << 14, masks_bytes=1 << 12, lazy_words=1 << 14),
+        automata_capacity=AutomataCapacity(num_tokens=VOCAB, table_words=1 << 14, masks_bytes=1 << 12, lazy_words=1 << 14),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchspec.batch.automata import Automata, AutomataRoom, StatesUpload
+from batchspec.batch.automata import Automata, AutomataCapacity, StatesUpload
 from batchspec.draft.base import Drafter
 from batchspec.engine import allocator
 from batchspec.engine.engine import Engine
@@ -51,12 +51,12 @@ def run(
     requests: Sequence[Request], drafter: Drafter, *, expanding: Expanding | None = None, lazy_words: int = 1 << 14,
     lazy_masks: int = 64, short_cap: int = 512, logprobs: int | None = None, **shape: Any,
 ) -> dict[int, Completion]:  # fmt: skip
-    room = AutomataRoom(
+    room = AutomataCapacity(
         num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14, lazy_words=lazy_words, lazy_masks_bytes=4 * lazy_masks
     )
     engine = Engine(
         tiny_target(window=5), drafter, packed(SLOTS, **{"draft_len": drafter.max_len, **shape}), device=DEVICE, penalties=True,
-        vocabulary=VOCABULARY, automata_room=room, expanding=expanding or ExpandLate(0, most_polls=0),
+        vocabulary=VOCABULARY, automata_capacity=room, expanding=expanding or ExpandLate(0, most_polls=0),
         options=RoundOptions(logprobs=logprobs),
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
@@ -67,7 +67,7 @@ def run(
 def engine_of(expanding: Expanding) -> Engine:
     return Engine(
         tiny_target(window=5), ALL["none"](), packed(2, draft_len=0), device=DEVICE, vocabulary=VOCABULARY, expanding=expanding,
-        automata_room=AutomataRoom(num_tokens=VOCAB, table_words=1 << 10, masks_bytes=1 << 10, lazy_words=1 << 14),
+        automata_capacity=AutomataCapacity(num_tokens=VOCAB, table_words=1 << 10, masks_bytes=1 << 10, lazy_words=1 << 14),
     )  # fmt: skip
 
 
@@ -124,10 +124,10 @@ def test_drafts_that_are_all_right_or_all_forbidden(right: bool) -> None:
 def test_states_are_asked_for_once_and_serve_all_rows_and_later_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expand_process, "MAX_AHEAD", 0)
     expanding = ExpandLate(0, most_polls=0)
-    room = AutomataRoom(num_tokens=VOCAB, table_words=1 << 10, masks_bytes=1 << 10, lazy_words=1 << 14, lazy_masks_bytes=256)
+    room = AutomataCapacity(num_tokens=VOCAB, table_words=1 << 10, masks_bytes=1 << 10, lazy_words=1 << 14, lazy_masks_bytes=256)
     engine = Engine(
         tiny_target(window=5), ALL["eagle3"](), packed(SLOTS, draft_len=3), device=DEVICE, vocabulary=VOCABULARY,
-        automata_room=room, expanding=expanding,
+        automata_capacity=room, expanding=expanding,
     )  # fmt: skip
     same = [following(request(i, [4, 7], cap=12), GRAMMARS[0]) for i in range(12)]
     first = {done.row_index: done for done in engine.run(iter(same))}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from batchspec.batch.automata import AutomatonUpload, ConstraintPlace
+from batchspec.batch.automata import AutomatonUpload, ConstraintOffsets
 from batchspec.cache.page_tables import Counts, PagePools
 from batchspec.cache.pages import prefix_hashes
 from batchspec.engine.automaton_places import AutomatonPlaces
@@ -293,7 +293,7 @@ class SlotAllocator:
         if self.lazy is not None:
             self.lazy.drop(state)
 
-    def constraint(self, state: RequestState) -> ConstraintPlace | None:
+    def constraint(self, state: RequestState) -> ConstraintOffsets | None:
         """Where on the device the automaton of a request that has just got its slot begins, and its state; None without one."""
         if self.lazy is not None and isinstance(state.request.automaton, LazyAutomaton):
             return self.lazy.constraint(state)

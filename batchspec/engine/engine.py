@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from batchspec.batch.automata import AutomataRoom
+from batchspec.batch.automata import AutomataCapacity
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.page_tables import PagePools
 from batchspec.draft.base import Drafter, Rewritable
@@ -65,7 +65,7 @@ class Engine:
         expert_correlation: float = 1.0,
         lead: Lead | None = None,
         vocabulary: TokenSymbols | None = None,
-        automata_room: AutomataRoom | None = None,
+        automata_capacity: AutomataCapacity | None = None,
         expanding: Expanding | None = None,
     ) -> None:
         """
@@ -78,23 +78,23 @@ class Engine:
         prefill_graphs  run prefill passes of short rows as CUDA graphs if that pays; not with `overlap` (GPU only)
         expert_correlation  share of tokens that choose experts independently, used until rounds were counted (`ExpertReads`)
         lead         set if this process leads several ranks that compute the target together
-        vocabulary   set if requests may have automata; automata_room: their memory on the device, None for the default
+        vocabulary   set if requests may have automata; automata_capacity: their memory on the device, None for the default
         expanding    set if requests may have lazy automata
         """
-        if vocabulary is not None and automata_room is None:
-            automata_room = AutomataRoom(num_tokens=vocabulary.num_tokens)
-        self._automata_room = automata_room
+        if vocabulary is not None and automata_capacity is None:
+            automata_capacity = AutomataCapacity(num_tokens=vocabulary.num_tokens)
+        self._automata_capacity = automata_capacity
         self.lazy: LazyStates | None = None
         """States of lazy automata that were found are kept from run to run."""
         if expanding is not None:
-            assert vocabulary is not None and automata_room is not None  # noqa: PT018
-            self.lazy = LazyStates(expanding, vocabulary, automata_room)
+            assert vocabulary is not None and automata_capacity is not None  # noqa: PT018
+            self.lazy = LazyStates(expanding, vocabulary, automata_capacity)
         self._check = LastCheck(expanding)
         self.target, self.drafter, self.batch, self.options = target, drafter, batch, options or RoundOptions()
         self.lead = lead
         self.executor = Executor(
             target, drafter, batch, device=device, options=self.options, penalties=penalties, overlap=overlap,
-            prefill_graphs=prefill_graphs, vocabulary=vocabulary, automata_room=automata_room,
+            prefill_graphs=prefill_graphs, vocabulary=vocabulary, automata_capacity=automata_capacity,
         )  # fmt: skip
         self.planner = RoundPlanner(self.executor, batch, adaptive=adaptive, expert_correlation=expert_correlation)
         self.totals = EngineTotals()
@@ -212,7 +212,7 @@ class Engine:
             lookahead=1 if self.drafter.num_kv_layers else 0,
             num_lookahead_slots=self.executor.round.num_lookahead_slots,
             prefill_cost=self._prefill_cost,
-            automata=None if self._automata_room is None else AutomatonPlaces(self._automata_room),
+            automata=None if self._automata_capacity is None else AutomatonPlaces(self._automata_capacity),
             scores=self.options.scores,
             lazy=lazy,
         )

@@ -62,7 +62,7 @@ class Expander:
 
 
 class _ExpandProcess(LimitedProcess):
-    """A row is told an error of its own alone: what fails beside other rows' states is repeated in a process without them.
+    """A row gets no error but its own: what fails beside other rows' states is repeated in a process without them.
 
     The states of a process end with it, so the asks of that epoch get None. The first ask of the next one, as that of every new
     process, is computed with nothing else in memory and nothing read ahead: where it can be answered at all, it is, so that the

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT
-from batchspec.structured.channels import TOLD_APART, before_answer_of
+from batchspec.structured.channels import SINGLE_BYTE_CLASSES, before_answer_of
 from batchspec.structured.network import Network
 from batchspec.structured.regular import TooLarge
 from batchspec.token_automaton import BEGIN_THOUGHT, DEAD, END_THOUGHT, NUM_SYMBOLS
@@ -44,7 +44,7 @@ class LazyDfa:
         self._network, self._channels = network, channels
         edges = np.zeros(257, bool)
         edges[0] = True
-        for byte in TOLD_APART if channels else ():
+        for byte in SINGLE_BYTE_CLASSES if channels else ():
             edges[byte : byte + 2] = True
         for moves in network.moves:
             for low, high, _ in moves:
