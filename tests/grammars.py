@@ -12,7 +12,7 @@ from typing import Any
 from batchspec.lazy_automaton import Answer, Ask, LazyAutomaton, Recheck
 from batchspec.model.target import Target
 from batchspec.records import Request
-from batchspec.structured.compile_pool import Died
+from batchspec.structured.compile_pool import Full
 from batchspec.structured.expand_process import Work
 from batchspec.structured.expander import _ExpandProcess
 from tests.automata import BEGIN, END, EOS, TOKENS, VOCABULARY, tokens_that_may_follow, written
@@ -167,7 +167,7 @@ class ScarceProcess(_ExpandProcess):
         found = self._work.recheck(request) if isinstance(request, Recheck) else self._work.answer(request)
         if sum(known.dfa.num_states for known in self._work._known.values()) > self.most:
             self._work = None
-            raise Died("full", is_full=True)
+            raise Full("full")
         return found
 
 

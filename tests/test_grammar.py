@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Ask, Expansion, LazyAutomaton, Recheck
 from batchspec.structured import expand_process
 from batchspec.structured import network as network_module
-from batchspec.structured.compile_pool import CompileProcess
+from batchspec.structured.compile_pool import CompileProcess, Killed, LimitedProcess
 from batchspec.structured.compiler import BadConstraint, Compiler
 from batchspec.structured.dfa import dfa_of
 from batchspec.structured.expander import Expander, _ExpandProcess
@@ -403,6 +403,31 @@ def test_a_process_that_reaches_its_limits_says_so_and_is_replaced(
     expander = Expander({"vocabulary": VOCABULARY, "end_ids": (EOS,), "thinks": False, "may_begin": False}, num=1)
     assert expander.recheck(Recheck(lazy(GRAMMARS[0]), ANSWER, (where, 4))).result(60) == why
     assert expander.recheck(Recheck(lazy(GRAMMARS[0]), ANSWER, (NOWHERE, 4))).result(60) == 2
+
+
+@pytest.mark.parametrize("num_kills", [2, 3, 4])
+def test_a_process_that_is_killed_says_nothing_of_what_it_was_asked_for(num_kills: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the machine's memory runs out. It is asked once beside other requests, and three times alone."""
+    left = [0]
+
+    def killed(process: LimitedProcess, request: object, result: Any = LimitedProcess.result) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise Killed("the machine has too little memory")
+        return result(process, request)
+
+    job = {"vocabulary": VOCABULARY, "end_ids": (EOS,), "thinks": False, "may_begin": False}
+    expander, asked = Expander(job, num=1), Recheck(lazy(GRAMMARS[0]), ANSWER, (3, 5, 4, EOS))
+    compiling = CompileProcess((job, 1 << 32, 20))
+    monkeypatch.setattr(LimitedProcess, "result", killed)
+    left[0] = num_kills
+    assert expander.recheck(asked).result(60) == (4 if num_kills < 4 else "the machine has too little memory")
+    left[0] = num_kills
+    answer = expander.submit(Ask(asked.automaton, ANSWER, (3,), 1)).result(60)
+    assert answer == (None if num_kills < 4 else "the machine has too little memory")
+    left[0] = num_kills
+    assert ("lazy" if num_kills < 4 else "error") in compiling.ask(("regex", "ab"))
+    compiling.close()
 
 
 @pytest.mark.parametrize("where", [WORKING, ANSWERING])

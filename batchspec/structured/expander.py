@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from batchspec.lazy_automaton import Answer, Ask, Recheck
-from batchspec.structured.compile_pool import OUT_OF_MEMORY, TOO_MANY_STATES, Died, LimitedProcess, num_processes
+from batchspec.structured.compile_pool import OUT_OF_MEMORY, TOO_MANY_STATES, Died, Full, Killed, LimitedProcess, num_processes
 from batchspec.structured.lazy_dfa import MAX_STATES
 
 CPU_S = 20
@@ -91,26 +91,26 @@ class _ExpandProcess(LimitedProcess):
         except FAILURES as error:
             self._lost_epoch = ask.epoch
             # A state that no row asked for may have taken the time: none is begun any more.
-            self._reads_ahead &= not reads_ahead or (isinstance(error, Died) and error.is_full)
-        return self._error_of(replace(ask, reads_ahead=False)) if ask.is_independent_of_epoch else None
-
-    def _error_of(self, ask: Ask) -> str | None:
-        """The error of an ask that failed, if it fails in a new process too; None: what was in the other one was to blame."""
-        try:
-            found = self.result(ask)
-        except FAILURES as error:
-            return str(error)
+            self._reads_ahead &= not reads_ahead or isinstance(error, Full | Killed)
+        if not ask.is_independent_of_epoch:
+            return None
+        found = self._alone(replace(ask, reads_ahead=False))
         return found if isinstance(found, str) else None
 
     def recheck(self, asked: Recheck) -> int | str:
-        why = ""
-        for _ in range(2):  # the second process has nothing in its memory but this automaton
-            try:
-                found: int | str = self.result(asked)
-                return found
-            except FAILURES as error:
-                self._lost_epoch, why = self._epoch, str(error)
-        return why
+        try:
+            found: int | str = self.result(asked)
+        except FAILURES:
+            self._lost_epoch = self._epoch
+            found = self._alone(asked)
+        return found
+
+    def _alone(self, asked: Ask | Recheck) -> Any:
+        """The answer of a process that keeps nothing else, or why there is none."""
+        try:
+            return self.result_alone(asked)
+        except FAILURES as error:
+            return str(error)
 
 
 @dataclass(slots=True, eq=False)
