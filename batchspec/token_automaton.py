@@ -53,12 +53,16 @@ class TokenSymbols:
 
         A tokenizer's decoder may drop a space at the beginning, which a constraint asks for.
         """
+        found, _ = self.symbols_of(tokens)
+        return bytes(found[found < 256].astype(np.uint8)).decode("utf-8", "replace")
+
+    def symbols_of(self, tokens: Sequence[int]) -> tuple[Ids, NDArray[np.int64]]:
+        """The symbols of tokens, one after the other, and the number of them after which each token ends."""
         ids = np.asarray(tokens, np.int64)
         starts = self.starts[ids]
         lengths = self.starts[ids + 1] - starts
-        ends = lengths.cumsum()
-        found = self.symbols[np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)]
-        return bytes(found[found < 256].astype(np.uint8)).decode("utf-8", "replace")
+        ends = lengths.cumsum(dtype=np.int64)
+        return self.symbols[np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)], ends
 
     @classmethod
     def of(cls, tokens: Sequence[bytes | int]) -> TokenSymbols:
@@ -107,19 +111,29 @@ class TokenAutomaton:
 
     def walk(self, state: int, tokens: Sequence[int]) -> int:
         """The state after these tokens."""
-        steps, num_tokens = self._steps, self.vocabulary.num_tokens
-        for token in tokens:
-            after = steps.get(state * num_tokens + token)
-            state = self._step(state, token) if after is None else after
+        steps, num_tokens, begin = self._steps, self.vocabulary.num_tokens, state
+        try:
+            for token in tokens:
+                state = steps[state * num_tokens + token]
+        except KeyError:
+            return self._walk_symbols(begin, tokens)
         return state
 
-    def _step(self, state: int, token: int) -> int:
-        of, table, classes, key = self.vocabulary, self.table, self.classes, state * self.vocabulary.num_tokens + token
-        for symbol in of.symbols[of.starts.item(token) : of.starts.item(token + 1)].tolist():
-            state = table.item(state, NEXT + classes.item(symbol))
-        if len(self._steps) >= KEPT_STEPS:
-            self._steps.clear()
-        self._steps[key] = state
+    def _walk_symbols(self, state: int, tokens: Sequence[int]) -> int:
+        """As `walk`, where steps are new: numpy finds the classes of all symbols at once, and a loop reads a state for each."""
+        steps, num_tokens, width = self._steps, self.vocabulary.num_tokens, self.table.shape[1]
+        symbols, ends = self.vocabulary.symbols_of(tokens)
+        columns, words, begin = (NEXT + self.classes[symbols]).tolist(), self.table.ravel().data, 0
+        for token, end in zip(tokens, ends.tolist(), strict=True):
+            key = state * num_tokens + token
+            after = steps.get(key)
+            if after is None:
+                for column in columns[begin:end]:
+                    state = words[state * width + column]
+                if len(steps) >= KEPT_STEPS:
+                    steps.clear()
+                steps[key] = after = state
+            state, begin = after, end
         return state
 
     def read(self, state: int, data: bytes) -> int:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from batchspec import token_automaton
 from batchspec.batch.automata import Automata, AutomataCapacity, AutomatonUpload, ConstraintOffsets
 from batchspec.engine.automaton_places import AutomatonPlaces
 from batchspec.engine.engine import Engine
@@ -23,7 +24,7 @@ from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Ask, Expansion, La
 from batchspec.records import CONSTRAINT_VIOLATED, Completion, Request, Snapshot
 from batchspec.structured.compile_pool import LimitedProcess
 from batchspec.structured.expander import Expander
-from batchspec.token_automaton import TokenAutomaton
+from batchspec.token_automaton import NEXT, TokenAutomaton
 from tests import grammars
 from tests.automata import EOS, PATTERNS_OF_LETTERS, VOCABULARY, automaton, constrained_tokens, may_follow
 from tests.engines import DEVICE, VOCAB, packed, request, tiny_target
@@ -87,6 +88,25 @@ def test_as_many_tokens_are_allowed_by_a_lazy_automaton(grammar: Grammar, tokens
     expected = next(wrong, len(tokens))
     if EOS not in tokens[:-1]:
         assert work(thinks=thought is not None).recheck(Recheck(lazy(grammar), state, tuple(tokens))) == expected
+
+
+@given(
+    st.sampled_from(PATTERNS_OF_LETTERS), st.lists(outputs, min_size=1, max_size=4), st.integers(1, 4), st.sampled_from("CF")
+)  # fmt: skip
+def test_a_walk_goes_byte_by_byte_whichever_steps_were_walked_before(
+    pattern: str, rows: list[list[int]], kept: int, order: Any
+) -> None:  # fmt: skip
+    """A step is kept, dropped and found anew; the tables may lie in memory in either order."""
+    made = replace(automaton(pattern), table=np.asarray(automaton(pattern).table, order=order))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_automaton, "KEPT_STEPS", kept)
+        for row in (*rows, *rows):
+            state = made.answer
+            for token in row:
+                for symbol in VOCABULARY.symbols[VOCABULARY.starts[token] : VOCABULARY.starts[token + 1]]:
+                    state = int(made.table[state, NEXT + made.classes[symbol]])
+            assert made.walk(made.answer, row) == state
+            assert len(made._steps) <= kept
 
 
 @settings(max_examples=60)
