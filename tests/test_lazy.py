@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -64,10 +65,13 @@ def run(
         return {done.row_index: done for done in engine.run(iter(requests))}
 
 
-def engine_of(expanding: Expanding) -> Engine:
+def engine_of(expanding: Expanding, *, drafter: Drafter | None = None, **shape: Any) -> Engine:
+    drafter = drafter or ALL["none"]()
     return Engine(
-        tiny_target(window=5), ALL["none"](), packed(2, draft_len=0), device=DEVICE, vocabulary=VOCABULARY, expanding=expanding,
-        automata_capacity=AutomataCapacity(num_tokens=VOCAB, table_words=1 << 10, masks_bytes=1 << 10, lazy_words=1 << 14),
+        tiny_target(window=5), drafter, packed(SLOTS, draft_len=drafter.max_len, **shape), device=DEVICE, penalties=True,
+        vocabulary=VOCABULARY, expanding=expanding, automata_capacity=AutomataCapacity(
+            num_tokens=VOCAB, table_words=1 << 14, masks_bytes=1 << 12, lazy_words=1 << 14,
+        ),
     )  # fmt: skip
 
 
@@ -290,6 +294,45 @@ def test_a_row_whose_state_cannot_be_found_is_an_error_row_and_the_others_go_on(
             assert out.error is not None
             assert (out.error.code, out.error.stage) == ("large_schema", "decode")
             assert "make the grammar less ambiguous" in out.error.message
+
+
+class OutOfMemory(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name", ["none", "lookup", "eagle3"])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_wherever_a_run_fails_the_next_ones_go_on_from_its_tokens(name: str, data: st.DataObject) -> None:
+    """No row comes twice, and none is lost."""
+    job = data.draw(jobs())
+    left, done = {req.row_index: req for req, _ in job}, dict[int, Completion]()
+    for turn in range(8):
+        where = data.draw(st.sampled_from(["executor.execute", "_process", "_completed"]))
+        after = data.draw(st.integers(0, 25)) if turn < 7 else 10**6
+        engine = engine_of(ExpandLate(turn), drafter=ALL[name](), num_pages=data.draw(st.sampled_from([400, 24])))
+        owner, method = (engine.executor, "execute") if where == "executor.execute" else (engine, where)
+        turns, works = iter(range(after)), getattr(owner, method)
+
+        def fails(*args: Any, turns: Iterator[int] = turns, works: Any = works) -> Any:
+            if next(turns, None) is None:
+                raise OutOfMemory
+            return works(*args)
+
+        with pytest.MonkeyPatch.context() as patch, suppress(OutOfMemory):
+            patch.setattr(allocator, "SHORT_CAP_TOKENS", 0)
+            patch.setattr(owner, method, fails)
+            for out in engine.run(iter(list(left.values()))):
+                done[out.row_index] = out
+                del left[out.row_index]
+        for one in engine.unfinished():
+            if one.row_index in left:
+                earlier = left[one.row_index].resumed
+                assert earlier is None or one.tokens[: len(earlier.tokens)] == earlier.tokens
+                left[one.row_index] = replace(left[one.row_index], resumed=one)
+        if not left:
+            break
+    assert tokens(done) == {req.row_index: defined(req, rule) for req, rule in job}
 
 
 def states_alone(req: Request, grammar: Grammar) -> int:
