@@ -89,6 +89,11 @@ class Ask:
     written: tuple[int, ...] = ()
     reads_ahead: bool = True
 
+    @property
+    def is_independent_of_epoch(self) -> bool:
+        """The state has the same number in all epochs: the ask can be repeated by another process."""
+        return self.state <= THOUGHT
+
 
 class Recheck(NamedTuple):
     """Asks how many of these tokens, the whole output of a row, are allowed from `state` on, in which the output begins."""
@@ -99,7 +104,8 @@ class Recheck(NamedTuple):
 
 
 Answer = Expansion | str | None
-"""A text says why the state cannot be computed; None: the process that numbered the states has ended, ask in a new epoch."""
+"""A text says why the state cannot be computed, with no other state in memory either; None: the process that numbered the states
+has ended, ask in a new epoch."""
 _EPOCHS = itertools.count()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from batchspec.adapt.limits import check_weights, memory_bytes
-from batchspec.batch.automata import AutomataRoom
+from batchspec.batch.automata import AutomataCapacity
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.config.schema import RunConfig
 from batchspec.config.values import logit_bias
@@ -74,7 +74,7 @@ def learning_bytes(job: Job, max_len: int) -> int:
 
 def automata_bytes(job: Job) -> int:
     """Bytes of the device's tables and masks of automata; 0 in a job without structured output."""
-    return 0 if job.admission.constraints is None else AutomataRoom(num_tokens=job.spec.vocab_size).nbytes
+    return 0 if job.admission.constraints is None else AutomataCapacity(num_tokens=job.spec.vocab_size).nbytes
 
 
 def padded_prefill_bytes(job: JobModel) -> int:

@@ -1,6 +1,6 @@
 """The compiled form of a schema, regex, choice or grammar: which tokens may follow, as tables that the device walks.
 
-A text is matched byte by byte. Every token is a string of symbols: its bytes, or one symbol if it is no text (`OTHER` and the
+A text is matched byte by byte. Every token is a string of symbols: its bytes, or one symbol if it is not text (`OTHER` and the
 think tokens). A state's row of `table` holds the number of its mask, a token to draft where the text is forced, and the next
 state for each class of symbols; the next state after a token is a walk over its symbols, so no table by token is needed. Masks
 that several states share are stored once. This module does not import torch.
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 Ids = NDArray[np.int32]
 
 BEGIN_THOUGHT, END_THOUGHT, OTHER, START, CHANNEL, CONSTRAIN = range(256, 262)
-"""Symbols after the 256 bytes: the two think tokens; any other token that is no text (special, unknown); and with harmony, whose
+"""Symbols after the 256 bytes: the two think tokens; any other token that is not text (special, unknown); and with harmony, whose
 `<|message|>` and `<|end|>` are the first two, the tokens of these names."""
 BREAKS_AFTER_THOUGHT = 2
 """Line breaks that an automaton allows at most between a thought and the answer, of which they are no part."""
@@ -49,16 +49,20 @@ class TokenSymbols:
         return len(self.starts) - 1
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of tokens: their bytes, without those that are no text. Bytes that are not valid UTF-8 become U+FFFD.
+        """The text of tokens: their bytes, without those that are not text. Bytes that are not valid UTF-8 become U+FFFD.
 
         A tokenizer's decoder may drop a space at the beginning, which a constraint asks for.
         """
+        found, _ = self.symbols_of(tokens)
+        return bytes(found[found < 256].astype(np.uint8)).decode("utf-8", "replace")
+
+    def symbols_of(self, tokens: Sequence[int]) -> tuple[Ids, NDArray[np.int64]]:
+        """The symbols of tokens, one after the other, and the number of them after which each token ends."""
         ids = np.asarray(tokens, np.int64)
         starts = self.starts[ids]
         lengths = self.starts[ids + 1] - starts
-        ends = lengths.cumsum()
-        found = self.symbols[np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)]
-        return bytes(found[found < 256].astype(np.uint8)).decode("utf-8", "replace")
+        ends = lengths.cumsum(dtype=np.int64)
+        return self.symbols[np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)], ends
 
     @classmethod
     def of(cls, tokens: Sequence[bytes | int]) -> TokenSymbols:
@@ -107,19 +111,29 @@ class TokenAutomaton:
 
     def walk(self, state: int, tokens: Sequence[int]) -> int:
         """The state after these tokens."""
-        steps, num_tokens = self._steps, self.vocabulary.num_tokens
-        for token in tokens:
-            after = steps.get(state * num_tokens + token)
-            state = self._step(state, token) if after is None else after
+        steps, num_tokens, begin = self._steps, self.vocabulary.num_tokens, state
+        try:
+            for token in tokens:
+                state = steps[state * num_tokens + token]
+        except KeyError:
+            return self._walk_symbols(begin, tokens)
         return state
 
-    def _step(self, state: int, token: int) -> int:
-        of, table, classes, key = self.vocabulary, self.table, self.classes, state * self.vocabulary.num_tokens + token
-        for symbol in of.symbols[of.starts.item(token) : of.starts.item(token + 1)].tolist():
-            state = table.item(state, NEXT + classes.item(symbol))
-        if len(self._steps) >= KEPT_STEPS:
-            self._steps.clear()
-        self._steps[key] = state
+    def _walk_symbols(self, state: int, tokens: Sequence[int]) -> int:
+        """As `walk`, where steps are new: numpy finds the classes of all symbols at once, and a loop reads a state for each."""
+        steps, num_tokens, width = self._steps, self.vocabulary.num_tokens, self.table.shape[1]
+        symbols, ends = self.vocabulary.symbols_of(tokens)
+        columns, words, begin = (NEXT + self.classes[symbols]).tolist(), self.table.ravel().data, 0
+        for token, end in zip(tokens, ends.tolist(), strict=True):
+            key = state * num_tokens + token
+            after = steps.get(key)
+            if after is None:
+                for column in columns[begin:end]:
+                    state = words[state * width + column]
+                if len(steps) >= KEPT_STEPS:
+                    steps.clear()
+                steps[key] = after = state
+            state, begin = after, end
         return state
 
     def read(self, state: int, data: bytes) -> int:

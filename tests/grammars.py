@@ -12,7 +12,9 @@ from typing import Any
 from batchspec.lazy_automaton import Answer, Ask, LazyAutomaton, Recheck
 from batchspec.model.target import Target
 from batchspec.records import Request
+from batchspec.structured.compile_pool import Full
 from batchspec.structured.expand_process import Work
+from batchspec.structured.expander import _ExpandProcess
 from tests.automata import BEGIN, END, EOS, TOKENS, VOCABULARY, tokens_that_may_follow, written
 from tests.engines import tiny_target
 
@@ -141,6 +143,54 @@ class LateAnswer(Future[Any]):
     def done(self) -> bool:
         self.polls -= 1
         return self.polls < 0
+
+
+class ScarceProcess(_ExpandProcess):
+    """In this process, and full once all automata together have more than so many states."""
+
+    def __init__(self, most: int = 1 << 30, *, thinks: bool = False) -> None:
+        self.most, self.num_started, self._thinks = most, 0, thinks
+        self._work: Work | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._work is None else 1
+
+    def end(self) -> None:
+        self._work = None
+
+    def result(self, request: object) -> Any:
+        if self._work is None:
+            self._work = work(thinks=self._thinks)
+            self.num_started += 1
+        assert isinstance(request, Ask | Recheck)
+        found = self._work.recheck(request) if isinstance(request, Recheck) else self._work.answer(request)
+        if sum(known.dfa.num_states for known in self._work._known.values()) > self.most:
+            self._work = None
+            raise Full("full")
+        return found
+
+
+class ExpandScarcely:
+    """Two processes with little memory. Answers come late."""
+
+    def __init__(self, seed: int, most: int) -> None:
+        self._random, self.processes = random.Random(seed), [ScarceProcess(most) for _ in range(2)]
+
+    def submit(self, ask: Ask) -> Future[Answer]:
+        return self._late(self._process(ask).ask(ask))
+
+    def recheck(self, asked: Recheck) -> Future[int | str]:
+        return self._late(self._process(asked).recheck(asked))
+
+    def _process(self, asked: Ask | Recheck) -> ScarceProcess:
+        return self.processes[len(asked.automaton.source) % 2]
+
+    def _late(self, answer: object) -> Future[Any]:
+        found = LateAnswer()
+        found.polls = self._random.randint(0, 4)
+        found.set_result(answer)
+        return found
 
 
 class ExpandLate:

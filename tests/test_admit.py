@@ -116,8 +116,8 @@ def test_penalties_and_biases_of_a_row_replace_the_job_s(kind: str) -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ('{"x": 1}', "logit_bias names 'x', which is no token id"),
-        ('{"-1": 1}', "logit_bias names '-1', which is no token id"),
+        ('{"x": 1}', "logit_bias names 'x', which is not a token id"),
+        ('{"-1": 1}', "logit_bias names '-1', which is not a token id"),
         ('{"5": 100.5}', "logit_bias adds 100.5 to token 5, which must be in -100 .. 100"),
         ('{"5": NaN}', "logit_bias adds nan to token 5"),
         ('{"5": true}', "logit_bias adds True to token 5"),

@@ -321,7 +321,7 @@ def test_a_small_model_drafts_with_every_length_and_is_loaded_once(tmp_path: Pat
         (["o", "n", "--rounds", "0"], "--rounds 0 must be at least 1"),
         (["o", "n", "--rounds", "5", "--k", "auto"], "give numbers to --k, not auto"),
         (["o", "n", "--rounds", "5", "--requests", "9"], "leave out --model, --requests and --samples"),
-        (["o", "n", "--samples", "3"], "8 requests are no multiple of it"),
+        (["o", "n", "--samples", "3"], "8 requests are not a multiple of it"),
         (["o", "n", "--against-transformers"], "needs --model"),
         (["o", "n", "--eos"], "--chat and --eos need --model"),
         (["o", "n", "--model", "m", "--eos", "--against-transformers"], "a static batch waits for its longest row"),

@@ -95,14 +95,14 @@ def test_bytes_that_have_not_arrived_are_not_read(handle: int) -> None:
 def test_the_digest_of_a_result_is_waited_for(handle: int) -> None:
     leader, follower = ends(handle, 2)
     found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(leader.told(1, 3)))
+    thread = threading.Thread(target=lambda: found.append(leader.digest_of(1, 3)))
     thread.start()
     for number in (1, 2):
-        follower.tell(number, 100 + number)
+        follower.send_digest(number, 100 + number)
     thread.join(0.05)
     assert not found
     for number in (3, 4):
-        follower.tell(number, 100 + number)
+        follower.send_digest(number, 100 + number)
     thread.join(10)
     assert found == [103]
     assert leader.progress(1).results == 4
@@ -115,7 +115,7 @@ def test_a_follower_overwrites_no_digest_that_the_leader_may_ask_for(handle: int
 
     def tell_all() -> None:
         for number in range(first + 1, first + 3 * KEPT):
-            follower.tell(number, -number)
+            follower.send_digest(number, -number)
 
     thread = threading.Thread(target=tell_all)
     thread.start()
@@ -123,13 +123,13 @@ def test_a_follower_overwrites_no_digest_that_the_leader_may_ask_for(handle: int
         thread.join(0.02)
         leader.pass_by(number)
         leader.pass_by(first)  # it goes back to none
-        assert leader.told(1, number) == -number
+        assert leader.digest_of(1, number) == -number
     leader.pass_by(first + 3 * KEPT)
     thread.join(10)
     assert leader.progress(1).results == first + 3 * KEPT - 1
 
 
-@pytest.mark.parametrize("waiting", ["receive", "told", "send", "tell"])
+@pytest.mark.parametrize("waiting", ["receive", "digest_of", "send", "send_digest"])
 def test_whoever_waits_for_a_group_hears_that_a_rank_is_lost(handle: int, waiting: str) -> None:
     leader, follower = ends(handle, 2)
     parent = Channel(handle, None, 2)
@@ -139,10 +139,10 @@ def test_whoever_waits_for_a_group_hears_that_a_rank_is_lost(handle: int, waitin
         try:
             if waiting == "receive":
                 follower.receive()
-            elif waiting == "told":
-                leader.told(1, 1)
-            elif waiting == "tell":
-                follower.tell(KEPT, 0)
+            elif waiting == "digest_of":
+                leader.digest_of(1, 1)
+            elif waiting == "send_digest":
+                follower.send_digest(KEPT, 0)
             else:
                 while True:
                     leader.send(bytes(FRAME))
@@ -162,7 +162,7 @@ def _echo(handle: Any, ready: Any) -> None:
     end = Channel(handle.detach(), 1, 2)
     ready.set()
     for number in range(1, 1001):
-        end.tell(number, len(end.receive()))
+        end.send_digest(number, len(end.receive()))
 
 
 def test_another_process_reads_and_answers(handle: int) -> None:
@@ -174,7 +174,7 @@ def test_another_process_reads_and_answers(handle: int) -> None:
     began = time.monotonic()
     for number in range(1, 1001):
         leader.send(b"x" * (number % 700))
-        assert leader.told(1, number) == number % 700
+        assert leader.digest_of(1, number) == number % 700
     assert time.monotonic() - began < 20
     process.join(10)
     assert process.exitcode == 0

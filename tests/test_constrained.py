@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.batch.automata import Automata, AutomataRoom, ConstraintPlace
+from batchspec.batch.automata import Automata, AutomataCapacity, ConstraintOffsets
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.draft.base import Drafter
 from batchspec.engine import allocator
@@ -48,11 +48,11 @@ def constrained(req: Request, pattern: str | None, **more: Any) -> Request:
 
 
 def run(requests: Sequence[Request], drafter: Drafter, *, short_cap: int = 512, **shape: Any) -> dict[int, Completion]:
-    room = shape.pop("room", None) or AutomataRoom(num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14)
+    room = shape.pop("room", None) or AutomataCapacity(num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14)
     logprobs = shape.pop("logprobs", None)
     engine = Engine(
         tiny_target(window=5), drafter, packed(SLOTS, **{"draft_len": drafter.max_len, **shape}), device=DEVICE, penalties=True,
-        vocabulary=VOCABULARY, automata_room=room, options=RoundOptions(logprobs=logprobs),
+        vocabulary=VOCABULARY, automata_capacity=room, options=RoundOptions(logprobs=logprobs),
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(allocator, "SHORT_CAP_TOKENS", short_cap)
@@ -85,7 +85,7 @@ def test_tokens_are_those_of_the_definition_whatever_drafts(name: str, data: st.
     job = data.draw(jobs())
     shape = {"run_ahead": data.draw(st.sampled_from([0, 2])), "prefill_tokens": data.draw(st.sampled_from([5, 64]))}
     num_pages = data.draw(st.sampled_from([400, 24]))  # few pages: rows are preempted and walk their tokens again
-    one_by_one = AutomataRoom(num_tokens=VOCAB, table_words=700, masks_bytes=4 * 16)
+    one_by_one = AutomataCapacity(num_tokens=VOCAB, table_words=700, masks_bytes=4 * 16)
     room = data.draw(st.sampled_from([None, one_by_one]))
     done = run([req for req, _ in job], ALL[name](), short_cap=0, num_pages=num_pages, room=room, **shape)
     assert tokens(done) == {req.row_index: constrained_tokens(req, pattern) for req, pattern in job}
@@ -257,7 +257,7 @@ def test_before_its_minimum_a_text_ends_only_if_it_cannot_continue() -> None:
 def test_an_automaton_keeps_its_place_while_a_row_follows_it() -> None:
     first, second, third = (automaton(pattern) for pattern in PATTERNS[:3])
     largest = max((first, second, third), key=lambda one: one.num_words)
-    room = AutomataRoom(
+    room = AutomataCapacity(
         num_tokens=VOCAB, table_words=1 + largest.num_words, masks_bytes=4 * max(len(one.masks) for one in (first, second, third))
     )
     places = AutomatonPlaces(room)
@@ -280,7 +280,7 @@ def test_an_automaton_keeps_its_place_while_a_row_follows_it() -> None:
 
 
 def test_automata_share_the_tables_without_overlap() -> None:
-    room = AutomataRoom(num_tokens=VOCAB, table_words=2000, masks_bytes=4 * 60)
+    room = AutomataCapacity(num_tokens=VOCAB, table_words=2000, masks_bytes=4 * 60)
     places, held, taken, refused = AutomatonPlaces(room), deque[Any](), 0, 0
     for turn in range(60):
         one = automaton(PATTERNS[(turn * 7) % len(PATTERNS)])
@@ -309,7 +309,7 @@ def test_automata_share_the_tables_without_overlap() -> None:
 
 def test_rows_that_the_host_ends_or_moves_leave_their_automata() -> None:
     rows = DeviceBatch.allocate(packed(SLOTS), vocab_size=VOCAB, penalties=False, device=DEVICE)
-    rows.constrain([(slot, ConstraintPlace(5, 300 + slot)) for slot in range(SLOTS)])
+    rows.constrain([(slot, ConstraintOffsets(5, 300 + slot)) for slot in range(SLOTS)])
     rows.kill([1])
     assert rows.automaton_state.tolist() == [300, 0, 302, 303]
     rows.move([(3, 1)])

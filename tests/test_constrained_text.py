@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from batchspec.dataset.columns import map_columns
 from batchspec.dataset.reader import table_source
 from batchspec.engine.completion import completion_of
 from batchspec.engine.request_state import RequestState
+from batchspec.error_rows import error_row
 from batchspec.kernels.rounds.accept import FULL, STOPPED
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.admit import Admission
-from batchspec.records import CONSTRAINT_VIOLATED, Completion, Request, RowStats, Thinking
+from batchspec.records import CONSTRAINT_VIOLATED, Completion, Request, RowError, RowStats, Thinking
 from batchspec.runner.shard_work import ShardWork
 from batchspec.structured.json_schema.schema import schema_rules
 from batchspec.token_automaton import OTHER, TokenSymbols
@@ -52,10 +53,23 @@ def test_a_whole_text_of_a_schema_that_is_no_json_is_an_error_row(text: str) -> 
     out = checked_text(ended(text))
     assert out.error is not None
     assert (out.error.code, out.error.stage, out.error.retryable) == (CONSTRAINT_VIOLATED, "decode", False)
-    assert out.error.message.startswith(f"schema: the text of {len(text)} characters is no JSON (")
+    assert out.error.message.startswith(f"schema: the text of {len(text)} characters is not valid JSON (")
     assert (out.status, out.finish_reason, out.text, out.token_ids) == ("error", "error", None, None)
     assert (out.request_id, out.row_index, out.sample_index, out.shard, out.seed) == ("r", 4, 1, 2, 5)
     assert out.stats == replace(STATS, num_discarded=6)
+
+
+def test_an_error_row_has_of_a_completion_what_is_known_of_its_request_and_what_it_cost() -> None:
+    error = RowError(code="code", stage="decode", message="why", retryable=True)
+    done = replace(ended("{}"), logprobs=np.zeros(2, np.float32), reasoning="so", tool_calls="[]", text_due=True, cached_tokens=3)
+    kept = {"prompt_ids", "seed", "predicted_tokens", "cached_tokens", "request_id", "row_index", "sample_index", "shard"}
+    out = error_row(done, error)
+    for field in fields(Completion):
+        if field.name in kept:
+            assert getattr(out, field.name) is getattr(done, field.name)
+        elif field.name not in ("status", "finish_reason", "stats", "error"):
+            assert getattr(out, field.name) == field.default, field.name
+    assert (out.status, out.finish_reason, out.error, out.stats) == ("error", "error", error, replace(STATS, num_discarded=6))
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_two_constraints_of_one_row_are_refused(tokenizer: Tokenizer) -> None:
     ("changes", "said"),
     [
         ({"decode__schema": {"enum": []}}, "decode.schema: no text matches"), ({"decode__regex": "("}, "decode.regex: '\\('"),
-        ({"decode__schema": "none.json"}, "cannot be read"), ({"decode__schema": "{"}, "is no JSON"),
+        ({"decode__schema": "none.json"}, "cannot be read"), ({"decode__schema": "{"}, "is not valid JSON"),
         ({"decode__schema": [1]}, "must be a JSON Schema"),
         ({"decode__regex": "a", "decode__ignore_eos": True}, "needs a token that ends"),
         ({"decode__regex": "a", "draft__synthetic": [0.5]}, "draft.synthetic"),

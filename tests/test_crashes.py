@@ -28,6 +28,7 @@ from batchspec.engine.round import Round
 from batchspec.engine.scheduler import Scheduler
 from batchspec.engine.step import ScheduledRound, ScheduledStep
 from batchspec.errors import Interrupted
+from batchspec.model.spec import load_spec
 from batchspec.records import PackedBatch
 from batchspec.runner.oom_fallback import smaller
 from batchspec.runstate.attempts import Attempts
@@ -36,6 +37,8 @@ from batchspec.runstate.journal import Journal
 from batchspec.storage.local_store import LocalStore
 from batchspec.supervise import poison_rows
 from batchspec.supervise.leases import released_at_end
+from tests.heads import random_tensors, tiny_design, write_head
+from tests.models import make_checkpoint, make_tokenizer
 from tests.runs import Patch, make_model, make_prompts, run_apart
 
 ROWS = 12
@@ -345,6 +348,26 @@ def test_memory_that_runs_out_once_shrinks_the_batch_and_no_row_begins_anew(
     assert json.loads(log.read_text())["tokens"] == sum(len(ids) for ids in finished.values() if ids), "of both batches"
 
 
+def test_a_tree_still_has_its_pages_in_the_smaller_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    model = make_tokenizer(make_checkpoint(tmp_path / "model", "llama", dtype=torch.float64))
+    design = tiny_design(load_spec(model), draft_vocab=64)
+    write_head(tmp_path / "head", design, random_tensors(design))
+    process, left = Engine._process, iter(range(3))
+
+    def short(engine: Engine) -> None:
+        if next(left, 0) == 2:
+            raise MemoryError
+        process(engine)
+
+    monkeypatch.setattr(Engine, "_process", short)
+    data = make_prompts(tmp_path / "prompts.parquet", 3)
+    words = arguments(model, data, tmp_path / "out", "packing.max_num_seqs=1", "draft=tree", f"draft.path={tmp_path / 'head'}")
+    assert run.main(words) == 0
+    assert "going on with a smaller batch" in capsys.readouterr().err
+
+
 def test_memory_that_runs_out_twice_ends_the_run_with_what_is_done_kept(
     model: Path,
     data: Path,
@@ -369,8 +392,8 @@ def test_a_smaller_batch_still_holds_a_row_of_the_greatest_length() -> None:
     batch = PackedBatch(
         num_slots=4, row_buckets=(4,), num_pages=100, page_size=16, max_len=290, draft_len=0, prefill_tokens=2048, run_ahead=0
     )
-    for num_pages, left in ((100, 75), (20, 20)):
-        packing = smaller(PackingConfig(memory_gb=1.0), replace(batch, num_pages=num_pages))
+    for num_pages, lookahead, left in ((100, 0, 75), (20, 0, 20), (24, 63, 24)):  # the nodes of a tree lie after the last token
+        packing = smaller(PackingConfig(memory_gb=1.0), replace(batch, num_pages=num_pages), lookahead)
         assert (packing.max_num_seqs, packing.pages, packing.memory_gb, packing.max_num_batched_tokens) == (2, left, None, 1024)
 
 

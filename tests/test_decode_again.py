@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from batchspec.batch.automata import AutomataRoom
+from batchspec.batch.automata import AutomataCapacity
 from batchspec.commands.decode_again import first_difference
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.engine import Engine
@@ -23,9 +23,9 @@ SAMPLINGS = (SamplingParams(), SamplingParams(temperature=0.9))
 
 def an_engine(**more: object) -> Engine:
     batch = packed(1, page_size=PAGE_SIZE, draft_len=0)
-    room = AutomataRoom(num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14, lazy_words=1 << 14, lazy_masks_bytes=256)
+    room = AutomataCapacity(num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14, lazy_words=1 << 14, lazy_masks_bytes=256)
     return Engine(
-        tiny_target(), NoDrafter(), batch, device=DEVICE, penalties=True, vocabulary=VOCABULARY, automata_room=room,
+        tiny_target(), NoDrafter(), batch, device=DEVICE, penalties=True, vocabulary=VOCABULARY, automata_capacity=room,
         **more,  # type: ignore[arg-type]
     )  # fmt: skip
 

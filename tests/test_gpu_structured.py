@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchspec.batch.automata import AutomataRoom
+from batchspec.batch.automata import AutomataCapacity
 from batchspec.draft.base import Drafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
@@ -35,7 +35,7 @@ LETTERS = "abcdefghij"
 WORDS = [*LETTERS, *(a + b for a in LETTERS for b in LETTERS)]
 VOCABULARY = TokenSymbols.of([OTHER, *(word.encode() for word in WORDS[: VOCAB - 1])])
 PATTERNS = ("(ab|c)*d", "[a-j]{5,60}", "(ac|bd|ae)+", "abcdefghij{3,9}", "[ab]{1,40}(c|d)", "(a|b|cc){20,30}")
-ROOM = AutomataRoom(num_tokens=VOCAB, table_words=1 << 14, masks_bytes=1 << 13)
+ROOM = AutomataCapacity(num_tokens=VOCAB, table_words=1 << 14, masks_bytes=1 << 13)
 
 
 @cache
@@ -74,7 +74,7 @@ def follow(found: dict[str, list[int]], requests: list[Request]) -> None:
 @pytest.mark.parametrize("least", [0, 12])
 def test_captured_rounds_follow_automata_as_one_row_at_a_time_on_the_cpu(name: str, least: int, tmp_path: Path) -> None:
     samplings = (SamplingParams(), SamplingParams(temperature=0.9), SamplingParams(temperature=0.8, top_k=12, top_p=0.9))
-    requests, options = asked(samplings, least=least), {"vocabulary": VOCABULARY, "automata_room": ROOM}
+    requests, options = asked(samplings, least=least), {"vocabulary": VOCABULARY, "automata_capacity": ROOM}
     drafters: dict[str, Any] = {
         "none": NoDrafter, "lookup": lambda: LookupDrafter(4, min_ngram=1, max_ngram=3),
         "eagle3": lambda: eagle(tmp_path, "cuda", 3, 8), "tree": lambda: eagle(tmp_path, "cuda", 3, 8, tree=TREE),
@@ -97,7 +97,7 @@ def test_a_masked_product_chooses_what_masked_logits_do(name: str, tmp_path: Pat
 
     def decoded() -> dict[str, list[int]]:
         drafter: Drafter = NoDrafter() if name == "none" else eagle(tmp_path, "cuda", 3, 8, own=own)
-        return tokens(run(own, drafter, shape(8), requests, vocabulary=VOCABULARY, automata_room=ROOM)[1])
+        return tokens(run(own, drafter, shape(8), requests, vocabulary=VOCABULARY, automata_capacity=ROOM)[1])
 
     masked, told = Target.greedy_sample, [0]
 

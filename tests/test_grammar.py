@@ -15,14 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Ask, Expansion, LazyAutomaton
+from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Ask, Expansion, LazyAutomaton, Recheck
 from batchspec.structured import expand_process
 from batchspec.structured import network as network_module
+from batchspec.structured.compile_pool import CompileProcess, Killed, LimitedProcess
 from batchspec.structured.compiler import BadConstraint, Compiler
 from batchspec.structured.dfa import dfa_of
-from batchspec.structured.expander import Expander
+from batchspec.structured.expander import Expander, _ExpandProcess
 from batchspec.structured.grammar import grammar_rules
-from batchspec.structured.lazy_dfa import LazyDfa
+from batchspec.structured.lazy_dfa import LazyDfa, TooManyStates
 from batchspec.structured.lazy_masks import Expander as StateExpander
 from batchspec.structured.network import Network
 from batchspec.structured.parse import network_of, rules_of, single_bytes
@@ -31,7 +32,8 @@ from batchspec.structured.regular import EMPTY, Impossible, TooLarge, optional, 
 from batchspec.structured.rules import BadGrammar, Rules
 from batchspec.token_automaton import DEAD, ENDS, FORCED, NUM_SYMBOLS, TokenAutomaton, TokenSymbols
 from tests.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, TOKENS, VOCABULARY, automaton
-from tests.grammars import GRAMMARS, Grammar, may_follow, work
+from tests.exhausted_expander import ANSWERING, NOWHERE, STATES, WORKING
+from tests.grammars import GRAMMARS, Grammar, ScarceProcess, lazy, may_follow, work
 from tests.test_structured import SCHEMAS, matches, schema_dfa
 
 BYTES = np.ones(256, bool)
@@ -300,16 +302,13 @@ def test_a_process_finds_the_states_and_one_that_dies_loses_its_epoch(compiler: 
     process = expander._lanes[0].process
     assert process._process is not None
     process._process.kill()
-    assert expander.submit(first).result(60) is None  # a state that it computed ahead may be to blame: the row asks again
+    assert expander.submit(first).result(60) is None  # another process can answer it: the row asks again
     assert expander.submit(first).result(60) is None  # its numbers mean nothing to the next process
     again = expander.submit(Ask(lazy, ANSWER, (3, 3), 8)).result(60)
     assert isinstance(again, Expansion)
     assert again is not None
     assert again.mask.tolist() == found.mask.tolist()
     assert again.ahead == ()
-    assert process._process is not None
-    process._process.kill()
-    assert isinstance(expander.submit(Ask(lazy, ANSWER, (3, 3), 8)).result(60), str)
 
 
 def test_a_slow_automaton_keeps_no_other_one_waiting_and_stays_with_its_process(compiler: Compiler) -> None:
@@ -338,7 +337,7 @@ def test_a_state_that_takes_too_long_is_an_answer_too(compiler: Compiler) -> Non
     assert any(isinstance(one, str) and ("ways" in one or "takes more than" in one) for one in answers)
 
 
-@pytest.mark.parametrize("error", [TooLarge("of 3 states"), Impossible("none"), RecursionError(), MemoryError()])
+@pytest.mark.parametrize("error", [TooLarge("wide"), TooManyStates(), Impossible("none"), RecursionError(), MemoryError()])
 def test_a_state_that_fails_ahead_is_no_error_of_the_row_that_asked(
     error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,26 +360,86 @@ def test_a_state_that_fails_ahead_is_no_error_of_the_row_that_asked(
     assert (found.state, found.mask.tolist(), found.ahead) == (alone.state, alone.mask.tolist(), ())
 
 
-def test_memory_that_other_automata_take_is_no_error_of_the_row_that_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All states are dropped, and the rows ask in another epoch."""
-    here, expansion = work(), StateExpander.expansion
-    one, other = (Ask(LazyAutomaton("grammar", grammar.gbnf), ANSWER, (3,), 1, reads_ahead=False) for grammar in GRAMMARS[:2])
-    assert isinstance(here.answer(one), Expansion)
+@pytest.mark.parametrize("beside", [GRAMMARS[0], GRAMMARS[1]], ids=["another grammar", "its own grammar"])
+def test_an_ask_that_fails_beside_the_states_of_other_rows_is_no_error(beside: Grammar) -> None:
+    """Neither row fails alone. Whichever asks first in an epoch gets its state, so that both go on in turn."""
+    process = ScarceProcess(most=60)
+    one, other = (
+        Ask(lazy(beside), ANSWER, (4, 4, 4, 3, 3, 3, 3, 3) if beside is GRAMMARS[1] else (3,) * 10, 1),
+        Ask(lazy(GRAMMARS[1]), ANSWER, (3, 4) * 4, 1),
+    )
+    for epoch in (1, 2, 3, 4):
+        first, second = (one, other) if epoch % 2 else (other, one)
+        found = process.ask(replace(first, epoch=epoch))
+        assert isinstance(found, Expansion)
+        alone = ScarceProcess().ask(first)
+        assert isinstance(alone, Expansion)
+        assert found.mask.tolist() == alone.mask.tolist()
+        assert process.ask(replace(second, epoch=epoch)) is None
+        assert process.ask(Ask(first.automaton, found.state, (), epoch)) is None  # its state has lost its number
 
-    def exhausted(*_: Any) -> Any:
-        raise MemoryError
 
-    monkeypatch.setattr(StateExpander, "expansion", exhausted)
-    assert here.answer(other) is None
-    monkeypatch.setattr(StateExpander, "expansion", expansion)
-    assert here.answer(one) is None  # its state has lost its number
-    found = here.answer(replace(other, epoch=2))
+def test_an_ask_that_fails_alone_is_an_error_whatever_is_beside_it() -> None:
+    process, deep = ScarceProcess(most=60), Ask(lazy(GRAMMARS[1]), ANSWER, (3, 4) * 9, 1)
+    assert process.ask(deep) == "full"
+    found = process.ask(Ask(lazy(GRAMMARS[1]), ANSWER, (3, 4) * 4, 2))
     assert isinstance(found, Expansion)
-    alone = work().answer(other)
-    assert isinstance(alone, Expansion)
-    assert found.mask.tolist() == alone.mask.tolist()
-    monkeypatch.setattr(StateExpander, "expansion", exhausted)
-    assert here.answer(replace(other, epoch=3)) == "its states take more memory than allowed"
+    assert process.ask(Ask(lazy(GRAMMARS[1]), found.state, (3, 4) * 5, 2)) is None  # by now who is to blame is unknown
+    assert process.ask(replace(deep, epoch=3)) == "full"
+
+
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        (WORKING, "its states take more memory than allowed"), (ANSWERING, "its states take more memory than allowed"),
+        (STATES, "its texts take more than 200,000 states"),
+    ],
+)  # fmt: skip
+def test_a_process_that_reaches_its_limits_says_so_and_is_replaced(
+    where: int, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """While it writes its answer, too, of which a part has come then."""
+    monkeypatch.setattr(_ExpandProcess, "module", "tests.exhausted_expander")
+    expander = Expander({"vocabulary": VOCABULARY, "end_ids": (EOS,), "thinks": False, "may_begin": False}, num=1)
+    assert expander.recheck(Recheck(lazy(GRAMMARS[0]), ANSWER, (where, 4))).result(60) == why
+    assert expander.recheck(Recheck(lazy(GRAMMARS[0]), ANSWER, (NOWHERE, 4))).result(60) == 2
+
+
+@pytest.mark.parametrize("num_kills", [2, 3, 4])
+def test_a_process_that_is_killed_says_nothing_of_what_it_was_asked_for(num_kills: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the machine's memory runs out. It is asked once beside other requests, and three times alone."""
+    left = [0]
+
+    def killed(process: LimitedProcess, request: object, result: Any = LimitedProcess.result) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise Killed("the machine has too little memory")
+        return result(process, request)
+
+    job = {"vocabulary": VOCABULARY, "end_ids": (EOS,), "thinks": False, "may_begin": False}
+    expander, asked = Expander(job, num=1), Recheck(lazy(GRAMMARS[0]), ANSWER, (3, 5, 4, EOS))
+    compiling = CompileProcess((job, 1 << 32, 20))
+    monkeypatch.setattr(LimitedProcess, "result", killed)
+    left[0] = num_kills
+    assert expander.recheck(asked).result(60) == (4 if num_kills < 4 else "the machine has too little memory")
+    left[0] = num_kills
+    answer = expander.submit(Ask(asked.automaton, ANSWER, (3,), 1)).result(60)
+    assert answer == (None if num_kills < 4 else "the machine has too little memory")
+    left[0] = num_kills
+    assert ("lazy" if num_kills < 4 else "error") in compiling.ask(("regex", "ab"))
+    compiling.close()
+
+
+@pytest.mark.parametrize("where", [WORKING, ANSWERING])
+def test_a_constraint_that_takes_all_memory_becomes_a_lazy_automaton(
+    where: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(CompileProcess, "module", "tests.exhausted_compiler")
+    process = CompileProcess(({}, 1 << 32, 20))
+    assert process.ask(("regex", str(NOWHERE))) == {"lazy": "regex"}
+    assert process.ask(("regex", str(where))) == {"lazy": "compiling it takes more memory than allowed"}
+    assert process.ask(("regex", str(NOWHERE))) == {"lazy": "regex"}
+    process.close()
 
 
 def test_a_network_is_built_once_for_all_epochs_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

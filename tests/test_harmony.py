@@ -227,7 +227,10 @@ def test_a_split_of_a_beginning_is_the_beginning_of_the_split(
         ("<|channel|>commentary<|message|>First 7, then<|end|>", ", then<|end|>"),  # to the user
         ("It is 7 or 8", " or 8"),  # outside of any channel
         ("<|channel|>analysis<|message|>7<|end|>", None),
-        ('<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 7}<|call|>', None),  # half of it is no JSON
+        (
+            '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 7}<|call|>',
+            None,
+        ),  # half of it is not valid JSON
         ("<|channel|>analysis to=python code<|message|>7 + 7<|call|>", None),
         ("<|channel|>commentary to=functions.add7<|message|>{}", None),
     ],

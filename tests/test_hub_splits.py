@@ -104,7 +104,7 @@ def test_a_config_of_a_folder_has_the_splits_of_its_names() -> None:
         ("", None, "validation", "W has no split 'validation'; the splits are train, test"),
         ("", "main", None, "W has no config 'main'; its configs are default"),
         (card("configs:\n- config_name: a\n  data_files: none/*\n"), None, None, "no data file is in the split 'train'"),
-        (card("configs: [7]\n"), None, None, "holds '7', which is no config"),
+        (card("configs: [7]\n"), None, None, "holds '7', which is not a config"),
         (card("configs:\n- config_name: a\n  data_files: [{split: train}]\n"), None, None, "not a split and a path"),
         (card("configs: [\n"), None, None, "the YAML on its card cannot be read"),
     ],

@@ -25,6 +25,7 @@ EVERYONE = {
     "token_automaton",
     "lazy_automaton",
     "constrained_text",
+    "error_rows",
     "__version__",
 }
 
@@ -211,6 +212,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "structured": set(),
     "lazy_automaton": set(),
     "constrained_text": set(),
+    "error_rows": set(),
     "storage": set(),
     "config": {"arguments", "draft.registry"},
     "kernels": set(),

@@ -96,7 +96,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut off in the header": (cut(100), "cannot be read as safetensors (100 bytes"),
     "cut off in the data": (cut(20_000), "cannot be read as safetensors (cut off: by its header it has "),
     "a page of HTML": (only(WEIGHTS, b"<!DOCTYPE html><html>" * 9), "cannot be read as safetensors (189 bytes"),
-    "a header that is no JSON": (header(b"{nope}"), "its header is not JSON"),
+    "a header that is not valid JSON": (header(b"{nope}"), "its header is not JSON"),
     "a header nested deeply": (header(b'{"a":' + b"[" * 100_000), "its header is not JSON"),
     "a header of an array": (header(b"[1, 2]"), "its header is not an object"),
     "a header without offsets": (header(b'{"a": {"dtype": "F32"}}'), "no dtype, shape and offsets of 'a'"),

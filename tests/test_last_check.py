@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.batch.automata import Automata, AutomatonUpload, ConstraintPlace
+from batchspec import token_automaton
+from batchspec.batch.automata import Automata, AutomataCapacity, AutomatonUpload, ConstraintOffsets
 from batchspec.engine.automaton_places import AutomatonPlaces
 from batchspec.engine.engine import Engine
 from batchspec.engine.last_check import LastCheck
@@ -21,14 +23,13 @@ from batchspec.engine.lazy_places import LazyPlaces
 from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Ask, Expansion, LazyAutomaton, Recheck
 from batchspec.records import CONSTRAINT_VIOLATED, Completion, Request, Snapshot
 from batchspec.structured.compile_pool import LimitedProcess
-from batchspec.structured.expand_process import OUT_OF_MEMORY, Work
 from batchspec.structured.expander import Expander
-from batchspec.token_automaton import TokenAutomaton
+from batchspec.token_automaton import NEXT, TokenAutomaton
 from tests import grammars
 from tests.automata import EOS, PATTERNS_OF_LETTERS, VOCABULARY, automaton, constrained_tokens, may_follow
-from tests.engines import VOCAB, request
-from tests.grammars import GRAMMARS, ExpandLate, Grammar, grammar_tokens, lazy, work
-from tests.test_constrained import SAMPLINGS, constrained, mixed_job
+from tests.engines import DEVICE, VOCAB, packed, request, tiny_target
+from tests.grammars import GRAMMARS, ExpandLate, Grammar, ScarceProcess, grammar_tokens, lazy, work
+from tests.test_constrained import SAMPLINGS, constrained, mixed_job, tokens
 from tests.test_constrained import run as run_finite
 from tests.test_lazy import following
 from tests.test_lazy import run as run_lazy
@@ -89,6 +90,25 @@ def test_as_many_tokens_are_allowed_by_a_lazy_automaton(grammar: Grammar, tokens
         assert work(thinks=thought is not None).recheck(Recheck(lazy(grammar), state, tuple(tokens))) == expected
 
 
+@given(
+    st.sampled_from(PATTERNS_OF_LETTERS), st.lists(outputs, min_size=1, max_size=4), st.integers(1, 4), st.sampled_from("CF")
+)  # fmt: skip
+def test_a_walk_goes_byte_by_byte_whichever_steps_were_walked_before(
+    pattern: str, rows: list[list[int]], kept: int, order: Any
+) -> None:  # fmt: skip
+    """A step is kept, dropped and found anew; the tables may lie in memory in either order."""
+    made = replace(automaton(pattern), table=np.asarray(automaton(pattern).table, order=order))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_automaton, "KEPT_STEPS", kept)
+        for row in (*rows, *rows):
+            state = made.answer
+            for token in row:
+                for symbol in VOCABULARY.symbols[VOCABULARY.starts[token] : VOCABULARY.starts[token + 1]]:
+                    state = int(made.table[state, NEXT + made.classes[symbol]])
+            assert made.walk(made.answer, row) == state
+            assert len(made._steps) <= kept
+
+
 @settings(max_examples=60)
 @given(st.sampled_from(PATTERNS_OF_LETTERS), st.data())
 def test_what_is_drawn_from_the_masks_is_allowed_wherever_it_is_cut_off(pattern: str, data: st.DataObject) -> None:
@@ -108,7 +128,7 @@ def test_a_row_that_follows_another_row_s_automaton_is_an_error_row(
     """As if a place were given twice. With few pages rows are preempted, and walk their tokens on the host meanwhile."""
     place_of, turn = AutomatonPlaces.constraint, [0]
 
-    def of_another(self: AutomatonPlaces, req: Request, tokens: list[int]) -> ConstraintPlace | None:
+    def of_another(self: AutomatonPlaces, req: Request, tokens: list[int]) -> ConstraintOffsets | None:
         others = [one.automaton for one in self._residents.values() if one.automaton is not req.automaton]
         turn[0] += 1
         if req.automaton is None or not others or turn[0] % 2:
@@ -238,6 +258,73 @@ def test_tokens_that_an_earlier_run_left_are_checked_with_the_rest(is_lazy: bool
         assert out.token_ids.tolist() == whole
 
 
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_a_whole_output_of_an_earlier_run_is_checked_and_not_decoded_anew(is_lazy: bool) -> None:
+    rule: Any = GRAMMARS[0] if is_lazy else "(ab|c)*d"
+    req = request(0, [5, 9], cap=30, sampling=SAMPLINGS[1])
+    req = following(req, rule) if is_lazy else constrained(req, rule)
+    whole = grammar_tokens(req, rule) if is_lazy else constrained_tokens(req, rule)
+    assert whole[-1] == EOS
+    left = Snapshot(
+        row_index=0, sample_index=0, shard=0, tokens=tuple(whole), num_prefills=7, cached_tokens=0, accepted=(len(whole) - 1,),
+        drafted=(len(whole) - 1,), prefill_s=0.0, decode_s=0.0,
+    )  # fmt: skip
+    out = (run_lazy if is_lazy else run_finite)([replace(req, resumed=left)], ALL["none"]())[0]
+    assert out.token_ids is not None
+    assert out.token_ids.tolist() == whole
+    assert out.stats is not None
+    assert out.stats.num_prefills == 7
+
+
+class NeverChecked(ExpandLate):
+    """No output is ever checked."""
+
+    def recheck(self, asked: Recheck) -> Any:
+        return Future[Any]()
+
+
+def engine_of(expanding: ExpandLate, decode: Any = None) -> Engine:
+    return Engine(
+        tiny_target(window=5), ALL["lookup"](), packed(2, draft_len=4), device=DEVICE, vocabulary=VOCABULARY, expanding=expanding,
+        automata_capacity=AutomataCapacity(num_tokens=VOCAB, table_words=1 << 14, masks_bytes=1 << 12, lazy_words=1 << 14),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["not checked", "no completion"])
+def test_rows_that_have_ended_are_not_decoded_anew_when_memory_runs_out(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether their check is outstanding, or the completion of one of them could not be made."""
+    rules: list[Any] = [GRAMMARS[0], "(ab|c)*d", None, GRAMMARS[4], "[a-d]{3,9}"]
+    job = [request(i, [i, 7], cap=12, sampling=SAMPLINGS[1]) for i in range(5)]
+    job = [
+        following(one, rule) if isinstance(rule, Grammar) else constrained(one, rule)
+        for one, rule in zip(job, rules, strict=True)
+    ]
+    expected = run_lazy(job, ALL["none"]())
+    done = dict[int, Completion]()
+    engine = engine_of(NeverChecked(0) if how == "not checked" else ExpandLate(0))
+    with monkeypatch.context() as patch:
+        if how == "not checked":
+            turns = iter(range(60))
+
+            def run_out(_: object) -> None:
+                if next(turns, None) is None or len(engine._check._asked) == 2:
+                    raise MemoryError
+
+            engine.on_round = run_out
+        else:
+            patch.setattr("batchspec.engine.engine.completion_of", lambda *_, **__: [][0])
+        with suppress(MemoryError, IndexError):
+            done |= {out.row_index: out for out in engine.run(iter(job))}
+    left = {one.row_index: one for one in engine.unfinished()}
+    ended = [row for row, one in left.items() if list(one.tokens) == tokens(expected)[row]]
+    assert len(ended) >= (2 if how == "not checked" else 1)
+    assert not left.keys() & done.keys()
+    again = engine_of(ExpandLate(0))
+    resumed = [replace(job[row], resumed=left[row]) for row in ended]
+    assert tokens({out.row_index: out for out in again.run(iter(resumed))}) == {row: list(left[row].tokens) for row in ended}
+    assert again.totals.rounds == again.totals.prefill_tokens == 0
+
+
 def test_what_cannot_be_checked_is_an_error_row() -> None:
     class Dumb(ExpandLate):
         def recheck(self, asked: Recheck) -> Any:
@@ -271,36 +358,25 @@ def test_where_no_process_can_be_started_an_answer_says_why(monkeypatch: pytest.
 
     monkeypatch.setattr(LimitedProcess, "_start", fail)
     expander = Expander({"vocabulary": VOCABULARY, "end_ids": (EOS,), "thinks": False, "may_begin": False}, num=1)
-    asked, ask = Recheck(lazy(GRAMMARS[0]), ANSWER, (3, EOS)), Ask(lazy(GRAMMARS[0]), ANSWER, (), 1)
+    asked, ask = Recheck(lazy(GRAMMARS[0]), ANSWER, (3, EOS)), Ask(lazy(GRAMMARS[0]), ANSWER, (), 2)
     assert expander.recheck(asked).result(60) == "no more processes"
-    assert expander.submit(replace(ask, epoch=2)).result(60) is None  # lost: the row asks again
-    assert expander.submit(replace(ask, epoch=3)).result(60) == "no more processes"
+    assert expander.submit(ask).result(60) == "no more processes"
 
 
-def test_a_row_is_checked_once_more_without_the_states_that_other_rows_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_is_checked_once_more_without_the_states_that_other_rows_left() -> None:
     """They may have taken all memory. Asks of that epoch get None: its states are gone."""
-    here, asked = work(), Recheck(lazy(GRAMMARS[0]), ANSWER, (3, 5, 4, EOS))
-    ask = Ask(lazy(GRAMMARS[0]), ANSWER, (3,), 7)
-    assert isinstance(here.answer(ask), Expansion)
-    num_allowed = Work._num_allowed
-
-    def short_of_memory(own: Work, recheck: Recheck) -> int:
-        if own._known:
-            raise MemoryError
-        return num_allowed(own, recheck)
-
-    monkeypatch.setattr(Work, "_num_allowed", short_of_memory)
-    assert here.recheck(asked) == 4
-    assert here.answer(ask) is None
-    assert isinstance(here.answer(replace(ask, epoch=8)), Expansion)
+    process, asked = ScarceProcess(), Recheck(lazy(GRAMMARS[0]), ANSWER, (3, 5, 4, EOS))
+    ask = Ask(lazy(GRAMMARS[0]), ANSWER, (3, 3, 3, 3, 5), 7)
+    assert isinstance(process.ask(ask), Expansion)
+    process.most = 9
+    assert process.recheck(asked) == 4
+    assert process.ask(ask) is None
+    process.most = 99
+    assert isinstance(process.ask(replace(ask, epoch=8)), Expansion)
 
 
-def test_a_row_that_alone_takes_too_much_memory_to_check_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never_enough(own: Work, recheck: Recheck) -> int:
-        raise MemoryError
-
-    monkeypatch.setattr(Work, "_num_allowed", never_enough)
-    assert work().recheck(Recheck(lazy(GRAMMARS[0]), ANSWER, (3, EOS))) == OUT_OF_MEMORY
+def test_a_row_that_alone_takes_too_much_memory_to_check_says_so() -> None:
+    assert ScarceProcess(3).recheck(Recheck(lazy(GRAMMARS[0]), ANSWER, (3, EOS))) == "full"
 
 
 def test_no_completion_is_made_of_a_row_that_was_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -11,18 +12,31 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchspec.batch.automata import Automata, AutomataRoom, StatesUpload
+from batchspec.batch.automata import Automata, AutomataCapacity, StatesUpload
 from batchspec.draft.base import Drafter
 from batchspec.engine import allocator
 from batchspec.engine.engine import Engine
 from batchspec.engine.lazy_places import LazyPlaces
+from batchspec.engine.lazy_states import LazyStates
+from batchspec.engine.request_state import RequestState
 from batchspec.engine.round import RoundOptions
-from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Answer, Ask, Expanding, LazyAutomaton
+from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Answer, Ask, Expanding, Expansion, LazyAutomaton
 from batchspec.records import Completion, Request, SamplingParams, Snapshot, Thinking
 from batchspec.structured import expand_process, lazy_dfa
 from tests.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, VOCABULARY, constrained_tokens, written
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, packed, request, tiny_target
-from tests.grammars import GRAMMARS, ExpandLate, Grammar, LateAnswer, grammar_tokens, is_text, lazy, may_follow
+from tests.grammars import (
+    GRAMMARS,
+    ExpandLate,
+    ExpandScarcely,
+    Grammar,
+    LateAnswer,
+    ScarceProcess,
+    grammar_tokens,
+    is_text,
+    lazy,
+    may_follow,
+)
 from tests.replaying import SLOTS
 from tests.test_constrained import SAMPLINGS, constrained, tokens
 from tests.test_logit_rules import ALL
@@ -38,17 +52,27 @@ def run(
     requests: Sequence[Request], drafter: Drafter, *, expanding: Expanding | None = None, lazy_words: int = 1 << 14,
     lazy_masks: int = 64, short_cap: int = 512, logprobs: int | None = None, **shape: Any,
 ) -> dict[int, Completion]:  # fmt: skip
-    room = AutomataRoom(
+    room = AutomataCapacity(
         num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14, lazy_words=lazy_words, lazy_masks_bytes=4 * lazy_masks
     )
     engine = Engine(
         tiny_target(window=5), drafter, packed(SLOTS, **{"draft_len": drafter.max_len, **shape}), device=DEVICE, penalties=True,
-        vocabulary=VOCABULARY, automata_room=room, expanding=expanding or ExpandLate(0, most_polls=0),
+        vocabulary=VOCABULARY, automata_capacity=room, expanding=expanding or ExpandLate(0, most_polls=0),
         options=RoundOptions(logprobs=logprobs),
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(allocator, "SHORT_CAP_TOKENS", short_cap)
         return {done.row_index: done for done in engine.run(iter(requests))}
+
+
+def engine_of(expanding: Expanding, *, drafter: Drafter | None = None, **shape: Any) -> Engine:
+    drafter = drafter or ALL["none"]()
+    return Engine(
+        tiny_target(window=5), drafter, packed(SLOTS, draft_len=drafter.max_len, **shape), device=DEVICE, penalties=True,
+        vocabulary=VOCABULARY, expanding=expanding, automata_capacity=AutomataCapacity(
+            num_tokens=VOCAB, table_words=1 << 14, masks_bytes=1 << 12, lazy_words=1 << 14,
+        ),
+    )  # fmt: skip
 
 
 @st.composite
@@ -104,10 +128,10 @@ def test_drafts_that_are_all_right_or_all_forbidden(right: bool) -> None:
 def test_states_are_asked_for_once_and_serve_all_rows_and_later_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expand_process, "MAX_AHEAD", 0)
     expanding = ExpandLate(0, most_polls=0)
-    room = AutomataRoom(num_tokens=VOCAB, table_words=1 << 10, masks_bytes=1 << 10, lazy_words=1 << 14, lazy_masks_bytes=256)
+    room = AutomataCapacity(num_tokens=VOCAB, table_words=1 << 10, masks_bytes=1 << 10, lazy_words=1 << 14, lazy_masks_bytes=256)
     engine = Engine(
         tiny_target(window=5), ALL["eagle3"](), packed(SLOTS, draft_len=3), device=DEVICE, vocabulary=VOCABULARY,
-        automata_room=room, expanding=expanding,
+        automata_capacity=room, expanding=expanding,
     )  # fmt: skip
     same = [following(request(i, [4, 7], cap=12), GRAMMARS[0]) for i in range(12)]
     first = {done.row_index: done for done in engine.run(iter(same))}
@@ -118,6 +142,53 @@ def test_states_are_asked_for_once_and_serve_all_rows_and_later_runs(monkeypatch
     assert tokens(again) == tokens(first)
     rounds = [sum(done.stats.num_rounds for done in found.values() if done.stats) for found in (first, again)]
     assert rounds[1] < rounds[0]  # no draft is cut where the states are known
+
+
+def test_a_request_that_enters_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What refills a slot runs between rounds, for every free slot."""
+    asked, may_enter = list[bool](), LazyStates.may_enter
+
+    def noted(states: LazyStates, state: RequestState) -> bool:
+        asked.append(may_enter(states, state))
+        return asked[-1]
+
+    monkeypatch.setattr(LazyStates, "may_enter", noted)
+    engine = engine_of(ExpandLate(0, most_polls=0))
+    same = following(request(0, [4, 7], cap=12), GRAMMARS[0])
+    for _ in range(2):
+        asked.clear()
+        (done,) = engine.run(iter([same]))
+        assert done.token_ids is not None
+    assert asked == [True]
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_what_an_earlier_run_left_is_judged_although_the_states_were_lost(is_allowed: bool) -> None:
+    req = following(request(0, [4, 7], cap=12), GRAMMARS[0])
+    whole = grammar_tokens(req, GRAMMARS[0])
+    wrong = next(token for token in range(VOCAB) if not may_follow(GRAMMARS[0], whole[:1], token))
+    left = Snapshot(
+        row_index=0, sample_index=0, shard=0, tokens=(whole[0], whole[1] if is_allowed else wrong), num_prefills=5,
+        cached_tokens=0, accepted=(1,), drafted=(1,), prefill_s=0.0, decode_s=0.0,
+    )  # fmt: skip
+    expanding = ExpandLate(0)
+    engine = engine_of(expanding)
+    assert engine.lazy is not None
+    expanding._lost_epoch = engine.lazy._epoch
+    (done,) = engine.run(iter([replace(req, resumed=left)]))
+    assert done.error is None
+    assert tokens({0: done}) == {0: whole}
+    assert done.stats is not None
+    assert done.stats.num_prefills == (6 if is_allowed else 1)
+
+
+def test_a_state_after_tokens_is_found_although_the_states_were_lost() -> None:
+    expanding = ExpandLate(0)
+    engine = engine_of(expanding)
+    assert engine.lazy is not None
+    expanding._lost_epoch = engine.lazy._epoch
+    found = engine.lazy.after(following(request(0, [4, 7], cap=12), GRAMMARS[0]), [3])
+    assert isinstance(found, Expansion)
 
 
 class ExpandSlowly(ExpandLate):
@@ -223,6 +294,82 @@ def test_a_row_whose_state_cannot_be_found_is_an_error_row_and_the_others_go_on(
             assert out.error is not None
             assert (out.error.code, out.error.stage) == ("large_schema", "decode")
             assert "make the grammar less ambiguous" in out.error.message
+
+
+class OutOfMemory(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name", ["none", "lookup", "eagle3"])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_wherever_a_run_fails_the_next_ones_go_on_from_its_tokens(name: str, data: st.DataObject) -> None:
+    """No row comes twice, and none is lost."""
+    job = data.draw(jobs())
+    left, done = {req.row_index: req for req, _ in job}, dict[int, Completion]()
+    for turn in range(8):
+        where = data.draw(st.sampled_from(["executor.execute", "_process", "_completed"]))
+        after = data.draw(st.integers(0, 25)) if turn < 7 else 10**6
+        engine = engine_of(ExpandLate(turn), drafter=ALL[name](), num_pages=data.draw(st.sampled_from([400, 24])))
+        owner, method = (engine.executor, "execute") if where == "executor.execute" else (engine, where)
+        turns, works = iter(range(after)), getattr(owner, method)
+
+        def fails(*args: Any, turns: Iterator[int] = turns, works: Any = works) -> Any:
+            if next(turns, None) is None:
+                raise OutOfMemory
+            return works(*args)
+
+        with pytest.MonkeyPatch.context() as patch, suppress(OutOfMemory):
+            patch.setattr(allocator, "SHORT_CAP_TOKENS", 0)
+            patch.setattr(owner, method, fails)
+            for out in engine.run(iter(list(left.values()))):
+                done[out.row_index] = out
+                del left[out.row_index]
+        for one in engine.unfinished():
+            if one.row_index in left:
+                earlier = left[one.row_index].resumed
+                assert earlier is None or one.tokens[: len(earlier.tokens)] == earlier.tokens
+                left[one.row_index] = replace(left[one.row_index], resumed=one)
+        if not left:
+            break
+    assert tokens(done) == {req.row_index: defined(req, rule) for req, rule in job}
+
+
+def states_alone(req: Request, grammar: Grammar) -> int:
+    """The most states that any of the row's asks takes in a process of its own."""
+    out = tuple(grammar_tokens(req, grammar))
+    found = 0
+    for count in range(len(out)):
+        process = ScarceProcess()
+        process.ask(Ask(lazy(grammar), ANSWER, out[:count], 1))
+        assert process._work is not None
+        found = max(found, process._work._known[lazy(grammar)].dfa.num_states)
+    return found
+
+
+@pytest.mark.parametrize("name", ["none", "lookup", "eagle3"])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_row_is_an_error_row_only_if_its_own_states_take_too_much(name: str, data: st.DataObject) -> None:
+    """Rows of one grammar share the states and the memory of its process: whoever finds it full has not filled it."""
+    deep = Grammar({"S": ("aSa", "bSb", "cSc", "d")})
+    rules = data.draw(st.lists(st.sampled_from((deep, deep, deep, *GRAMMARS[:3])), min_size=2, max_size=7))
+    job = [(following(request(i, [i, 9], cap=14, sampling=SAMPLINGS[1]), rule), rule) for i, rule in enumerate(rules)]
+    needs = {req.row_index: states_alone(req, rule) for req, rule in job}
+    most = data.draw(st.sampled_from(sorted(needs.values())))
+    expanding = ExpandScarcely(data.draw(st.integers(0, 9)), most)
+    shape = {"num_pages": data.draw(st.sampled_from([400, 24])), "run_ahead": data.draw(st.sampled_from([0, 2]))}
+    done = run([req for req, _ in job], ALL[name](), short_cap=0, expanding=expanding, **shape)
+    assert len(done) == len(job)
+    for req, rule in job:
+        out = done[req.row_index]
+        if out.error is None:
+            assert out.token_ids is not None
+            assert out.token_ids.tolist() == grammar_tokens(req, rule)
+        else:
+            assert needs[req.row_index] > most
+            assert out.error.message.startswith("grammar: full (after output token ")
+            assert out.error.code == "large_schema"
 
 
 def test_little_room_is_enough_and_is_never_exceeded(monkeypatch: pytest.MonkeyPatch) -> None:

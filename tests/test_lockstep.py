@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchspec.batch.automata import AutomataRoom
+from batchspec.batch.automata import AutomataCapacity
 from batchspec.batch.device_batch import SLOT_FIELDS, DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.distributed import channel as channel_module
@@ -61,7 +61,7 @@ def handle() -> Iterator[int]:
 
 
 SPEC = tiny_spec(5)
-ROOM = AutomataRoom(num_tokens=VOCAB, table_words=1 << 12, masks_bytes=1 << 11)
+ROOM = AutomataCapacity(num_tokens=VOCAB, table_words=1 << 12, masks_bytes=1 << 11)
 BATCH = packed(4, num_pages=26, max_len=72, draft_len=7, prefill_tokens=24)
 
 
@@ -84,7 +84,7 @@ def group_run(
         leading = Lead(end) if ranks.rank == 0 else None
         engine = Engine(
             target, made(name, target), batch, device=DEVICE, decode=letters, penalties=True, lead=leading,
-            vocabulary=VOCABULARY, automata_room=ROOM, expanding=None if leading is None else expanding,
+            vocabulary=VOCABULARY, automata_capacity=ROOM, expanding=None if leading is None else expanding,
         )  # fmt: skip
         if leading is None:
             follower(engine)

@@ -255,7 +255,7 @@ Q_A, Q_B = (f"{PREFIX}model.layers.0.self_attn.q_proj.lora_{letter}.weight" for 
         ({f"{PREFIX}model.layers.0.self_attn.q_proj.lora_magnitude_vector": (64,)}, "DoRA, biases and modules saved whole are n"),
         ({f"{PREFIX}lm_head.weight": (320, 64)}, "base_model.model.lm_head.weight; embeddings"),
         ({f"{PREFIX}model.layers.9.self_attn.q_proj.lora_{x}.weight": (8, 8) for x in "AB"},
-         "1 modules are no projections of the model: model.layers.9.self_attn.q_proj; give the adapter's own base model "
+         "1 modules are not projections of the model: model.layers.9.self_attn.q_proj; give the adapter's own base model "
          "(adapter_config.json says 'some/base')"),
         ({Q_B: None}, f"{Q_B} is missing"),
         ({Q_A: (8, 60)}, f"{Q_A} is [8, 60], and rank 8"),

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.batch.automata import AutomataRoom
+from batchspec.batch.automata import AutomataCapacity
 from batchspec.draft.base import Drafter
 from batchspec.engine import allocator
 from batchspec.engine.engine import Engine
@@ -37,8 +37,8 @@ BIASED = (
     SamplingParams(temperature=0.7, top_p=0.3, logit_bias=tuple((token, -100.0) for token in range(VOCAB - 3))),
 )
 ROOMS = (
-    AutomataRoom(num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14, lazy_words=1 << 14, lazy_masks_bytes=256),
-    AutomataRoom(num_tokens=VOCAB, table_words=700, masks_bytes=64, lazy_words=1500, lazy_masks_bytes=20),
+    AutomataCapacity(num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14, lazy_words=1 << 14, lazy_masks_bytes=256),
+    AutomataCapacity(num_tokens=VOCAB, table_words=700, masks_bytes=64, lazy_words=1500, lazy_masks_bytes=20),
 )
 """Room for all automata, and for few at a time."""
 MOST_STOPS = 3
@@ -120,7 +120,7 @@ def drawn_engine(data: st.DataObject, drafter: Drafter, slots: int, longest: int
     late = ExpandLate(data.draw(st.integers(0, 9), label="late"), lost=data.draw(st.sampled_from([0.0, 0.2]), label="lost"))
     return Engine(
         adapted_target(), drafter, batch, device=DEVICE, decode=decode, vocabulary=VOCABULARY, expanding=late,
-        automata_room=data.draw(st.sampled_from(ROOMS), label="room"), options=RoundOptions(logprobs=logprobs),
+        automata_capacity=data.draw(st.sampled_from(ROOMS), label="room"), options=RoundOptions(logprobs=logprobs),
     )  # fmt: skip
 
 

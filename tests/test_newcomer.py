@@ -433,7 +433,7 @@ def test_half_a_surrogate_pair_costs_the_row_only_where_it_is_the_prompt(tmp_pat
     ("data", "said"),
     [
         ('{"prompt": "a"}\n'.encode("utf-16"), "holds UTF-16 text; write it as UTF-8: iconv"),
-        ('{"prompt": "a"}\n'.encode("utf-16-le"), "is no UTF-8 text"),
+        ('{"prompt": "a"}\n'.encode("utf-16-le"), "is not UTF-8 text"),
         ('{"prompt": "a"}\n'.encode("utf-32"), "holds UTF-32 text; write it as UTF-8: iconv -f UTF-32"),
         (b'[{"prompt": "a"}, {"prompt": "b"}]', "is one JSON array, and JSON lines hold an object a line; convert it: python"),
         (b'[\n {"prompt": "a"},\n {"prompt": "b"}\n]', "is one JSON array"),

@@ -223,6 +223,6 @@ def test_a_prefix_of_something_else_is_never_touched(lab: Lab) -> None:
     lab.put("file", b"precious")
     for name in ("out", "file"):
         root: Any = f"{lab.root}/{name}"
-        with pytest.raises(OutputError, match="is no batchspec job"):
+        with pytest.raises(OutputError, match="is not a batchspec job"):
             new_folder(root, 6, 2, overwrite=True)
     assert lab.keys() == ["file", "out/data/part-00000.parquet"]

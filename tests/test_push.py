@@ -241,7 +241,7 @@ def test_a_hub_that_fails_for_long_ends_the_command_with_74(
 
 @pytest.mark.parametrize("repo", ["answers", "org/", "a/b/c", "org/a b", "org/a..b", "https://hub/org/name"])
 def test_a_name_that_no_dataset_has_is_refused(hub: PushHub, out: Path, repo: str) -> None:
-    with pytest.raises(ConfigError, match="is no name of a dataset; give ORG/NAME"):
+    with pytest.raises(ConfigError, match="is not the name of a dataset; give ORG/NAME"):
         command.main([str(out), repo])
     assert not hub.requests
 

@@ -108,7 +108,7 @@ def test_overwrite_deletes_a_jobs_work_and_nothing_else(tmp_path: Path) -> None:
 def test_a_folder_of_something_else_is_never_touched(tmp_path: Path, overwrite: bool) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data/part-00000.parquet").write_bytes(b"precious")
-    with pytest.raises(OutputError, match="is no batchspec job"):
+    with pytest.raises(OutputError, match="is not a batchspec job"):
         new_folder(tmp_path, 6, 2, overwrite=overwrite)
     with pytest.raises(ConfigError, match=r"part-00000\.parquet is a file; choose another one"):
         new_folder(tmp_path / "data/part-00000.parquet", 6, 2, overwrite=overwrite)

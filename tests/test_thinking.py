@@ -399,7 +399,7 @@ def test_a_job_of_a_reasoning_model_has_thoughts_and_answers_apart(
 
     tokenizer = Tokenizer(model)
     rows = {row["request_id"]: row for row in frame.iter_rows(named=True)}
-    assert rows.pop("q7")["error"]["message"].endswith("thinking_token_budget=-1 must be at least 0; null is no limit")
+    assert rows.pop("q7")["error"]["message"].endswith("thinking_token_budget=-1 must be at least 0; null means no limit")
     closing = [*tokenizer.encode_part(" So:"), 301]
     for name, row in rows.items():
         budget = {"q4": 0, "q5": 100}.get(name, BUDGET)

@@ -247,10 +247,10 @@ def told(*_):
     sys.exit(75)
 signal.signal(signal.SIGTERM, told)
 if rank:
-    end.tell(1, 0)
+    end.send_digest(1, 0)
     end.receive()
     sys.exit(0)
-end.told(1, 1)
+end.digest_of(1, 1)
 os.kill(os.getppid(), signal.SIGTERM)
 time.sleep(60)"""
     assert supervised(monkeypatch, program, 2, tensor_parallel=2) == 75

@@ -16,7 +16,7 @@ class Budget:
 
     def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
         """
-        share  share of the elapsed time, in (0, 1]; 1 is no limit
+        share  share of the elapsed time, in (0, 1]; 1 means no limit
         clock  seconds, monotonic
         """
         self.share, self._asked, self._clock = share, share, clock

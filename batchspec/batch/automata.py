@@ -29,7 +29,7 @@ SENT_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AutomataRoom:
+class AutomataCapacity:
     """Capacity of the device's tables, for a vocabulary of `num_tokens`. The largest automaton that admission accepts fits."""
 
     num_tokens: int
@@ -55,14 +55,14 @@ class AutomataRoom:
         return 4 * (self.table_words + self.lazy_words) + self.masks_bytes + self.lazy_masks_bytes
 
     @property
-    def nothing(self) -> ConstraintPlace:
+    def nothing(self) -> ConstraintOffsets:
         """A state that allows no token, after all others: that of a row with an automaton until `constrain` sets its own."""
         classes = self.table_words + self.lazy_words
-        return ConstraintPlace(classes, classes + NUM_SYMBOLS)
+        return ConstraintOffsets(classes, classes + NUM_SYMBOLS)
 
 
 @dataclass(frozen=True, slots=True)
-class ConstraintPlace:
+class ConstraintOffsets:
     """Where the automaton of a row that enters its slot or is woken is in the tables, as word numbers."""
 
     classes: int
@@ -116,10 +116,10 @@ class StatesUpload:
 class Automata:
     """The tables of all automata that rows in slots follow, and the symbols of the vocabulary's tokens."""
 
-    def __init__(self, vocabulary: TokenSymbols, room: AutomataRoom, device: torch.device) -> None:
-        self.nothing, num_masks = room.nothing, room.num_masks + room.num_lazy_masks
+    def __init__(self, vocabulary: TokenSymbols, capacity: AutomataCapacity, device: torch.device) -> None:
+        self.nothing, num_masks = capacity.nothing, capacity.num_masks + capacity.num_lazy_masks
         self.tables = torch.zeros(self.nothing.state + NEXT + 1, dtype=torch.int32, device=device)
-        self.masks = torch.zeros(num_masks + 1, room.mask_words, dtype=torch.int32, device=device)
+        self.masks = torch.zeros(num_masks + 1, capacity.mask_words, dtype=torch.int32, device=device)
         self.tables[self.nothing.state + MASK], self.tables[self.nothing.state + FORCED] = num_masks, -1  # its next state is 0
         self.symbols, self.starts = (torch.from_numpy(x.copy()).to(device) for x in (vocabulary.symbols, vocabulary.starts))
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batchspec.batch.automata import Automata, ConstraintPlace
+from batchspec.batch.automata import Automata, ConstraintOffsets
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.batch.upload import NUMPY_DTYPES, upload, upload_all
 from batchspec.kernels.rounds.move_rows import move_rows
@@ -219,7 +219,7 @@ class DeviceBatch:
             assert self.automata is not None, "the engine was made for requests without automata"
             self.constrain([(slot, self.automata.nothing) for slot in constrained])
 
-    def constrain(self, constraints: Sequence[tuple[int, ConstraintPlace]]) -> None:
+    def constrain(self, constraints: Sequence[tuple[int, ConstraintOffsets]]) -> None:
         """Set the automata of rows that have just begun: slot, and the places of class map and state."""
         lines = [(slot, constraint.classes, constraint.state) for slot, constraint in constraints]
         slots, classes, states = upload(lines, torch.int64, self.tokens.device).T
@@ -248,7 +248,7 @@ class DeviceBatch:
         assert self.automata is not None
         self.automata.park(self.automaton_state, live, log)
 
-    def wake(self, constraints: Sequence[tuple[int, ConstraintPlace]]) -> None:
+    def wake(self, constraints: Sequence[tuple[int, ConstraintOffsets]]) -> None:
         """Let waiting rows continue: (slot, places of the automaton's class map and state) of each."""
         self.constrain(constraints)
         self.live[upload([slot for slot, _ in constraints], torch.int64, self.live.device)] = 1

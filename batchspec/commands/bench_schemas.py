@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-from batchspec.batch.automata import AutomataRoom, ConstraintPlace
+from batchspec.batch.automata import AutomataCapacity, ConstraintOffsets
 from batchspec.engine.automaton_places import AutomatonPlaces
 from batchspec.engine.engine import Engine
 from batchspec.model.tokenizer import Tokenizer
@@ -54,8 +54,8 @@ def begin_anywhere(engine: Engine, automata: Sequence[TokenAutomaton], request: 
     """Let every slot of the engine follow one of the automata, each from the state after some tokens."""
     rows = engine.executor.rows
     assert rows.automata is not None
-    places = AutomatonPlaces(AutomataRoom(num_tokens=automata[0].vocabulary.num_tokens))
-    found: list[tuple[int, ConstraintPlace]] = []
+    places = AutomatonPlaces(AutomataCapacity(num_tokens=automata[0].vocabulary.num_tokens))
+    found: list[tuple[int, ConstraintOffsets]] = []
     for slot in range(len(rows.live)):
         automaton = automata[slot % len(automata)]
         places.hold(automaton)

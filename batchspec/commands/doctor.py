@@ -32,7 +32,7 @@ from batchspec.tuning.table import Product, save, tune, tuned_products
 
 
 def main(argv: list[str]) -> int:
-    """Print the findings, tune or probe. Raises ConfigError for --tune without a GPU, CheckpointError if MODEL is no model."""
+    """Print the findings, tune or probe. Raises ConfigError for --tune without a GPU, CheckpointError if MODEL is not a model."""
     args = _parse(argv)
     if args.probe is not None:
         wanted_lengths = _contexts(args.contexts)

@@ -74,11 +74,11 @@ def _open(model: str, rows: int, texts: int, tasks: str, chats_output: str | Non
         opening, end = opening_of(tokenizer)
         columns: dict[str, list[object]] = {"id": [f"turn-{i:06}" for i in range(rows)], "prompt_ids": [opening] * rows}
         if texts:
-            told = _tasks(tasks)
-            under = [opening_of(tokenizer, [{"role": "system", "content": task}])[0] for task in told]
+            chosen = _tasks(tasks)
+            under = [opening_of(tokenizer, [{"role": "system", "content": task}])[0] for task in chosen]
             columns["id"] += [f"text-{i:06}" for i in range(texts)]
-            columns["prompt_ids"] += [under[i % len(told)] for i in range(texts)]
-            columns["task"] = [*[None] * rows, *(told[i % len(told)] for i in range(texts))]
+            columns["prompt_ids"] += [under[i % len(chosen)] for i in range(texts)]
+            columns["task"] = [*[None] * rows, *(chosen[i % len(chosen)] for i in range(texts))]
     else:
         chats = _chats(chats_output, rows)
         openings = [opening_of(tokenizer, chat) for _, chat in chats]

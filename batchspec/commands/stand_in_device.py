@@ -54,7 +54,7 @@ MODEL = {
 POOLS = 4
 """Pages for this many batches of the longest rows: a small model leaves most of the memory free."""
 TOKEN = 7
-"""The token that rows emit; it is no stop id."""
+"""The token that rows emit; it is not a stop id."""
 ROUND_S, DRAFT_S, PREFILL = 1.2e-3, 0.2e-3, PrefillCost(least=0.033, token=1.8e-6, replay=2e-3, most_replayed=2048)
 """Times that the scheduler is told for a round, for each of its drafts and for a prefill pass: about those of SmolLM2-135M on an
 H200."""

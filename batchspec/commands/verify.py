@@ -4,7 +4,7 @@ batchspec promises equal tokens, up to rounding. For each row that differs, the 
 far apart the scores (logit + temperature * noise) of the two tokens are, infinite if the row's schema forbids one. The last
 line has the share of rows that differ and the quantiles of the gaps. A gap near the rounding error of the dtype is a tie
 resolved the other way; a large gap is an error, and with decode.deterministic every difference is one. If the job wrote logprobs,
-their largest difference is printed too, and one that is no rounding counts as a difference. --dtype and --device
+their largest difference is printed too, and one that is not rounding counts as a difference. --dtype and --device
 decode the rows in another precision or on another device (without decode.deterministic): the share of rows that differ then
 measures the effect of the precision. --kv decodes them with the other K/V cache (the model's data type for a job with
 cache.dtype=fp8, fp8 for any other) and adds the mean KL divergence of the next token between the two caches, over the written

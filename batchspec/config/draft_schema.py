@@ -26,7 +26,7 @@ class AdaptConfig:
     """Number of committed shards after which the draft head reads their completions and learns from them. 0 turns learning
     off."""
     time_share: float = 0.1
-    """Maximum share of the run's time that learning may take. 1 is no limit."""
+    """Maximum share of the run's time that learning may take. 1 means no limit."""
     lr: float = 2e-3
     """Learning rate at the start. It is halved whenever the new weights draft worse than the old ones."""
 

@@ -122,7 +122,7 @@ class DecodeConfig:
     """Context-free grammar that every answer must be a text of, in Lark's syntax or in GBNF: its text, or the path of a file of
     it. The host computes the states of a recursive one when rows reach them (jobs/README.md, "Lazy automata")."""
     thinking_token_budget: int | None = None
-    """Maximum number of tokens of a reasoning block, after which its end token is forced. null is no limit but
+    """Maximum number of tokens of a reasoning block, after which its end token is forced. null means no limit but
     max_new_tokens."""
     thinking_closing: str = ""
     """Text inserted before a forced end of a reasoning block, e.g. '\\nTime is up, so I answer now.\\n'."""

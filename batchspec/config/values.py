@@ -45,7 +45,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "draft.num_speculative_tokens": (1, 64, "give the draft tokens per round, or draft=none for no speculation"),
     "draft.prompt_lookup_min": (1, 16, "1 or 2 works well"),
     "draft.prompt_lookup_max": (1, 16, "3 to 8 works well"),
-    "draft.growth": (1, 64, "2 works well; draft.num_speculative_tokens and more is no limit"),
+    "draft.growth": (1, 64, "2 works well; draft.num_speculative_tokens and more means no limit"),
     "draft.head_len": (1, 64, "null is draft.num_speculative_tokens; 3 works well"),
     "draft.corpus_tokens": (0, 2**28, "0 is off; 1000000 take 72 MB"),
     "draft.table_entries": (16, 2**30, "null is four for each of draft.corpus_tokens"),
@@ -55,11 +55,11 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "draft.window": (1, math.inf, "null reads all keys"),
     "draft.sink_tokens": (0, math.inf, "4 works well with a window"),
     "draft.adapt.every_shards": (0, math.inf, "0 leaves the head as it is"),
-    "draft.adapt.time_share": (math.ulp(0.0), 1.0, "0.1 is usual, 1 is no limit"),
+    "draft.adapt.time_share": (math.ulp(0.0), 1.0, "0.1 is usual, 1 means no limit"),
     "draft.adapt.lr": (math.ulp(0.0), 1.0, "2e-3 is usual"),
     "decode.max_new_tokens": (0, math.inf, "give the maximum number of output tokens; 0 scores prompts"),
     "decode.min_new_tokens": (0, math.inf, "0 is off"),
-    "decode.thinking_token_budget": (0, math.inf, "null is no limit"),
+    "decode.thinking_token_budget": (0, math.inf, "null means no limit"),
     "decode.temperature": (0.0, 100.0, "0 is greedy, 1 the model's own distribution"),
     "decode.top_k": (0, math.inf, "0 is off"),
     "decode.top_p": (math.ulp(0.0), 1.0, "1 is off"),
@@ -150,7 +150,7 @@ def logit_bias(value: Any) -> dict[int, float]:
     found: dict[int, float] = {}
     for token, bias in value.items():
         if not re.fullmatch(r"\d{1,10}", str(token)):
-            raise ValueError(f"names {str(token)[:40]!r}, which is no token id; write {{1734: -100}}")
+            raise ValueError(f"names {str(token)[:40]!r}, which is not a token id; write {{1734: -100}}")
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not low <= bias <= high:
             raise ValueError(f"adds {str(bias)[:40]} to token {token}, which must be in {low:g} .. {high:g}; correct it")
         found[int(token)] = float(bias)

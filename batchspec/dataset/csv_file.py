@@ -120,7 +120,7 @@ def _rows(lines: Iterator[bytes]) -> Iterator[list[bytes] | str]:
             if "end of data" in str(error) or "field limit" in str(error):
                 yield f"a quote in it is never closed, and takes in {count - 1:,} lines after it"
             else:
-                yield f"it is no CSV ({error})"
+                yield f"it is not valid CSV ({error})"
             continue
         first_line = reader.line_num
         if row:

@@ -77,9 +77,9 @@ def check_same(place: Place, name: str, opened: Stamp) -> None:
         raise changed(name, "it was written anew" if same_size else f"{opened.size_bytes:,} bytes -> {now.size_bytes:,}")
 
 
-def changed(name: str, told: str) -> InputError:
+def changed(name: str, what: str) -> InputError:
     return InputError(
-        f"{name} changed while the job runs ({told}): nothing more of it is committed; put the old file back and run the same "
+        f"{name} changed while the job runs ({what}): nothing more of it is committed; put the old file back and run the same "
         "command again, or start anew with output.overwrite=true"
     )
 

@@ -92,7 +92,7 @@ class TextStream:
             if begin.startswith(magic):
                 raise InputError(f"{name} holds {said}")
         if b"\0" in begin:
-            raise InputError(f"{name} is no UTF-8 text (it begins with {begin[:8]!r}); write it as UTF-8")
+            raise InputError(f"{name} is not UTF-8 text (it begins with {begin[:8]!r}); write it as UTF-8")
 
     def close(self) -> None:
         file, self._file = self._file, None

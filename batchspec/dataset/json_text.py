@@ -67,7 +67,7 @@ def members(line: bytes) -> dict[str, bytes | msgspec.Raw]:
     try:
         "".join(value).encode()
     except UnicodeEncodeError:
-        raise BadText("a key holds half of a surrogate pair, such as \\ud83d, which is no text") from None
+        raise BadText("a key holds half of a surrogate pair, such as \\ud83d, which is not text") from None
     return {key: json.dumps(item).encode() for key, item in value.items()}
 
 

@@ -204,7 +204,7 @@ def _template_kwargs(body: Line, where: str) -> dict[str, Any]:
 
 def _messages(turns: Any, where: str) -> list[Message]:
     if not isinstance(turns, list):
-        raise InputError(f"{where}: body.messages is no list of messages")
+        raise InputError(f"{where}: body.messages is not a list of messages")
     for i, turn in enumerate(turns):
         known = (*TURN_KEYS, *PREFIX)
         other = [key for key in turn if key not in known and turn[key] is not None] if isinstance(turn, dict) else []

@@ -93,8 +93,8 @@ def _field(name: str, kinds: set[str]) -> pa.Field:
     plain = _type(kinds)
     if plain is not None:
         return pa.field(name, plain)
-    told = {kind.split()[0] if kind not in ("int", "whole", "digits", "float") else "number" for kind in kinds}
-    return pa.field(name, pa.string(), metadata={JSON_MARK: ",".join(sorted(told)).encode()})
+    names = {kind.split()[0] if kind not in ("int", "whole", "digits", "float") else "number" for kind in kinds}
+    return pa.field(name, pa.string(), metadata={JSON_MARK: ",".join(sorted(names)).encode()})
 
 
 def _type(kinds: set[str]) -> pa.DataType | None:

@@ -96,7 +96,7 @@ class Channel:
         line = self._line(0)
         line[_RESULTS] = max(int(line[_RESULTS]), number)
 
-    def tell(self, number: int, digest: int) -> None:
+    def send_digest(self, number: int, digest: int) -> None:
         """Report that this follower has read `number` results, with the digest of all of them.
 
         Waits if that would overwrite a digest that the leader may ask for. Raises RankLost.
@@ -107,7 +107,7 @@ class Channel:
         line[9 + 2 * (number % KEPT)] = number
         line[_RESULTS] = number
 
-    def told(self, rank: int, number: int) -> int:
+    def digest_of(self, rank: int, number: int) -> int:
         """The digest of another rank after `number` results. Waits for it. Raises RankLost."""
         line = self._line(rank)
         self.wait(lambda: int(line[_RESULTS]) >= number and int(line[9 + 2 * (number % KEPT)]) >= number)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from batchspec.batch.automata import AutomatonUpload, ConstraintPlace
+from batchspec.batch.automata import AutomatonUpload, ConstraintOffsets
 from batchspec.cache.page_tables import Counts, PagePools
 from batchspec.cache.pages import prefix_hashes
 from batchspec.engine.automaton_places import AutomatonPlaces
@@ -86,11 +86,6 @@ class SlotAllocator:
         taken = np.flatnonzero(self.slots.owner >= 0)
         return min(b for b in self.batch.row_buckets if b > taken.max(initial=-1))
 
-    @property
-    def preempted(self) -> list[RequestState]:
-        """Requests that were preempted and wait for pages."""
-        return [state for state in self._waiting if state.tokens]
-
     def _peek(self, passed: int = 0) -> RequestState | None:
         """The request that has waited longest, after so many others; None if none waits at present."""
         waiting = self._waiting
@@ -105,9 +100,21 @@ class SlotAllocator:
                 waiting += [] if state is None else [state]
         return waiting[passed] if len(waiting) > passed else None
 
-    def _awaits_state(self, state: RequestState) -> bool:
-        """Its lazy automaton has no state yet to begin in: requests after it need not wait for that."""
-        return self.lazy is not None and isinstance(state.request.automaton, LazyAutomaton) and not self.lazy.hold(state)
+    def _next(self, passed: int) -> int | None:
+        """The place in the queue of the first request, after so many others, that may enter a slot at once; at most as many are
+        passed over as there are slots. None: there is none."""
+        for place in range(passed, self.batch.num_slots + 1):
+            state = self._peek(place)
+            if state is None or self._has_its_state(state):
+                return None if state is None else place
+        return None
+
+    def _has_its_state(self, state: RequestState) -> bool:
+        """False where the next state of its lazy automaton is not there yet: requests after it need not wait for that."""
+        if not isinstance(state.request.automaton, LazyAutomaton):
+            return True
+        assert self.lazy is not None, "the engine was made for requests without lazy automata"
+        return self.lazy.may_enter(state)
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.batch.page_size)
@@ -155,11 +162,11 @@ class SlotAllocator:
         if self.lazy is not None:
             self.lazy.collect()
         for slot in free:
-            while (state := self._peek(passed)) is not None and self._awaits_state(state) and passed < self.batch.num_slots:
-                passed += 1
-            if state is None or not self._admit(state, promised):
+            place = self._next(passed)
+            if place is None or not self._admit(state := self._waiting[place], promised):
                 break
-            del self._waiting[passed]
+            passed = place
+            del self._waiting[place]
             self.slots.place(state, slot, self._num_refills)
             self._num_refills += 1
             group.append(state)
@@ -234,7 +241,7 @@ class SlotAllocator:
             needed = max(expected[group], num_columns - first) - held + num_idle[group]
             if self.slots.num_live and promised[group] + needed > self.pools.pools[group].num_free:
                 return False
-        if request.automaton is not None and not self._hold(state, request.automaton):
+        if isinstance(request.automaton, TokenAutomaton) and not self._hold(request.automaton):
             return False
         state.pages, state.num_shared_pages = prefix, prefix.num_columns
         num_columns = min(num_columns + self._pages_ahead(num_columns), most)
@@ -253,13 +260,10 @@ class SlotAllocator:
             return []
         return prefix_hashes(request.prompt_ids, self.batch.page_size, lookahead=self._lookahead, adapter=request.adapter)
 
-    def _hold(self, state: RequestState, automaton: TokenAutomaton | LazyAutomaton) -> bool:
-        """Whether the automaton that the request follows is on the device, or gets space there."""
+    def _hold(self, automaton: TokenAutomaton) -> bool:
+        """Whether the automaton is on the device, or gets space there."""
         assert self._automata is not None, "the engine was made for requests without automata"
-        if isinstance(automaton, TokenAutomaton):
-            return self._automata.hold(automaton)
-        assert self.lazy is not None, "the engine was made for requests without lazy automata"
-        return self.lazy.hold(state)
+        return self._automata.hold(automaton)
 
     def _free_passed_pages(self) -> None:
         """Give back the pages that the windows of all layers of a K/V group have passed.
@@ -289,7 +293,7 @@ class SlotAllocator:
         if self.lazy is not None:
             self.lazy.drop(state)
 
-    def constraint(self, state: RequestState) -> ConstraintPlace | None:
+    def constraint(self, state: RequestState) -> ConstraintOffsets | None:
         """Where on the device the automaton of a request that has just got its slot begins, and its state; None without one."""
         if self.lazy is not None and isinstance(state.request.automaton, LazyAutomaton):
             return self.lazy.constraint(state)

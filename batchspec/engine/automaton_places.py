@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from batchspec.batch.automata import AutomataRoom, AutomatonUpload, ConstraintPlace, place_of
+from batchspec.batch.automata import AutomataCapacity, AutomatonUpload, ConstraintOffsets, place_of
 from batchspec.records import Ids, Request
 from batchspec.token_automaton import DEAD, TokenAutomaton
 
@@ -32,13 +32,13 @@ class AutomatonPlaces:
     evicted automaton have ended or were stopped.
     """
 
-    def __init__(self, room: AutomataRoom) -> None:
-        self._room = room
+    def __init__(self, capacity: AutomataCapacity) -> None:
+        self._capacity = capacity
         self._residents: dict[int, _Resident] = {}
         """By the id of the automaton, which the entry keeps alive; the least recently used first."""
         self._spans: list[tuple[int, int]] = []
         """The first word of each resident automaton and the word after its last, in order."""
-        self._free_masks = list(range(room.num_masks))
+        self._free_masks = list(range(capacity.num_masks))
         self._uploads: list[AutomatonUpload] = []
 
     def hold(self, automaton: TokenAutomaton) -> bool:
@@ -54,7 +54,7 @@ class AutomatonPlaces:
         found.num_rows -= 1
         self._residents[id(automaton)] = found
 
-    def constraint(self, request: Request, tokens: list[int]) -> ConstraintPlace | None:
+    def constraint(self, request: Request, tokens: list[int]) -> ConstraintOffsets | None:
         """The places of a request that enters a slot with these output tokens; None without a finite automaton. Call `hold`
         first.
 
@@ -64,7 +64,7 @@ class AutomatonPlaces:
         if not isinstance(automaton, TokenAutomaton):
             return None
         place, state = self._residents[id(automaton)].place, automaton.walk(request.automaton_state, tokens)
-        return self._room.nothing if state == DEAD else ConstraintPlace(place, place_of(automaton, state, place))
+        return self._capacity.nothing if state == DEAD else ConstraintOffsets(place, place_of(automaton, state, place))
 
     def take_uploads(self) -> tuple[AutomatonUpload, ...]:
         """Automata that came since the last call."""
@@ -97,7 +97,7 @@ class AutomatonPlaces:
         at = bisect.bisect_left(self._spans, (one.place, 0))
         del self._spans[at]
         begin = self._spans[at - 1][1] if at else FIRST_PLACE
-        return begin, self._spans[at][0] if at < len(self._spans) else self._room.table_words
+        return begin, self._spans[at][0] if at < len(self._spans) else self._capacity.table_words
 
     def _gap(self, num_words: int) -> int | None:
         """Where the first gap of at least `num_words` begins; None if there is none."""
@@ -106,4 +106,4 @@ class AutomatonPlaces:
             if begin - place >= num_words:
                 return place
             place = end
-        return place if self._room.table_words - place >= num_words else None
+        return place if self._capacity.table_words - place >= num_words else None

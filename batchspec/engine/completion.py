@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypedDict
 
 import numpy as np
@@ -13,6 +13,7 @@ from batchspec.engine.request_state import RequestState
 from batchspec.engine.stop_strings import UNFINISHED, Decode
 from batchspec.engine.thinking import Parts, split_thoughts
 from batchspec.engine.tool_calls import tool_calls
+from batchspec.error_rows import error_row
 from batchspec.records import Completion, Ids, RowError, RowStats
 from batchspec.token_automaton import BREAKS_AFTER_THOUGHT, DEAD, TokenAutomaton, TokenSymbols
 
@@ -121,28 +122,17 @@ def _scored(state: RequestState, logprobs: NDArray[np.float32], stats: RowStats)
 
 
 def _failure(state: RequestState, stats: RowStats, where: str | None = None) -> Completion:
-    """The error completion of a row that the host ended, or whose logits were not finite. Its tokens are dropped: they may come
-    from damaged numbers, or have no end. where: the position of the failure; None: the newest token."""
-    emitted_in_all = stats.num_prefills + stats.num_accepted + stats.num_rounds
-    emitted = len(state.tokens)
+    """The error row of a request that the host ended, or whose logits were not finite. where: the position of the failure; None:
+    the newest token."""
+    count = len(state.tokens)
     of_allowed = "" if state.request.automaton is None else _OF_ALLOWED
-    where = where or f"position {len(state.request.prompt_ids) + emitted} (output token {emitted})"
-    return Completion(
-        **_of_request(state),
-        status="error",
-        finish_reason="error",
-        stats=replace(stats, num_discarded=emitted_in_all),
-        error=state.error
-        or RowError(
-            code=NON_FINITE,
-            stage="decode",
-            message=(
-                f"the model's logits at {where} hold NaN or +inf, or no finite value{of_allowed}; check the weights and "
-                "model.dtype, or drop the row"
-            ),
-            retryable=True,
-        ),
+    where = where or f"position {len(state.request.prompt_ids) + count} (output token {count})"
+    message = (
+        f"the model's logits at {where} hold NaN or +inf, or no finite value{of_allowed}; check the weights and model.dtype, or "
+        "drop the row"
     )
+    failed = Completion(**_of_request(state), status="error", finish_reason="error", stats=stats)
+    return error_row(failed, state.error or RowError(code=NON_FINITE, stage="decode", message=message, retryable=True))
 
 
 def _stats(state: RequestState, drafter: str, slot: int, now: float, nodes: int | None) -> RowStats:

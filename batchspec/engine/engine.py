@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from batchspec.batch.automata import AutomataRoom
+from batchspec.batch.automata import AutomataCapacity
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.page_tables import PagePools
 from batchspec.draft.base import Drafter, Rewritable
@@ -65,7 +65,7 @@ class Engine:
         expert_correlation: float = 1.0,
         lead: Lead | None = None,
         vocabulary: TokenSymbols | None = None,
-        automata_room: AutomataRoom | None = None,
+        automata_capacity: AutomataCapacity | None = None,
         expanding: Expanding | None = None,
     ) -> None:
         """
@@ -78,23 +78,23 @@ class Engine:
         prefill_graphs  run prefill passes of short rows as CUDA graphs if that pays; not with `overlap` (GPU only)
         expert_correlation  share of tokens that choose experts independently, used until rounds were counted (`ExpertReads`)
         lead         set if this process leads several ranks that compute the target together
-        vocabulary   set if requests may have automata; automata_room: their memory on the device, None for the default
+        vocabulary   set if requests may have automata; automata_capacity: their memory on the device, None for the default
         expanding    set if requests may have lazy automata
         """
-        if vocabulary is not None and automata_room is None:
-            automata_room = AutomataRoom(num_tokens=vocabulary.num_tokens)
-        self._automata_room = automata_room
+        if vocabulary is not None and automata_capacity is None:
+            automata_capacity = AutomataCapacity(num_tokens=vocabulary.num_tokens)
+        self._automata_capacity = automata_capacity
         self.lazy: LazyStates | None = None
         """States of lazy automata that were found are kept from run to run."""
         if expanding is not None:
-            assert vocabulary is not None and automata_room is not None  # noqa: PT018
-            self.lazy = LazyStates(expanding, vocabulary, automata_room)
+            assert vocabulary is not None and automata_capacity is not None  # noqa: PT018
+            self.lazy = LazyStates(expanding, vocabulary, automata_capacity)
         self._check = LastCheck(expanding)
         self.target, self.drafter, self.batch, self.options = target, drafter, batch, options or RoundOptions()
         self.lead = lead
         self.executor = Executor(
             target, drafter, batch, device=device, options=self.options, penalties=penalties, overlap=overlap,
-            prefill_graphs=prefill_graphs, vocabulary=vocabulary, automata_room=automata_room,
+            prefill_graphs=prefill_graphs, vocabulary=vocabulary, automata_capacity=automata_capacity,
         )  # fmt: skip
         self.planner = RoundPlanner(self.executor, batch, adaptive=adaptive, expert_correlation=expert_correlation)
         self.totals = EngineTotals()
@@ -154,11 +154,14 @@ class Engine:
             while True:
                 # The caller's code runs at the yield: our stream must not be the current one there.
                 with self.executor.stream_of_rounds():
-                    done = list(self._step())
+                    ended = self._step()
+                    done = [self._completed(one) for one in ended]
                     finished = self._finished
                 if finished and not self.slots.num_live and self.keeps_prefixes:
                     self._kept_pools = self.pools
                 yield done
+                for one in ended:
+                    del self._taken[one.state]
                 if finished:
                     return
 
@@ -183,6 +186,9 @@ class Engine:
             self.batch.page_size,
             lookahead=self.batch.run_ahead * round_.max_emitted + round_.kv_per_round,
         )
+        self._taken: dict[RequestState, None] = {}
+        """Requests that were taken from the stream and whose completions the caller does not have, wherever they are: waiting, in
+        a slot, preempted, or ended and not checked yet."""
         self._ended_at_once: list[RequestState] = []
         self._check.restart()
         lazy = self.lazy
@@ -195,6 +201,7 @@ class Engine:
             self.pools,
             _states(
                 requests,
+                self._taken,
                 self._ended_at_once,
                 decode=self._decode,
                 draft_len=self.drafter.max_len,
@@ -205,7 +212,7 @@ class Engine:
             lookahead=1 if self.drafter.num_kv_layers else 0,
             num_lookahead_slots=self.executor.round.num_lookahead_slots,
             prefill_cost=self._prefill_cost,
-            automata=None if self._automata_room is None else AutomatonPlaces(self._automata_room),
+            automata=None if self._automata_capacity is None else AutomatonPlaces(self._automata_capacity),
             scores=self.options.scores,
             lazy=lazy,
         )
@@ -219,8 +226,8 @@ class Engine:
         )
         self._steps = self.scheduler.schedule()
 
-    def _step(self) -> Iterator[Completion]:
-        """Schedule, execute, process."""
+    def _step(self) -> list[Ended]:
+        """Schedule, execute, process. Returns the requests that have ended and were checked."""
         step = self.scheduler.drain() if self._stopping else next(self._steps)
         if self.lead is not None:
             self.lead.send(Step(step))
@@ -230,8 +237,7 @@ class Engine:
         self._end_failed()
         while self._ended_at_once:
             self._check.add(Ended(self._ended_at_once.pop(), -1, time.perf_counter()))
-        for ended in self._check.take(wait_s=REST_S if self._stopping or not self.slots.num_live else 0.0):
-            yield self._completed(ended)
+        return list(self._check.take(wait_s=REST_S if self._stopping or not self.slots.num_live else 0.0))
 
     def _end_failed(self) -> None:
         """End the requests that failed because a state of their automaton cannot be computed."""
@@ -292,10 +298,11 @@ class Engine:
         return self._stopping
 
     def unfinished(self) -> list[Snapshot]:
-        """Snapshots of all requests that have tokens and have not ended, preempted ones too. Call it in `on_round`, or after a
-        stopped `run`.
+        """Snapshots of all requests that have tokens and whose completions the caller does not have. Call it in `on_round`, or
+        after a `run` that was stopped or failed.
 
-        Empty if logprobs are asked for: those of a row must come from one run.
+        A request that has ended and was not checked yet is among them: continued, it ends at once and is checked then. One that
+        has failed is not: it is decoded anew. Empty if logprobs are asked for: those of a row must come from one run.
         """
         if self.options.logprobs is not None:
             return []
@@ -304,8 +311,7 @@ class Engine:
         now = time.perf_counter()
         for state in self.slots.live:
             self.slots.flush(state)
-        states = [*self.slots.live, *self._allocator.preempted]
-        return [state.snapshot(now) for state in states if state.tokens]
+        return [state.snapshot(now) for state in self._taken if state.tokens and state.finish_reason != "error"]
 
     def _process(self) -> None:
         """Read the oldest result; the requests that ended in it leave their slots."""
@@ -361,6 +367,7 @@ class Engine:
 
 def _states(
     requests: Iterator[Request | None],
+    taken: dict[RequestState, None],
     ended_at_once: list[RequestState],
     *,
     decode: Decode | None,
@@ -368,8 +375,8 @@ def _states(
     options: RoundOptions,
     follows: Callable[[Request], bool],
 ) -> Iterator[RequestState | None]:
-    """The requests' states. A request that ends at once, by the tokens that its thinking budget forces, goes to
-    `ended_at_once` instead: it needs no slot."""
+    """The requests' states, each noted in `taken`. A request that ends at once, by tokens of an earlier run or those that its
+    thinking budget forces, goes to `ended_at_once` instead: it needs no slot."""
     for request in requests:
         if request is None:
             yield None
@@ -378,6 +385,7 @@ def _states(
             request = replace(request, resumed=None)  # another version compiled it differently: decode the row anew
         finder = StopFinder(decode, request.stop) if request.stop and decode else None
         state = RequestState.of(request, draft_len, finder, num_top=options.logprobs)
+        taken[state] = None
         if state.finish_reason is None:
             yield state
         else:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from batchspec.batch.automata import Automata, AutomataRoom
+from batchspec.batch.automata import Automata, AutomataCapacity
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.groups import KVGroups
@@ -52,13 +52,13 @@ class Executor:
         overlap: bool = False,
         prefill_graphs: bool = False,
         vocabulary: TokenSymbols | None = None,
-        automata_room: AutomataRoom | None = None,
+        automata_capacity: AutomataCapacity | None = None,
     ) -> None:
         """
         penalties       allocate the penalty state now
         overlap         prefill may run concurrently with rounds (GPU only)
         prefill_graphs  run short prefill passes that do not overlap rounds as CUDA graphs if that pays
-        vocabulary, automata_room  set if requests may have automata
+        vocabulary, automata_capacity  set if requests may have automata
         """
         spec = target.spec
         self.target, self.drafter, self.batch = target, drafter, batch
@@ -83,7 +83,7 @@ class Executor:
             device=device,
             num_lookahead_slots=self.round.num_lookahead_slots,
             num_groups=groups.num_groups,
-            automata=None if vocabulary is None or automata_room is None else Automata(vocabulary, automata_room, device),
+            automata=None if vocabulary is None or automata_capacity is None else Automata(vocabulary, automata_capacity, device),
         )
         self.prefix_groups = PrefixGroupTables(batch.num_slots, batch.page_size, device)
         self.graphs = Graphs(self.round, self.rows, self.prefix_groups)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from batchspec.batch.automata import AutomataRoom, StatesUpload
+from batchspec.batch.automata import AutomataCapacity, StatesUpload
 from batchspec.lazy_automaton import NOT_EXPANDED, Expansion, LazyAutomaton
 from batchspec.records import Ids
 from batchspec.token_automaton import DEAD, NEXT, TokenSymbols
@@ -55,14 +55,14 @@ class KnownStates:
 class LazyPlaces:
     """Assigns places to states and masks, and collects the uploads. States with equal masks share one, in all automata."""
 
-    def __init__(self, room: AutomataRoom) -> None:
-        self._room = room
-        self._all_allowed = room.num_masks
+    def __init__(self, capacity: AutomataCapacity) -> None:
+        self._capacity = capacity
+        self._all_allowed = capacity.num_masks
         """Number of the mask of states that are not expanded: every token, since nothing that follows is kept."""
         self.uploads: list[StatesUpload] = [
             StatesUpload(
                 np.zeros(0, np.int32), np.zeros(0, np.int32), np.array([self._all_allowed], np.int32),
-                np.full((1, room.mask_words), -1, np.int32),
+                np.full((1, capacity.mask_words), -1, np.int32),
             )
         ]  # fmt: skip
         self.known: dict[LazyAutomaton, KnownStates] = {}
@@ -72,14 +72,14 @@ class LazyPlaces:
         """Free all places, and drop the uploads of states that are pending. No row may follow a state."""
         self.known.clear()
         self.uploads = [upload for upload in self.uploads if not len(upload.at)]
-        self._next_word = max(1, self._room.table_words)  # 0 is no place
+        self._next_word = max(1, self._capacity.table_words)  # 0 is not a place
         self._masks: dict[bytes, int] = {}
 
     @property
     def has_spare(self) -> bool:
         """Half of the room is free: states that no row needs yet may come."""
-        words = self._next_word - self._room.table_words
-        return 2 * words < self._room.lazy_words and 2 * len(self._masks) < self._room.num_lazy_masks
+        words = self._next_word - self._capacity.table_words
+        return 2 * words < self._capacity.lazy_words and 2 * len(self._masks) < self._capacity.num_lazy_masks
 
     @property
     def is_empty(self) -> bool:
@@ -91,9 +91,9 @@ class LazyPlaces:
         width, new_states, key = NEXT + found.following.shape[1], known.learn(found), found.mask.tobytes()
         words = len(new_states) * width + is_new * len(found.classes)
         mask = self._masks.get(key)
-        if self._next_word + words > self._room.table_words + self._room.lazy_words:
+        if self._next_word + words > self._capacity.table_words + self._capacity.lazy_words:
             return False
-        if mask is None and len(self._masks) + 1 >= self._room.num_lazy_masks:
+        if mask is None and len(self._masks) + 1 >= self._capacity.num_lazy_masks:
             return False
         parts: list[tuple[Ids, Ids]] = []
         if is_new:

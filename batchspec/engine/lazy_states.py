@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from batchspec.batch.automata import AutomataRoom, ConstraintPlace, StatesUpload
+from batchspec.batch.automata import AutomataCapacity, ConstraintOffsets, StatesUpload
 from batchspec.engine.last_check import ADVICE, CAUSE
 from batchspec.engine.lazy_places import LazyPlaces
 from batchspec.engine.request_state import RequestState
-from batchspec.lazy_automaton import Answer, Ask, Expanding, Expansion, LazyAutomaton, new_epoch
+from batchspec.lazy_automaton import Answer, Ask, Expanding, Expansion, LazyAutomaton, Recheck, new_epoch
 from batchspec.records import CONSTRAINT_VIOLATED, Request, RowError
 from batchspec.token_automaton import DEAD, TokenSymbols
 
 MAX_WRITTEN = 64
-"""Tokens of a row that an ask tells."""
+"""Tokens of a row that are sent with an ask."""
 PATIENCE = 16
 """Rounds that rows with known states may decode, once the tables are full, before all states are forgotten."""
 _Key = tuple[LazyAutomaton, int, tuple[int, ...]]
@@ -36,7 +36,7 @@ class _Row:
     """State of the automaton after `num_walked` output tokens."""
     num_walked: int = 0
     num_learned: int = 0
-    """Output tokens that were told with an ask."""
+    """Output tokens that were sent with an ask."""
     asked: _Key | None = None
     waits: bool = False
     """It is in a slot, and not live on the device until it is woken."""
@@ -47,9 +47,9 @@ class _Row:
 class LazyStates:
     """All rows of an engine that follow lazy automata. Arguments as of `Engine` and `AutomatonPlaces`."""
 
-    def __init__(self, expanding: Expanding, vocabulary: TokenSymbols, room: AutomataRoom) -> None:
+    def __init__(self, expanding: Expanding, vocabulary: TokenSymbols, capacity: AutomataCapacity) -> None:
         self._expanding, self._vocabulary = expanding, vocabulary
-        self._places = LazyPlaces(room)
+        self._places = LazyPlaces(capacity)
         self._epoch = new_epoch()
         self._rows: dict[int, _Row] = {}
         """By the id of the request's state, which the entry keeps alive."""
@@ -66,18 +66,28 @@ class LazyStates:
         self._failed.clear()
 
     def follows(self, request: Request) -> bool:
-        """Whether the request's automaton allows the tokens that an earlier run left. Waits for the answer."""
+        """Whether the request's automaton allows the tokens that an earlier run left. Waits for the answer.
+
+        True where the process cannot tell: `LastCheck` asks again.
+        """
         if request.resumed is None or not isinstance(request.automaton, LazyAutomaton):
             return True
-        found = self.after(request, request.resumed.tokens)
-        return found is None or isinstance(found, str) or found.state != DEAD
+        tokens = request.resumed.tokens
+        found = self._expanding.recheck(Recheck(request.automaton, request.automaton_state, tokens)).result()
+        return isinstance(found, str) or found == len(tokens)
 
     def after(self, request: Request, tokens: Sequence[int]) -> Answer:
-        """The state after these output tokens of a request with a lazy automaton. Waits for the answer."""
+        """The state after these output tokens of a request with a lazy automaton. Waits for the answer. Call it while no row
+        is in a slot."""
         assert isinstance(request.automaton, LazyAutomaton)
-        return self._expanding.submit(Ask(request.automaton, request.automaton_state, tuple(tokens), self._epoch)).result()
+        ask = Ask(request.automaton, request.automaton_state, tuple(tokens), self._epoch)
+        found = self._expanding.submit(ask).result()
+        if found is None:
+            self.forget()
+            found = self._expanding.submit(replace(ask, epoch=self._epoch)).result()
+        return found
 
-    def hold(self, state: RequestState) -> bool:
+    def may_enter(self, state: RequestState) -> bool:
         """Whether a request may enter a slot: the state after its tokens is on the device. If it is not, it is asked for.
 
         Requests that are ready enter while the tables are full, too: after all states are forgotten those of rows in slots come
@@ -89,11 +99,11 @@ class LazyStates:
         row = self._row(state)
         return row.asked is None and self._has_mask(row) if self.full else self._is_ready(row)
 
-    def constraint(self, state: RequestState) -> ConstraintPlace:
-        """Places of a row that `hold` admitted: its class map and its state."""
+    def constraint(self, state: RequestState) -> ConstraintOffsets:
+        """Places of a row that `may_enter` a slot: its class map and its state."""
         row = self._rows[id(state)]
         known = self._places.known[row.automaton]
-        return ConstraintPlace(known.class_place, int(known.places[row.at]))
+        return ConstraintOffsets(known.class_place, int(known.places[row.at]))
 
     def wait(self, state: RequestState) -> None:
         """The row stopped at the end of its tokens, which are all read."""
@@ -185,7 +195,7 @@ class LazyStates:
         uploads, self._places.uploads = tuple(self._places.uploads), []
         return uploads
 
-    def take_wakes(self) -> tuple[tuple[int, ConstraintPlace], ...]:
+    def take_wakes(self) -> tuple[tuple[int, ConstraintOffsets], ...]:
         """Rows that wait no longer: slot, and places of class map and state."""
         woken = [row for row in self._rows.values() if row.waits and self._is_ready(row)]
         for row in woken:

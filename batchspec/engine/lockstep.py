@@ -83,7 +83,7 @@ class Lead:
         self.send(Begin(self._digest.number))
 
     def read(self, result: PendingResult) -> None:
-        """The leader has read a result; the followers read it without being told.
+        """The leader has read a result; the followers read it without a message.
 
         Raises DivergedError if the ranks had different hidden states where a token would have been emitted.
         """
@@ -99,7 +99,7 @@ class Lead:
         if number % RUN == 0:
             return
         for rank in range(1, self._channel.ranks):
-            if self._channel.told(rank, number) != value:
+            if self._channel.digest_of(rank, number) != value:
                 raise self._diverged("tokens")
 
     def _diverged(self, what: str) -> DivergedError:
@@ -169,7 +169,7 @@ def follow(
                     engine.executor.execute(step)
                     for _ in range(step.num_reads):
                         digest.add(engine.executor.read())
-                        channel.tell(digest.number, digest.value)
+                        channel.send_digest(digest.number, digest.value)
                         if watchdog is not None:  # the passes of one step may take longer than the limit
                             watchdog.beat()
             case TeacherPass():

@@ -17,7 +17,7 @@ from batchspec.engine.token_kinds import Kind, Tracker
 from batchspec.kernels.rounds.accept import FAILED, STOPPED
 from batchspec.lazy_automaton import LazyAutomaton
 from batchspec.records import Request, RowError, Snapshot
-from batchspec.token_automaton import DEAD, TokenAutomaton
+from batchspec.token_automaton import TokenAutomaton
 
 
 @dataclass(slots=True, eq=False)
@@ -247,4 +247,5 @@ class RequestState:
 
 def _follows(request: Request, tokens: Sequence[int]) -> bool:
     """Whether the request's automaton, if it has one, allows these output tokens; for a lazy one see `LazyStates.follows`."""
-    return not isinstance(request.automaton, TokenAutomaton) or request.automaton.walk(request.automaton_state, tokens) != DEAD
+    automaton = request.automaton
+    return not isinstance(automaton, TokenAutomaton) or automaton.num_allowed(request.automaton_state, tokens) == len(tokens)

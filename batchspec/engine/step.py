@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchspec.batch.automata import AutomatonUpload, ConstraintPlace, StatesUpload
+from batchspec.batch.automata import AutomatonUpload, ConstraintOffsets, StatesUpload
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.page_tables import Columns
 from batchspec.draft.base import DrafterUpdate
@@ -40,7 +40,7 @@ class Refill:
     """Pages of all its tokens, in order, for every K/V group."""
     num_cached: int
     """Number of first tokens whose K/V are in its pages already."""
-    constraint: ConstraintPlace | None = None
+    constraint: ConstraintOffsets | None = None
     """Places of its automaton and of the state after `tokens`; None: it has no automaton."""
 
 
@@ -115,7 +115,7 @@ class ScheduledStep:
     """Compaction: (source, destination) slots."""
     uploads: tuple[StatesUpload, ...] = ()
     """States of lazy automata, to be written in this order."""
-    wakes: tuple[tuple[int, ConstraintPlace], ...] = ()
+    wakes: tuple[tuple[int, ConstraintOffsets], ...] = ()
     """Slots of rows that waited for such states, and the places of their automata: they decode from the next round on."""
     prefill: Prefill | None = None
     grants: tuple[PageGrant, ...] = ()

@@ -22,7 +22,7 @@ class Kind(Enum):
     """A token of the header of a message, before its text. If the text never begins, `take_dropped` or `finish` returns the
     header."""
     END = "end"
-    """The mark that ends a thought or a message, or a special token that is no text."""
+    """The mark that ends a thought or a message, or a special token that is not text."""
     END_OF_OUTPUT_SO_FAR = "end of output so far"
     """A mark that ends a thought, if no mark began it in prompt or output: all earlier tokens of the output were that thought."""
 

@@ -48,7 +48,7 @@ def tool_calls(calls: Sequence[Call], request: Request, decode: Callable[[Sequen
 
 
 def _text_of_no_call(call: Call, channels: Channels, text: str) -> list[str]:
-    """The text of a message without a recipient; [] if the output ended inside ` to=NAME` in a header, which is no text."""
+    """The text of a message without a recipient; [] if the output ended inside ` to=NAME` in a header, which is not text."""
     return [] if channels.channel_id in call.header and text in ("to", "to=") else [text]
 
 

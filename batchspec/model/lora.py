@@ -84,7 +84,7 @@ def open_adapter(path: str, spec: ModelSpec, *, key: str = "model.adapter", per_
     key      names the folder, for messages
     per_row  the adapter belongs to the rows that name it: nothing is merged
     Raises CheckpointError for a folder or file that is missing or broken, for unsupported keys and tensors, and for names and
-    shapes that do not fit the model; ConfigError for a path that is no folder.
+    shapes that do not fit the model; ConfigError for a path that is not a folder.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
@@ -205,7 +205,7 @@ def _check_modules(
         raise CheckpointError(f"{where}: {listed(of_experts)}: adapters of MoE experts are not supported; {MERGE}")
     if unknown := [module for module in modules if module not in known]:
         raise CheckpointError(
-            f"{where}: {len(unknown)} modules are no projections of the model: {listed(unknown)}; give the adapter's own base "
+            f"{where}: {len(unknown)} modules are not projections of the model: {listed(unknown)}; give the adapter's own base "
             f"model ({CONFIG} says {config.base[:100]!r}) as model.path"
         )
     if spec.tie and _HEAD in modules:

@@ -155,7 +155,7 @@ def job_constraint(decode: DecodeConfig) -> Constraint | None:
         try:
             schema = json.loads(text)
         except ValueError as error:
-            raise ConfigError(f"decode.schema={decode.schema[:60]!r} is no JSON ({error}); correct it") from None
+            raise ConfigError(f"decode.schema={decode.schema[:60]!r} is not valid JSON ({error}); correct it") from None
     if not isinstance(schema, dict):
         raise ConfigError(f"decode.schema={json.dumps(schema)[:60]} must be a JSON Schema, an object; correct it")
     return "schema", json.dumps(schema)

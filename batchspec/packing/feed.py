@@ -122,7 +122,7 @@ class Feed:
         self._journaled = journaled or Journaled()
         self._open: dict[int, _OpenShard] = {}
         self._handed_out, self._filled_at = 0, 0.0
-        self._compiling, self._busy, self._tell_refused = compiling, busy or self._has_unfinished, refused
+        self._compiling, self._busy, self._on_refused = compiling, busy or self._has_unfinished, refused
         self._num_unfinished = 0
         self.num_ready = 0
         """Number of admitted requests that can be handed out without waiting."""
@@ -144,7 +144,7 @@ class Feed:
 
     def _refuse(self, completion: Completion) -> None:
         self._open[completion.shard].completions.append(completion)
-        self._tell_refused(completion)
+        self._on_refused(completion)
 
     def _in_order(self) -> Iterator[Request]:
         coming = self._coming(0)

@@ -173,7 +173,7 @@ def _without_local_paths(config: Mapping[str, Any]) -> tuple[dict[str, Any], lis
 
 
 def _yaml(values: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Block YAML of nested mappings. Hydra reads the same values back: `${...}` is escaped, so that it is no interpolation."""
+    """Block YAML of nested mappings. Hydra reads the same values back: `${...}` is escaped, so that it is not interpolated."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield f"{indent}{_yaml_key(key)}:"

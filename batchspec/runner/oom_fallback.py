@@ -116,14 +116,15 @@ class EngineWithFallback:
                 "again: finished rows stay"
             )
         self._shrunk = True
-        packing = smaller(self._job.config.packing, batch)
+        packing = smaller(self._job.config.packing, batch, self._job.drafter.shape.num_lookahead_slots)
         self._job = replace(self._job, config=replace(self._job.config, packing=packing))
         self._progress.phase(f"out of memory with {shape} ({message}): going on with a smaller batch")
 
 
-def smaller(packing: PackingConfig, batch: PackedBatch) -> PackingConfig:
-    """Half the slots, three quarters of the pages, prefill passes half as long; the longest row still fits."""
-    pages = max(batch.num_pages * 3 // 4, -(-batch.max_len // PAGE_SIZE) + 1)
+def smaller(packing: PackingConfig, batch: PackedBatch, num_lookahead_slots: int = 0) -> PackingConfig:
+    """Half the slots, three quarters of the pages, prefill passes half as long; the longest row still fits, with the
+    num_lookahead_slots K/V positions after its last token that a round may write."""
+    pages = max(batch.num_pages * 3 // 4, -(-(batch.max_len + num_lookahead_slots) // PAGE_SIZE) + 1)
     prefill = max(batch.prefill_tokens // 2, min(batch.prefill_tokens, FEWEST_PREFILL))
     return replace(
         packing, max_num_seqs=max(1, batch.num_slots // 2), pages=pages, memory_gb=None, max_num_batched_tokens=prefill

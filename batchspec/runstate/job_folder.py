@@ -147,7 +147,7 @@ class JobFolder:
         other = set(self._store.list("")) - {"_batchspec"}
         if not self.is_job():
             if other:
-                raise OutputError(f"output.dir {self.path} exists and is no batchspec job; empty it or choose another folder")
+                raise OutputError(f"output.dir {self.path} exists and is not a batchspec job; empty it or choose another folder")
             return
         if self.begins_anew(overwrite):
             self._refuse_living()

@@ -58,7 +58,7 @@ def check_push(repo: str) -> None:
     from huggingface_hub import constants, get_token
 
     if not REPO.fullmatch(repo) or ".." in repo or "--" in repo:
-        raise ConfigError(f"{repo!r} is no name of a dataset; give ORG/NAME, or USER/NAME")
+        raise ConfigError(f"{repo!r} is not the name of a dataset; give ORG/NAME, or USER/NAME")
     if constants.HF_HUB_OFFLINE:
         raise ConfigError(f"{repo}: HF_HUB_OFFLINE is set, and a push needs the hub; unset it")
     if get_token() is None:

@@ -47,7 +47,7 @@ def retried(
 
     Raises StorageError, beginning with `what`, after DEADLINE_S of such errors; any other error of `act` at once.
     """
-    began, pause, told = time.monotonic(), FIRST_PAUSE_S, False
+    began, pause, noticed = time.monotonic(), FIRST_PAUSE_S, False
     while True:
         try:
             return act()
@@ -60,8 +60,8 @@ def retried(
                     f"{what} failed for {waited:.0f} s ({explain(error)}); nothing committed is lost: run the same command again "
                     "after that"
                 ) from error
-            if waited + pause >= NOTICE_S and not told:
-                told = True
+            if waited + pause >= NOTICE_S and not noticed:
+                noticed = True
                 terminal.say(f"{what} fails ({explain(error)}); it is tried again for up to {DEADLINE_S:.0f} s")
         time.sleep(pause * random.uniform(0.5, 1.0))  # so that the tasks of an array do not retry all at once
         pause = min(2 * pause, LONGEST_PAUSE_S)

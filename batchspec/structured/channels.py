@@ -33,12 +33,12 @@ from batchspec.token_automaton import (
 
 MESSAGE, END = BEGIN_THOUGHT, END_THOUGHT
 LETTERS = b"abcdefghijklmnopqrstuvwxyz"
-TOLD_APART = frozenset(LETTERS + b" ")
+SINGLE_BYTE_CLASSES = frozenset(LETTERS + b" ")
 
 
 def with_letters(dfa: Dfa) -> Dfa:
-    """The same automaton, with a class of its own for each byte in TOLD_APART, the bytes of header texts."""
-    own = np.array([byte if byte in TOLD_APART else 256 for byte in range(256)])
+    """The same automaton, with a class of its own for each byte in SINGLE_BYTE_CLASSES, the bytes of header texts."""
+    own = np.array([byte if byte in SINGLE_BYTE_CLASSES else 256 for byte in range(256)])
     _, first, classes = np.unique(np.stack((dfa.classes, own), 1), axis=0, return_index=True, return_inverse=True)
     return Dfa(dfa.next[:, dfa.classes[first]], classes.reshape(-1).astype(np.int32), dfa.final, dfa.starts)
 

@@ -14,15 +14,19 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 BLOCKED_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
 """Signals that a batch system or a terminal sends to all processes of a job. The processes block them; they end with the run."""
 PASSED_ENVIRONMENT = ("PATH", "TZ", "PYTHON", "LD_LIBRARY_PATH", "LANG", "LC_")
 MOST_PROCESSES = 8
+MAX_KILLS = 3
+"""Processes that are killed from outside, one after the other, before their request is given up."""
+OUT_OF_MEMORY, TOO_MANY_STATES = 12, 13
+"""Exit codes of a process that has reached a limit: it ends, because what it made so far is in the way of all that comes."""
 LAZY = "lazy "
 """Prefix of the kind in a request: only check that the constraint can be a lazy automaton."""
 
@@ -79,7 +83,15 @@ def _end(tasks: queue.SimpleQueue[Any], processes: list[CompileProcess]) -> None
 
 
 class Died(Exception):
-    """The process has used up its time or its memory; the message says which."""
+    """The process has reached a limit, or was killed; the message says which."""
+
+
+class Full(Died):
+    """It has reached a limit of all that it keeps, for this request and for those before."""
+
+
+class Killed(Died):
+    """It was killed from outside, as where the machine's memory runs out. That says nothing of the request."""
 
 
 class LimitedProcess:
@@ -89,6 +101,8 @@ class LimitedProcess:
     """
 
     module = "batchspec.structured.compile_process"
+    limits: ClassVar[Mapping[int, str]] = {OUT_OF_MEMORY: "compiling it takes more memory than allowed"}
+    """What the process's exit codes say of what it was asked for."""
 
     def __init__(self, first_message: tuple[Any, int, int]) -> None:
         self._first_message, self._cpu_s = first_message, first_message[2]
@@ -111,15 +125,27 @@ class LimitedProcess:
             return pickle.load(process.stdout)
         except (BrokenPipeError, EOFError, pickle.UnpicklingError):
             code = self._code()
+            if code in self.limits:
+                raise Full(self.limits[code]) from None
             if self._closed:
                 raise RuntimeError("the process that compiles schemas was closed") from None
             if code >= 0:  # it never ends by itself while it is asked
                 raise RuntimeError(f"the process that compiles schemas ended with {code}; try python -m {self.module}") from None
-            why = {
-                -signal.SIGXCPU: f"compiling it takes more than {self._cpu_s} s",
-                -signal.SIGKILL: "the machine has too little memory",
-            }
-            raise Died(why.get(code, f"the process that compiles it ended with {code}")) from None
+            if code == -signal.SIGKILL:
+                raise Killed("the machine has too little memory") from None
+            took_too_long = f"compiling it takes more than {self._cpu_s} s"
+            raise Died(took_too_long if code == -signal.SIGXCPU else f"the process that compiles it ended with {code}") from None
+
+    def result_alone(self, request: object) -> Any:
+        """As `result`, of a process that keeps nothing of earlier requests. Raises Killed only if several were killed."""
+        for kills_left in reversed(range(MAX_KILLS)):
+            self.end()
+            try:
+                return self.result(request)
+            except Killed:
+                if not kills_left:
+                    raise
+        raise AssertionError
 
     def close(self) -> None:
         """Kill the process at once. No other one is started."""
@@ -127,6 +153,12 @@ class LimitedProcess:
             self._closed = True
             if self._process is not None:
                 self._process.kill()
+
+    def end(self) -> None:
+        """Kill the process, with all that it keeps; the next request starts another."""
+        if self._process is not None:
+            self._process.kill()
+            self._code()
 
     def _start(self) -> subprocess.Popen[bytes]:
         environ = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ENVIRONMENT)}
@@ -175,7 +207,7 @@ class CompileProcess(LimitedProcess):
         except Died as died:
             reason = str(died)
         try:
-            found = self.result((f"{LAZY}{kind}", source))
+            found = self.result_alone((f"{LAZY}{kind}", source))
         except Died as died:
             return {"code": "large_schema", "error": str(died)}
         return found | ({"lazy": reason} if "lazy" in found else {})

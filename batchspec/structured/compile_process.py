@@ -1,19 +1,21 @@
 """The process that compiles schemas, regexes, choices and grammars, which come from the input: with limits of time and memory.
 
 It reads pickles from its input and answers with pickles: first (arguments of `compiled`, memory in bytes, CPU seconds), then for
-each constraint (kind, text). The answer is a dictionary: the tables of the automaton, or `error` and `code`.
+each constraint (kind, text). The answer is a dictionary: the tables of the automaton, or `error` and `code`. With too little
+memory the process ends with OUT_OF_MEMORY instead.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import pickle
 import resource
 import sys
 import time
 from typing import Any
 
-from batchspec.structured.compile_pool import LAZY
+from batchspec.structured.compile_pool import LAZY, OUT_OF_MEMORY
 from batchspec.structured.dfa import dfa_of
 from batchspec.structured.json_schema.leaves import BadSchema
 from batchspec.structured.parse import AFTER_THOUGHT, network_of, rules_of, single_bytes
@@ -49,18 +51,18 @@ def compiled(
 def answer(kind: str, source: str, cpu_s: int, **job: Any) -> dict[str, Any]:
     """The process's answer about one constraint. A kind that begins with LAZY asks only whether it can be followed at all.
 
-    Returns FIELDS and `seconds` (CPU time) of a finite automaton, `lazy` (why it has none), or `code` and `error`.
+    Returns FIELDS and `seconds` (CPU time) of a finite automaton, `lazy` (why it has none), or `code` and `error`. Raises
+    MemoryError.
     """
     resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + cpu_s, resource.RLIM_INFINITY))
     began = time.process_time()
-    known = {RecursionError: "it is nested too deeply", MemoryError: "compiling it takes more memory than allowed"}
     try:
         if kind.startswith(LAZY):
             return _lazily(kind.removeprefix(LAZY), source, "", job["vocabulary"])
         try:
             made = compiled(kind, source, **job)
-        except (TooLarge, RecursionError, MemoryError, Recursive) as error:
-            return _lazily(kind, source, known.get(type(error), str(error)), job["vocabulary"])
+        except (TooLarge, RecursionError, Recursive) as error:
+            return _lazily(kind, source, why(error), job["vocabulary"])
     except (BadSchema, BadGrammar, BadRegex) as error:
         return {"code": "bad_schema", "error": str(error)}
     except Impossible as error:
@@ -68,11 +70,18 @@ def answer(kind: str, source: str, cpu_s: int, **job: Any) -> dict[str, Any]:
     except UnicodeEncodeError as error:  # JSON can write "\ud800"
         half = ascii(error.object[error.start])
         return {"code": "bad_schema", "error": f"it holds {half}, half of a surrogate pair, which UTF-8 cannot write; correct it"}
-    except (TooLarge, RecursionError, MemoryError) as error:
-        return {"code": "large_schema", "error": known.get(type(error), str(error))}
+    except (TooLarge, RecursionError) as error:
+        return {"code": "large_schema", "error": why(error)}
+    except MemoryError:
+        raise
     except Exception as error:  # a defect here must not end the job: the row becomes an error row
         return {"code": "bad_schema", "error": unexpected(error)}
     return {name: getattr(made, name) for name in FIELDS} | {"seconds": time.process_time() - began}
+
+
+def why(error: Exception) -> str:
+    """What an error says of the constraint."""
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def unexpected(error: Exception) -> str:
@@ -97,10 +106,12 @@ def main() -> None:
     while True:
         try:
             kind, source = pickle.load(read)
+            pickle.dump(answer(kind, source, cpu_s, **job), write)
+            write.flush()
         except EOFError:
             return
-        pickle.dump(answer(kind, source, cpu_s, **job), write)
-        write.flush()
+        except MemoryError:  # what was written of the answer is cut off, and no other one may follow it
+            os._exit(OUT_OF_MEMORY)
         gc.collect()
 
 

@@ -1,13 +1,17 @@
 """The process that computes states of lazy automata, with limits on CPU time and memory, because their texts are input.
 
 It reads pickles from its input and answers with pickles: first (arguments of `Work`, memory in bytes, CPU seconds), then `Ask`s
-and `Recheck`s. The answer to an `Ask` is an `Expansion`, whose `state` is the number of the state that was asked for, the text of
-an error, or None; that to a `Recheck` a number of tokens, or the text of an error.
+and `Recheck`s. The answer to an `Ask` is an `Expansion`, whose `state` is the number of the state that was asked for; that to a
+`Recheck` is a number of tokens. Either may be an error's text.
+
+All rows of an automaton share its states, and all automata of the process its memory. Whatever reaches the limit of either is not
+to blame for it, so the process does not answer: it ends with OUT_OF_MEMORY or TOO_MANY_STATES.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import pickle
 import resource
 import sys
@@ -18,16 +22,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from batchspec.lazy_automaton import Answer, Ask, Expansion, LazyAutomaton, Recheck
-from batchspec.structured.compile_process import MAX_RECURSION, unexpected
-from batchspec.structured.lazy_dfa import LazyDfa
+from batchspec.lazy_automaton import Ask, Expansion, LazyAutomaton, Recheck
+from batchspec.structured.compile_pool import OUT_OF_MEMORY, TOO_MANY_STATES
+from batchspec.structured.compile_process import MAX_RECURSION, unexpected, why
+from batchspec.structured.lazy_dfa import LazyDfa, TooManyStates
 from batchspec.structured.lazy_masks import Expander
 from batchspec.structured.network import Network
 from batchspec.structured.parse import network_of
 from batchspec.structured.regular import Impossible, TooLarge
 from batchspec.token_automaton import DEAD, KEPT_STEPS, TokenSymbols
 
-OUT_OF_MEMORY = "its states take more memory than allowed"
 MAX_AHEAD = 16
 """States that are computed ahead for one that is asked for; none is begun after AHEAD_S, while the row waits."""
 AHEAD_S = 0.003
@@ -72,51 +76,39 @@ class Work:
     _known: dict[LazyAutomaton, _Known] = field(default_factory=dict)
     _networks: dict[LazyAutomaton, Network] = field(default_factory=dict)
     """Of automata that had states in the last epoch: building one takes longer than many states."""
-    _dropped_epoch: int | None = None
-    """The epoch in which the states of several automata took all memory, and were dropped."""
 
     def __post_init__(self) -> None:
         self._expander = Expander(self.vocabulary, self.end_ids)
         self._weights = np.full(self.vocabulary.num_tokens, 1 / self.vocabulary.num_tokens)
         """How often rows wrote each token; all together once before any did."""
 
-    def answer(self, ask: Ask) -> Answer:
+    def answer(self, ask: Ask) -> Expansion | str:
         """The expansion of the state after the tokens, `Expansion.of_dead()` if they are not allowed, or an error's text.
 
-        None: the states of all automata together took more memory than allowed, and were dropped.
+        Raises MemoryError and TooManyStates.
         """
-        if ask.epoch == self._dropped_epoch:
-            return None
         if ask.epoch != self._epoch:
             self._networks = {automaton: known.network for automaton, known in self._known.items()}
             self._known.clear()
             self._epoch = ask.epoch
         try:
             return self._expansion(ask)
-        except MemoryError:
-            return None if self._drop(ask.automaton) else OUT_OF_MEMORY
+        except (MemoryError, TooManyStates):
+            raise
         except Exception as error:
             return _why(error)
 
     def recheck(self, asked: Recheck) -> int | str:
-        """How many of the tokens are allowed, or an error's text. Needs no mask and no expansion: only the lazy DFA is walked."""
-        for _ in range(2):
-            try:
-                return self._num_allowed(asked)
-            except MemoryError:  # other rows, of the same automaton too, may have taken it: once more with nothing else in memory
-                self._drop(asked.automaton)
-            except Exception as error:
-                return _why(error)
-        return OUT_OF_MEMORY
+        """How many of the tokens are allowed, or an error's text. Needs no mask and no expansion: only the lazy DFA is walked.
 
-    def _drop(self, automaton: LazyAutomaton) -> bool:
-        """Drop the states of all automata, which took all memory; whether others than this one had any. Asks of this epoch are
-        answered with None from now on."""
-        others = bool((self._known.keys() | self._networks.keys()) - {automaton})
-        self._known.clear()
-        self._networks.clear()
-        self._dropped_epoch = self._epoch
-        return others
+        Raises MemoryError and TooManyStates.
+        """
+        try:
+            return self._num_allowed(asked)
+        except (MemoryError, TooManyStates):
+            raise
+        except Exception as error:
+            return _why(error)
 
     def _num_allowed(self, asked: Recheck) -> int:
         known, state = self._known_of(asked.automaton), asked.state
@@ -160,7 +152,7 @@ class Work:
             share, state = max(fresh)
             try:
                 found, following = self._expander.expansion(known.dfa, state, self._weights)
-            except (TooLarge, Impossible, RecursionError, MemoryError):  # of a state that no row may ever reach
+            except (TooLarge, Impossible, RecursionError, MemoryError, TooManyStates):  # of a state that no row may reach
                 return
             known.answered.add(state)
             yield found
@@ -170,9 +162,7 @@ class Work:
 
 def _why(error: Exception) -> str:
     """The text of an error. A defect here must not end the job: the row becomes an error row."""
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    return str(error) if isinstance(error, TooLarge | Impossible) else unexpected(error)
+    return why(error) if isinstance(error, TooLarge | Impossible | RecursionError) else unexpected(error)
 
 
 def limit(cpu_s: int) -> None:
@@ -191,11 +181,15 @@ def main() -> None:
     while True:
         try:
             ask = pickle.load(read)
+            limit(cpu_s)
+            pickle.dump(work.recheck(ask) if isinstance(ask, Recheck) else work.answer(ask), write)
+            write.flush()
         except EOFError:
             return
-        limit(cpu_s)
-        pickle.dump(work.recheck(ask) if isinstance(ask, Recheck) else work.answer(ask), write)
-        write.flush()
+        except MemoryError:  # the answer, too, may have found no memory: what was written of it is cut off
+            os._exit(OUT_OF_MEMORY)
+        except TooManyStates:
+            os._exit(TOO_MANY_STATES)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,18 @@ import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from batchspec.lazy_automaton import Answer, Ask, Recheck
-from batchspec.structured.compile_pool import Died, LimitedProcess, num_processes
+from batchspec.structured.compile_pool import OUT_OF_MEMORY, TOO_MANY_STATES, Died, Full, Killed, LimitedProcess, num_processes
+from batchspec.structured.lazy_dfa import MAX_STATES
 
 CPU_S = 20
 """CPU limit of one state, in whole seconds. Most take hundredths of a second."""
 MEMORY_BYTES = 4 << 30
 """Limit of the address space of each process."""
+FAILURES = (Died, RuntimeError, OSError)
+"""OSError: no process can be started."""
 
 
 class Expander:
@@ -59,36 +62,55 @@ class Expander:
 
 
 class _ExpandProcess(LimitedProcess):
+    """A row gets no error but its own: what fails beside other rows' states is repeated in a process without them.
+
+    The states of a process end with it, so the asks of that epoch get None. The first ask of the next one, as that of every new
+    process, is computed with nothing else in memory and nothing read ahead: where it can be answered at all, it is, so that the
+    row goes on.
+    """
+
     module = "batchspec.structured.expand_process"
-    _epoch = _lost_epoch = -1
-    """The newest epoch, and that in which a process died. The next process numbers states anew: asks of that epoch get None."""
+    limits: ClassVar[Mapping[int, str]] = {
+        OUT_OF_MEMORY: "its states take more memory than allowed",
+        TOO_MANY_STATES: f"its texts take more than {MAX_STATES:,} states",
+    }
+    _epoch, _lost_epoch = -1, -2
+    """The newest epoch, and that in which a process ended. The next process numbers states anew."""
     _reads_ahead = True
 
     def ask(self, ask: Ask) -> Answer:
         if ask.epoch == self._lost_epoch:
             return None
+        if self._epoch == self._lost_epoch:
+            self.end()  # the one in which the error was repeated
         self._epoch = ask.epoch
-        ask = replace(ask, reads_ahead=ask.reads_ahead and self._reads_ahead)
+        reads_ahead = ask.reads_ahead and self._reads_ahead and self.pid is not None
         try:
-            found: Answer = self.result(ask)
+            found: Answer = self.result(replace(ask, reads_ahead=reads_ahead))
             return found
-        except (Died, RuntimeError, OSError) as error:  # OSError: no process can be started
+        except FAILURES as error:
             self._lost_epoch = ask.epoch
-            if ask.reads_ahead:
-                # A state that no row asked for may have taken too much: the row asks once more, for its own alone.
-                self._reads_ahead = False
-                return None
-            return str(error)
+            # A state that no row asked for may have taken the time: none is begun any more.
+            self._reads_ahead &= not reads_ahead or isinstance(error, Full | Killed)
+        if not ask.is_independent_of_epoch:
+            return None
+        found = self._alone(replace(ask, reads_ahead=False))
+        return found if isinstance(found, str) else None
 
     def recheck(self, asked: Recheck) -> int | str:
-        why = ""
-        for _ in range(2):  # the second process has nothing in its memory but this automaton
-            try:
-                found: int | str = self.result(asked)
-                return found
-            except (Died, RuntimeError, OSError) as error:
-                self._lost_epoch, why = self._epoch, str(error)
-        return why
+        try:
+            found: int | str = self.result(asked)
+        except FAILURES:
+            self._lost_epoch = self._epoch
+            found = self._alone(asked)
+        return found
+
+    def _alone(self, asked: Ask | Recheck) -> Any:
+        """The answer of a process that keeps nothing else, or why there is none."""
+        try:
+            return self.result_alone(asked)
+        except FAILURES as error:
+            return str(error)
 
 
 @dataclass(slots=True, eq=False)

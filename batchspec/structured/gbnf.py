@@ -1,4 +1,5 @@
-"""GBNF, the grammars of llama.cpp and XGrammar: rules `name ::= ways`, with literals, classes of characters and repetitions.
+"""GBNF, the grammars of llama.cpp and XGrammar: rules `name ::= a | b`, with literals, classes of characters and
+repetitions.
 
 Source: https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md. Refused: tokens (<...>) and lookahead.
 """
@@ -61,7 +62,7 @@ class _Reader:
                 raise BadGrammar(f"line {line}: {name!r} does not begin a rule; write name ::= what it is")
             if name in found:
                 raise BadGrammar(f"line {line}: rule {name!r} is defined twice; join them with `|`")
-            found[name] = self._ways()
+            found[name] = self._alternatives()
         return found
 
     def _kind(self, ahead: int = 0) -> str:
@@ -71,12 +72,12 @@ class _Reader:
         self._place += self._kind() != "end"
         return self._tokens[self._place - 1] if self._place else self._tokens[0]
 
-    def _ways(self) -> Node:
-        ways = [self._sequence()]
+    def _alternatives(self) -> Node:
+        alternatives = [self._sequence()]
         while self._tokens[self._place][1] == "|":
             self._take()
-            ways.append(self._sequence())
-        return ways[0] if len(ways) == 1 else Alt(tuple(ways))
+            alternatives.append(self._sequence())
+        return alternatives[0] if len(alternatives) == 1 else Alt(tuple(alternatives))
 
     def _sequence(self) -> Node:
         parts: list[Node] = []
@@ -92,7 +93,7 @@ class _Reader:
                 part = ANY
             elif said == "(":
                 self._take()
-                part = self._ways()
+                part = self._alternatives()
                 if self._tokens[self._place][1] != ")":
                     raise BadGrammar(f"line {line}: a group is not closed; add `)`")
             elif said in ("", "|", ")") or kind == "name":

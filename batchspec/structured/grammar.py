@@ -45,7 +45,7 @@ def _read_lark(source: str) -> Rules:
     terminals = {terminal.name: _terminal(terminal) for terminal in read.terminals}
     ignored = Repeat(Alt(tuple(terminals[name] for name in read.ignore_tokens)), 0, None) if read.ignore_tokens else None
     named: dict[str, Node] = {} if ignored is None else {_IGNORED: ignored}
-    ways: dict[str, list[Node]] = {}
+    alternatives: dict[str, list[Node]] = {}
     for rule in read.rules:
         parts: list[Node] = []
         for symbol in rule.expansion:
@@ -53,8 +53,8 @@ def _read_lark(source: str) -> Rules:
                 parts.append(Ref(str(symbol.name)))
             elif isinstance(symbol, Terminal):
                 parts += [terminals[symbol.name], *([Ref(_IGNORED)] if ignored is not None else [])]
-        ways.setdefault(str(rule.origin.name), []).append(Seq(tuple(parts)))
-    named |= {name: Alt(tuple(found)) for name, found in ways.items()}
+        alternatives.setdefault(str(rule.origin.name), []).append(Seq(tuple(parts)))
+    named |= {name: Alt(tuple(found)) for name, found in alternatives.items()}
     return Rules(Seq((Ref(_IGNORED), Ref("start"))) if ignored is not None else Ref("start"), named)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT
-from batchspec.structured.channels import TOLD_APART, before_answer_of
+from batchspec.structured.channels import SINGLE_BYTE_CLASSES, before_answer_of
 from batchspec.structured.network import Network
 from batchspec.structured.regular import TooLarge
 from batchspec.token_automaton import BEGIN_THOUGHT, DEAD, END_THOUGHT, NUM_SYMBOLS
@@ -21,11 +21,15 @@ from batchspec.token_automaton import BEGIN_THOUGHT, DEAD, END_THOUGHT, NUM_SYMB
 MAX_PLACES = 2_000
 """Limit of the places of one state: the ways in which an ambiguous grammar may have read a text so far."""
 MAX_STATES = 200_000
-"""Limit of the states of one automaton."""
+"""Limit of the states of one automaton, which all its rows together reach."""
 FINAL = (-1, 0)
 Place = tuple[int, int]
 """State of the network, and number of a stack; FINAL: the text may end."""
 _CALL = -1
+
+
+class TooManyStates(Exception):
+    """An automaton has MAX_STATES states. That is no fault of the text that reaches the next one: other texts reached most."""
 
 
 class LazyDfa:
@@ -40,7 +44,7 @@ class LazyDfa:
         self._network, self._channels = network, channels
         edges = np.zeros(257, bool)
         edges[0] = True
-        for byte in TOLD_APART if channels else ():
+        for byte in SINGLE_BYTE_CLASSES if channels else ():
             edges[byte : byte + 2] = True
         for moves in network.moves:
             for low, high, _ in moves:
@@ -86,7 +90,7 @@ class LazyDfa:
         return FINAL in self._sets[ANSWER if state == EITHER and not self._channels else state]
 
     def explore(self, states: Iterable[int]) -> None:
-        """Compute the next states of these states by every class. Raises TooLarge."""
+        """Compute the next states of these states by every class. Raises TooLarge and TooManyStates, as all that calls it."""
         for state in states:
             if not self.explored[state]:
                 row = self._row(self._sets[state])
@@ -126,7 +130,7 @@ class LazyDfa:
                 raise TooLarge(f"a text may be read in more than {MAX_PLACES:,} ways; make the grammar less ambiguous")
             found = self._numbers[places] = len(self._sets)
             if found >= MAX_STATES:
-                raise TooLarge(f"its texts take more than {MAX_STATES:,} states")
+                raise TooManyStates
             self._sets.append(places)
             if found == len(self.next):
                 self.next = np.concatenate((self.next, np.zeros_like(self.next)))

@@ -106,24 +106,24 @@ def _mapped(node: Node, done: Mapping[str, Node]) -> Node:
 
 def _as_repetition(name: str, node: Node) -> Node:
     after, others = list[Node](), list[Node]()
-    for way in _ways(node):
-        parts = _flat(way)
+    for alternative in _alternatives(node):
+        parts = _flat(alternative)
         if parts and parts[0] == Ref(name):
             if len(parts) > 1:  # a = a has no effect
                 after.append(Seq(tuple(parts[1:])))
         else:
-            others.append(way)
-    if not after and len(others) == len(_ways(node)):
+            others.append(alternative)
+    if not after and len(others) == len(_alternatives(node)):
         return node
     return Seq((Alt(tuple(others)), Repeat(Alt(tuple(after)), 0, None)))
 
 
-def _ways(node: Node) -> list[Node]:
+def _alternatives(node: Node) -> list[Node]:
     """The alternatives of a node."""
     if isinstance(node, Alt):
-        return [way for part in node.parts for way in _ways(part)]
+        return [alternative for part in node.parts for alternative in _alternatives(part)]
     if isinstance(node, Seq) and len(node.parts) == 1:
-        return _ways(node.parts[0])
+        return _alternatives(node.parts[0])
     return [node]
 
 

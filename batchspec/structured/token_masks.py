@@ -100,7 +100,7 @@ def _masks(
     Returns int32 [masks, words], int32 [S] and bool [S]. Raises TooLarge.
     """
     trie = trie_of(vocabulary)
-    kinds = _told_apart(table[:, NEXT:], int(np.diff(vocabulary.starts).max(initial=1)))
+    kinds = _distinguished(table[:, NEXT:], int(np.diff(vocabulary.starts).max(initial=1)))
     words = -(-vocabulary.num_tokens // 32)
     _, first, numbers = np.unique(np.stack((kinds, final), 1), axis=0, return_index=True, return_inverse=True)
     numbers = numbers.reshape(-1)
@@ -149,7 +149,7 @@ def tokens_of_bytes(vocabulary: TokenSymbols) -> dict[bytes, int]:
     return found
 
 
-def _told_apart(following: NDArray[np.int32], steps: int) -> NDArray[np.int64]:
+def _distinguished(following: NDArray[np.int32], steps: int) -> NDArray[np.int64]:
     """A number for each state; states with equal numbers die on the same strings of at most `steps` symbols."""
     kinds = (np.arange(len(following)) > 0).astype(np.int64)
     count = 2

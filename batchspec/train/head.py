@@ -111,8 +111,8 @@ def published_network(
 
     mask_id  given for a chain, it learns to draft in parallel with this mask token
     layers   number of layers; those that the head lacks are added and have no effect at first. None: as many as it has
-    Raises CheckpointError for a head that cannot be loaded or is no plain head with an lm_head of its own, ConfigError for fewer
-    layers than it has.
+    Raises CheckpointError for a head that cannot be loaded or is not a plain head with an lm_head of its own, ConfigError for
+    fewer layers than it has.
     """
     dtype = torch.promote_types(target.dtype, torch.float32)
     head = load_head(folder, target.spec, dtype=dtype, device=torch.device("cpu"), aux_layers=aux_layers)

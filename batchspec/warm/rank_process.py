@@ -120,7 +120,7 @@ class Leader:
 
     def __init__(self, job: Job, engine: Engine, group: Group, pipe: Connection, watchdog: Watchdog) -> None:
         self._job, self._engine, self._group, self._pipe, self._watchdog = job, engine, group, pipe, watchdog
-        self._told_at = 0.0
+        self._progress_sent_at = 0.0
 
     def serve(self) -> None:
         """Serve until the engine is closed. Raises EOFError or BrokenPipeError then, and RankLost and DivergedError."""
@@ -178,8 +178,8 @@ class Leader:
             message = self._receive()
             assert isinstance(message, Stop), message
             raise GivenUp
-        if time.monotonic() - self._told_at >= TELL_S:
-            self._told_at = time.monotonic()
+        if time.monotonic() - self._progress_sent_at >= TELL_S:
+            self._progress_sent_at = time.monotonic()
             self._send(Progress(self._totals))
 
     def _rewrite(self, folder: Path, *, is_checkpoint: bool) -> None:

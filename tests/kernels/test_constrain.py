@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchspec.batch.automata import Automata, AutomataRoom, AutomatonUpload, place_of
+from batchspec.batch.automata import Automata, AutomataCapacity, AutomatonUpload, place_of
 from batchspec.kernels.rounds.accept import FAILED, FULL, STOPPED
 from batchspec.kernels.sampling.advance_states import advance_states
 from batchspec.kernels.sampling.constrain import BLOCK, BLOCKS, constrain_drafts, constrain_logits, mask_rows
@@ -29,7 +29,7 @@ def both() -> tuple[TokenAutomaton, TokenAutomaton]:
 
 def uploaded(device: torch.device) -> Automata:
     """Both automata, at PLACES, with mask rows that are not in order; everything else is poisoned."""
-    made = Automata(VOCABULARY, AutomataRoom(num_tokens=VOCAB, table_words=20_000, masks_bytes=4 * MASK_ROWS), device)
+    made = Automata(VOCABULARY, AutomataCapacity(num_tokens=VOCAB, table_words=20_000, masks_bytes=4 * MASK_ROWS), device)
     made.tables.fill_(1 << 30)
     made.masks.fill_(0x5A5A5A5A)
     rows = np.random.default_rng(0).permutation(MASK_ROWS).astype(np.int32)
@@ -250,7 +250,7 @@ def test_a_row_whose_committed_tokens_are_not_allowed_fails(interpret: bool, dev
 def test_automata_that_are_placed_together_have_the_addresses_of_placing_them_one_by_one(
     sent_bytes: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room = AutomataRoom(num_tokens=VOCAB, table_words=20_000, masks_bytes=4 * MASK_ROWS)
+    room = AutomataCapacity(num_tokens=VOCAB, table_words=20_000, masks_bytes=4 * MASK_ROWS)
     new, place, mask_ids = list[AutomatonUpload](), 3, np.random.default_rng(0).permutation(MASK_ROWS).astype(np.int32)
     for pattern in ("(ab|c)*d", "[a-c]*", "(abcab|cd)d", "d|dd|ddd"):
         one = automaton(pattern)
@@ -288,7 +288,7 @@ def drafts_of(one: TokenAutomaton, state: int, drafts: list[int], width: int) ->
 
 def test_drafts_are_cut_and_continued_with_the_tokens_that_the_automaton_forces(interpret: bool, device: torch.device) -> None:
     first, second = automaton("(abcab|cd)d"), automaton("[ab]*cd")
-    made = Automata(VOCABULARY, AutomataRoom(num_tokens=VOCAB, table_words=20_000, masks_bytes=4 * MASK_ROWS), device)
+    made = Automata(VOCABULARY, AutomataCapacity(num_tokens=VOCAB, table_words=20_000, masks_bytes=4 * MASK_ROWS), device)
     rows = []
     for one, place, base in ((first, 3, 5), (second, 7000, 200)):
         made.upload([AutomatonUpload.of(one, place, base + np.arange(len(one.masks), dtype=np.int32))])

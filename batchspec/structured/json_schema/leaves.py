@@ -34,7 +34,7 @@ BY_TYPE: dict[str, tuple[str, ...]] = {
 TYPES = tuple(BY_TYPE)
 NOT_TYPES, NOT_VALUES, NOT_PATTERNS, NOT_THERE = ("not", "type"), ("not", "enum"), ("not", "pattern"), ("not", "required")
 """Keys of schemas that are made as negations: lists of types, values, patterns, and names of properties that are not there. They
-are no text, so no document has them."""
+are not text, so no document has them."""
 KEYWORDS = {
     "$ref", "anyOf", "oneOf", "allOf", "not", "if", "then", "else", "enum", "const", "type",
     *(key for keys in BY_TYPE.values() for key in keys), NOT_TYPES, NOT_VALUES, NOT_PATTERNS, NOT_THERE,
@@ -89,7 +89,7 @@ class Document:
         self.is_old = at < 3
         """Draft-07 or before: `$ref` hides the keywords beside it."""
         self.is_first = at == 0 or "draft-03" in declared
-        """Draft-04 or before: 1.0 is no integer."""
+        """Draft-04 or before: 1.0 is not an integer."""
         self.is_newest = at == len(drafts) - 1
         self.ignored = {key for draft in drafts[at + 1 :] for key in _SINCE.get(draft, ())}
         """Keywords that validators of the declared draft ignore. They are obeyed, and nothing is inferred from them."""

@@ -21,7 +21,7 @@ from batchspec.structured.json_schema.leaves import (
     names_of,
 )
 
-MAX_WAYS = 30
+MAX_ALTERNATIVES = 30
 """Maximum number of alternatives of one negation; further ones are left out."""
 _SIZES = {
     "minLength": ("string", "maxLength", -1), "maxLength": ("string", "minLength", 1),
@@ -47,12 +47,12 @@ class Negation:
         return self._document.made(schema, "negation", lambda: self._made(where, schema))
 
     def _made(self, where: str, schema: Any) -> Any:
-        ways = self._ways(where, schema)
-        if ways is None:
+        alternatives = self._alternatives(where, schema)
+        if alternatives is None:
             return None
-        return {"anyOf": ways} if len(ways) > 1 else ways[0] if ways else False
+        return {"anyOf": alternatives} if len(alternatives) > 1 else alternatives[0] if alternatives else False
 
-    def _ways(self, where: str, schema: Any) -> list[Any] | None:
+    def _alternatives(self, where: str, schema: Any) -> list[Any] | None:
         if isinstance(schema, bool):
             return [] if schema else [True]
         check_built(schema, where)
@@ -63,15 +63,15 @@ class Negation:
         keys = [
             key for key in schema if key in KEYWORDS and key not in self._document.ignored and (key == "$ref" or not only_ref)
         ]
-        found = [way for key in keys for way in self._of_keyword(key, schema, where)]
+        found = [one for key in keys for one in self._of_keyword(key, schema, where)]
         self._inside.pop()
-        return found[:MAX_WAYS] if found or not keys else None
+        return found[:MAX_ALTERNATIVES] if found or not keys else None
 
     def _of_keyword(self, key: Any, schema: Schema, where: str) -> Iterable[Any]:
         item = schema[key]
         match key:
             case "$ref":
-                return self._ways(where, self._document.named(item, where)) or []
+                return self._alternatives(where, self._document.named(item, where)) or []
             case "type":
                 return [{NOT_TYPES: names_of(item, where)}]
             case "const":
@@ -82,18 +82,18 @@ class Negation:
                 return [{"type": "object", NOT_THERE: [name]} for name in item]
             case "properties" if isinstance(item, dict):
                 return [
-                    {"type": "object", "required": [name], "properties": {name: way}}
+                    {"type": "object", "required": [name], "properties": {name: one}}
                     for name, inner in item.items()
-                    for way in self._ways(f"{where}/properties/{name}", inner) or []
+                    for one in self._alternatives(f"{where}/properties/{name}", inner) or []
                 ]
             case "pattern" if isinstance(item, str):
                 return [{"type": "string", NOT_PATTERNS: [item]}]
             case "items" if isinstance(item, dict) and "prefixItems" not in schema:
-                return [{"type": "array", "contains": way} for way in self._ways(f"{where}/items", item) or []]
+                return [{"type": "array", "contains": one} for one in self._alternatives(f"{where}/items", item) or []]
             case "not":
                 return [item]
             case "allOf":
-                return [way for place, part in list_of(schema, key, where) for way in self._ways(place, part) or []]
+                return [one for place, part in list_of(schema, key, where) for one in self._alternatives(place, part) or []]
             case "anyOf" | "oneOf":  # of oneOf those that fit no part
                 parts = [self.of(place, part) for place, part in list_of(schema, key, where)]
                 return [] if any(part is None for part in parts) else [{"allOf": parts}]

@@ -8,7 +8,7 @@ refused by its name. Annotations and unknown keywords, names of formats included
 Source: https://json-schema.org/draft/2020-12, and draft-04 to draft-07 where they differ.
 
 Schemas that hold at once are not merged: the values of all their leaves are built (`leaves.py`). A leaf with anyOf, oneOf,
-not, if or dependencies is replaced by alternatives, each a list of schemas that hold instead (`ways.py`).
+not, if or dependencies is replaced by alternatives, each a list of schemas that hold instead (`alternatives.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from batchspec.structured.json_schema.alternatives import COMBINING, Alternatives, is_hopeless
 from batchspec.structured.json_schema.arrays import array_node
 from batchspec.structured.json_schema.leaves import (
     MAX_INSIDE,
@@ -33,11 +34,10 @@ from batchspec.structured.json_schema.objects import object_node
 from batchspec.structured.json_schema.strings import string_node
 from batchspec.structured.json_schema.validity import fits, is_of
 from batchspec.structured.json_schema.values import MAX_DEPTH, any_value, literal
-from batchspec.structured.json_schema.ways import COMBINING, Ways, is_hopeless
 from batchspec.structured.regular import NOTHING, Alt, Node, Ref, TooLarge, text
 from batchspec.structured.rules import Rules
 
-MAX_WAYS = 20_000
+MAX_ALTERNATIVES = 20_000
 """Maximum number of combinations of the alternatives of leaves that hold at once, in the whole schema."""
 
 WRONG_TYPES = (TypeError, AttributeError, LookupError, ArithmeticError, ValueError)
@@ -60,8 +60,8 @@ class _Reader:
 
     def __init__(self, root: Any) -> None:
         self.document = Document(root)
-        self._ways = Ways(self.document)
-        self._num_ways = 0
+        self._alternatives = Alternatives(self.document)
+        self._num_alternatives = 0
         self.rules: dict[str, Node] = {}
         """The schemas that references name: a finite automaton inlines them, a lazy one has each once."""
         self._names: dict[frozenset[int], str] = {}
@@ -101,13 +101,14 @@ class _Reader:
 
     def _combined(self, leaves: Sequence[Leaf], number: int, key: str) -> Node:
         leaf, before, after = leaves[number], leaves[:number], leaves[number + 1 :]
-        rest, ways = self._ways.of(leaf, key, [*before, *after])
-        self._num_ways += len(ways)
-        if self._num_ways > MAX_WAYS:
+        rest, alternatives = self._alternatives.of(leaf, key, [*before, *after])
+        self._num_alternatives += len(alternatives)
+        if self._num_alternatives > MAX_ALTERNATIVES:
             raise BadSchema(
-                f"{leaf.where}/{key}: its parts and those of other keywords combine to more than {MAX_WAYS:,}; simplify it"
+                f"{leaf.where}/{key}: its parts and those of other keywords combine to more than {MAX_ALTERNATIVES:,}; "
+                "simplify it"
             )
-        return Alt(tuple(self.value([*before, (leaf.where, rest), *way, *after]) for way in ways))
+        return Alt(tuple(self.value([*before, (leaf.where, rest), *alternative, *after]) for alternative in alternatives))
 
     def _listed(self, leaves: Sequence[Leaf]) -> Node:
         where, schema = next(leaf for leaf in leaves if "const" in leaf.schema or "enum" in leaf.schema)

@@ -1,4 +1,4 @@
-"""anyOf, oneOf, not, if and dependencies as alternatives (ways): lists of schemas, one of which holds instead of the keyword."""
+"""anyOf, oneOf, not, if and dependencies as alternatives: lists of schemas, one of which holds instead of the keyword."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_TRIGGERS = 6
 """Maximum number of properties with dependencies; further ones are not written unless they are required."""
 
 
-class Ways:
+class Alternatives:
     def __init__(self, document: Document) -> None:
         self._document = document
         self._apart, self._negation = Apart(document), Negation(document)
@@ -37,7 +37,7 @@ class Ways:
 
     def _one_of(self, leaf: Leaf, context: Sequence[Leaf]) -> list[Parts]:
         """Each part, without the values of the others that could fit it."""
-        parts, ways, hopeless = list_of(leaf.schema, "oneOf", leaf.where), list[Parts](), list[str]()
+        parts, alternatives, hopeless = list_of(leaf.schema, "oneOf", leaf.where), list[Parts](), list[str]()
         for i, part in enumerate(parts):
             if part[1] is False:
                 continue
@@ -49,25 +49,25 @@ class Ways:
                     for j, other in enumerate(parts)
                     if j != i and j not in overlapping and not self._apart.from_part([*context, part], other, also)
                 ]
-            way = [part]
+            alternative = [part]
             for j in overlapping:
                 said = f"{leaf.where}/oneOf: one value could fit part {min(i, j)} and part {max(i, j)}"
-                way.append(self._negated(parts[j], f"{said}; use anyOf, or give each a type or a const of its own"))
-            ways.append(way)
-            flat = self._document.flat([*context, *way])
+                alternative.append(self._negated(parts[j], f"{said}; use anyOf, or give each a type or a const of its own"))
+            alternatives.append(alternative)
+            flat = self._document.flat([*context, *alternative])
             if overlapping and (flat is None or is_hopeless(flat.leaves)):
                 hopeless.append(said)
-        if ways and len(hopeless) == len(ways):
+        if alternatives and len(hopeless) == len(alternatives):
             raise BadSchema(f"{hopeless[0]}, and none fits one alone; use anyOf")
-        return ways
+        return alternatives
 
     def _if(self, leaf: Leaf) -> list[Parts]:
         """If the negation of the condition is not supported, only values that fit the condition are written."""
         where, schema = leaf
         condition = (f"{where}/if", schema["if"])
-        ways: list[Parts] = [[condition, (f"{where}/then", schema.get("then", True))]]
         found = self._negation.of(*condition)
-        return ways if found is None else [*ways, [(f"{where}/if", found), (f"{where}/else", schema.get("else", True))]]
+        then: Parts = [condition, (f"{where}/then", schema.get("then", True))]
+        return [then] if found is None else [then, [(f"{where}/if", found), (f"{where}/else", schema.get("else", True))]]
 
     def _dependent(self, leaf: Leaf, key: str) -> tuple[Mapping[Any, Any], list[Parts]]:
         """Alternatives by the first property with dependencies: it is absent, or it is present and its dependencies hold."""
@@ -88,10 +88,10 @@ class Ways:
         names = [name, *needed] if isinstance(needed, list) else [name]
         present = made(schema, (key, "present"), lambda: {"type": "object", "required": names})
         brought = [] if isinstance(needed, list) else [(f"{where}/{key}/{name}", needed)]
-        ways: list[Parts] = [[(where, present), *brought]]
+        alternatives: list[Parts] = [[(where, present), *brought]]
         if name not in schema.get("required", ()):
-            ways = [[(where, absent)], *(ways if len(others) < MAX_TRIGGERS else [])]
-        return rest, ways
+            alternatives = [[(where, absent)], *(alternatives if len(others) < MAX_TRIGGERS else [])]
+        return rest, alternatives
 
     def _negated(self, part: tuple[str, Any], refused: str) -> tuple[str, Any]:
         found = self._negation.of(*part)

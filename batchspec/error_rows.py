@@ -1,0 +1,20 @@
+"""Error rows of requests that were decoded. This module does not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from batchspec.records import Completion, RowError
+
+
+def error_row(done: Completion, error: RowError) -> Completion:
+    """The error row in place of a completion. Its tokens, and all that was made of them, are left out: they may come from damaged
+    numbers, or break the row's constraint. Its statistics count them as discarded."""
+    stats = done.stats
+    if stats is not None:
+        stats = replace(stats, num_discarded=stats.num_prefills + stats.num_accepted + stats.num_rounds)
+    return Completion(
+        request_id=done.request_id, row_index=done.row_index, sample_index=done.sample_index, shard=done.shard, status="error",
+        finish_reason="error", prompt_ids=done.prompt_ids, seed=done.seed, predicted_tokens=done.predicted_tokens,
+        cached_tokens=done.cached_tokens, stats=stats, error=error,
+    )  # fmt: skip
