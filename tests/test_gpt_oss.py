@@ -68,6 +68,12 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(config: dict[str, 
     assert expected_shapes(load_spec(folder)) == saved
 
 
+@pytest.mark.parametrize("rope", [{}, {"rope_parameters": None}, {"rope_parameters": None, "rope_scaling": None}])
+def test_without_a_rotary_embedding_a_config_has_that_of_the_published_models(rope: dict[str, Any]) -> None:
+    values = {key: value for key, value in GPT_OSS_20B.items() if key != "rope_scaling"}
+    assert read_spec({**values, **rope}, "config.json").rope == read_spec(GPT_OSS_20B, "config.json").rope
+
+
 def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
     """[N, K] -> blocks and scales: the exponent of the largest of 32 numbers less 2, the nearest value, low half first."""
     groups = weight.double().unflatten(1, (-1, 32))

@@ -69,6 +69,7 @@ def refusal(quantisation: Any) -> str:
         (compressed("channel", {**TOKEN, "type": "int"}), 'type="int"'),
         (compressed("block", TOKEN), "strategy block and activations of num_bits=8"),
         (compressed("channel", TOKEN, sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config="),
+        (compressed("channel", TOKEN, transform_config={"config_groups": {"R4": {"type": "hadamard"}}}), "transform_config="),
         (compressed("channel", TOKEN, ignore=["re:("]), "'(' is not a regular expression"),
         (compressed("channel", TOKEN, config_groups={}, kv_cache_scheme=None), "with 0 config_groups"),
         (kv_only(format="sparse-24-bitmask", sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config="),
