@@ -54,6 +54,7 @@ VALUES: list[dict[str, Any]] = [
     {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 5},
     {"decoder_sparse_step": 2, "norm_topk_prob": False},
     {"num_experts_per_tok": 1},
+    {"partial_rotary_factor": 1.0},
 ]
 REFUSED: dict[str, set[str]] = {
     "layer_types": {"llama", "qwen3_moe", "minimax_m2", "olmo2", "glm4", "mixtral", "phi3"},
