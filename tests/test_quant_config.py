@@ -8,6 +8,7 @@ import pytest
 
 from batchspec.errors import CheckpointError
 from batchspec.model.quant.formats import ALL_PLAIN
+from batchspec.model.quant.plain import PLAIN
 from batchspec.model.spec import read_spec
 from tests.test_config_values import ODD_VALUES, ours
 from tests.test_fp8 import MODELOPT, ODD, TOKEN, WEIGHTS, compressed
@@ -49,6 +50,21 @@ def grouped(**changes: Any) -> dict[str, Any]:
 
 
 GROUP = {**TOKEN, "strategy": "group", "group_size": 128}
+
+
+def test_names_with_stars_match_whole_names_and_others_whole_modules() -> None:
+    """`*.mlp.gate`, the name of a router, is no beginning of gate_proj."""
+    config = {"model_type": "llama", **ODD, "num_attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 64}
+    quantisation = {
+        **MODELOPT,
+        "ignore": ["lm_head", "*.mlp.gate", "*.q_proj", "model.layers.1"],
+        "exclude_modules": ["*.v_proj"],
+    }
+    formats = read_spec({**config, "quantization_config": quantisation}, "config.json").formats
+    names = ["layers.0.mlp.gate", "layers.0.self_attn.q_proj", "layers.0.self_attn.v_proj", "layers.1.mlp.up_proj"]
+    assert {formats.of(f"model.{name}") for name in names} == {PLAIN}
+    names = ["layers.0.mlp.gate_proj", "layers.0.self_attn.q_proj_2", "layers.11.mlp.up_proj"]
+    assert {formats.of(f"model.{name}") for name in names} == {formats.quantised}
 
 
 def refusal(quantisation: Any) -> str:
