@@ -18,6 +18,7 @@ from batchspec.model import config_values
 from batchspec.model.blocks.attention import AttentionSpec
 from batchspec.model.blocks.gated_mlp import GatedMlpSpec
 from batchspec.model.config_values import ConfigReader, read_json, short_json, shown
+from batchspec.model.families import registry
 from batchspec.model.rope import rope_frequencies
 from batchspec.model.spec import ModelSpec, load_spec, read_spec
 
@@ -171,6 +172,21 @@ def test_a_rope_for_each_layer_type_is_refused_by_name(key: str) -> None:
     config = {**LLAMA, key: {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}}
     with pytest.raises(CheckpointError, match="full_attention per layer type, sliding_attention per layer type"):
         read_spec(config, "config.json")
+
+
+@pytest.mark.parametrize("family", registry.FAMILIES)
+def test_keys_that_change_any_model_of_transformers_are_refused_in_every_family(family: str) -> None:
+    """is_causal=false makes attention bidirectional; per_layer_config gives single layers other values of any key."""
+    config = {**LLAMA, "model_type": family, "num_key_value_heads": 2}
+    for key, neutral in (("is_causal", True), ("is_causal", None), ("per_layer_config", None), ("per_layer_config", {})):
+        assert ours({**config, key: neutral}) == ours(config) is not None
+    changes: list[tuple[str, Any, str]] = [
+        ("is_causal", False, "is_causal=false"),
+        ("per_layer_config", {"1": {"rms_norm_eps": 0.5}}, "per_layer_config={"),
+    ]
+    for key, value, named in changes:
+        with pytest.raises(CheckpointError, match=f"not supported: {named}"):
+            read_spec({**config, key: value}, "config.json")
 
 
 # --- hostile values

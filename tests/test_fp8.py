@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from batchspec.model.target import Target
 from batchspec.model.weights import judge_model
 from batchspec.prepare import Job, open_job
 from tests.models import make_checkpoint, make_tokenizer
+from tests.moe_models import Strong, tiny_spec
 from tests.runs import make_prompts
 from tests.test_target import Runner, prompts
 
@@ -240,6 +242,36 @@ def test_an_input_that_was_not_calibrated_is_refused(tmp_path: Path) -> None:
     save_file(tensors, fp8 / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"up_proj\.input_scale is 0; it must be positive"):
         logits(fp8, fp8=True)
+
+
+class Calibrated(Strong):
+    """With a scale of the inputs for each projection."""
+
+    input_scale: Callable[[str], float]
+
+    def tensor(self, name: str) -> Tensor:
+        found = super().tensor(name)
+        return found.fill_(self.input_scale(name)) if name.endswith("input_scale") else found
+
+
+def test_experts_of_a_layer_use_the_largest_of_their_input_scales() -> None:
+    static = {**TOKEN, "dynamic": False, "strategy": "tensor"}
+    spec = tiny_spec("qwen3_moe", quantization_config=compressed("tensor", static)).with_fp8_activations()
+
+    def found(input_scale: Callable[[str], float]) -> Tensor:
+        weights = Calibrated(spec, dtype=torch.float64, device=CPU)
+        weights.input_scale = input_scale
+        return torch.cat(Runner.start(Target(spec, weights, CPU), 2).feed(prompts([9, 5], 31))[0])
+
+    largest = found(lambda name: 0.05 if ".experts." in name else 0.02)
+    assert torch.equal(found(lambda name: 0.05 if ".experts.3." in name else 0.02), largest)
+    assert not torch.equal(found(lambda name: 0.02), largest)
+
+
+def test_activations_of_a_checkpoint_that_does_not_quantise_them_stay_plain() -> None:
+    spec = tiny_spec("llama", quantization_config=compressed("tensor", None))
+    with pytest.raises(ConfigError, match="the checkpoint does not say how to quantise activations; use dtype"):
+        spec.with_fp8_activations()
 
 
 def test_parts_of_one_product_in_two_formats_are_refused(tmp_path: Path) -> None:

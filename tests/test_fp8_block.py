@@ -16,9 +16,9 @@ from batchspec.model.blocks.base import Projection, Share
 from batchspec.model.files import LocalFiles
 from batchspec.model.quant.fp8_block import FP8_BLOCK
 from batchspec.model.quant.fp8_products import BLOCK
-from batchspec.model.spec import load_spec
+from batchspec.model.spec import load_spec, read_spec
 from batchspec.model.target import Target
-from batchspec.model.weights import Checkpoint, judge_model
+from batchspec.model.weights import Checkpoint, expected_shapes, judge_model
 from tests.models import make_checkpoint
 from tests.test_target import Runner, assert_like_transformers, prompts
 
@@ -115,6 +115,7 @@ def test_a_plain_tensor_is_refused_if_the_config_declares_fp8_and_vice_versa(tmp
         {"weight_block_size": [64, 128]},
         {"fmt": "e5m2"},
         {"activation_scheme": "static"},
+        {"scale_fmt": "ue8m0"},
         {"quant_method": "awq"},
     ],
 )
@@ -124,6 +125,33 @@ def test_other_variants_are_refused_by_name(changes: dict[str, Any], tmp_path: P
     (folder / "config.json").write_text(json.dumps({**values, "quantization_config": {**CONFIG, **changes}}))
     with pytest.raises(CheckpointError, match="not supported: quantization_config="):
         load_spec(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"modules_to_not_convert": ["model.layers.*.self_attn", ".*down_proj"]},
+        {"modules_to_not_convert": [r"model\.layers\.(0|1)\.self_attn", "down_proj"]},
+        {"modules_to_not_convert": None, "ignored_layers": ["self_attn", "down_proj"]},
+    ],
+)
+def test_plain_modules_may_be_regular_expressions_and_have_two_keys(changes: dict[str, Any]) -> None:
+    def plain(quantisation: dict[str, Any]) -> list[str]:
+        config = {"model_type": "qwen3", **ODD, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 12}
+        values = {**config, "vocab_size": 64, "max_position_embeddings": 64, "quantization_config": quantisation}
+        shapes = expected_shapes(read_spec(values, "config.json"))
+        weights = [name for name in shapes if name.endswith("_proj.weight")]
+        return [name for name in weights if f"{name}_scale_inv" not in shapes]
+
+    found = plain({**CONFIG, **changes})
+    layers = {int(name.split(".")[2]) for name in found if ".self_attn." in name}
+    assert layers == ({0, 1} if "(0|1)" in str(changes) else set(range(12)))
+    assert len(found) == 12 + 4 * len(layers)
+    own = plain({**CONFIG, "modules_to_not_convert": ["model.layers.1"]})
+    assert {name.split(".")[2] for name in own} == {"1"}  # not 10 and 11
+    assert len(own) == 7
+    with pytest.raises(CheckpointError, match=r"modules_to_not_convert=.* is not a regular expression"):
+        plain({**CONFIG, "modules_to_not_convert": ["("]})
 
 
 def test_dummy_weights_need_no_file(tmp_path: Path) -> None:

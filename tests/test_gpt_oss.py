@@ -19,16 +19,16 @@ from batchspec.errors import CheckpointError
 from batchspec.kernels.moe.mxfp4 import VALUES, dequantise_blocks
 from batchspec.model.blocks.base import Shard, Share
 from batchspec.model.files import LocalFiles
-from batchspec.model.quant.mxfp4 import Mxfp4
+from batchspec.model.quant.mxfp4 import Mxfp4, PackedExperts
 from batchspec.model.shard import part_of
 from batchspec.model.spec import load_spec, read_spec
 from batchspec.model.target import Target
-from batchspec.model.weights import expected_shapes, judge_model
+from batchspec.model.weights import DummyWeights, expected_shapes, judge_model
 from batchspec.packing.cost import num_multiplied
 from batchspec.records import SamplingParams
 from tests.engines import DEVICE, packed, plain_tokens
 from tests.models import make_checkpoint
-from tests.moe_models import ids_of, tiny_moe
+from tests.moe_models import ids_of, tiny_config, tiny_moe
 from tests.test_kv_groups import long_requests
 from tests.test_target import Runner, assert_like_transformers, oracle, prompts
 
@@ -66,6 +66,12 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(config: dict[str, 
     assert_like_transformers(folder, experts_implementation="eager")
     saved = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
     assert expected_shapes(load_spec(folder)) == saved
+
+
+@pytest.mark.parametrize("rope", [{}, {"rope_parameters": None}, {"rope_parameters": None, "rope_scaling": None}])
+def test_without_a_rotary_embedding_a_config_has_that_of_the_published_models(rope: dict[str, Any]) -> None:
+    values = {key: value for key, value in GPT_OSS_20B.items() if key != "rope_scaling"}
+    assert read_spec({**values, **rope}, "config.json").rope == read_spec(GPT_OSS_20B, "config.json").rope
 
 
 def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,6 +129,27 @@ def test_bytes_are_two_values_the_low_half_first_times_a_power_of_two() -> None:
     assert values[0, 0:32:2].tolist() == [0.0] * 16
     assert values[0, 1:32:2].tolist() == list(VALUES)
     assert values[0, 32:].tolist() == [0.125, 0.25] * 16
+
+
+@pytest.mark.parametrize(("scale", "refused"), [(128, False), (129, True), (255, True)])
+def test_scales_that_the_kernels_cannot_read_are_refused(scale: int, refused: bool) -> None:
+    """They would read another number: two weights of one of four experts are larger."""
+
+    class Large(DummyWeights):
+        def entry(self, name: str, index: int) -> Tensor:
+            found = super().entry(name, index)
+            return found.index_fill_(0, torch.tensor([3, 7]), scale) if name.endswith("_scales") and index == 2 else found
+
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 4}
+    spec = read_spec(tiny_config("gpt_oss", **sizes, quantization_config=GPT_OSS_20B["quantization_config"]), "config.json")
+    (prefix, moe), weights = list(spec.blocks())[1], Large(spec, dtype=torch.bfloat16, device=CPU)
+    for grouped in moe.grouped:
+        own = replace(grouped, name=prefix + grouped.name)
+        if refused:
+            with pytest.raises(CheckpointError, match=rf"_scales: a scale is 2\^{scale - 127}, but .* read at most 2\^1; set"):
+                Mxfp4(packed=True).load_grouped(weights, own)
+        else:
+            assert isinstance(Mxfp4(packed=True).load_grouped(weights, own), PackedExperts)
 
 
 def test_dummy_weights_need_no_file() -> None:

@@ -84,8 +84,10 @@ def test_published_minimax_is_read_with_the_ends_of_its_generation_config_and_wi
         ({"attn_type_list": [1, 0]}, r"attn_type_list=\[1, 0\]"),
         ({"num_experts_per_tok": 300}, "num_experts_per_tok 300 exceeds the 256 experts"),
         ({"rotary_dim": 63}, "rotates 63 of the 128 numbers of a head"),
+        ({"model_type": "mixtral", "architectures": None, "layer_types": ["full_attention"] * 62}, "layer_types="),
     ],
 )
 def test_what_is_not_built_is_refused(changes: dict[str, Any], named: str) -> None:
+    """transformers gives all layers of a Mixtral one window, whatever layer_types says."""
     with pytest.raises(CheckpointError, match=named):
         read_spec({**MINIMAX_M2, **changes}, "config.json")

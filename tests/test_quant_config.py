@@ -8,6 +8,7 @@ import pytest
 
 from batchspec.errors import CheckpointError
 from batchspec.model.quant.formats import ALL_PLAIN
+from batchspec.model.quant.plain import PLAIN
 from batchspec.model.spec import read_spec
 from tests.test_config_values import ODD_VALUES, ours
 from tests.test_fp8 import MODELOPT, ODD, TOKEN, WEIGHTS, compressed
@@ -41,6 +42,31 @@ def test_a_checkpoint_that_has_scales_for_k_and_v_alone_has_plain_weights(quanti
     assert read_spec({**config, "quantization_config": quantisation}, "config.json").formats == ALL_PLAIN
 
 
+def grouped(**changes: Any) -> dict[str, Any]:
+    """compressed-tensors whose one group has other values; those of `weights` are changes too."""
+    group = compressed("channel", TOKEN)["config_groups"]["group_0"]
+    weights = {**group["weights"], **changes.pop("weights", {})}
+    return compressed("channel", TOKEN, config_groups={"group_0": {**group, "weights": weights, **changes}})
+
+
+GROUP = {**TOKEN, "strategy": "group", "group_size": 128}
+
+
+def test_names_with_stars_match_whole_names_and_others_whole_modules() -> None:
+    """`*.mlp.gate`, the name of a router, is no beginning of gate_proj."""
+    config = {"model_type": "llama", **ODD, "num_attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 64}
+    quantisation = {
+        **MODELOPT,
+        "ignore": ["lm_head", "*.mlp.gate", "*.q_proj", "model.layers.1"],
+        "exclude_modules": ["*.v_proj"],
+    }
+    formats = read_spec({**config, "quantization_config": quantisation}, "config.json").formats
+    names = ["layers.0.mlp.gate", "layers.0.self_attn.q_proj", "layers.0.self_attn.v_proj", "layers.1.mlp.up_proj"]
+    assert {formats.of(f"model.{name}") for name in names} == {PLAIN}
+    names = ["layers.0.mlp.gate_proj", "layers.0.self_attn.q_proj_2", "layers.11.mlp.up_proj"]
+    assert {formats.of(f"model.{name}") for name in names} == {formats.quantised}
+
+
 def refusal(quantisation: Any) -> str:
     config = {"model_type": "llama", **ODD, "num_attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 64}
     with pytest.raises(CheckpointError) as caught:
@@ -68,7 +94,18 @@ def refusal(quantisation: Any) -> str:
         (compressed("channel", {**TOKEN, "strategy": "tensor"}), "strategy channel and activations of num_bits=8"),
         (compressed("channel", {**TOKEN, "type": "int"}), 'type="int"'),
         (compressed("block", TOKEN), "strategy block and activations of num_bits=8"),
+        (grouped(output_activations=TOKEN), "output_activations="),
+        (grouped(targets=["Linear", "Embedding"]), "targets="),
+        (grouped(weights={"symmetric": False}), "symmetric=false"),
+        (grouped(weights={"dynamic": True}), "dynamic=true"),
+        (grouped(weights={"num_bits": 4}), "num_bits=4"),
+        (grouped(weights={"strategy": "block", "block_structure": [64, 128]}, input_activations=GROUP), "block_structure="),
+        (compressed("block", {**GROUP, "group_size": 64}), "strategy block and activations of"),
+        (compressed("channel", {**TOKEN, "symmetric": False}), "activations of num_bits=8"),
+        (compressed("tensor", {**TOKEN, "dynamic": False}), "activations of num_bits=8"),
+        (compressed("tensor", {**TOKEN, "dynamic": "local"}), 'dynamic is "local"'),
         (compressed("channel", TOKEN, sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config="),
+        (compressed("channel", TOKEN, transform_config={"config_groups": {"R4": {"type": "hadamard"}}}), "transform_config="),
         (compressed("channel", TOKEN, ignore=["re:("]), "'(' is not a regular expression"),
         (compressed("channel", TOKEN, config_groups={}, kv_cache_scheme=None), "with 0 config_groups"),
         (kv_only(format="sparse-24-bitmask", sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config="),
@@ -82,7 +119,7 @@ def refusal(quantisation: Any) -> str:
 def test_other_formats_are_refused_by_name_with_a_list_of_the_supported_ones(quantisation: Any, named: str) -> None:
     message = refusal(quantisation)
     assert named in message
-    assert "FP8" in message or "regular expression" in message
+    assert "FP8" in message or "regular expression" in message or "must be true or false" in message
 
 
 def test_any_value_of_a_key_is_read_or_refused_in_one_line() -> None:

@@ -12,18 +12,21 @@ from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.config_values import ConfigReader, Json, Ranges, short_json
 from batchspec.model.rope_config import RopeSpec, read_rope
 
-# Keys of computations that only other models have: refused unless null or false; the second list unless 1.
+# Keys of computations that only other models have: refused unless null, false or empty; the second list unless null or 1; the
+# third unless null or true.
 NOT_BUILT = (
     "compression_config", "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok",
     "moe_intermediate_size", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "clip_qkv",
     "attention_chunk_size", "dual_chunk_attention_config", "no_rope_layers", "no_rope_layer_interval", "kv_lora_rank",
     "q_lora_rank", "rope_local_base_freq", "layer_block_types", "block_configs", "vision_config", "text_config", "alibi",
     "parallel_attn", "use_parallel_residual", "use_qk_norm", "qk_layernorm", "use_mrope", "is_encoder_decoder",
+    "per_layer_config",
 )  # fmt: skip
 NOT_BUILT_SCALES = (
     "logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "scale_emb",
     "scale_depth", "partial_rotary_factor", "rotary_pct",
 )  # fmt: skip
+NOT_BUILT_IF_FALSE = ("is_causal",)
 EXPERT_COUNTS: Ranges = {"num_experts": (1, 2**16), "num_local_experts": (1, 2**16), "num_experts_per_tok": (1, 2**16)}
 """The integer ranges of a family with experts, for `read_num_experts`."""
 
@@ -70,8 +73,9 @@ class Family:
 
     def check(self, config: ConfigReader) -> None:
         """Raises CheckpointError that names every key whose computation is not supported."""
-        found = [config.shown(key) for key in NOT_BUILT if key not in self.computes and config.differs(key, None, False)]
+        found = [config.shown(key) for key in NOT_BUILT if key not in self.computes and config.differs(key, None, False, {})]
         found += [config.shown(key) for key in NOT_BUILT_SCALES if key not in self.computes and config.differs(key, None, 1.0)]
+        found += [config.shown(key) for key in NOT_BUILT_IF_FALSE if config.differs(key, None, True)]
         if "hidden_act" not in self.computes and config.text("hidden_act", "silu") not in ("silu", "swish"):
             found.append(config.shown("hidden_act"))
         found += self.refuses(config)
@@ -128,6 +132,11 @@ def read_num_experts(config: ConfigReader) -> tuple[int, int]:
 def refuses_windows(config: ConfigReader) -> list[str]:
     """`Family.refuses` for a family whose layers all read all keys."""
     return [f"{config.shown('sliding_window')} in a {config.text('model_type')}"] if config.given("sliding_window") else []
+
+
+def refuses_layer_types(config: ConfigReader) -> list[str]:
+    """`Family.refuses` for a family whose layers all have the window that the config gives, as transformers has them."""
+    return [config.shown("layer_types")] if config.given("layer_types") else []
 
 
 def read_heads(config: ConfigReader) -> tuple[int, int]:

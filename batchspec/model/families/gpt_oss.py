@@ -12,9 +12,14 @@ from batchspec.model.blocks.base import Clamp, ExpertsSpec, NormForm
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.blocks.moe import MoeSpec, RouterSpec
 from batchspec.model.config_values import ConfigReader
-from batchspec.model.families.base import EXPERT_COUNTS, Family, read_attentions, read_num_experts
+from batchspec.model.families.base import EXPERT_COUNTS, Family, plain_rope, read_attentions, read_num_experts
+from batchspec.model.rope_config import RopeSpec
 
 NORMS = NormForm(wide=True)
+_YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
 
 
 def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
@@ -40,6 +45,11 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
     return tuple(LayerSpec(replace(attention, sinks=True, norms=NORMS), experts) for attention in attentions)
 
 
+def _rope(config: ConfigReader) -> RopeSpec:
+    """The rotary embedding. rope_parameters that are missing or null are those of the published models."""
+    return plain_rope(config if config.given("rope_parameters") else config.replaced(rope_parameters=_YARN))
+
+
 GPT_OSS = Family(
     name="gpt_oss",
     architecture="GptOssForCausalLM",
@@ -47,12 +57,9 @@ GPT_OSS = Family(
     defaults={
         "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "num_local_experts": 128, "num_experts_per_tok": 4,
         "rms_norm_eps": 1e-5, "rope_theta": 150_000.0,
-        "rope_parameters": {
-            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
     },
     integers=EXPERT_COUNTS,
+    rope=_rope,
     norms=NORMS,
     computes=frozenset(EXPERT_COUNTS),
 )  # fmt: skip

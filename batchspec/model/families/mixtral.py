@@ -9,7 +9,7 @@ from batchspec.model.blocks.base import ExpertsSpec
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.blocks.moe import MoeSpec, RouterSpec
 from batchspec.model.config_values import ConfigReader
-from batchspec.model.families.base import EXPERT_COUNTS, Family, read_attentions, read_num_experts
+from batchspec.model.families.base import EXPERT_COUNTS, Family, read_attentions, read_num_experts, refuses_layer_types
 
 
 def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
@@ -37,4 +37,5 @@ MIXTRAL = Family(
     },
     integers=EXPERT_COUNTS,
     computes=frozenset(EXPERT_COUNTS),
+    refuses=refuses_layer_types,
 )  # fmt: skip

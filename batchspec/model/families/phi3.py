@@ -13,7 +13,15 @@ from dataclasses import replace
 
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.config_values import ConfigReader
-from batchspec.model.families.base import Family, dense_layers, partial_rope, read_attentions, read_heads, read_mlp
+from batchspec.model.families.base import (
+    Family,
+    dense_layers,
+    partial_rope,
+    read_attentions,
+    read_heads,
+    read_mlp,
+    refuses_layer_types,
+)
 from batchspec.model.rope_config import USUAL_THETA, RopeSpec, read_rotary_dim, rope_kind, rope_part
 
 
@@ -51,10 +59,6 @@ def _longrope(config: ConfigReader, rope: ConfigReader) -> RopeSpec:
     )
 
 
-def _refuses(config: ConfigReader) -> list[str]:
-    return [config.shown("layer_types")] if config.given("layer_types") else []
-
-
 PHI3 = Family(
     name="phi3",
     architecture="Phi3ForCausalLM",
@@ -62,5 +66,5 @@ PHI3 = Family(
     defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     rope=_rope,
     computes=frozenset({"partial_rotary_factor"}),
-    refuses=_refuses,
+    refuses=refuses_layer_types,
 )

@@ -7,10 +7,8 @@ Source: https://github.com/vllm-project/compressed-tensors (quantization/quant_a
 
 from __future__ import annotations
 
-import re
-
 from batchspec.model.config_values import ConfigReader
-from batchspec.model.quant.formats import ALL_PLAIN, Formats
+from batchspec.model.quant.formats import ALL_PLAIN, Formats, checked_pattern
 from batchspec.model.quant.fp8 import Fp8, Scales
 from batchspec.model.quant.fp8_products import BLOCK, Activations
 
@@ -29,6 +27,8 @@ def read_compressed_tensors(config: ConfigReader) -> Formats | str:
     names = groups.objects()
     if config.part("sparsity_config").text("format", "dense") != "dense":
         return f"compressed-tensors with {config.shown('sparsity_config')}"
+    if config.differs("transform_config", None, {}):
+        return f"compressed-tensors with {config.shown('transform_config')}"
     quantises = any(groups.part(name).given(key) for name in names for key in _OF_GROUP)
     if config.given("kv_cache_scheme") and len(names) == len(list(groups)) and not quantises:
         return ALL_PLAIN
@@ -45,12 +45,9 @@ def read_compressed_tensors(config: ConfigReader) -> Formats | str:
     if isinstance(scheme, str):
         return scheme
     ignored = config.texts("ignore") or ()
-    patterns = tuple(name.removeprefix(_PATTERN) for name in ignored if name.startswith(_PATTERN))
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except (re.error, RecursionError, OverflowError):
-            raise config.refusal(f"{config.shown('ignore')}: {pattern[:60]!r} is not a regular expression; correct it") from None
+    patterns = tuple(
+        checked_pattern(config, "ignore", name.removeprefix(_PATTERN)) for name in ignored if name.startswith(_PATTERN)
+    )
     return Formats(scheme, tuple(name for name in ignored if not name.startswith(_PATTERN)), patterns)
 
 

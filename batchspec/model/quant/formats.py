@@ -10,6 +10,7 @@ import torch
 
 from batchspec.errors import ConfigError
 from batchspec.model.blocks.base import BlockSpec, projections
+from batchspec.model.config_values import ConfigReader
 from batchspec.model.quant.base import WeightFormat
 from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.quant.ordered import ORDERED
@@ -86,3 +87,12 @@ class Formats:
 
 
 ALL_PLAIN = Formats()
+
+
+def checked_pattern(config: ConfigReader, key: str, pattern: str) -> str:
+    """A regular expression of this key. Raises CheckpointError if it is none."""
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError):
+        raise config.refusal(f"{config.shown(key)}: {pattern[:60]!r} is not a regular expression; correct it") from None
+    return pattern

@@ -1,16 +1,20 @@
 """quant_method fp8: blocks of 128 x 128 with scales `NAME.weight_scale_inv`. Values are multiplied by them, despite the name.
 
-Source: DeepSeek-V3 (arXiv 2412.19437, section 3.3); transformers, quantizers/quantizer_finegrained_fp8.py.
+Modules that stay plain are named or matched by regular expressions, in modules_to_not_convert or, in older files of MiniMax, in
+ignored_layers.
+Source: DeepSeek-V3 (arXiv 2412.19437, section 3.3); transformers, quantizers/quantizer_finegrained_fp8.py, quantizers_utils.py.
 """
 
 from __future__ import annotations
 
 from batchspec.model.config_values import ConfigReader
-from batchspec.model.quant.formats import Formats
+from batchspec.model.quant.formats import Formats, checked_pattern
 from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.quant.fp8_products import BLOCK
 
 FP8_BLOCK = Fp8("block", "group", "weight_scale_inv")
+_END = r"(?:(?<=\.)|(?=\.|$))"
+"""A match ends where a part of a name ends: `layers.1` matches layers.1.mlp, not layers.11.mlp."""
 
 
 def read_fp8(config: ConfigReader) -> Formats | str:
@@ -22,4 +26,8 @@ def read_fp8(config: ConfigReader) -> Formats | str:
         return f"fp8 with {config.shown('fmt')}"
     if config.text("activation_scheme", "dynamic") != "dynamic":
         return f"fp8 in blocks with {config.shown('activation_scheme')}"
-    return Formats(FP8_BLOCK, config.texts("modules_to_not_convert") or ())
+    if config.text("scale_fmt", "float") != "float":
+        return f"fp8 with {config.shown('scale_fmt')}"
+    key = "modules_to_not_convert" if config.given("modules_to_not_convert") else "ignored_layers"
+    names = config.texts(key) or ()
+    return Formats(FP8_BLOCK, names, tuple(f"(?:{checked_pattern(config, key, name)}){_END}" for name in names))

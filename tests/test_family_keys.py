@@ -1,0 +1,154 @@
+"""Keys of config.json that are missing or have other values: logits of tiny models of every family, as transformers reads the
+file; keys of computations that only other models have are refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from batchspec.errors import CheckpointError
+from batchspec.model.families.registry import FAMILIES
+from batchspec.model.spec import load_spec, read_spec
+from batchspec.model.target import Target
+from tests.test_target import Runner, prompts
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 32, "vocab_size": 61,
+    "max_position_embeddings": 256, "pad_token_id": 0,
+}  # fmt: skip
+USUAL: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 12, "rms_norm_eps": 1e-3, "rope_theta": 500.0}
+EXPERTS = {"num_local_experts": 9, "num_experts_per_tok": 2}
+OWN: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    "mistral": {"sliding_window": 9},
+    "qwen3_moe": {
+        "num_experts": 9, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "mlp_only_layers": [1], "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {**EXPERTS, "sliding_window": 9},
+    "minimax_m2": {**EXPERTS, "rotary_dim": 6},
+    "gpt_oss": {**EXPERTS, "sliding_window": 7, "swiglu_alpha": 1.2, "swiglu_limit": 0.8, "attention_bias": False},
+    "gemma3_text": {
+        "sliding_window": 7, "sliding_window_pattern": 2, "query_pre_attn_scalar": 20, "rope_local_base_freq": 50.0,
+        "tie_word_embeddings": False,
+    },
+    "phi3": {"sliding_window": 9, "partial_rotary_factor": 0.5},
+    "olmo2": {},
+    "glm4": {"partial_rotary_factor": 1.0},
+}  # fmt: skip
+VALUES: list[dict[str, Any]] = [
+    {"attention_bias": True},
+    {"tie_word_embeddings": True},
+    {"sliding_window": None},
+    {"num_key_value_heads": 1},
+    {"rope_scaling": {"type": "linear", "factor": 3.0}},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 30.0}},
+    {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
+    {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 5},
+    {"decoder_sparse_step": 2, "norm_topk_prob": False},
+    {"num_experts_per_tok": 1},
+    {"partial_rotary_factor": 1.0},
+]
+REFUSED: dict[str, set[str]] = {
+    "layer_types": {"llama", "qwen3_moe", "minimax_m2", "olmo2", "glm4", "mixtral", "phi3"},
+    "sliding_window": {"gpt_oss", "gemma3_text"},
+    "rope_parameters": {"gemma3_text"},
+    "yarn": {"gemma3_text", "phi3"},
+    "rope_scaling": {"phi3"},
+    "num_experts_per_tok": set(FAMILIES) - {"qwen3_moe", "mixtral", "minimax_m2", "gpt_oss"},
+    "no head_dim": {"phi3"},
+}
+"""The families that refuse a config, by its title in `changed`."""
+
+
+def logits_of_both(config: dict[str, Any], folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ours and those of transformers, each from the same config.json and the same random weights; fp32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    spec = load_spec(folder)
+    auto: Any = AutoModelForCausalLM
+    made: Any = AutoConfig.from_pretrained(folder)
+    model: Any = auto.from_config(made, attn_implementation="eager").eval()
+    # Prompts here are shorter than the default windows.
+    assert set(spec.windows) <= {None, getattr(made, "sliding_window", None)}
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    noise = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n.endswith("bias"))]:
+            tensor.copy_(torch.randn(tensor.shape, generator=noise) * 0.3 + float(name.endswith("norm.weight")))
+        model.tie_weights()
+        ids = prompts([37, 12], 60)
+        theirs = torch.cat([model(torch.tensor([row])).logits[0] for row in ids])
+    model.save_pretrained(folder / "saved")
+    shutil.move(folder / "saved" / "model.safetensors", folder / "model.safetensors")
+    target = Target.load(folder, spec, dtype=torch.float32, device=torch.device("cpu"))
+    return torch.cat(Runner.start(target, 2).feed(ids)[0]), theirs
+
+
+def changed(config: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The config without each of its optional keys, and with other values."""
+    found = [(f"no {key}", {name: value for name, value in config.items() if name != key}) for key in config if key not in SHAPE]
+    found = [(title, own) for title, own in found if title != "no model_type"]
+    for values in VALUES:
+        own = "yarn" if "yarn" in str(values) else "layer_types" if "layer_types" in values else next(iter(values))
+        found.append((own, {**config, **values}))
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_missing_keys_and_other_values_mean_what_they_mean_to_transformers(family: str, tmp_path: Path) -> None:
+    config = {"model_type": family, **SHAPE, **USUAL, **OWN[family]}
+    refused = set()
+    for i, (title, own) in enumerate([("unchanged", config), *changed(config)]):
+        try:
+            ours, theirs = logits_of_both(own, tmp_path / str(i))
+        except CheckpointError:
+            refused.add(title)
+            continue
+        assert torch.allclose(ours, theirs, atol=1e-3, rtol=1e-4), title
+    assert refused == {title for title, families in REFUSED.items() if family in families}
+
+
+# --- keys of other models
+
+OF_OTHER_MODELS: dict[str, Any] = {
+    "compression_config": {"a": 1}, "n_routed_experts": 8, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    "clip_qkv": 8.0, "attention_chunk_size": 8192, "dual_chunk_attention_config": {"chunk_size": 262_144},
+    "no_rope_layers": [1, 0], "no_rope_layer_interval": 4, "kv_lora_rank": 512, "q_lora_rank": 1536,
+    "layer_block_types": ["mamba"], "block_configs": [{}], "vision_config": {"depth": 2}, "text_config": {"depth": 2},
+    "alibi": True, "parallel_attn": True, "use_parallel_residual": True, "qk_layernorm": True, "use_mrope": True,
+    "is_encoder_decoder": True, "logit_scale": 0.0625, "logits_scaling": 8.0, "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22, "attention_multiplier": 0.0156, "scale_emb": 12, "scale_depth": 1.4, "rotary_pct": 0.25,
+    "hidden_act": "relu",
+}  # fmt: skip
+OF_SOME_FAMILIES: dict[str, Any] = {
+    "moe_intermediate_size": 8, "query_pre_attn_scalar": 256, "rope_local_base_freq": 1e4, "use_qk_norm": True,
+    "num_experts": 9, "num_local_experts": 9, "num_experts_per_tok": 2, "partial_rotary_factor": 0.5,
+}  # fmt: skip
+OF_OTHER_MINIMAX: dict[str, Any] = {
+    "scoring_func": "softmax", "use_routing_bias": False, "use_qk_norm": False, "qk_norm_type": "per_head",
+    "shared_intermediate_size": 8, "routed_scaling_factor": 2.5, "layernorm_full_attention_alpha": 3.5,
+    "layernorm_full_attention_beta": 2.0, "layernorm_mlp_alpha": 3.5, "layernorm_mlp_beta": 2.0, "sliding_window": 9,
+    "attn_window_size": 9, "num_expert_group": 8, "topk_group": 4, "attn_type_list": [1, 0, 1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_of_other_models_are_refused_by_name(family: str) -> None:
+    config = {"model_type": family, **SHAPE, **USUAL, **OWN[family]}
+    changes = OF_OTHER_MODELS | (OF_OTHER_MINIMAX if family == "minimax_m2" else {})
+    changes |= OF_SOME_FAMILIES if family == "llama" else {}
+    changes = {key: value for key, value in changes.items() if (family, key) != ("gemma3_text", "hidden_act")}
+    for key, value in changes.items():
+        with pytest.raises(CheckpointError, match=f"not supported: {key}="):
+            read_spec({**config, key: value}, "config.json")
