@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 
 from batchspec.errors import CheckpointError
 from batchspec.model.families.registry import FAMILIES
+from batchspec.model.fused import rms_norm
 from batchspec.model.spec import load_spec, read_spec
 from batchspec.model.target import Target
+from batchspec.model.weights import as_computed
 from tests.test_target import Runner, prompts
 
 SHAPE: dict[str, Any] = {
@@ -117,6 +120,20 @@ def test_missing_keys_and_other_values_mean_what_they_mean_to_transformers(famil
             continue
         assert torch.allclose(ours, theirs, atol=1e-3, rtol=1e-4), title
     assert refused == {title for title, families in REFUSED.items() if family in families}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_norms_in_bf16_are_rounded_as_those_of_transformers(family: str) -> None:
+    name = "gemma3" if family == "gemma3_text" else family
+    module = import_module(f"transformers.models.{name}.modeling_{name}")
+    (own,) = (kind for title, kind in vars(module).items() if title.endswith("RMSNorm"))
+    theirs: Any = own(90, eps=1e-6).bfloat16()
+    torch.nn.init.normal_(theirs.weight)
+    spec = read_spec({"model_type": family, **SHAPE, **USUAL, **OWN[family], "hidden_size": 90}, "config.json")
+    norms = [tensor for tensor in spec.tensors() if tensor.role == "norm"]
+    assert {(norm.wide, norm.offset) for norm in norms} == {(norms[0].wide, norms[0].offset)}
+    x, weight = torch.randn(200, 90).bfloat16(), as_computed(norms[0], theirs.weight.detach(), torch.bfloat16)
+    assert (rms_norm(x, weight, 1e-6) != theirs(x)).float().mean() < 0.001  # a sum of squares in another order
 
 
 # --- keys of other models

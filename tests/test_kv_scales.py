@@ -23,12 +23,13 @@ from batchspec.errors import CheckpointError, ConfigError, OutputError
 from batchspec.model.kv_calibration import MARGIN, MAX_TOKENS, calibrate, calibration_prompts
 from batchspec.model.kv_scales import KVScales, checkpoint_scales
 from batchspec.model.spec import load_spec
+from batchspec.model.target import Target
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.cost import kv_read_bytes
 from batchspec.packing.kv_memory import KVMemory
 from batchspec.prepare import open_job
 from batchspec.runstate.output_folder import KV_SCALES, OutputFolder
-from tests.engines import VOCAB, full_logits, in_e4m3, tiny_target
+from tests.engines import DEVICE, VOCAB, full_logits, in_e4m3, tiny_target
 from tests.models import make_checkpoint, make_tokenizer
 from tests.stand_ins import LLAMA_8B
 
@@ -145,6 +146,13 @@ def test_calibration_leaves_a_margin_over_the_largest_number_of_each_head() -> N
     far = (full_logits(quantised, list(range(20))) - full_logits(target, list(range(20)))).abs().max()
     assert 0 < near < far / 3
     assert MARGIN >= 2**0.5  # what a rotation may add
+
+
+def test_numbers_that_are_not_finite_hide_no_others_from_calibration() -> None:
+    target, usual = Target.load(Path(), tiny_target().spec, dtype=torch.float64, device=DEVICE, dummy=True), [1, 2, 3, 4, 5] * 6
+    target.embedding[9] = torch.nan
+    for prompts in ([usual, [9, 9]], [[9, 9], usual]):
+        assert torch.equal(calibrate(target, iter(prompts)).values, calibrate(tiny_target(), iter([usual])).values)
 
 
 def test_calibration_reads_text_chats_and_the_whole_vocabulary(model: Path) -> None:
