@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from batchspec import load, prepare, run
-from batchspec.commands import decode_again
+from batchspec.commands import decode_again, plan_text
 from batchspec.commands import plan as plan_command
 from batchspec.commands import verify as verify_command
 from batchspec.commands.bench_arguments import parse
@@ -219,7 +219,7 @@ def test_plan_refuses_it_on_a_cpu_and_warns_of_its_cost_on_a_gpu(
     with pytest.raises(ConfigError, match=r"on a CPU needs model.dtype=float64"):
         plan_command.plan(compose(given))
     free = 140 * 10**9
-    for module in (plan_command, load):
+    for module in (plan_text, load):
         monkeypatch.setattr(module, "free_memory", lambda device, weights=0: free - weights)
     monkeypatch.setattr(prepare, "choose_device", lambda name: CUDA)
     monkeypatch.setattr(policy, "is_hopper", lambda device: True)
