@@ -91,7 +91,7 @@ class Ask:
 
     @property
     def is_independent_of_epoch(self) -> bool:
-        """The state has the same number in all epochs: the ask can be repeated by another process."""
+        """Whether `state` has the same number in all epochs, so that another process can answer the ask."""
         return self.state <= THOUGHT
 
 
@@ -104,8 +104,8 @@ class Recheck(NamedTuple):
 
 
 Answer = Expansion | str | None
-"""A text says why the state cannot be computed, with no other state in memory either; None: the process that numbered the states
-has ended, ask in a new epoch."""
+"""A text says why the state cannot be computed, even in a process without other states. None: the process that numbered the
+states has ended; ask again in a new epoch."""
 _EPOCHS = itertools.count()
 
 

@@ -1,5 +1,8 @@
-"""The process that compiles constraints as it reaches its limits, unless only a lazy automaton is asked for: `python -m
-tests.exhausted_compiler`. The text of the constraint says where."""
+"""Stands in for the process that compiles constraints, and reaches a limit at a given place.
+
+Run it with `python -m tests.exhausted_compiler`. The text of the constraint is the place, a number of
+`tests/exhausted_expander.py`. Lazy automata never reach a limit.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The process of lazy automata as it reaches its limits while it works or while it answers: `python -m tests.exhausted_expander`.
+"""Stands in for the process of lazy automata, and reaches a limit at a given place.
 
-The first token of a `Recheck` says where.
+Run it with `python -m tests.exhausted_expander`. The first token of a `Recheck` is the place: while the process works, while it
+answers, at the limit of states, or nowhere.
 """
 
 from __future__ import annotations

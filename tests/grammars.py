@@ -146,7 +146,7 @@ class LateAnswer(Future[Any]):
 
 
 class ScarceProcess(_ExpandProcess):
-    """In this process, and full once all automata together have more than so many states."""
+    """Computes in this process. It is full as soon as all automata together have more than `most` states."""
 
     def __init__(self, most: int = 1 << 30, *, thinks: bool = False) -> None:
         self.most, self.num_started, self._thinks = most, 0, thinks
@@ -172,7 +172,7 @@ class ScarceProcess(_ExpandProcess):
 
 
 class ExpandScarcely:
-    """Two processes with little memory. Answers come late."""
+    """Two processes that are full with more than `most` states each. Answers come late."""
 
     def __init__(self, seed: int, most: int) -> None:
         self._random, self.processes = random.Random(seed), [ScarceProcess(most) for _ in range(2)]

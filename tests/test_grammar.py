@@ -362,7 +362,7 @@ def test_a_state_that_fails_ahead_is_no_error_of_the_row_that_asked(
 
 @pytest.mark.parametrize("beside", [GRAMMARS[0], GRAMMARS[1]], ids=["another grammar", "its own grammar"])
 def test_an_ask_that_fails_beside_the_states_of_other_rows_is_no_error(beside: Grammar) -> None:
-    """Neither row fails alone. Whichever asks first in an epoch gets its state, so that both go on in turn."""
+    """Neither row fails alone. The first one to ask in an epoch gets its state, so that both go on by turns."""
     process = ScarceProcess(most=60)
     one, other = (
         Ask(lazy(beside), ANSWER, (4, 4, 4, 3, 3, 3, 3, 3) if beside is GRAMMARS[1] else (3,) * 10, 1),
@@ -379,26 +379,26 @@ def test_an_ask_that_fails_beside_the_states_of_other_rows_is_no_error(beside: G
         assert process.ask(Ask(first.automaton, found.state, (), epoch)) is None  # its state has lost its number
 
 
-def test_an_ask_that_fails_alone_is_an_error_whatever_is_beside_it() -> None:
+def test_an_ask_that_fails_alone_is_an_error_whatever_other_states_there_are() -> None:
     process, deep = ScarceProcess(most=60), Ask(lazy(GRAMMARS[1]), ANSWER, (3, 4) * 9, 1)
     assert process.ask(deep) == "full"
     found = process.ask(Ask(lazy(GRAMMARS[1]), ANSWER, (3, 4) * 4, 2))
     assert isinstance(found, Expansion)
-    assert process.ask(Ask(lazy(GRAMMARS[1]), found.state, (3, 4) * 5, 2)) is None  # by now who is to blame is unknown
+    assert process.ask(Ask(lazy(GRAMMARS[1]), found.state, (3, 4) * 5, 2)) is None  # other states may be the cause
     assert process.ask(replace(deep, epoch=3)) == "full"
 
 
 @pytest.mark.parametrize(
     ("where", "why"),
     [
-        (WORKING, "its states take more memory than allowed"), (ANSWERING, "its states take more memory than allowed"),
+        (WORKING, "its states take more than 4 GiB of memory"), (ANSWERING, "its states take more than 4 GiB of memory"),
         (STATES, "its texts take more than 200,000 states"),
     ],
 )  # fmt: skip
 def test_a_process_that_reaches_its_limits_says_so_and_is_replaced(
     where: int, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """While it writes its answer, too, of which a part has come then."""
+    """Also while it writes its answer, of which a part has been read then."""
     monkeypatch.setattr(_ExpandProcess, "module", "tests.exhausted_expander")
     expander = Expander({"vocabulary": VOCABULARY, "end_ids": (EOS,), "thinks": False, "may_begin": False}, num=1)
     assert expander.recheck(Recheck(lazy(GRAMMARS[0]), ANSWER, (where, 4))).result(60) == why
@@ -406,8 +406,8 @@ def test_a_process_that_reaches_its_limits_says_so_and_is_replaced(
 
 
 @pytest.mark.parametrize("num_kills", [2, 3, 4])
-def test_a_process_that_is_killed_says_nothing_of_what_it_was_asked_for(num_kills: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the machine's memory runs out. It is asked once beside other requests, and three times alone."""
+def test_a_request_whose_process_is_killed_is_repeated(num_kills: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request is repeated in at most three new processes; only if all are killed too, it is given up."""
     left = [0]
 
     def killed(process: LimitedProcess, request: object, result: Any = LimitedProcess.result) -> Any:
@@ -437,7 +437,7 @@ def test_a_constraint_that_takes_all_memory_becomes_a_lazy_automaton(
     monkeypatch.setattr(CompileProcess, "module", "tests.exhausted_compiler")
     process = CompileProcess(({}, 1 << 32, 20))
     assert process.ask(("regex", str(NOWHERE))) == {"lazy": "regex"}
-    assert process.ask(("regex", str(where))) == {"lazy": "compiling it takes more memory than allowed"}
+    assert process.ask(("regex", str(where))) == {"lazy": "compiling it takes more than 4 GiB of memory"}
     assert process.ask(("regex", str(NOWHERE))) == {"lazy": "regex"}
     process.close()
 

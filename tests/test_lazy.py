@@ -145,7 +145,7 @@ def test_states_are_asked_for_once_and_serve_all_rows_and_later_runs(monkeypatch
 
 
 def test_a_request_that_enters_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What refills a slot runs between rounds, for every free slot."""
+    """The lookup runs between rounds for every free slot, so its time counts."""
     asked, may_enter = list[bool](), LazyStates.may_enter
 
     def noted(states: LazyStates, state: RequestState) -> bool:
@@ -163,7 +163,7 @@ def test_a_request_that_enters_is_looked_up_once(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("is_allowed", [True, False])
-def test_what_an_earlier_run_left_is_judged_although_the_states_were_lost(is_allowed: bool) -> None:
+def test_tokens_of_an_earlier_run_are_checked_although_the_states_were_lost(is_allowed: bool) -> None:
     req = following(request(0, [4, 7], cap=12), GRAMMARS[0])
     whole = grammar_tokens(req, GRAMMARS[0])
     wrong = next(token for token in range(VOCAB) if not may_follow(GRAMMARS[0], whole[:1], token))
@@ -351,7 +351,7 @@ def states_alone(req: Request, grammar: Grammar) -> int:
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_row_is_an_error_row_only_if_its_own_states_take_too_much(name: str, data: st.DataObject) -> None:
-    """Rows of one grammar share the states and the memory of its process: whoever finds it full has not filled it."""
+    """Rows of one grammar share the states and the memory of its process: the row that reaches a limit is not the only cause."""
     deep = Grammar({"S": ("aSa", "bSb", "cSc", "d")})
     rules = data.draw(st.lists(st.sampled_from((deep, deep, deep, *GRAMMARS[:3])), min_size=2, max_size=7))
     job = [(following(request(i, [i, 9], cap=14, sampling=SAMPLINGS[1]), rule), rule) for i, rule in enumerate(rules)]

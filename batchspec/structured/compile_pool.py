@@ -24,9 +24,9 @@ BLOCKED_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2
 PASSED_ENVIRONMENT = ("PATH", "TZ", "PYTHON", "LD_LIBRARY_PATH", "LANG", "LC_")
 MOST_PROCESSES = 8
 MAX_KILLS = 3
-"""Processes that are killed from outside, one after the other, before their request is given up."""
+"""Number of processes that may be killed from outside, one after another, until their request is given up."""
 OUT_OF_MEMORY, TOO_MANY_STATES = 12, 13
-"""Exit codes of a process that has reached a limit: it ends, because what it made so far is in the way of all that comes."""
+"""Exit codes of a process that has reached a limit. It ends, because what it holds would make later requests fail too."""
 LAZY = "lazy "
 """Prefix of the kind in a request: only check that the constraint can be a lazy automaton."""
 
@@ -87,11 +87,11 @@ class Died(Exception):
 
 
 class Full(Died):
-    """It has reached a limit of all that it keeps, for this request and for those before."""
+    """It has reached a limit on all that it holds, of this request and of earlier ones."""
 
 
 class Killed(Died):
-    """It was killed from outside, as where the machine's memory runs out. That says nothing of the request."""
+    """It was killed from outside, probably because the machine's memory ran out. Its request need not be the cause."""
 
 
 class LimitedProcess:
@@ -101,8 +101,8 @@ class LimitedProcess:
     """
 
     module = "batchspec.structured.compile_process"
-    limits: ClassVar[Mapping[int, str]] = {OUT_OF_MEMORY: "compiling it takes more memory than allowed"}
-    """What the process's exit codes say of what it was asked for."""
+    limits: ClassVar[Mapping[int, str]] = {OUT_OF_MEMORY: "compiling it takes more than {gib:g} GiB of memory"}
+    """The error message of each exit code; {gib}: the limit of memory in GiB."""
 
     def __init__(self, first_message: tuple[Any, int, int]) -> None:
         self._first_message, self._cpu_s = first_message, first_message[2]
@@ -126,7 +126,7 @@ class LimitedProcess:
         except (BrokenPipeError, EOFError, pickle.UnpicklingError):
             code = self._code()
             if code in self.limits:
-                raise Full(self.limits[code]) from None
+                raise Full(self.limits[code].format(gib=self._first_message[1] / 2**30)) from None
             if self._closed:
                 raise RuntimeError("the process that compiles schemas was closed") from None
             if code >= 0:  # it never ends by itself while it is asked
@@ -137,7 +137,7 @@ class LimitedProcess:
             raise Died(took_too_long if code == -signal.SIGXCPU else f"the process that compiles it ended with {code}") from None
 
     def result_alone(self, request: object) -> Any:
-        """As `result`, of a process that keeps nothing of earlier requests. Raises Killed only if several were killed."""
+        """As `result`, from a new process, which holds nothing of earlier requests. Raises Killed after MAX_KILLS killed ones."""
         for kills_left in reversed(range(MAX_KILLS)):
             self.end()
             try:
@@ -155,7 +155,7 @@ class LimitedProcess:
                 self._process.kill()
 
     def end(self) -> None:
-        """Kill the process, with all that it keeps; the next request starts another."""
+        """Kill the process and so drop all that it holds; the next request starts another one."""
         if self._process is not None:
             self._process.kill()
             self._code()

@@ -80,7 +80,7 @@ def answer(kind: str, source: str, cpu_s: int, **job: Any) -> dict[str, Any]:
 
 
 def why(error: Exception) -> str:
-    """What an error says of the constraint."""
+    """The error as a message about the constraint."""
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
@@ -110,7 +110,7 @@ def main() -> None:
             write.flush()
         except EOFError:
             return
-        except MemoryError:  # what was written of the answer is cut off, and no other one may follow it
+        except MemoryError:  # also while it writes an answer, which is then incomplete: no other one may follow it
             os._exit(OUT_OF_MEMORY)
         gc.collect()
 

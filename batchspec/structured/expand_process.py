@@ -4,8 +4,9 @@ It reads pickles from its input and answers with pickles: first (arguments of `W
 and `Recheck`s. The answer to an `Ask` is an `Expansion`, whose `state` is the number of the state that was asked for; that to a
 `Recheck` is a number of tokens. Either may be an error's text.
 
-All rows of an automaton share its states, and all automata of the process its memory. Whatever reaches the limit of either is not
-to blame for it, so the process does not answer: it ends with OUT_OF_MEMORY or TOO_MANY_STATES.
+All rows of an automaton share the limit on its states, and all automata of the process share its memory. The request that
+reaches one of these limits need not be the cause. So the process does not answer it, but ends with OUT_OF_MEMORY or
+TOO_MANY_STATES.
 """
 
 from __future__ import annotations
@@ -186,7 +187,7 @@ def main() -> None:
             write.flush()
         except EOFError:
             return
-        except MemoryError:  # the answer, too, may have found no memory: what was written of it is cut off
+        except MemoryError:  # also while it writes an answer, which is then incomplete
             os._exit(OUT_OF_MEMORY)
         except TooManyStates:
             os._exit(TOO_MANY_STATES)

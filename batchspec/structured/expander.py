@@ -62,27 +62,28 @@ class Expander:
 
 
 class _ExpandProcess(LimitedProcess):
-    """A row gets no error but its own: what fails beside other rows' states is repeated in a process without them.
+    """A row becomes an error row only if its own states exceed a limit: a request that fails in a process with the states of
+    other rows is repeated in a new process without them.
 
-    The states of a process end with it, so the asks of that epoch get None. The first ask of the next one, as that of every new
-    process, is computed with nothing else in memory and nothing read ahead: where it can be answered at all, it is, so that the
-    row goes on.
+    The states of a process are lost when it ends, so later asks of that epoch get None and come again in a new epoch. A new
+    process computes its first ask with no other states in memory and reads nothing ahead. So each epoch answers at least one
+    ask, if it can be answered at all, and the rows make progress.
     """
 
     module = "batchspec.structured.expand_process"
     limits: ClassVar[Mapping[int, str]] = {
-        OUT_OF_MEMORY: "its states take more memory than allowed",
+        OUT_OF_MEMORY: "its states take more than {gib:g} GiB of memory",
         TOO_MANY_STATES: f"its texts take more than {MAX_STATES:,} states",
     }
     _epoch, _lost_epoch = -1, -2
-    """The newest epoch, and that in which a process ended. The next process numbers states anew."""
+    """The newest epoch, and the one whose states were lost with a process. The next process numbers states anew."""
     _reads_ahead = True
 
     def ask(self, ask: Ask) -> Answer:
         if ask.epoch == self._lost_epoch:
             return None
         if self._epoch == self._lost_epoch:
-            self.end()  # the one in which the error was repeated
+            self.end()  # the process in which the failed ask was repeated
         self._epoch = ask.epoch
         reads_ahead = ask.reads_ahead and self._reads_ahead and self.pid is not None
         try:
@@ -90,7 +91,7 @@ class _ExpandProcess(LimitedProcess):
             return found
         except FAILURES as error:
             self._lost_epoch = ask.epoch
-            # A state that no row asked for may have taken the time: none is begun any more.
+            # A state that no row had asked for may have taken the time: read no more of them ahead.
             self._reads_ahead &= not reads_ahead or isinstance(error, Full | Killed)
         if not ask.is_independent_of_epoch:
             return None
@@ -106,7 +107,7 @@ class _ExpandProcess(LimitedProcess):
         return found
 
     def _alone(self, asked: Ask | Recheck) -> Any:
-        """The answer of a process that keeps nothing else, or why there is none."""
+        """The answer of a process that holds nothing else, or the reason why there is none."""
         try:
             return self.result_alone(asked)
         except FAILURES as error:
@@ -115,7 +116,7 @@ class _ExpandProcess(LimitedProcess):
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """A process, and what it is asked for."""
+    """A process, and the queue of its requests."""
 
     process: _ExpandProcess
     tasks: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)

@@ -21,7 +21,7 @@ from batchspec.token_automaton import BEGIN_THOUGHT, DEAD, END_THOUGHT, NUM_SYMB
 MAX_PLACES = 2_000
 """Limit of the places of one state: the ways in which an ambiguous grammar may have read a text so far."""
 MAX_STATES = 200_000
-"""Limit of the states of one automaton, which all its rows together reach."""
+"""Limit of the states of one automaton: all rows that follow it share them."""
 FINAL = (-1, 0)
 Place = tuple[int, int]
 """State of the network, and number of a stack; FINAL: the text may end."""
@@ -29,7 +29,7 @@ _CALL = -1
 
 
 class TooManyStates(Exception):
-    """An automaton has MAX_STATES states. That is no fault of the text that reaches the next one: other texts reached most."""
+    """An automaton has MAX_STATES states. The text that needs one more need not be the cause: other texts share these states."""
 
 
 class LazyDfa:
@@ -90,7 +90,7 @@ class LazyDfa:
         return FINAL in self._sets[ANSWER if state == EITHER and not self._channels else state]
 
     def explore(self, states: Iterable[int]) -> None:
-        """Compute the next states of these states by every class. Raises TooLarge and TooManyStates, as all that calls it."""
+        """Compute the next states of these states by every class. Raises TooLarge and TooManyStates."""
         for state in states:
             if not self.explored[state]:
                 row = self._row(self._sets[state])
@@ -98,7 +98,7 @@ class LazyDfa:
                 self.explored[state] = True
 
     def after(self, state: int, symbols: Iterable[int]) -> int:
-        """The state after a text from `state`. Raises TooLarge."""
+        """The state after a text from `state`. Raises as `explore`."""
         for symbol in symbols:
             self.explore([state])
             state = int(self.next[state, self.classes[symbol]])

@@ -1,4 +1,7 @@
-"""anyOf, oneOf, not, if and dependencies as alternatives: lists of schemas, one of which holds instead of the keyword."""
+"""anyOf, oneOf, not, if and dependencies as alternatives, one of which holds in place of the keyword.
+
+An alternative is a list of schemas that all hold.
+"""
 
 from __future__ import annotations
 
