@@ -1,4 +1,4 @@
-"""Error rows of requests that were decoded. This module does not import torch."""
+"""Error rows that replace the completions of decoded requests. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from batchspec.records import Completion, RowError
 
 
 def error_row(done: Completion, error: RowError) -> Completion:
-    """The error row in place of a completion. Its tokens, and all that was made of them, are left out: they may come from damaged
-    numbers, or break the row's constraint. Its statistics count them as discarded."""
+    """The error row that replaces a completion. It has neither tokens nor text, because they may be wrong or may break the row's
+    constraint. Its statistics count the tokens as discarded."""
     stats = done.stats
     if stats is not None:
         stats = replace(stats, num_discarded=stats.num_prefills + stats.num_accepted + stats.num_rounds)

@@ -30,7 +30,7 @@ ENDS = -2
 DEAD = 0
 """The state after a token that is not allowed. It allows every token, because nothing of what follows is kept."""
 KEPT_STEPS = 1 << 17
-"""Steps from a state by a token that an automaton keeps once they were walked."""
+"""Maximum number of steps, each from a state by a token, whose results an automaton keeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,7 +57,7 @@ class TokenSymbols:
         return bytes(found[found < 256].astype(np.uint8)).decode("utf-8", "replace")
 
     def symbols_of(self, tokens: Sequence[int]) -> tuple[Ids, NDArray[np.int64]]:
-        """The symbols of tokens, one after the other, and the number of them after which each token ends."""
+        """The symbols of tokens, concatenated, and for each token the index after its last symbol."""
         ids = np.asarray(tokens, np.int64)
         starts = self.starts[ids]
         lengths = self.starts[ids + 1] - starts
@@ -120,7 +120,7 @@ class TokenAutomaton:
         return state
 
     def _walk_symbols(self, state: int, tokens: Sequence[int]) -> int:
-        """As `walk`, where steps are new: numpy finds the classes of all symbols at once, and a loop reads a state for each."""
+        """As `walk`, if some steps are new: numpy finds the classes of all symbols at once, and a loop reads the next states."""
         steps, num_tokens, width = self._steps, self.vocabulary.num_tokens, self.table.shape[1]
         symbols, ends = self.vocabulary.symbols_of(tokens)
         columns, words, begin = (NEXT + self.classes[symbols]).tolist(), self.table.ravel().data, 0

@@ -56,14 +56,14 @@ class AutomataCapacity:
 
     @property
     def nothing(self) -> ConstraintOffsets:
-        """A state that allows no token, after all others: that of a row with an automaton until `constrain` sets its own."""
+        """A state after all others that allows no token. A row with an automaton has it until `constrain` sets its own state."""
         classes = self.table_words + self.lazy_words
         return ConstraintOffsets(classes, classes + NUM_SYMBOLS)
 
 
 @dataclass(frozen=True, slots=True)
 class ConstraintOffsets:
-    """Where the automaton of a row that enters its slot or is woken is in the tables, as word numbers."""
+    """Where the automaton and the state of a row are in the tables, when the row enters a slot or is woken."""
 
     classes: int
     """Word number of the automaton's class map."""

@@ -45,7 +45,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "draft.num_speculative_tokens": (1, 64, "give the draft tokens per round, or draft=none for no speculation"),
     "draft.prompt_lookup_min": (1, 16, "1 or 2 works well"),
     "draft.prompt_lookup_max": (1, 16, "3 to 8 works well"),
-    "draft.growth": (1, 64, "2 works well; draft.num_speculative_tokens and more means no limit"),
+    "draft.growth": (1, 64, "2 works well; draft.num_speculative_tokens or more means no limit"),
     "draft.head_len": (1, 64, "null is draft.num_speculative_tokens; 3 works well"),
     "draft.corpus_tokens": (0, 2**28, "0 is off; 1000000 take 72 MB"),
     "draft.table_entries": (16, 2**30, "null is four for each of draft.corpus_tokens"),
@@ -181,8 +181,8 @@ GIVE_THEM = {
 
 
 def check_credentials(config: Any, keys: Iterable[str]) -> None:
-    """Raise ConfigError for credentials in URLs: the configuration is written to the manifest and the card. It does not show
-    them."""
+    """Raise ConfigError for credentials in URLs, because the configuration is written to the manifest and the card. The message
+    does not show them."""
     for key in keys:
         value = value_of(config, key)
         for url in value if isinstance(value, list) else value.values() if isinstance(value, dict) else [value]:

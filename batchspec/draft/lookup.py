@@ -26,7 +26,8 @@ class LookupDrafter(NoFeatures):
 
     It needs no checkpoint and works with any model. Two drafts per matched token cost nothing on text that hardly repeats, and
     still copy whole passages, because matches grow. If a corpus of finished rows has a longer match than the row's own tokens,
-    its drafts are used instead: the less the corpus agrees on what follows, the fewer (`kernels/drafting/corpus_lookup.py`).
+    the drafts come from there. There are fewer of them if the occurrences in the corpus continue differently
+    (`kernels/drafting/corpus_lookup.py`).
     """
 
     name = "lookup"

@@ -167,7 +167,7 @@ class PardDrafterSpec(DrafterSpec[PardModel]):
     """draft=pard."""
 
     assumed_accepted = 1.5
-    """Each of three drafts is accepted in four of five rounds in which those before it were."""
+    """An assumption: it was not measured."""
 
     def __init__(self, config: RunConfig, target: ModelSpec, *, draft_vocab: int = DEFAULT_DRAFT_VOCAB) -> None:
         super().__init__(config, target, draft_vocab=draft_vocab)

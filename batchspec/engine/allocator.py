@@ -87,7 +87,7 @@ class SlotAllocator:
         return min(b for b in self.batch.row_buckets if b > taken.max(initial=-1))
 
     def _peek(self, passed: int = 0) -> RequestState | None:
-        """The request that has waited longest, after so many others; None if none waits at present."""
+        """The waiting request after the `passed` that have waited longest; None if there is none at present."""
         waiting = self._waiting
         while len(waiting) > passed and waiting[passed].finish_reason is not None:  # it failed before it got a slot
             del waiting[passed]
@@ -101,8 +101,8 @@ class SlotAllocator:
         return waiting[passed] if len(waiting) > passed else None
 
     def _next(self, passed: int) -> int | None:
-        """The place in the queue of the first request, after so many others, that may enter a slot at once; at most as many are
-        passed over as there are slots. None: there is none."""
+        """The place in the queue of the first request, from place `passed` on, that may enter a slot at once; None if there is
+        none. At most as many requests are passed over as there are slots."""
         for place in range(passed, self.batch.num_slots + 1):
             state = self._peek(place)
             if state is None or self._has_its_state(state):
@@ -110,7 +110,8 @@ class SlotAllocator:
         return None
 
     def _has_its_state(self, state: RequestState) -> bool:
-        """False where the next state of its lazy automaton is not there yet: requests after it need not wait for that."""
+        """Whether the state that the request enters with is known. A lazy automaton's may still be computed; later requests do
+        not wait for it."""
         if not isinstance(state.request.automaton, LazyAutomaton):
             return True
         assert self.lazy is not None, "the engine was made for requests without lazy automata"

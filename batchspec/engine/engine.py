@@ -187,8 +187,8 @@ class Engine:
             lookahead=self.batch.run_ahead * round_.max_emitted + round_.kv_per_round,
         )
         self._taken: dict[RequestState, None] = {}
-        """Requests that were taken from the stream and whose completions the caller does not have, wherever they are: waiting, in
-        a slot, preempted, or ended and not checked yet."""
+        """Requests that were taken from the stream and whose completions the caller does not have yet: they wait, are in a slot,
+        are preempted, or have ended and are not checked. A dict, because it keeps their order."""
         self._ended_at_once: list[RequestState] = []
         self._check.restart()
         lazy = self.lazy
@@ -301,8 +301,9 @@ class Engine:
         """Snapshots of all requests that have tokens and whose completions the caller does not have. Call it in `on_round`, or
         after a `run` that was stopped or failed.
 
-        A request that has ended and was not checked yet is among them: continued, it ends at once and is checked then. One that
-        has failed is not: it is decoded anew. Empty if logprobs are asked for: those of a row must come from one run.
+        Requests that have ended and are not checked yet are included: the next run checks them without decoding. Requests that
+        have failed are not: the next run decodes them from the beginning. Empty if logprobs are asked for, because those of a
+        row must come from one run.
         """
         if self.options.logprobs is not None:
             return []
@@ -375,8 +376,8 @@ def _states(
     options: RoundOptions,
     follows: Callable[[Request], bool],
 ) -> Iterator[RequestState | None]:
-    """The requests' states, each noted in `taken`. A request that ends at once, by tokens of an earlier run or those that its
-    thinking budget forces, goes to `ended_at_once` instead: it needs no slot."""
+    """The states of the requests that need a slot. A request that has ended already, by the tokens of an earlier run or those
+    that its thinking budget forces, is added to `ended_at_once` instead. All states are added to `taken`."""
     for request in requests:
         if request is None:
             yield None

@@ -21,7 +21,7 @@ from batchspec.records import CONSTRAINT_VIOLATED, Request, RowError
 from batchspec.token_automaton import DEAD, TokenSymbols
 
 MAX_WRITTEN = 64
-"""Tokens of a row that are sent with an ask."""
+"""Maximum number of a row's tokens that are sent with an ask."""
 PATIENCE = 16
 """Rounds that rows with known states may decode, once the tables are full, before all states are forgotten."""
 _Key = tuple[LazyAutomaton, int, tuple[int, ...]]
@@ -36,7 +36,7 @@ class _Row:
     """State of the automaton after `num_walked` output tokens."""
     num_walked: int = 0
     num_learned: int = 0
-    """Output tokens that were sent with an ask."""
+    """Number of output tokens that were sent with an ask."""
     asked: _Key | None = None
     waits: bool = False
     """It is in a slot, and not live on the device until it is woken."""
@@ -68,7 +68,7 @@ class LazyStates:
     def follows(self, request: Request) -> bool:
         """Whether the request's automaton allows the tokens that an earlier run left. Waits for the answer.
 
-        True where the process cannot tell: `LastCheck` asks again.
+        True if the process cannot find out: `LastCheck` asks again.
         """
         if request.resumed is None or not isinstance(request.automaton, LazyAutomaton):
             return True
@@ -100,7 +100,7 @@ class LazyStates:
         return row.asked is None and self._has_mask(row) if self.full else self._is_ready(row)
 
     def constraint(self, state: RequestState) -> ConstraintOffsets:
-        """Places of a row that `may_enter` a slot: its class map and its state."""
+        """Where the class map and the state of a row that `may_enter` a slot are in the tables."""
         row = self._rows[id(state)]
         known = self._places.known[row.automaton]
         return ConstraintOffsets(known.class_place, int(known.places[row.at]))
@@ -196,7 +196,7 @@ class LazyStates:
         return uploads
 
     def take_wakes(self) -> tuple[tuple[int, ConstraintOffsets], ...]:
-        """Rows that wait no longer: slot, and places of class map and state."""
+        """Rows that wait no longer: the slot, and where class map and state are in the tables."""
         woken = [row for row in self._rows.values() if row.waits and self._is_ready(row)]
         for row in woken:
             row.waits, row.woken_at = False, len(row.state.tokens)

@@ -1,7 +1,6 @@
 """The work on a shard's rows besides decoding: admission before it, the output table after it. Neither needs torch.
 
-A worker process gets only a `ShardWork` (`shard_workers.py`), so it can be pickled and does the same in every
-process.
+A worker process gets only a `ShardWork` (`shard_workers.py`), so it can be pickled and does the same in every process.
 """
 
 from __future__ import annotations

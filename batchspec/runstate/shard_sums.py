@@ -1,7 +1,7 @@
 """The sha256 of each shard as a run committed it, in the format of sha256sum. Each run that publishes a shard has a file for it.
 
-The file is written before the shard gets its name, so that every committed shard has a sum, and emptied if another run's shard
-got the name.
+The file is written before the shard is published under its final name, so that every committed shard has a sum. It is emptied if
+another run published the shard first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ShardSums:
         return {self._store.read(f"{FOLDER}/{name}").split(b" ")[0] for name in own}
 
     def settle(self) -> None:
-        """If several runs published a shard one after the other, keep only the sum of the present file."""
+        """If several runs published a shard one after another, keep only the sum of the file that is there now."""
         attempts: dict[int, set[str]] = {}
         for name in self.listed():
             if match := re.fullmatch(r"part-(\d{5,18})\.parquet\.(\w+)", name):

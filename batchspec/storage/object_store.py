@@ -107,7 +107,7 @@ class ObjectStore(ABC):
 
     def check_root(self) -> None:
         if self.exists(""):
-            raise OutputError(f"output.dir {self.where} is an object and is not a batchspec job; choose another folder")
+            raise OutputError(f"output.dir {self.where} is an object, so it is not a batchspec job; choose another folder")
 
     def check_bucket(self) -> None:
         self.list("")

@@ -27,15 +27,17 @@ NCCL_S = 600.0
 
 
 def limit_s(own: float | None, *, gpu: bool) -> float:
-    """Seconds without a round after which a run counts as hung; 0 is never. `own` is the key cluster.watchdog_s."""
+    """Seconds without a round after which a run counts as hung; 0 means never. own: the key cluster.watchdog_s."""
     return own if own is not None else 600.0 if gpu else 3600.0
 
 
 def nccl_s(watchdog_s: float) -> float:
-    """Seconds that an exchange over NCCL may take in a run with a watchdog of `watchdog_s`; infinite if that is 0.
+    """Seconds after which torch aborts the process because of an exchange over NCCL that hangs. watchdog_s: the watchdog's limit;
+    0: there is none, and the result is infinite.
 
-    torch then aborts the process. The watchdog, which saves the run's work, must come first: the time of an exchange begins at
-    its launch, that of the watchdog at the last finished round, which may be later. Before the first round no watchdog watches.
+    The watchdog must end the process first, because it saves the run's work. torch counts from the launch of the exchange, the
+    watchdog from the last finished round, which may be later by up to its own limit: so the result is at least twice that limit,
+    and the time of saving. Before the first round only torch counts.
     """
     return max(NCCL_S, 2 * watchdog_s + SAVE_S) if watchdog_s else math.inf
 

@@ -10,8 +10,8 @@ interleaved, 2j is rotated with 2j + 1 (GPT-J, GLM).
 If K or V of a key is not finite, its K is written as NaN, and the values of its V that are not finite as 0. Queries that attend
 to this key get NaN, and no others: for a masked key attention drops the score, but still multiplies V by 0.
 
-With scales K and V are rounded to the tensors' dtype, then stored as e4m3 (`common/e4m3.py`) with a scale of each head;
-finite values saturate.
+With scales, K and V are rounded to the tensors' dtype, then stored as e4m3 (`common/e4m3.py`) with one scale per head. Finite
+values saturate.
 
 Angles are computed in fp32 from the positions, so that no cos and sin tables of the batch are made or read; rounded to the
 tensors' dtype where the torch path rounds (Su et al. 2021, arXiv 2104.09864). Bound by memory at prefill sizes (read and written

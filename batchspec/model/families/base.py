@@ -12,8 +12,8 @@ from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.config_values import ConfigReader, Json, Ranges, short_json
 from batchspec.model.rope_config import RopeSpec, read_rope
 
-# Keys of computations that only other models have: refused unless null, false or empty; the second list unless null or 1; the
-# third unless null or true.
+# Keys of computations that only other models have. Those of NOT_BUILT are refused unless they are null, false or empty; those of
+# NOT_BUILT_SCALES, unless null or 1; those of NOT_BUILT_IF_FALSE, unless null or true.
 NOT_BUILT = (
     "compression_config", "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok",
     "moe_intermediate_size", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "clip_qkv",
@@ -135,7 +135,7 @@ def refuses_windows(config: ConfigReader) -> list[str]:
 
 
 def refuses_layer_types(config: ConfigReader) -> list[str]:
-    """`Family.refuses` for a family whose layers all have the window that the config gives, as transformers has them."""
+    """`Family.refuses` for a family whose layers all have the same window: transformers ignores their layer_types."""
     return [config.shown("layer_types")] if config.given("layer_types") else []
 
 

@@ -46,7 +46,7 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
 
 
 def _rope(config: ConfigReader) -> RopeSpec:
-    """The rotary embedding. rope_parameters that are missing or null are those of the published models."""
+    """The rotary embedding. If rope_parameters are missing or null, it is that of the published models."""
     return plain_rope(config if config.given("rope_parameters") else config.replaced(rope_parameters=_YARN))
 
 

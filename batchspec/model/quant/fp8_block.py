@@ -1,7 +1,7 @@
 """quant_method fp8: blocks of 128 x 128 with scales `NAME.weight_scale_inv`. Values are multiplied by them, despite the name.
 
-Modules that stay plain are named or matched by regular expressions, in modules_to_not_convert or, in older files of MiniMax, in
-ignored_layers.
+Modules that stay plain are listed, by name or as regular expressions, in modules_to_not_convert; older files of MiniMax list them
+in ignored_layers.
 Source: DeepSeek-V3 (arXiv 2412.19437, section 3.3); transformers, quantizers/quantizer_finegrained_fp8.py, quantizers_utils.py.
 """
 
