@@ -59,7 +59,7 @@ def test_a_whole_text_of_a_schema_that_is_no_json_is_an_error_row(text: str) -> 
     assert out.stats == replace(STATS, num_discarded=6)
 
 
-def test_an_error_row_has_of_a_completion_what_is_known_of_its_request_and_what_it_cost() -> None:
+def test_an_error_row_keeps_the_fields_of_the_request_and_the_statistics() -> None:
     error = RowError(code="code", stage="decode", message="why", retryable=True)
     done = replace(ended("{}"), logprobs=np.zeros(2, np.float32), reasoning="so", tool_calls="[]", text_due=True, cached_tokens=3)
     kept = {"prompt_ids", "seed", "predicted_tokens", "cached_tokens", "request_id", "row_index", "sample_index", "shard"}

@@ -219,10 +219,10 @@ def test_openai_s_requests_become_an_input_that_batchspec_maps(tmp_path: Path, c
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", r"in.jsonl line 2: no batch request \(BadJson"),
-        ("[]", "line 2: no batch request"),
-        ('{"custom_id": "a", "body": {}}', r"no batch request \(KeyError: 'messages'\)"),
-        ('{"custom_id": "\\ud800", "body": {"messages": []}}', r"no batch request \(BadText"),
+        ("{", r"in.jsonl line 2: not a batch request \(BadJson"),
+        ("[]", "line 2: not a batch request"),
+        ('{"custom_id": "a", "body": {}}', r"not a batch request \(KeyError: 'messages'\)"),
+        ('{"custom_id": "\\ud800", "body": {"messages": []}}', r"not a batch request \(BadText"),
         (json.dumps(request() | {"url": "/v1/embeddings"}), r"url '/v1/embeddings' is not /v1/chat/completions"),
         (
             json.dumps(request(response_format={"type": "structural_tag"})),

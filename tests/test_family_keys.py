@@ -1,5 +1,5 @@
-"""Keys of config.json that are missing or have other values: logits of tiny models of every family, as transformers reads the
-file; keys of computations that only other models have are refused by name."""
+"""Keys of config.json, in tiny models of every family: a missing key or another value gives the logits of transformers. Keys of
+computations that only other models have are refused by name."""
 
 from __future__ import annotations
 

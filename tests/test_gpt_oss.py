@@ -133,7 +133,7 @@ def test_bytes_are_two_values_the_low_half_first_times_a_power_of_two() -> None:
 
 @pytest.mark.parametrize(("scale", "refused"), [(128, False), (129, True), (255, True)])
 def test_scales_that_the_kernels_cannot_read_are_refused(scale: int, refused: bool) -> None:
-    """They would read another number: two weights of one of four experts are larger."""
+    """The kernels would read another number. Two scales of one of four experts are larger than the others."""
 
     class Large(DummyWeights):
         def entry(self, name: str, index: int) -> Tensor:

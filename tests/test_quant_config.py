@@ -53,7 +53,7 @@ GROUP = {**TOKEN, "strategy": "group", "group_size": 128}
 
 
 def test_names_with_stars_match_whole_names_and_others_whole_modules() -> None:
-    """`*.mlp.gate`, the name of a router, is no beginning of gate_proj."""
+    """`*.mlp.gate`, the name of a router, does not match gate_proj."""
     config = {"model_type": "llama", **ODD, "num_attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 64}
     quantisation = {
         **MODELOPT,

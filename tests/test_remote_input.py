@@ -142,7 +142,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(data: CloudLab) -> None:
         ("in/nowhere.parquet", "does not exist; check the path and the bucket"),
         ("in/z*.parquet", "no data file there; names end in one of"),
         ("nowhere/*", "no data file there; names end in one of"),
-        ("in/README.md", "no data by its name; names end in one of"),
+        ("in/README.md", "is not that of a data file; names end in one of"),
     ],
 )
 def test_bad_paths_are_one_line(data: CloudLab, path: str, message: str) -> None:

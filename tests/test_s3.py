@@ -379,7 +379,7 @@ def test_a_footer_is_read_once_a_pass(data: Lab) -> None:
         (["in/nowhere.parquet"], "s3://lab/in/nowhere.parquet: does not exist; check the path and the bucket"),
         (["in/z*.parquet"], "no data file there"),
         (["nowhere/*"], "no data file there"),
-        (["in/README.md"], "no data by its name"),
+        (["in/README.md"], "is not that of a data file"),
         (["in/a.parquet", "in/a.parquet"], "twice"),
     ],
 )

@@ -55,7 +55,7 @@ class AutomataCapacity:
         return 4 * (self.table_words + self.lazy_words) + self.masks_bytes + self.lazy_masks_bytes
 
     @property
-    def nothing(self) -> ConstraintOffsets:
+    def none_allowed(self) -> ConstraintOffsets:
         """A state after all others that allows no token. A row with an automaton has it until `constrain` sets its own state."""
         classes = self.table_words + self.lazy_words
         return ConstraintOffsets(classes, classes + NUM_SYMBOLS)
@@ -117,10 +117,11 @@ class Automata:
     """The tables of all automata that rows in slots follow, and the symbols of the vocabulary's tokens."""
 
     def __init__(self, vocabulary: TokenSymbols, capacity: AutomataCapacity, device: torch.device) -> None:
-        self.nothing, num_masks = capacity.nothing, capacity.num_masks + capacity.num_lazy_masks
-        self.tables = torch.zeros(self.nothing.state + NEXT + 1, dtype=torch.int32, device=device)
+        self.none_allowed, num_masks = capacity.none_allowed, capacity.num_masks + capacity.num_lazy_masks
+        self.tables = torch.zeros(self.none_allowed.state + NEXT + 1, dtype=torch.int32, device=device)
         self.masks = torch.zeros(num_masks + 1, capacity.mask_words, dtype=torch.int32, device=device)
-        self.tables[self.nothing.state + MASK], self.tables[self.nothing.state + FORCED] = num_masks, -1  # its next state is 0
+        self.tables[self.none_allowed.state + MASK] = num_masks
+        self.tables[self.none_allowed.state + FORCED] = -1  # its next state is 0
         self.symbols, self.starts = (torch.from_numpy(x.copy()).to(device) for x in (vocabulary.symbols, vocabulary.starts))
 
     def upload(self, new: Sequence[AutomatonUpload]) -> None:

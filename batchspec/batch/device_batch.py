@@ -217,7 +217,7 @@ class DeviceBatch:
             self._mark_seen(slots, requests, outputs)
         if constrained := [slot for slot, request in zip(slots, requests, strict=True) if request.automaton is not None]:
             assert self.automata is not None, "the engine was made for requests without automata"
-            self.constrain([(slot, self.automata.nothing) for slot in constrained])
+            self.constrain([(slot, self.automata.none_allowed) for slot in constrained])
 
     def constrain(self, constraints: Sequence[tuple[int, ConstraintOffsets]]) -> None:
         """Set the automata of rows that have just begun: slot, and the places of class map and state."""

@@ -121,7 +121,9 @@ def _check(args: argparse.Namespace) -> None:
     if args.against_transformers and importlib.util.find_spec("transformers") is None:
         raise ConfigError("--against-transformers: transformers is not installed; pip install transformers")
     if (args.chat or args.eos) and not args.model:
-        raise ConfigError("--chat and --eos need --model: random prompts are not chats and dummy weights end nothing")
+        raise ConfigError(
+            "--chat and --eos need --model: random prompts are not chats, and a model with dummy weights does not end its outputs"
+        )
     if args.eos and args.against_transformers:
         raise ConfigError("--eos with --against-transformers: a static batch waits for its longest row; leave one out")
     if args.eos and any(args.schemas):

@@ -101,7 +101,9 @@ def _dummy(args: argparse.Namespace, device: torch.device, group: Group | None) 
     part = part_of_group(in_one_order(spec, device, dtype) if args.deterministic else spec, group)
     count = args.requests or args.batch
     if count % args.samples:
-        raise ConfigError(f"--samples {args.samples}: {count} requests are not a multiple of it; change --batch or --requests")
+        raise ConfigError(
+            f"--samples {args.samples}: the {count} requests are not a multiple of it; change --batch or --requests"
+        )
     prompts, lengths = _draw(count // args.samples, args.prompt, spec.vocab_size, lognormal_cap=args.gen if args.requests else 0)
     requests = [
         _request(i * args.samples + sample, prompt, lengths[i] if lengths else args.gen, row=i, sample=sample)

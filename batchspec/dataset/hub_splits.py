@@ -91,7 +91,9 @@ def _configs(files: Sequence[str], card: str, where: str) -> Iterator[_Config]:
     for entry in listed:
         name = str(entry.get("config_name", "default")) if isinstance(entry, dict) else ""
         if not name:
-            raise InputError(f"{where}: `configs:` on its card holds {str(entry)[:60]!r}, which is not a config; give its files")
+            raise InputError(
+                f"{where}: `configs:` on its card holds {str(entry)[:60]!r}, which is not a config; name files in input.path"
+            )
         folder = str(entry.get("data_dir") or "").strip("/")
         own = [file for file in files if not folder or file.startswith(f"{folder}/")]
         given = entry.get("data_files")

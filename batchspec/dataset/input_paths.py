@@ -57,12 +57,12 @@ def _files_of(entry: str, config_name: str | None, split: str | None) -> tuple[P
         key = "input.split" if config_name is None else "input.config_name"
         raise ConfigError(
             f"{key}={split if config_name is None else config_name} is for a whole dataset of the hub, "
-            f"hf://datasets/ORG/NAME[@REVISION], and input.path {entry} is none; remove the key, or "
+            f"hf://datasets/ORG/NAME[@REVISION], and input.path {entry} is not one; remove the key, or "
             "write the dataset's name without a path after it"
         )
     if place.is_file():
         if format_of(place.path) is None:
-            raise InputError(f"input.path {entry}: no data by its name; names end in one of {KNOWN}")
+            raise InputError(f"input.path {entry}: the file's name is not that of a data file; names end in one of {KNOWN}")
         return place.path.parent, [place]
     if place.is_dir():
         root, files = place.path, _data_files(place.path, place.files())

@@ -80,7 +80,9 @@ def parse_request(text: str, where: str, drop: Sequence[str] = ()) -> dict[str, 
         messages = body["messages"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise InputError(f"{where}: no batch request ({reason}); a line is an object with custom_id and body.messages") from error
+        raise InputError(
+            f"{where}: not a batch request ({reason}); a line is an object with custom_id and body.messages"
+        ) from error
     if url not in URLS:
         raise InputError(f"{where}: url {url!r} is not {URLS[0]}, the one endpoint that batchspec takes; leave the line out")
     row: dict[str, Any] = {"id": str(custom_id), "messages": _messages(messages, where)}
@@ -204,7 +206,7 @@ def _template_kwargs(body: Line, where: str) -> dict[str, Any]:
 
 def _messages(turns: Any, where: str) -> list[Message]:
     if not isinstance(turns, list):
-        raise InputError(f"{where}: body.messages is not a list of messages")
+        raise InputError(f"{where}: body.messages is not a list of messages; write objects with role and content")
     for i, turn in enumerate(turns):
         known = (*TURN_KEYS, *PREFIX)
         other = [key for key in turn if key not in known and turn[key] is not None] if isinstance(turn, dict) else []

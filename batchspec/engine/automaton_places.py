@@ -64,7 +64,7 @@ class AutomatonPlaces:
         if not isinstance(automaton, TokenAutomaton):
             return None
         place, state = self._residents[id(automaton)].place, automaton.walk(request.automaton_state, tokens)
-        return self._capacity.nothing if state == DEAD else ConstraintOffsets(place, place_of(automaton, state, place))
+        return self._capacity.none_allowed if state == DEAD else ConstraintOffsets(place, place_of(automaton, state, place))
 
     def take_uploads(self) -> tuple[AutomatonUpload, ...]:
         """Automata that came since the last call."""
