@@ -25,7 +25,8 @@ NONE = np.zeros(0, np.int32)
 class LazyAutomaton(NamedTuple):
     """A constraint without a finite automaton, or with too large a one. `Expanding` computes its states.
 
-    Equal kind and source are the same automaton. A row begins in ANSWER, EITHER or THOUGHT.
+    Equal kind and source are the same automaton. A row begins in ANSWER, EITHER or THOUGHT, or with channels in a state inside a
+    header (`token_automaton.py`). These have the same numbers in all epochs.
     """
 
     kind: str
@@ -78,6 +79,8 @@ class Ask:
     """Asks for the expansion of the state after these tokens from `state`.
 
     epoch        states are numbered within an epoch: the first ask of another epoch drops all states
+    from_beginning  `state` is the one in which the row's output begins, and `tokens` are all of it: the answer does not depend on
+                 the epoch, so another process can give it
     written      tokens that the row wrote since its last ask: which states are likely is learned from them
     reads_ahead  states that are likely to follow may be computed too: no other row waits
     """
@@ -86,13 +89,9 @@ class Ask:
     state: int
     tokens: tuple[int, ...]
     epoch: int
+    from_beginning: bool
     written: tuple[int, ...] = ()
     reads_ahead: bool = True
-
-    @property
-    def is_independent_of_epoch(self) -> bool:
-        """Whether `state` has the same number in all epochs, so that another process can answer the ask."""
-        return self.state <= THOUGHT
 
 
 class Recheck(NamedTuple):
@@ -101,6 +100,10 @@ class Recheck(NamedTuple):
     automaton: LazyAutomaton
     state: int
     tokens: tuple[int, ...]
+
+
+class MachineError(str):
+    """Why there is no answer, if the machine is the cause (a process was killed, or none can be started), not the automaton."""
 
 
 Answer = Expansion | str | None

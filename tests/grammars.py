@@ -12,9 +12,10 @@ from typing import Any
 from batchspec.lazy_automaton import Answer, Ask, LazyAutomaton, Recheck
 from batchspec.model.target import Target
 from batchspec.records import Request
-from batchspec.structured.compile_pool import Full
+from batchspec.structured.compile_pool import Defect, Died, Full
 from batchspec.structured.expand_process import Work
 from batchspec.structured.expander import _ExpandProcess
+from batchspec.structured.lazy_dfa import TooManyStates
 from tests.automata import BEGIN, END, EOS, TOKENS, VOCABULARY, tokens_that_may_follow, written
 from tests.engines import tiny_target
 
@@ -131,8 +132,8 @@ def lazy(grammar: Grammar) -> LazyAutomaton:
     return LazyAutomaton("grammar", grammar.gbnf)
 
 
-def work(*, thinks: bool = False) -> Work:
-    return Work(VOCABULARY, (EOS,), thinks=thinks, may_begin=thinks)
+def work(*, thinks: bool = False, channels: bool = False) -> Work:
+    return Work(VOCABULARY, (EOS,), thinks=thinks, may_begin=thinks, channels=channels)
 
 
 class LateAnswer(Future[Any]):
@@ -146,10 +147,10 @@ class LateAnswer(Future[Any]):
 
 
 class ScarceProcess(_ExpandProcess):
-    """Computes in this process. It is full as soon as all automata together have more than `most` states."""
+    """Computes in this process. It is full as soon as all automata together have more than `most` states, or at a real limit."""
 
-    def __init__(self, most: int = 1 << 30, *, thinks: bool = False) -> None:
-        self.most, self.num_started, self._thinks = most, 0, thinks
+    def __init__(self, most: int = 1 << 30, *, thinks: bool = False, channels: bool = False) -> None:
+        self.most, self.num_started, self._thinks, self._channels = most, 0, thinks, channels
         self._work: Work | None = None
 
     @property
@@ -161,10 +162,17 @@ class ScarceProcess(_ExpandProcess):
 
     def result(self, request: object) -> Any:
         if self._work is None:
-            self._work = work(thinks=self._thinks)
+            self._work = work(thinks=self._thinks, channels=self._channels)
             self.num_started += 1
         assert isinstance(request, Ask | Recheck)
-        found = self._work.recheck(request) if isinstance(request, Recheck) else self._work.answer(request)
+        try:
+            found = self._work.recheck(request) if isinstance(request, Recheck) else self._work.answer(request)
+        except (MemoryError, TooManyStates):
+            self._work = None
+            raise Full("full") from None
+        if isinstance(found, Defect):
+            self._work = None
+            raise Died(found.text)
         if sum(known.dfa.num_states for known in self._work._known.values()) > self.most:
             self._work = None
             raise Full("full")
@@ -174,8 +182,8 @@ class ScarceProcess(_ExpandProcess):
 class ExpandScarcely:
     """Two processes that are full with more than `most` states each. Answers come late."""
 
-    def __init__(self, seed: int, most: int) -> None:
-        self._random, self.processes = random.Random(seed), [ScarceProcess(most) for _ in range(2)]
+    def __init__(self, seed: int, most: int = 1 << 30, **options: bool) -> None:
+        self._random, self.processes = random.Random(seed), [ScarceProcess(most, **options) for _ in range(2)]
 
     def submit(self, ask: Ask) -> Future[Answer]:
         return self._late(self._process(ask).ask(ask))

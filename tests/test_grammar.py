@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import signal
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Ask, Expansion, LazyAutomaton, Recheck
+from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Ask, Expansion, LazyAutomaton, MachineError, Recheck
 from batchspec.structured import expand_process
 from batchspec.structured import network as network_module
 from batchspec.structured.compile_pool import CompileProcess, Killed, LimitedProcess
@@ -23,7 +25,7 @@ from batchspec.structured.compiler import BadConstraint, Compiler
 from batchspec.structured.dfa import dfa_of
 from batchspec.structured.expander import Expander, _ExpandProcess
 from batchspec.structured.grammar import grammar_rules
-from batchspec.structured.lazy_dfa import LazyDfa, TooManyStates
+from batchspec.structured.lazy_dfa import LazyDfa
 from batchspec.structured.lazy_masks import Expander as StateExpander
 from batchspec.structured.network import Network
 from batchspec.structured.parse import network_of, rules_of, single_bytes
@@ -288,14 +290,14 @@ def test_the_compiler_reports_whether_a_constraint_is_an_automaton_or_lazy(compi
 def test_a_process_finds_the_states_and_one_that_dies_loses_its_epoch(compiler: Compiler) -> None:
     expander, here = Expander(compiler.job), work()
     lazy = LazyAutomaton("grammar", GRAMMARS[0].gbnf)
-    first = Ask(lazy, ANSWER, (3, 3), 7)
+    first = Ask(lazy, ANSWER, (3, 3), 7, True)
     found, expected = expander.submit(first).result(60), here.answer(first)
     assert isinstance(found, Expansion)
     assert isinstance(expected, Expansion)
     assert found is not None
     assert found.state == expected.state
     assert found.mask.tolist() == expected.mask.tolist()
-    dead = expander.submit(Ask(lazy, ANSWER, (4,), 7)).result(60)
+    dead = expander.submit(Ask(lazy, ANSWER, (4,), 7, True)).result(60)
     assert isinstance(dead, Expansion)
     assert dead is not None
     assert dead.state == DEAD
@@ -304,7 +306,7 @@ def test_a_process_finds_the_states_and_one_that_dies_loses_its_epoch(compiler: 
     process._process.kill()
     assert expander.submit(first).result(60) is None  # another process can answer it: the row asks again
     assert expander.submit(first).result(60) is None  # its numbers mean nothing to the next process
-    again = expander.submit(Ask(lazy, ANSWER, (3, 3), 8)).result(60)
+    again = expander.submit(Ask(lazy, ANSWER, (3, 3), 8, True)).result(60)
     assert isinstance(again, Expansion)
     assert again is not None
     assert again.mask.tolist() == found.mask.tolist()
@@ -314,12 +316,12 @@ def test_a_process_finds_the_states_and_one_that_dies_loses_its_epoch(compiler: 
 def test_a_slow_automaton_keeps_no_other_one_waiting_and_stays_with_its_process(compiler: Compiler) -> None:
     expander = Expander(compiler.job, num=2)
     slow, quick = (LazyAutomaton("grammar", grammar.gbnf) for grammar in GRAMMARS[:2])
-    first = expander.submit(Ask(slow, ANSWER, (3,), 1)).result(60)
+    first = expander.submit(Ask(slow, ANSWER, (3,), 1, True)).result(60)
     process = expander._lanes[0].process._process
     assert process is not None
     process.send_signal(signal.SIGSTOP)
-    waits = expander.submit(Ask(slow, ANSWER, (3,), 1))
-    found = [expander.submit(Ask(quick, ANSWER, (3,) * count, 1)).result(60) for count in (1, 2, 1)]
+    waits = expander.submit(Ask(slow, ANSWER, (3,), 1, True))
+    found = [expander.submit(Ask(quick, ANSWER, (3,) * count, 1, True)).result(60) for count in (1, 2, 1)]
     assert not waits.done()
     process.send_signal(signal.SIGCONT)
     states = [one.state for one in (first, waits.result(60), *found) if isinstance(one, Expansion)]
@@ -332,18 +334,18 @@ def test_a_state_that_takes_too_long_is_an_answer_too(compiler: Compiler) -> Non
     expander = Expander(compiler.job, cpu_s=1)
     rules = " | ".join(f'"{"a" * count}" root "{"b" * count}"' for count in range(1, 40))
     slow = LazyAutomaton("grammar", f'root ::= {rules} | "c"')
-    asks = [Ask(slow, ANSWER, tuple([3] * count), epoch) for epoch in (1, 2, 3) for count in (1, 60)]
+    asks = [Ask(slow, ANSWER, tuple([3] * count), epoch, True) for epoch in (1, 2, 3) for count in (1, 60)]
     answers = [expander.submit(ask).result(120) for ask in asks]
     assert any(isinstance(one, str) and ("ways" in one or "takes more than" in one) for one in answers)
 
 
-@pytest.mark.parametrize("error", [TooLarge("wide"), TooManyStates(), Impossible("none"), RecursionError(), MemoryError()])
+@pytest.mark.parametrize("error", [TooLarge("wide"), Impossible("none"), RecursionError()])
 def test_a_state_that_fails_ahead_is_no_error_of_the_row_that_asked(
     error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which states are computed ahead depends on the time they take: an error row must not."""
     lazy, expansion, told = LazyAutomaton("grammar", GRAMMARS[0].gbnf), StateExpander.expansion, list[int]()
-    alone = work().answer(Ask(lazy, ANSWER, (3, 3), 1, reads_ahead=False))
+    alone = work().answer(Ask(lazy, ANSWER, (3, 3), 1, True, reads_ahead=False))
 
     def failing(self: StateExpander, dfa: LazyDfa, state: int, *more: Any) -> Any:
         told.append(state)
@@ -353,11 +355,71 @@ def test_a_state_that_fails_ahead_is_no_error_of_the_row_that_asked(
 
     monkeypatch.setattr(StateExpander, "expansion", failing)
     monkeypatch.setattr(expand_process, "AHEAD_S", 60.0)
-    found = work().answer(Ask(lazy, ANSWER, (3, 3), 1))
+    found = work().answer(Ask(lazy, ANSWER, (3, 3), 1, True))
     assert len(told) == 2
     assert isinstance(found, Expansion)
     assert isinstance(alone, Expansion)
     assert (found.state, found.mask.tolist(), found.ahead) == (alone.state, alone.mask.tolist(), ())
+
+
+class Failing(list[Any]):
+    """A list of which one append runs out of memory."""
+
+    left = -1
+
+    def append(self, value: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise MemoryError
+        super().append(value)
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=str)
+@pytest.mark.parametrize("name", ["_sets", "_stacks"])
+def test_memory_that_runs_out_while_a_state_is_numbered_gives_no_number_twice(
+    name: str, grammar: Grammar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while states are computed ahead: the process must end, because its memory is short for the next ask too."""
+    monkeypatch.setattr(expand_process, "AHEAD_S", 60.0)
+    texts = [tokens for count in (1, 2, 3, 4) for tokens in itertools.product(range(3, 8), repeat=count)]
+    ask, checks = Ask(lazy(grammar), ANSWER, (), 1, True), [Recheck(lazy(grammar), ANSWER, tokens) for tokens in texts]
+    right, num_failed = [work().recheck(check) for check in checks], 0
+    for left in range(1, 30):
+        here = work()
+        here._epoch = ask.epoch
+        dfa = here._known_of(lazy(grammar)).dfa
+        failing, begin = Failing(getattr(dfa, name)), len(getattr(dfa, name))
+        failing.left = left
+        setattr(dfa, name, failing)
+        with suppress(MemoryError):
+            here.answer(ask)
+            continue
+        num_failed += 1
+        assert [here.recheck(check) for check in checks] == right
+    assert num_failed in (29, len(getattr(dfa, name)) - begin)
+
+
+def test_after_an_error_in_batchspec_no_more_is_asked_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have left wrong states: the request is repeated in a new process, and is the row's error only if it fails there."""
+    process, expansion = ScarceProcess(), StateExpander.expansion
+    ask = Ask(lazy(GRAMMARS[0]), ANSWER, (3, 3), 1, True)
+    assert isinstance(process.ask(ask), Expansion)
+    failing = [1]
+
+    def fails(self: StateExpander, *arguments: Any) -> Any:
+        if failing[0]:
+            failing[0] -= 1
+            raise KeyError("place")
+        return expansion(self, *arguments)
+
+    monkeypatch.setattr(StateExpander, "expansion", fails)
+    later = replace(ask, tokens=(3,))
+    assert process.ask(later) is None
+    assert isinstance(process.ask(replace(later, epoch=2)), Expansion)
+    failing[0] = 2
+    found = process.ask(replace(later, tokens=(), epoch=2))
+    assert isinstance(found, str)
+    assert "KeyError" in found
 
 
 @pytest.mark.parametrize("beside", [GRAMMARS[0], GRAMMARS[1]], ids=["another grammar", "its own grammar"])
@@ -365,8 +427,8 @@ def test_an_ask_that_fails_beside_the_states_of_other_rows_is_no_error(beside: G
     """Neither row fails alone. The first one to ask in an epoch gets its state, so that both go on by turns."""
     process = ScarceProcess(most=60)
     one, other = (
-        Ask(lazy(beside), ANSWER, (4, 4, 4, 3, 3, 3, 3, 3) if beside is GRAMMARS[1] else (3,) * 10, 1),
-        Ask(lazy(GRAMMARS[1]), ANSWER, (3, 4) * 4, 1),
+        Ask(lazy(beside), ANSWER, (4, 4, 4, 3, 3, 3, 3, 3) if beside is GRAMMARS[1] else (3,) * 10, 1, True),
+        Ask(lazy(GRAMMARS[1]), ANSWER, (3, 4) * 4, 1, True),
     )
     for epoch in (1, 2, 3, 4):
         first, second = (one, other) if epoch % 2 else (other, one)
@@ -376,15 +438,15 @@ def test_an_ask_that_fails_beside_the_states_of_other_rows_is_no_error(beside: G
         assert isinstance(alone, Expansion)
         assert found.mask.tolist() == alone.mask.tolist()
         assert process.ask(replace(second, epoch=epoch)) is None
-        assert process.ask(Ask(first.automaton, found.state, (), epoch)) is None  # its state has lost its number
+        assert process.ask(Ask(first.automaton, found.state, (), epoch, False)) is None  # its state has lost its number
 
 
 def test_an_ask_that_fails_alone_is_an_error_whatever_other_states_there_are() -> None:
-    process, deep = ScarceProcess(most=60), Ask(lazy(GRAMMARS[1]), ANSWER, (3, 4) * 9, 1)
+    process, deep = ScarceProcess(most=60), Ask(lazy(GRAMMARS[1]), ANSWER, (3, 4) * 9, 1, True)
     assert process.ask(deep) == "full"
-    found = process.ask(Ask(lazy(GRAMMARS[1]), ANSWER, (3, 4) * 4, 2))
+    found = process.ask(Ask(lazy(GRAMMARS[1]), ANSWER, (3, 4) * 4, 2, True))
     assert isinstance(found, Expansion)
-    assert process.ask(Ask(lazy(GRAMMARS[1]), found.state, (3, 4) * 5, 2)) is None  # other states may be the cause
+    assert process.ask(Ask(lazy(GRAMMARS[1]), found.state, (3, 4) * 5, 2, False)) is None  # other states may be the cause
     assert process.ask(replace(deep, epoch=3)) == "full"
 
 
@@ -423,10 +485,12 @@ def test_a_request_whose_process_is_killed_is_repeated(num_kills: int, monkeypat
     left[0] = num_kills
     assert expander.recheck(asked).result(60) == (4 if num_kills < 4 else "the machine has too little memory")
     left[0] = num_kills
-    answer = expander.submit(Ask(asked.automaton, ANSWER, (3,), 1)).result(60)
+    answer = expander.submit(Ask(asked.automaton, ANSWER, (3,), 1, True)).result(60)
     assert answer == (None if num_kills < 4 else "the machine has too little memory")
+    assert isinstance(answer, MachineError) == (num_kills == 4)
     left[0] = num_kills
-    assert ("lazy" if num_kills < 4 else "error") in compiling.ask(("regex", "ab"))
+    found = compiling.ask(("regex", "ab"))
+    assert "lazy" in found if num_kills < 4 else (found["code"], found["retryable"]) == ("large_schema", True)
     compiling.close()
 
 
@@ -450,7 +514,9 @@ def test_a_network_is_built_once_for_all_epochs_in_a_row(monkeypatch: pytest.Mon
         return network_of(kind, source, of)
 
     monkeypatch.setattr(expand_process, "network_of", noted)
-    one, other = (Ask(LazyAutomaton("grammar", grammar.gbnf), ANSWER, (3,), 1, reads_ahead=False) for grammar in GRAMMARS[:2])
+    one, other = (
+        Ask(LazyAutomaton("grammar", grammar.gbnf), ANSWER, (3,), 1, True, reads_ahead=False) for grammar in GRAMMARS[:2]
+    )
     found = [here.answer(ask) for ask in (one, other, replace(one, epoch=2), replace(one, epoch=3), replace(other, epoch=3))]
     assert built == [one.automaton.source, other.automaton.source, other.automaton.source]  # it was not asked for in epoch 2
     states = [made.mask.tolist() for made in found if isinstance(made, Expansion)]
@@ -460,10 +526,10 @@ def test_a_network_is_built_once_for_all_epochs_in_a_row(monkeypatch: pytest.Mon
 
 def test_states_are_numbered_anew_in_another_epoch() -> None:
     here, lazy = work(), LazyAutomaton("grammar", GRAMMARS[0].gbnf)
-    here.answer(Ask(lazy, ANSWER, (3, 3, 3), 1))
+    here.answer(Ask(lazy, ANSWER, (3, 3, 3), 1, True))
     (known,) = here._known.values()
     assert known.dfa.num_states > 5
-    here.answer(Ask(lazy, ANSWER, (), 2))
+    here.answer(Ask(lazy, ANSWER, (), 2, True))
     assert next(iter(here._known.values())).dfa is not known.dfa
 
 
@@ -471,12 +537,12 @@ def test_a_state_that_was_computed_ahead_equals_a_requested_one(monkeypatch: pyt
     monkeypatch.setattr(expand_process, "AHEAD_S", 60.0)
     lazy = LazyAutomaton("grammar", GRAMMARS[2].gbnf)
     here, there = work(), work()
-    first = here.answer(Ask(lazy, ANSWER, (), 1))
+    first = here.answer(Ask(lazy, ANSWER, (), 1, True))
     assert isinstance(first, Expansion)
     assert first.ahead
     for one in first.ahead:
-        assert there.answer(Ask(lazy, ANSWER, (), 1)) is not None
-        asked = there.answer(Ask(lazy, one.state, (), 1))
+        assert there.answer(Ask(lazy, ANSWER, (), 1, True)) is not None
+        asked = there.answer(Ask(lazy, one.state, (), 1, False))
         assert isinstance(asked, Expansion)
         assert (asked.mask.tolist(), asked.forced) == (one.mask.tolist(), one.forced)
 
@@ -486,8 +552,8 @@ def test_what_rows_write_is_what_is_computed_ahead(monkeypatch: pytest.MonkeyPat
     lazy, letters = LazyAutomaton("grammar", 'root ::= "a" root "b" | "c" root "d" | "d"'), {}
     for letter in "ac":
         here, token = work(), TOKENS.index(letter.encode())
-        after = here.answer(Ask(lazy, ANSWER, (token,), 1))
-        again = here.answer(Ask(lazy, ANSWER, (), 2, (token,) * 50))
+        after = here.answer(Ask(lazy, ANSWER, (token,), 1, True))
+        again = here.answer(Ask(lazy, ANSWER, (), 2, True, (token,) * 50))
         assert isinstance(after, Expansion)
         assert isinstance(again, Expansion)
         letters[letter] = [one.mask.tolist() for one in again.ahead] == [after.mask.tolist()]

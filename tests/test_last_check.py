@@ -358,7 +358,7 @@ def test_where_no_process_can_be_started_an_answer_says_why(monkeypatch: pytest.
 
     monkeypatch.setattr(LimitedProcess, "_start", fail)
     expander = Expander({"vocabulary": VOCABULARY, "end_ids": (EOS,), "thinks": False, "may_begin": False}, num=1)
-    asked, ask = Recheck(lazy(GRAMMARS[0]), ANSWER, (3, EOS)), Ask(lazy(GRAMMARS[0]), ANSWER, (), 2)
+    asked, ask = Recheck(lazy(GRAMMARS[0]), ANSWER, (3, EOS)), Ask(lazy(GRAMMARS[0]), ANSWER, (), 2, True)
     assert expander.recheck(asked).result(60) == "no more processes"
     assert expander.submit(ask).result(60) == "no more processes"
 
@@ -366,7 +366,7 @@ def test_where_no_process_can_be_started_an_answer_says_why(monkeypatch: pytest.
 def test_a_row_is_checked_once_more_without_the_states_that_other_rows_left() -> None:
     """They may have taken all memory. Asks of that epoch get None: its states are gone."""
     process, asked = ScarceProcess(), Recheck(lazy(GRAMMARS[0]), ANSWER, (3, 5, 4, EOS))
-    ask = Ask(lazy(GRAMMARS[0]), ANSWER, (3, 3, 3, 3, 5), 7)
+    ask = Ask(lazy(GRAMMARS[0]), ANSWER, (3, 3, 3, 3, 5), 7, True)
     assert isinstance(process.ask(ask), Expansion)
     process.most = 9
     assert process.recheck(asked) == 4

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,6 +24,9 @@ from batchspec.engine.round import RoundOptions
 from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Answer, Ask, Expanding, Expansion, LazyAutomaton
 from batchspec.records import Completion, Request, SamplingParams, Snapshot, Thinking
 from batchspec.structured import expand_process, lazy_dfa
+from batchspec.structured.channels import before_answer_of
+from batchspec.structured.compile_pool import Died
+from batchspec.token_automaton import NUM_SYMBOLS, START
 from tests.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, VOCABULARY, constrained_tokens, written
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, packed, request, tiny_target
 from tests.grammars import (
@@ -335,13 +339,21 @@ def test_wherever_a_run_fails_the_next_ones_go_on_from_its_tokens(name: str, dat
     assert tokens(done) == {req.row_index: defined(req, rule) for req, rule in job}
 
 
+def in_a_header() -> int:
+    """The state in which the output of a harmony model usually begins: behind <|start|>assistant."""
+    rows, state = before_answer_of(np.arange(NUM_SYMBOLS, dtype=np.int32), NUM_SYMBOLS).rows, EITHER
+    for symbol in (START, *b"assistant"):
+        state = int(rows[state - EITHER, symbol])
+    return state
+
+
 def states_alone(req: Request, grammar: Grammar) -> int:
     """The most states that any of the row's asks takes in a process of its own."""
     out = tuple(grammar_tokens(req, grammar))
     found = 0
     for count in range(len(out)):
         process = ScarceProcess()
-        process.ask(Ask(lazy(grammar), ANSWER, out[:count], 1))
+        process.ask(Ask(lazy(grammar), ANSWER, out[:count], 1, True))
         assert process._work is not None
         found = max(found, process._work._known[lazy(grammar)].dfa.num_states)
     return found
@@ -370,6 +382,64 @@ def test_a_row_is_an_error_row_only_if_its_own_states_take_too_much(name: str, d
             assert needs[req.row_index] > most
             assert out.error.message.startswith("grammar: full (after output token ")
             assert out.error.code == "large_schema"
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 60.0], ids=["", "much read ahead"])
+@pytest.mark.parametrize("name", ["none", "lookup"])
+def test_the_limit_of_states_is_an_error_only_of_rows_that_reach_it_alone(
+    name: str, ahead_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States that other rows need, or that are read ahead, count too: then the process ends, and the rows ask again."""
+    deep = Grammar({"S": ("aSa", "bSb", "cSc", "d")})
+    job = [following(request(i, [i, 9], cap=14, sampling=SAMPLINGS[1]), rule) for i, rule in enumerate((deep, deep, deep))]
+    needs = {req.row_index: states_alone(req, deep) for req in job}
+    assert len(set(needs.values())) > 1
+    monkeypatch.setattr(expand_process, "AHEAD_S", ahead_s)
+    for most in sorted(set(needs.values())):
+        monkeypatch.setattr(lazy_dfa, "MAX_STATES", most)
+        done = run(job, ALL[name](), expanding=ExpandScarcely(most))
+        assert {row: out.status == "error" for row, out in done.items()} == {row: need > most for row, need in needs.items()}
+
+
+@pytest.mark.parametrize("begins", [ANSWER, EITHER, in_a_header()], ids=["answer", "either", "in a header"])
+def test_a_row_that_fails_ends_wherever_its_output_begins(begins: int) -> None:
+    """In a harmony model an output usually begins inside of a header. A row that fails alone must not be asked about for ever."""
+    wide = Grammar({"S": ("aSa", "bSb", "cSc", "d")})
+    job = [replace(following(request(i, [4, 7], cap=12), (GRAMMARS[0], wide)[i]), automaton_state=begins) for i in range(2)]
+    asks = 0
+
+    def failing(process: ScarceProcess, request: object, result: Any = ScarceProcess.result) -> Any:
+        nonlocal asks
+        asks += 1
+        assert asks < 1000
+        if isinstance(request, Ask) and request.automaton == lazy(wide):
+            process.end()
+            raise Died("compiling it takes more than 20 s")
+        return result(process, request)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ScarceProcess, "result", failing)
+        done = run(job, ALL["none"](), expanding=ExpandScarcely(0, channels=True))
+    assert len(done) == 2
+    assert done[1].error is not None
+    assert (done[1].error.code, done[1].error.retryable) == ("large_schema", False)
+
+
+def test_a_row_without_an_answer_because_of_the_machine_may_be_decoded_again() -> None:
+    job = [following(request(i, [4, 7], cap=12), rule) for i, rule in enumerate(GRAMMARS[:2])]
+
+    def failing(process: ScarceProcess, request: object, result: Any = ScarceProcess.result) -> Any:
+        if isinstance(request, Ask) and request.automaton == lazy(GRAMMARS[1]):
+            raise OSError("no process")
+        return result(process, request)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ScarceProcess, "result", failing)
+        done = run(job, ALL["none"](), expanding=ExpandScarcely(0))
+    assert [done[i].status for i in range(2)] == ["ok", "error"]
+    assert done[1].error is not None
+    assert done[1].error.retryable
+    assert "resume=error" in done[1].error.message
 
 
 def test_little_room_is_enough_and_is_never_exceeded(monkeypatch: pytest.MonkeyPatch) -> None:

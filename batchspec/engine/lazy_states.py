@@ -16,7 +16,7 @@ from batchspec.batch.automata import AutomataCapacity, ConstraintOffsets, States
 from batchspec.engine.last_check import ADVICE, CAUSE
 from batchspec.engine.lazy_places import LazyPlaces
 from batchspec.engine.request_state import RequestState
-from batchspec.lazy_automaton import Answer, Ask, Expanding, Expansion, LazyAutomaton, Recheck, new_epoch
+from batchspec.lazy_automaton import Answer, Ask, Expanding, Expansion, LazyAutomaton, MachineError, Recheck, new_epoch
 from batchspec.records import CONSTRAINT_VIOLATED, Request, RowError
 from batchspec.token_automaton import DEAD, TokenSymbols
 
@@ -80,7 +80,7 @@ class LazyStates:
         """The state after these output tokens of a request with a lazy automaton. Waits for the answer. Call it while no row
         is in a slot."""
         assert isinstance(request.automaton, LazyAutomaton)
-        ask = Ask(request.automaton, request.automaton_state, tuple(tokens), self._epoch)
+        ask = Ask(request.automaton, request.automaton_state, tuple(tokens), self._epoch, from_beginning=True)
         found = self._expanding.submit(ask).result()
         if found is None:
             self.forget()
@@ -224,7 +224,8 @@ class LazyStates:
         row.asked = (row.automaton, row.at, tuple(row.state.tokens[row.num_walked :]))
         if row.asked not in self._asked:
             written = tuple(row.state.tokens[row.num_learned :][-MAX_WRITTEN:])
-            self._asked[row.asked] = self._expanding.submit(Ask(*row.asked, self._epoch, written))
+            ask = Ask(*row.asked, self._epoch, from_beginning=row.num_walked == 0, written=written)
+            self._asked[row.asked] = self._expanding.submit(ask)
             row.num_learned = len(row.state.tokens)
         return False
 
@@ -243,8 +244,11 @@ class LazyStates:
     def _fail(self, key: _Key, why: str | None) -> None:
         """End the rows that asked. why: None where their tokens are not allowed, about which `LastCheck` says more."""
         for row in self._of(key):
-            advice = f"shorten the {row.automaton.kind} or drop the row"
-            self._end(row, None if why is None else _error(row, "large_schema", why, advice))
+            is_of_machine = isinstance(why, MachineError)
+            advice = (
+                "decode the row again (resume=error)" if is_of_machine else f"shorten the {row.automaton.kind} or drop the row"
+            )
+            self._end(row, None if why is None else _error(row, "large_schema", why, advice, retryable=is_of_machine))
 
     def _end(self, row: _Row, error: RowError | None) -> None:
         row.state.finish_reason, row.state.error = "error", error

@@ -195,7 +195,8 @@ class Admission:
             request_id=request_id, row_index=row_index, sample_index=0, shard=shard,
             status=bad.status, finish_reason="error", prompt_ids=bad.prompt_ids,
             error=RowError(
-                code=bad.code, stage="admission", message=f"{file} row {place} (id {request_id!r}): {bad}", retryable=False
+                code=bad.code, stage="admission", message=f"{file} row {place} (id {request_id!r}): {bad}",
+                retryable=bad.retryable,
             ),
         )  # fmt: skip
 

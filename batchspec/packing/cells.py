@@ -24,11 +24,13 @@ NUMBERS = (
 
 
 class BadRow(Exception):
-    """Why a row gets no request. Admission catches it."""
+    """Why a row gets no request. Admission catches it. retryable: the machine is the cause, not the row."""
 
-    def __init__(self, code: str, message: str, *, prompt_ids: Ids | None = None, status: str = "error") -> None:
+    def __init__(
+        self, code: str, message: str, *, prompt_ids: Ids | None = None, status: str = "error", retryable: bool = False
+    ) -> None:
         super().__init__(message)
-        self.code, self.prompt_ids, self.status = code, prompt_ids, status
+        self.code, self.prompt_ids, self.status, self.retryable = code, prompt_ids, status, retryable
 
 
 class _Undecodable:

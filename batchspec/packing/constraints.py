@@ -75,7 +75,7 @@ class Constraints:
         try:
             made = self.compiler.compile(*request.constraint)
         except BadConstraint as error:
-            raise BadRow(error.code, f"{request.constraint[0]}: {error}") from None
+            raise BadRow(error.code, f"{request.constraint[0]}: {error}", retryable=error.retryable) from None
         state = first_state(made, request.thinking, self.compiler.vocabulary)
         if state == DEAD:
             raise BadRow(

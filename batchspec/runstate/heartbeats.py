@@ -93,7 +93,7 @@ class RunHeartbeat:
 
     @classmethod
     def parse(cls, data: bytes) -> RunHeartbeat | None:
-        """A heartbeat; None if the bytes are not one: no JSON, a field of another type, or a number out of range."""
+        """A heartbeat; None if the bytes are not one: not valid JSON, a field of another type, or a number out of range."""
         try:
             values = json.loads(data)
             known = {item.name: _typed(values[item.name], item.default) for item in fields(cls) if item.name in values}

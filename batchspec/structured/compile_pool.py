@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 BLOCKED_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
 """Signals that a batch system or a terminal sends to all processes of a job. The processes block them; they end with the run."""
@@ -29,6 +29,13 @@ OUT_OF_MEMORY, TOO_MANY_STATES = 12, 13
 """Exit codes of a process that has reached a limit. It ends, because what it holds would make later requests fail too."""
 LAZY = "lazy "
 """Prefix of the kind in a request: only check that the constraint can be a lazy automaton."""
+
+
+class Defect(NamedTuple):
+    """An answer: the process met an error in batchspec, so that what it holds may be wrong."""
+
+    text: str
+
 
 Answer = dict[str, Any]
 """The tables of an automaton and `seconds`; or the reason why it is `lazy`; or `error` and `code`. See compile_process.py."""
@@ -115,14 +122,14 @@ class LimitedProcess:
         return None if self._process is None else self._process.pid
 
     def result(self, request: object) -> Any:
-        """The answer of the process. Raises Died, and RuntimeError if it was closed or cannot be started."""
+        """The answer of the process. Raises Died, also for a Defect, and RuntimeError if it was closed or cannot be started."""
         process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             pickle.dump(request, process.stdin)
             process.stdin.flush()
-            return pickle.load(process.stdout)
+            answer = pickle.load(process.stdout)
         except (BrokenPipeError, EOFError, pickle.UnpicklingError):
             code = self._code()
             if code in self.limits:
@@ -132,9 +139,15 @@ class LimitedProcess:
             if code >= 0:  # it never ends by itself while it is asked
                 raise RuntimeError(f"the process that compiles schemas ended with {code}; try python -m {self.module}") from None
             if code == -signal.SIGKILL:
-                raise Killed("the machine has too little memory") from None
+                raise Killed(
+                    f"its process was killed {MAX_KILLS} times, probably because the machine has too little memory"
+                ) from None
             took_too_long = f"compiling it takes more than {self._cpu_s} s"
             raise Died(took_too_long if code == -signal.SIGXCPU else f"the process that compiles it ended with {code}") from None
+        if isinstance(answer, Defect):
+            self.end()
+            raise Died(answer.text)
+        return answer
 
     def result_alone(self, request: object) -> Any:
         """As `result`, from a new process, which holds nothing of earlier requests. Raises Killed after MAX_KILLS killed ones."""
@@ -209,5 +222,5 @@ class CompileProcess(LimitedProcess):
         try:
             found = self.result_alone((f"{LAZY}{kind}", source))
         except Died as died:
-            return {"code": "large_schema", "error": str(died)}
+            return {"code": "large_schema", "error": str(died), "retryable": isinstance(died, Killed)}
         return found | ({"lazy": reason} if "lazy" in found else {})

@@ -27,11 +27,15 @@ KEPT_BYTES = 1 << 30
 
 
 class BadConstraint(ValueError):
-    """A constraint without an automaton. code: bad_schema, impossible or large_schema."""
+    """A constraint without an automaton.
 
-    def __init__(self, code: str, message: str) -> None:
+    code       bad_schema, impossible or large_schema
+    retryable  the machine is the cause, not the constraint
+    """
+
+    def __init__(self, code: str, message: str, *, retryable: bool = False) -> None:
         super().__init__(message)
-        self.code = code
+        self.code, self.retryable = code, retryable
 
 
 Compiled = TokenAutomaton | LazyAutomaton | BadConstraint
@@ -94,7 +98,8 @@ class Compiler:
         """
         found = self.begin(kind, source).result()
         if isinstance(found, BadConstraint):
-            raise BadConstraint(found.code, str(found))  # another one each time: a traceback grows when it is raised again
+            # Another one each time: a traceback grows when it is raised again.
+            raise BadConstraint(found.code, str(found), retryable=found.retryable)
         return found
 
     def begin(self, kind: str, source: str) -> Future[Compiled]:
@@ -127,7 +132,7 @@ class Compiler:
 
     def _made(self, answer: Answer, lazy: LazyAutomaton) -> Compiled:
         if "error" in answer:
-            return BadConstraint(answer["code"], answer["error"])
+            return BadConstraint(answer["code"], answer["error"], retryable=answer.get("retryable", False))
         if "lazy" in answer:
             with self._lock:
                 self.stats.lazy[answer["lazy"]] += 1

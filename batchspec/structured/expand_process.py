@@ -2,7 +2,7 @@
 
 It reads pickles from its input and answers with pickles: first (arguments of `Work`, memory in bytes, CPU seconds), then `Ask`s
 and `Recheck`s. The answer to an `Ask` is an `Expansion`, whose `state` is the number of the state that was asked for; that to a
-`Recheck` is a number of tokens. Either may be an error's text.
+`Recheck` is a number of tokens. Either may be an error's text, or a `Defect`, after which nothing more may be asked.
 
 All rows of an automaton share the limit on its states, and all automata of the process share its memory. The request that
 reaches one of these limits need not be the cause. So the process does not answer it, but ends with OUT_OF_MEMORY or
@@ -18,13 +18,14 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 
 from batchspec.lazy_automaton import Ask, Expansion, LazyAutomaton, Recheck
-from batchspec.structured.compile_pool import OUT_OF_MEMORY, TOO_MANY_STATES
+from batchspec.structured.compile_pool import OUT_OF_MEMORY, TOO_MANY_STATES, Defect
 from batchspec.structured.compile_process import MAX_RECURSION, unexpected, why
 from batchspec.structured.lazy_dfa import LazyDfa, TooManyStates
 from batchspec.structured.lazy_masks import Expander
@@ -36,8 +37,14 @@ from batchspec.token_automaton import DEAD, KEPT_STEPS, TokenSymbols
 MAX_AHEAD = 16
 """States that are computed ahead for one that is asked for; none is begun after AHEAD_S, while the row waits."""
 AHEAD_S = 0.003
+OWN = (TooLarge, Impossible, RecursionError)
+"""Errors of the automaton that is asked about, whatever else the process holds. They leave all states right."""
 LEAST_SHARE = 0.01
 """Of the texts that go on from the state that is asked for: states that fewer reach are not computed ahead."""
+
+
+_Asked = TypeVar("_Asked")
+_Found = TypeVar("_Found")
 
 
 @dataclass(eq=False)
@@ -83,7 +90,7 @@ class Work:
         self._weights = np.full(self.vocabulary.num_tokens, 1 / self.vocabulary.num_tokens)
         """How often rows wrote each token; all together once before any did."""
 
-    def answer(self, ask: Ask) -> Expansion | str:
+    def answer(self, ask: Ask) -> Expansion | str | Defect:
         """The expansion of the state after the tokens, `Expansion.of_dead()` if they are not allowed, or an error's text.
 
         Raises MemoryError and TooManyStates.
@@ -92,24 +99,14 @@ class Work:
             self._networks = {automaton: known.network for automaton, known in self._known.items()}
             self._known.clear()
             self._epoch = ask.epoch
-        try:
-            return self._expansion(ask)
-        except (MemoryError, TooManyStates):
-            raise
-        except Exception as error:
-            return _why(error)
+        return _or_reason(self._expansion, ask)
 
-    def recheck(self, asked: Recheck) -> int | str:
+    def recheck(self, asked: Recheck) -> int | str | Defect:
         """How many of the tokens are allowed, or an error's text. Needs no mask and no expansion: only the lazy DFA is walked.
 
         Raises MemoryError and TooManyStates.
         """
-        try:
-            return self._num_allowed(asked)
-        except (MemoryError, TooManyStates):
-            raise
-        except Exception as error:
-            return _why(error)
+        return _or_reason(self._num_allowed, asked)
 
     def _num_allowed(self, asked: Recheck) -> int:
         known, state = self._known_of(asked.automaton), asked.state
@@ -148,12 +145,12 @@ class Work:
         passed = defaultdict[int, float](float, shares)
         for _ in range(MAX_AHEAD):
             fresh = [(share, state) for state, share in passed.items() if share >= LEAST_SHARE and state not in known.answered]
-            if not fresh or time.perf_counter() - began > AHEAD_S:
+            if not fresh or time.perf_counter() - began > AHEAD_S or known.dfa.is_half_full:
                 return
             share, state = max(fresh)
             try:
                 found, following = self._expander.expansion(known.dfa, state, self._weights)
-            except (TooLarge, Impossible, RecursionError, MemoryError, TooManyStates):  # of a state that no row may reach
+            except OWN:  # of a state that no row may reach
                 return
             known.answered.add(state)
             yield found
@@ -161,9 +158,16 @@ class Work:
                 passed[target] += share * part
 
 
-def _why(error: Exception) -> str:
-    """The text of an error. A defect here must not end the job: the row becomes an error row."""
-    return why(error) if isinstance(error, TooLarge | Impossible | RecursionError) else unexpected(error)
+def _or_reason(find: Callable[[_Asked], _Found], asked: _Asked) -> _Found | str | Defect:
+    """What is found; or the text of an error of the automaton itself; or a `Defect`. Raises MemoryError and TooManyStates."""
+    try:
+        return find(asked)
+    except OWN as error:
+        return why(error)
+    except (MemoryError, TooManyStates):
+        raise
+    except Exception as error:  # it must not end the job, and may have left wrong states
+        return Defect(unexpected(error))
 
 
 def limit(cpu_s: int) -> None:

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from batchspec.lazy_automaton import Answer, Ask, Recheck
+from batchspec.lazy_automaton import Answer, Ask, MachineError, Recheck
 from batchspec.structured.compile_pool import OUT_OF_MEMORY, TOO_MANY_STATES, Died, Full, Killed, LimitedProcess, num_processes
 from batchspec.structured.lazy_dfa import MAX_STATES
 
@@ -93,7 +93,7 @@ class _ExpandProcess(LimitedProcess):
             self._lost_epoch = ask.epoch
             # A state that no row had asked for may have taken the time: read no more of them ahead.
             self._reads_ahead &= not reads_ahead or isinstance(error, Full | Killed)
-        if not ask.is_independent_of_epoch:
+        if not ask.from_beginning:
             return None
         found = self._alone(replace(ask, reads_ahead=False))
         return found if isinstance(found, str) else None
@@ -110,8 +110,10 @@ class _ExpandProcess(LimitedProcess):
         """The answer of a process that holds nothing else, or the reason why there is none."""
         try:
             return self.result_alone(asked)
-        except FAILURES as error:
-            return str(error)
+        except (Killed, RuntimeError, OSError) as error:
+            return MachineError(error)
+        except Died as died:
+            return str(died)
 
 
 @dataclass(slots=True, eq=False)

@@ -85,6 +85,11 @@ class LazyDfa:
     def num_states(self) -> int:
         return len(self._sets)
 
+    @property
+    def is_half_full(self) -> bool:
+        """Whether it has half of the states that it may have: none should be computed that no row has reached."""
+        return self.num_states > MAX_STATES // 2
+
     def is_final(self, state: int) -> bool:
         """Whether the text may end."""
         return FINAL in self._sets[ANSWER if state == EITHER and not self._channels else state]
@@ -128,21 +133,22 @@ class LazyDfa:
         if found is None:
             if len(places) > MAX_PLACES:
                 raise TooLarge(f"a text may be read in more than {MAX_PLACES:,} ways; make the grammar less ambiguous")
-            found = self._numbers[places] = len(self._sets)
+            found = len(self._sets)
             if found >= MAX_STATES:
                 raise TooManyStates
-            self._sets.append(places)
             if found == len(self.next):
-                self.next = np.concatenate((self.next, np.zeros_like(self.next)))
-                self.explored = np.concatenate((self.explored, np.zeros_like(self.explored)))
+                self.next, self.explored = (np.concatenate((x, np.zeros_like(x))) for x in (self.next, self.explored))
+            self._sets.append(places)
+            self._numbers[places] = found  # last: memory may run out in each line before, and then no number is given twice
         return found
 
     def _push(self, entry: int, count: int, below: int) -> int:
         key = (entry, count, below)
         found = self._stack_of.get(key)
         if found is None:
-            found = self._stack_of[key] = len(self._stacks)
+            found = len(self._stacks)
             self._stacks.append(key)
+            self._stack_of[key] = found  # last, as in `_number`
         return found
 
     def _called(self, after: int, stack: int) -> int:

@@ -30,4 +30,4 @@ def read_fp8(config: ConfigReader) -> Formats | str:
         return f"fp8 with {config.shown('scale_fmt')}"
     key = "modules_to_not_convert" if config.given("modules_to_not_convert") else "ignored_layers"
     names = config.texts(key) or ()
-    return Formats(FP8_BLOCK, names, tuple(f"(?:{checked_pattern(config, key, name)}){_END}" for name in names))
+    return Formats(FP8_BLOCK, names, tuple(checked_pattern(config, key, f"(?:{name}){_END}") for name in names))
