@@ -139,9 +139,7 @@ class LimitedProcess:
             if code >= 0:  # it never ends by itself while it is asked
                 raise RuntimeError(f"the process that compiles schemas ended with {code}; try python -m {self.module}") from None
             if code == -signal.SIGKILL:
-                raise Killed(
-                    f"its process was killed {MAX_KILLS} times, probably because the machine has too little memory"
-                ) from None
+                raise Killed("its process was killed, probably because the machine has too little memory") from None
             took_too_long = f"compiling it takes more than {self._cpu_s} s"
             raise Died(took_too_long if code == -signal.SIGXCPU else f"the process that compiles it ended with {code}") from None
         if isinstance(answer, Defect):
