@@ -110,6 +110,8 @@ class LimitedProcess:
     module = "batchspec.structured.compile_process"
     limits: ClassVar[Mapping[int, str]] = {OUT_OF_MEMORY: "compiling it takes more than {gib:g} GiB of memory"}
     """The error message of each exit code; {gib}: the limit of memory in GiB."""
+    too_long: ClassVar[str] = "compiling it takes more than {cpu_s} s"
+    """The error message of the limit of CPU time."""
 
     def __init__(self, first_message: tuple[Any, int, int]) -> None:
         self._first_message, self._cpu_s = first_message, first_message[2]
@@ -140,8 +142,8 @@ class LimitedProcess:
                 raise RuntimeError(f"the process that compiles schemas ended with {code}; try python -m {self.module}") from None
             if code == -signal.SIGKILL:
                 raise Killed("its process was killed, probably because the machine has too little memory") from None
-            took_too_long = f"compiling it takes more than {self._cpu_s} s"
-            raise Died(took_too_long if code == -signal.SIGXCPU else f"the process that compiles it ended with {code}") from None
+            too_long = self.too_long.format(cpu_s=self._cpu_s)
+            raise Died(too_long if code == -signal.SIGXCPU else f"its process ended with {code}") from None
         if isinstance(answer, Defect):
             self.end()
             raise Died(answer.text)

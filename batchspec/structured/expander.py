@@ -75,6 +75,7 @@ class _ExpandProcess(LimitedProcess):
         OUT_OF_MEMORY: "its states take more than {gib:g} GiB of memory",
         TOO_MANY_STATES: f"its texts take more than {MAX_STATES:,} states",
     }
+    too_long: ClassVar[str] = "one of its states takes more than {cpu_s} s to compute"
     _epoch, _lost_epoch = -1, -2
     """The newest epoch, and the one whose states were lost with a process. The next process numbers states anew."""
     _reads_ahead = True
