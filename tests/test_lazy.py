@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,9 +23,9 @@ from batchspec.engine.round import RoundOptions
 from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Answer, Ask, Expanding, Expansion, LazyAutomaton
 from batchspec.records import Completion, Request, SamplingParams, Snapshot, Thinking
 from batchspec.structured import expand_process, lazy_dfa
-from batchspec.structured.channels import before_answer_of
+from batchspec.structured.channels import state_after_header
 from batchspec.structured.compile_pool import Died
-from batchspec.token_automaton import NUM_SYMBOLS, START
+from batchspec.token_automaton import START, TokenSymbols
 from tests.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, VOCABULARY, constrained_tokens, written
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, packed, request, tiny_target
 from tests.grammars import (
@@ -340,11 +339,8 @@ def test_wherever_a_run_fails_the_next_ones_go_on_from_its_tokens(name: str, dat
 
 
 def in_a_header() -> int:
-    """The state in which the output of a harmony model usually begins: behind <|start|>assistant."""
-    rows, state = before_answer_of(np.arange(NUM_SYMBOLS, dtype=np.int32), NUM_SYMBOLS).rows, EITHER
-    for symbol in (START, *b"assistant"):
-        state = int(rows[state - EITHER, symbol])
-    return state
+    """The state in which the output of a harmony model usually begins: after <|start|>assistant."""
+    return state_after_header((0, 1), TokenSymbols.of([START, b"assistant"]))
 
 
 def states_alone(req: Request, grammar: Grammar) -> int:

@@ -54,7 +54,7 @@ def answer(kind: str, source: str, cpu_s: int, **job: Any) -> dict[str, Any]:
     Returns FIELDS and `seconds` (CPU time) of a finite automaton, `lazy` (why it has none), or `code` and `error`. Raises
     MemoryError.
     """
-    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + cpu_s, resource.RLIM_INFINITY))
+    limit_cpu(cpu_s)
     began = time.process_time()
     try:
         if kind.startswith(LAZY):
@@ -77,6 +77,11 @@ def answer(kind: str, source: str, cpu_s: int, **job: Any) -> dict[str, Any]:
     except Exception as error:  # a defect here must not end the job: the row becomes an error row
         return {"code": "bad_schema", "error": unexpected(error)}
     return {name: getattr(made, name) for name in FIELDS} | {"seconds": time.process_time() - began}
+
+
+def limit_cpu(cpu_s: int) -> None:
+    """From now on the process has so many seconds of CPU time."""
+    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + cpu_s, resource.RLIM_INFINITY))
 
 
 def why(error: Exception) -> str:

@@ -26,7 +26,7 @@ import numpy as np
 
 from batchspec.lazy_automaton import Ask, Expansion, LazyAutomaton, Recheck
 from batchspec.structured.compile_pool import OUT_OF_MEMORY, TOO_MANY_STATES, Defect
-from batchspec.structured.compile_process import MAX_RECURSION, unexpected, why
+from batchspec.structured.compile_process import MAX_RECURSION, limit_cpu, unexpected, why
 from batchspec.structured.lazy_dfa import LazyDfa, TooManyStates
 from batchspec.structured.lazy_masks import Expander
 from batchspec.structured.network import Network
@@ -170,11 +170,6 @@ def _or_reason(find: Callable[[_Asked], _Found], asked: _Asked) -> _Found | str 
         return Defect(unexpected(error))
 
 
-def limit(cpu_s: int) -> None:
-    """From now on the process has so many seconds of CPU time."""
-    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + cpu_s, resource.RLIM_INFINITY))
-
-
 def main() -> None:
     gc.disable()  # networks are a hundred thousand lists, and none of them is garbage: building one took twice as long
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -186,7 +181,7 @@ def main() -> None:
     while True:
         try:
             ask = pickle.load(read)
-            limit(cpu_s)
+            limit_cpu(cpu_s)
             pickle.dump(work.recheck(ask) if isinstance(ask, Recheck) else work.answer(ask), write)
             write.flush()
         except EOFError:

@@ -14,7 +14,7 @@ MAX_DEPTH = 3
 """Maximum nesting of arrays and objects in a value without a type."""
 SPACE = optional(text(" "))
 COLON, COMMA = Seq((text(":"), SPACE)), Seq((text(","), SPACE))
-DIGIT, NONZERO = Chars(((0x30, 0x39),)), Chars(((0x31, 0x39),))
+DIGIT = Chars(((0x30, 0x39),))
 PLAIN = Chars.of([(0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\"))]).inverted()
 SHORT = {'"': '"', "\\": "\\", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
 _HEX = Chars.of([(0x30, 0x39), (0x41, 0x46), (0x61, 0x66)])
