@@ -363,7 +363,7 @@ def test_a_state_that_fails_ahead_is_no_error_of_the_row_that_asked(
 
 
 class Failing(list[Any]):
-    """A list of which one append runs out of memory."""
+    """A list with one append that raises MemoryError."""
 
     left = -1
 
@@ -423,7 +423,7 @@ def test_after_an_error_in_batchspec_no_more_is_asked_of_the_process(monkeypatch
 
 
 @pytest.mark.parametrize("beside", [GRAMMARS[0], GRAMMARS[1]], ids=["another grammar", "its own grammar"])
-def test_an_ask_that_fails_beside_the_states_of_other_rows_is_no_error(beside: Grammar) -> None:
+def test_an_ask_that_fails_because_of_other_rows_states_gives_no_error(beside: Grammar) -> None:
     """Neither row fails alone. The first one to ask in an epoch gets its state, so that both go on by turns."""
     process = ScarceProcess(most=60)
     one, other = (
@@ -460,7 +460,7 @@ def test_an_ask_that_fails_alone_is_an_error_whatever_other_states_there_are() -
 def test_a_process_that_reaches_its_limits_says_so_and_is_replaced(
     where: int, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """Also while it writes its answer, of which a part has been read then."""
+    """Also if it reaches the limit while it writes an answer, after a part of the answer was read."""
     monkeypatch.setattr(_ExpandProcess, "module", "tests.exhausted_expander")
     expander = Expander({"vocabulary": VOCABULARY, "end_ids": (EOS,), "thinks": False, "may_begin": False}, num=1)
     assert expander.recheck(Recheck(lazy(GRAMMARS[0]), ANSWER, (where, 4))).result(60) == why

@@ -85,7 +85,7 @@ class StandInEngine:
         return cast(Engine, self)
 
     def stop(self) -> None:
-        raise AssertionError("nobody stops a benchmark")
+        raise AssertionError("stop() is called at a signal or a time limit, and this benchmark has neither")
 
     def unfinished(self) -> list[Snapshot]:
         return []

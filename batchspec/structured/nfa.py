@@ -129,8 +129,9 @@ class Nfa:
 
 @lru_cache(maxsize=1000)
 def _moves_of(ranges: tuple[tuple[int, int], ...]) -> tuple[int, list[tuple[int | None, int, int, int]]]:
-    """One character as states over bytes: their number, of which the first is the state after it, and (state, lowest byte,
-    highest byte, next state); None is the state before it. A schema holds the same ranges thousands of times.
+    """An automaton over the UTF-8 bytes of one character. Returns the number of its states and its moves (state, lowest byte,
+    highest byte, next state). State None is before the character, state 0 after it. Cached: a schema holds the same ranges
+    thousands of times.
     """
     rest: dict[tuple[tuple[int, int], ...], int] = {(): 0}
     moves: list[tuple[int | None, int, int, int]] = []

@@ -1,6 +1,6 @@
-"""anyOf, oneOf, not, if and dependencies as alternatives, one of which holds in place of the keyword.
+"""anyOf, oneOf, not, if and dependencies as alternatives: a value satisfies the keyword if it satisfies one alternative.
 
-An alternative is a list of schemas that all hold.
+An alternative is a list of schemas; a value satisfies it if it satisfies all of them.
 """
 
 from __future__ import annotations
