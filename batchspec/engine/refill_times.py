@@ -7,6 +7,7 @@ the host's work between the rounds and the gap that this leaves on the device, w
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from batchspec.engine.launch import Launch
@@ -45,7 +46,7 @@ class RefillTimes:
 
     def restart(self) -> None:
         """The next result does not follow the previous one."""
-        self._last: PendingResult | None = None
+        self._last: torch.cuda.Event | None = None
         self._num_tokens = 0
 
     def add(self, launch: Launch, result: PendingResult) -> None:
@@ -56,10 +57,10 @@ class RefillTimes:
             self._num_tokens += launch.num_prefilled
         else:
             last, num_tokens = self._last, self._num_tokens
-            self._last, self._num_tokens = result, 0
-            if last is None or last.arrived is None or launch.num_rows != self._num_slots:
+            self._last, self._num_tokens = result.arrived, 0
+            if last is None or launch.num_rows != self._num_slots:
                 return
-            seconds, mean = result.seconds_since(last.arrived), self.round_s.get(launch.draft_len)
+            seconds, mean = result.seconds_since(last), self.round_s.get(launch.draft_len)
             if not num_tokens:
                 newest = seconds if mean is None else mean + NEWEST * (min(seconds, 2 * mean) - mean)
                 self.round_s[launch.draft_len] = newest
