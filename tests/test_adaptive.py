@@ -19,8 +19,9 @@ from batchspec.engine.draft_lengths import (
     DraftLengths,
     candidates,
 )
+from batchspec.engine.launch import Launch
 from batchspec.engine.results import PendingResult
-from batchspec.engine.round_planner import Launch, RoundClock
+from batchspec.engine.round_planner import RoundClock
 
 ROWS = 64
 

@@ -22,11 +22,12 @@ from batchspec.engine.draft_lengths import candidates
 from batchspec.engine.engine import Engine
 from batchspec.engine.executor import Executor
 from batchspec.engine.graphs import GRAPH_DTYPES, Shape
+from batchspec.engine.launch import Launch
 from batchspec.engine.prefill import rehearse
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.results import PendingResult
 from batchspec.engine.round import RoundOptions
-from batchspec.engine.round_planner import Launch, RoundPlanner
+from batchspec.engine.round_planner import RoundPlanner
 from batchspec.engine.shared_prefix import PrefixGroupTables
 from batchspec.kernels.attention.settings import work_shape
 from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule

@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -140,6 +140,7 @@ class StandInExecutor(Executor):
         self._watch = watch
         self.graphs = StandInGraphs(self, watch)
         self._prefill = StandInPrefill(self, watch)
+        self._after_pass = False
 
     def execute(self, step: ScheduledStep) -> None:
         """As of `Executor`."""
@@ -151,7 +152,9 @@ class StandInExecutor(Executor):
     def read(self) -> PendingResult:
         """As of `Executor`."""
         result = super().read()
-        return _TimedResult(result.result, result.began, cast(torch.cuda.Event, "now"))
+        seconds = ROUND_S + K * DRAFT_S + (cast(float, PREFILL.replay) if self._after_pass else 0.0)
+        self._after_pass = result.began is not None
+        return _TimedResult(result.result, result.began, cast(torch.cuda.Event, "now"), seconds)
 
     def rehearse(self, mode: SamplingMode) -> PrefillCost:
         """What the scheduler is told of a prefill pass."""
@@ -207,11 +210,15 @@ class StandInPrefill(PrefillRunner):
         return RoundResult(torch.from_numpy(log))
 
 
+@dataclass
 class _TimedResult(PendingResult):
-    """A result that seems to arrive one round's time after the one before, for the choice of draft lengths."""
+    """A result that seems to arrive so many seconds after that of the round before, for the choice of draft lengths and of the
+    time between refills."""
+
+    seconds: float = 0.0
 
     def seconds_since(self, began: Moment) -> float:
-        return ROUND_S + K * DRAFT_S
+        return self.seconds
 
 
 def emit(rows: DeviceBatch, log: NDArray[np.int32], slots: NDArray[np.intp], accepted_len: NDArray[np.intp]) -> None:

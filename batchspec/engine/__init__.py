@@ -18,13 +18,14 @@ Rounds on the device:
                         tree_round.py: the same for trees; ablation.py: its variants
   sampling.py           logits -> the target's choice; logprobs.py: log-probabilities
   graphs.py             rounds as CUDA graphs; graph_pool.py: capture
-  results.py            results on their way to the host, and there
+  launch.py             what the host keeps of a launch; results.py: results on their way to the host, and there
   shared_prefix.py      rows whose first pages are the same
   round_planner.py      K of each round; draft_lengths.py: by measured times and acceptance; expert_reads.py: experts in them
 Prefill:
   prefill.py            passes over known tokens
   prefill_runner.py     between rounds or concurrently with them; prefill_stream.py: the stream of concurrent passes
   prefill_graphs.py     short passes as CUDA graphs; prefill_shapes.py: which ones; prefill_cost.py: the time of a pass
+  refill_times.py       how long refills take, learned from the run
   score_pass.py         scoring prompts on the device; scoring.py: on the host
 Automata (structured output):
   automaton_places.py   which automata are on the device, and where

@@ -146,15 +146,16 @@ class SlotAllocator:
         promised: Counts = np.maximum(missing, 0)[:, slots.owner >= 0].sum(1)
         return promised
 
-    def refill(self, round_s: float = 1.0) -> list[RequestState]:
+    def refill(self, round_s: float = 1.0, refill_s: float | None = None) -> list[RequestState]:
         """Choose the requests to prefill before the next round: they get slots, share the pages of cached prefixes, and get pages
         for their present tokens.
 
-        round_s  seconds that a round over all slots takes at present, in the unit of the prefill cost
+        round_s   seconds that a round over all slots takes at present, in the unit of the prefill cost
+        refill_s  seconds that a refill takes at present beside those of its tokens, if its pass is replayed; None: not measured
         """
         self._free_passed_pages()
         free = self.slots.free()
-        if not self._worth_a_prefill(len(free), round_s):
+        if not self._worth_a_prefill(len(free), round_s, refill_s):
             return []
         self._idle = 0.0
         group: list[RequestState] = []
@@ -173,11 +174,12 @@ class SlotAllocator:
             group.append(state)
         return group
 
-    def _worth_a_prefill(self, num_free: int, round_s: float) -> bool:
-        """Whether slots have been idle for as long as a short pass takes, less the time that the waiting tokens take.
+    def _worth_a_prefill(self, num_free: int, round_s: float, refill_s: float | None = None) -> bool:
+        """Whether slots have been idle for as long as a refill takes beside the time of its tokens.
 
-        Idle slots have then cost as much as the pass will: the sum of both is smallest there (Harris 1913, economic order
-        quantity).
+        Idle slots have then cost as much as the refill will: the sum of both is smallest there (Harris 1913, economic order
+        quantity). A pass that is replayed takes this time and that of its tokens. Another one takes as long as its launches or
+        its tokens, whichever is longer.
         """
         if num_free == self.batch.num_slots or self._scores:
             return num_free > 0
@@ -185,7 +187,9 @@ class SlotAllocator:
             return False
         self._idle += round_s * num_free / self.batch.num_slots
         cost, waits = self._prefill_cost, isinstance(state.request.automaton, LazyAutomaton)
-        return self._idle >= cost.shortest(state.num_tokens, waits=waits) - cost.token * num_free * state.num_tokens
+        if cost.replay is not None and cost.is_replayed(state.num_tokens, waits=waits):
+            return self._idle >= (cost.replay if refill_s is None else refill_s)
+        return self._idle >= cost.least - cost.token * num_free * state.num_tokens
 
     def grow(self, ahead: int, grants: list[PageGrant]) -> bool:
         """Grant pages, oldest row first, to every row that has too few for its tokens and `ahead` more, or for its limit; add

@@ -18,14 +18,12 @@ class PrefillCost:
     most_replayed: int = 0
     """Maximum number of tokens of a row in a pass that is replayed."""
 
-    def shortest(self, row_tokens: int, *, waits: bool = False) -> float:
-        """Time of a pass of few tokens, as the engine runs a pass whose rows have `row_tokens` tokens.
+    def is_replayed(self, row_tokens: int, *, waits: bool = False) -> bool:
+        """Whether a pass of few rows of `row_tokens` tokens is replayed.
 
         waits  its rows may wait for states of lazy automata: such a pass is never a graph
         """
-        if self.replay is None or waits or row_tokens > self.most_replayed:
-            return self.least
-        return min(self.least, self.replay)
+        return self.replay is not None and self.replay < self.least and row_tokens <= self.most_replayed and not waits
 
     def pays_padding(self, num_tokens: int, padded_tokens: int) -> bool:
         """Whether a pass of `num_tokens` takes no longer if it is padded to `padded_tokens` and replayed from a graph.

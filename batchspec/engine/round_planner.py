@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,33 +17,11 @@ from batchspec.engine.draft_lengths import DraftLengths
 from batchspec.engine.executor import Executor
 from batchspec.engine.expert_reads import ExpertReads, counted
 from batchspec.engine.graphs import Shape
+from batchspec.engine.launch import Launch
 from batchspec.engine.prefill_cost import PrefillCost
+from batchspec.engine.refill_times import RefillTimes
 from batchspec.engine.results import Ints, PendingResult
-from batchspec.engine.step import Segment
 from batchspec.records import PackedBatch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """What the host keeps of a launched round or prefill pass until it reads the result."""
-
-    owners: NDArray[np.int64]
-    """The owner of each slot at launch, -1 if the slot took no part."""
-    is_prefill: bool = False
-    num_rows: int = 0
-    """Row bucket of a round."""
-    live_rows: int = 0
-    """Rows of a round that were alive, as far as the host had read."""
-    draft_len: int = 0
-    prepare_next: bool = True
-    context_tokens: int = 0
-    """Keys of all rows that one layer reads, on average over the layers; 0 if the round is not used as a measurement."""
-    overlaps: bool = False
-    """Prefill or other work ran concurrently, so the round's time does not predict that of other rounds."""
-    counts_experts: bool = False
-    """Whether the result has the number of experts that the round read."""
-    segments: tuple[Segment, ...] = ()
-    """Segments of a pass that scores prompts, in the order of its log-probabilities."""
 
 
 class RoundClock:
@@ -108,6 +86,7 @@ class RoundPlanner:
         self.row_buckets = batch.row_buckets
         """Row counts with which rounds may run: those that `prepare` did not leave out."""
         self._clock = RoundClock()
+        self._refills: RefillTimes | None = None
         self._round_s: dict[int, float] = {}
         self._draft_len = 0
 
@@ -148,6 +127,7 @@ class RoundPlanner:
             graphs.prepare(shape for shape in variants if shape.num_rows < batch.num_slots)
         if cost is None:
             return None
+        self._refills = None if cost.replay is None else RefillTimes(cost, batch.num_slots)
         self.seconds = {
             "prefill (compile, time)": rehearsed - began,
             "kernels of rounds": graphs.warm_up_s,
@@ -198,8 +178,15 @@ class RoundPlanner:
 
     @property
     def round_s(self) -> float:
-        """Seconds of a round over all slots with the newest round's draft length, without attention; 1 if nothing is timed."""
-        return self._round_s.get(self._draft_len, 1.0)
+        """Seconds of a round over all slots with the newest round's draft length; without attention until such rounds have
+        followed each other in the run; 1 if nothing is timed."""
+        measured = {} if self._refills is None else self._refills.round_s
+        return measured.get(self._draft_len) or self._round_s.get(self._draft_len, 1.0)
+
+    @property
+    def refill_s(self) -> float | None:
+        """Seconds of a refill by a pass that is replayed, beside those of its tokens; None if no pass is."""
+        return None if self._refills is None else self._refills.fixed_s
 
     def max_kv(self, longest: int) -> int | None:
         """`ScheduledRound.max_kv` of a round whose rows may reach `longest` tokens, its own drafts not counted."""
@@ -242,6 +229,8 @@ class RoundPlanner:
         """Learn from the result of a round or prefill pass; accepted_len int32 [rows] of the round."""
         if launch.counts_experts and self.experts is not None and result.result.experts_read is not None:
             self.experts.observe(result.result.experts_read.numpy(), self._live_tokens(launch, result))
+        if self._refills is not None:
+            self._refills.add(launch, result)
         if self._lengths is None:
             return
         seconds = self._clock.seconds_of(launch, result)
@@ -269,3 +258,5 @@ class RoundPlanner:
     def restart(self) -> None:
         """Results of earlier launches will not be read: the next round does not follow one of them."""
         self._clock = RoundClock()
+        if self._refills is not None:
+            self._refills.restart()

@@ -15,11 +15,12 @@ import numpy as np
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.allocator import SlotAllocator
 from batchspec.engine.executor import Executor
+from batchspec.engine.launch import Launch
 from batchspec.engine.lazy_states import LazyStates
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.engine.prefill import chunks
 from batchspec.engine.request_state import RequestState
-from batchspec.engine.round_planner import Launch, RoundPlanner
+from batchspec.engine.round_planner import RoundPlanner
 from batchspec.engine.scoring import reread
 from batchspec.engine.shared_prefix import PrefixGroups
 from batchspec.engine.slots import FREE
@@ -158,7 +159,8 @@ class Scheduler:
         """Activate a pass that is done; refill free slots; delay decoding while few rows are active."""
         activates = bool(self._passes) and self._executor.prefill_done()
         takes_more = len(self._passes) - activates <= 1  # no further pass is queued
-        group = self._allocator.refill(self._planner.round_s) if takes_more else []
+        planner = self._planner
+        group = self._allocator.refill(planner.round_s, planner.refill_s) if takes_more else []
         prefill = self._prefill(group) if group else None
         if prefill is not None:
             self.num_rows = max(self.num_rows, self._allocator.num_rows_taken())
@@ -268,14 +270,17 @@ class Scheduler:
         if fields.get("activates_pass"):
             self._note_prefill(self._passes.popleft())
         if prefill is not None:
+            num_tokens = 0
             for segments in prefill.passes:
                 ending = [segment.slot for segment in segments if segment.last]
+                num_tokens += sum(segment.end - segment.begin for segment in segments)
                 if prefill.overlaps:
                     self._passes.append(ending)
                 elif self._scores:
-                    self._note_prefill([segment.slot for segment in segments], segments)
-                else:
-                    self._note_prefill(ending)
+                    self._note_prefill([segment.slot for segment in segments], segments=segments)
+                elif ending:
+                    self._note_prefill(ending, num_tokens=num_tokens)
+                    num_tokens = 0
         if read_all:
             num_reads = len(self.in_flight)
         elif fields.get("round") is not None:
@@ -290,9 +295,12 @@ class Scheduler:
             drafter_version=self.drafter_version, finished=finished, killed=killed, num_reads=num_reads, **fields
         )
 
-    def _note_prefill(self, slots: list[int], segments: tuple[Segment, ...] = ()) -> None:
-        """Note a launched pass if it will have a result: if the tokens of any of these slots end in it."""
+    def _note_prefill(self, slots: list[int], *, num_tokens: int = 0, segments: tuple[Segment, ...] = ()) -> None:
+        """Note a launched pass if it will have a result: if the tokens of any of these slots end in it.
+
+        num_tokens  of this pass and of those before it without a result
+        """
         if slots:
             owners = np.full_like(self.slots.owner, FREE)
             owners[slots] = self.slots.owner[slots]
-            self.in_flight.append(Launch(owners=owners, is_prefill=True, segments=segments))
+            self.in_flight.append(Launch(owners=owners, is_prefill=True, num_prefilled=num_tokens, segments=segments))

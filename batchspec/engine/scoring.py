@@ -16,9 +16,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from batchspec.engine.launch import Launch
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.round import RoundResult
-from batchspec.engine.round_planner import Launch
 from batchspec.engine.slots import SlotTable
 from batchspec.engine.step import Segment
 

@@ -1,0 +1,85 @@
+"""Learns from the run how long a round takes, and how long a refill does beside its tokens.
+
+A refill is worth it once slots have idled for as long as its fixed time. That time cannot be known before the run: it includes
+the host's work between the rounds and the gap that this leaves on the device, which other threads and processes lengthen.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from batchspec.engine.launch import Launch
+from batchspec.engine.prefill_cost import PrefillCost
+from batchspec.engine.results import PendingResult
+
+FORGETTING = 0.98
+"""Weight of a refill relative to the next one: about the last 50 refills count."""
+PRIOR = 0.3
+"""Weight of each of the two assumed refills, of no tokens and of PRIOR_TOKENS, relative to a measured one."""
+PRIOR_TOKENS = 2048
+NEWEST = 0.1
+"""Weight of the newest round in the mean time of a round."""
+
+
+class RefillTimes:
+    """Call `add` with each result, in the order of the launches. All times are seconds."""
+
+    def __init__(self, cost: PrefillCost, num_slots: int) -> None:
+        """
+        cost       of passes, in seconds, with the time of a replay
+        num_slots  rows of the rounds between which slots are refilled
+        """
+        assert cost.replay is not None, "only passes that are replayed are learned"
+        self._cost, self._num_slots = cost, num_slots
+        # Normal equations of seconds = fixed + slope * tokens.
+        none, none_sums = _equations(0, cost.replay)
+        many, many_sums = _equations(PRIOR_TOKENS, cost.replay + PRIOR_TOKENS * cost.token)
+        self._prior, self._prior_sums = PRIOR * (none + many), PRIOR * (none_sums + many_sums)
+        self._matrix, self._sums = np.zeros((2, 2)), np.zeros(2)
+        self.fixed_s = cost.replay
+        """Seconds of a refill beside those of its tokens."""
+        self.round_s: dict[int, float] = {}
+        """By draft length, the mean seconds of a round over all slots that follows another one."""
+        self.restart()
+
+    def restart(self) -> None:
+        """The next result does not follow the previous one."""
+        self._last: torch.cuda.Event | None = None
+        self._num_tokens = 0
+
+    def add(self, launch: Launch, result: PendingResult) -> None:
+        """Add the time since the result of the previous round: that of this round, and of the passes between the two."""
+        if launch.overlaps or (launch.is_prefill and not launch.num_prefilled):  # a pass beside the rounds
+            self.restart()
+        elif launch.is_prefill:
+            self._num_tokens += launch.num_prefilled
+        else:
+            last, num_tokens = self._last, self._num_tokens
+            self._last, self._num_tokens = result.arrived, 0
+            if last is None or launch.num_rows != self._num_slots:
+                return
+            seconds, mean = result.seconds_since(last), self.round_s.get(launch.draft_len)
+            if not num_tokens:
+                newest = seconds if mean is None else mean + NEWEST * (min(seconds, 2 * mean) - mean)
+                self.round_s[launch.draft_len] = newest
+            elif mean is not None:
+                self._add_refill(num_tokens, max(0.0, seconds - mean))
+
+    def _add_refill(self, num_tokens: int, seconds: float) -> None:
+        if seconds >= self._cost.least:  # a pass that was launched kernel by kernel, or the host was busy with something else
+            return
+        matrix, sums = _equations(num_tokens, seconds)
+        self._matrix, self._sums = FORGETTING * self._matrix + matrix, FORGETTING * self._sums + sums
+        matrix, sums = self._prior + self._matrix, self._prior_sums + self._sums
+        fixed, slope = np.linalg.solve(matrix, sums).tolist()
+        if slope < self._cost.token:  # a token takes at least as long as in a full pass
+            fixed = (sums[0] - self._cost.token * matrix[0, 1]) / matrix[0, 0]
+        self.fixed_s = max(0.0, float(fixed))
+
+
+def _equations(num_tokens: int, seconds: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Matrix and right side of the normal equations of one refill."""
+    line = np.array([1.0, num_tokens])
+    return np.outer(line, line), line * seconds

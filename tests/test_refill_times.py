@@ -1,0 +1,136 @@
+"""What a refill takes beside the time of its tokens is learned from the run's own results."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchspec.engine.launch import Launch
+from batchspec.engine.prefill_cost import PrefillCost
+from batchspec.engine.refill_times import RefillTimes
+from batchspec.engine.results import PendingResult
+
+COST = PrefillCost(least=0.033, token=1e-6, replay=0.001, most_replayed=2048)
+SLOTS = 8
+ROUND = Launch(owners=np.zeros(SLOTS, np.int64), num_rows=SLOTS, draft_len=3)
+
+
+class ResultAt(PendingResult):
+    """A result that arrived at this second."""
+
+    def __init__(self, second: float) -> None:
+        super().__init__(cast(Any, None), arrived=cast(Any, second))
+
+    def seconds_since(self, began: Any) -> float:
+        return cast(float, cast(Any, self.arrived) - began)
+
+
+class Run:
+    """Rounds of 2 ms and refills whose time the test gives."""
+
+    def __init__(self, times: RefillTimes) -> None:
+        self.times, self.now = times, 0.0
+
+    def round(self, launch: Launch = ROUND, seconds: float = 0.002) -> None:
+        self.now += seconds
+        self.times.add(launch, ResultAt(self.now))
+
+    def refill(self, num_tokens: int, seconds: float, passes: int = 1) -> None:
+        for part in range(passes):
+            tokens = num_tokens // passes if part else num_tokens - (passes - 1) * (num_tokens // passes)
+            self.now += seconds / passes
+            self.times.add(replace(ROUND, is_prefill=True, num_prefilled=tokens), ResultAt(self.now))
+        self.round()
+
+
+def started() -> tuple[RefillTimes, Run]:
+    times = RefillTimes(COST, SLOTS)
+    run = Run(times)
+    for _ in range(3):
+        run.round()
+    return times, run
+
+
+def test_before_the_first_refill_it_is_the_time_of_a_short_replay() -> None:
+    assert RefillTimes(COST, SLOTS).fixed_s == COST.replay
+
+
+@given(
+    fixed_s=st.floats(0.0, 0.008),
+    token_s=st.floats(1e-6, 3e-6),
+    sizes=st.lists(st.integers(200, 4000), min_size=40, max_size=60, unique=True),
+    passes=st.integers(1, 3),
+)
+def test_fixed_time_and_time_of_tokens_are_told_apart(fixed_s: float, token_s: float, sizes: list[int], passes: int) -> None:
+    """Up to what the assumed times of a replay, 1 ms and 1 us a token, still weigh."""
+    times, run = started()
+    for num_tokens in sizes:
+        run.refill(num_tokens, fixed_s + token_s * num_tokens, passes)
+        run.round()
+    assert times.fixed_s == pytest.approx(fixed_s, abs=0.0005)
+    assert times.round_s[3] == pytest.approx(0.002)
+
+
+def test_refills_of_one_size_are_taken_to_have_the_tokens_time_of_a_full_pass() -> None:
+    times, run = started()
+    for _ in range(60):
+        run.refill(1000, 0.005)
+        run.round()
+    assert 0.003 < times.fixed_s < 0.0042
+
+
+def test_fewer_seconds_than_the_tokens_take_are_no_negative_time() -> None:
+    times, run = started()
+    for _ in range(60):
+        run.refill(4000, 0.0005)
+        run.round()
+    assert times.fixed_s == 0.0
+
+
+def test_a_pass_that_took_as_long_as_launches_do_is_not_counted() -> None:
+    """A shape's first passes run without a graph; and the host may have been busy with something else."""
+    times, run = started()
+    run.refill(1000, COST.least + 1e-6)
+    assert times.fixed_s == COST.replay
+    run.refill(1000, COST.least - 1e-6)
+    assert times.fixed_s > 0.005
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        replace(ROUND, overlaps=True),
+        replace(ROUND, is_prefill=True, num_prefilled=0),
+    ],
+)
+def test_work_beside_the_rounds_is_not_counted(between: Launch) -> None:
+    times, run = started()
+    run.round(between, seconds=0.02)
+    run.round()
+    assert times.fixed_s == COST.replay
+    assert times.round_s[3] == pytest.approx(0.002)
+
+
+def test_rounds_over_fewer_rows_than_slots_are_not_counted() -> None:
+    times, run = started()
+    run.round(replace(ROUND, num_rows=4), seconds=0.001)
+    assert times.round_s == {3: pytest.approx(0.002)}
+
+
+def test_each_draft_length_has_its_own_time_of_a_round_which_one_slow_round_hardly_changes() -> None:
+    times, run = started()
+    run.round(replace(ROUND, draft_len=0), seconds=0.001)
+    run.round(seconds=1.0)
+    assert times.round_s == {0: pytest.approx(0.001), 3: pytest.approx(0.0022)}
+
+
+def test_after_a_restart_the_next_result_follows_none() -> None:
+    times, run = started()
+    times.restart()
+    run.round(seconds=9.0)
+    assert times.round_s == {3: pytest.approx(0.002)}
