@@ -157,6 +157,8 @@ class EngineRun:
         self.scheduler.end(state, on_device=finish not in (0, WAITING))
         if state.finish_reason is None:
             state.end(finish)
+        if state.finish_reason == "error":  # its K/V may be the cause: rows that come later compute them anew
+            self.pools.forget_prefix(state.prefix_hashes or ())
         self._check.add(Ended(state, slot, now))
 
     def take_ended(self, *, stopping: bool) -> list[Ended]:
