@@ -263,6 +263,23 @@ def test_a_finished_rows_prefix_is_found_until_its_pages_are_taken() -> None:
     assert pool.match(keys) == []
 
 
+def test_a_forgotten_prefix_is_not_found_and_no_page_is_lost() -> None:
+    """Whether its pages have owners or not; other prefixes stay."""
+    pool = PagePool(7)
+    owned, idle, other = pool.take(2), pool.take(2), pool.take(1)
+    for page, key in zip([*owned, *idle, *other], (b"a", b"b", b"c", b"d", b"e"), strict=True):
+        pool.cache_prefix(page, key)
+    pool.release([*idle, *other])
+    pool.forget_prefix([b"a", b"b", b"c", b"d", b"never cached"])
+    assert [pool.find(key) for key in (b"a", b"b", b"c", b"d")] == [None] * 4
+    assert pool.match([b"e"]) == other
+    (new,) = pool.take(1)
+    pool.cache_prefix(new, b"a")
+    assert pool.match([b"a"]) == [new], "computed anew"
+    pool.release(owned)
+    assert sorted(pool.take(5)) == sorted({1, 2, 3, 4, 5, 6} - {new})
+
+
 def test_a_prefix_that_nobody_owns_any_more_counts_as_pages_to_be_taken() -> None:
     """Nine pages: one row is promised six, of which it has one; another needs four, two of which lie there and are free."""
     pools, prompt = pools_of(1 + 9), list(range(12))

@@ -33,7 +33,7 @@ class Groups:
 
     def __init__(self, num_slots: int, page_size: int, pays: Callable[[Sequence[PrefixGroup]], bool] = bool) -> None:
         self.found, self.tables = PrefixGroups(num_slots, pays), PrefixGroupTables(num_slots, page_size, torch.device("cpu"))
-        self.clear, self.first = self.found.clear, self.tables.first
+        self.first = self.tables.first
 
     def renew(self, requests: Sequence[RequestState | None], owner: NDArray[np.int64], num_rows: int) -> bool:
         groups = self.found.renew(requests, owner, num_rows)
@@ -85,9 +85,8 @@ def test_the_device_learns_members_side_by_side_and_lengths_in_tokens() -> None:
     assert found.row_order.tolist() == [0, 4, 1, 3, 2]
     assert found.group_start.tolist() == [0, 2, 4]
     assert found.shared_len.tolist() == [9 * 16, 10 * 16]
-    groups.clear()
-    assert not groups.renew([None] * 6, np.full(6, -1), 6)
-    assert groups.first(6).row_group.tolist() == [-1] * 6
+    assert not groups.renew([None] * 6, np.full(6, -1), 5)
+    assert groups.first(5).row_group.tolist() == [-1] * 5
 
 
 def test_a_smaller_bucket_lists_no_dead_member_beyond_it_and_keeps_every_group_that_a_row_names() -> None:

@@ -307,7 +307,7 @@ def test_rows_that_have_ended_are_not_decoded_anew_when_memory_runs_out(how: str
             turns = iter(range(60))
 
             def run_out(_: object) -> None:
-                if next(turns, None) is None or len(engine._check._asked) == 2:
+                if next(turns, None) is None or len(engine._current._check._asked) == 2:
                     raise MemoryError
 
             engine.on_round = run_out

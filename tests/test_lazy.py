@@ -177,7 +177,7 @@ def test_tokens_of_an_earlier_run_are_checked_although_the_states_were_lost(is_a
     expanding = ExpandLate(0)
     engine = engine_of(expanding)
     assert engine.lazy is not None
-    expanding._lost_epoch = engine.lazy._epoch
+    expanding._lost_epoch = engine.lazy._places.epoch
     (done,) = engine.run(iter([replace(req, resumed=left)]))
     assert done.error is None
     assert tokens({0: done}) == {0: whole}
@@ -189,7 +189,7 @@ def test_a_state_after_tokens_is_found_although_the_states_were_lost() -> None:
     expanding = ExpandLate(0)
     engine = engine_of(expanding)
     assert engine.lazy is not None
-    expanding._lost_epoch = engine.lazy._epoch
+    expanding._lost_epoch = engine.lazy._places.epoch
     found = engine.lazy.after(following(request(0, [4, 7], cap=12), GRAMMARS[0]), [3])
     assert isinstance(found, Expansion)
 
@@ -335,6 +335,26 @@ def test_wherever_a_run_fails_the_next_ones_go_on_from_its_tokens(name: str, dat
                 left[one.row_index] = replace(left[one.row_index], resumed=one)
         if not left:
             break
+    assert tokens(done) == {req.row_index: defined(req, rule) for req, rule in job}
+
+
+@pytest.mark.parametrize("fails_at", range(6))
+def test_states_that_the_device_did_not_get_are_uploaded_in_the_next_run(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warm engine serves calls after one that ran out of memory: its host knows which states the device has."""
+    job = [(following(request(i, [i, 7], cap=12), grammar), grammar) for i, grammar in enumerate(GRAMMARS)]
+    engine = engine_of(ExpandLate(0, most_polls=0))
+    upload, left = Automata.upload_states, iter(range(fails_at))
+
+    def fails(automata: Automata, new: StatesUpload) -> None:
+        if next(left, None) is None:
+            raise OutOfMemory
+        upload(automata, new)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Automata, "upload_states", fails)
+        with pytest.raises(OutOfMemory):
+            list(engine.run(req for req, _ in job))
+    done = {out.row_index: out for out in engine.run(req for req, _ in job)}
     assert tokens(done) == {req.row_index: defined(req, rule) for req, rule in job}
 
 

@@ -133,6 +133,26 @@ def run(name: str, requests: list[Request], **options: Any) -> dict[str, Complet
     return done
 
 
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_prompt_whose_row_failed_is_computed_anew(window: int | None) -> None:
+    """Once the cause has gone: an engine that serves call after call must not find the K/V that it left."""
+    target = Target.load(Path(), tiny_target(window=window).spec, dtype=torch.float64, device=DEVICE, dummy=True)
+    engine = Engine(target, NoDrafter(), packed(1), device=DEVICE)
+    engine.keeps_prefixes = True
+    healthy, failing = (request(i, [first, *range(5, 17)], cap=3) for i, first in enumerate((7, BAD)))
+    own = target.embedding[BAD].clone()
+    target.embedding[BAD] = float("nan")
+    first = list(engine.run(iter([healthy, failing])))
+    assert [done.status for done in first] == ["truncated", "error"]
+    target.embedding[BAD] = own
+    second = list(engine.run(iter([healthy, failing])))
+    assert [done.error for done in second] == [None, None]
+    for done, one in zip(second, (healthy, failing), strict=True):
+        assert done.token_ids is not None
+        assert done.token_ids.tolist() == plain_tokens(tiny_target(window=window), one)
+    assert [done.cached_tokens for done in second] == [12, 0], "other rows find their prefixes"
+
+
 @pytest.mark.parametrize("name", ["none", "right", "ragged", "bad", "lookup", "eagle3", "parallel", "tree", "window", "pard"])
 def test_a_row_fails_alone_whatever_drafts(name: str) -> None:
     requests = prompts(16, SamplingParams())

@@ -15,6 +15,7 @@ from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.allocator import SlotAllocator
 from batchspec.engine.engine import Engine
+from batchspec.errors import EngineInUse
 from batchspec.records import Request
 from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_target
 from tests.moe_models import ids_of
@@ -54,6 +55,19 @@ def test_a_run_that_is_stopped_early_keeps_no_prefix() -> None:
     next(running)
     running.close()
     assert {done.cached_tokens for done in engine.run(iter(rows()))} == {0}
+
+
+def test_a_run_that_another_one_has_replaced_gives_none_of_its_completions() -> None:
+    """The rows of the first one are no longer on the device; those of the second one go on."""
+    engine = engine_of("none", run_ahead=2)
+    first, second = engine.steps(iter(rows())), engine.run(iter(rows()))
+    assert next(first) == [], "the second run, although it was made, has not begun"
+    one = next(second)
+    with pytest.raises(EngineInUse, match="another run of this engine has begun"):
+        next(first)
+    first.close()
+    done = {one.request_id: one for one in (one, *second)}
+    assert {name: ids_of(one) for name, one in done.items()} == {i.request_id: plain_tokens(tiny_target(), i) for i in rows()}
 
 
 def test_no_prefix_is_kept_over_new_weights_or_scales() -> None:

@@ -361,6 +361,19 @@ def test_free_slots_wait_by_what_rounds_of_the_present_draft_length_take(draft_l
     assert one.round_s == BASE[draft_len, True]
 
 
+def test_the_first_round_of_a_run_has_the_draft_length_of_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft lengths are chosen one round ahead. The run before ended with one row, whose drafts cost next to nothing."""
+    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    base = {(0, False): 1.0, (0, True): 1.0, (1, True): 4.0}
+    one = planner(packed(4), 1, base=base)
+    one.prepare(MODE)
+    assert one._lengths is not None
+    one._lengths.set_base(1, 1, 0.25)
+    assert [chosen(one, 1, np.array([7, -1, -1, -1]), np.full(4, 9)).draft_len for _ in range(3)] == [1] * 3
+    one.restart()
+    assert [chosen(one, 4, np.arange(4), np.full(4, 9)).draft_len for _ in range(2)] == [0] * 2
+
+
 def test_where_rounds_are_no_graphs_nothing_is_timed_and_nothing_chosen() -> None:
     """Free slots then wait by the usual cost of a pass; a round of no time would have them wait for ever."""
     one = planner(packed(4), 1, dtype=torch.float64)

@@ -173,6 +173,11 @@ class PagePools:
             row.tables[group].clear()
             row.first[group] = 0
 
+    def forget_prefix(self, hashes: Sequence[bytes]) -> None:
+        """Drop the cached prefix with these hashes; rows keep their pages."""
+        for pool in self.pools:
+            pool.forget_prefix(hashes)
+
     def forget(self) -> None:
         """Drop all cached prefixes; rows keep their pages."""
         for pool in self.pools:

@@ -201,6 +201,17 @@ class PagePool:
         self._hash_of.clear()
         self._page_of.clear()
 
+    def forget_prefix(self, hashes: Iterable[bytes]) -> None:
+        """Let `find` return the pages of these hashes no more; owners keep their pages."""
+        for page_hash in hashes:
+            page = self._page_of.pop(page_hash, None)
+            if page is None:
+                continue
+            del self._hash_of[page]
+            if page in self._idle:
+                del self._idle[page]
+                self._free.append(page)
+
     def release(self, pages: Iterable[int]) -> None:
         """Remove an owner from each page."""
         refs, hash_of = self._refs, self._hash_of

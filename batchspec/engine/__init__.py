@@ -1,9 +1,9 @@
 """The engine: requests stream through a static batch of slots and come out as completions. Begin with engine.py.
 
 Steps:
-  engine.py             schedule, execute, process: the loop
+  engine.py             schedule, execute, process: the loop; engine_run.py: the state of one run
   scheduler.py          decides every step; step.py: what it decides, plain host data
-  allocator.py          which request gets which slot and pages; static_batching.py: no refills (ablation)
+  allocator.py          which request gets which slot and pages; waiting.py: the queue; static_batching.py: no refills (ablation)
   executor.py           does what a step says, and owns the device's state
   output_processor.py   adds results to requests and totals
 Requests on the host:

@@ -7,7 +7,6 @@ are kept and it is prefilled again later.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -21,6 +20,7 @@ from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.slots import SlotTable
 from batchspec.engine.step import PageGrant
+from batchspec.engine.waiting import WaitingRequests
 from batchspec.errors import CapacityError
 from batchspec.lazy_automaton import LazyAutomaton
 from batchspec.records import PackedBatch, Request
@@ -63,8 +63,7 @@ class SlotAllocator:
         self._automata, self.lazy = automata, lazy
         self.batch, self.pools = batch, pools
         self.slots = slots or SlotTable(batch.num_slots, batch.max_len, batch.draft_len, num_groups=pools.groups.num_groups)
-        self._stream, self._ended = requests, False
-        self._waiting: deque[RequestState] = deque()
+        self._waiting = WaitingRequests(requests)
         self._num_refills = 0
         self._lookahead, self._num_lookahead_slots = lookahead, num_lookahead_slots
         self._prefill_cost = prefill_cost or PrefillCost.default(batch.prefill_tokens)
@@ -73,11 +72,11 @@ class SlotAllocator:
     @property
     def exhausted(self) -> bool:
         """Whether no request waits and none will come."""
-        return self._peek() is None and self._ended
+        return self._waiting.exhausted
 
     def num_rows_needed(self) -> int:
         """Rows of a round: all slots while a request waits, else the smallest row bucket that the live rows fit in."""
-        if self._peek() is not None:
+        if self._waiting.peek() is not None:
             return self.batch.num_slots
         return min(b for b in self.batch.row_buckets if b >= self.slots.num_live)
 
@@ -85,29 +84,6 @@ class SlotAllocator:
         """The smallest row bucket that holds every slot with a request."""
         taken = np.flatnonzero(self.slots.owner >= 0)
         return min(b for b in self.batch.row_buckets if b > taken.max(initial=-1))
-
-    def _peek(self, passed: int = 0) -> RequestState | None:
-        """The waiting request after the `passed` that have waited longest; None if there is none at present."""
-        waiting = self._waiting
-        while len(waiting) > passed and waiting[passed].finish_reason is not None:  # it failed before it got a slot
-            del waiting[passed]
-        if len(waiting) <= passed and not self._ended:
-            try:
-                state = next(self._stream)
-            except StopIteration:
-                self._ended = True
-            else:
-                waiting += [] if state is None else [state]
-        return waiting[passed] if len(waiting) > passed else None
-
-    def _next(self, passed: int) -> int | None:
-        """The place in the queue of the first request, from place `passed` on, that may enter a slot at once; None if there is
-        none. At most as many requests are passed over as there are slots."""
-        for place in range(passed, self.batch.num_slots + 1):
-            state = self._peek(place)
-            if state is None or self._has_its_state(state):
-                return None if state is None else place
-        return None
 
     def _has_its_state(self, state: RequestState) -> bool:
         """Whether the state that the request enters with is known. A lazy automaton's may still be computed; later requests do
@@ -164,7 +140,7 @@ class SlotAllocator:
         if self.lazy is not None:
             self.lazy.collect()
         for slot in free:
-            place = self._next(passed)
+            place = self._waiting.first(passed, self.batch.num_slots, self._has_its_state)
             if place is None or not self._admit(state := self._waiting[place], promised):
                 break
             passed = place
@@ -183,7 +159,7 @@ class SlotAllocator:
         """
         if num_free == self.batch.num_slots or self._scores:
             return num_free > 0
-        if not num_free or (state := self._peek()) is None:
+        if not num_free or (state := self._waiting.peek()) is None:
             return False
         self._idle += round_s * num_free / self.batch.num_slots
         cost, waits = self._prefill_cost, isinstance(state.request.automaton, LazyAutomaton)
@@ -312,7 +288,7 @@ class SlotAllocator:
         """Take slot and pages away; the request gets a slot again before any new one."""
         self.release(state)
         state.slot = -1
-        self._waiting.appendleft(state)
+        self._waiting.put_first(state)
 
     def compact(self, num_slots: int) -> list[tuple[int, int]]:
         """Move live rows into the first `num_slots` slots; (source, destination) of each move."""

@@ -73,6 +73,10 @@ class DraftLengths:
         self._tried = [PRIOR_ROWS] * self.max_len
         self._kept = [PRIOR_RATE * PRIOR_ROWS] * self.max_len
 
+    def restart(self) -> None:
+        """A run begins: no draft length was chosen for its first round. What was measured stays."""
+        self._next = None
+
     @property
     def ready(self) -> bool:
         """Whether any round was timed."""

@@ -18,28 +18,29 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.page_tables import PagePools
 from batchspec.draft.base import Drafter, Rewritable
 from batchspec.engine.allocator import SlotAllocator
-from batchspec.engine.automaton_places import AutomatonPlaces
 from batchspec.engine.completion import completion_of
+from batchspec.engine.engine_run import EngineRun, SharedByRuns
 from batchspec.engine.executor import Executor
-from batchspec.engine.last_check import Ended, LastCheck
+from batchspec.engine.last_check import Ended
+from batchspec.engine.lazy_places import LazyPlaces
 from batchspec.engine.lazy_states import LazyStates
 from batchspec.engine.lockstep import HeadOfRanks, Lead
 from batchspec.engine.messages import Prepare, Scales, Step
-from batchspec.engine.output_processor import EngineTotals, OutputProcessor
+from batchspec.engine.output_processor import EngineTotals
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.round import RoundOptions
 from batchspec.engine.round_planner import RoundPlanner
-from batchspec.engine.scheduler import REST_S, RoundHook, Scheduler
+from batchspec.engine.scheduler import RoundHook, Scheduler
 from batchspec.engine.scoring import PromptScores
 from batchspec.engine.slots import SlotTable
 from batchspec.engine.static_batching import StaticBatching
-from batchspec.engine.stop_strings import Decode, StopFinder
+from batchspec.engine.stop_strings import Decode
+from batchspec.errors import EngineInUse
 from batchspec.garbage import older_objects_frozen
-from batchspec.kernels.rounds.accept import WAITING
 from batchspec.lazy_automaton import Expanding
 from batchspec.model.target import Target
-from batchspec.records import Completion, Ids, PackedBatch, Request, Snapshot
+from batchspec.records import Completion, PackedBatch, Request, Snapshot
 from batchspec.token_automaton import TokenSymbols
 
 
@@ -83,13 +84,7 @@ class Engine:
         """
         if vocabulary is not None and automata_capacity is None:
             automata_capacity = AutomataCapacity(num_tokens=vocabulary.num_tokens)
-        self._automata_capacity = automata_capacity
-        self.lazy: LazyStates | None = None
-        """States of lazy automata that were found are kept from run to run."""
-        if expanding is not None:
-            assert vocabulary is not None and automata_capacity is not None  # noqa: PT018
-            self.lazy = LazyStates(expanding, vocabulary, automata_capacity)
-        self._check = LastCheck(expanding)
+        assert expanding is None or automata_capacity is not None, "lazy automata need a vocabulary"
         self.target, self.drafter, self.batch, self.options = target, drafter, batch, options or RoundOptions()
         self.lead = lead
         self.executor = Executor(
@@ -97,25 +92,45 @@ class Engine:
             prefill_graphs=prefill_graphs, vocabulary=vocabulary, automata_capacity=automata_capacity,
         )  # fmt: skip
         self.planner = RoundPlanner(self.executor, batch, adaptive=adaptive, expert_correlation=expert_correlation)
-        self.totals = EngineTotals()
+        self.totals, self.hook = EngineTotals(), RoundHook()
         self.on_round: Callable[[EngineTotals], None] | None = None
         """Called after each processed result."""
-        self.hook = RoundHook()
-        self._scores: PromptScores | None = None
-        if self.options.scores:
-            assert not overlap, "nothing is decoded that prefill could overlap"
-            assert drafter.max_len == 0, "nothing is decoded that could be drafted"
-            self._scores = PromptScores(batch.num_pages, batch.page_size, self.options.logprobs or 0)
+        scores = PromptScores(batch.num_pages, batch.page_size, self.options.logprobs or 0) if self.options.scores else None
+        assert scores is None or not overlap, "nothing is decoded that prefill could overlap"
+        assert scores is None or drafter.max_len == 0, "nothing is decoded that could be drafted"
+        places = None if expanding is None or automata_capacity is None else LazyPlaces(automata_capacity)
+        self._shared = SharedByRuns(
+            decode=decode, hook=self.hook, allocator_kind=SlotAllocator if refill_dead else StaticBatching, vocabulary=vocabulary,
+            automata_capacity=automata_capacity, expanding=expanding, lazy_places=places, scores=scores,
+        )  # fmt: skip
         self._decode, self._defers_text, self._eos_ids, self._vocabulary = decode, defers_text, eos_ids, vocabulary
-        self._allocator_kind = SlotAllocator if refill_dead else StaticBatching
         self._stopping = False
         self._prefill_cost: PrefillCost | None = None
-        self._finished_rows: list[tuple[Ids, Ids]] = []
         self.keeps_prefixes = False
         """Whether prompts share K/V with prompts of an earlier run, provided that the run was not stopped."""
         self._kept_pools: PagePools | None = None
         """Pages of a run that was not stopped: no row owns one, and their prefixes can be found."""
-        self._reset(iter(()))
+        self._begin(iter(()))
+
+    @property
+    def pools(self) -> PagePools:
+        """Pages and prefixes of the present run, or of the last one."""
+        return self._current.pools
+
+    @property
+    def slots(self) -> SlotTable:
+        """Requests of the present run, or of the last one, by slot."""
+        return self._current.slots
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Of the present run, or of the last one."""
+        return self._current.scheduler
+
+    @property
+    def lazy(self) -> LazyStates | None:
+        """Rows of the present run that follow lazy automata; None if the engine was made without such."""
+        return self._current.lazy
 
     @torch.inference_mode()
     def prepare(self, mode: SamplingMode, *, shared: bool = False, most_rounds: int | None = None) -> None:
@@ -149,21 +164,22 @@ class Engine:
         if not self.planner.ready:
             self.prepare(SamplingMode())
         with self.executor.stream_of_rounds():
-            self._reset(requests)
+            run = self._begin(requests)
         with older_objects_frozen():
-            while True:
+            while run is self._current:
                 # The caller's code runs at the yield: our stream must not be the current one there.
                 with self.executor.stream_of_rounds():
                     ended = self._step()
                     done = [self._completed(one) for one in ended]
-                    finished = self._finished
-                if finished and not self.slots.num_live and self.keeps_prefixes:
-                    self._kept_pools = self.pools
+                    is_over = run.is_over(stopping=self._stopping)
+                if is_over and not run.slots.num_live and self.keeps_prefixes:
+                    self._kept_pools = run.pools
                 yield done
                 for one in ended:
-                    del self._taken[one.state]
-                if finished:
+                    del run.taken[one.state]
+                if is_over:
                     return
+        raise EngineInUse("another run of this engine has begun, which dropped the rows of this one; end a run before the next")
 
     def use_kv_scales(self, values: torch.Tensor) -> None:
         """As `Target.use_kv_scales`, on all ranks. Call it only while no row has K or V."""
@@ -172,86 +188,28 @@ class Engine:
         self.pools.forget()
         self.target.use_kv_scales(values)
 
-    def _reset(self, requests: Iterator[Request | None]) -> None:
-        """Forget rows and results of an earlier run, which may have been interrupted; its pages too, unless prefixes are kept."""
+    def _begin(self, requests: Iterator[Request | None]) -> EngineRun:
+        """Replace the present run, wherever it was interrupted. Its pages are dropped too, unless their prefixes are kept."""
         if self.lead is not None:
             self.lead.begin()
         self.executor.clear()
         self.planner.restart()
-        groups, round_ = self.executor.cache.groups, self.executor.round
         kept, self._kept_pools = self._kept_pools, None
-        self.pools = kept or PagePools(
-            groups,
-            self.batch.group_pages(groups.num_groups),
-            self.batch.page_size,
-            lookahead=self.batch.run_ahead * round_.max_emitted + round_.kv_per_round,
-        )
-        self._taken: dict[RequestState, None] = {}
-        """Requests that were taken from the stream and whose completions the caller does not have yet: they wait, are in a slot,
-        are preempted, or have ended and are not checked. A dict, because it keeps their order."""
-        self._ended_at_once: list[RequestState] = []
-        self._check.restart()
-        lazy = self.lazy
-        if lazy is not None:
-            lazy.restart()
-        self.slots = SlotTable(self.batch.num_slots, self.batch.max_len, self.drafter.max_len, num_groups=groups.num_groups)
-        self._processor = OutputProcessor(self.slots, scores=self.options.scores)
-        self._allocator = self._allocator_kind(
-            self.batch,
-            self.pools,
-            _states(
-                requests,
-                self._taken,
-                self._ended_at_once,
-                decode=self._decode,
-                draft_len=self.drafter.max_len,
-                options=self.options,
-                follows=lambda request: lazy is None or lazy.follows(request),
-            ),
-            slots=self.slots,
-            lookahead=1 if self.drafter.num_kv_layers else 0,
-            num_lookahead_slots=self.executor.round.num_lookahead_slots,
-            prefill_cost=self._prefill_cost,
-            automata=None if self._automata_capacity is None else AutomatonPlaces(self._automata_capacity),
-            scores=self.options.scores,
-            lazy=lazy,
-        )
-        self.scheduler = Scheduler(
-            self._allocator,
-            self.planner,
-            self.executor,
-            self.totals,
-            hook=self.hook,
-            finished=self._finished_rows,
-        )
-        self._steps = self.scheduler.schedule()
+        self._current = EngineRun(
+            requests, self._shared, batch=self.batch, executor=self.executor, planner=self.planner, totals=self.totals,
+            pools=kept, prefill_cost=self._prefill_cost,
+        )  # fmt: skip
+        return self._current
 
     def _step(self) -> list[Ended]:
         """Schedule, execute, process. Returns the requests that have ended and were checked."""
-        step = self.scheduler.drain() if self._stopping else next(self._steps)
+        step = self._current.next_step(stopping=self._stopping)
         if self.lead is not None:
             self.lead.send(Step(step))
         self.executor.execute(step)
         for _ in range(step.num_reads):
             self._process()
-        self._end_failed()
-        while self._ended_at_once:
-            self._check.add(Ended(self._ended_at_once.pop(), -1, time.perf_counter()))
-        return list(self._check.take(wait_s=REST_S if self._stopping or not self.slots.num_live else 0.0))
-
-    def _end_failed(self) -> None:
-        """End the requests that failed because a state of their automaton cannot be computed."""
-        for state in () if self.lazy is None else self.lazy.take_failed():
-            slot = state.slot
-            if slot >= 0:
-                self.scheduler.end(state, on_device=False)
-            self._check.add(Ended(state, slot, time.perf_counter()))
-
-    @property
-    def _finished(self) -> bool:
-        if not (self.scheduler.idle and self._check.is_idle):
-            return False
-        return self._stopping or (not self.slots.num_live and self._allocator.exhausted and not self._ended_at_once)
+        return self._current.take_ended(stopping=self._stopping)
 
     def stop(self) -> None:
         """End the present `run`, or the next one, at its next step, and every later one: launched work is read, nothing more is
@@ -298,21 +256,13 @@ class Engine:
         return self._stopping
 
     def unfinished(self) -> list[Snapshot]:
-        """Snapshots of all requests that have tokens and whose completions the caller does not have. Call it in `on_round`, or
-        after a `run` that was stopped or failed.
-
-        Requests that have ended and are not checked yet are included: the next run checks them without decoding. Requests that
-        have failed are not: the next run decodes them from the beginning. Empty if logprobs are asked for, because those of a
-        row must come from one run.
-        """
+        """As of `EngineRun`, once all ranks agree on what was read. Call it in `on_round`, or after a `run` that was stopped or
+        failed. Empty if logprobs are asked for, because those of a row must come from one run."""
         if self.options.logprobs is not None:
             return []
         if self.lead is not None:
             self.lead.confirm()
-        now = time.perf_counter()
-        for state in self.slots.live:
-            self.slots.flush(state)
-        return [state.snapshot(now) for state in self._taken if state.tokens and state.finish_reason != "error"]
+        return self._current.unfinished()
 
     def _process(self) -> None:
         """Read the oldest result; the requests that ended in it leave their slots."""
@@ -320,41 +270,23 @@ class Engine:
         if self.lead is not None:
             self.lead.read(result)
         slots, log = result.rows_of(launch.owners, self.slots.owner)
-        now = time.perf_counter()
-        if self._scores is not None:
-            self._scores.add(launch, result.result, self.slots)
-            self.totals.tokens += sum(segment.end - segment.begin for segment in launch.segments)
-        self._processor.add(result, slots, log, now)
         self.totals.add(result, log)
+        self.totals.tokens += sum(segment.end - segment.begin for segment in launch.segments)  # of prompts that are scored
         self.totals.live_rows = self.slots.num_live
         self.planner.learn(launch, result, log.accepted_len)
         if self.planner.experts is not None:
             self.totals.expert_correlation = self.planner.experts.correlation
-        for slot in self.slots.budgets_due(slots, log):
-            state = self.slots.at(slot)
-            if self._processor.enforce_budget(state):
-                self.scheduler.preempt(state)
-        may_end = self._processor.may_have_ended(slots, log)
-        for slot, finish in zip(slots[may_end].tolist(), log.finish[may_end].tolist(), strict=True):
-            ended = self.slots.requests[slot]
-            if finish == WAITING and ended is not None and ended.finish_reason is None:
-                self.scheduler.wait(ended)
-            elif ended is not None and (finish or ended.finish_reason is not None):  # None: just preempted
-                self._end(ended, finish, now)
+        now = time.perf_counter()
+        for state, finish in self._current.process(launch, result, slots, log, now):
+            self._end(state, finish, now)
         if self.on_round is not None:
             self.on_round(self.totals)
 
     def _end(self, state: RequestState, finish: int, now: float) -> None:
-        """`finish` is the device's reason, or 0 if a stop string ended the request, of which the device does not know yet."""
+        """As of `EngineRun`, once all ranks agree on what was read."""
         if self.lead is not None:
             self.lead.confirm()
-        slot = state.slot
-        if self._scores is not None:
-            state.prompt_logprobs, state.prompt_top = self._scores.of(state)
-        self.scheduler.end(state, on_device=finish not in (0, WAITING))
-        if state.finish_reason is None:
-            state.end(finish)
-        self._check.add(Ended(state, slot, now))
+        self._current.end(state, finish, now)
 
     def _completed(self, ended: Ended) -> Completion:
         done = completion_of(
@@ -362,32 +294,5 @@ class Engine:
             slot=ended.slot, now=ended.now, nodes=self.executor.round.nodes, vocabulary=self._vocabulary,
         )  # fmt: skip
         if done.prompt_ids is not None and done.token_ids is not None:  # no error
-            self._finished_rows.append((done.prompt_ids, done.token_ids))
+            self._shared.finished_rows.append((done.prompt_ids, done.token_ids))
         return done
-
-
-def _states(
-    requests: Iterator[Request | None],
-    taken: dict[RequestState, None],
-    ended_at_once: list[RequestState],
-    *,
-    decode: Decode | None,
-    draft_len: int,
-    options: RoundOptions,
-    follows: Callable[[Request], bool],
-) -> Iterator[RequestState | None]:
-    """The states of the requests that need a slot. A request that has ended already, by the tokens of an earlier run or those
-    that its thinking budget forces, is added to `ended_at_once` instead. All states are added to `taken`."""
-    for request in requests:
-        if request is None:
-            yield None
-            continue
-        if request.resumed is not None and not follows(request):
-            request = replace(request, resumed=None)  # another version compiled it differently: decode the row anew
-        finder = StopFinder(decode, request.stop) if request.stop and decode else None
-        state = RequestState.of(request, draft_len, finder, num_top=options.logprobs)
-        taken[state] = None
-        if state.finish_reason is None:
-            yield state
-        else:
-            ended_at_once.append(state)

@@ -42,11 +42,6 @@ class LastCheck:
     def is_idle(self) -> bool:
         return not (self._done or self._asked)
 
-    def restart(self) -> None:
-        """Forget the requests of an earlier run."""
-        self._done.clear()
-        self._asked.clear()
-
     def add(self, ended: Ended) -> None:
         """A request that has ended, its tokens complete. Those that the device failed are checked too: it may be the reason."""
         state, request = ended.state, ended.state.request

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from batchspec.batch.automata import AutomataCapacity, StatesUpload
-from batchspec.lazy_automaton import NOT_EXPANDED, Expansion, LazyAutomaton
+from batchspec.lazy_automaton import NOT_EXPANDED, Expansion, LazyAutomaton, new_epoch
 from batchspec.records import Ids
 from batchspec.token_automaton import DEAD, NEXT, TokenSymbols
 
@@ -53,27 +53,43 @@ class KnownStates:
 
 
 class LazyPlaces:
-    """Assigns places to states and masks, and collects the uploads. States with equal masks share one, in all automata."""
+    """Assigns places to states and masks, and collects the uploads. States with equal masks share one, in all automata.
+
+    All runs of an engine share it: later ones find the states of earlier ones.
+    """
 
     def __init__(self, capacity: AutomataCapacity) -> None:
         self._capacity = capacity
         self._all_allowed = capacity.num_masks
         """Number of the mask of states that are not expanded: every token, since nothing that follows is kept."""
-        self.uploads: list[StatesUpload] = [
+        self._uploads: list[StatesUpload] = [
             StatesUpload(
                 np.zeros(0, np.int32), np.zeros(0, np.int32), np.array([self._all_allowed], np.int32),
                 np.full((1, capacity.mask_words), -1, np.int32),
             )
         ]  # fmt: skip
+        self._sent: list[StatesUpload] = []
+        """Uploads of the newest step, which the device does not have if the run failed in that step."""
         self.known: dict[LazyAutomaton, KnownStates] = {}
         self.forget()
 
     def forget(self) -> None:
         """Free all places, and drop the uploads of states that are pending. No row may follow a state."""
         self.known.clear()
-        self.uploads = [upload for upload in self.uploads if not len(upload.at)]
+        self.epoch = new_epoch()
+        """States are numbered within it (`Ask`)."""
+        self._sent, self._uploads = ([one for one in uploads if not len(one.at)] for uploads in (self._sent, self._uploads))
         self._next_word = max(1, self._capacity.table_words)  # 0 is not a place
         self._masks: dict[bytes, int] = {}
+
+    def take_uploads(self) -> tuple[StatesUpload, ...]:
+        """Uploads since the last call, for the next step. Those of the last call are on the device: their step was executed."""
+        self._sent, self._uploads = self._uploads, []
+        return tuple(self._sent)
+
+    def resend(self) -> None:
+        """A run begins. Upload again what the last step of the run before uploaded."""
+        self._sent, self._uploads = [], self._sent + self._uploads
 
     @property
     def has_spare(self) -> bool:
@@ -112,7 +128,7 @@ class LazyPlaces:
         assert DEAD not in found.states
         at = known.places[found.states][:, None] + np.arange(width, dtype=np.int32)
         parts.append((at.ravel(), rows.ravel().astype(np.int32)))
-        self.uploads.append(
+        self._uploads.append(
             StatesUpload(
                 np.concatenate([place for place, _ in parts]), np.concatenate([word for _, word in parts]), mask_ids,
                 found.mask.reshape(1, -1)[: len(mask_ids)],

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 
-from batchspec.batch.automata import AutomataCapacity, ConstraintOffsets, StatesUpload
+from batchspec.batch.automata import ConstraintOffsets, StatesUpload
 from batchspec.engine.last_check import ADVICE, CAUSE
 from batchspec.engine.lazy_places import LazyPlaces
 from batchspec.engine.request_state import RequestState
-from batchspec.lazy_automaton import Answer, Ask, Expanding, Expansion, LazyAutomaton, MachineError, Recheck, new_epoch
+from batchspec.lazy_automaton import Answer, Ask, Expanding, Expansion, LazyAutomaton, MachineError, Recheck
 from batchspec.records import CONSTRAINT_VIOLATED, Request, RowError
 from batchspec.token_automaton import DEAD, TokenSymbols
 
@@ -45,12 +45,11 @@ class _Row:
 
 
 class LazyStates:
-    """All rows of an engine that follow lazy automata. Arguments as of `Engine` and `AutomatonPlaces`."""
+    """All rows of a run that follow lazy automata. Arguments as of `Engine`."""
 
-    def __init__(self, expanding: Expanding, vocabulary: TokenSymbols, capacity: AutomataCapacity) -> None:
-        self._expanding, self._vocabulary = expanding, vocabulary
-        self._places = LazyPlaces(capacity)
-        self._epoch = new_epoch()
+    def __init__(self, expanding: Expanding, vocabulary: TokenSymbols, places: LazyPlaces) -> None:
+        """places: states that earlier runs of the engine found, and room for those of this one."""
+        self._expanding, self._vocabulary, self._places = expanding, vocabulary, places
         self._rows: dict[int, _Row] = {}
         """By the id of the request's state, which the entry keeps alive."""
         self._asked: dict[_Key, Future[Answer]] = {}
@@ -58,12 +57,7 @@ class LazyStates:
         self.full = False
         """The tables have no room for the next state."""
         self._patience = PATIENCE
-
-    def restart(self) -> None:
-        """Forget the rows of an earlier run; states that were found stay."""
-        self._rows.clear()
-        self._asked.clear()
-        self._failed.clear()
+        places.resend()
 
     def follows(self, request: Request) -> bool:
         """Whether the request's automaton allows the tokens that an earlier run left. Waits for the answer.
@@ -80,11 +74,11 @@ class LazyStates:
         """The state after these output tokens of a request with a lazy automaton. Waits for the answer. Call it while no row
         is in a slot."""
         assert isinstance(request.automaton, LazyAutomaton)
-        ask = Ask(request.automaton, request.automaton_state, tuple(tokens), self._epoch, from_beginning=True)
+        ask = Ask(request.automaton, request.automaton_state, tuple(tokens), self._places.epoch, from_beginning=True)
         found = self._expanding.submit(ask).result()
         if found is None:
             self.forget()
-            found = self._expanding.submit(replace(ask, epoch=self._epoch)).result()
+            found = self._expanding.submit(replace(ask, epoch=self._places.epoch)).result()
         return found
 
     def may_enter(self, state: RequestState) -> bool:
@@ -181,7 +175,7 @@ class LazyStates:
         """Forget all states, after every result was read. Returns the slots of the rows that now wait: they must be stopped."""
         self._places.forget()
         self._asked.clear()
-        self._epoch, self.full, self._patience = new_epoch(), False, PATIENCE
+        self.full, self._patience = False, PATIENCE
         rows = sorted(self._rows.values(), key=lambda row: (row.state.slot < 0, row.state.order))
         for row in rows:
             assert row.state.request.automaton is not None
@@ -192,8 +186,7 @@ class LazyStates:
 
     def take_uploads(self) -> tuple[StatesUpload, ...]:
         """Uploads since the last call. They come before the wakes and refills of the same step."""
-        uploads, self._places.uploads = tuple(self._places.uploads), []
-        return uploads
+        return self._places.take_uploads()
 
     def take_wakes(self) -> tuple[tuple[int, ConstraintOffsets], ...]:
         """Rows that wait no longer: the slot, and where class map and state are in the tables."""
@@ -224,7 +217,7 @@ class LazyStates:
         row.asked = (row.automaton, row.at, tuple(row.state.tokens[row.num_walked :]))
         if row.asked not in self._asked:
             written = tuple(row.state.tokens[row.num_learned :][-MAX_WRITTEN:])
-            ask = Ask(*row.asked, self._epoch, from_beginning=row.num_walked == 0, written=written)
+            ask = Ask(*row.asked, self._places.epoch, from_beginning=row.num_walked == 0, written=written)
             self._asked[row.asked] = self._expanding.submit(ask)
             row.num_learned = len(row.state.tokens)
         return False

@@ -256,7 +256,9 @@ class RoundPlanner:
             self._lengths.forget()
 
     def restart(self) -> None:
-        """Results of earlier launches will not be read: the next round does not follow one of them."""
+        """A run begins: its first round follows no earlier launch, and no draft length was chosen for it."""
         self._clock = RoundClock()
         if self._refills is not None:
             self._refills.restart()
+        if self._lengths is not None:
+            self._lengths.restart()

@@ -34,10 +34,6 @@ class PrefixGroups:
         self.any = False
         """Whether rounds read prefixes once. If not, they omit the launches for it."""
 
-    def clear(self) -> None:
-        """Forget all rows: slots are empty, and refills may be counted from 0 again."""
-        self._num_rows = -1
-
     def renew(
         self, requests: Sequence[RequestState | None], owner: NDArray[np.int64], num_rows: int
     ) -> tuple[PrefixGroup, ...] | None:

@@ -1,0 +1,55 @@
+"""The requests that wait for a slot: first those that were preempted, then those of the stream."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from batchspec.engine.request_state import RequestState
+
+
+class WaitingRequests:
+    """A queue. The stream is asked for a request only when a place of the queue is asked for that it does not have yet."""
+
+    def __init__(self, stream: Iterator[RequestState | None]) -> None:
+        """stream: None means that there is no request at present, but more may come."""
+        self._stream, self._stream_ended = stream, False
+        self._queue: deque[RequestState] = deque()
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no request waits and none will come."""
+        return self.peek() is None and self._stream_ended
+
+    def peek(self, passed: int = 0) -> RequestState | None:
+        """The request after the `passed` that have waited longest; None if there is none at present."""
+        queue = self._queue
+        while len(queue) > passed and queue[passed].finish_reason is not None:  # it failed before it got a slot
+            del queue[passed]
+        if len(queue) <= passed and not self._stream_ended:
+            try:
+                state = next(self._stream)
+            except StopIteration:
+                self._stream_ended = True
+            else:
+                queue += [] if state is None else [state]
+        return queue[passed] if len(queue) > passed else None
+
+    def first(self, passed: int, most: int, may_enter: Callable[[RequestState], bool]) -> int | None:
+        """The place of the first request, from place `passed` on, that may enter a slot at once; None if there is none. At most
+        `most` requests are passed over."""
+        for place in range(passed, most + 1):
+            state = self.peek(place)
+            if state is None or may_enter(state):
+                return None if state is None else place
+        return None
+
+    def __getitem__(self, place: int) -> RequestState:
+        return self._queue[place]
+
+    def __delitem__(self, place: int) -> None:
+        del self._queue[place]
+
+    def put_first(self, state: RequestState) -> None:
+        """A preempted request waits before all others."""
+        self._queue.appendleft(state)
