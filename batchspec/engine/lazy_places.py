@@ -59,19 +59,18 @@ class LazyPlaces:
         self._capacity = capacity
         self._all_allowed = capacity.num_masks
         """Number of the mask of states that are not expanded: every token, since nothing that follows is kept."""
-        self.uploads: list[StatesUpload] = [
-            StatesUpload(
-                np.zeros(0, np.int32), np.zeros(0, np.int32), np.array([self._all_allowed], np.int32),
-                np.full((1, capacity.mask_words), -1, np.int32),
-            )
-        ]  # fmt: skip
+        self._all_mask = StatesUpload(
+            np.zeros(0, np.int32), np.zeros(0, np.int32), np.array([self._all_allowed], np.int32),
+            np.full((1, capacity.mask_words), -1, np.int32),
+        )  # fmt: skip
+        self.uploads: list[StatesUpload] = []
         self.known: dict[LazyAutomaton, KnownStates] = {}
         self.forget()
 
     def forget(self) -> None:
         """Free all places, and drop the uploads of states that are pending. No row may follow a state."""
         self.known.clear()
-        self.uploads = [upload for upload in self.uploads if not len(upload.at)]
+        self.uploads = [self._all_mask]
         self._next_word = max(1, self._capacity.table_words)  # 0 is not a place
         self._masks: dict[bytes, int] = {}
 

@@ -60,10 +60,14 @@ class LazyStates:
         self._patience = PATIENCE
 
     def restart(self) -> None:
-        """Forget the rows of an earlier run; states that were found stay."""
+        """Forget the rows of an earlier run. States that were found stay, but not if that run was interrupted: the device may
+        lack the newest ones."""
+        interrupted = bool(self._rows)
         self._rows.clear()
         self._asked.clear()
         self._failed.clear()
+        if interrupted:
+            self.forget()
 
     def follows(self, request: Request) -> bool:
         """Whether the request's automaton allows the tokens that an earlier run left. Waits for the answer.
