@@ -339,7 +339,7 @@ def test_wherever_a_run_fails_the_next_ones_go_on_from_its_tokens(name: str, dat
     assert tokens(done) == {req.row_index: defined(req, rule) for req, rule in job}
 
 
-def test_states_whose_upload_an_interrupted_run_lost_are_uploaded_again() -> None:
+def test_states_whose_upload_an_interrupted_run_lost_are_uploaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A warm engine goes on after memory ran out in any step."""
     engine = engine_of(ExpandLate(0, most_polls=0))
     job = [following(request(i, [4, i], cap=8), grammar) for i, grammar in enumerate(GRAMMARS)]
@@ -352,9 +352,10 @@ def test_states_whose_upload_an_interrupted_run_lost_are_uploaded_again() -> Non
                 raise OutOfMemory
             execute(step)
 
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(OutOfMemory):
+        with monkeypatch.context() as patch:
             patch.setattr(engine.executor, "execute", fails)
-            list(engine.run(iter(job)))
+            with pytest.raises(OutOfMemory):
+                list(engine.run(iter(job)))
         assert tokens({done.row_index: done for done in engine.run(iter(job))}) == expected
         assert engine.lazy is not None
         engine.lazy.forget()
