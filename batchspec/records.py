@@ -274,9 +274,10 @@ class Completion:
     reasoning_tokens: int | None = None
     """Number of tokens of the thought, without the think tokens around it."""
     logprobs: NDArray[np.float32] | None = None
-    """[num tokens] log-softmax of the raw logits for each emitted token; NaN for forced tokens."""
+    """[num tokens] log-softmax of the raw logits for each emitted token; NaN for the closing tokens of a thought that used up its
+    budget, whether they were forced or drawn."""
     top_logprobs: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
-    """ids and logprobs, each [num tokens, N], likeliest first; ids are -1 for forced tokens."""
+    """ids and logprobs, each [num tokens, N], likeliest first; ids are -1 for the same closing tokens."""
     prompt_logprobs: NDArray[np.float32] | None = None
     """[prompt tokens] of a scored prompt; NaN for the first token."""
     prompt_top_logprobs: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None

@@ -102,6 +102,46 @@ def test_a_turn_may_be_another_chat_with_columns_of_its_own(engine: batchspec.En
     assert [len(messages) for messages in frame["messages"]] == [2, 2]
 
 
+@pytest.mark.parametrize("name", ["response_format", "regex", "choice", "schema", "grammar"])
+def test_a_turn_may_bring_a_constraint_though_the_rows_have_none(name: str, engine: batchspec.Engine) -> None:
+    given = {
+        "response_format": {"type": "choice", "choice": ["42"]}, "regex": "4[2]", "choice": ["42"], "schema": {"const": 42},
+        "grammar": 'root ::= "42"',
+    }  # fmt: skip
+
+    def reply(turn: Turn) -> Any:
+        return {"messages": [*turn.messages, *MORE], name: given[name]} if not turn.number else None
+
+    assert engine.converse(chats(2), reply).filter(turn=1)["completion"].to_list() == ["42", "42"]
+
+
+def test_a_turn_with_a_constraint_that_the_job_excludes_is_an_error_row(model: Path) -> None:
+    """Token 70 is text: it would stand after the answer."""
+
+    def reply(turn: Turn) -> Any:
+        return {"messages": [*turn.messages, *MORE], "regex": "4[2]"} if not turn.number else None
+
+    with batchspec.Engine(options(model, **{"decode.stop_ids": [70]})) as engine:
+        (error,) = engine.converse(chats(1), reply).filter(turn=1)["error"].to_list()
+    assert error["code"] == "bad_parameter"
+    assert "regex with decode.stop_ids=[70]: token 70 is the text" in error["message"]
+
+
+def test_a_callback_that_edits_the_history_changes_later_turns_alone(engine: batchspec.Engine) -> None:
+    def shorten(turn: Turn) -> Any:
+        if turn.number == 2:
+            return None
+        turn.messages[1]["content"] = "(left out)"
+        turn.messages.extend(MORE)
+        return turn.messages
+
+    frame = engine.converse(chats(1), shorten)
+    assert [chat[1]["content"] for chat in frame["messages"]] == ["Name sea number 0", "(left out)", "(left out)"]
+    given = [[{key: turn[key] for key in ("role", "content")} for turn in chat[:-1]] for chat in frame["messages"]]
+    again = engine.generate([{"messages": chat} for chat in given])
+    assert again["prompt_ids"].to_list() == frame["prompt_ids"].to_list()
+
+
 def test_a_row_or_a_turn_that_is_refused_is_an_error_row_and_ends_its_conversation(engine: batchspec.Engine) -> None:
     asked: list[tuple[str, int]] = []
 
@@ -167,6 +207,21 @@ def test_an_error_of_the_callback_ends_the_call_and_frees_the_engine(engine: bat
         engine.converse(chats(), broken)
     with pytest.raises(TypeError, match="next_turn returned str as the next chat; return a list of messages"):
         engine.converse(chats(), wrong)
+    assert engine.generate(chats()).height == 5
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("of a tool"), RuntimeError("CUDA out of memory: of a reward model"), StopIteration("of a tool")]
+)
+def test_every_error_of_the_callback_reaches_the_caller_as_it_is(error: Exception, engine: batchspec.Engine) -> None:
+    """Memory that a tool lacks says nothing about the engine's slots."""
+
+    def tool(turn: Turn) -> Any:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        engine.converse(chats(), tool)
+    assert caught.value is error
     assert engine.generate(chats()).height == 5
 
 

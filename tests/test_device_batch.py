@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from batchspec.batch import device_batch
 from batchspec.batch.device_batch import SLOT_FIELDS, DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.batch.upload import upload_all
+from batchspec.batch.upload import upload, upload_all
 from batchspec.records import SamplingParams
 from tests.engines import packed, request
 
@@ -29,6 +29,17 @@ def test_arrays_of_several_types_and_shapes_arrive_as_they_left(shapes: list[tup
     for array, tensor in zip(arrays, upload_all(arrays, CPU), strict=True):
         assert tensor.numpy().dtype == array.dtype
         assert tensor.tolist() == array.tolist()
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_uploaded_array_is_a_copy_even_of_one_that_is_read_only() -> None:
+    """Prompts of an Arrow table are read-only; torch warns if it shares memory with such an array."""
+    array = np.arange(3)
+    tensor = upload(array, torch.int64, CPU)
+    array[:] = 7
+    assert tensor.tolist() == [0, 1, 2]
+    array.flags.writeable = False
+    assert upload(array, torch.int64, CPU).tolist() == [7, 7, 7]
 
 
 SAMPLING = st.builds(

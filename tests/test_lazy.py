@@ -20,6 +20,7 @@ from batchspec.engine.lazy_places import LazyPlaces
 from batchspec.engine.lazy_states import LazyStates
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.round import RoundOptions
+from batchspec.engine.step import ScheduledStep
 from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Answer, Ask, Expanding, Expansion, LazyAutomaton
 from batchspec.records import Completion, Request, SamplingParams, Snapshot, Thinking
 from batchspec.structured import expand_process, lazy_dfa
@@ -356,6 +357,28 @@ def test_states_that_the_device_did_not_get_are_uploaded_in_the_next_run(fails_a
             list(engine.run(req for req, _ in job))
     done = {out.row_index: out for out in engine.run(req for req, _ in job)}
     assert tokens(done) == {req.row_index: defined(req, rule) for req, rule in job}
+
+
+def test_states_whose_upload_an_interrupted_run_lost_are_uploaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warm engine goes on after memory ran out in any step."""
+    engine = engine_of(ExpandLate(0, most_polls=0))
+    job = [following(request(i, [4, i], cap=8), grammar) for i, grammar in enumerate(GRAMMARS)]
+    expected = {req.row_index: grammar_tokens(req, grammar) for req, grammar in zip(job, GRAMMARS, strict=True)}
+    for failing in range(8):
+        steps, execute = iter(range(failing)), engine.executor.execute
+
+        def fails(step: ScheduledStep, steps: Iterator[int] = steps, execute: Any = execute) -> None:
+            if next(steps, None) is None:
+                raise OutOfMemory
+            execute(step)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.executor, "execute", fails)
+            with pytest.raises(OutOfMemory):
+                list(engine.run(iter(job)))
+        assert tokens({done.row_index: done for done in engine.run(iter(job))}) == expected
+        assert engine.lazy is not None
+        engine.lazy.forget()
 
 
 def in_a_header() -> int:

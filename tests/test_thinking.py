@@ -278,6 +278,29 @@ def test_forced_tokens_have_no_logprobs_and_the_others_keep_theirs() -> None:
     np.testing.assert_allclose(runs[0], runs[1], rtol=1e-5)
 
 
+def test_an_end_that_the_model_writes_where_the_budget_forces_it_has_no_logprob_either() -> None:
+    """Logprobs do not depend on whether a round drafted past that place before the host forced the same tokens."""
+    free = replace(request(0, [7, 9], cap=12), thinking=thinking(opened=True))
+    output = plain_tokens(free)
+    for begin, length in ((2, 1), (2, 2), (3, 3), (10, 3)):
+        closing = (*output[begin : begin + length], 0)[:length]
+        how = Thinking(begin_id=None, end_id=closing[-1], opened=True, budget=begin, closing=closing)
+        forced, runs = range(begin, begin + length), []
+        for drafter in (NoDrafter(), ForcedDrafter(4, {1000: output}, right=True, fixed_len=True)):
+            options = RoundOptions(logprobs=2)
+            engine = Engine(tiny_target(), drafter, packed(2, draft_len=drafter.max_len), device=DEVICE, options=options)
+            (done,) = engine.run(iter([replace(free, thinking=how)]))
+            assert done.token_ids is not None
+            assert done.token_ids.tolist() == output
+            assert done.logprobs is not None
+            assert done.top_logprobs is not None
+            assert np.isnan(done.logprobs).tolist() == [place in forced for place in range(12)]
+            assert (done.top_logprobs[0] < 0).any(1).tolist() == [place in forced for place in range(12)]
+            assert done.reasoning_truncated
+            runs.append(done.logprobs)
+        np.testing.assert_allclose(runs[0], runs[1], rtol=1e-5)
+
+
 @pytest.mark.parametrize("num_top", [0, 2])
 def test_forced_tokens_before_the_model_s_first_one_have_no_logprobs_either(num_top: int) -> None:
     """A budget of 0: the closing tokens come first, and logprob i is that of token i all the same."""

@@ -220,4 +220,4 @@ def _cut_off(state: RequestState, parts: Parts) -> bool:
     """Whether a thought was cut off, by its budget or by max_new_tokens."""
     assert state.budget is not None
     state.budget.forced(state.tokens)
-    return state.budget.closed_a_thought or (parts.inside and state.finish_reason == "length")
+    return bool(state.budget.closings) or (parts.inside and state.finish_reason == "length")

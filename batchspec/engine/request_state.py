@@ -191,19 +191,27 @@ class RequestState:
     def enforce_budget(self) -> bool:
         """Close a thought that has used up its budget: drop the tokens after that position and append the closing tokens.
 
-        Returns False if the budget is not used up. The closing tokens may end the request.
+        Returns False if the budget is not used up, or the model wrote the closing tokens there. They may end the request.
         """
         forced = None if self.budget is None else self.budget.forced(self.tokens)
         if forced is None:
+            self._lose_logprobs_of_closings()
             return False
         num_kept, closing = forced
         tokens = [*self.tokens[:num_kept], *closing][: self.request.device_limit]
         self.num_discarded += len(self.tokens) - num_kept
         self.num_forced += len(tokens) - num_kept
-        self._lose_logprobs(num_kept, len(tokens))
+        self._replace_logprobs(slice(num_kept, None), len(tokens) - num_kept)
+        self._lose_logprobs_of_closings()
         self._restart()
         self._emit(tokens)
         return True
+
+    def _lose_logprobs_of_closings(self) -> None:
+        """Closing tokens that the model wrote by itself lose their logprobs as forced ones do: how many of them a round wrote
+        before the host forced the rest depends on its drafts."""
+        for places in () if self.budget is None else self.budget.closings:
+            self._replace_logprobs(slice(places.start, places.stop), len(places))
 
     def _restart(self) -> None:
         thinking = self.request.thinking
@@ -212,14 +220,14 @@ class RequestState:
         if self.finder is not None:
             self.finder.restart()
 
-    def _lose_logprobs(self, num_kept: int, count: int) -> None:
-        """Set the logprobs of the forced tokens, num_kept .. count-1, to NaN: the model did not choose them."""
+    def _replace_logprobs(self, places: slice, count: int) -> None:
+        """Put NaN for `count` tokens in the place of these logprobs: the model did not choose them."""
         if self.num_top is None:
             return
-        self.logprobs[num_kept:] = [float("nan")] * (count - num_kept)
+        self.logprobs[places] = [float("nan")] * count
         if self.num_top:
             forced = np.full(self.num_top, -1, np.int32), np.full(self.num_top, np.nan, np.float32)
-            self.top[num_kept:] = [forced] * (count - num_kept)
+            self.top[places] = [forced] * count
 
     def _emit(self, tokens: Sequence[int]) -> None:
         request = self.request

@@ -50,7 +50,8 @@ class ThinkingBudget:
         self._budget, self._closing, self._stop_ids = thinking.budget, thinking.closing, stop_ids
         self._tracker = tracker_of(thinking)
         self._num_read = self._num_used = 0
-        self.closed_a_thought = False
+        self.closings: list[range] = []
+        """Places of the closing tokens of each thought that used up the budget, whether they were forced or drawn."""
 
     def forced(self, tokens: Sequence[int]) -> tuple[int, tuple[int, ...]] | None:
         """The number of tokens to keep, and the tokens that must follow them; None while the budget is not used up.
@@ -60,13 +61,12 @@ class ThinkingBudget:
         closing = self._closing
         while True:
             if self._tracker.inside and self._budget is not None and self._num_used >= self._budget:
-                there = tokens[self._num_read : self._num_read + len(closing)]
-                same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(there, closing, strict=False))))
-                if same < len(closing):
-                    return self._num_read + same, closing[same:]
+                there = range(self._num_read, self._num_read + len(closing))
+                if tuple(tokens[there.start : there.stop]) != closing:
+                    return self._num_read, closing
+                self.closings.append(there)
                 for token in closing:
                     self._push(token)
-                self.closed_a_thought = True
             elif self._num_read == len(tokens) or tokens[self._num_read] in self._stop_ids:
                 return None
             else:

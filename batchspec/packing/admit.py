@@ -29,6 +29,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from batchspec.config.schema import RunConfig
@@ -44,7 +45,7 @@ from batchspec.packing.cells import (
     row_values,
     synthetic_len_cell,
 )
-from batchspec.packing.constraints import Constraints, asked_by, check_constraints
+from batchspec.packing.constraints import COLUMNS, Constraints, asked_by, check_constraints
 from batchspec.packing.predict import LengthPredictor
 from batchspec.packing.prompt_encoder import PromptEncoder
 from batchspec.packing.ready_requests import RequestCompiler
@@ -90,9 +91,12 @@ class Admission:
 
         self.constraints: Constraints | None = None
         """Compiles what answers must match; None: no key and no column asks for structured output."""
+        self._check_constraints = partial(
+            check_constraints, config, tokenizer=tokenizer, think=self.settings.think, end_ids=self.settings.end_ids
+        )
         asked = asked_by(config, columns)
         if asked is not None and self.decode.max_new_tokens:
-            check_constraints(config, asked, tokenizer, self.settings.think, self.settings.end_ids)
+            self._check_constraints(asked)
             self.constraints = constraints or self._own_constraints()
         self.encoder = PromptEncoder(self.input, columns, tokenizer, vocab_size=self.vocab_size, max_len=self.max_len)
         self.fields = {name: source.schema.field(column) for name, column in columns.names.items()}
@@ -106,11 +110,13 @@ class Admission:
             self.decode, self.tokenizer, vocab_size=self.vocab_size, think=self.settings.think, end_ids=self.settings.end_ids
         )  # fmt: skip
 
-    def expect_constraints(self) -> None:
-        """Prepare for constraints in rows that another admission admits for the same engine, if the tokenizer allows any."""
+    def expect_constraints(self, constraints: Constraints | None = None) -> None:
+        """Prepare for constraints in rows that another admission admits for the same engine, or in later turns, if the tokenizer
+        allows any. constraints: compiler to share; None: make one.
+        """
         if self.constraints is None and self.tokenizer is not None and self.decode.max_new_tokens:
             with suppress(ConfigError):
-                self.constraints = self._own_constraints()
+                self.constraints = constraints or self._own_constraints()
 
     @property
     def has_channels(self) -> bool:
@@ -155,11 +161,25 @@ class Admission:
             if unknown or values.get("n") not in (None, 1):
                 problem = f"has no column {unknown[0]!r}" if unknown else f"has n={values['n']}; one answer continues it"
                 raise BadRow("bad_parameter", f"a turn {problem}; its columns are those of the input")
+            self._check_turn(values)
             (request,) = self._requests({**values, "n": 1}, first.request_id, first.row_index, first.shard)
             return self.compiled(replace(request, sample_index=first.sample_index))
         except BadRow as bad:
             refused = self._refused(bad, first.request_id, first.row_index, first.shard)
             return replace(refused, sample_index=first.sample_index)
+
+    def _check_turn(self, values: Mapping[str, Any]) -> None:
+        """Raises BadRow for a constraint that the job or its model excludes: perhaps no row had one when that was checked."""
+        asked = next((name for name in COLUMNS if values.get(name) is not None), None)
+        if asked is None:
+            return
+        try:
+            self._check_constraints(asked)
+            if self.constraints is None:
+                self._own_constraints()
+        except ConfigError as error:
+            raise BadRow("bad_parameter", str(error)) from None
+        assert self.constraints is not None, "call expect_constraints before later turns are admitted"
 
     @property
     def compiling(self) -> RequestCompiler | None:

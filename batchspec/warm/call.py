@@ -61,6 +61,7 @@ class Call:
         columns = map_columns(source.schema, model.config.input.columns)
         check_ids(source, columns)
         self.job: Job = job_of(model, source, columns, tokenizer, constraints)
+        self.constraints = constraints
         self.job.admission.predictor = predictor
         self.rows = next(source.shards(source.num_rows))
         self.cancelled = threading.Event()

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,6 +53,14 @@ NextTurn = Callable[[Turn], "Sequence[Message] | Mapping[str, Any] | None"]
 """Returns the chat of the next turn; or input columns for it, with the chat as `messages`; or None if there is no next turn."""
 
 
+class _CallbackFailed(Exception):
+    """`next_turn` has raised `error`, which must pass through the engine without counting as an error of its own."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
+
+
 @dataclass(slots=True)
 class _Conversation:
     first: Request
@@ -84,6 +93,7 @@ class Conversations:
             raise ConfigError(
                 f"conversations need chats, and the rows have {self._kind}; give messages, or prompt with input.chat=true"
             )
+        self._job.admission.expect_constraints(call.constraints)  # a turn may bring one, though no row has any
         self._open: dict[tuple[int, int], _Conversation] = {}
         self._ready: deque[Request] = deque()
         self._answers: queue.SimpleQueue[tuple[_Conversation, Request | Completion | BaseException | None]] = queue.SimpleQueue()
@@ -101,6 +111,8 @@ class Conversations:
         try:
             for completion in self.call.run(engine, self._requests(first)):
                 self._end_turn(completion, pool)
+        except _CallbackFailed as failed:
+            raise failed.error from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)  # does not wait for tools whose results are not needed
         return self._output()
@@ -144,7 +156,7 @@ class Conversations:
     def _take(self, conversation: _Conversation, answer: Request | Completion | BaseException | None) -> None:
         """Process the result of `next_turn` for a conversation."""
         if isinstance(answer, BaseException):
-            raise answer
+            raise _CallbackFailed(answer)
         if isinstance(answer, Request):
             self._ready.append(answer)
             return
@@ -169,7 +181,7 @@ class Conversations:
         """Ask for the next turn, in a thread of the pool, and admit it."""
         answer: Request | Completion | BaseException | None
         try:
-            chat = self._with_answer(conversation.chat, completion)
+            chat = self._with_answer(deepcopy(conversation.chat), completion)  # next_turn may edit it: the output has its own
             row = self._row(completion.row_index)
             given = self._next_turn(Turn(completion=completion, messages=chat, row=row, number=conversation.number))
             answer = None if given is None else self._admitted(conversation, given)
