@@ -17,13 +17,14 @@ from batchspec.engine.allocator import SlotAllocator
 from batchspec.engine.automaton_places import AutomatonPlaces
 from batchspec.engine.executor import Executor
 from batchspec.engine.last_check import Ended, LastCheck
+from batchspec.engine.launch import Launch
 from batchspec.engine.lazy_places import LazyPlaces
 from batchspec.engine.lazy_states import LazyStates
 from batchspec.engine.output_processor import EngineTotals, OutputProcessor
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.results import PendingResult, RoundLog, Slots
-from batchspec.engine.round_planner import Launch, RoundPlanner
+from batchspec.engine.round_planner import RoundPlanner
 from batchspec.engine.scheduler import REST_S, RoundHook, Scheduler
 from batchspec.engine.scoring import PromptScores
 from batchspec.engine.slots import SlotTable
