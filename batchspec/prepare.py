@@ -36,6 +36,7 @@ from batchspec.model.weights import judge_model
 from batchspec.packing.admit import Admission
 from batchspec.packing.constraints import Constraints
 from batchspec.packing.survey import Survey
+from batchspec.packing.unused import check_columns, check_keys
 from batchspec.records import Completion, Request
 from batchspec.runstate.job_folder import default_shard_rows
 
@@ -120,6 +121,7 @@ def open_job(
         )
     tokenizer = tokenizer or open_tokenizer(model.folder, config, columns)
     job = job_of(model, source, columns, tokenizer)
+    check_keys(config, columns, model.spec, thinks=job.admission.settings.think is not None)
     if fetch:
         fetch_weights(model)
     return job
@@ -129,9 +131,10 @@ def job_of(
     model: JobModel, source: Source, columns: ColumnMap, tokenizer: Tokenizer | None, constraints: Constraints | None = None
 ) -> Job:
     """The job of this model over this input; constraints as of `Admission`. Raises ConfigError where their configurations do not
-    fit each other.
+    fit each other, and InputError for a column that no row can use.
     """
     config = model.config
+    check_columns(config, columns, source.schema)
     admission = Admission(config, source=source, columns=columns, spec=model.spec, tokenizer=tokenizer, constraints=constraints)
     output_schema(source.schema, columns, config.output, channels=admission.has_channels)
     of_model = {item.name: getattr(model, item.name) for item in fields(model)}
