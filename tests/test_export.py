@@ -322,7 +322,7 @@ def test_a_prefix_that_nothing_can_continue_is_named(tmp_path: Path, body: dict[
 
 
 def test_keys_that_openai_s_answers_have_and_vllm_s_budget_are_taken(tmp_path: Path) -> None:
-    answer = {"role": "assistant", "content": "hello", "refusal": None, "annotations": []}
+    answer: dict[str, Any] = {"role": "assistant", "content": "hello", "refusal": None, "annotations": []}
     lines = [request(messages=[turn("user", "hi"), answer, turn("user", "go on")], thinking_token_budget=9)]
     file = tmp_path / "input.parquet"
     assert main(["--from-openai", str(written(tmp_path / "in.jsonl", lines)), str(file)]) == 0

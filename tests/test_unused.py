@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 import torch
 
+import batchspec
 from batchspec.config.compose import compose
 from batchspec.dataset.reader import table_source
 from batchspec.errors import ConfigError, InputError
@@ -101,3 +102,25 @@ def test_a_closing_is_written_for_budgets_of_rows(tmp_path: Path) -> None:
     (request,) = job.admission.admit(next(iter(job.source.shards(1))))
     assert request.thinking.budget == 3  # type: ignore[union-attr]
     assert request.thinking.closing  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("input.path=other.parquet", "the call brings its own rows"),
+        ("input.split=train", "the call brings its own rows"),
+        ("output.push_to_hub=a/b", "nothing is written without output.dir"),
+        ("resume=error", "nothing is written without output.dir"),
+        ("cluster.workers=2", "it computes in its own process"),
+    ],
+)
+def test_generate_refuses_what_it_does_not_read(model: Path, word: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^(input|output|resume|cluster)\.\w+=.* is not for batchspec.generate: {why}"):
+        batchspec.generate(["a"], overrides=[f"model.path={model}", word])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_generate_on_a_cpu_refuses_a_job_for_gpus(model: Path) -> None:
+    """The input and the output of a recipe are not read, and are no reason to refuse it."""
+    with pytest.raises(ConfigError, match="requires_gpu=true: torch sees no GPU"):
+        batchspec.generate(["a"], job="reasoning_8k", overrides=[f"model.path={model}", "model.max_len=null", "decode=greedy"])

@@ -146,6 +146,6 @@ def _copied_field(field: pa.Field, names: Sequence[str]) -> pa.Field:
     except ValueError:
         others = ",".join(name for name in names if name != field.name)
         raise InputError(
-            f"column {field.name!r} has type {field.type}, and views of lists cannot be copied to the output; cast it to lists, "
-            f"or leave it out: output.passthrough=[{others}]"
+            f"column {field.name!r} has type {field.type}: views of lists, and structs without fields, cannot be copied to the "
+            f"output; cast it, or leave it out: output.passthrough=[{others}]"
         ) from None

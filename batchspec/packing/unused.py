@@ -42,12 +42,9 @@ def _refuse(mapped: dict[str, str], names: tuple[str, ...], why: str) -> None:
             raise InputError(f"column {mapped[name]!r} ({name}) {why}; leave it unread: input.columns.{name}=null")
 
 
-def check_keys(config: RunConfig, columns: ColumnMap, spec: ModelSpec, *, thinks: bool) -> None:
-    """Raises ConfigError for a key that this input and this model leave without effect.
-
-    thinks  whether the model's outputs have reasoning blocks
-    """
-    kind, usual = columns.prompt_kind, RunConfig()
+def check_keys_of_input(config: RunConfig, columns: ColumnMap) -> None:
+    """Raises ConfigError for a key that this input leaves without effect."""
+    kind, usual, decode = columns.prompt_kind, RunConfig(), config.decode
     if kind == "prompt_ids" and config.input.chat:
         raise ConfigError("input.chat=true is for a column of text, and the prompts of this input are prompt_ids; remove it")
     if kind != "messages" and not config.input.chat:
@@ -55,18 +52,24 @@ def check_keys(config: RunConfig, columns: ColumnMap, spec: ModelSpec, *, thinks
             if (value := value_of(config, key)) != value_of(usual, key):
                 instead = "set input.chat=true or remove it" if kind == "prompt" else "remove it"
                 raise ConfigError(f"{key}={value} is for chats, and column {columns.prompt_column!r} ({kind}) is none; {instead}")
-    decode = config.decode
     if decode.thinking_closing and decode.thinking_token_budget is None and columns.get("thinking_token_budget") is None:
         raise ConfigError(
             "decode.thinking_closing without decode.thinking_token_budget, key or column, is never written; set one or remove it"
         )
+
+
+def check_keys_of_model(config: RunConfig, spec: ModelSpec, *, thinks: bool) -> None:
+    """Raises ConfigError for a key that this model leaves without effect.
+
+    thinks  whether its outputs have reasoning blocks
+    """
     if config.output.reasoning_in_messages and not thinks:
         raise ConfigError(
             "output.reasoning_in_messages=true needs think tokens, and the tokenizer has no known ones; "
             "name them, model.think_tokens=[<think>,</think>], or remove the key"
         )
-    if config.packing.expert_correlation != usual.packing.expert_correlation and spec.experts is None:
+    correlation = config.packing.expert_correlation
+    if correlation != RunConfig().packing.expert_correlation and spec.experts is None:
         raise ConfigError(
-            f"packing.expert_correlation={config.packing.expert_correlation} is for a mixture of experts, and the model has no "
-            "experts; remove it"
+            f"packing.expert_correlation={correlation} is for a mixture of experts, and the model has no experts; remove it"
         )
