@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import batchspec
+from batchspec import cli
 from batchspec.config.compose import compose
 from batchspec.dataset.reader import table_source
 from batchspec.errors import ConfigError, InputError
@@ -124,3 +125,23 @@ def test_generate_on_a_cpu_refuses_a_job_for_gpus(model: Path) -> None:
     """The input and the output of a recipe are not read, and are no reason to refuse it."""
     with pytest.raises(ConfigError, match="requires_gpu=true: torch sees no GPU"):
         batchspec.generate(["a"], job="reasoning_8k", overrides=[f"model.path={model}", "model.max_len=null", "decode=greedy"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("verify out --files --rows 5", "--rows 5 is not read with --files"),
+        ("verify out --files --kv", "--kv is not read with --files"),
+        ("export out --to chat x.jsonl --drop seed", "--drop seed is for --from-openai"),
+        ("export --from-openai x.jsonl x.parquet --status error", "--status error is for --to"),
+        ("doctor llama-8b --rows 5", "--rows 5 is for --probe"),
+        ("doctor --contexts 1024", "--contexts 1024 is for --probe"),
+        ("prompts x.parquet --from out --rows 5", "--rows 5 is for --open"),
+        ("prompts x.parquet --open m --tasks t.txt", "--tasks t.txt is for --texts"),
+    ],
+)
+def test_an_option_without_effect_is_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words.split()) == ConfigError.exit_code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"batchspec: {said}")
+    assert "; remove it; `batchspec " in line
