@@ -109,7 +109,7 @@ def open_job(
     here       False: the job will run on another machine, whose devices are unknown
     group      the processes that compute the target together
     """
-    source = source or open_source(config.input)
+    source = source or open_source(config.input, config.output.dir)
     columns = map_columns(source.schema, config.input.columns)
     output_schema(source.schema, columns, config.output)
     check_ids(source, columns)
