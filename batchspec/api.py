@@ -29,7 +29,7 @@ _OF_FILES = dict.fromkeys(("input.path", "input.config_name", "input.split"), "t
 _OF_OUTPUT = dict.fromkeys(
     ("output.overwrite", "output.push_to_hub", "output.push_private", "output.license", "resume"),
     "nothing is written without output.dir",
-)
+) | {"input.num_workers": "without output.dir it prepares rows in its own process"}
 _OF_PROCESSES = {"cluster.workers": "it computes in its own process"}
 
 

@@ -15,6 +15,7 @@ from batchspec.config.compose import compose
 from batchspec.dataset.reader import table_source
 from batchspec.errors import ConfigError, InputError
 from batchspec.prepare import Job, open_job
+from batchspec.warm.options import warm_config
 from tests.models import make_checkpoint, make_thinking_tokenizer, make_tokenizer
 
 PROMPTS: dict[str, Any] = {
@@ -113,11 +114,21 @@ def test_a_closing_is_written_for_budgets_of_rows(tmp_path: Path) -> None:
         ("output.push_to_hub=a/b", "nothing is written without output.dir"),
         ("resume=error", "nothing is written without output.dir"),
         ("cluster.workers=2", "it computes in its own process"),
+        ("input.num_workers=1", "without output.dir it prepares rows in its own process"),
     ],
 )
 def test_generate_refuses_what_it_does_not_read(model: Path, word: str, why: str) -> None:
     with pytest.raises(ConfigError, match=rf"^(input|output|resume|cluster)\.\w+=.* is not for batchspec.generate: {why}"):
         batchspec.generate(["a"], overrides=[f"model.path={model}", word])
+
+
+@pytest.mark.parametrize("key", ["input.split", "input.num_workers", "cluster.watchdog_s"])
+def test_a_warm_engine_refuses_what_it_does_not_read(key: str) -> None:
+    value = "train" if key == "input.split" else 2
+    with pytest.raises(ConfigError, match=rf"^{key}={value}.* is not for batchspec.Engine: "):
+        warm_config({"model.path": "m", key: value})
+    ranks = {"model.path": "m", "cluster.tensor_parallel": 2, "cluster.watchdog_s": 2}
+    assert warm_config(ranks).cluster.watchdog_s == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -20,6 +20,7 @@ NOT_HERE = {
     "input.config_name": "each call brings its own rows",
     "input.split": "each call brings its own rows",
     "input.limit": "each call brings its own rows",
+    "input.num_workers": "it prepares rows in its own process",
     "input.max_error_fraction": "error rows come back as rows",
     "output.dir": "each call returns its rows and writes nothing",
     "output.shard_rows": "each call returns its rows and writes nothing",
@@ -32,8 +33,8 @@ NOT_HERE = {
     "draft.adapt": "a head learns from committed shards, and there are none",
 }
 """Keys, or groups of them, that a warm engine does not take, and why."""
-TAKEN = ("cluster.tensor_parallel", "cluster.watchdog_s")
-"""Of those groups the keys that it does take."""
+TAKEN, OF_RANKS = ("cluster.tensor_parallel",), ("cluster.watchdog_s",)
+"""Of those groups the keys that it does take; and those that it takes if several processes compute the model."""
 
 
 def warm_config(options: Options, job: str | None = None) -> RunConfig:
@@ -50,7 +51,8 @@ def warm_config(options: Options, job: str | None = None) -> RunConfig:
     config = compose([*recipe, *given], require=("model.path",))
     if config.cluster.tensor_parallel == AUTO:
         raise ConfigError(f"cluster.tensor_parallel={AUTO} compares what rows would take, and there are none; give 1, 2, 4 or 8")
-    for key in refuse_unread(config, recipe, NOT_HERE, "batchspec.Engine", taken=TAKEN):
+    taken = TAKEN if config.cluster.tensor_parallel == 1 else (*TAKEN, *OF_RANKS)
+    for key in refuse_unread(config, recipe, NOT_HERE, "batchspec.Engine", taken):
         group, _, name = key.rpartition(".")
         setattr(value_of(config, group), name, value_of(RunConfig(), key))
     return config
