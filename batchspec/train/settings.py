@@ -142,7 +142,7 @@ REQUIRED: dict[str, str] = {
 }
 READ = ("draft.name", "draft.path", "draft.aux_layers", "draft.num_speculative_tokens", "draft.parallel")
 """Keys of `draft` that train reads."""
-_OF_NEW_HEADS = ("aux_layer_ids", "inner", "draft_vocab")
+_OF_NEW_HEADS = ("aux_layer_ids", "inner")
 UNREAD = ("model.adapter", "model.adapters", "model.chat_template", "model.think_tokens")
 """Keys of `model` that train does not read."""
 
