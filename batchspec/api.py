@@ -10,12 +10,13 @@ import pyarrow as pa
 
 from batchspec.config.checks import AUTO
 from batchspec.config.compose import compose
+from batchspec.config.unread import refuse_unread
 from batchspec.dataset.in_memory import table_of
 from batchspec.dataset.reader import table_source
 from batchspec.errors import ConfigError
 from batchspec.job import run_job
 from batchspec.load import make_engine
-from batchspec.prepare import open_job, survey_first
+from batchspec.prepare import check_gpu, choose_device, open_job, survey_first
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runner.decode_shards import decode_shards
 from batchspec.runner.run_monitor import RunMonitor
@@ -23,6 +24,13 @@ from batchspec.runner.run_shards import check_errors
 from batchspec.runner.shard_work import ShardWork
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
+
+_OF_FILES = dict.fromkeys(("input.path", "input.config_name", "input.split"), "the call brings its own rows")
+_OF_OUTPUT = dict.fromkeys(
+    ("output.overwrite", "output.push_to_hub", "output.push_private", "output.license", "resume"),
+    "nothing is written without output.dir",
+) | {"input.num_workers": "without output.dir it prepares rows in its own process"}
+_OF_PROCESSES = {"cluster.workers": "it computes in its own process"}
 
 
 def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()) -> pl.DataFrame:
@@ -38,6 +46,10 @@ def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()
     """
     recipe = [] if job is None else [f"+job={job}", "output.dir=null"]
     config = compose([*recipe, *overrides], require=("model.path",))
+    recipe += [word for word in overrides if word.startswith("+job=")]
+    unread = _OF_FILES | _OF_PROCESSES | (_OF_OUTPUT if config.output.dir is None else {})
+    refuse_unread(config, recipe, unread, "batchspec.generate")
+    check_gpu(config, choose_device(config.device))
     if config.cluster.tensor_parallel not in (1, AUTO):
         raise ConfigError(
             f"cluster.tensor_parallel={config.cluster.tensor_parallel}: this call computes in its own process; use "

@@ -15,6 +15,13 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{' '.join(message.split())}; `{self.prog} --help` lists its arguments")
 
+    def refuse(self, args: argparse.Namespace, names: Sequence[str], why: str) -> None:
+        """Raise ConfigError if one of these options was given, which the other arguments leave without effect."""
+        for name in names:
+            if (value := getattr(args, name)) != self.get_default(name):
+                shown = "" if value is True else f" {','.join(value) if isinstance(value, list) else value}"
+                self.error(f"--{name}{shown} {why}; remove it")
+
 
 class Renamed(argparse.Action):
     """Refuses the old name of an option with its present name: add("--old", action=Renamed, new="--new")."""

@@ -36,6 +36,7 @@ from batchspec.model.weights import judge_model
 from batchspec.packing.admit import Admission
 from batchspec.packing.constraints import Constraints
 from batchspec.packing.survey import Survey
+from batchspec.packing.unused import check_columns, check_keys_of_input, check_keys_of_model
 from batchspec.records import Completion, Request
 from batchspec.runstate.job_folder import default_shard_rows
 
@@ -108,7 +109,7 @@ def open_job(
     here       False: the job will run on another machine, whose devices are unknown
     group      the processes that compute the target together
     """
-    source = source or open_source(config.input)
+    source = source or open_source(config.input, config.output.dir)
     columns = map_columns(source.schema, config.input.columns)
     output_schema(source.schema, columns, config.output)
     check_ids(source, columns)
@@ -120,6 +121,7 @@ def open_job(
         )
     tokenizer = tokenizer or open_tokenizer(model.folder, config, columns)
     job = job_of(model, source, columns, tokenizer)
+    check_keys_of_input(config, columns)
     if fetch:
         fetch_weights(model)
     return job
@@ -129,10 +131,12 @@ def job_of(
     model: JobModel, source: Source, columns: ColumnMap, tokenizer: Tokenizer | None, constraints: Constraints | None = None
 ) -> Job:
     """The job of this model over this input; constraints as of `Admission`. Raises ConfigError where their configurations do not
-    fit each other.
+    fit each other, and InputError for a column that no row can use.
     """
     config = model.config
+    check_columns(config, columns, source.schema)
     admission = Admission(config, source=source, columns=columns, spec=model.spec, tokenizer=tokenizer, constraints=constraints)
+    check_keys_of_model(config, model.spec, thinks=admission.settings.think is not None)
     output_schema(source.schema, columns, config.output, channels=admission.has_channels)
     of_model = {item.name: getattr(model, item.name) for item in fields(model)}
     return Job(**of_model, source=source, columns=columns, tokenizer=tokenizer, admission=admission)
@@ -222,6 +226,12 @@ def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda: torch sees no GPU on this machine; use device=auto or cpu")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def check_gpu(config: RunConfig, device: torch.device) -> None:
+    """Raises ConfigError for a job that needs a GPU on a CPU."""
+    if config.requires_gpu and device.type == "cpu":
+        raise ConfigError("requires_gpu=true: torch sees no GPU on this machine; set requires_gpu=false to try it on the CPU")
 
 
 def open_tokenizer(folder: Path, config: RunConfig, columns: ColumnMap) -> Tokenizer | None:

@@ -64,6 +64,9 @@ class ByteTokenizer:
     def encode_part(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def problem_of(self, template_kwargs: Mapping[str, Any]) -> str | None:
+        return None
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -181,6 +181,7 @@ def test_min_new_tokens_never_exceeds_the_row_s_own_limit() -> None:
         (prompts("a", synthetic_len=[1.5]), "bad_parameter", "synthetic_len=1.5 must be a whole number"),
         (prompts("a", stop=[[""]]), "bad_parameter", "non-empty strings"),
         (prompts("a", system=["be brief"]), "bad_parameter", "input.chat=true"),
+        (prompts("a", template_kwargs=['{"x": 1}']), "bad_parameter", "template_kwargs and final_assistant need a chat"),
         (chats(user("a"), tools=["{"]), "bad_parameter", "tools is text, and it is not JSON"),
         (chats(user("a"), tools=["{}"]), "bad_parameter", "tools must be a list"),
         (prompts("x" * 49), "too_long", "49 prompt tokens + 16 new tokens exceed model.max_len=64"),

@@ -245,6 +245,13 @@ def test_openai_s_requests_become_an_input_that_batchspec_maps(tmp_path: Path, c
         ),
         (json.dumps(request(guided_regex="a", response_format={"type": "json_object"})), r"a row has one response_format"),
         (json.dumps(request(guided_regex="a", guided_choice=["b"])), r"--drop guided_choice"),
+        (json.dumps(request() | {"custom_id": None}), r"custom_id=null is not text; give every line one of its own"),
+        (json.dumps(request() | {"custom_id": {"a": 1}}), r"custom_id=\{\"a\": 1\} is not text"),
+        (json.dumps(request() | {"temperature": 0.5}), r"temperature stands beside body, where nothing reads it; move it into"),
+        (json.dumps(request(messages=[], continue_final_message=True)), "the last message is not the assistant's"),
+        (json.dumps(request(temperature=10**400)), r"body.temperature=10{59} does not fit in 64 bits"),
+        (json.dumps(request(n=10**400)), r"body.n=10{59} does not fit in 64 bits"),
+        (json.dumps(request(seed=1e30)), r"body.seed=1e\+30 does not fit in 64 bits"),
         (json.dumps(request(messages="hi")), r"body.messages is not a list"),
         (json.dumps(request(messages=[{"role": "user", "content": [{"type": "image_url"}]}])), "a part of type 'image_url'"),
         (json.dumps(request(messages=[{"role": "assistant", "tool_calls": [1]}])), "tool_calls that are not a list"),
@@ -312,6 +319,17 @@ def test_a_prefix_that_nothing_can_continue_is_named(tmp_path: Path, body: dict[
     source = written(tmp_path / "in.jsonl", [request(**body)])
     with pytest.raises(InputError, match=said):
         main(["--from-openai", str(source), str(tmp_path / "input.parquet")])
+
+
+def test_keys_that_openai_s_answers_have_and_vllm_s_budget_are_taken(tmp_path: Path) -> None:
+    answer: dict[str, Any] = {"role": "assistant", "content": "hello", "refusal": None, "annotations": []}
+    lines = [request(messages=[turn("user", "hi"), answer, turn("user", "go on")], thinking_token_budget=9)]
+    file = tmp_path / "input.parquet"
+    assert main(["--from-openai", str(written(tmp_path / "in.jsonl", lines)), str(file)]) == 0
+    (row,) = pl.read_parquet(file).to_dicts()
+    assert row["messages"] == [turn("user", "hi"), turn("assistant", "hello"), turn("user", "go on")]
+    assert row["thinking_token_budget"] == 9
+    assert "thinking_token_budget" in map_columns(pq.read_schema(file), {}).names
 
 
 def test_two_equal_keys_are_one(tmp_path: Path) -> None:

@@ -204,6 +204,64 @@ def test_numpy_values_and_dates_of_dictionaries_keep_their_types() -> None:
     assert kept == {"prompt_ids": [0, 1, 2], "day": date(2026, 1, 2), "k": '{"x":0.5,"y":[0,1]}'}
 
 
+def test_numbers_of_any_size_in_memory_are_those_of_json_lines() -> None:
+    assert [row["x"] for row in Read(table_of([{"prompt": "a", "x": 1 << 70}, {"prompt": "b", "x": -1}])).output()] == [
+        str(1 << 70), "-1"
+    ]  # fmt: skip
+
+
+def test_values_that_arrow_cannot_hold_are_refused() -> None:
+    """polars would write the addresses of objects."""
+    for rows in (pl.DataFrame({"prompt": ["a"], "x": [object()]}), [{"prompt": "a", "x": {1, 2}}]):
+        with pytest.raises(InputError, match="column 'x' holds Python objects; give plain values"):
+            table_of(rows)
+    with pytest.raises(InputError, match=r"prompt: String, x: Int128 do not make an Arrow table \(.*\); cast the column"):
+        table_of(pl.DataFrame({"prompt": ["a"], "x": pl.Series([1], dtype=pl.Int128)}))
+
+
+def test_lists_that_are_empty_in_every_row_ask_for_nothing(tmp_path: Path) -> None:
+    rows = [{"messages": [user("a")], "tools": [], "stop": []} for _ in range(2)]
+    read = Read(lines(tmp_path / "in.jsonl", *rows))
+    assert [(row["tools"], made.stop) for row, made in zip(read.template.rows, read.requests, strict=True)] == [([], ())] * 2
+    for name in ("messages", "prompt_ids"):
+        assert {said.split(":")[0] for said in Read(lines(tmp_path / f"{name}.jsonl", {name: []})).errors.values()} == {
+            "empty_prompt"
+        }
+    with pytest.raises(InputError, match="'prompt' is mapped to prompt but has type list"):
+        Read(lines(tmp_path / "in.jsonl", {"prompt": []}))
+
+
+@pytest.mark.parametrize("name", ["temperature", "repetition_penalty", "n", "synthetic_len"])
+def test_a_number_that_no_machine_holds_costs_its_row(tmp_path: Path, name: str) -> None:
+    read = Read(lines(tmp_path / "in.jsonl", {"prompt": "a", name: 10**400}, {"prompt": "b"}))
+    (said,) = read.errors.values()
+    assert said.endswith(f"{name}=10000000000000000000... does not fit in 64 bits; correct it or leave it null")
+
+
+def test_views_of_text_and_bytes_are_copied_at_any_depth() -> None:
+    """As DataFusion writes them."""
+    kinds = {
+        "bytes": (pa.binary_view(), b"x"), "list": (pa.list_(pa.string_view()), ["x", None]),
+        "struct": (pa.struct([("a", pa.large_list(pa.binary_view()))]), {"a": [b"x"]}),
+        "map": (pa.map_(pa.string_view(), pa.string_view()), [("a", "x")]), "pair": (pa.list_(pa.string_view(), 2), ["x", "y"]),
+        "words": (pa.dictionary(pa.int8(), pa.string()), "x"),
+    }  # fmt: skip
+    table = pa.table({"prompt": ["a", "b"], **{name: pa.array([value, None], kind) for name, (kind, value) in kinds.items()}})
+    read = Read(table)
+    assert [[row[name] for name in kinds] for row in read.output()] == [
+        [value for _, value in kinds.values()], [None] * len(kinds)
+    ]  # fmt: skip
+    assert "view" not in str(output_schema(table.schema, read.columns, OutputConfig()))
+
+
+@pytest.mark.parametrize("kind", [pa.list_view(pa.int8()), pa.struct([("a", pa.large_list_view(pa.int8()))]), pa.struct([])])
+def test_a_column_that_no_output_can_hold_is_refused_by_name(kind: pa.DataType) -> None:
+    schema = pa.schema([("prompt", pa.string()), ("mine", kind)])
+    with pytest.raises(InputError, match=r"column 'mine' has type .* or leave it out: output.passthrough=\[prompt\]"):
+        output_schema(schema, map_columns(schema, {}), OutputConfig())
+    output_schema(schema, map_columns(schema, {}), OutputConfig(passthrough=["prompt"]))
+
+
 def test_tool_calls_are_kept_in_the_output_and_read_back_from_it(tmp_path: Path) -> None:
     read = Read(lines(tmp_path / "in.jsonl", *CHATS))
     output = read.output()

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from batchspec.config.schema import InputConfig
 from batchspec.dataset.columns import ColumnMap, map_columns
+from batchspec.dataset.input_paths import check_apart
 from batchspec.dataset.reader import Source, locate, open_source, table_source
 from batchspec.dataset.row_ids import check_ids, request_ids
 from batchspec.dataset.untyped_columns import as_text
@@ -349,3 +351,19 @@ def test_rows_without_ids_are_named_by_file_and_row(tmp_path: Path) -> None:
     check_ids(source, columns)
     ids = [request_ids(source, columns, shard) for shard in source.shards(2)]
     assert ids == [["a.parquet:0", "a.parquet:1"], ["a.parquet:2", "sub/b.parquet:0"], ["sub/b.parquet:1"]]
+
+
+@pytest.mark.parametrize(
+    ("path", "out", "inside"),
+    [
+        ("in", "in/out", True), ("in", "in", True), ("in/", "./in/a/../out", True), ("in/**/*.parquet", "in/out", True),
+        (["other", "in"], "in/out", True), ("s3://b/in", "s3://b/in/out", True), ("in/*/data/*.parquet", "in/out", True),
+        ("in", "in/_out", False), ("in/*.parquet", "in/out", False), ("in", "out", False), ("in", "inner/out", False),
+        ("s3://b/in", "in/out", False), ("s3://b/in", "s3://c/in/out", False), ("in/a.parquet", "in", False),
+    ],
+)  # fmt: skip
+def test_the_output_is_no_part_of_the_input(path: Any, out: str, inside: bool) -> None:
+    """Otherwise the first run succeeds, and the next one finds another input."""
+    entries = path if isinstance(path, list) else [path]
+    with pytest.raises(ConfigError, match=r"output.dir=.* lies in input.path=.*; choose another") if inside else nullcontext():
+        check_apart(entries, out)

@@ -95,7 +95,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "input.final_assistant": ("drop", "input.final_assistant"),
     "input.template_date": ("2025-08-05", "input.template_date"),
     "input.limit": (7, "input.rows"),
-    "input.template_kwargs": ({"x": 1}, "input.template_kwargs"),
+    "input.template_kwargs": ({"add_generation_prompt": True}, "input.template_kwargs"),
     "output.shard_rows": (4, "output.shard_rows"),
     "output.messages": ("prompt", "output.messages"),
     "output.reasoning_in_messages": (True, "output.reasoning_in_messages"),
@@ -145,7 +145,10 @@ def test_another_value_of_any_key_that_makes_another_job_is_refused_by_name(fini
         if key in ("model.activations", "model.adapters"):  # FP8, a column: tests/test_fp8.py, tests/test_lora_rows.py
             continue
         value = value.format(folder=tmp_path) if isinstance(value, str) else value
-        other = open_job(changed(job.config, key, value), tokenizer=None if key.startswith("model.") else job.tokenizer)
+        config = changed(job.config, key, value)
+        if key == "decode.thinking_closing":  # refused without a budget
+            config = changed(config, "decode.thinking_token_budget", 5)
+        other = open_job(config, tokenizer=None if key.startswith("model.") else job.tokenizer)
         with pytest.raises(OutputError, match=rf"holds another job \(.*\b{re.escape(name)}: .*output\.overwrite=true") as caught:
             check_output(other)
         assert "\n" not in str(caught.value)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from batchspec.config.schema import OutputConfig
@@ -42,6 +45,15 @@ def test_types_do_not_depend_on_values_and_are_plain() -> None:
     assert out.field("perf").type.field("finished_at").type == pa.timestamp("us", tz="UTC")
     assert [out.field(name).type for name in fields] == [pa.string(), pa.large_string(), pa.list_(pa.float16())]
     assert [field.name for field in out if not field.nullable] == ["request_id", "row_index", "sample_index", "status"]
+
+
+def test_the_type_of_a_map_in_a_file_is_kept_to_the_letter(tmp_path: Path) -> None:
+    """Its inner names are a part of the job's fingerprint: another one, and no job with such a column would resume."""
+    table = pa.table({"prompt": ["a"], "m": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int8()))})
+    pq.write_table(table, tmp_path / "in.parquet")
+    schema = pq.read_schema(tmp_path / "in.parquet")
+    out = output_schema(schema, map_columns(schema, {}), OutputConfig())
+    assert str(out.field("m").type) == str(schema.field("m").type) != "map<string, int8>"
 
 
 def test_a_mapped_column_is_left_out_if_an_output_column_carries_it() -> None:

@@ -179,6 +179,7 @@ def test_plan_knows_that_nothing_is_decoded(model: Path, tmp_path: Path, capsys:
         (["decode.choice=[a,b]"], "decode.choice=['a', 'b'] with decode.max_new_tokens=0 has no effect"),
         (["decode.grammar=values.gbnf"], "decode.grammar=values.gbnf with decode.max_new_tokens=0 has no effect"),
         (["decode.stop=[x]"], "decode.stop=['x'] with"),
+        (["draft.prompt_lookup_max=5"], "draft=lookup with decode.max_new_tokens=0 drafts nothing"),
         (["output.logprobs=1"], "prompts have output.prompt_logprobs"),
         (["ablation.overlap=true"], "ablation.overlap=True with"),
         (["decode.min_new_tokens=1"], "decode.min_new_tokens=1 exceeds decode.max_new_tokens=0"),

@@ -79,8 +79,10 @@ def test_a_job_without_speculation_has_no_acceptance(tmp_path: Path, capsys: pyt
     job(tmp_path, [completion(i, stats=stats([0, 0], [0, 0], k=0, drafter="none")) for i in range(4)])
     got = job_stats(tmp_path)
     assert (got.drafter, got.overall.completions, got.overall.mean_acceptance_length, got.by_position) == ("none", 0, None, ())
-    assert main([str(tmp_path)]) == 0
-    assert "acceptance" not in capsys.readouterr().out
+    assert main([str(tmp_path), "--by", "kind"]) == 0
+    said = capsys.readouterr().out
+    assert "acceptance" not in said
+    assert [line.split() for line in said.splitlines()[-2:]] == [["a", "2", "6", "-", "-"], ["b", "2", "6", "-", "-"]]
 
 
 @st.composite

@@ -322,6 +322,16 @@ def test_arguments_that_are_json_text_are_encoded_once(written: str, rendered: s
     assert tokenizer.render_chat(chat) == rendered
 
 
+def test_variables_that_a_template_ignores_or_that_replace_the_chat_are_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("{% if enable_thinking %}on{% endif %}{{ messages[0].content }}")
+    tokenizer = Tokenizer(folder, tmp_path / "own.jinja")
+    assert tokenizer.render_chat(CHAT, template_kwargs={"enable_thinking": True, "other": None}) == "onBe brief."
+    for wrong in ("enable_thinkng", "thinking", "messages", "tools"):
+        with pytest.raises(ValueError, match=wrong):
+            tokenizer.encode_chat(CHAT, template_kwargs={wrong: []})
+        assert wrong in str(tokenizer.problem_of({wrong: True}))
+
+
 def test_a_template_without_a_place_for_tools_refuses_them(folder: Path) -> None:
     tokenizer = Tokenizer(folder)
     with pytest.raises(ValueError, match="does not support tools"):

@@ -275,6 +275,12 @@ def test_a_head_cannot_lose_layers_and_a_refused_training_leaves_nothing_that_bl
     assert train(made, tmp_path / "two", "train.layers=2", "train.steps=1") == 0
     capfd.readouterr()
     words = [f"draft.path={tmp_path / 'two'}", "train.steps=1"]
+    assert train(made, tmp_path / "h", *words, "train.draft_vocab=50") == ConfigError.exit_code
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert (
+        line
+        == f"batchspec: train.draft_vocab=50: the head {tmp_path / 'two'} drafts 96 tokens, and keeps them; leave the key out"
+    )
     assert train(made, tmp_path / "h", *words, "train.layers=1") == ConfigError.exit_code
     line = capfd.readouterr().err.splitlines()[-1]
     assert line == f"batchspec: train.layers=1: the head {tmp_path / 'two'} has 2; leave the key out, or ask for more"
@@ -322,6 +328,7 @@ def refused(kind: type[BatchspecError], made: Path, out: Path, capfd: Any, *over
         ("train.mask_token=5", "train.mask_token=5 applies only to draft=parallel; remove it or use draft=parallel"),
         ("draft.parallel=maybe", "draft.parallel=maybe must be one of auto, true, false"),
         ("train.layers=9", "train.layers=9 must be"),
+        ("draft.aux_layers=output", "draft.aux_layers=output says how draft.path is read, and a new head is trained; remove it"),
         ("train.aux_layer_ids=[1,2]", "other programs read ids that begin with 1 as layer outputs; put another first"),
         ("output.layout=gguf", "output.layout=gguf must be one of flat, speculators"),
         ("output.dir=s3://b/h", "output.dir=s3://b/h: a head must be trained into a local folder"),

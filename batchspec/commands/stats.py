@@ -38,10 +38,10 @@ def render(stats: JobStats, by: str | None = None) -> str:
         shares = [(j, f"{count:,}", _number(count / rounds if rounds else None)) for j, count in enumerate(stats.histogram)]
         blocks.append(_table("rounds by accepted draft tokens", ("accepted", "rounds", "share"), shares))
         blocks.append(_groups("by prompt tokens", stats.by_prompt_tokens))
-        if by is not None:
-            blocks.append(_groups(f"by {by}", stats.by_column))
         blocks.append(_extremes("longest mean acceptance length", stats.best))
         blocks.append(_extremes("shortest mean acceptance length", stats.worst))
+    if by is not None:
+        blocks.append(_groups(f"by {by}", stats.by_column))
     if stats.start_ups:
         blocks.append(_start_ups(stats.start_ups))
     return "\n\n".join(blocks)

@@ -55,7 +55,12 @@ def train(run: TrainRun) -> Path:
     model, dummy = find_model(run.model.path, run.model.revision), run.model.load_format == "dummy"
     folder, spec = model.folder, load_spec(model.folder) if dummy else judge_model(model)
     if run.draft.path is not None:
-        open_head(find_model(run.draft.path, key="draft.path"), spec, aux_layers=run.draft.aux_layers)
+        head = open_head(find_model(run.draft.path, key="draft.path"), spec, aux_layers=run.draft.aux_layers)
+        if (limit := run.train.draft_vocab) < head.draft_vocab_size and limit != TrainRun().train.draft_vocab:
+            raise ConfigError(
+                f"train.draft_vocab={limit}: the head {run.draft.path} drafts {head.draft_vocab_size} tokens, and keeps them; "
+                "leave the key out"
+            )
     device = choose_device(run.device)
     dtype = resolve_dtype(run.model.dtype, spec, device)
     spec = spec.on(device, dtype, run.model.activations)

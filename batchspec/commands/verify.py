@@ -38,6 +38,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--files", action="store_true", help="instead compare all output files with their checksums")
     args = parser.parse_args(argv)
     if args.files:
+        parser.refuse(args, ("rows", "dtype", "device", "kv"), "is not read with --files, which decodes nothing")
         return check_files(args.out)
     if args.kv:
         report = compare_kv(args.out, args.rows, dtype=args.dtype, device=args.device)

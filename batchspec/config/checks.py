@@ -65,6 +65,7 @@ def check(config: RunConfig, *, require: Iterable[str] = ()) -> None:
     _thinking(config)
     _date(config)
     _names(config)
+    _unused(config)
     if config.resume.retry != "none" and config.output.overwrite:
         raise ConfigError("output.overwrite=true leaves resume.retry nothing to retry; remove one of them")
 
@@ -182,10 +183,6 @@ def _thinking(config: RunConfig) -> None:
     )
     if not listed and tokens not in ("auto", "none"):
         raise ConfigError(f"model.think_tokens={tokens!r} must be auto, none, [begin,end] or [end]; write [<think>,</think>]")
-    if decode.thinking_closing and decode.thinking_token_budget is None:
-        raise ConfigError(
-            "decode.thinking_closing without decode.thinking_token_budget is never written; set it or remove the key"
-        )
     if decode.thinking_token_budget is not None and config.draft.synthetic is not None:
         raise ConfigError(
             "decode.thinking_token_budget has no effect with draft.synthetic, which makes up the accepted tokens; remove one"
@@ -210,6 +207,27 @@ def _names(config: RunConfig) -> None:
         raise ConfigError(f"cluster.workers={workers} must be auto or in 1 .. {MAX_WORKERS}; auto is one a GPU, and one on a CPU")
     if copied not in ("all", "none") and not _is_names(copied):
         raise ConfigError(f"output.passthrough={copied!r} must be all, none or a list of columns; write [a,b]")
+
+
+def _unused(config: RunConfig) -> None:
+    """Refuse keys that another key leaves without effect. Those that depend on the input and the model: packing/unused.py."""
+    output, packing = config.output, config.packing
+    if not output.push_private and output.push_to_hub is None:
+        raise ConfigError("output.push_private=false without output.push_to_hub: nothing is pushed; set it or remove the key")
+    if output.reasoning_in_messages and output.messages != "full":
+        raise ConfigError(
+            f"output.reasoning_in_messages=true with output.messages={output.messages}: no answer is in messages; remove one"
+        )
+    if config.resume.retry_id != 1 and config.resume.retry == "none":
+        raise ConfigError(
+            f"resume.retry_id={config.resume.retry_id} without a retry: nothing is computed again; choose resume=error or "
+            "resume=length, or remove the key"
+        )
+    if packing.pages is not None and packing.memory_gb is not None:
+        raise ConfigError(
+            f"packing.pages={packing.pages} and packing.memory_gb={packing.memory_gb} both say how many K/V pages there are; "
+            "remove one"
+        )
 
 
 def _is_names(value: Any) -> bool:

@@ -19,6 +19,7 @@ Input:
   openai_requests.py   requests of OpenAI's batch files as rows
 Output:
   schema.py            the columns of an output file
+  plain_types.py       types of copied columns
   chats.py             the column `messages`
   valid_text.py        text of columns whose bytes may not be UTF-8
   writer.py            completions as a table, and the table as a Parquet file

@@ -108,6 +108,8 @@ TYPES: Mapping[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "synthetic_len": (_is_number, "integer"),
 }
 """batchspec's names: a test of the column's type, and the text for the types that it accepts."""
+LISTS = ("messages", "prompt_ids", "stop", "choice", "tools")
+"""Columns whose cells may be lists."""
 NAMED_ONLY = ("schema", "regex", "choice", "grammar")
 """Columns that input.columns must name, because many datasets have a column of that name with another meaning."""
 
@@ -168,6 +170,8 @@ def _fits(field: pa.Field, name: str, fits: Callable[[pa.DataType], bool]) -> bo
     kinds = json_kinds(field)
     if kinds:
         return any(kind in kinds for kind in _JSON.get(name, ("number",)))
+    if is_list(field.type) and pa.types.is_null(field.type.value_type):  # each cell is null or empty, or a list of nulls
+        return name in LISTS
     return fits(field.type) or (is_csv(field) and name != "prompt_ids")
 
 

@@ -59,6 +59,8 @@ def _has_one_kind(values: Iterable[Any]) -> bool:
         if isinstance(value, list | tuple):
             kinds.add(list)
             items.update(map(type, value))
+        elif isinstance(value, int) and value.bit_length() > 63:
+            return False
         elif value is not None:
             kinds.add(type(value))
     items.discard(type(None))
@@ -94,5 +96,13 @@ def _typed(data: Any) -> pa.Table:
         raise InputError(
             f"rows of type {type(data).__name__} do not make a table ({said}); give a table or a list of dictionaries"
         ) from None
-    # pyarrow's kernels do not support Arrow's newer string views.
-    return frame.to_arrow(compat_level=pl.CompatLevel.oldest())
+    if objects := [name for name, kind in frame.schema.items() if kind == pl.Object]:
+        raise InputError(f"column {objects[0]!r} holds Python objects; give plain values, lists or dictionaries, or leave it out")
+    try:
+        # pyarrow's kernels do not support Arrow's newer string views.
+        return frame.to_arrow(compat_level=pl.CompatLevel.oldest())
+    except pa.ArrowException as error:
+        types = ", ".join(f"{name}: {kind}" for name, kind in frame.schema.items())
+        raise InputError(
+            f"rows with columns {types} do not make an Arrow table ({error}); cast the column that Arrow lacks"
+        ) from None

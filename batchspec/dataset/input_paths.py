@@ -5,14 +5,14 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from batchspec.dataset.formats import KNOWN, format_of
 from batchspec.dataset.hub_splits import files_of_split
 from batchspec.errors import ConfigError, InputError
-from batchspec.storage.places import LocalPlace, Place, RemotePlace, place_of
+from batchspec.storage.places import LocalPlace, Place, RemotePlace, matches, place_of
 
 CARD_BYTES = 1 << 20
 """Bytes of a dataset's card that are read: its YAML comes first."""
@@ -46,6 +46,26 @@ def find_files(entries: list[Any], config_name: str | None = None, split: str | 
         twice = next(path for path in paths if paths.count(path) > 1)
         raise InputError(f"input.path names {twice} twice; name each file once")
     return dict(sorted(names.items()))
+
+
+def check_apart(entries: Sequence[Any], output_dir: str) -> None:
+    """Raises ConfigError if an entry of input.path names the files that the job writes: its next run would find another input."""
+    written = (*_parts(output_dir), "data", "part-00000.parquet")
+    for entry in map(str, entries):
+        named = _parts(entry)
+        below = written[len(named) :] if written[: len(named)] == named else None
+        within = below is not None and not any(part.startswith((".", "_")) for part in below)
+        if within or (glob.has_magic(entry) and matches(written, named)):
+            raise ConfigError(
+                f"output.dir={output_dir} lies in input.path={entry}, so that the next run would read the output as input; "
+                "choose another folder, or name the input's files"
+            )
+
+
+def _parts(path: str) -> tuple[str, ...]:
+    """The parts of a path, of a local one from the root; of a remote one its scheme is the first."""
+    scheme, mark, rest = path.partition("://")
+    return (f"{scheme}://", *PurePosixPath(rest).parts) if mark else Path(os.path.abspath(os.path.expanduser(path))).parts
 
 
 def _files_of(entry: str, config_name: str | None, split: str | None) -> tuple[PurePath, list[Place]]:

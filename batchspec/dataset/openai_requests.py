@@ -21,6 +21,7 @@ from batchspec.errors import InputError
 Line = Mapping[str, Any]
 
 URLS = ("/v1/chat/completions", "/chat/completions")
+LINE_KEYS = ("custom_id", "method", "url", "body")
 COLUMNS = {
     "id": pa.string(),
     "messages": pa.list_(pa.struct([("role", pa.string()), ("content", pa.large_string())])),
@@ -31,6 +32,7 @@ COLUMNS = {
     "min_p": pa.float64(),
     "seed": pa.int64(),
     "n": pa.int64(),
+    "thinking_token_budget": pa.int64(),
     "repetition_penalty": pa.float64(),
     "presence_penalty": pa.float64(),
     "frequency_penalty": pa.float64(),
@@ -46,6 +48,7 @@ NUMBERS = {
     "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "temperature": "temperature", "top_p": "top_p",
     "top_k": "top_k", "min_p": "min_p", "seed": "seed", "n": "n", "repetition_penalty": "repetition_penalty",
     "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
+    "thinking_token_budget": "thinking_token_budget",
 }  # fmt: skip
 """Key of a body -> column."""
 TURN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
@@ -71,8 +74,8 @@ def parse_request(text: str, where: str, drop: Sequence[str] = ()) -> dict[str, 
     """The input row for a request line, with only those of COLUMNS that it fills.
 
     `where` is the prefix of error messages (file and line). Raises InputError for a line that is not JSON, another endpoint,
-    content that is not text, a message that no template can read completely, a value of the wrong type, two keys that contradict
-    each other, and a key that batchspec cannot honour, unless `drop` names it.
+    an id or a content that is not text, a message that no template can read completely, a value of the wrong type, two keys that
+    contradict each other, and a key that batchspec cannot honour, unless `drop` names it.
     """
     try:
         line = parse(text)
@@ -85,6 +88,12 @@ def parse_request(text: str, where: str, drop: Sequence[str] = ()) -> dict[str, 
         ) from error
     if url not in URLS:
         raise InputError(f"{where}: url {url!r} is not {URLS[0]}, the one endpoint that batchspec takes; leave the line out")
+    if not isinstance(custom_id, str | int) or isinstance(custom_id, bool):
+        raise InputError(f"{where}: custom_id={json.dumps(custom_id)[:60]} is not text; give every line one of its own")
+    if beside := [key for key in line if key not in (*LINE_KEYS, *drop)]:
+        raise InputError(
+            f"{where}: {beside[0]} stands beside body, where nothing reads it; move it into body, or pass --drop {beside[0]}"
+        )
     row: dict[str, Any] = {"id": str(custom_id), "messages": _messages(messages, where)}
     row |= _prefix(messages, where) if messages else {}
     keys: dict[str, str] = {}
@@ -136,7 +145,7 @@ def _final_assistant(body: Line, where: str) -> dict[str, str]:
         raise InputError(
             f"{where}: {ADDS_ANSWER}={json.dumps(adds)} with {GOES_ON}={json.dumps(goes_on)} asks for no answer; correct it"
         )
-    if goes_on and (body["messages"][-1] or {}).get("role") != "assistant":
+    if goes_on and (not body["messages"] or body["messages"][-1].get("role") != "assistant"):
         raise InputError(f"{where}: the last message is not the assistant's, so nothing can continue it; correct the line")
     return {"final_assistant": "continue"} if goes_on else {}
 
@@ -209,19 +218,20 @@ def _messages(turns: Any, where: str) -> list[Message]:
         raise InputError(f"{where}: body.messages is not a list of messages; write objects with role and content")
     for i, turn in enumerate(turns):
         known = (*TURN_KEYS, *PREFIX)
-        other = [key for key in turn if key not in known and turn[key] is not None] if isinstance(turn, dict) else []
+        other = [key for key in turn if key not in known and turn[key] not in (None, [])] if isinstance(turn, dict) else []
         if other:
             raise InputError(
                 f"{where}: body.messages[{i}].{other[0]} has no place in a batchspec input; leave the line out or rewrite it"
             )
     try:
-        return read_chat([_without_prefix(turn) for turn in turns], final="continue")
+        return read_chat([_only_read(turn) for turn in turns], final="continue")
     except BadChat as error:
         raise InputError(f"{where}: body.messages: {error}") from None
 
 
-def _without_prefix(turn: Any) -> Any:
-    return {key: value for key, value in turn.items() if key not in PREFIX} if isinstance(turn, dict) else turn
+def _only_read(turn: Any) -> Any:
+    """The message with the keys that chat templates read."""
+    return {key: value for key, value in turn.items() if key in TURN_KEYS} if isinstance(turn, dict) else turn
 
 
 def filled(row: Line) -> set[str]:
@@ -245,10 +255,10 @@ def request_row(row: Line, schema: pa.Schema) -> Line:
 
 def _number(value: Any, kind: pa.DataType, where: str) -> int | float:
     whole = pa.types.is_integer(kind)
-    if isinstance(value, bool) or not isinstance(value, int | float) or (whole and not float(value).is_integer()):
+    if isinstance(value, bool) or not isinstance(value, int | float) or (whole and value % 1 != 0):
         raise InputError(f"{where}={json.dumps(value)[:60]} is not {'a whole number' if whole else 'a number'}; correct the line")
-    if whole and not -(1 << 63) <= value < 1 << 63:
-        raise InputError(f"{where}={value} does not fit in 64 bits; correct the line")
+    if (whole or isinstance(value, int)) and not -(1 << 63) <= value < 1 << 63:  # nor may a float hold such an int
+        raise InputError(f"{where}={str(value)[:60]} does not fit in 64 bits; correct the line")
     return int(value) if whole else float(value)
 
 

@@ -17,7 +17,7 @@ from batchspec.config.schema import InputConfig
 from batchspec.dataset.csv_file import CsvFile
 from batchspec.dataset.files import DIGEST_BYTES, DataFile, MemoryFile, ParquetFile, Part, changed
 from batchspec.dataset.formats import format_of
-from batchspec.dataset.input_paths import find_files
+from batchspec.dataset.input_paths import check_apart, find_files
 from batchspec.dataset.json_lines import JsonLinesFile
 from batchspec.dataset.untyped_columns import Kinds, json_kinds, mark_of
 from batchspec.errors import ConfigError, InputError
@@ -95,15 +95,20 @@ class Source(Protocol):
         """The column in pieces; other columns are not read. An unreadable row without a value gets its `derived_id`."""
 
 
-def open_source(config: InputConfig) -> Source:
+def open_source(config: InputConfig, output_dir: str | None = None) -> Source:
     """The dataset at `config.path`: a Parquet, JSON-lines or CSV file, a folder, a glob, or a list of them, local or remote.
 
-    Reads footers only (JSON lines and CSV: the whole file once). Raises ConfigError without a path, and InputError if a path does
+    output_dir  the folder that the job will write to, which must not be a part of the input
+
+    Reads footers only (JSON lines and CSV: the whole file once). Raises ConfigError without a path, or for an output among the
+    input, and InputError if a path does
     not exist or matches nothing, a file cannot be read, two files disagree about a column, or there are no rows.
     """
     if not config.path:
         raise ConfigError("input.path is not set; give a Parquet, JSON-lines or CSV file, a folder, a glob or a list of them")
     entries = [config.path] if isinstance(config.path, str | os.PathLike) else list(config.path)
+    if output_dir is not None:
+        check_apart(entries, output_dir)
     found = find_files(entries, config.config_name, config.split)
     remote = any(isinstance(place, RemotePlace) for place in found.values())
     with ThreadPoolExecutor(OPENED_AT_ONCE if remote else 1) as pool:

@@ -10,7 +10,8 @@ import pyarrow as pa
 from batchspec.config.schema import OutputConfig
 from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.messages import THINKING_FIELD, TOOL_FIELDS, may_call_tools
-from batchspec.errors import ConfigError
+from batchspec.dataset.plain_types import plain_type
+from batchspec.errors import ConfigError, InputError
 
 TURN = (("role", pa.string()), ("content", pa.large_string()))
 MESSAGES = pa.list_(pa.struct(TURN))
@@ -59,11 +60,12 @@ def output_schema(input_schema: pa.Schema, columns: ColumnMap, output: OutputCon
     channels  the model's outputs have channels (harmony), so there is a column of tool calls
     A mapped input column `messages`, `prompt_ids` or `seed` is not copied, because the output's column of that name has its
     values.
-    Raises ConfigError if another input column has the name of an output column, or output.passthrough names a missing column.
+    Raises ConfigError if another input column has the name of an output column, or output.passthrough names a missing column,
+    and InputError for a column that cannot be copied.
     """
     own = _own_fields(output, messages_type(input_schema, columns, output, channels=channels), channels)
     copied = _passthrough(input_schema, columns, output.passthrough, {field.name for field in own})
-    return pa.schema([*own, *(pa.field(name, _plain(input_schema.field(name).type)) for name in copied)])
+    return pa.schema([*own, *(_copied_field(input_schema.field(name), copied) for name in copied)])
 
 
 def messages_type(input_schema: pa.Schema, columns: ColumnMap, output: OutputConfig, *, channels: bool = False) -> pa.DataType:
@@ -138,8 +140,12 @@ def _passthrough(input_schema: pa.Schema, columns: ColumnMap, wish: str | Sequen
     return names
 
 
-def _plain(kind: pa.DataType) -> pa.DataType:
-    """A type that every reader supports: polars turns a dictionary into a Categorical, other readers refuse string views."""
-    if pa.types.is_dictionary(kind):
-        return _plain(kind.value_type)
-    return pa.large_string() if pa.types.is_string_view(kind) else kind
+def _copied_field(field: pa.Field, names: Sequence[str]) -> pa.Field:
+    try:
+        return pa.field(field.name, plain_type(field.type))
+    except ValueError:
+        others = ",".join(name for name in names if name != field.name)
+        raise InputError(
+            f"column {field.name!r} has type {field.type}: views of lists, and structs without fields, cannot be copied to the "
+            f"output; cast it, or leave it out: output.passthrough=[{others}]"
+        ) from None

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,9 @@ class Templates:
 
     def source(self, name: str) -> str:
         return self._sources[name]
+
+    def sources(self) -> Collection[str]:
+        return self._sources.values()
 
     def render(self, name: str, variables: Mapping[str, Any], limit: Limit | None = None) -> str:
         """The rendered text, or only its end if the limit asks for that.

@@ -124,6 +124,8 @@ class Tokenizer:
         tools, otherwise `default`. Raises ValueError with the template's own message if it refuses the chat.
         """
         self._check_tools(messages, tools)
+        if problem := self.problem_of(template_kwargs or {}):
+            raise ValueError(problem)
         limit = self._limit(max_tokens, keep_end)
         text = self.render_chat(
             messages, tools=tools, template_kwargs=template_kwargs, continue_final=continue_final, limit=limit
@@ -193,6 +195,16 @@ class Tokenizer:
             raise ValueError("it does not support tools; leave them out, or set model.chat_template to one that does")
         if "tool_calls" not in source and any(message.get("tool_calls") for message in messages):
             raise ValueError("it does not support tool_calls; leave the row out, or set model.chat_template to one that does")
+
+    def problem_of(self, template_kwargs: Mapping[str, Any]) -> str | None:
+        """Why these variables would have no effect on a chat, or replace it; None if no template ignores them."""
+        for name in (name for name, value in template_kwargs.items() if value is not None):
+            if name in ("messages", "tools"):
+                return f"template_kwargs.{name} would replace the {name} of the row"
+            word = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
+            if not any(word.search(source) for source in self._templates.sources()):
+                return f"it reads no variable {name!r}, which template_kwargs sets"
+        return None
 
     def _limit(self, max_tokens: int | None, keep_end: bool) -> Limit | None:
         """The limit on a text of `max_tokens` tokens; None if there is no bound."""

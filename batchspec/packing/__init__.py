@@ -6,6 +6,7 @@ Rows to requests:
   row_settings.py     its settings, or the job's
   prompt_encoder.py   its prompt's token ids
   constraints.py      what its answer must match
+  unused.py           keys and columns that would have no effect
 The stream:
   work_plan.py        what a run does with each output row
   order.py            the order in which requests enter; predict.py: predicted output lengths

@@ -103,6 +103,9 @@ class Admission:
         chat = self.columns.prompt_kind == "messages" or (self.columns.prompt_kind == "prompt" and self.input.chat)
         if chat and tokenizer is not None and not tokenizer.has_chat_template:
             raise ConfigError("a chat needs a template, and the model has none; set model.chat_template, or give plain prompts")
+        given = self.input.template_kwargs
+        if chat and given and tokenizer is not None and (problem := tokenizer.problem_of(given)):
+            raise ConfigError(f"input.template_kwargs: the chat template refuses them ({problem}); correct or remove them")
 
     def _own_constraints(self) -> Constraints:
         assert self.tokenizer is not None

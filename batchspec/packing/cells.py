@@ -123,6 +123,8 @@ def number_cell(name: str, own: Any, *, whole: bool) -> float:
     if isinstance(own, bool) or not isinstance(own, int | float) or (whole and own != own // 1):
         kind = "a whole number" if whole else "a number"
         raise BadRow("bad_parameter", f"{name}={own!r} must be {kind}; correct it or leave it null")
+    if isinstance(own, int) and own.bit_length() > 64:  # a float may not hold it, and the message would be too long
+        raise BadRow("bad_parameter", f"{name}={str(own)[:20]}... does not fit in 64 bits; correct it or leave it null")
     if whole and isinstance(own, float) and abs(own) >= 2**53:
         raise BadRow("bad_parameter", f"{name}={own!r} is a float and may have lost digits; write the column as integers")
     return int(own) if whole else float(own)

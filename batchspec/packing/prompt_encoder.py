@@ -52,14 +52,13 @@ class PromptEncoder:
             return self._checked_ids(prompt)
         chat = self.columns.prompt_kind == "messages" or self.input.chat
         system, tools = row.get("system"), json_cell(row, "tools", list)
-        final = row.get("final_assistant")
-        if not chat and (system, tools, final) != (None, None, None):
-            said = "system, tools and final_assistant need a chat; set input.chat=true or leave them null"
+        final, kwargs = row.get("final_assistant"), json_cell(row, "template_kwargs", dict) or {}
+        if not chat and (tools or kwargs or (system, final) != (None, None)):
+            said = "system, tools, template_kwargs and final_assistant need a chat; set input.chat=true or leave them null"
             raise BadRow("bad_parameter", said)
         if final not in (None, *FINAL):
             said = f"final_assistant={str(final)[:40]!r} must be one of {', '.join(FINAL)}; correct it or leave it null"
             raise BadRow("bad_parameter", said)
-        kwargs = (json_cell(row, "template_kwargs", dict) if chat else None) or {}
         with _refused_as("chat template" if chat else "tokenizer"):
             ids = (
                 self._encode_chat(prompt, system, tools, kwargs, max_prompt_tokens, final or self.input.final_assistant)

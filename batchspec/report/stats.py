@@ -194,7 +194,8 @@ class _Tally:
         bucket = pl.sum_horizontal(pl.col("prompt_tokens") >= edge for edge in PROMPT_EDGES)
         names = dict(enumerate(PROMPT_BUCKETS))
         self.by_prompt_tokens = _summed(self.by_prompt_tokens, spec, bucket.replace_strict(names, return_dtype=pl.String))
-        self.by_group = _summed(self.by_group, spec, pl.col("group"))
+        answered = rows.filter(pl.col("finish_reason") != "error")  # with draft=none too
+        self.by_group = _summed(self.by_group, answered, pl.col("group"))
         rated = spec.filter(pl.col("mean_length").is_not_null()).select(*ROW_KEY, "tokens", "mean_length")
         order = ["mean_length", "row_index", "sample_index"]
         self.best = pl.concat([self.best, rated]).sort(order, descending=[True, False, False]).head(NUM_EXTREMES)

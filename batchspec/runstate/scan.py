@@ -29,5 +29,5 @@ def scanning(where: str) -> Iterator[None]:
     """Raise errors of polars and Arrow about files under a root as a StorageError in one line."""
     try:
         yield
-    except (pl.exceptions.ComputeError, pa.ArrowException, OSError) as error:
+    except (pl.exceptions.ComputeError, pl.exceptions.InvalidOperationError, pa.ArrowException, OSError) as error:
         raise StorageError(f"reading {where} failed: {reason(error)}; run the same command again after the repair") from error

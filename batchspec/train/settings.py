@@ -175,6 +175,10 @@ def _drafter(run: TrainRun) -> None:
             f"train.mask_token={run.train.mask_token} applies only to draft=parallel; remove it or use draft=parallel"
         )
     usual = TrainRun()
+    if run.draft.path is None and run.draft.aux_layers != usual.draft.aux_layers:
+        raise ConfigError(
+            f"draft.aux_layers={run.draft.aux_layers} says how draft.path is read, and a new head is trained; remove it"
+        )
     for key in (*(f"draft.{name}" for name in asdict(run.draft)), *UNREAD):
         if key not in READ and value_of(run, key) != value_of(usual, key):
             raise ConfigError(f"{key}={value_of(run, key)} is not used by train; remove the key")

@@ -9,11 +9,11 @@ import pyarrow as pa
 from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.reader import table_source
 from batchspec.engine.engine import Engine
-from batchspec.errors import CapacityError, ConfigError
+from batchspec.errors import CapacityError
 from batchspec.load import load_engine
 from batchspec.packing.planner import GPU_SLOTS, Demand
 from batchspec.packing.predict import LengthPredictor
-from batchspec.prepare import Job, JobModel, fetch_weights, job_of, open_tokenizer
+from batchspec.prepare import Job, JobModel, check_gpu, fetch_weights, job_of, open_tokenizer
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runner.oom_fallback import OutOfMemoryGuard
 
@@ -25,8 +25,7 @@ _IDS = ColumnMap(names={"prompt_ids": "prompt_ids"}, prompt_kind="prompt_ids")
 def open_warm(model: JobModel) -> Job:
     """A job without rows: makes all checks that need none, and downloads the weights. Raises as `open_job`."""
     config = model.config
-    if config.requires_gpu and model.device.type == "cpu":
-        raise ConfigError("requires_gpu=true: torch sees no GPU on this machine; set requires_gpu=false to try it on the CPU")
+    check_gpu(config, model.device)
     tokenizer = open_tokenizer(model.folder, config, _IDS)
     some = table_source(pa.table({"prompt_ids": pa.array([[0]], pa.list_(pa.int32()))}))
     bare = replace(model, config=replace(config, output=replace(config.output, passthrough="none")))

@@ -9,7 +9,7 @@ from batchspec.config.checks import AUTO
 from batchspec.config.compose import compose
 from batchspec.config.overrides import overrides_of
 from batchspec.config.schema import RunConfig
-from batchspec.config.typed import keys
+from batchspec.config.unread import refuse_unread
 from batchspec.config.values import value_of
 from batchspec.errors import ConfigError
 
@@ -17,7 +17,10 @@ Options = Sequence[str] | Mapping[str, Any]
 
 NOT_HERE = {
     "input.path": "each call brings its own rows",
+    "input.config_name": "each call brings its own rows",
+    "input.split": "each call brings its own rows",
     "input.limit": "each call brings its own rows",
+    "input.num_workers": "it prepares rows in its own process",
     "input.max_error_fraction": "error rows come back as rows",
     "output.dir": "each call returns its rows and writes nothing",
     "output.shard_rows": "each call returns its rows and writes nothing",
@@ -30,8 +33,8 @@ NOT_HERE = {
     "draft.adapt": "a head learns from committed shards, and there are none",
 }
 """Keys, or groups of them, that a warm engine does not take, and why."""
-TAKEN = ("cluster.tensor_parallel", "cluster.watchdog_s")
-"""Of those groups the keys that it does take."""
+TAKEN, OF_RANKS = ("cluster.tensor_parallel",), ("cluster.watchdog_s",)
+"""Of those groups the keys that it does take; and those that it takes if several processes compute the model."""
 
 
 def warm_config(options: Options, job: str | None = None) -> RunConfig:
@@ -48,15 +51,8 @@ def warm_config(options: Options, job: str | None = None) -> RunConfig:
     config = compose([*recipe, *given], require=("model.path",))
     if config.cluster.tensor_parallel == AUTO:
         raise ConfigError(f"cluster.tensor_parallel={AUTO} compares what rows would take, and there are none; give 1, 2, 4 or 8")
-    usual = RunConfig()
-    before = compose(recipe) if recipe else usual
-    for key in keys():
-        why = next((why for name, why in NOT_HERE.items() if key == name or key.startswith(f"{name}.")), None)
-        if why is None or key in TAKEN:
-            continue
-        value = value_of(config, key)
-        if value not in (value_of(usual, key), value_of(before, key)):
-            raise ConfigError(f"{key}={value} is not for batchspec.Engine: {why}; remove the key, or use `batchspec run`")
+    taken = TAKEN if config.cluster.tensor_parallel == 1 else (*TAKEN, *OF_RANKS)
+    for key in refuse_unread(config, recipe, NOT_HERE, "batchspec.Engine", taken):
         group, _, name = key.rpartition(".")
-        setattr(value_of(config, group), name, value_of(usual, key))
+        setattr(value_of(config, group), name, value_of(RunConfig(), key))
     return config

@@ -1,0 +1,34 @@
+"""Keys of a job that a call from Python does not read: values of the caller's own are refused, those of a recipe are not."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from batchspec.config.compose import compose
+from batchspec.config.schema import RunConfig
+from batchspec.config.typed import keys
+from batchspec.config.values import value_of
+from batchspec.errors import ConfigError
+
+
+def refuse_unread(
+    config: RunConfig, recipe: Sequence[str], unread: Mapping[str, str], call: str, taken: Collection[str] = ()
+) -> list[str]:
+    """The keys that `call` does not read. Raises ConfigError for one whose value is neither the default nor the recipe's.
+
+    recipe  the overrides that name a recipe; empty: none
+    unread  keys, or groups of them, and why `call` does not read them
+    taken   keys of these groups that it reads
+    """
+    usual = RunConfig()
+    before = compose(recipe) if recipe else usual
+    found = []
+    for key in keys():
+        why = next((why for name, why in unread.items() if key == name or key.startswith(f"{name}.")), None)
+        if why is None or key in taken:
+            continue
+        value = value_of(config, key)
+        if value not in (value_of(usual, key), value_of(before, key)):
+            raise ConfigError(f"{key}={value} is not for {call}: {why}; remove the key, or use `batchspec run`")
+        found.append(key)
+    return found

@@ -1,0 +1,75 @@
+"""Keys and columns that would have no effect with this input or this model are refused by name.
+
+Each was given for a purpose, and without an error nobody would notice that the outputs are others than those asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from batchspec.config.schema import RunConfig
+from batchspec.config.values import value_of
+from batchspec.dataset.columns import ColumnMap
+from batchspec.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from batchspec.model.spec import ModelSpec
+
+OF_CHATS = ("input.final_assistant", "input.template_kwargs", "input.template_date", "model.chat_template")
+"""Keys that only chats read."""
+CHAT_COLUMNS = ("system", "tools", "template_kwargs", "final_assistant")
+"""Columns that only chats read. With prompts of text, which `input.chat` makes chats, rows that fill them are error rows."""
+DECODED_COLUMNS = (
+    "stop", "schema", "regex", "choice", "grammar", "response_format", "thinking_token_budget", "synthetic_len"
+)  # fmt: skip
+"""Columns about the end and the form of an answer, which a scored prompt does not have."""
+
+
+def check_columns(config: RunConfig, columns: ColumnMap, schema: pa.Schema) -> None:
+    """Raises InputError for a mapped column that no row can use. A column without any value asks for nothing."""
+    mapped = {name: column for name, column in columns.names.items() if not pa.types.is_null(schema.field(column).type)}
+    if columns.prompt_kind == "prompt_ids":
+        _refuse(mapped, CHAT_COLUMNS, "is for chats, and the prompts of this input are prompt_ids")
+    if config.decode.max_new_tokens == 0:
+        _refuse(mapped, DECODED_COLUMNS, "is for answers, and decode.max_new_tokens=0 scores prompts")
+
+
+def _refuse(mapped: dict[str, str], names: tuple[str, ...], why: str) -> None:
+    for name in names:
+        if name in mapped:
+            raise InputError(f"column {mapped[name]!r} ({name}) {why}; leave it unread: input.columns.{name}=null")
+
+
+def check_keys_of_input(config: RunConfig, columns: ColumnMap) -> None:
+    """Raises ConfigError for a key that this input leaves without effect."""
+    kind, usual, decode = columns.prompt_kind, RunConfig(), config.decode
+    if kind == "prompt_ids" and config.input.chat:
+        raise ConfigError("input.chat=true is for a column of text, and the prompts of this input are prompt_ids; remove it")
+    if kind != "messages" and not config.input.chat:
+        for key in OF_CHATS:
+            if (value := value_of(config, key)) != value_of(usual, key):
+                instead = "set input.chat=true or remove it" if kind == "prompt" else "remove it"
+                raise ConfigError(f"{key}={value} is for chats, and column {columns.prompt_column!r} ({kind}) is none; {instead}")
+    if decode.thinking_closing and decode.thinking_token_budget is None and columns.get("thinking_token_budget") is None:
+        raise ConfigError(
+            "decode.thinking_closing without decode.thinking_token_budget, key or column, is never written; set one or remove it"
+        )
+
+
+def check_keys_of_model(config: RunConfig, spec: ModelSpec, *, thinks: bool) -> None:
+    """Raises ConfigError for a key that this model leaves without effect.
+
+    thinks  whether its outputs have reasoning blocks
+    """
+    if config.output.reasoning_in_messages and not thinks:
+        raise ConfigError(
+            "output.reasoning_in_messages=true needs think tokens, and the tokenizer has no known ones; "
+            "name them, model.think_tokens=[<think>,</think>], or remove the key"
+        )
+    correlation = config.packing.expert_correlation
+    if correlation != RunConfig().packing.expert_correlation and spec.experts is None:
+        raise ConfigError(
+            f"packing.expert_correlation={correlation} is for a mixture of experts, and the model has no experts; remove it"
+        )

@@ -1,0 +1,158 @@
+"""A key or a column that would have no effect is refused by name, instead of being accepted in silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+
+import batchspec
+from batchspec import cli
+from batchspec.config.compose import compose
+from batchspec.dataset.reader import table_source
+from batchspec.errors import ConfigError, InputError
+from batchspec.prepare import Job, open_job
+from batchspec.warm.options import warm_config
+from tests.models import make_checkpoint, make_thinking_tokenizer, make_tokenizer
+
+PROMPTS: dict[str, Any] = {
+    "prompt": "a", "prompt_ids": [5, 6], "messages": [{"role": "user", "content": "a"}]
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_checkpoint(tmp_path_factory.mktemp("model"), "llama", dtype=torch.float64, num_hidden_layers=1)
+    (folder / "own.jinja").write_text("{{ messages[0].content }}{{ mood }}")
+    return make_tokenizer(folder)
+
+
+def opened(model: Path, kind: str, *words: str, **columns: Any) -> Job:
+    """The checked job over one row."""
+    words = tuple(word.replace("FOLDER", str(model)) for word in words)
+    table = pa.table({kind: [PROMPTS[kind]], **{name: [value] for name, value in columns.items()}})
+    return open_job(compose([f"model.path={model}", "decode.max_new_tokens=4", *words]), table_source(table))
+
+
+OF_CHATS = [
+    "input.final_assistant=drop", "input.template_date=2025-08-05", "model.chat_template=FOLDER/own.jinja",
+    "input.template_kwargs={add_generation_prompt: true}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("word", OF_CHATS)
+def test_keys_of_chats_need_a_chat(model: Path, word: str) -> None:
+    key = word.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"^{key}=.* is for chats, and column .prompt. .* set input.chat=true or remove it$"):
+        opened(model, "prompt", word)
+    with pytest.raises(ConfigError, match=rf"^{key}=.* and column .prompt_ids. \(prompt_ids\) is none; remove it$"):
+        opened(model, "prompt_ids", word)
+    opened(model, "prompt", word, "input.chat=true")
+    opened(model, "messages", word)
+
+
+@pytest.mark.parametrize("name", ["system", "tools", "template_kwargs", "final_assistant"])
+def test_columns_of_chats_are_refused_beside_prompt_ids(model: Path, name: str) -> None:
+    with pytest.raises(InputError, match=rf"^column '{name}' .* is for chats, .* input.columns.{name}=null$"):
+        opened(model, "prompt_ids", **{name: "{}"})
+    opened(model, "prompt_ids", **{name: None})
+    opened(model, "prompt_ids", f"input.columns={{{name}: null}}", **{name: "{}"})
+    opened(model, "messages", **{name: "{}"})
+
+
+@pytest.mark.parametrize("name", ["stop", "schema", "regex", "choice", "grammar", "response_format", "thinking_token_budget"])
+def test_columns_about_answers_are_refused_where_prompts_are_scored(model: Path, name: str) -> None:
+    named = f"input.columns={{{name}: x}}"
+    value = {"choice": ["a"], "stop": ["a"], "thinking_token_budget": 1}.get(name, "{}")
+    with pytest.raises(InputError, match=rf"^column 'x' \({name}\) is for answers, .* input.columns.{name}=null$"):
+        opened(model, "prompt", "decode.max_new_tokens=0", named, x=value)
+    opened(model, "prompt", "decode.max_new_tokens=0", x=value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["output.push_private=false"], "output.push_private=false without output.push_to_hub"),
+        (["output.reasoning_in_messages=true", "output.messages=prompt"], "no answer is in messages"),
+        (["resume.retry_id=2"], "resume.retry_id=2 without a retry"),
+        (["packing.pages=40", "packing.memory_gb=1"], "packing.pages=40 and packing.memory_gb=1.0 both say how many"),
+        (["packing.expert_correlation=0.5"], "packing.expert_correlation=0.5 is for a mixture of experts"),
+        (["output.reasoning_in_messages=true"], "output.reasoning_in_messages=true needs think tokens"),
+        (["decode.thinking_closing=so"], "without decode.thinking_token_budget, key or column, is never written"),
+        (["input.chat=true", "input.template_kwargs={mod: glad}"], "it reads no variable 'mod', which template_kwargs sets"),
+        (["input.chat=true", "input.template_kwargs={messages: []}"], "template_kwargs.messages would replace the messages"),
+    ],
+)
+def test_a_key_without_effect_is_refused(model: Path, words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        opened(model, "prompt", *words)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_chats_of_token_ids_are_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"input\.chat=true is for a column of text"):
+        opened(model, "prompt_ids", "input.chat=true")
+
+
+def test_a_closing_is_written_for_budgets_of_rows(tmp_path: Path) -> None:
+    folder = make_thinking_tokenizer(make_checkpoint(tmp_path, "llama", num_hidden_layers=1))
+    job = opened(folder, "messages", "decode.thinking_closing=so", "output.reasoning_in_messages=true", thinking_token_budget=3)
+    (request,) = job.admission.admit(next(iter(job.source.shards(1))))
+    assert request.thinking.budget == 3  # type: ignore[union-attr]
+    assert request.thinking.closing  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("input.path=other.parquet", "the call brings its own rows"),
+        ("input.split=train", "the call brings its own rows"),
+        ("output.push_to_hub=a/b", "nothing is written without output.dir"),
+        ("resume=error", "nothing is written without output.dir"),
+        ("cluster.workers=2", "it computes in its own process"),
+        ("input.num_workers=1", "without output.dir it prepares rows in its own process"),
+    ],
+)
+def test_generate_refuses_what_it_does_not_read(model: Path, word: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^(input|output|resume|cluster)\.\w+=.* is not for batchspec.generate: {why}"):
+        batchspec.generate(["a"], overrides=[f"model.path={model}", word])
+
+
+@pytest.mark.parametrize("key", ["input.split", "input.num_workers", "cluster.watchdog_s"])
+def test_a_warm_engine_refuses_what_it_does_not_read(key: str) -> None:
+    value = "train" if key == "input.split" else 2
+    with pytest.raises(ConfigError, match=rf"^{key}={value}.* is not for batchspec.Engine: "):
+        warm_config({"model.path": "m", key: value})
+    ranks = {"model.path": "m", "cluster.tensor_parallel": 2, "cluster.watchdog_s": 2}
+    assert warm_config(ranks).cluster.watchdog_s == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_generate_on_a_cpu_refuses_a_job_for_gpus(model: Path) -> None:
+    """The input and the output of a recipe are not read, and are no reason to refuse it."""
+    with pytest.raises(ConfigError, match="requires_gpu=true: torch sees no GPU"):
+        batchspec.generate(["a"], job="reasoning_8k", overrides=[f"model.path={model}", "model.max_len=null", "decode=greedy"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("verify out --files --rows 5", "--rows 5 is not read with --files"),
+        ("verify out --files --kv", "--kv is not read with --files"),
+        ("export out --to chat x.jsonl --drop seed", "--drop seed is for --from-openai"),
+        ("export --from-openai x.jsonl x.parquet --status error", "--status error is for --to"),
+        ("doctor llama-8b --rows 5", "--rows 5 is for --probe"),
+        ("doctor --contexts 1024", "--contexts 1024 is for --probe"),
+        ("prompts x.parquet --from out --rows 5", "--rows 5 is for --open"),
+        ("prompts x.parquet --open m --tasks t.txt", "--tasks t.txt is for --texts"),
+    ],
+)
+def test_an_option_without_effect_is_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words.split()) == ConfigError.exit_code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"batchspec: {said}")
+    assert "; remove it; `batchspec " in line
