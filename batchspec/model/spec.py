@@ -268,6 +268,7 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
     if family.config_ends or not ends:
         ends += config.integer_or_integers("eos_token_id")
     layers = family.layers(config)
+    formats = formats.with_experts(spec for layer in layers for block in layer.blocks for spec in block.grouped)
     rope = family.rope(config)
     return ModelSpec(
         family=family.name,
