@@ -308,6 +308,24 @@ def test_parts_of_one_product_in_two_formats_are_refused(tmp_path: Path) -> None
     weights: Any = None
     with pytest.raises(CheckpointError, match="must have one weight format; correct quantization_config"):
         LayerWeights(weights, formats, "model.layers.0.").product(product)
+    three = ProductSpec(tuple(Projection(f"self_attn.{x}_proj", 4, 4) for x in "qkv"))
+    with pytest.raises(CheckpointError, match="must have one weight format; correct quantization_config"):
+        LayerWeights(weights, Formats(Fp8("row", "token"), ("v_proj",)), "model.layers.0.").product(three)
+
+
+@pytest.mark.parametrize(("scales", "shape"), [("block", (2, 3)), ("row", (200, 1)), ("tensor", (1,))])
+def test_the_bytes_that_are_planned_for_a_weight_are_those_of_its_values_and_scales(scales: Any, shape: tuple[int, ...]) -> None:
+    class Held:
+        dtype = torch.bfloat16
+
+        def stored(self, name: str) -> Tensor:
+            return torch.zeros(200, 300).to(torch.float8_e4m3fn) if name == "p.weight" else torch.ones(shape)
+
+    weights: Any = Held()
+    fp8 = Fp8(scales, "group" if scales == "block" else "token", quantises=True)
+    product = fp8.load(weights, ["p"], bias=False)
+    assert isinstance(product, Fp8Linear)
+    assert fp8.nbytes(200, 300, torch.bfloat16) == product._values.nbytes + product._scales.nbytes
 
 
 # --- the key of a job
