@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def job_fingerprint(job: Job) -> dict[str, str]:
     return fingerprint(
         {
             "model.config": (job.folder / "config.json").read_text(encoding="utf-8"),
-            **_weight_parts(job),
+            **weight_parts(job.folder, dummy=job.dummy),
             # Left out without one, so that jobs begun before this key existed resume.
             **({} if job.adapter is None else {"model.adapter": job.adapter.fingerprint}),
             **({} if not config.model.adapters else {"model.adapters": _named(job, "fingerprint")}),
@@ -65,13 +66,13 @@ def job_fingerprint(job: Job) -> dict[str, str]:
     )
 
 
-def _weight_parts(job: Job) -> dict[str, Any]:
-    """What tells the model's weights, and how they are stored beside config.json."""
-    file = job.folder / CONFIG_FILE
+def weight_parts(folder: Path, *, dummy: bool) -> dict[str, Any]:
+    """What tells a model's weights before they are loaded, and how they are stored beside config.json."""
+    file = folder / CONFIG_FILE
     parts = {"model.quantization": file.read_text(encoding="utf-8") if file.is_file() else None}
-    if job.dummy:
+    if dummy:
         return {**parts, "model.weights": "dummy"}
-    files = weight_files(job.folder)
+    files = weight_files(folder)
     return {**parts, "model.weights": files.fingerprint, "model.tensors": files.tensors}
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from batchspec.batch.automata import AutomataCapacity
-from batchspec.commands.decode_again import first_difference
+from batchspec.commands.decode_again import _rises, first_difference
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.engine import Engine
 from batchspec.packing.planner import PAGE_SIZE
@@ -28,6 +31,9 @@ def an_engine(**more: object) -> Engine:
         tiny_target(), NoDrafter(), batch, device=DEVICE, penalties=True, vocabulary=VOCABULARY, automata_capacity=room,
         **more,  # type: ignore[arg-type]
     )  # fmt: skip
+
+
+ENGINE = cache(an_engine)
 
 
 def decoded(engine: Engine, req: Request) -> list[int]:
@@ -60,6 +66,48 @@ def test_the_gap_of_a_token_that_the_schema_does_not_allow_is_infinite(sampling:
             allowed = may_follow(pattern, plain[:place], token)
             assert (gap == math.inf) == (not allowed), (place, token)
             assert not allowed or gap >= 0  # the plain token has the highest score
+
+
+FILTERED = (SamplingParams(temperature=0.9, top_k=3), SamplingParams(temperature=1.3, min_p=0.2))
+
+
+@pytest.mark.parametrize("sampling", [*SAMPLINGS, *FILTERED])
+def test_a_gap_is_how_much_the_logit_must_rise_for_the_token_to_be_chosen(sampling: SamplingParams) -> None:
+    """Also of a token whose noise is the largest but whose logit top-k or min-p leaves out. A bias raises the logit. With min-p
+    less may be enough: a token that becomes the likeliest raises the limit for the others."""
+    engine, req = an_engine(), request(0, [5, 3, 8], cap=1, sampling=sampling)
+    plain = decoded(engine, req)
+    for token, gap in enumerate(gaps(engine, req, plain, 0)):
+        assert 0 <= gap < math.inf
+        for rise, chosen in ((gap - 1e-3, plain[0]), (gap + 1e-3, token))[int(sampling.min_p > 0) :]:
+            raised = replace(req, sampling=replace(sampling, logit_bias=((token, rise),)))
+            assert decoded(engine, raised) == [chosen], (token, gap)
+
+
+@settings(max_examples=40)
+@given(
+    prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6),
+    sampling=st.builds(
+        SamplingParams, temperature=st.sampled_from([0.0, 0.7, 1.5]), top_k=st.sampled_from([0, 1, 4]),
+        top_p=st.sampled_from([1.0, 0.5]), min_p=st.sampled_from([0.0, 0.3]), repetition_penalty=st.sampled_from([1.0, 1.4]),
+    ),
+)  # fmt: skip
+def test_no_gap_is_negative_and_that_of_the_token_of_plain_decoding_is_zero(prompt: list[int], sampling: SamplingParams) -> None:
+    req = request(0, prompt, cap=3, sampling=sampling)
+    plain = decoded(ENGINE(), req)
+    for place, token in enumerate(plain):
+        found = _rises(ENGINE(), req, plain[:place])
+        assert float(found.min()) == float(found[token]) == 0.0
+
+
+def test_a_plain_token_that_one_pass_does_not_choose_shows_as_a_gap() -> None:
+    """Decoding token by token and all at once would be far apart: both tokens count."""
+    engine, req = an_engine(), request(0, [5, 3, 8], cap=1)
+    chosen = decoded(engine, req)
+    found = gaps(engine, req, chosen, 0)
+    worst = found.index(max(found))
+    difference = first_difference(engine, req, chosen, [worst])
+    assert difference.gap == max(found)
 
 
 def test_the_gap_of_a_row_without_a_schema_is_finite() -> None:

@@ -15,7 +15,7 @@ import torch
 from batchspec.errors import CheckpointError
 from batchspec.model.families.registry import FAMILIES
 from batchspec.model.fused import rms_norm
-from batchspec.model.spec import load_spec, read_spec
+from batchspec.model.spec import ModelSpec, load_spec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import as_computed
 from tests.test_target import Runner, prompts
@@ -73,16 +73,23 @@ REFUSED: dict[str, set[str]] = {
 
 def logits_of_both(config: dict[str, Any], folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Ours and those of transformers, each from the same config.json and the same random weights; fp32."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    spec = load_spec(folder)
-    auto: Any = AutoModelForCausalLM
-    made: Any = AutoConfig.from_pretrained(folder)
-    model: Any = auto.from_config(made, attn_implementation="eager").eval()
+    spec, (model, theirs) = load_spec(folder), of_transformers(folder)
     # Prompts here are shorter than the default windows.
-    assert set(spec.windows) <= {None, getattr(made, "sliding_window", None)}
+    assert set(spec.windows) <= {None, getattr(model.config, "sliding_window", None)}
+    return our_logits(folder, spec, model), theirs
+
+
+IDS = prompts([37, 12], 60)
+
+
+def of_transformers(folder: Path) -> tuple[Any, torch.Tensor]:
+    """A model with random weights from the folder's config.json, and its logits for IDS."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    model: Any = auto.from_config(AutoConfig.from_pretrained(folder), attn_implementation="eager").eval()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
     noise = torch.Generator().manual_seed(1)
@@ -90,12 +97,15 @@ def logits_of_both(config: dict[str, Any], folder: Path) -> tuple[torch.Tensor, 
         for name, tensor in [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n.endswith("bias"))]:
             tensor.copy_(torch.randn(tensor.shape, generator=noise) * 0.3 + float(name.endswith("norm.weight")))
         model.tie_weights()
-        ids = prompts([37, 12], 60)
-        theirs = torch.cat([model(torch.tensor([row])).logits[0] for row in ids])
+        return model, torch.cat([model(torch.tensor([row])).logits[0] for row in IDS])
+
+
+def our_logits(folder: Path, spec: ModelSpec, model: Any) -> torch.Tensor:
+    """Ours for IDS, with the weights of a model of transformers; they are saved to the folder."""
     model.save_pretrained(folder / "saved")
     shutil.move(folder / "saved" / "model.safetensors", folder / "model.safetensors")
     target = Target.load(folder, spec, dtype=torch.float32, device=torch.device("cpu"))
-    return torch.cat(Runner.start(target, 2).feed(ids)[0]), theirs
+    return torch.cat(Runner.start(target, 2).feed(IDS)[0])
 
 
 def changed(config: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:

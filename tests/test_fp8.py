@@ -17,14 +17,16 @@ from batchspec.config.compose import compose
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.identity import job_fingerprint
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens
-from batchspec.model.blocks.base import ProductSpec, Projection
+from batchspec.model.blocks.base import ProductSpec, Projection, Shard
 from batchspec.model.decoder import LayerWeights
 from batchspec.model.files import LocalFiles
 from batchspec.model.quant import fp8_products
 from batchspec.model.quant.formats import Formats
 from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.quant.fp8_products import Activations, Fp8Linear, Fp8Weight, pieces, quantised
-from batchspec.model.spec import load_spec
+from batchspec.model.quant.plain import PLAIN
+from batchspec.model.shard import part_of, slices_of
+from batchspec.model.spec import load_spec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model
 from batchspec.prepare import Job, open_job
@@ -130,6 +132,32 @@ def test_experts_of_a_mixture_too(tmp_path: Path) -> None:
     assert torch.equal(logits(fp8), logits(plain))
     error = (logits(fp8, fp8=True) - logits(plain)).norm() / logits(plain).norm()
     assert 1e-3 < error < 0.1
+
+
+@pytest.mark.parametrize("layout", ["row, token", "block, group", "tensor, static"])
+def test_stacked_experts_stay_plain_because_quantisers_convert_modules_alone(layout: str, tmp_path: Path) -> None:
+    """gpt-oss with FP8 attention; `ignore` does not name the experts."""
+    experts: dict[str, Any] = {"num_local_experts": 3, "num_experts_per_tok": 3, "head_dim": 34}
+    fp8, plain = make(tmp_path, layout, family="gpt_oss", num_hidden_layers=1, initializer_range=0.05, **experts)
+    judge_model(LocalFiles(fp8))
+    spec = load_spec(fp8)
+    assert isinstance(spec.formats.of("model.layers.0.self_attn.q_proj"), Fp8)
+    assert spec.formats.of("model.layers.0.mlp.experts.gate_up_proj") is PLAIN
+    assert spec.weight_bytes(torch.bfloat16) > spec.with_fp8_activations().weight_bytes(torch.bfloat16) > 0
+    assert torch.equal(logits(fp8), logits(plain))
+    error = (logits(fp8, fp8=True) - logits(plain)).norm() / logits(plain).norm()
+    assert 1e-3 < error < 0.1
+
+
+def test_ranks_share_fp8_attention_and_plain_stacked_experts(tmp_path: Path) -> None:
+    values: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
+    experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 6}
+    config = {"model_type": "gpt_oss", **ODD, **values, **experts, "vocab_size": 64, "max_position_embeddings": 64}
+    spec = read_spec({**config, "quantization_config": LAYOUTS["block, group"][0]}, "config.json")
+    own = slices_of(part_of(spec, Shard(1, 2)))
+    assert own is not None
+    assert own["model.layers.0.self_attn.q_proj.weight_scale"] == ((slice(2, 4), slice(0, 2)),)
+    assert own["model.layers.0.mlp.experts.gate_up_proj"] == ((slice(0, 3), slice(0, 256), slice(6, 12)),)
 
 
 def test_a_config_beside_the_model_s_is_read(tmp_path: Path) -> None:
@@ -280,6 +308,24 @@ def test_parts_of_one_product_in_two_formats_are_refused(tmp_path: Path) -> None
     weights: Any = None
     with pytest.raises(CheckpointError, match="must have one weight format; correct quantization_config"):
         LayerWeights(weights, formats, "model.layers.0.").product(product)
+    three = ProductSpec(tuple(Projection(f"self_attn.{x}_proj", 4, 4) for x in "qkv"))
+    with pytest.raises(CheckpointError, match="must have one weight format; correct quantization_config"):
+        LayerWeights(weights, Formats(Fp8("row", "token"), ("v_proj",)), "model.layers.0.").product(three)
+
+
+@pytest.mark.parametrize(("scales", "shape"), [("block", (2, 3)), ("row", (200, 1)), ("tensor", (1,))])
+def test_the_bytes_that_are_planned_for_a_weight_are_those_of_its_values_and_scales(scales: Any, shape: tuple[int, ...]) -> None:
+    class Held:
+        dtype = torch.bfloat16
+
+        def stored(self, name: str) -> Tensor:
+            return torch.zeros(200, 300).to(torch.float8_e4m3fn) if name == "p.weight" else torch.ones(shape)
+
+    weights: Any = Held()
+    fp8 = Fp8(scales, "group" if scales == "block" else "token", quantises=True)
+    product = fp8.load(weights, ["p"], bias=False)
+    assert isinstance(product, Fp8Linear)
+    assert fp8.nbytes(200, 300, torch.bfloat16) == product._values.nbytes + product._scales.nbytes
 
 
 # --- the key of a job

@@ -324,7 +324,7 @@ def test_generate_takes_plain_columns_and_writes_nothing(model: Path, tmp_path: 
 
 def test_the_summary_of_verify_has_the_share_of_rows_and_quantiles_of_the_gaps() -> None:
     places = [
-        Difference(request_id=f"r{i}", sample_index=0, token_index=10 * i, written=1, plain=2, gap=None if i == 0 else -i / 10)
+        Difference(request_id=f"r{i}", sample_index=0, token_index=10 * i, written=1, plain=2, gap=None if i == 0 else i / 10)
         for i in range(11)
     ]
     assert summary(places, 44) == (

@@ -52,6 +52,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": ("minimax_m2", {}),
     "mixtral": ("mixtral", {"sliding_window": 15}),
     "gpt_oss in MXFP4": ("gpt_oss", {"hidden_size": 40, "intermediate_size": 36, "quantization_config": MXFP4}),
+    "gpt_oss with attention in FP8 per channel": ("gpt_oss", {"quantization_config": ROWS}),
     "qwen3_moe in FP8 blocks": ("qwen3_moe", {**WIDE, "moe_intermediate_size": 132, "quantization_config": BLOCKS}),
     "llama in FP8 blocks": ("llama", {**WIDE, "quantization_config": BLOCKS}),
     "qwen3_moe in FP8 per channel": ("qwen3_moe", {"quantization_config": ROWS}),

@@ -15,6 +15,7 @@ from batchspec.model.config_values import ConfigReader
 from batchspec.model.fused import rms_norm, rope_write
 from batchspec.model.rope import rope_frequencies, rope_of
 from batchspec.model.rope_config import RopeSpec, read_rope
+from tests.test_config_values import LLAMA, rotary
 
 CPU = torch.device("cpu")
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, TOKENS = 4, 2, 10, 5
@@ -72,6 +73,16 @@ def test_norms_of_whole_rows_come_before_the_rotation(dtype: torch.dtype) -> Non
 )
 def test_the_rope_s_own_factor_counts_before_that_of_the_config(config: dict[str, Any], rotary_dim: int | None) -> None:
     assert read_rope(ConfigReader(config, "config.json"), 4096, head_dim=64).rotary_dim == rotary_dim
+
+
+@pytest.mark.parametrize(("original", "theta"), [(6, 1e4), (600, 10.0)])
+def test_yarn_s_ramp_between_dimensions_at_an_end_of_the_head_is_that_of_transformers(original: int, theta: float) -> None:
+    """Both ends of the ramp at dimension 0, where its width is not 0; and its second end beyond the last dimension."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": original, "rope_theta": theta}
+    made = rotary({**LLAMA, "rope_parameters": rope})
+    assert made is not None
+    found = rope_frequencies(read_rope(ConfigReader({"rope_parameters": rope}, "config.json"), 4096), 16)
+    torch.testing.assert_close(found, made[1].inv_freq, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.01, 0.05])

@@ -53,6 +53,16 @@ SPECS: dict[str, ModelSpec] = {
 """Models that 2 and 4 ranks can compute."""
 
 
+def test_a_bias_of_outputs_that_are_added_up_is_added_by_the_first_rank_alone() -> None:
+    """In attention, in an MLP and in experts."""
+    for name, ends in (("biases", ("o_proj.bias", "mlp.down_proj.bias")), ("gpt_oss", ("o_proj.bias", "experts.down_proj_bias"))):
+        first, second = (slices_of(SPECS[name].sharded(Shard(rank, 2))) for rank in range(2))
+        assert first is not None
+        assert second is not None
+        assert sorted(first.keys() - second.keys()) == sorted(key for key in first if key.endswith(ends))
+        assert len(first.keys() - second.keys()) == 2 * SPECS[name].num_layers
+
+
 def size_of(shape: tuple[int, ...], own: Pieces) -> tuple[int, ...]:
     return tuple(taken(torch.empty(shape, device="meta"), own).shape) if own else shape
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,11 +24,12 @@ from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
 from batchspec.train.data import read_rows
 from batchspec.train.evaluate import acceptance
-from batchspec.train.folder import HeadFolder
+from batchspec.train.folder import UNKNOWN, HeadFolder
 from batchspec.train.head import published_network
 from batchspec.train.objective import draft_loss
 from batchspec.train.teacher import Teacher
 from tests.models import make_checkpoint
+from tests.test_weight_sums import edit_unseen
 
 CPU = torch.device("cpu")
 NUM_PROMPTS, CAP = 16, 20
@@ -375,6 +377,87 @@ def test_a_folder_of_something_else_is_left_alone(made: Path, tmp_path: Path, ca
     assert said.endswith("belongs to a training with train.steps 2, now 3; give another folder, or output.overwrite=true")
     assert train(made, tmp_path / "h", "train.steps=3", "output.overwrite=true") == 0
     assert record(tmp_path / "h")["facts"]["train.steps"] == 3
+
+
+def stopped(made: Path, model: Path, out: Path) -> None:
+    """A training that ends after a checkpoint."""
+    with pytest.MonkeyPatch.context() as patch:
+        before = HeadFolder.save_state
+
+        def killed(self: HeadFolder, state: dict[str, Any]) -> None:
+            before(self, state)
+            raise KeyboardInterrupt
+
+        patch.setattr(HeadFolder, "save_state", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(made, out, f"model.path={model}", "train.save_s=0")
+
+
+@pytest.fixture
+def own(made: Path, tmp_path: Path) -> Path:
+    """A copy of the model, to be changed."""
+    return Path(shutil.copytree(made / "model", tmp_path / "model"))
+
+
+EDITED = "model.embed_tokens.weight"
+
+
+def test_a_training_goes_on_only_with_the_weights_that_it_began_with(
+    made: Path, own: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where no sample of the files shows that they are others: samples of usual size are all of so small a model."""
+    monkeypatch.setattr("batchspec.model.weight_files._SAMPLE_BYTES", 64)
+    monkeypatch.setattr("batchspec.model.weight_files._TENSOR_BYTES", 64)
+    out = tmp_path / "h"
+    stopped(made, own, out)
+    edit_unseen(own, EDITED)
+    kept = {path.name: path.read_bytes() for path in out.iterdir()}
+    capfd.readouterr()
+    assert train(made, out, f"model.path={own}") == OutputError.exit_code
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert f"holds a training with other weights: of model.path={own}, {EDITED} (1 of" in said
+    assert "give the model that the training began with, or use another output.dir" in said
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == kept
+    assert train(made, out, f"model.path={own}", "output.overwrite=true") == 0
+
+
+def test_trainings_and_heads_of_an_earlier_version_go_on(made: Path, own: Path, tmp_path: Path, capfd: Any) -> None:
+    """They have neither sums nor the facts that came with these."""
+    out, later = tmp_path / "h", ("model.config", "model.quantization", "model.tensors")
+
+    def as_before() -> None:
+        old = record(out)
+        assert set(later) < set(old["facts"])
+        old["facts"] = {key: value for key, value in old["facts"].items() if key not in later}
+        assert old.pop("weights")
+        (out / "training.json").write_text(json.dumps(old))
+
+    stopped(made, own, out)
+    as_before()
+    capfd.readouterr()
+    assert train(made, out, f"model.path={own}") == 0
+    assert f"{UNKNOWN}\n" in (said := capfd.readouterr().err)
+    assert "continuing after 1 of 40 batches" in said
+    assert EDITED in record(out)["weights"]
+    as_before()
+    assert train(made, out, f"model.path={own}") == 0
+    assert "already complete" in (said := capfd.readouterr().err)
+    assert "known by samples" not in said
+
+
+def test_a_new_training_says_nothing_about_earlier_runs(made: Path, tmp_path: Path, capfd: Any) -> None:
+    stopped(made, made / "model", tmp_path / "h")
+    assert train(made, tmp_path / "h") == 0
+    assert "known by samples" not in capfd.readouterr().err
+
+
+def test_another_config_of_the_target_is_another_training(made: Path, own: Path, tmp_path: Path, capfd: Any) -> None:
+    """It changes what the target computes, and no weight."""
+    stopped(made, own, tmp_path / "h")
+    config = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    said = refused(OutputError, made, tmp_path / "h", capfd, f"model.path={own}")
+    assert "belongs to a training with another model.config; give another folder" in said
 
 
 def test_a_damaged_checkpoint_is_named(made: Path, tmp_path: Path, capfd: Any) -> None:

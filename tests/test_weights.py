@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,25 @@ def test_tensors_come_in_the_dtype_asked_for(folder: Path) -> None:
     with open_checkpoint(folder, torch.bfloat16) as checkpoint:
         tensor = checkpoint.tensor(EMBEDDING)
     assert torch.equal(tensor, load_file(folder / "model.safetensors")[EMBEDDING].bfloat16())
+
+
+EXPERTS: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 1, "num_hidden_layers": 1}
+
+
+def test_experts_in_another_form_are_refused_by_what_is_supported(tmp_path: Path) -> None:
+    """Some quantisers and converters store the stacked experts of gpt-oss one by one, others stack those of other families."""
+    one_by_one, stacked = "model.layers.0.mlp.experts.0.down_proj.weight", "model.layers.0.block_sparse_moe.experts.down_proj"
+    for family, key, name, said in (
+        ("gpt_oss", "model.layers.0.mlp.experts.down_proj", one_by_one, "one by one, but .* supported only in one tensor, as"),
+        ("mixtral", "model.layers.0.block_sparse_moe.experts.0.w2.weight", stacked, "in one tensor, but .* only one by one, as"),
+    ):
+        folder = make_checkpoint(tmp_path / family, family, vocab=64, **EXPERTS)
+        tensors = load_file(folder / "model.safetensors")
+        tensors[name] = tensors.pop(key)
+        save_file(tensors, folder / "model.safetensors")
+        assert re.search(f"1 missing tensors: .*the file holds the experts of a layer {said}", refusal(folder))
+        change(folder, **{name: None})
+        assert "experts of a layer" not in refusal(folder)
 
 
 def test_shards_are_found_through_the_index(folder: Path) -> None:

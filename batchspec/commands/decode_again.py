@@ -19,6 +19,7 @@ from batchspec.config.schema import CacheConfig
 from batchspec.config.typed import from_dict
 from batchspec.engine.engine import Engine
 from batchspec.engine.prefill import flat_batch
+from batchspec.engine.sampling import cutoffs
 from batchspec.engine.step import Segment
 from batchspec.errors import CheckpointError, OutputError
 from batchspec.identity import job_fingerprint
@@ -50,14 +51,14 @@ class Difference:
     plain: int | None
     """Token id of plain decoding; None if that ended before."""
     gap: float | None
-    """Score of the plain token minus that of the written one, in logits; None if one of them is missing. Infinite if the row's
-    schema does not allow one of them."""
+    """How much the logit of the written token would have to rise for plain decoding to choose it, at least 0; None if one of the
+    two is missing. Infinite if the row's schema does not allow it. See `_rises`."""
 
 
 def summary(differences: Sequence[Difference], num_rows: int) -> str:
     """For people: how many of `num_rows` rows differ, at which token, and quantiles of the gaps there."""
     at = sorted(difference.token_index for difference in differences)
-    gaps = sorted(abs(difference.gap) for difference in differences if difference.gap is not None)
+    gaps = sorted(difference.gap for difference in differences if difference.gap is not None)
     first = f"; first difference at token {at[len(at) // 2]} (median)" if at else ""
     half, most = len(gaps) // 2, len(gaps) * 9 // 10
     gap = f", score gap there {gaps[half]:.3g} (median), {gaps[most]:.3g} (90 %), {gaps[-1]:.3g} (largest)" if gaps else ""
@@ -169,18 +170,21 @@ def first_difference(engine: Engine, request: Request, written: list[int], plain
     new = plain[token_index] if token_index < len(plain) else None
     gap = None
     if old is not None and new is not None:
-        scores = _scores(engine, request, plain[:token_index])
-        gap = float(scores[new] - scores[old])
+        # The plain token's own rise is 0 up to rounding. If it is not, something is wrong, which the gap must show too.
+        gap = float(_rises(engine, request, plain[:token_index])[[old, new]].max())
     return Difference(
         request_id=request.request_id, sample_index=request.sample_index, token_index=token_index, written=old, plain=new, gap=gap
     )  # fmt: skip
 
 
 @torch.inference_mode()
-def _scores(engine: Engine, request: Request, output: list[int]) -> Tensor:
-    """The score [V] that the draw after `output` maximises: penalised logit + temperature * noise, before top-k, top-p, min-p.
+def _rises(engine: Engine, request: Request, output: list[int]) -> Tensor:
+    """How much each token's penalised logit [V] would have to rise, the others staying, for the draw after `output` to choose it.
 
-    -inf for tokens that the row's schema does not allow there.
+    Up to the largest score, logit + temperature * noise, of the tokens that top-k, top-p and min-p keep; for a token that they
+    leave out also up to the smallest logit that they keep (with top-p and min-p about that much: they depend on the token's own
+    probability too). So it is 0 for the token that is chosen, and negative for none. It is infinite for tokens that the row's
+    schema does not allow there. The logits are computed in one pass over the row: those of plain decoding differ by rounding.
     """
     rows, count = engine.executor.rows, len(request.prompt_ids) + len(output)
     pages = RowPages(engine.pools.groups.num_groups)
@@ -193,17 +197,22 @@ def _scores(engine: Engine, request: Request, output: list[int]) -> Tensor:
     logits = engine.executor.round.target.logits(hidden[-1:])
     position = torch.tensor([count], device=logits.device)
     places = LogitRows(torch.zeros(1, dtype=torch.int32, device=logits.device), position)
-    adjust_logits(logits, places, rows, SamplingMode.of(request.sampling, request.min_new_tokens))
+    mode = SamplingMode.of(request.sampling, request.min_new_tokens)
+    adjust_logits(logits, places, rows, mode)
     if (mask := _mask_after(engine, request, output)) is not None:
         words, only_ends = mask
         allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[: logits.shape[1]].astype(bool)
         if len(output) < request.min_new_tokens and not only_ends:
             allowed[list(request.stop_ids)] = False
         logits[0, torch.from_numpy(~allowed).to(logits.device)] = -torch.inf
-    if request.sampling.temperature == 0:
-        return logits[0]
-    noise = gumbel_reference(rows.keys[:1], position, logits.shape[1])[0]
-    return logits[0] + request.sampling.temperature * noise
+    scores, low = logits[0], logits.new_full((), -torch.inf)
+    if mode.random:
+        scores = scores + request.sampling.temperature * gumbel_reference(rows.keys[:1], position, logits.shape[1])[0]
+    if mode.filters:
+        low = cutoffs(logits, places.row_ids, rows)[0]
+    kept = logits[0] >= low
+    to_best = scores[kept].max() - scores
+    return torch.where(kept, to_best, torch.maximum(to_best, low - logits[0]))
 
 
 def _mask_after(engine: Engine, request: Request, output: Sequence[int]) -> tuple[Ids, bool] | None:

@@ -21,10 +21,10 @@ from batchspec.dataset.reader import Source, open_source
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.weights import head_bytes, open_head
 from batchspec.errors import ConfigError
+from batchspec.identity import weight_parts
 from batchspec.model.hub import find_model, resolve_model
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype
-from batchspec.model.weight_files import weight_files
 from batchspec.model.weights import judge_model
 from batchspec.prepare import choose_device
 from batchspec.supervise.signals import ending
@@ -76,7 +76,9 @@ def train(run: TrainRun) -> Path:
         say(f"{out.path}: already complete; draft={kind} draft.path={out.path} drafts with it")
         return out.path
     say(f"loading {run.model.path} in {str(dtype).removeprefix('torch.')} on {device.type}")
-    target = Target.load(folder, spec, dtype=dtype, device=device, dummy=dummy)
+    target = Target.load(folder, spec, dtype=dtype, device=device, dummy=dummy, summed=not dummy)
+    if note := out.check_weights(target.weight_sums, run.model.path):
+        say(note)
     network, ids = _network(run, target, trained)
     out.begin()
     made = _course(run, target, network, ids, trained, held_out, out, say)
@@ -183,7 +185,6 @@ def _stored_dtype(spec: ModelSpec) -> torch.dtype:
 def _facts(run: TrainRun, spec: ModelSpec, folder: Path, sources: list[Source]) -> dict[str, Any]:
     """What the head depends on. Where it is trained, and how often it is saved, may change between two runs of one training."""
     keys = {f"train.{key}": value for key, value in asdict(run.train).items() if key != "save_s"}
-    weights = "dummy" if run.model.load_format == "dummy" else weight_files(folder).fingerprint
     files = [file for source in sources for file in source.files]
     content = json.dumps([file.identity for file in files])
     draft = {f"draft.{key}": getattr(run.draft, key) for key in ("path", "aux_layers", "num_speculative_tokens", "parallel")}
@@ -191,7 +192,8 @@ def _facts(run: TrainRun, spec: ModelSpec, folder: Path, sources: list[Source]) 
         "model.dtype": run.model.dtype,
         **({"model.activations": "fp8"} if spec.formats.quantises else {}),
         "model": f"{spec.family} of {spec.num_layers} layers, {spec.hidden_size} wide",
-        "model.weights": weights,
+        "model.config": sha256((folder / "config.json").read_bytes()).hexdigest(),
+        **weight_parts(folder, dummy=run.model.load_format == "dummy"),
     }
     data = {
         "input.files": len(files),

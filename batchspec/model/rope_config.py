@@ -58,10 +58,9 @@ def read_rope(config: ConfigReader, max_len: int | None, *, head_dim: int | None
     max_len   the original context if the config gives none; None: the config must give it
     head_dim  given for a family that may rotate a part of each head (partial_rotary_factor); None: that is refused
 
-    rope_theta is read from the `rope_part`, or else from the config.
     """
     rope = rope_part(config)
-    spec = read_part(config, rope, max_len, config.number("rope_theta", USUAL_THETA), partial=head_dim is not None)
+    spec = read_part(config, rope, max_len, read_theta(config, rope), partial=head_dim is not None)
     return spec if head_dim is None else replace(spec, rotary_dim=read_rotary_dim(config, rope, head_dim))
 
 
@@ -72,14 +71,21 @@ def rope_part(config: ConfigReader) -> ConfigReader:
 
 
 def rope_kind(rope: ConfigReader) -> str:
-    return rope.text("rope_type", rope.text("type", "default"))
+    """The value of rope_type, or else of type; `null`, which is not supported, if it is null."""
+    return rope.filled({"type": "default"}).text("rope_type" if "rope_type" in rope else "type", "null")
+
+
+def read_theta(config: ConfigReader, rope: ConfigReader, *, key: str = "rope_theta", usual: float = USUAL_THETA) -> float:
+    """rope_theta of the rotary embedding's part of the config, or else `key` of the config; `usual` if both are missing. A null
+    is refused: it hides the values that would count without it."""
+    return rope.number("rope_theta") if "rope_theta" in rope else config.filled({key: usual}).number(key)
 
 
 def read_rotary_dim(config: ConfigReader, rope: ConfigReader, head_dim: int) -> int | None:
     """int(head_dim * partial_rotary_factor), the factor from the rotary embedding's part of the config, or else from the
-    config."""
-    part = rope if rope.given("partial_rotary_factor") else config
-    rotary_dim = int(head_dim * part.number("partial_rotary_factor", 1.0))
+    config. A null is 1 in the config, and refused in the part."""
+    part, usual = (rope, None) if "partial_rotary_factor" in rope else (config, 1.0)
+    rotary_dim = int(head_dim * part.number("partial_rotary_factor", usual))
     if rotary_dim < 2 or rotary_dim % 2:
         raise config.refusal(
             f"{part.shown('partial_rotary_factor')} rotates {rotary_dim} of the {head_dim} numbers of a head; rotary embedding "
@@ -88,12 +94,9 @@ def read_rotary_dim(config: ConfigReader, rope: ConfigReader, head_dim: int) -> 
     return None if rotary_dim == head_dim else rotary_dim
 
 
-def read_part(
-    config: ConfigReader, rope: ConfigReader, max_len: int | None, usual_theta: float, *, partial: bool = False
-) -> RopeSpec:
+def read_part(config: ConfigReader, rope: ConfigReader, max_len: int | None, theta: float, *, partial: bool = False) -> RopeSpec:
     """Read one object that describes a rotary embedding. partial: the caller reads its partial_rotary_factor."""
     kind = rope_kind(rope)
-    theta = rope.number("rope_theta", usual_theta)
     wrong = [f"{key} per layer type" for key in rope.objects()]
     if kind not in ("default", "linear", "llama3", "yarn"):
         wrong.append(f"rope_type {kind[:60]!r} (supported: default, linear, llama3, yarn)")
@@ -106,7 +109,7 @@ def read_part(
     if kind == "linear":
         return RopeSpec(type=kind, theta=theta, factor=rope.number("factor"))
     key = "original_max_position_embeddings"
-    original = config.integer(key) if config.given(key) else rope.integer(key, max_len)
+    original = config.integer(key) if key in config else rope.filled({key: max_len}).integer(key)
     if kind == "yarn":
         return _yarn(rope, theta, original, max_len)
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")

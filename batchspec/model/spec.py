@@ -261,20 +261,21 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
     """The shape of a model from the content of its two files; `where` is for messages. Raises CheckpointError as `load_spec`."""
     config = ConfigReader(values, where)
     family = family_of(config)
-    config = config.filled(family.defaults).ranged(family.integers)
+    config = config.filled({"rms_norm_eps": 1e-6, **family.defaults}).ranged(family.integers)
     formats = read_formats(config)
     family.check(config)
     ends = ConfigReader(generation or {}, generation_where).integer_or_integers("eos_token_id")
     if family.config_ends or not ends:
         ends += config.integer_or_integers("eos_token_id")
     layers = family.layers(config)
+    formats = formats.with_experts(spec for layer in layers for block in layer.blocks for spec in block.grouped)
     rope = family.rope(config)
     return ModelSpec(
         family=family.name,
         hidden_size=config.integer("hidden_size"),
         vocab_size=config.integer("vocab_size"),
         layers=layers,
-        rms_eps=config.number("rms_norm_eps", 1e-6),
+        rms_eps=config.number("rms_norm_eps"),
         rope=rope,
         local_rope=family.local_rope(config),
         norms=family.norms,

@@ -1,8 +1,8 @@
 """The process that renders chat templates, which are untrusted code: in Jinja's sandbox, with limits on CPU time and memory.
 
-It is run as a script and imports only jinja2. It reads and answers JSON lines: first {"sources": {name: Jinja}, "date", "cpu_s",
-"memory_bytes"}, answered by {"errors": {name: message}}, then for each chat {"name", "variables", "limit"}, answered by {"text"},
-{"error"}, or {"too_long": bytes}.
+It imports jinja2 and little else, so that it starts soon. It reads and answers JSON lines: first {"sources": {name: Jinja},
+"date", "cpu_s", "memory_bytes"}, answered by {"errors": {name: message}}, then for each chat {"name", "variables", "limit"},
+answered by {"text"}, {"error"}, or {"too_long": bytes}.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import resource
 import sys
-import time
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn
@@ -19,6 +18,8 @@ from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from batchspec.child_process import limit_cpu
 
 MAX_CHARS = 1 << 24
 """Maximum length of a rendered chat."""
@@ -90,7 +91,7 @@ def environment(date: str) -> ImmutableSandboxedEnvironment:
 def _compiled(sources: dict[str, str], date: str, cpu_s: int) -> tuple[dict[str, Template], dict[str, str]]:
     templates, errors = {}, {}
     for name, source in sources.items():
-        _extend_cpu_limit(cpu_s)
+        limit_cpu(cpu_s)
         try:
             templates[name] = environment(date).from_string(source)
         except Exception as error:  # compiling already evaluates constant expressions, with arbitrary filters
@@ -99,7 +100,7 @@ def _compiled(sources: dict[str, str], date: str, cpu_s: int) -> tuple[dict[str,
 
 
 def _rendered(template: Template, request: dict[str, Any], cpu_s: int) -> dict[str, Any]:
-    _extend_cpu_limit(cpu_s)
+    limit_cpu(cpu_s)
     try:
         text = template.render(request["variables"])
     except Exception as error:
@@ -112,11 +113,6 @@ def _rendered(template: Template, request: dict[str, Any], cpu_s: int) -> dict[s
     if len(text) > MAX_CHARS:
         return {"error": f"it renders {len(text):,} characters, more than the maximum of {MAX_CHARS:,}"}
     return {"text": text}
-
-
-def _extend_cpu_limit(cpu_s: int) -> None:
-    """Allow `cpu_s` more seconds of CPU time; after that the kernel kills the process."""
-    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + cpu_s, resource.RLIM_INFINITY))
 
 
 def _message(error: Exception) -> str:

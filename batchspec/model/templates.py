@@ -6,15 +6,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
+from batchspec.child_process import start_module
 from batchspec.config.schema import TEMPLATE_DATE
 from batchspec.errors import CheckpointError
 from batchspec.model import template_process
@@ -24,10 +23,6 @@ from batchspec.model.text_bytes import LongText
 CPU_S = 3
 """CPU limit of one chat, in whole seconds; a chat of 100,000 tokens takes hundredths of a second."""
 MEMORY_BYTES = 1 << 30
-BLOCKED_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
-"""Signals that a batch system or a terminal sends to all processes of a job. The renderer blocks them; it ends with the run."""
-PASSED_ENVIRONMENT = ("PATH", "TZ", "PYTHON", "LD_LIBRARY_PATH", "LANG", "LC_")
-"""Prefixes of the environment variables that the process gets: credentials are not passed on."""
 
 
 class Templates:
@@ -94,15 +89,7 @@ class Templates:
         return self._process is not None and self._owner == os.getpid()
 
     def _start(self) -> None:
-        environ = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ENVIRONMENT)}
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)  # a child process inherits the mask
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(Path(template_process.__file__))],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ,
-            )  # fmt: skip
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self._process = start_module(template_process.__name__)
         self._owner = os.getpid()
         weakref.finalize(self, self._process.kill)
         request = {"sources": self._sources, "date": self._date, "cpu_s": CPU_S, "memory_bytes": MEMORY_BYTES}

@@ -63,7 +63,7 @@ class WeightSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SumsOfJob:
-    """The sums that all runs of a job must have."""
+    """The sums that all runs of a job, or of a training, must have."""
 
     where: str
     """The output folder."""
@@ -71,15 +71,17 @@ class SumsOfJob:
     """model.path of this run, for messages."""
     kept: WeightSums | None = None
     """Those that an earlier run has kept there; None: not known."""
+    kind: str = "job"
+    """`training` for one of `batchspec train`."""
 
     def check(self, own: WeightSums | None) -> None:
         """Raises OutputError, in one line, where the weights that this run has loaded are not those of the job."""
         assert own is not None
         if self.kept is not None and (found := self.kept.differing(own)):
             raise OutputError(
-                f"output.dir {self.where} holds a job with other weights: of model.path={self.model}, {listed(found)} "
+                f"output.dir {self.where} holds a {self.kind} with other weights: of model.path={self.model}, {listed(found)} "
                 f"({len(found)} of {len(own.tensors)} tensors) {'differs' if len(found) == 1 else 'differ'} from what "
-                f"{self.kept.run} loaded; give the model that the job began with, or use another output.dir"
+                f"{self.kept.run} loaded; give the model that the {self.kind} began with, or use another output.dir"
             )
 
 

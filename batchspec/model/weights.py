@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,6 +26,7 @@ from batchspec.model.weight_sums import Summing, WeightSums
 
 Shapes = dict[str, tuple[int, ...]]
 _DUMMY_EXPONENTS = (118, 125)
+_EXPERTS = re.compile(r"\.experts\.(\d+\.)?")
 
 
 def expected_shapes(spec: ModelSpec) -> Shapes:
@@ -69,7 +71,7 @@ def misfits(expected: Iterable[TensorSpec], stored: Mapping[str, StoredTensor], 
         for title, names in (("missing", missing), ("unexpected", unexpected))
         if names
     ]
-    problems += _wrapper(missing, unexpected)
+    problems += _wrapper(missing, unexpected) + _other_experts(missing, unexpected)
     if any(name.startswith("block.0.") for name in unexpected):
         problems.append("names as in gpt-oss's folder original/: use the files of the folder above it")
     shapes = [
@@ -103,6 +105,21 @@ def _wrapper(missing: Sequence[str], unexpected: Collection[str]) -> list[str]:
                     f"{listed([other])} is there instead of {name}: saved from inside a wrapper (torch.compile, a multimodal "
                     "model, PEFT); save the language model itself"
                 ]
+    return []
+
+
+def _other_experts(missing: Iterable[str], unexpected: Iterable[str]) -> list[str]:
+    """A problem if a file has the experts of a layer in one tensor, but they are read one by one, or the reverse; else none."""
+    asked, found = (
+        {bool(match[1]) for name in names if (match := _EXPERTS.search(name))} for names in (missing, unexpected)
+    )  # fmt: skip
+    ways = ("in one tensor", "one by one")
+    if len(asked) == len(found) == 1 and asked != found:
+        (own,), (other,) = asked, found
+        return [
+            f"the file holds the experts of a layer {ways[other]}, but in this family they are supported only {ways[own]}, as "
+            "transformers saves them: use a checkpoint of that form"
+        ]
     return []
 
 

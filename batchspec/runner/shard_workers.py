@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import signal
 import subprocess
 import sys
 import weakref
@@ -20,6 +19,7 @@ from typing import Any, cast
 
 import pyarrow as pa
 
+from batchspec.child_process import signals_blocked
 from batchspec.dataset.reader import InputShard
 from batchspec.errors import WorkerLost
 from batchspec.packing.work_plan import AdmittedShard, AdmittedShards
@@ -30,8 +30,6 @@ from batchspec.runner.shard_worker import COMMAND, from_bytes, receive, send, to
 
 AHEAD = 2
 """Number of shards read ahead for each worker: one that it works on and one that waits."""
-BLOCKED_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
-"""Signals that a batch system or a terminal sends to all processes of a job. The workers end with the run."""
 
 _Begun = tuple[InputShard, "Future[bytes]"]
 """A shard, and the worker's answer."""
@@ -157,14 +155,11 @@ class _Process:
     """One worker process."""
 
     def __init__(self, first_message: bytes) -> None:
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)  # a child process inherits the mask
-        try:
+        with signals_blocked():
             self._process = subprocess.Popen(
                 [sys.executable, "-c", COMMAND, repr(sys.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
             )  # fmt: skip
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._greeting: bytes | None = first_message
         self.pid = self._process.pid
         weakref.finalize(self, self._process.kill)

@@ -11,7 +11,6 @@ import pickle
 import queue
 import signal
 import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -19,9 +18,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple
 
-BLOCKED_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
-"""Signals that a batch system or a terminal sends to all processes of a job. The processes block them; they end with the run."""
-PASSED_ENVIRONMENT = ("PATH", "TZ", "PYTHON", "LD_LIBRARY_PATH", "LANG", "LC_")
+from batchspec.child_process import start_module
+
 MOST_PROCESSES = 8
 MAX_KILLS = 3
 """Number of processes that may be killed from outside, one after another, until their request is given up."""
@@ -174,20 +172,10 @@ class LimitedProcess:
             self._code()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        environ = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ENVIRONMENT)}
-        environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # each thread reserves memory
-        environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         with self._lock:
             if self._closed:
                 raise RuntimeError("the process that compiles schemas was closed")
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)  # a child process inherits the mask
-            try:
-                process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", self.module],
-                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ,
-                )  # fmt: skip
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            process = start_module(self.module, OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")  # each thread reserves memory
             self._process = process
         assert process.stdin is not None
         with suppress(BrokenPipeError):  # found again, with its code, when it is asked

@@ -15,6 +15,7 @@ import sys
 import time
 from typing import Any
 
+from batchspec.child_process import limit_cpu
 from batchspec.structured.compile_pool import LAZY, OUT_OF_MEMORY
 from batchspec.structured.dfa import dfa_of
 from batchspec.structured.json_schema.leaves import BadSchema
@@ -77,11 +78,6 @@ def answer(kind: str, source: str, cpu_s: int, **job: Any) -> dict[str, Any]:
     except Exception as error:  # a defect here must not end the job: the row becomes an error row
         return {"code": "bad_schema", "error": unexpected(error)}
     return {name: getattr(made, name) for name in FIELDS} | {"seconds": time.process_time() - began}
-
-
-def limit_cpu(cpu_s: int) -> None:
-    """From now on the process has so many seconds of CPU time."""
-    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + cpu_s, resource.RLIM_INFINITY))
 
 
 def why(error: Exception) -> str:

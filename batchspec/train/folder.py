@@ -1,6 +1,7 @@
 """The output folder of a training.
 
-training.json   the facts that identify the training; `complete` and its curves once it is complete
+training.json   the facts that identify the training; `weights`, the sums of the target's tensors; `complete` and its curves once
+                it is complete
 checkpoint.pt   weights, optimiser state, curves and the number of trained batches; deleted once the head is complete
 """
 
@@ -15,9 +16,17 @@ import torch
 
 from batchspec.config.renamed import upgraded_keys
 from batchspec.errors import OutputError, StorageError
+from batchspec.model.weight_sums import SumsOfJob, WeightSums
 from batchspec.train.save import CONFIG, WEIGHTS, write_text
 
 RECORD, STATE = "training.json", "checkpoint.pt"
+LATER_FACTS = ("model.config", "model.quantization", "model.tensors")
+"""Trainings begun before these facts existed lack them, and are compared without them."""
+FIRST_RUN = "its first run"
+UNKNOWN = (
+    "the target's weights of earlier runs are known by samples only: none of them kept sums (batchspec did not before this "
+    "version); this run keeps those of its own"
+)
 _OWN = (RECORD, STATE, f".{STATE}", f".{RECORD}", CONFIG, f".{CONFIG}", WEIGHTS, f".{WEIGHTS}")
 
 
@@ -31,6 +40,7 @@ class HeadFolder:
         """Raises OutputError for a folder with foreign files, and for one of another training unless `overwrite`."""
         self.path, self.facts = path, facts
         self.complete, self._overwrite = False, overwrite
+        self._weights: dict[str, str] | None = None
         if path.exists() and not path.is_dir():
             raise OutputError(f"output.dir={path} is a file; give a folder")
         record = self._record()
@@ -39,15 +49,30 @@ class HeadFolder:
                 raise OutputError(f"output.dir={path} holds files that do not belong to a training; give an empty folder")
         elif not overwrite:
             self._check_same(upgraded_keys(record.get("facts", {})))
-            self.complete = bool(record.get("complete"))
+            self.complete, self._weights = bool(record.get("complete")), record.get("weights")
+
+    def check_weights(self, own: WeightSums | None, model: str) -> str | None:
+        """Compare the target that was loaded with that of the training's earlier runs; the first run's sums are kept.
+
+        own    None for dummy weights, which are the same in all runs
+        model  model.path, for messages
+        Returns a note if there were earlier runs that kept none. Raises OutputError, in one line, for other weights.
+        """
+        if own is None:
+            return None
+        kept = None if self._weights is None else WeightSums(tensors=self._weights, run=FIRST_RUN)
+        SumsOfJob(where=str(self.path), model=model, kept=kept, kind="training").check(own)
+        note = UNKNOWN if kept is None and not self._overwrite and (self.path / STATE).is_file() else None
+        self._weights = dict(own.tensors)
+        return note
 
     def begin(self) -> None:
-        """Begin or resume the training: take over the folder."""
+        """Begin or resume the training: take over the folder. Call `check_weights` before."""
         if self._overwrite:
             for name in _OWN:
                 (self.path / name).unlink(missing_ok=True)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._write({"facts": self.facts, "complete": False})
+        self._write({"complete": False})
 
     def save_state(self, state: dict[str, Any]) -> None:
         """Replace the checkpoint atomically. Raises StorageError if writing fails."""
@@ -72,7 +97,7 @@ class HeadFolder:
 
     def finish(self, curves: dict[str, Any]) -> None:
         """Mark the training as complete, with its curves, and delete the checkpoint. The head's files are already written."""
-        self._write({"facts": self.facts, "complete": True, **curves})
+        self._write({"complete": True, **curves})
         (self.path / STATE).unlink(missing_ok=True)
 
     def _record(self) -> dict[str, Any] | None:
@@ -84,12 +109,13 @@ class HeadFolder:
 
     def _check_same(self, facts: dict[str, Any]) -> None:
         for key in sorted(self.facts.keys() | facts.keys()):
-            if self.facts.get(key) != facts.get(key):
+            if self.facts.get(key) != facts.get(key) and (key in facts or key not in LATER_FACTS):
                 before, now = (json.dumps(x.get(key)) for x in (facts, self.facts))
                 what = f"{key} {before[:60]}, now {now[:60]}" if len(before) < 60 else f"another {key}"
                 raise OutputError(
                     f"output.dir={self.path} belongs to a training with {what}; give another folder, or output.overwrite=true"
                 )
 
-    def _write(self, record: dict[str, Any]) -> None:
-        write_text(self.path / RECORD, json.dumps(record, indent=1) + "\n")
+    def _write(self, state: dict[str, Any]) -> None:
+        weights = {} if self._weights is None else {"weights": self._weights}
+        write_text(self.path / RECORD, json.dumps({"facts": self.facts, **weights, **state}, indent=1) + "\n")

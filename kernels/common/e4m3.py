@@ -18,6 +18,12 @@ LARGEST = 448.0
 
 
 @triton.jit
+def magnitude(x):
+    """|x|, and inf for NaN, which tl.max would ignore. A scale computed from NaN is then inf, and products with it are NaN."""
+    return tl.where(x == x, tl.abs(x), float("inf"))
+
+
+@triton.jit
 def round_to_e4m3(x, INTERPRETED: tl.constexpr):
     """fp32 -> e4m3, saturating; NaN becomes some number."""
     x = tl.minimum(tl.maximum(x, -448.0), 448.0)

@@ -22,12 +22,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchspec.kernels.common.checks import check
-from batchspec.kernels.common.e4m3 import E4M3
+from batchspec.kernels.common.e4m3 import E4M3, magnitude
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.moe.blocks import add_bias_and_gate, blocks_of, check_launch, narrowest, rows_of_tokens, store_rows
 from batchspec.kernels.moe.fp8_steps import apply_row_scales, sum_blocks, sum_blocks_of_tokens
 from batchspec.kernels.moe.gate import SWIGLU, Gate
-from batchspec.kernels.moe.quantise import GROUP, Fp8Rows, magnitude, quantise_rows_reference, to_e4m3
+from batchspec.kernels.moe.quantise import GROUP, Fp8Rows, quantise_rows_reference, to_e4m3
 from batchspec.kernels.moe.tiles import ExpertTile
 from batchspec.kernels.moe.units import Routing, program_place, rows_by_expert
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import check
-from batchspec.kernels.common.e4m3 import E4M3, LARGEST, round_to_e4m3
+from batchspec.kernels.common.e4m3 import E4M3, LARGEST, magnitude, round_to_e4m3
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.moe.sort_rows import check_places, sort_rows_reference
 from batchspec.kernels.moe.units import Routing
@@ -38,12 +38,6 @@ class Fp8Rows(NamedTuple):
     scales: Tensor
     """[ceil(K / 128), R], or [1, R] with one scale per row; contiguous, fp32 (fp64 if the rows were fp64). A product reads the
     scales of neighbouring rows at once"""
-
-
-@triton.jit
-def magnitude(x):
-    """|x|, and inf for NaN. The scale of a group with NaN is then inf, and products with the group are NaN, as they must be."""
-    return tl.where(x == x, tl.abs(x), float("inf"))
 
 
 @triton.jit

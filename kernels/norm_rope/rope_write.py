@@ -31,19 +31,13 @@ from torch import Tensor
 from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import FLOATS, check
-from batchspec.kernels.common.e4m3 import E4M3, e4m3_bits, movable
+from batchspec.kernels.common.e4m3 import E4M3, e4m3_bits, magnitude, movable
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.kv_cache.kv_write import kv_write_reference
 
 HEADS = 8
 MANY_TOKENS = 1024
 """From this many tokens on, one program per token fills the GPU."""
-
-
-@triton.jit
-def _magnitude(x):
-    """|x|, with +inf for NaN, which tl.max would ignore."""
-    return tl.where(x == x, tl.abs(x), float("inf"))
 
 
 @triton.jit
@@ -116,8 +110,8 @@ def rope_write_kernel(
         tl.store(to_q + high_at, new_high, mask=(k_head < 0) & half[None, :])
         if (first + HEADS > NUM_HEADS) & (first < NUM_HEADS + NUM_KV_HEADS):
             to_k = cell + k_head * (2 * HALF)
-            largest = tl.maximum(_magnitude(new_low.to(dtype).to(ACC)), _magnitude(new_high.to(dtype).to(ACC)))
-            largest = tl.max(tl.maximum(largest, tl.maximum(_magnitude(v_low), _magnitude(v_high))), 1)[:, None]
+            largest = tl.maximum(magnitude(new_low.to(dtype).to(ACC)), magnitude(new_high.to(dtype).to(ACC)))
+            largest = tl.max(tl.maximum(largest, tl.maximum(magnitude(v_low), magnitude(v_high))), 1)[:, None]
             if scales is None:
                 tl.store(
                     to_k + at_low[None, :], tl.where(largest < float("inf"), new_low, float("nan")), mask=is_k & half[None, :]

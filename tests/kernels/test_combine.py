@@ -75,15 +75,17 @@ def test_wrong_arguments_are_refused() -> None:
 
 @pytest.mark.parametrize("form", [Fp8Form(whole=False), Fp8Form(whole=True), Fp8Form(whole=True, scale=0.02)])
 @pytest.mark.parametrize("width", [90, 300])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "gain_dtype"), [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
 def test_a_quantised_norm_has_the_bits_of_two_launches(
-    dtype: torch.dtype, width: int, form: Fp8Form, interpret: bool, device: torch.device
+    dtype: torch.dtype, gain_dtype: torch.dtype, width: int, form: Fp8Form, interpret: bool, device: torch.device
 ) -> None:
     """Also of what is left in the residual and copied for a drafter; a row of NaN stays one that is not finite."""
     tokens, top_k = 6, 3
     y = torch.randn(tokens * top_k, width, device=device).to(dtype)
     y[3 * top_k] = torch.nan
-    weights, gain = torch.rand(tokens, top_k, device=device), torch.randn(width, device=device).to(dtype)
+    weights, gain = torch.rand(tokens, top_k, device=device), torch.randn(width, device=device).to(gain_dtype)
     wide = torch.randn(tokens, 2 * width, device=device).to(dtype)
     residual, expected = wide.clone()[:, width:], wide.clone()[:, width:]
     copy, out = torch.zeros(tokens, width, dtype=dtype, device=device), torch.empty(tokens, width, dtype=dtype, device=device)

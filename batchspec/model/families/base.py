@@ -95,7 +95,7 @@ def read_attentions(
             num_heads=config.integer("num_attention_heads"),
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            eps=config.number("rms_norm_eps", 1e-6),
+            eps=config.number("rms_norm_eps"),
             window=window,
             qkv_bias=bias or qkv_bias,
             o_bias=bias,
@@ -109,7 +109,7 @@ def read_mlp(config: ConfigReader, *, bias: bool = False) -> GatedMlpSpec:
     return GatedMlpSpec(
         hidden_size=config.integer("hidden_size"),
         inner_size=config.integer("intermediate_size"),
-        eps=config.number("rms_norm_eps", 1e-6),
+        eps=config.number("rms_norm_eps"),
         bias=bias,
     )
 

@@ -14,7 +14,7 @@ from batchspec.model.blocks.base import NormForm
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.families.base import Family, dense_layers, read_attentions, read_mlp
-from batchspec.model.rope_config import RopeSpec, read_part, rope_kind
+from batchspec.model.rope_config import RopeSpec, read_part, read_theta, rope_kind
 
 _NORMS = NormForm(offset=1.0, wide=True)
 _GELU = "gelu_pytorch_tanh"
@@ -46,11 +46,13 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
 
 
 def _global_rope(config: ConfigReader) -> RopeSpec:
-    return _rope(config, config.part("rope_scaling").over(_part(config, _GLOBAL)), config.number("rope_theta", 1_000_000.0))
+    rope = config.part("rope_scaling").over(_part(config, _GLOBAL))
+    return _rope(config, rope, read_theta(config, rope, usual=1_000_000.0))
 
 
 def _local_rope(config: ConfigReader) -> RopeSpec:
-    return _rope(config, _part(config, _LOCAL), config.number("rope_local_base_freq", 10_000.0))
+    rope = _part(config, _LOCAL)
+    return _rope(config, rope, read_theta(config, rope, key="rope_local_base_freq"))
 
 
 def _part(config: ConfigReader, kind: str) -> ConfigReader:
@@ -58,10 +60,10 @@ def _part(config: ConfigReader, kind: str) -> ConfigReader:
     return config.part("rope_parameters").part(kind).filled({"rope_type": "default"})
 
 
-def _rope(config: ConfigReader, rope: ConfigReader, usual_theta: float) -> RopeSpec:
+def _rope(config: ConfigReader, rope: ConfigReader, theta: float) -> RopeSpec:
     if rope_kind(rope) not in ("default", "linear"):
         raise config.refusal(f"rotary embedding not supported: {rope.shown('rope_type')} (supported: default, linear)")
-    return read_part(config, rope, config.integer("max_position_embeddings"), usual_theta)
+    return read_part(config, rope, config.integer("max_position_embeddings"), theta)
 
 
 def _refuses(config: ConfigReader) -> list[str]:

@@ -38,7 +38,7 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
             bias=True,
             clamp=Clamp(config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0)),
         ),
-        eps=config.number("rms_norm_eps", 1e-6),
+        eps=config.number("rms_norm_eps"),
         norms=NORMS,
     )
     attentions = read_attentions(config, bias=config.flag("attention_bias", True))

@@ -15,7 +15,7 @@ from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.blocks.moe import MoeSpec, RouterSpec
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.families.base import EXPERT_COUNTS, Family, read_attentions, read_heads, read_num_experts
-from batchspec.model.rope_config import RopeSpec, read_rope
+from batchspec.model.rope_config import RopeSpec, read_rope, rope_part
 
 _BUILT: dict[str, tuple[Any, ...]] = {
     "scoring_func": ("sigmoid",), "use_routing_bias": (True,), "use_qk_norm": (True,), "qk_norm_type": ("per_layer",),
@@ -38,16 +38,25 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
             expert_size=config.integer("intermediate_size"),
             parts=("w1", "w3", "w2"),
         ),
-        eps=config.number("rms_norm_eps", 1e-6),
+        eps=config.number("rms_norm_eps"),
     )
     return tuple(LayerSpec(replace(attention, qk_norm_rows=True), experts) for attention in read_attentions(config))
 
 
 def _rope(config: ConfigReader) -> RopeSpec:
-    """The rotary embedding. Published files have rotary_dim where others have partial_rotary_factor."""
-    head_dim = read_heads(config)[1]
-    if config.given("rotary_dim") and not config.given("partial_rotary_factor"):
-        config = config.replaced(partial_rotary_factor=config.integer("rotary_dim") / head_dim)
+    """The rotary embedding. Published files have rotary_dim where others have partial_rotary_factor, which counts first.
+
+    transformers takes a partial_rotary_factor that is null for one that is given, and rotates whole heads; other engines rotate
+    rotary_dim. So a file with both is refused, unless the rotary embedding's own part decides.
+    """
+    head_dim, key = read_heads(config)[1], "partial_rotary_factor"
+    if config.given("rotary_dim"):
+        if key in config and not config.given(key) and key not in rope_part(config):
+            raise config.refusal(
+                f"{config.shown('rotary_dim')} and {config.shown(key)} contradict each other: transformers rotates whole heads, "
+                "and vLLM rotary_dim numbers of each; remove the key that is wrong for the weights"
+            )
+        config = config.filled({key: config.integer("rotary_dim") / head_dim})
     return read_rope(config, config.integer("max_position_embeddings"), head_dim=head_dim)
 
 

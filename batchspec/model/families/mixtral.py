@@ -23,7 +23,7 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
             expert_size=config.integer("intermediate_size"),
             parts=("w1", "w3", "w2"),
         ),
-        eps=config.number("rms_norm_eps", 1e-6),
+        eps=config.number("rms_norm_eps"),
     )
     return tuple(LayerSpec(attention, experts) for attention in read_attentions(config))
 

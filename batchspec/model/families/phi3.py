@@ -22,7 +22,7 @@ from batchspec.model.families.base import (
     read_mlp,
     refuses_layer_types,
 )
-from batchspec.model.rope_config import USUAL_THETA, RopeSpec, read_rotary_dim, rope_kind, rope_part
+from batchspec.model.rope_config import RopeSpec, read_rotary_dim, read_theta, rope_kind, rope_part
 
 
 def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
@@ -50,7 +50,7 @@ def _longrope(config: ConfigReader, rope: ConfigReader) -> RopeSpec:
     usual = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return RopeSpec(
         type="longrope",
-        theta=rope.number("rope_theta", config.number("rope_theta", USUAL_THETA)),
+        theta=read_theta(config, rope),
         factor=factor,
         original_max_len=original,
         attention_factor=rope.number("attention_factor", usual),

@@ -24,7 +24,7 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
             hidden_size=config.integer("hidden_size"),
             expert_size=config.integer("moe_intermediate_size"),
         ),
-        eps=config.number("rms_norm_eps", 1e-6),
+        eps=config.number("rms_norm_eps"),
     )
     step, dense = config.integer("decoder_sparse_step"), config.integers("mlp_only_layers") or ()
     sparse = [i not in dense and (i + 1) % step == 0 for i in range(len(attentions))]

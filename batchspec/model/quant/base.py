@@ -69,6 +69,9 @@ class WeightFormat(Protocol):
     def shard(self, part: Projection, share: Share) -> Slices:
         """What the rank with this share holds. Raises ConfigError if that divides a block."""
 
+    def holds(self, spec: GroupedSpec) -> bool:
+        """Whether files have a grouped product in this format; otherwise it is plain there."""
+
     def grouped_tensors(self, spec: GroupedSpec) -> tuple[TensorSpec, ...]:
         """What a file holds for a grouped product: names, shapes and dtypes."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import lcm
 
 import torch
 
 from batchspec.errors import ConfigError
-from batchspec.model.blocks.base import BlockSpec, projections
+from batchspec.model.blocks.base import BlockSpec, GroupedSpec, projections
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.quant.base import WeightFormat
 from batchspec.model.quant.fp8 import Fp8
@@ -36,6 +37,11 @@ class Formats:
         plain = any(f".{module}." in path for module in self.plain_modules)
         plain = plain or self.quantised is PLAIN or any(re.match(pattern, name) for pattern in self.plain_patterns)
         return (ORDERED if self.ordered else PLAIN) if plain else self.quantised
+
+    def with_experts(self, experts: Iterable[GroupedSpec]) -> Formats:
+        """These formats for a model with these grouped products: those that the quantised format does not hold are plain."""
+        plain = {spec.name for spec in experts if not self.quantised.holds(spec)}
+        return replace(self, plain_modules=(*self.plain_modules, *sorted(plain)))
 
     def unit_of(self, block: BlockSpec, prefix: str) -> int:
         """Number of values between the two products of an MLP that one rank holds together, so that no block of weights is

@@ -79,6 +79,9 @@ class Fp8(SeparateExperts):
         inputs = TensorSpec(f"{part.name}.input_scale", (1,), "scale", others=((),), typical=_DUMMY_INPUT_SCALE)
         return weight, scale, *((inputs,) if self.made_for == "static" else ()), *bias_of(part)
 
+    def holds(self, spec: GroupedSpec) -> bool:
+        return not spec.stacked  # quantisers convert modules, but stacked experts are parameters
+
     def nbytes(self, rows: int, k: int, dtype: torch.dtype) -> int:
         if not self.quantises:
             return rows * k * dtype.itemsize

@@ -57,6 +57,9 @@ class Mxfp4(Plain):
     def for_kernels(self) -> Mxfp4:
         return Mxfp4(packed=True)
 
+    def holds(self, spec: GroupedSpec) -> bool:
+        return spec.stacked
+
     def grouped_tensors(self, spec: GroupedSpec) -> tuple[TensorSpec, ...]:
         name, blocks = spec.of(0).parts[0].name, (spec.num_experts, spec.rows, -(-spec.k // BLOCK))
         return (

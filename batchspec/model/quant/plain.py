@@ -34,6 +34,9 @@ class Plain(SeparateExperts):
     def matrix(self, weights: Weights, name: str) -> Tensor:
         return weights.stored(f"{name}.weight")
 
+    def holds(self, spec: GroupedSpec) -> bool:
+        return True
+
     def grouped_tensors(self, spec: GroupedSpec) -> tuple[TensorSpec, ...]:
         """Stacked experts are stored transposed, [E, k, rows], as transformers saves gpt-oss."""
         if not spec.stacked:

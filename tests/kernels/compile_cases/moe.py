@@ -27,9 +27,9 @@ for _residual, _gain in ((None, None), ("*bf16", "*bf16"), ("*bf16", PF32)):
     case(f"combine_kernel residual {_residual}, norm {_gain}", "combine", 8, y="*bf16", weights=PF32, residual=_residual,
          norm=_gain, out="*bf16", out_aux=_residual, residual_stride=I32, out_stride=I32, aux_stride=I32, EPS=1e-5, TOP_K=6,
          WIDTH=1536, BLOCK=2048, ACC="fp32")  # fmt: skip
-for _one, _scale in ((False, None), (True, "fp32")):
-    case(f"combine_fp8_kernel whole {_one}, given {_scale}", "combine_fp8", 8, y="*bf16", weights=PF32, residual="*bf16",
-         norm="*bf16", out="*fp8e4nv", out_scales=PF32, out_aux=None if _one else "*bf16", given=_scale, num_rows=I32,
+for _one, _scale, _gain in ((False, None, "*bf16"), (True, "fp32", "*bf16"), (True, None, PF32)):
+    case(f"combine_fp8_kernel whole {_one}, given {_scale}, {_gain}", "combine_fp8", 8, y="*bf16", weights=PF32, residual="*bf16",
+         norm=_gain, out="*fp8e4nv", out_scales=PF32, out_aux=None if _one else "*bf16", given=_scale, num_rows=I32,
          residual_stride=I32, aux_stride=I32, EPS=1e-5, TOP_K=6, WIDTH=4000, BLOCK=4096, WHOLE=_one, GROUP=128,
          INTERPRETED=False)  # fmt: skip
 

@@ -1,0 +1,161 @@
+"""Combinations of config.json's keys, in tiny models of every family: the logits are those of transformers, or one line refuses.
+
+transformers reads some keys only where others are missing, and tells a key that is null from one that is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchspec.errors import CheckpointError
+from batchspec.model.families.registry import FAMILIES
+from batchspec.model.spec import load_spec, read_spec
+from tests.test_family_keys import EXPERTS, SHAPE, USUAL, of_transformers, our_logits
+
+MISSING = "(missing)"
+BASE: dict[str, Any] = {
+    **SHAPE, **USUAL, "hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+OWN: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True},
+    "mixtral": EXPERTS, "minimax_m2": {**EXPERTS, "rotary_dim": 6}, "gpt_oss": {**EXPERTS, "sliding_window": 7},
+    "gemma3_text": {"sliding_window": 7, "sliding_window_pattern": 2, "query_pre_attn_scalar": 20},
+    "mistral": {"sliding_window": 9}, "phi3": {"sliding_window": 9, "partial_rotary_factor": 0.5},
+    "glm4": {"partial_rotary_factor": 0.5},
+}  # fmt: skip
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3: dict[str, Any] = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONGROPE: dict[str, Any] = {"rope_type": "longrope", "short_factor": [1.5, 2.0, 3.0], "long_factor": [4.0] * 3}
+KINDS = ("sliding_attention", "full_attention")
+ROPES: tuple[Any, ...] = (
+    None, {}, {"rope_theta": 30.0}, {"rope_theta": None}, {"type": "linear", "factor": 3.0},
+    {"rope_type": "linear", "factor": 3.0, "type": "default"}, {"rope_type": "default", "type": "linear", "factor": 3.0},
+    {"partial_rotary_factor": 0.5}, {"partial_rotary_factor": None}, {"rope_type": "default", "rope_theta": 30.0}, YARN, LLAMA3,
+    {**YARN, "partial_rotary_factor": 0.5}, {**YARN, "attention_factor": None}, {**YARN, "factor": None},
+    {**YARN, "original_max_position_embeddings": None}, {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}, {**YARN, "mscale": 0.7},
+    {**YARN, "truncate": None}, {**YARN, "beta_fast": None}, {**LLAMA3, "rope_theta": 77.0}, LONGROPE,
+    {"rope_type": "longrope", "short_factor": [1.5] * 3, "long_factor": [4.0] * 3, "attention_factor": 1.3},
+    {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}, "sliding_attention": {"rope_theta": 100.0}},
+    {"sliding_attention": {"rope_type": "linear", "factor": 4.0}},
+)  # fmt: skip
+KEYS: dict[str, tuple[Any, ...]] = {
+    "head_dim": (None, 8, 10), "num_key_value_heads": (None, 1, 4), "rms_norm_eps": (None, 1e-2), "rope_theta": (None, 50.0),
+    "rope_parameters": ROPES, "rope_scaling": ROPES, "tie_word_embeddings": (None, True, False),
+    "attention_bias": (None, True, False), "mlp_bias": (True,), "sliding_window": (None, 5, 0),
+    "layer_types": (None, [*KINDS, KINDS[0]], [KINDS[1]] * 3), "use_sliding_window": (True, False), "max_window_layers": (0, 1),
+    "partial_rotary_factor": (None, 0.5, 1.0, 0.4, 0.6, 1), "rotary_dim": (None, 6, 4, 12, 5),
+    "original_max_position_embeddings": (None, 64, 32), "hidden_act": ("silu", "swish", "gelu_pytorch_tanh"),
+}  # fmt: skip
+COUNTS: dict[str, tuple[Any, ...]] = {
+    "num_local_experts": (None, 5, 4), "num_experts": (None, 5, 4), "num_experts_per_tok": (1, 5),
+}  # fmt: skip
+OWN_KEYS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "qwen3_moe": {
+        **COUNTS, "norm_topk_prob": (True, False), "decoder_sparse_step": (1, 2), "mlp_only_layers": (None, [], [0], [0, 1, 2]),
+    },
+    "mixtral": COUNTS,
+    "minimax_m2": COUNTS,
+    "gpt_oss": {**COUNTS, "experts_per_token": (1, 2), "swiglu_alpha": (1.2,), "swiglu_limit": (0.8,)},
+    "gemma3_text": {
+        "sliding_window_pattern": (1, 3), "query_pre_attn_scalar": (7,), "rope_local_base_freq": (50.0,),
+        "hidden_activation": ("gelu_pytorch_tanh", "silu"),
+    },
+}  # fmt: skip
+
+
+def check(config: dict[str, Any], folder: Path) -> str:
+    """What happened; the logits are compared if both read the config."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    try:
+        spec = load_spec(folder)
+    except CheckpointError as error:
+        return str(error)
+    try:
+        model, theirs = of_transformers(folder)
+    except Exception:  # whatever it raises, it does not read the config
+        return "transformers fails"
+    try:
+        ours = our_logits(folder, spec, model)
+    except CheckpointError as error:
+        return str(error)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    return "equal"
+
+
+def changes_of(family: str) -> st.SearchStrategy[dict[str, Any]]:
+    """Up to four keys with other values, or none."""
+    keys = {**KEYS, **OWN_KEYS.get(family, {})}
+    names = st.lists(st.sampled_from(sorted(keys)), min_size=1, max_size=4, unique=True)
+    return names.flatmap(lambda own: st.fixed_dictionaries({key: st.sampled_from((MISSING, *keys[key])) for key in own}))
+
+
+def changed(family: str, changes: dict[str, Any]) -> dict[str, Any]:
+    config = {"model_type": family, **BASE, **OWN.get(family, {}), **changes}
+    return {key: value for key, value in config.items() if value is not MISSING}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_combination_is_read_as_transformers_reads_it_or_refused(family: str, tmp_path: Path) -> None:
+    outcomes = set()
+
+    @settings(max_examples=40)
+    @given(changes_of(family))
+    def check_combination(changes: dict[str, Any]) -> None:
+        said = check(changed(family, changes), tmp_path / "model")
+        assert said.isprintable()
+        outcomes.add(said)
+
+    check_combination()
+    assert "equal" in outcomes
+    assert len(outcomes) > 2
+
+
+def test_how_much_of_a_head_a_minimax_rotates_depends_on_three_keys(tmp_path: Path) -> None:
+    """A null partial_rotary_factor is none to a reader that asks for its value, and one to a reader that asks for its key."""
+    found = {}
+    values = {"rotary_dim": (MISSING, None, 6), "partial_rotary_factor": (MISSING, None, 0.5, 1.0), "rope": (MISSING, None, 0.5)}
+    for rotary, partial, rope in product(*values.values()):
+        ropes = MISSING if rope is MISSING else {"rope_type": "default", "rope_theta": 30.0, "partial_rotary_factor": rope}
+        changes = {"rotary_dim": rotary, "partial_rotary_factor": partial, "rope_parameters": ropes}
+        found[rotary, partial, rope] = check(changed("minimax_m2", changes), tmp_path / "model")
+    assert {key for key, said in found.items() if said == "transformers fails"} == set()
+    refused = {key: said for key, said in found.items() if said != "equal"}
+    nulls = {key for key in found if key[2] is None}
+    assert set(refused) == {(6, None, MISSING)} | nulls
+    said = "rotary_dim=6 and partial_rotary_factor=null contradict each other: transformers rotates whole heads"
+    assert said in refused[6, None, MISSING]
+    assert all("rope_parameters.partial_rotary_factor is null" in refused[key] for key in nulls)
+
+
+NULLS: tuple[dict[str, Any], ...] = (
+    {"rms_norm_eps": None}, {"rope_theta": None}, {"rope_scaling": {"rope_theta": None}},
+    {"rope_scaling": {**YARN, "original_max_position_embeddings": None}},
+    {"rope_scaling": LLAMA3, "original_max_position_embeddings": None},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", NULLS)
+def test_a_null_that_no_model_can_compute_with_is_refused(changes: dict[str, Any]) -> None:
+    """transformers fails; a default in its place may be another number than the one that the weights were trained with."""
+    with pytest.raises(CheckpointError, match=r"is null; it must be an? (number|integer) in"):
+        read_spec(changed("llama", changes), "config.json")
+
+
+def test_a_rope_whose_type_is_null_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"rope_type 'null' \(supported: default, linear"):
+        read_spec(changed("llama", {"rope_scaling": {"rope_type": None, "type": "linear", "factor": 2.0}}), "config.json")
+
+
+def test_a_null_that_another_value_replaces_is_read(tmp_path: Path) -> None:
+    assert check(changed("llama", {"rope_theta": None, "rope_parameters": {"rope_theta": 30.0}}), tmp_path / "model") == "equal"
