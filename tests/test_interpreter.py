@@ -1,0 +1,194 @@
+"""Each quick function of the interpreter gives what Triton's own gives: results, bits and errors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from hypothesis import given
+from hypothesis import strategies as st
+from triton._C.libtriton import ir
+from triton.language import core, semantic
+from triton.runtime import interpreter
+
+from batchspec.kernels.gemm.ordered import ordered_linear
+from batchspec.kernels.gemm.tiles import Tile
+from batchspec.kernels.sampling.sample import gumbel, sample
+from tests.interpreter import QUICK
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU nothing is interpreted")
+
+FLOATS = (tl.float8e4nv, tl.float8e5, tl.float16, tl.bfloat16, tl.float32)
+SCALARS = (tl.int1, tl.int8, tl.uint8, tl.int16, tl.int32, tl.uint32, tl.int64, tl.uint64, *FLOATS, tl.float64)
+SHAPES: tuple[list[int], ...] = ([1], [4], [1, 4], [2, 1], [2, 4], [1, 1, 4], [])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patched_language() -> None:
+    """As after the first launch."""
+    interpreter._patch_lang(gumbel.fn)
+
+
+def both(owner: Any, name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Triton's function, and the quick one, which has remembered nothing yet."""
+    (make,) = [make for place, known, make in QUICK if place is owner and known == name]
+    slow = inspect.unwrap(getattr(owner, name))
+    return slow, make(slow)
+
+
+def outcome(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What it returns, or its error."""
+    try:
+        return function(*arguments)
+    except (AssertionError, AttributeError, TypeError, ValueError) as error:
+        return type(error), str(error)
+
+
+WIDTHS = [(one, other) for one, other in product(FLOATS, FLOATS) if one.primitive_bitwidth != other.primitive_bitwidth]
+
+
+@pytest.mark.parametrize(("source", "target"), WIDTHS, ids=str)
+def test_numbers_are_converted_to_the_same_bits(source: Any, target: Any) -> None:
+    slow, quick = both(interpreter, "_convert_float")
+    width = source.primitive_bitwidth
+    rng = np.random.default_rng(0)
+    patterns = np.arange(2**width) if width <= 16 else rng.integers(0, 2**32, 4096)
+    values = patterns.astype(f"uint{width}")
+    parts = values, values.reshape(2, -1)[:, ::2], values[:1].reshape(()), values[:0]
+    for some, rounding in product(parts, (None, ir.ROUNDING_MODE.RTNE)):
+        found, expected = quick(some, source, target, rounding), slow(some, source, target, rounding)
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, expected)
+
+
+@given(st.lists(st.integers(0, 2**32 - 1) | st.sampled_from([0, 1, 2**31, 0x007FFFFF, 0x00800000, 0x7F800000, 0xFFC00001])))
+def test_fp32_is_cut_to_the_same_bf16(patterns: list[int]) -> None:
+    slow, quick = both(interpreter, "_convert_float")
+    values = np.array(patterns, np.uint32).view(np.float32)
+    np.testing.assert_array_equal(quick(values, tl.float32, tl.bfloat16, None), slow(values, tl.float32, tl.bfloat16, None))
+
+
+def test_types_have_the_same_numpy_types() -> None:
+    slow, quick = both(interpreter, "_get_np_dtype")
+    pointers = [core.pointer_type(dtype) for dtype in SCALARS]
+    for dtype in [*SCALARS, *pointers, *(core.block_type(dtype, [4]) for dtype in (*SCALARS, *pointers))]:
+        assert quick(dtype) == quick(dtype) == slow(dtype)
+
+
+def described(make: Callable[..., Any], shape: Any, dtype: Any) -> Any:
+    block = object.__new__(core.block_type)
+    make(block, dtype, shape)
+    return block.element_ty, block.shape.values, block.numel, block.name
+
+
+@pytest.mark.parametrize(
+    "shape", [*SHAPES, [3], [0], [-2], [2**10, 2**11], [4.0], ["4"], (4,), [np.int64(4)], [True], None], ids=repr
+)
+def test_shapes_are_checked_and_spelt_alike(shape: Any) -> None:
+    slow, quick = both(core.block_type, "__init__")
+    for dtype in (tl.float32, tl.int1, core.pointer_type(tl.float32)):
+        outcome(described, quick, [4], dtype)  # wrong shapes that equal a remembered one are wrong all the same
+        for spelling in (shape, [core.constexpr(size) for size in shape]) if isinstance(shape, list) else (shape,):
+            expected = outcome(described, slow, spelling, dtype)
+            assert [outcome(described, quick, spelling, dtype) for _ in range(2)] == [expected, expected]
+
+
+def test_a_shape_has_the_same_type_with_another_element_and_in_the_interpreter() -> None:
+    slow, quick = both(core.block_type, "with_element_ty")
+    slow_ir, quick_ir = both(core.block_type, "to_ir")
+    pointers = core.pointer_type(tl.int8), core.pointer_type(tl.int8, const=True)
+    for shape, one, other in product([[4], [2, 4]], SCALARS, (*SCALARS, *pointers)):
+        block = core.block_type(one, shape)
+        for made in (quick(block, other), quick(block, other)):
+            assert made == slow(block, other)
+            assert quick_ir(made, interpreter.interpreter_builder) == slow_ir(made, interpreter.interpreter_builder)
+
+
+def test_two_types_are_added_in_the_same_type() -> None:
+    slow, quick = both(semantic.TritonSemantic, "computation_type_impl")
+    self, flags = interpreter.interpreter_semantic, (False, True)
+    for a, a_is_scalar, b, b_is_scalar, div_or_mod in product(SCALARS, flags, SCALARS, flags, flags):
+        expected = outcome(slow, self, a, a_is_scalar, b, b_is_scalar, div_or_mod)
+        for _ in range(2):
+            assert outcome(quick, self, a, a_is_scalar, b, b_is_scalar, div_or_mod) == expected
+
+
+SIZES = st.lists(st.sampled_from([1, 2, 4]) | st.sampled_from([1, 2]).map(core.constexpr) | st.just([1]), max_size=3)
+
+
+@given(SIZES, SIZES)
+def test_shapes_are_compared_alike(sizes: list[Any], others: list[Any]) -> None:
+    slow, quick = both(core.tuple, "__eq__")
+    shape = core.tuple([1, 2, 4][: len(sizes)])
+    for other in (sizes, others, list(shape.values), core.tuple(list(shape.values)), core.constexpr([1]), 4):
+        assert repr(outcome(quick, shape, other)) == repr(outcome(slow, shape, other))
+
+
+def test_items_are_found_alike() -> None:
+    slow, quick = both(core.tuple, "__getitem__")
+    shape = core.tuple([core.constexpr(size) for size in (1, 2, 4)])
+    for index in (0, 2, -1, core.constexpr(1)):
+        assert quick(shape, index) is slow(shape, index)
+    assert quick(shape, slice(1, 3)).values == slow(shape, slice(1, 3)).values
+    for index in (3, -4):
+        with pytest.raises(IndexError):
+            quick(shape, index)
+
+
+def made(shape: list[int]) -> Any:
+    data = np.arange(max(1, int(np.prod(shape))), dtype=np.float32).reshape(shape or [1])
+    dtype = core.block_type(tl.float32, shape) if shape else tl.float32
+    return core.tensor(interpreter.TensorHandle(data, tl.float32), dtype)
+
+
+@pytest.mark.parametrize(("left", "right"), [*product((*SHAPES, [4, 2]), repeat=2)], ids=str)
+def test_tensors_are_broadcast_alike(left: list[int], right: list[int]) -> None:
+    def of(function: Callable[..., Any]) -> Any:
+        pair = function(interpreter.interpreter_semantic, made(left), made(right))
+        return [(str(one.type), [size.value for size in one.shape], one.numel.value, one.handle.data.tolist()) for one in pair]
+
+    slow, quick = both(semantic.TritonSemantic, "broadcast_impl_value")
+    assert outcome(of, quick) == outcome(of, slow)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_tensors_are_described_alike(shape: list[int]) -> None:
+    slow, quick = both(core.tensor, "__init__")
+    tensor = made(shape)
+    for _ in range(2):
+        one, other = object.__new__(core.tensor), object.__new__(core.tensor)
+        slow(one, tensor.handle, tensor.type)
+        quick(other, tensor.handle, tensor.type)
+        assert vars(one).keys() == vars(other).keys()
+        assert (one.handle, one.type, one.dtype) == (other.handle, other.type, other.dtype)
+        assert (one.numel.value, [size.value for size in one.shape]) == (other.numel.value, [size.value for size in other.shape])
+
+
+def drawn() -> torch.Tensor:
+    rows = torch.arange(3, dtype=torch.int32)
+    out = torch.full((3,), -7, dtype=torch.int32)
+    scale, low = torch.full((3,), 0.7), torch.full((3,), -1.5)
+    sample(torch.randn(3, 1030).bfloat16(), rows, rows.long(), rows.long(), scale, low, out_ids=out, interpret=True)
+    return out
+
+
+def multiplied() -> torch.Tensor:
+    x, weight = torch.randn(5, 64).bfloat16(), torch.randn(20, 64).bfloat16()
+    return ordered_linear(x, weight, torch.randn(20).bfloat16(), segments=2, tile=Tile(64, 32, 32, 2, 4, False), interpret=True)
+
+
+@pytest.mark.parametrize("kernel", [drawn, multiplied])
+def test_kernels_write_the_same_bits(kernel: Callable[[], torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = kernel()
+    for owner, name, _ in QUICK:
+        if not name.startswith("_patch"):  # the language stays as it is patched
+            monkeypatch.setattr(owner, name, inspect.unwrap(getattr(owner, name)))
+    torch.manual_seed(0)
+    slow = kernel()
+    assert slow.view(torch.int8).tolist() == quick.view(torch.int8).tolist()
