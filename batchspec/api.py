@@ -46,7 +46,7 @@ def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()
     """
     recipe = [] if job is None else [f"+job={job}", "output.dir=null"]
     config = compose([*recipe, *overrides], require=("model.path",))
-    recipe += [word for word in overrides if word.startswith("+job=")]
+    recipe += [word for word in overrides if word.startswith(("+job=", "hydra."))]
     unread = _OF_FILES | _OF_PROCESSES | (_OF_OUTPUT if config.output.dir is None else {})
     refuse_unread(config, recipe, unread, "batchspec.generate")
     check_gpu(config, choose_device(config.device))

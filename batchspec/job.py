@@ -65,7 +65,7 @@ def run_job(config: RunConfig, source: Source | None = None, *, group: Group | N
     start_up = StartUp()
     start_up.done("imports and configuration")
     check_push_key(config.output)
-    job = open_job(config, source, group=group)
+    job = open_job(config, source, group=group, is_new=is_new(config))
     output = check_output(job)
     start_up.done("checks")
     retry = new_retry(job, output)
@@ -94,6 +94,12 @@ def run_job(config: RunConfig, source: Source | None = None, *, group: Group | N
     check_errors(job, stats.error_rows, all_failed=errors == stats.completions)
     say(f"inspect it:  batchspec stats {output.path}")
     say(f"             python -c \"import polars; print(polars.read_parquet('{output.path}/data'))\"")
+
+
+def is_new(config: RunConfig) -> bool:
+    """Whether a run begins a job, and does not go on with one of an earlier run."""
+    output = None if config.output.dir is None else OutputFolder(config.output.dir)
+    return output is None or not output.is_job() or output.begins_anew(config.output.overwrite)
 
 
 def nothing_to_retry(config: RunConfig) -> str:

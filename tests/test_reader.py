@@ -358,6 +358,7 @@ def test_rows_without_ids_are_named_by_file_and_row(tmp_path: Path) -> None:
     [
         ("in", "in/out", True), ("in", "in", True), ("in/", "./in/a/../out", True), ("in/**/*.parquet", "in/out", True),
         (["other", "in"], "in/out", True), ("s3://b/in", "s3://b/in/out", True), ("in/*/data/*.parquet", "in/out", True),
+        ("in/**/*.parquet", "in/_out", False), ("in/**", "in/.out", False), ("_in/**", "_in/out", True),
         ("in", "in/_out", False), ("in/*.parquet", "in/out", False), ("in", "out", False), ("in", "inner/out", False),
         ("s3://b/in", "in/out", False), ("s3://b/in", "s3://c/in/out", False), ("in/a.parquet", "in", False),
     ],

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from batchspec.engine.launch import Launch
 from batchspec.engine.prefill_cost import PrefillCost
-from batchspec.engine.refill_times import RefillTimes
+from batchspec.engine.refill_times import FIRST, RefillTimes
 from batchspec.engine.results import PendingResult
 
 COST = PrefillCost(least=0.033, token=1e-6, replay=0.001, most_replayed=2048)
@@ -51,7 +51,7 @@ class Run:
 def started() -> tuple[RefillTimes, Run]:
     times = RefillTimes(COST, SLOTS)
     run = Run(times)
-    for _ in range(3):
+    for _ in range(FIRST + 1):
         run.round()
     return times, run
 
@@ -120,6 +120,22 @@ def test_rounds_over_fewer_rows_than_slots_are_not_counted() -> None:
     times, run = started()
     run.round(replace(ROUND, num_rows=4), seconds=0.001)
     assert times.round_s == {3: pytest.approx(0.002)}
+
+
+@pytest.mark.parametrize("pause_s", [0.02, 2.0])
+def test_a_pause_in_one_of_the_first_rounds_changes_nothing(pause_s: float) -> None:
+    """Such as the capture of the graph that the round needs. No refill is counted until five rounds were timed."""
+    times = RefillTimes(COST, SLOTS)
+    run = Run(times)
+    run.round()
+    run.round(seconds=pause_s)
+    run.refill(1000, 0.005)
+    assert times.fixed_s == COST.replay
+    for _ in range(FIRST):
+        run.round()
+    assert times.round_s == {3: pytest.approx(0.002)}
+    run.refill(1000, 0.005)
+    assert times.fixed_s > 0.002
 
 
 def test_each_draft_length_has_its_own_time_of_a_round_which_one_slow_round_hardly_changes() -> None:

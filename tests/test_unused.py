@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 import batchspec
 from batchspec import cli
 from batchspec.config.compose import compose
+from batchspec.config.unread import refuse_unread
 from batchspec.dataset.reader import table_source
 from batchspec.errors import ConfigError, InputError
 from batchspec.prepare import Job, open_job
@@ -72,6 +74,32 @@ def test_columns_about_answers_are_refused_where_prompts_are_scored(model: Path,
     opened(model, "prompt", "decode.max_new_tokens=0", x=value)
 
 
+def test_a_column_of_nulls_or_empty_lists_asks_for_nothing(model: Path) -> None:
+    """As CSV and JSON lines have them, with a type."""
+    table = pa.table({"prompt": ["a"], "stop": pa.array([[]], pa.list_(pa.string())), "regex": pa.array([None], pa.string())})
+    open_job(compose([f"model.path={model}", "decode.max_new_tokens=0"]), table_source(table))
+    table = pa.table({"prompt_ids": [[5, 6]], "system": pa.array([None], pa.string())})
+    open_job(compose([f"model.path={model}", "decode.max_new_tokens=4"]), table_source(table))
+
+
+def test_a_job_that_was_begun_with_a_key_without_effect_goes_on(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier versions took such keys; they identify the job, so that it could not go on without them."""
+    pq.write_table(pa.table({"prompt_ids": [[5, 6], [7, 8]]}), tmp_path / "in.parquet")
+    words = [
+        f"model.path={model}", f"input.path={tmp_path / 'in.parquet'}", f"output.dir={tmp_path / 'out'}", "decode=greedy",
+        "decode.max_new_tokens=4", "draft=none", "input.chat=true", "model.dtype=float64",
+    ]  # fmt: skip
+    assert cli.main(["run", *words]) == 2
+    with monkeypatch.context() as earlier:
+        earlier.setattr("batchspec.job.is_new", lambda _: False)
+        assert cli.main(["run", *words]) == 0
+    assert cli.main(["run", *words]) == 0
+    assert cli.main(["verify", str(tmp_path / "out")]) == 0
+    assert cli.main(["run", *words, "output.overwrite=true"]) == 2
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -120,6 +148,19 @@ def test_a_closing_is_written_for_budgets_of_rows(tmp_path: Path) -> None:
 def test_generate_refuses_what_it_does_not_read(model: Path, word: str, why: str) -> None:
     with pytest.raises(ConfigError, match=rf"^(input|output|resume|cluster)\.\w+=.* is not for batchspec.generate: {why}"):
         batchspec.generate(["a"], overrides=[f"model.path={model}", word])
+
+
+def test_values_that_say_what_is_done_in_any_case_are_taken() -> None:
+    assert refuse_unread(compose(["input.num_workers=0"]), [], {"input.num_workers": "why"}, "a call") == ["input.num_workers"]
+    assert warm_config({"model.path": "m", "input.num_workers": 0, "cluster.workers": 1}) == warm_config({"model.path": "m"})
+
+
+def test_a_recipe_of_the_users_may_need_the_keys_beside_it(tmp_path: Path) -> None:
+    """Alone it has a drafter without a head, and only the caller says where Hydra finds it."""
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job/mine.yaml").write_text("# @package _global_\ndefaults: [override /draft: eagle3]\ninput: {path: mine}\n")
+    config = warm_config([f"hydra.searchpath=[file://{tmp_path}]", "draft.path=head", "model.path=m"], job="mine")
+    assert (config.draft.name, config.draft.path, config.input.path) == ("eagle3", "head", None)
 
 
 @pytest.mark.parametrize("key", ["input.split", "input.num_workers", "cluster.watchdog_s"])

@@ -100,7 +100,7 @@ def job_of(out: str | Path, dtype: str | None, device: str | None, *, other_kv: 
     config = from_dict(output.manifest.config)
     if config.decode.max_new_tokens == 0:
         raise OutputError(f"{out} holds scores of prompts and no output tokens, so there is nothing to decode again")
-    as_run = open_job(config)
+    as_run = open_job(config, is_new=False)
     output.check(
         fingerprint=job_fingerprint(as_run), num_rows=as_run.source.num_rows, shard_rows=config.output.shard_rows
     )  # fmt: skip
@@ -112,7 +112,7 @@ def job_of(out: str | Path, dtype: str | None, device: str | None, *, other_kv: 
         config.decode.deterministic = False
     if other_kv:
         config.cache = other_cache(as_run)
-    job = with_kept_sums(with_saved_scales(open_job(config), output), output)
+    job = with_kept_sums(with_saved_scales(open_job(config, is_new=False), output), output)
     # Without sums of earlier runs there is nothing to compare with, so none are computed.
     return replace(job, sums=None) if job.sums is not None and job.sums.kept is None else job
 

@@ -11,6 +11,7 @@ import sys
 from batchspec.commands.plan import layouts_of
 from batchspec.config.compose import reported
 from batchspec.config.typed import from_json
+from batchspec.job import is_new
 from batchspec.packing.cost import device_rates
 from batchspec.packing.replicas import best
 from batchspec.prepare import open_job, survey_first
@@ -21,7 +22,8 @@ def main(text: str, num_gpus: int) -> int:
     """Print the number; returns the exit code."""
 
     def choose() -> None:
-        job = open_job(from_json(text), fetch=False)
+        config = from_json(text)
+        job = open_job(config, fetch=False, is_new=is_new(config))
         found = layouts_of(job, survey_first(job), device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises), num_gpus)
         show_line(best(found).ranks if found else 1)  # with too few GPUs for its workers the run says so itself
 

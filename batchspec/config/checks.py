@@ -214,10 +214,6 @@ def _unused(config: RunConfig) -> None:
     output, packing = config.output, config.packing
     if not output.push_private and output.push_to_hub is None:
         raise ConfigError("output.push_private=false without output.push_to_hub: nothing is pushed; set it or remove the key")
-    if output.reasoning_in_messages and output.messages != "full":
-        raise ConfigError(
-            f"output.reasoning_in_messages=true with output.messages={output.messages}: no answer is in messages; remove one"
-        )
     if config.resume.retry_id != 1 and config.resume.retry == "none":
         raise ConfigError(
             f"resume.retry_id={config.resume.retry_id} without a retry: nothing is computed again; choose resume=error or "
@@ -226,7 +222,7 @@ def _unused(config: RunConfig) -> None:
     if packing.pages is not None and packing.memory_gb is not None:
         raise ConfigError(
             f"packing.pages={packing.pages} and packing.memory_gb={packing.memory_gb} both say how many K/V pages there are; "
-            "remove one"
+            "set one of them to null"
         )
 
 

@@ -10,25 +10,28 @@ from batchspec.config.typed import keys
 from batchspec.config.values import value_of
 from batchspec.errors import ConfigError
 
+AS_DONE = {"input.num_workers": 0, "cluster.workers": 1}
+"""Values that say what is done in any case."""
+
 
 def refuse_unread(
     config: RunConfig, recipe: Sequence[str], unread: Mapping[str, str], call: str, taken: Collection[str] = ()
 ) -> list[str]:
     """The keys that `call` does not read. Raises ConfigError for one whose value is neither the default nor the recipe's.
 
-    recipe  the overrides that name a recipe; empty: none
+    recipe  the overrides that name a recipe, and where Hydra finds it; empty: none
     unread  keys, or groups of them, and why `call` does not read them
     taken   keys of these groups that it reads
     """
     usual = RunConfig()
-    before = compose(recipe) if recipe else usual
+    before = compose(recipe, checked=False) if recipe else usual
     found = []
     for key in keys():
         why = next((why for name, why in unread.items() if key == name or key.startswith(f"{name}.")), None)
         if why is None or key in taken:
             continue
         value = value_of(config, key)
-        if value not in (value_of(usual, key), value_of(before, key)):
+        if value not in (value_of(usual, key), value_of(before, key), AS_DONE.get(key, value_of(usual, key))):
             raise ConfigError(f"{key}={value} is not for {call}: {why}; remove the key, or use `batchspec run`")
         found.append(key)
     return found

@@ -54,8 +54,10 @@ def check_apart(entries: Sequence[Any], output_dir: str) -> None:
     for entry in map(str, entries):
         named = _parts(entry)
         below = written[len(named) :] if written[: len(named)] == named else None
-        within = below is not None and not any(part.startswith((".", "_")) for part in below)
-        if within or (glob.has_magic(entry) and matches(written, named)):
+        if glob.has_magic(entry):
+            fixed = next(i for i, part in enumerate(named) if glob.has_magic(part))
+            below = written[fixed:] if matches(written, named) else None
+        if below is not None and not any(part.startswith((".", "_")) for part in below):
             raise ConfigError(
                 f"output.dir={output_dir} lies in input.path={entry}, so that the next run would read the output as input; "
                 "choose another folder, or name the input's files"

@@ -6,6 +6,8 @@ the host's work between the rounds and the gap that this leaves on the device, w
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -19,8 +21,9 @@ FORGETTING = 0.98
 PRIOR = 0.3
 """Weight of each of the two assumed refills, of no tokens and of PRIOR_TOKENS, relative to a measured one."""
 PRIOR_TOKENS = 2048
-NEWEST = 0.1
-"""Weight of the newest round in the mean time of a round."""
+NEWEST, FIRST = 0.1, 5
+"""Weight of the newest round in the mean time of a round. Of the first five rounds of a draft length the shortest counts: one of
+them may include the capture of its graph."""
 
 
 class RefillTimes:
@@ -40,6 +43,7 @@ class RefillTimes:
         self._matrix, self._sums = np.zeros((2, 2)), np.zeros(2)
         self.fixed_s = cost.replay
         """Seconds of a refill beside those of its tokens."""
+        self._num_timed: Counter[int] = Counter()
         self.round_s: dict[int, float] = {}
         """By draft length, the mean seconds of a round over all slots that follows another one."""
         self.restart()
@@ -60,12 +64,17 @@ class RefillTimes:
             self._last, self._num_tokens = result.arrived, 0
             if last is None or launch.num_rows != self._num_slots:
                 return
-            seconds, mean = result.seconds_since(last), self.round_s.get(launch.draft_len)
+            seconds = result.seconds_since(last)
             if not num_tokens:
-                newest = seconds if mean is None else mean + NEWEST * (min(seconds, 2 * mean) - mean)
-                self.round_s[launch.draft_len] = newest
-            elif mean is not None:
-                self._add_refill(num_tokens, max(0.0, seconds - mean))
+                self._add_round(launch.draft_len, seconds)
+            elif self._num_timed[launch.draft_len] >= FIRST:
+                self._add_refill(num_tokens, max(0.0, seconds - self.round_s[launch.draft_len]))
+
+    def _add_round(self, draft_len: int, seconds: float) -> None:
+        mean = self.round_s.get(draft_len, seconds)
+        self._num_timed[draft_len] += 1
+        few = self._num_timed[draft_len] <= FIRST
+        self.round_s[draft_len] = min(seconds, mean) if few else mean + NEWEST * (min(seconds, 2 * mean) - mean)
 
     def _add_refill(self, num_tokens: int, seconds: float) -> None:
         if seconds >= self._cost.least:  # a pass that was launched kernel by kernel, or the host was busy with something else

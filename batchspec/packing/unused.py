@@ -1,6 +1,7 @@
 """Keys and columns that would have no effect with this input or this model are refused by name.
 
-Each was given for a purpose, and without an error nobody would notice that the outputs are others than those asked for.
+Each was given for a purpose, and without an error nobody would notice that the outputs are others than those asked for. A job
+that was begun by an earlier version, which took them, goes on.
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from batchspec.config.schema import RunConfig
 from batchspec.config.values import value_of
 from batchspec.dataset.columns import ColumnMap
+from batchspec.dataset.reader import Source
 from batchspec.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -27,19 +30,26 @@ DECODED_COLUMNS = (
 """Columns about the end and the form of an answer, which a scored prompt does not have."""
 
 
-def check_columns(config: RunConfig, columns: ColumnMap, schema: pa.Schema) -> None:
+def check_columns(config: RunConfig, columns: ColumnMap, source: Source) -> None:
     """Raises InputError for a mapped column that no row can use. A column without any value asks for nothing."""
-    mapped = {name: column for name, column in columns.names.items() if not pa.types.is_null(schema.field(column).type)}
     if columns.prompt_kind == "prompt_ids":
-        _refuse(mapped, CHAT_COLUMNS, "is for chats, and the prompts of this input are prompt_ids")
+        _refuse(columns, source, CHAT_COLUMNS, "is for chats, and the prompts of this input are prompt_ids")
     if config.decode.max_new_tokens == 0:
-        _refuse(mapped, DECODED_COLUMNS, "is for answers, and decode.max_new_tokens=0 scores prompts")
+        _refuse(columns, source, DECODED_COLUMNS, "is for answers, and decode.max_new_tokens=0 scores prompts")
 
 
-def _refuse(mapped: dict[str, str], names: tuple[str, ...], why: str) -> None:
+def _refuse(columns: ColumnMap, source: Source, names: tuple[str, ...], why: str) -> None:
     for name in names:
-        if name in mapped:
-            raise InputError(f"column {mapped[name]!r} ({name}) {why}; leave it unread: input.columns.{name}=null")
+        column = columns.get(name)
+        if column is not None and any(map(_has_value, source.column(column))):
+            raise InputError(f"column {column!r} ({name}) {why}; leave it unread: input.columns.{name}=null")
+
+
+def _has_value(values: pa.Array) -> bool:
+    """Whether any value is neither null nor an empty list."""
+    if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
+        return bool(pc.any(pc.greater(pc.list_value_length(values), 0)).as_py())
+    return values.null_count < len(values)
 
 
 def check_keys_of_input(config: RunConfig, columns: ColumnMap) -> None:
@@ -63,7 +73,12 @@ def check_keys_of_model(config: RunConfig, spec: ModelSpec, *, thinks: bool) -> 
 
     thinks  whether its outputs have reasoning blocks
     """
-    if config.output.reasoning_in_messages and not thinks:
+    output = config.output
+    if output.reasoning_in_messages and output.messages != "full":
+        raise ConfigError(
+            f"output.reasoning_in_messages=true with output.messages={output.messages}: no answer is in messages; remove one"
+        )
+    if output.reasoning_in_messages and not thinks:
         raise ConfigError(
             "output.reasoning_in_messages=true needs think tokens, and the tokenizer has no known ones; "
             "name them, model.think_tokens=[<think>,</think>], or remove the key"

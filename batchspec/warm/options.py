@@ -51,6 +51,7 @@ def warm_config(options: Options, job: str | None = None) -> RunConfig:
     config = compose([*recipe, *given], require=("model.path",))
     if config.cluster.tensor_parallel == AUTO:
         raise ConfigError(f"cluster.tensor_parallel={AUTO} compares what rows would take, and there are none; give 1, 2, 4 or 8")
+    recipe += [word for word in given if word.startswith("hydra.")]
     taken = TAKEN if config.cluster.tensor_parallel == 1 else (*TAKEN, *OF_RANKS)
     for key in refuse_unread(config, recipe, NOT_HERE, "batchspec.Engine", taken):
         group, _, name = key.rpartition(".")
