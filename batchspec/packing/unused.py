@@ -1,6 +1,6 @@
 """Keys and columns that would have no effect with this input or this model are refused by name.
 
-Each was given for a purpose, and without an error nobody would notice that the outputs are others than those asked for.
+Each was given for a purpose. Without an error nobody would notice that it changed nothing in the output.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 OF_CHATS = ("input.final_assistant", "input.template_kwargs", "input.template_date", "model.chat_template")
 """Keys that only chats read."""
 CHAT_COLUMNS = ("system", "tools", "template_kwargs", "final_assistant")
-"""Columns that only chats read. With prompts of text, which `input.chat` makes chats, rows that fill them are error rows."""
+"""Columns that only chats read. If prompts are text and `input.chat` is false, rows that fill them are error rows."""
 DECODED_COLUMNS = (
     "stop", "schema", "regex", "choice", "grammar", "response_format", "thinking_token_budget", "synthetic_len"
 )  # fmt: skip
@@ -31,30 +31,33 @@ def check_columns(config: RunConfig, columns: ColumnMap, schema: pa.Schema) -> N
     """Raises InputError for a mapped column that no row can use. A column without any value asks for nothing."""
     mapped = {name: column for name, column in columns.names.items() if not pa.types.is_null(schema.field(column).type)}
     if columns.prompt_kind == "prompt_ids":
-        _refuse(mapped, CHAT_COLUMNS, "is for chats, and the prompts of this input are prompt_ids")
+        _refuse(mapped, CHAT_COLUMNS, "applies to chats, and the prompts of this input are prompt_ids")
     if config.decode.max_new_tokens == 0:
-        _refuse(mapped, DECODED_COLUMNS, "is for answers, and decode.max_new_tokens=0 scores prompts")
+        _refuse(mapped, DECODED_COLUMNS, "applies to answers, and decode.max_new_tokens=0 only scores prompts")
 
 
 def _refuse(mapped: dict[str, str], names: tuple[str, ...], why: str) -> None:
     for name in names:
         if name in mapped:
-            raise InputError(f"column {mapped[name]!r} ({name}) {why}; leave it unread: input.columns.{name}=null")
+            raise InputError(f"column {mapped[name]!r} ({name}) {why}; ignore the column with input.columns.{name}=null")
 
 
 def check_keys_of_input(config: RunConfig, columns: ColumnMap) -> None:
     """Raises ConfigError for a key that this input leaves without effect."""
     kind, usual, decode = columns.prompt_kind, RunConfig(), config.decode
     if kind == "prompt_ids" and config.input.chat:
-        raise ConfigError("input.chat=true is for a column of text, and the prompts of this input are prompt_ids; remove it")
+        raise ConfigError("input.chat=true applies to text, and the prompts of this input are prompt_ids; remove the key")
     if kind != "messages" and not config.input.chat:
         for key in OF_CHATS:
             if (value := value_of(config, key)) != value_of(usual, key):
-                instead = "set input.chat=true or remove it" if kind == "prompt" else "remove it"
-                raise ConfigError(f"{key}={value} is for chats, and column {columns.prompt_column!r} ({kind}) is none; {instead}")
+                instead = "set input.chat=true or remove the key" if kind == "prompt" else "remove the key"
+                raise ConfigError(
+                    f"{key}={value} applies to chats, and column {columns.prompt_column!r} ({kind}) has none; {instead}"
+                )
     if decode.thinking_closing and decode.thinking_token_budget is None and columns.get("thinking_token_budget") is None:
         raise ConfigError(
-            "decode.thinking_closing without decode.thinking_token_budget, key or column, is never written; set one or remove it"
+            "decode.thinking_closing has no effect without a thinking budget; set decode.thinking_token_budget, add a column "
+            "thinking_token_budget, or remove the key"
         )
 
 
@@ -66,10 +69,10 @@ def check_keys_of_model(config: RunConfig, spec: ModelSpec, *, thinks: bool) -> 
     if config.output.reasoning_in_messages and not thinks:
         raise ConfigError(
             "output.reasoning_in_messages=true needs think tokens, and the tokenizer has no known ones; "
-            "name them, model.think_tokens=[<think>,</think>], or remove the key"
+            "name the model's, as in model.think_tokens=[<think>,</think>], or remove the key"
         )
     correlation = config.packing.expert_correlation
     if correlation != RunConfig().packing.expert_correlation and spec.experts is None:
         raise ConfigError(
-            f"packing.expert_correlation={correlation} is for a mixture of experts, and the model has no experts; remove it"
+            f"packing.expert_correlation={correlation} applies to experts (MoE), and the model has none; remove the key"
         )
