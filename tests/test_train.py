@@ -446,13 +446,13 @@ def test_trainings_and_heads_of_an_earlier_version_go_on(made: Path, own: Path, 
     as_before()
     assert train(made, out, f"model.path={own}") == 0
     assert "already complete" in (said := capfd.readouterr().err)
-    assert "known by samples" not in said
+    assert "by samples only" not in said
 
 
 def test_a_new_training_says_nothing_about_earlier_runs(made: Path, tmp_path: Path, capfd: Any) -> None:
     stopped(made, made / "model", tmp_path / "h")
     assert train(made, tmp_path / "h") == 0
-    assert "known by samples" not in capfd.readouterr().err
+    assert "by samples only" not in capfd.readouterr().err
 
 
 def test_another_config_of_the_target_is_another_training(made: Path, own: Path, tmp_path: Path, capfd: Any) -> None:
