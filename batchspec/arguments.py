@@ -16,7 +16,11 @@ class ArgumentParser(argparse.ArgumentParser):
         raise ConfigError(f"{' '.join(message.split())}; `{self.prog} --help` lists its arguments")
 
     def refuse(self, args: argparse.Namespace, names: Sequence[str], why: str) -> None:
-        """Raise ConfigError if one of these options was given, which the other arguments leave without effect."""
+        """Raises ConfigError if one of these options was given although the other arguments leave it without effect.
+
+        names  options without their dashes
+        why    what follows the option and its value in the message: "is read only with --probe"
+        """
         for name in names:
             if (value := getattr(args, name)) != self.get_default(name):
                 shown = "" if value is True else f" {','.join(value) if isinstance(value, list) else value}"

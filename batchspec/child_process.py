@@ -1,4 +1,4 @@
-"""Child processes of a run. Signals that are sent to all processes of a job do not end them: they end with the run.
+"""Child processes of a run. A signal that is sent to all processes of a job does not end them; they end with the run.
 
 Those that compute from input, which may be hostile, get no credentials, and limit their own CPU time and memory.
 """

@@ -234,7 +234,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def check_gpu(config: RunConfig, device: torch.device) -> None:
-    """Raises ConfigError for a job that needs a GPU on a CPU."""
+    """Raises ConfigError if the job has requires_gpu=true and the device is a CPU."""
     if config.requires_gpu and device.type == "cpu":
         raise ConfigError("requires_gpu=true: torch sees no GPU on this machine; set requires_gpu=false to try it on the CPU")
 

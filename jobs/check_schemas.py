@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--schema", type=Path, help="the schema of rows without one of their own")
     args = parser.parse_args(argv)
     if not (args.out / "data").is_dir():
-        parser.error(f"{args.out} has no folder data: no shard of a job is committed there")
+        parser.error(f"{args.out} has no folder data, so no job has committed a shard there; give the output.dir of a job")
     counts, shown = check(args.out, args.column, args.schema.read_text(encoding="utf-8") if args.schema else None)
     print("\n".join([*shown, *(f"{count:>9,}  {name}" for name, count in counts.most_common())]))
     return 1 if counts["invalid"] else 0

@@ -116,7 +116,7 @@ def test_a_turn_may_bring_a_constraint_though_the_rows_have_none(name: str, engi
 
 
 def test_a_turn_with_a_constraint_that_the_job_excludes_is_an_error_row(model: Path) -> None:
-    """Token 70 is text: it would stand after the answer."""
+    """Token 70 is text: as a stop id it would end up after the answer."""
 
     def reply(turn: Turn) -> Any:
         return {"messages": [*turn.messages, *MORE], "regex": "4[2]"} if not turn.number else None
@@ -214,7 +214,7 @@ def test_an_error_of_the_callback_ends_the_call_and_frees_the_engine(engine: bat
     "error", [MemoryError("of a tool"), RuntimeError("CUDA out of memory: of a reward model"), StopIteration("of a tool")]
 )
 def test_every_error_of_the_callback_reaches_the_caller_as_it_is(error: Exception, engine: batchspec.Engine) -> None:
-    """Memory that a tool lacks says nothing about the engine's slots."""
+    """A tool that runs out of memory is no reason for the engine to use fewer slots."""
 
     def tool(turn: Turn) -> Any:
         raise error

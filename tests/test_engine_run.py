@@ -44,7 +44,7 @@ PLACES: tuple[tuple[Any, str], ...] = (
 
 
 def fail(patch: pytest.MonkeyPatch, owner: Any, method: str, *, count: int, late: bool) -> None:
-    """Let the call number `count` of a method fail: before it has any effect, or `late`, when it is done."""
+    """Let a method fail after `count` calls: before the next call has any effect, or, if `late`, after it."""
     works, left = getattr(owner, method), iter(range(count))
 
     def fails(*args: Any, **named: Any) -> Any:
@@ -72,7 +72,7 @@ def end_early(data: st.DataObject, engine: Engine, requests: Iterator[Any]) -> N
 
 
 def whole_run(engine: Engine, requests: list[Request]) -> dict[int, Completion]:
-    """Completions by row. A run without pages for its rows would have steps without end."""
+    """Completions by row. The number of steps is bounded, because a run without pages for its rows would never end."""
     with closing(engine.steps(iter(requests))) as steps:
         return {out.row_index: out for done in islice(steps, 2000) for out in done}
 
@@ -81,7 +81,7 @@ def whole_run(engine: Engine, requests: list[Request]) -> dict[int, Completion]:
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_nothing_of_a_run_that_ended_early_is_found_in_the_next(name: str, data: st.DataObject) -> None:
-    """Prefixes are kept, constraints too; pages and room for states may be short."""
+    """Runs keep prefixes and states of constraints; pages and room for states may be scarce."""
     job, drafter = data.draw(jobs()), ALL[name]()
     room = data.draw(st.sampled_from([{"lazy_words": 1 << 14}, {"lazy_words": 1500, "lazy_masks_bytes": 20}]))
     engine = Engine(

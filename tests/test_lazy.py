@@ -341,7 +341,7 @@ def test_wherever_a_run_fails_the_next_ones_go_on_from_its_tokens(name: str, dat
 
 @pytest.mark.parametrize("fails_at", range(6))
 def test_states_that_the_device_did_not_get_are_uploaded_in_the_next_run(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A warm engine serves calls after one that ran out of memory: its host knows which states the device has."""
+    """A warm engine serves calls after one that ran out of memory. Its host must know which states the device has."""
     job = [(following(request(i, [i, 7], cap=12), grammar), grammar) for i, grammar in enumerate(GRAMMARS)]
     engine = engine_of(ExpandLate(0, most_polls=0))
     upload, left = Automata.upload_states, iter(range(fails_at))

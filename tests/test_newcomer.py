@@ -204,7 +204,7 @@ def test_numpy_values_and_dates_of_dictionaries_keep_their_types() -> None:
     assert kept == {"prompt_ids": [0, 1, 2], "day": date(2026, 1, 2), "k": '{"x":0.5,"y":[0,1]}'}
 
 
-def test_numbers_of_any_size_in_memory_are_those_of_json_lines() -> None:
+def test_integers_beyond_64_bits_in_memory_are_copied_as_text_as_from_json_lines() -> None:
     assert [row["x"] for row in Read(table_of([{"prompt": "a", "x": 1 << 70}, {"prompt": "b", "x": -1}])).output()] == [
         str(1 << 70), "-1"
     ]  # fmt: skip
@@ -232,7 +232,7 @@ def test_lists_that_are_empty_in_every_row_ask_for_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["temperature", "repetition_penalty", "n", "synthetic_len"])
-def test_a_number_that_no_machine_holds_costs_its_row(tmp_path: Path, name: str) -> None:
+def test_a_setting_beyond_64_bits_makes_an_error_row(tmp_path: Path, name: str) -> None:
     read = Read(lines(tmp_path / "in.jsonl", {"prompt": "a", name: 10**400}, {"prompt": "b"}))
     (said,) = read.errors.values()
     assert said.endswith(f"{name}=10000000000000000000... does not fit in 64 bits; correct it or leave it null")

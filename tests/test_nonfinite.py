@@ -135,7 +135,7 @@ def run(name: str, requests: list[Request], **options: Any) -> dict[str, Complet
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_prompt_whose_row_failed_is_computed_anew(window: int | None) -> None:
-    """Once the cause has gone: an engine that serves call after call must not find the K/V that it left."""
+    """When the cause is gone, a later call of the same engine must not find K/V that the failed row wrote."""
     target = Target.load(Path(), tiny_target(window=window).spec, dtype=torch.float64, device=DEVICE, dummy=True)
     engine = Engine(target, NoDrafter(), packed(1), device=DEVICE)
     engine.keeps_prefixes = True

@@ -364,7 +364,7 @@ def test_rows_without_ids_are_named_by_file_and_row(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_the_output_is_no_part_of_the_input(path: Any, out: str, inside: bool) -> None:
-    """Otherwise the first run succeeds, and the next one finds another input."""
+    """Otherwise the first run succeeds, and the next one reads its output as input."""
     entries = path if isinstance(path, list) else [path]
     with pytest.raises(ConfigError, match=r"output.dir=.* lies in input.path=.*; choose another") if inside else nullcontext():
         check_apart(entries, out)

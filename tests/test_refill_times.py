@@ -1,4 +1,4 @@
-"""What a refill takes beside the time of its tokens is learned from the run's own results."""
+"""The fixed time of a refill, without the time of its tokens, is learned from the run's own results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROUND = Launch(owners=np.zeros(SLOTS, np.int64), num_rows=SLOTS, draft_len=3)
 
 
 class ResultAt(PendingResult):
-    """A result that arrived at this second."""
+    """A result that arrived at this time, in seconds."""
 
     def __init__(self, second: float) -> None:
         super().__init__(cast(Any, None), arrived=cast(Any, second))
@@ -56,7 +56,7 @@ def started() -> tuple[RefillTimes, Run]:
     return times, run
 
 
-def test_before_the_first_refill_it_is_the_time_of_a_short_replay() -> None:
+def test_before_the_first_refill_the_fixed_time_is_that_of_a_short_replay() -> None:
     assert RefillTimes(COST, SLOTS).fixed_s == COST.replay
 
 
@@ -67,7 +67,7 @@ def test_before_the_first_refill_it_is_the_time_of_a_short_replay() -> None:
     passes=st.integers(1, 3),
 )
 def test_fixed_time_and_time_of_tokens_are_told_apart(fixed_s: float, token_s: float, sizes: list[int], passes: int) -> None:
-    """Up to what the assumed times of a replay, 1 ms and 1 us a token, still weigh."""
+    """Within the weight of the assumed times, 1 ms for a replay and 1 us for a token."""
     times, run = started()
     for num_tokens in sizes:
         run.refill(num_tokens, fixed_s + token_s * num_tokens, passes)
@@ -76,7 +76,7 @@ def test_fixed_time_and_time_of_tokens_are_told_apart(fixed_s: float, token_s: f
     assert times.round_s[3] == pytest.approx(0.002)
 
 
-def test_refills_of_one_size_are_taken_to_have_the_tokens_time_of_a_full_pass() -> None:
+def test_for_refills_of_one_size_a_token_takes_what_it_takes_in_a_full_pass() -> None:
     times, run = started()
     for _ in range(60):
         run.refill(1000, 0.005)
@@ -84,7 +84,7 @@ def test_refills_of_one_size_are_taken_to_have_the_tokens_time_of_a_full_pass() 
     assert 0.003 < times.fixed_s < 0.0042
 
 
-def test_fewer_seconds_than_the_tokens_take_are_no_negative_time() -> None:
+def test_the_fixed_time_is_never_negative() -> None:
     times, run = started()
     for _ in range(60):
         run.refill(4000, 0.0005)
@@ -108,7 +108,7 @@ def test_a_pass_that_took_as_long_as_launches_do_is_not_counted() -> None:
         replace(ROUND, is_prefill=True, num_prefilled=0),
     ],
 )
-def test_work_beside_the_rounds_is_not_counted(between: Launch) -> None:
+def test_work_concurrent_with_the_rounds_is_not_counted(between: Launch) -> None:
     times, run = started()
     run.round(between, seconds=0.02)
     run.round()
@@ -145,7 +145,7 @@ def test_each_draft_length_has_its_own_time_of_a_round_which_one_slow_round_hard
     assert times.round_s == {0: pytest.approx(0.001), 3: pytest.approx(0.0022)}
 
 
-def test_after_a_restart_the_next_result_follows_none() -> None:
+def test_no_time_is_measured_across_a_restart() -> None:
     times, run = started()
     times.restart()
     run.round(seconds=9.0)

@@ -146,7 +146,7 @@ def test_another_value_of_any_key_that_makes_another_job_is_refused_by_name(fini
             continue
         value = value.format(folder=tmp_path) if isinstance(value, str) else value
         config = changed(job.config, key, value)
-        if key == "decode.thinking_closing":  # refused without a budget
+        if key == "decode.thinking_closing":  # without a budget the key is refused
             config = changed(config, "decode.thinking_token_budget", 5)
         other = open_job(config, tokenizer=None if key.startswith("model.") else job.tokenizer)
         with pytest.raises(OutputError, match=rf"holds another job \(.*\b{re.escape(name)}: .*output\.overwrite=true") as caught:

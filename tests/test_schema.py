@@ -48,7 +48,7 @@ def test_types_do_not_depend_on_values_and_are_plain() -> None:
 
 
 def test_the_type_of_a_map_in_a_file_is_kept_to_the_letter(tmp_path: Path) -> None:
-    """Its inner names are a part of the job's fingerprint: another one, and no job with such a column would resume."""
+    """Its inner names are part of the job's fingerprint: if they changed, no job with such a column could be resumed."""
     table = pa.table({"prompt": ["a"], "m": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int8()))})
     pq.write_table(table, tmp_path / "in.parquet")
     schema = pq.read_schema(tmp_path / "in.parquet")

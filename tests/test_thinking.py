@@ -279,7 +279,7 @@ def test_forced_tokens_have_no_logprobs_and_the_others_keep_theirs() -> None:
 
 
 def test_an_end_that_the_model_writes_where_the_budget_forces_it_has_no_logprob_either() -> None:
-    """Logprobs do not depend on whether a round drafted past that place before the host forced the same tokens."""
+    """Logprobs must not depend on whether a round wrote those tokens itself before the host would have forced them."""
     free = replace(request(0, [7, 9], cap=12), thinking=thinking(opened=True))
     output = plain_tokens(free)
     for begin, length in ((2, 1), (2, 2), (3, 3), (10, 3)):

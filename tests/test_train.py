@@ -281,7 +281,8 @@ def test_a_head_cannot_lose_layers_and_a_refused_training_leaves_nothing_that_bl
     line = capfd.readouterr().err.splitlines()[-1]
     assert (
         line
-        == f"batchspec: train.draft_vocab=50: the head {tmp_path / 'two'} drafts 96 tokens, and keeps them; leave the key out"
+        == f"batchspec: train.draft_vocab=50: the head {tmp_path / 'two'} can draft 96 different tokens, and training cannot "
+        "remove any; leave the key out"
     )
     assert train(made, tmp_path / "h", *words, "train.layers=1") == ConfigError.exit_code
     line = capfd.readouterr().err.splitlines()[-1]
@@ -330,7 +331,10 @@ def refused(kind: type[BatchspecError], made: Path, out: Path, capfd: Any, *over
         ("train.mask_token=5", "train.mask_token=5 applies only to draft=parallel; remove it or use draft=parallel"),
         ("draft.parallel=maybe", "draft.parallel=maybe must be one of auto, true, false"),
         ("train.layers=9", "train.layers=9 must be"),
-        ("draft.aux_layers=output", "draft.aux_layers=output says how draft.path is read, and a new head is trained; remove it"),
+        (
+            "draft.aux_layers=output",
+            "draft.aux_layers=output says how the head draft.path is read, and draft.path is not set; remove the key",
+        ),
         ("train.aux_layer_ids=[1,2]", "other programs read ids that begin with 1 as layer outputs; put another first"),
         ("output.layout=gguf", "output.layout=gguf must be one of flat, speculators"),
         ("output.dir=s3://b/h", "output.dir=s3://b/h: a head must be trained into a local folder"),
@@ -442,13 +446,13 @@ def test_trainings_and_heads_of_an_earlier_version_go_on(made: Path, own: Path, 
     as_before()
     assert train(made, out, f"model.path={own}") == 0
     assert "already complete" in (said := capfd.readouterr().err)
-    assert "known by samples" not in said
+    assert "by samples only" not in said
 
 
 def test_a_new_training_says_nothing_about_earlier_runs(made: Path, tmp_path: Path, capfd: Any) -> None:
     stopped(made, made / "model", tmp_path / "h")
     assert train(made, tmp_path / "h") == 0
-    assert "known by samples" not in capfd.readouterr().err
+    assert "by samples only" not in capfd.readouterr().err
 
 
 def test_another_config_of_the_target_is_another_training(made: Path, own: Path, tmp_path: Path, capfd: Any) -> None:

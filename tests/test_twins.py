@@ -1,4 +1,4 @@
-"""One function for one thing: a copy of a function would miss what is mended in the other."""
+"""No function has a copy: what is corrected in one of two copies would stay wrong in the other."""
 
 from __future__ import annotations
 

@@ -48,9 +48,11 @@ OF_CHATS = [
 @pytest.mark.parametrize("word", OF_CHATS)
 def test_keys_of_chats_need_a_chat(model: Path, word: str) -> None:
     key = word.partition("=")[0]
-    with pytest.raises(ConfigError, match=rf"^{key}=.* is for chats, and column .prompt. .* set input.chat=true or remove it$"):
+    with pytest.raises(
+        ConfigError, match=rf"^{key}=.* applies to chats, and column .prompt. .* set input.chat=true or remove the key$"
+    ):
         opened(model, "prompt", word)
-    with pytest.raises(ConfigError, match=rf"^{key}=.* and column .prompt_ids. \(prompt_ids\) is none; remove it$"):
+    with pytest.raises(ConfigError, match=rf"^{key}=.* and column .prompt_ids. \(prompt_ids\) has none; remove the key$"):
         opened(model, "prompt_ids", word)
     opened(model, "prompt", word, "input.chat=true")
     opened(model, "messages", word)
@@ -58,7 +60,7 @@ def test_keys_of_chats_need_a_chat(model: Path, word: str) -> None:
 
 @pytest.mark.parametrize("name", ["system", "tools", "template_kwargs", "final_assistant"])
 def test_columns_of_chats_are_refused_beside_prompt_ids(model: Path, name: str) -> None:
-    with pytest.raises(InputError, match=rf"^column '{name}' .* is for chats, .* input.columns.{name}=null$"):
+    with pytest.raises(InputError, match=rf"^column '{name}' .* applies to chats, .* input.columns.{name}=null$"):
         opened(model, "prompt_ids", **{name: "{}"})
     opened(model, "prompt_ids", **{name: None})
     opened(model, "prompt_ids", f"input.columns={{{name}: null}}", **{name: "{}"})
@@ -69,7 +71,7 @@ def test_columns_of_chats_are_refused_beside_prompt_ids(model: Path, name: str) 
 def test_columns_about_answers_are_refused_where_prompts_are_scored(model: Path, name: str) -> None:
     named = f"input.columns={{{name}: x}}"
     value = {"choice": ["a"], "stop": ["a"], "thinking_token_budget": 1}.get(name, "{}")
-    with pytest.raises(InputError, match=rf"^column 'x' \({name}\) is for answers, .* input.columns.{name}=null$"):
+    with pytest.raises(InputError, match=rf"^column 'x' \({name}\) applies to answers, .* input.columns.{name}=null$"):
         opened(model, "prompt", "decode.max_new_tokens=0", named, x=value)
     opened(model, "prompt", "decode.max_new_tokens=0", x=value)
 
@@ -103,13 +105,16 @@ def test_a_job_that_was_begun_with_a_key_without_effect_goes_on(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["output.push_private=false"], "output.push_private=false without output.push_to_hub"),
-        (["output.reasoning_in_messages=true", "output.messages=prompt"], "no answer is in messages"),
-        (["resume.retry_id=2"], "resume.retry_id=2 without a retry"),
-        (["packing.pages=40", "packing.memory_gb=1"], "packing.pages=40 and packing.memory_gb=1.0 both say how many"),
-        (["packing.expert_correlation=0.5"], "packing.expert_correlation=0.5 is for a mixture of experts"),
+        (["output.push_private=false"], "output.push_private=false has no effect without output.push_to_hub"),
+        (
+            ["output.reasoning_in_messages=true", "output.messages=prompt"],
+            "has no effect with output.messages=prompt, which leaves answers out",
+        ),
+        (["resume.retry_id=2"], "resume.retry_id=2 has no effect without a retry"),
+        (["packing.pages=40", "packing.memory_gb=1"], "packing.pages=40 and packing.memory_gb=1.0 both set the number"),
+        (["packing.expert_correlation=0.5"], "packing.expert_correlation=0.5 applies to experts (MoE)"),
         (["output.reasoning_in_messages=true"], "output.reasoning_in_messages=true needs think tokens"),
-        (["decode.thinking_closing=so"], "without decode.thinking_token_budget, key or column, is never written"),
+        (["decode.thinking_closing=so"], "decode.thinking_closing has no effect without a thinking budget"),
         (["input.chat=true", "input.template_kwargs={mod: glad}"], "it reads no variable 'mod', which template_kwargs sets"),
         (["input.chat=true", "input.template_kwargs={messages: []}"], "template_kwargs.messages would replace the messages"),
     ],
@@ -122,7 +127,7 @@ def test_a_key_without_effect_is_refused(model: Path, words: list[str], said: st
 
 
 def test_chats_of_token_ids_are_refused(model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"input\.chat=true is for a column of text"):
+    with pytest.raises(ConfigError, match=r"input\.chat=true applies to text"):
         opened(model, "prompt_ids", "input.chat=true")
 
 
@@ -174,7 +179,7 @@ def test_a_warm_engine_refuses_what_it_does_not_read(key: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_generate_on_a_cpu_refuses_a_job_for_gpus(model: Path) -> None:
-    """The input and the output of a recipe are not read, and are no reason to refuse it."""
+    """The recipe's own input and output are not read, and not refused."""
     with pytest.raises(ConfigError, match="requires_gpu=true: torch sees no GPU"):
         batchspec.generate(["a"], job="reasoning_8k", overrides=[f"model.path={model}", "model.max_len=null", "decode=greedy"])
 
@@ -184,12 +189,12 @@ def test_generate_on_a_cpu_refuses_a_job_for_gpus(model: Path) -> None:
     [
         ("verify out --files --rows 5", "--rows 5 is not read with --files"),
         ("verify out --files --kv", "--kv is not read with --files"),
-        ("export out --to chat x.jsonl --drop seed", "--drop seed is for --from-openai"),
-        ("export --from-openai x.jsonl x.parquet --status error", "--status error is for --to"),
-        ("doctor llama-8b --rows 5", "--rows 5 is for --probe"),
-        ("doctor --contexts 1024", "--contexts 1024 is for --probe"),
-        ("prompts x.parquet --from out --rows 5", "--rows 5 is for --open"),
-        ("prompts x.parquet --open m --tasks t.txt", "--tasks t.txt is for --texts"),
+        ("export out --to chat x.jsonl --drop seed", "--drop seed is read only with --from-openai"),
+        ("export --from-openai x.jsonl x.parquet --status error", "--status error is read only with --to"),
+        ("doctor llama-8b --rows 5", "--rows 5 is read only with --probe"),
+        ("doctor --contexts 1024", "--contexts 1024 is read only with --probe"),
+        ("prompts x.parquet --from out --rows 5", "--rows 5 is read only with --open"),
+        ("prompts x.parquet --open m --tasks t.txt", "--tasks t.txt is read only with --texts"),
     ],
 )
 def test_an_option_without_effect_is_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

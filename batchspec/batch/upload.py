@@ -21,7 +21,7 @@ def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor on the device with the numbers of nested lists or an array, of their shape. A GPU gets them from pinned memory in
     stream order: the host does not wait."""
     if device.type != "cuda":
-        return torch.tensor(values, dtype=dtype)  # a copy here too: the caller may change its array, or it may be read-only
+        return torch.tensor(values, dtype=dtype)  # a copy: the array may be read-only, or change later
     array = np.asarray(values)
     host = torch.empty(array.shape, dtype=dtype, pin_memory=True)
     host.numpy()[...] = array  # as in `automata.sent`: torch copies a large one with all its threads

@@ -174,7 +174,7 @@ class PagePools:
             row.first[group] = 0
 
     def forget_prefix(self, hashes: Sequence[bytes]) -> None:
-        """Drop the cached prefix with these hashes; rows keep their pages."""
+        """Drop the cached prefix whose pages have these hashes; rows keep their pages."""
         for pool in self.pools:
             pool.forget_prefix(hashes)
 

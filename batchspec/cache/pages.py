@@ -202,7 +202,7 @@ class PagePool:
         self._page_of.clear()
 
     def forget_prefix(self, hashes: Iterable[bytes]) -> None:
-        """Let `find` return the pages of these hashes no more; owners keep their pages."""
+        """Drop these hashes, so that `find` no longer returns their pages; owners keep their pages."""
         for page_hash in hashes:
             page = self._page_of.pop(page_hash, None)
             if page is None:

@@ -52,7 +52,7 @@ class Difference:
     """Token id of plain decoding; None if that ended before."""
     gap: float | None
     """How much the logit of the written token would have to rise for plain decoding to choose it, at least 0; None if one of the
-    two is missing. Infinite if the row's schema does not allow it. See `_rises`."""
+    two is missing. Infinite if the row's schema forbids the written token. See `_rises`."""
 
 
 def summary(differences: Sequence[Difference], num_rows: int) -> str:
@@ -181,10 +181,11 @@ def first_difference(engine: Engine, request: Request, written: list[int], plain
 def _rises(engine: Engine, request: Request, output: list[int]) -> Tensor:
     """How much each token's penalised logit [V] would have to rise, the others staying, for the draw after `output` to choose it.
 
-    Up to the largest score, logit + temperature * noise, of the tokens that top-k, top-p and min-p keep; for a token that they
-    leave out also up to the smallest logit that they keep (with top-p and min-p about that much: they depend on the token's own
-    probability too). So it is 0 for the token that is chosen, and negative for none. It is infinite for tokens that the row's
-    schema does not allow there. The logits are computed in one pass over the row: those of plain decoding differ by rounding.
+    The token's score (logit + temperature * noise) must reach the largest score of the tokens that top-k, top-p and min-p keep.
+    The logit of a token that they leave out must also reach the smallest logit that they keep; with top-p and min-p this is
+    approximate, because they depend on the token's own probability too. So the rise is 0 for the chosen token and never
+    negative. It is infinite for tokens that the row's schema does not allow there. The logits are computed in one pass over the
+    row, so they differ from those of plain decoding by rounding.
     """
     rows, count = engine.executor.rows, len(request.prompt_ids) + len(output)
     pages = RowPages(engine.pools.groups.num_groups)

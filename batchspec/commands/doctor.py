@@ -84,7 +84,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     if args.probe is not None and (args.draft_path is None or args.tune):
         raise ConfigError("doctor --probe needs MODEL and --draft-path HEAD, and cannot be combined with --tune")
     if args.probe is None:
-        parser.refuse(args, ("rows", "tokens", "contexts"), "is for --probe")
+        parser.refuse(args, ("rows", "tokens", "contexts"), "is read only with --probe")
     for name, least in (("rows", 1), ("tokens", 4)):
         if (value := getattr(args, name)) < least:
             raise ConfigError(f"doctor --{name} {value} must be at least {least}; 64 is usual")

@@ -59,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     source, paths = args.from_openai, args.paths
     if (args.to is None) == (source is None) or len(paths) != (2 if source is None else 1):
         parser.error("give OUT --to FORMAT FILE.jsonl, or --from-openai FILE.jsonl OUT.parquet")
-    parser.refuse(args, ("drop",) if source is None else ("status",), f"is for {'--from-openai' if source is None else '--to'}")
+    unread, reads = ("drop", "--from-openai") if source is None else ("status", "--to")
+    parser.refuse(args, (unread,), f"is read only with {reads}")
     form = "openai's requests" if source is not None else args.to
     target = target_file(paths[-1], args.overwrite, SUFFIXES[form], form)
     if source is not None:

@@ -57,9 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (args.model is None) == (args.output is None) or sum(map(bool, (args.chats, args.texts, args.output))) > 1:
         parser.error("give --open MODEL [--after OUT or --texts N], or --from OUT")
     if not args.texts:
-        parser.refuse(args, ("tasks",), "is for --texts")
+        parser.refuse(args, ("tasks",), "is read only with --texts")
     if args.output is not None:
-        parser.refuse(args, ("rows",), "is for --open")
+        parser.refuse(args, ("rows",), "is read only with --open")
     target = target_file(args.file, args.overwrite, (".parquet",), "a file of prompts")
     if args.output is None:
         terminal.show_line(_open(args.model, args.rows, args.texts, args.tasks, args.chats, target))

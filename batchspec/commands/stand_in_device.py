@@ -212,8 +212,8 @@ class StandInPrefill(PrefillRunner):
 
 @dataclass
 class _TimedResult(PendingResult):
-    """A result that seems to arrive so many seconds after that of the round before, for the choice of draft lengths and of the
-    time between refills."""
+    """A result that seems to have arrived `seconds` after the result of the previous round. Draft lengths and the time between
+    refills are chosen by this."""
 
     seconds: float = 0.0
 

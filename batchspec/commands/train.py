@@ -58,8 +58,8 @@ def train(run: TrainRun) -> Path:
         head = open_head(find_model(run.draft.path, key="draft.path"), spec, aux_layers=run.draft.aux_layers)
         if (limit := run.train.draft_vocab) < head.draft_vocab_size and limit != TrainRun().train.draft_vocab:
             raise ConfigError(
-                f"train.draft_vocab={limit}: the head {run.draft.path} drafts {head.draft_vocab_size} tokens, and keeps them; "
-                "leave the key out"
+                f"train.draft_vocab={limit}: the head {run.draft.path} can draft {head.draft_vocab_size} different tokens, and "
+                "training cannot remove any; leave the key out"
             )
     device = choose_device(run.device)
     dtype = resolve_dtype(run.model.dtype, spec, device)

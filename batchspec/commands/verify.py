@@ -1,15 +1,15 @@
 """`batchspec verify OUT`: decode rows of a job again, without speculation and one at a time, and compare the tokens.
 
 batchspec promises equal tokens, up to rounding. For each row that differs, the first difference is printed with its gap: how
-much the logit of the written token would have to rise for plain decoding to choose it, never negative. For a sampled row that is
-up to the best score (logit + temperature * noise), and past top-k, top-p and min-p; it is infinite for a token that the row's
-schema forbids. The last line has the share of rows that differ and the quantiles of the gaps. A gap near the rounding error of
-the dtype is a tie resolved the other way; a large gap is an error, and with decode.deterministic every difference is one. If the
-job wrote logprobs, their largest difference is printed too, and one that is not rounding counts as a difference. --dtype and
---device decode the rows in another precision or on another device (without decode.deterministic): the share of rows that differ
-then measures the effect of the precision. --kv decodes them with the other K/V cache (the model's data type for a job with
-cache.dtype=fp8, fp8 for any other) and adds the mean KL divergence of the next token between the two caches, over the written
-tokens. --files instead reads every output file and finds those that a disk or a copy has changed.
+much the logit of the written token would have to rise for plain decoding to choose it, never negative. In a sampled row its
+score (logit + temperature * noise) must reach the best one, and its logit must pass top-k, top-p and min-p. The gap is infinite
+for a token that the row's schema forbids. The last line has the share of rows that differ and the quantiles of the gaps. A gap
+near the rounding error of the dtype is a tie resolved the other way; a large gap is an error, and with decode.deterministic
+every difference is one. If the job wrote logprobs, their largest difference is printed too, and one that is not rounding counts
+as a difference. --dtype and --device decode the rows in another precision or on another device (without decode.deterministic):
+the share of rows that differ then measures the effect of the precision. --kv decodes them with the other K/V cache (the model's
+data type for a job with cache.dtype=fp8, fp8 for any other) and adds the mean KL divergence of the next token between the two
+caches, over the written tokens. --files instead reads every output file and finds those that a disk or a copy has changed.
 """
 
 from __future__ import annotations

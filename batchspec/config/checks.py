@@ -210,18 +210,21 @@ def _names(config: RunConfig) -> None:
 
 
 def _unused(config: RunConfig) -> None:
-    """Refuse keys that another key leaves without effect. Those that depend on the input and the model: packing/unused.py."""
+    """Refuse keys that another key leaves without effect. packing/unused.py refuses those that have none with the job's input or
+    model."""
     output, packing = config.output, config.packing
     if not output.push_private and output.push_to_hub is None:
-        raise ConfigError("output.push_private=false without output.push_to_hub: nothing is pushed; set it or remove the key")
+        raise ConfigError(
+            "output.push_private=false has no effect without output.push_to_hub; set output.push_to_hub or remove the key"
+        )
     if config.resume.retry_id != 1 and config.resume.retry == "none":
         raise ConfigError(
-            f"resume.retry_id={config.resume.retry_id} without a retry: nothing is computed again; choose resume=error or "
+            f"resume.retry_id={config.resume.retry_id} has no effect without a retry of rows; choose resume=error or "
             "resume=length, or remove the key"
         )
     if packing.pages is not None and packing.memory_gb is not None:
         raise ConfigError(
-            f"packing.pages={packing.pages} and packing.memory_gb={packing.memory_gb} both say how many K/V pages there are; "
+            f"packing.pages={packing.pages} and packing.memory_gb={packing.memory_gb} both set the number of K/V pages; "
             "set one of them to null"
         )
 

@@ -72,7 +72,8 @@ def from_hydra(cfg: DictConfig) -> RunConfig:
 
 
 def _score(config: RunConfig) -> None:
-    """Defaults of a job that scores prompts. A drafter with a key of its own was asked for, and is refused (checks.py)."""
+    """Defaults of a job that scores prompts. If any key of the drafter was set, the user asked for a drafter: it stays here, and
+    checks.py refuses it."""
     if config.draft == RunConfig().draft:
         config.draft = DraftConfig(name="none")
     config.output.prompt_logprobs = config.output.prompt_logprobs or 0

@@ -1,4 +1,4 @@
-"""Keys of a job that a call from Python does not read: values of the caller's own are refused, those of a recipe are not."""
+"""Keys of a job that a call from Python does not read: a value that the caller sets is refused, one that a recipe sets is not."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def refuse_unread(
     """The keys that `call` does not read. Raises ConfigError for one whose value is neither the default nor the recipe's.
 
     recipe  the overrides that name a recipe, and where Hydra finds it; empty: none
-    unread  keys, or groups of them, and why `call` does not read them
-    taken   keys of these groups that it reads
+    unread  keys, or groups of keys, and why `call` does not read them
+    taken   keys of these groups that `call` does read
     """
     usual = RunConfig()
     before = compose(recipe, checked=False) if recipe else usual

@@ -170,7 +170,7 @@ def _fits(field: pa.Field, name: str, fits: Callable[[pa.DataType], bool]) -> bo
     kinds = json_kinds(field)
     if kinds:
         return any(kind in kinds for kind in _JSON.get(name, ("number",)))
-    if is_list(field.type) and pa.types.is_null(field.type.value_type):  # each cell is null or empty, or a list of nulls
+    if is_list(field.type) and pa.types.is_null(field.type.value_type):  # every list is empty or has only nulls
         return name in LISTS
     return fits(field.type) or (is_csv(field) and name != "prompt_ids")
 

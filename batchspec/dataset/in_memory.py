@@ -59,7 +59,7 @@ def _has_one_kind(values: Iterable[Any]) -> bool:
         if isinstance(value, list | tuple):
             kinds.add(list)
             items.update(map(type, value))
-        elif isinstance(value, int) and value.bit_length() > 63:
+        elif isinstance(value, int) and value.bit_length() > 63:  # no integer column holds it
             return False
         elif value is not None:
             kinds.add(type(value))
@@ -104,5 +104,5 @@ def _typed(data: Any) -> pa.Table:
     except pa.ArrowException as error:
         types = ", ".join(f"{name}: {kind}" for name, kind in frame.schema.items())
         raise InputError(
-            f"rows with columns {types} do not make an Arrow table ({error}); cast the column that Arrow lacks"
+            f"rows with columns {types} do not make an Arrow table ({error}); cast the column whose type Arrow does not have"
         ) from None

@@ -49,7 +49,7 @@ def find_files(entries: list[Any], config_name: str | None = None, split: str | 
 
 
 def check_apart(entries: Sequence[Any], output_dir: str) -> None:
-    """Raises ConfigError if an entry of input.path names the files that the job writes: its next run would find another input."""
+    """Raises ConfigError if an entry of input.path includes the files that the job writes: its next run would read them too."""
     written = (*_parts(output_dir), "data", "part-00000.parquet")
     for entry in map(str, entries):
         named = _parts(entry)
@@ -65,7 +65,7 @@ def check_apart(entries: Sequence[Any], output_dir: str) -> None:
 
 
 def _parts(path: str) -> tuple[str, ...]:
-    """The parts of a path, of a local one from the root; of a remote one its scheme is the first."""
+    """The parts of a path: of a local path from the root on, of a remote one from its scheme on."""
     scheme, mark, rest = path.partition("://")
     return (f"{scheme}://", *PurePosixPath(rest).parts) if mark else Path(os.path.abspath(os.path.expanduser(path))).parts
 

@@ -89,10 +89,10 @@ def parse_request(text: str, where: str, drop: Sequence[str] = ()) -> dict[str, 
     if url not in URLS:
         raise InputError(f"{where}: url {url!r} is not {URLS[0]}, the one endpoint that batchspec takes; leave the line out")
     if not isinstance(custom_id, str | int) or isinstance(custom_id, bool):
-        raise InputError(f"{where}: custom_id={json.dumps(custom_id)[:60]} is not text; give every line one of its own")
+        raise InputError(f"{where}: custom_id={json.dumps(custom_id)[:60]} is not text; give every line a unique one, as text")
     if beside := [key for key in line if key not in (*LINE_KEYS, *drop)]:
         raise InputError(
-            f"{where}: {beside[0]} stands beside body, where nothing reads it; move it into body, or pass --drop {beside[0]}"
+            f"{where}: {beside[0]} is outside body, where nothing reads it; move it into body, or pass --drop {beside[0]}"
         )
     row: dict[str, Any] = {"id": str(custom_id), "messages": _messages(messages, where)}
     row |= _prefix(messages, where) if messages else {}
@@ -257,7 +257,7 @@ def _number(value: Any, kind: pa.DataType, where: str) -> int | float:
     whole = pa.types.is_integer(kind)
     if isinstance(value, bool) or not isinstance(value, int | float) or (whole and value % 1 != 0):
         raise InputError(f"{where}={json.dumps(value)[:60]} is not {'a whole number' if whole else 'a number'}; correct the line")
-    if (whole or isinstance(value, int)) and not -(1 << 63) <= value < 1 << 63:  # nor may a float hold such an int
+    if (whole or isinstance(value, int)) and not -(1 << 63) <= value < 1 << 63:  # a float may not hold such an integer either
         raise InputError(f"{where}={str(value)[:60]} does not fit in 64 bits; correct the line")
     return int(value) if whole else float(value)
 

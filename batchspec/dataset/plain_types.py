@@ -1,4 +1,4 @@
-"""Types of copied columns that every reader supports."""
+"""Types of copied input columns in the output: those that every reader supports."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import pyarrow as pa
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """The type in which a column of this type is copied: of a dictionary its values, as polars turns it into a Categorical, and
-    no views of text or bytes at any depth, as some readers refuse them and Arrow cannot repeat their rows.
+    """The type in which a column of this type is copied.
 
-    Raises ValueError for views of lists, as polars crashes on them and Arrow's cast to a list loses the values after a null, and
-    for structs without fields, which Parquet does not have.
+    A dictionary becomes the type of its values, because polars would turn it into a Categorical. Views of text or bytes become
+    plain text or bytes at any depth, because some readers refuse views, and Arrow cannot repeat their rows.
+
+    Raises ValueError for views of lists, because polars crashes on them and Arrow's cast to a list loses the values after a null,
+    and for structs without fields, which Parquet does not support.
     """
     if pa.types.is_dictionary(kind):
         return plain_type(kind.value_type)
@@ -19,7 +21,7 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 
 def _without_views(kind: pa.DataType) -> pa.DataType:
     made = _rebuilt(kind)
-    return kind if made == kind else made  # names inside a map, which Arrow does not compare, stay: they are in fingerprints
+    return kind if made == kind else made  # equal maps may differ in names of fields: fingerprints have the input's
 
 
 def _rebuilt(kind: pa.DataType) -> pa.DataType:

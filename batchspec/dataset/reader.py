@@ -100,9 +100,9 @@ def open_source(config: InputConfig, output_dir: str | None = None) -> Source:
 
     output_dir  the folder that the job will write to, which must not be a part of the input
 
-    Reads footers only (JSON lines and CSV: the whole file once). Raises ConfigError without a path, or for an output among the
-    input, and InputError if a path does
-    not exist or matches nothing, a file cannot be read, two files disagree about a column, or there are no rows.
+    Reads footers only (JSON lines and CSV: the whole file once). Raises ConfigError without a path, or if the input includes
+    output_dir, and InputError if a path does not exist or matches nothing, a file cannot be read, two files disagree about a
+    column, or there are no rows.
     """
     if not config.path:
         raise ConfigError("input.path is not set; give a Parquet, JSON-lines or CSV file, a folder, a glob or a list of them")

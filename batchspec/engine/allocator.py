@@ -127,7 +127,7 @@ class SlotAllocator:
         for their present tokens.
 
         round_s   seconds that a round over all slots takes at present, in the unit of the prefill cost
-        refill_s  seconds that a refill takes at present beside those of its tokens, if its pass is replayed; None: not measured
+        refill_s  fixed seconds of a refill whose pass is replayed (`RefillTimes`); None: not measured
         """
         self._free_passed_pages()
         free = self.slots.free()
@@ -151,11 +151,11 @@ class SlotAllocator:
         return group
 
     def _worth_a_prefill(self, num_free: int, round_s: float, refill_s: float | None = None) -> bool:
-        """Whether slots have been idle for as long as a refill takes beside the time of its tokens.
+        """Whether slots have been idle for as long as the fixed time of a refill, which does not depend on its tokens.
 
         Idle slots have then cost as much as the refill will: the sum of both is smallest there (Harris 1913, economic order
-        quantity). A pass that is replayed takes this time and that of its tokens. Another one takes as long as its launches or
-        its tokens, whichever is longer.
+        quantity). A pass that is replayed takes the fixed time and the time of its tokens. Another one takes as long as its
+        launches or its tokens, whichever is longer.
         """
         if num_free == self.batch.num_slots or self._scores:
             return num_free > 0

@@ -124,12 +124,12 @@ class Engine:
 
     @property
     def scheduler(self) -> Scheduler:
-        """Of the present run, or of the last one."""
+        """Decides the steps of the present run, or of the last one."""
         return self._current.scheduler
 
     @property
     def lazy(self) -> LazyStates | None:
-        """Rows of the present run that follow lazy automata; None if the engine was made without such."""
+        """Rows of the present run that follow lazy automata; None if no request may have one."""
         return self._current.lazy
 
     @torch.inference_mode()
@@ -179,7 +179,9 @@ class Engine:
                     del run.taken[one.state]
                 if is_over:
                     return
-        raise EngineInUse("another run of this engine has begun, which dropped the rows of this one; end a run before the next")
+        raise EngineInUse(
+            "another run of this engine has begun and dropped the rows of this one; end one run before the next begins"
+        )
 
     def use_kv_scales(self, values: torch.Tensor) -> None:
         """As `Target.use_kv_scales`, on all ranks. Call it only while no row has K or V."""
@@ -256,8 +258,8 @@ class Engine:
         return self._stopping
 
     def unfinished(self) -> list[Snapshot]:
-        """As of `EngineRun`, once all ranks agree on what was read. Call it in `on_round`, or after a `run` that was stopped or
-        failed. Empty if logprobs are asked for, because those of a row must come from one run."""
+        """As `EngineRun.unfinished`, after all ranks agree on what was read. Call it in `on_round`, or after a `run` that was
+        stopped or failed. Empty if logprobs are asked for, because those of a row must come from one run."""
         if self.options.logprobs is not None:
             return []
         if self.lead is not None:
@@ -271,7 +273,7 @@ class Engine:
             self.lead.read(result)
         slots, log = result.rows_of(launch.owners, self.slots.owner)
         self.totals.add(result, log)
-        self.totals.tokens += sum(segment.end - segment.begin for segment in launch.segments)  # of prompts that are scored
+        self.totals.tokens += sum(segment.end - segment.begin for segment in launch.segments)  # 0 unless prompts are scored
         self.totals.live_rows = self.slots.num_live
         self.planner.learn(launch, result, log.accepted_len)
         if self.planner.experts is not None:
@@ -283,7 +285,7 @@ class Engine:
             self.on_round(self.totals)
 
     def _end(self, state: RequestState, finish: int, now: float) -> None:
-        """As of `EngineRun`, once all ranks agree on what was read."""
+        """As `EngineRun.end`, after all ranks agree on what was read."""
         if self.lead is not None:
             self.lead.confirm()
         self._current.end(state, finish, now)

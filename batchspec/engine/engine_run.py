@@ -1,8 +1,8 @@
-"""The state of one run of the engine: made when the run begins, dropped as one when the next run begins.
+"""The state of one run of the engine: made when the run begins, dropped as a whole when the next run begins.
 
-What one run leaves to the next is the engine's: weights, captured graphs, measured times and acceptance, totals, states of lazy
-automata that were found (`LazyPlaces`), rows that the drafter learns from, and, if prefixes are kept, the pages. The executor's
-rows, the planner's clock and the leader's digest begin anew in `Engine._begin`.
+What one run leaves to the next belongs to the engine: weights, captured graphs, measured times and acceptance, totals, states of
+lazy automata that were found (`LazyPlaces`), rows that the drafter learns from, and, if prefixes are kept, the pages.
+`Engine._begin` resets the executor's rows, the planner's clock and the leader's digest.
 """
 
 from __future__ import annotations
@@ -122,15 +122,17 @@ class EngineRun:
         self._steps = self.scheduler.schedule()
 
     def next_step(self, *, stopping: bool) -> ScheduledStep:
-        """stopping: read what was launched, and launch nothing more."""
+        """stopping: the step only reads results that are outstanding; it launches nothing."""
         return self.scheduler.drain() if stopping else next(self._steps)
 
     def process(
         self, launch: Launch, result: PendingResult, slots: Slots, log: RoundLog, now: float
     ) -> list[tuple[RequestState, int]]:
-        """Add a result that was read: line i of `log` is that of the row in slots[i]; now: seconds of the host's clock.
+        """Add a result that was read.
 
-        Returns the requests that ended in it, for `end`, and the device's reason for each, 0 if the host ended it.
+        log  line i is that of the row in slots[i]
+        now  seconds of the host's clock
+        Returns the arguments of `end` for each request that ended: its state, and the device's reason, 0 if the host ended it.
         """
         if self._scores is not None:
             self._scores.add(launch, result.result, self.slots)
@@ -158,7 +160,7 @@ class EngineRun:
         self.scheduler.end(state, on_device=finish not in (0, WAITING))
         if state.finish_reason is None:
             state.end(finish)
-        if state.finish_reason == "error":  # its K/V may be the cause: rows that come later compute them anew
+        if state.finish_reason == "error":  # its K/V may be the cause: later rows must not share them
             self.pools.forget_prefix(state.prefix_hashes or ())
         self._check.add(Ended(state, slot, now))
 

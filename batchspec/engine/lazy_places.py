@@ -55,7 +55,7 @@ class KnownStates:
 class LazyPlaces:
     """Assigns places to states and masks, and collects the uploads. States with equal masks share one, in all automata.
 
-    All runs of an engine share it: later ones find the states of earlier ones.
+    All runs of an engine share it, so that later runs need not compute the states of earlier ones again.
     """
 
     def __init__(self, capacity: AutomataCapacity) -> None:
@@ -77,7 +77,7 @@ class LazyPlaces:
         """Free all places, and drop the uploads of states that are pending. No row may follow a state."""
         self.known.clear()
         self.epoch = new_epoch()
-        """States are numbered within it (`Ask`)."""
+        """The numbers of states are valid within one epoch only (`Ask`)."""
         self._sent, self._uploads = ([one for one in uploads if not len(one.at)] for uploads in (self._sent, self._uploads))
         self._next_word = max(1, self._capacity.table_words)  # 0 is not a place
         self._masks: dict[bytes, int] = {}
@@ -88,7 +88,7 @@ class LazyPlaces:
         return tuple(self._sent)
 
     def resend(self) -> None:
-        """A run begins. Upload again what the last step of the run before uploaded."""
+        """Upload again what the last step of the previous run uploaded: that step may have failed. Call it when a run begins."""
         self._sent, self._uploads = [], self._sent + self._uploads
 
     @property

@@ -48,7 +48,7 @@ class LazyStates:
     """All rows of a run that follow lazy automata. Arguments as of `Engine`."""
 
     def __init__(self, expanding: Expanding, vocabulary: TokenSymbols, places: LazyPlaces) -> None:
-        """places: states that earlier runs of the engine found, and room for those of this one."""
+        """places: has the states that earlier runs of the engine found; those of this run are added."""
         self._expanding, self._vocabulary, self._places = expanding, vocabulary, places
         self._rows: dict[int, _Row] = {}
         """By the id of the request's state, which the entry keeps alive."""

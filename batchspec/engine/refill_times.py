@@ -1,7 +1,8 @@
-"""Learns from the run how long a round takes, and how long a refill does beside its tokens.
+"""Learns from the results of a run how long a round takes, and the fixed time of a refill: what is left without the time that
+grows with its tokens.
 
-A refill is worth it once slots have idled for as long as its fixed time. That time cannot be known before the run: it includes
-the host's work between the rounds and the gap that this leaves on the device, which other threads and processes lengthen.
+A refill is worth it once slots have been idle for as long as its fixed time. That time cannot be known before the run: it
+includes the gap on the device while the host prepares the refill, which other threads and processes lengthen.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ FORGETTING = 0.98
 PRIOR = 0.3
 """Weight of each of the two assumed refills, of no tokens and of PRIOR_TOKENS, relative to a measured one."""
 PRIOR_TOKENS = 2048
+"""Tokens of the larger assumed refill."""
 NEWEST, FIRST = 0.1, 5
 """Weight of the newest round in the mean time of a round. Of the first five rounds of a draft length the shortest counts: one of
 them may include the capture of its graph."""
@@ -42,10 +44,10 @@ class RefillTimes:
         self._prior, self._prior_sums = PRIOR * (none + many), PRIOR * (none_sums + many_sums)
         self._matrix, self._sums = np.zeros((2, 2)), np.zeros(2)
         self.fixed_s = cost.replay
-        """Seconds of a refill beside those of its tokens."""
+        """Fixed seconds of a refill, without those of its tokens."""
         self._num_timed: Counter[int] = Counter()
         self.round_s: dict[int, float] = {}
-        """By draft length, the mean seconds of a round over all slots that follows another one."""
+        """By draft length, the mean seconds of a round over all slots that directly follows another round."""
         self.restart()
 
     def restart(self) -> None:
@@ -55,7 +57,7 @@ class RefillTimes:
 
     def add(self, launch: Launch, result: PendingResult) -> None:
         """Add the time since the result of the previous round: that of this round, and of the passes between the two."""
-        if launch.overlaps or (launch.is_prefill and not launch.num_prefilled):  # a pass beside the rounds
+        if launch.overlaps or (launch.is_prefill and not launch.num_prefilled):  # the pass runs concurrently with rounds
             self.restart()
         elif launch.is_prefill:
             self._num_tokens += launch.num_prefilled

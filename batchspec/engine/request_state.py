@@ -191,7 +191,8 @@ class RequestState:
     def enforce_budget(self) -> bool:
         """Close a thought that has used up its budget: drop the tokens after that position and append the closing tokens.
 
-        Returns False if the budget is not used up, or the model wrote the closing tokens there. They may end the request.
+        Returns False if the budget is not used up, or if the model wrote the closing tokens there itself. The closing tokens may
+        end the request.
         """
         forced = None if self.budget is None else self.budget.forced(self.tokens)
         if forced is None:
@@ -208,8 +209,8 @@ class RequestState:
         return True
 
     def _lose_logprobs_of_closings(self) -> None:
-        """Closing tokens that the model wrote by itself lose their logprobs as forced ones do: how many of them a round wrote
-        before the host forced the rest depends on its drafts."""
+        """Set the logprobs of closing tokens to NaN, even of those that the model wrote itself: how many it writes before the
+        host forces the rest depends on the drafts of the round."""
         for places in () if self.budget is None else self.budget.closings:
             self._replace_logprobs(slice(places.start, places.stop), len(places))
 

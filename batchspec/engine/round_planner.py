@@ -178,14 +178,14 @@ class RoundPlanner:
 
     @property
     def round_s(self) -> float:
-        """Seconds of a round over all slots with the newest round's draft length; without attention until such rounds have
-        followed each other in the run; 1 if nothing is timed."""
+        """Seconds of a round over all slots with the newest round's draft length: measured in the run once two such rounds have
+        followed each other, before that as timed by `prepare`, without attention; 1 if nothing is timed."""
         measured = {} if self._refills is None else self._refills.round_s
         return measured.get(self._draft_len) or self._round_s.get(self._draft_len, 1.0)
 
     @property
     def refill_s(self) -> float | None:
-        """Seconds of a refill by a pass that is replayed, beside those of its tokens; None if no pass is."""
+        """Fixed seconds of a refill whose pass is replayed (`RefillTimes`); None if no pass is."""
         return None if self._refills is None else self._refills.fixed_s
 
     def max_kv(self, longest: int) -> int | None:

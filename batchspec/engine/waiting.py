@@ -9,7 +9,7 @@ from batchspec.engine.request_state import RequestState
 
 
 class WaitingRequests:
-    """A queue. The stream is asked for a request only when a place of the queue is asked for that it does not have yet."""
+    """A queue that takes a request from the stream only when a place beyond its present end is asked for."""
 
     def __init__(self, stream: Iterator[RequestState | None]) -> None:
         """stream: None means that there is no request at present, but more may come."""

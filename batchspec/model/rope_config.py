@@ -71,19 +71,19 @@ def rope_part(config: ConfigReader) -> ConfigReader:
 
 
 def rope_kind(rope: ConfigReader) -> str:
-    """The value of rope_type, or else of type; `null`, which is not supported, if it is null."""
+    """The value of rope_type, or else of type; if that is null, the text `null`, which no family supports."""
     return rope.filled({"type": "default"}).text("rope_type" if "rope_type" in rope else "type", "null")
 
 
 def read_theta(config: ConfigReader, rope: ConfigReader, *, key: str = "rope_theta", usual: float = USUAL_THETA) -> float:
     """rope_theta of the rotary embedding's part of the config, or else `key` of the config; `usual` if both are missing. A null
-    is refused: it hides the values that would count without it."""
+    is refused: without it other values would be used."""
     return rope.number("rope_theta") if "rope_theta" in rope else config.filled({key: usual}).number(key)
 
 
 def read_rotary_dim(config: ConfigReader, rope: ConfigReader, head_dim: int) -> int | None:
     """int(head_dim * partial_rotary_factor), the factor from the rotary embedding's part of the config, or else from the
-    config. A null is 1 in the config, and refused in the part."""
+    config. In the config a null means 1; in the part it is refused."""
     part, usual = (rope, None) if "partial_rotary_factor" in rope else (config, 1.0)
     rotary_dim = int(head_dim * part.number("partial_rotary_factor", usual))
     if rotary_dim < 2 or rotary_dim % 2:

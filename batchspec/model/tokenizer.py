@@ -197,7 +197,7 @@ class Tokenizer:
             raise ValueError("it does not support tool_calls; leave the row out, or set model.chat_template to one that does")
 
     def problem_of(self, template_kwargs: Mapping[str, Any]) -> str | None:
-        """Why these variables would have no effect on a chat, or replace it; None if no template ignores them."""
+        """What is wrong with these variables: that no template reads one, or that one replaces the chat; None if nothing is."""
         for name in (name for name, value in template_kwargs.items() if value is not None):
             if name in ("messages", "tools"):
                 return f"template_kwargs.{name} would replace the {name} of the row"

@@ -105,7 +105,7 @@ class Admission:
             raise ConfigError("a chat needs a template, and the model has none; set model.chat_template, or give plain prompts")
         given = self.input.template_kwargs
         if chat and given and tokenizer is not None and (problem := tokenizer.problem_of(given)):
-            raise ConfigError(f"input.template_kwargs: the chat template refuses them ({problem}); correct or remove them")
+            raise ConfigError(f"input.template_kwargs does not fit the chat template: {problem}; correct or remove the key")
 
     def _own_constraints(self) -> Constraints:
         assert self.tokenizer is not None
@@ -114,8 +114,10 @@ class Admission:
         )  # fmt: skip
 
     def expect_constraints(self, constraints: Constraints | None = None) -> None:
-        """Prepare for constraints in rows that another admission admits for the same engine, or in later turns, if the tokenizer
-        allows any. constraints: compiler to share; None: make one.
+        """Prepare for constraints in rows that another admission admits for the same engine, or in later turns of conversations.
+        Without effect if the tokenizer allows no constraint.
+
+        constraints  compiler to share; None: make one
         """
         if self.constraints is None and self.tokenizer is not None and self.decode.max_new_tokens:
             with suppress(ConfigError):
@@ -172,7 +174,8 @@ class Admission:
             return replace(refused, sample_index=first.sample_index)
 
     def _check_turn(self, values: Mapping[str, Any]) -> None:
-        """Raises BadRow for a constraint that the job or its model excludes: perhaps no row had one when that was checked."""
+        """Raises BadRow for a constraint that the job or its model excludes. The check of the job does not find this if no key or
+        column asks for a constraint."""
         asked = next((name for name in COLUMNS if values.get(name) is not None), None)
         if asked is None:
             return

@@ -1,7 +1,7 @@
 """Keys and columns that would have no effect with this input or this model are refused by name.
 
-Each was given for a purpose, and without an error nobody would notice that the outputs are others than those asked for. A job
-that was begun by an earlier version, which took them, goes on.
+Each was given for a purpose. Without an error nobody would notice that it changed nothing in the output. A job that was begun by
+an earlier version, which took such keys, goes on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 OF_CHATS = ("input.final_assistant", "input.template_kwargs", "input.template_date", "model.chat_template")
 """Keys that only chats read."""
 CHAT_COLUMNS = ("system", "tools", "template_kwargs", "final_assistant")
-"""Columns that only chats read. With prompts of text, which `input.chat` makes chats, rows that fill them are error rows."""
+"""Columns that only chats read. If prompts are text and `input.chat` is false, rows that fill them are error rows."""
 DECODED_COLUMNS = (
     "stop", "schema", "regex", "choice", "grammar", "response_format", "thinking_token_budget", "synthetic_len"
 )  # fmt: skip
@@ -33,38 +33,41 @@ DECODED_COLUMNS = (
 def check_columns(config: RunConfig, columns: ColumnMap, source: Source) -> None:
     """Raises InputError for a mapped column that no row can use. A column without any value asks for nothing."""
     if columns.prompt_kind == "prompt_ids":
-        _refuse(columns, source, CHAT_COLUMNS, "is for chats, and the prompts of this input are prompt_ids")
+        _refuse(columns, source, CHAT_COLUMNS, "applies to chats, and the prompts of this input are prompt_ids")
     if config.decode.max_new_tokens == 0:
-        _refuse(columns, source, DECODED_COLUMNS, "is for answers, and decode.max_new_tokens=0 scores prompts")
+        _refuse(columns, source, DECODED_COLUMNS, "applies to answers, and decode.max_new_tokens=0 only scores prompts")
 
 
 def _refuse(columns: ColumnMap, source: Source, names: tuple[str, ...], why: str) -> None:
     for name in names:
         column = columns.get(name)
         if column is not None and any(map(_has_value, source.column(column))):
-            raise InputError(f"column {column!r} ({name}) {why}; leave it unread: input.columns.{name}=null")
+            raise InputError(f"column {column!r} ({name}) {why}; ignore the column with input.columns.{name}=null")
 
 
 def _has_value(values: pa.Array) -> bool:
     """Whether any value is neither null nor an empty list."""
     if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
         return bool(pc.any(pc.greater(pc.list_value_length(values), 0)).as_py())
-    return values.null_count < len(values)
+    return bool(values.null_count < len(values))
 
 
 def check_keys_of_input(config: RunConfig, columns: ColumnMap) -> None:
     """Raises ConfigError for a key that this input leaves without effect."""
     kind, usual, decode = columns.prompt_kind, RunConfig(), config.decode
     if kind == "prompt_ids" and config.input.chat:
-        raise ConfigError("input.chat=true is for a column of text, and the prompts of this input are prompt_ids; remove it")
+        raise ConfigError("input.chat=true applies to text, and the prompts of this input are prompt_ids; remove the key")
     if kind != "messages" and not config.input.chat:
         for key in OF_CHATS:
             if (value := value_of(config, key)) != value_of(usual, key):
-                instead = "set input.chat=true or remove it" if kind == "prompt" else "remove it"
-                raise ConfigError(f"{key}={value} is for chats, and column {columns.prompt_column!r} ({kind}) is none; {instead}")
+                instead = "set input.chat=true or remove the key" if kind == "prompt" else "remove the key"
+                raise ConfigError(
+                    f"{key}={value} applies to chats, and column {columns.prompt_column!r} ({kind}) has none; {instead}"
+                )
     if decode.thinking_closing and decode.thinking_token_budget is None and columns.get("thinking_token_budget") is None:
         raise ConfigError(
-            "decode.thinking_closing without decode.thinking_token_budget, key or column, is never written; set one or remove it"
+            "decode.thinking_closing has no effect without a thinking budget; set decode.thinking_token_budget, add a column "
+            "thinking_token_budget, or remove the key"
         )
 
 
@@ -76,15 +79,16 @@ def check_keys_of_model(config: RunConfig, spec: ModelSpec, *, thinks: bool) -> 
     output = config.output
     if output.reasoning_in_messages and output.messages != "full":
         raise ConfigError(
-            f"output.reasoning_in_messages=true with output.messages={output.messages}: no answer is in messages; remove one"
+            f"output.reasoning_in_messages=true has no effect with output.messages={output.messages}, which leaves answers out "
+            "of messages; remove one"
         )
     if output.reasoning_in_messages and not thinks:
         raise ConfigError(
             "output.reasoning_in_messages=true needs think tokens, and the tokenizer has no known ones; "
-            "name them, model.think_tokens=[<think>,</think>], or remove the key"
+            "name the model's, as in model.think_tokens=[<think>,</think>], or remove the key"
         )
     correlation = config.packing.expert_correlation
     if correlation != RunConfig().packing.expert_correlation and spec.experts is None:
         raise ConfigError(
-            f"packing.expert_correlation={correlation} is for a mixture of experts, and the model has no experts; remove it"
+            f"packing.expert_correlation={correlation} applies to experts (MoE), and the model has none; remove the key"
         )

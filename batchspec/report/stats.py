@@ -194,7 +194,7 @@ class _Tally:
         bucket = pl.sum_horizontal(pl.col("prompt_tokens") >= edge for edge in PROMPT_EDGES)
         names = dict(enumerate(PROMPT_BUCKETS))
         self.by_prompt_tokens = _summed(self.by_prompt_tokens, spec, bucket.replace_strict(names, return_dtype=pl.String))
-        answered = rows.filter(pl.col("finish_reason") != "error")  # with draft=none too
+        answered = rows.filter(pl.col("finish_reason") != "error")  # also those without drafts
         self.by_group = _summed(self.by_group, answered, pl.col("group"))
         rated = spec.filter(pl.col("mean_length").is_not_null()).select(*ROW_KEY, "tokens", "mean_length")
         order = ["mean_length", "row_index", "sample_index"]

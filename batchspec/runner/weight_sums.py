@@ -18,8 +18,8 @@ from batchspec.runstate.claims import this_process
 from batchspec.runstate.output_folder import WEIGHTS, OutputFolder
 
 UNKNOWN = (
-    "the weights of earlier runs are known by samples only: none of them kept sums (batchspec did not before this version); this "
-    "run keeps those of its own"
+    "the weights were compared with earlier runs by samples only, because those runs, of an earlier version of batchspec, kept "
+    "no sha256 of the tensors; this run keeps them"
 )
 
 

@@ -24,8 +24,8 @@ LATER_FACTS = ("model.config", "model.quantization", "model.tensors")
 """Trainings begun before these facts existed lack them, and are compared without them."""
 FIRST_RUN = "its first run"
 UNKNOWN = (
-    "the target's weights of earlier runs are known by samples only: none of them kept sums (batchspec did not before this "
-    "version); this run keeps those of its own"
+    "the target's weights were compared with earlier runs by samples only, because those runs, of an earlier version of "
+    "batchspec, kept no sha256 of the tensors; this run keeps them"
 )
 _OWN = (RECORD, STATE, f".{STATE}", f".{RECORD}", CONFIG, f".{CONFIG}", WEIGHTS, f".{WEIGHTS}")
 

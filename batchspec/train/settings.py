@@ -177,7 +177,8 @@ def _drafter(run: TrainRun) -> None:
     usual = TrainRun()
     if run.draft.path is None and run.draft.aux_layers != usual.draft.aux_layers:
         raise ConfigError(
-            f"draft.aux_layers={run.draft.aux_layers} says how draft.path is read, and a new head is trained; remove it"
+            f"draft.aux_layers={run.draft.aux_layers} says how the head draft.path is read, and draft.path is not set; "
+            "remove the key"
         )
     for key in (*(f"draft.{name}" for name in asdict(run.draft)), *UNREAD):
         if key not in READ and value_of(run, key) != value_of(usual, key):

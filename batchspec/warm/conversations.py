@@ -54,7 +54,8 @@ NextTurn = Callable[[Turn], "Sequence[Message] | Mapping[str, Any] | None"]
 
 
 class _CallbackFailed(Exception):
-    """`next_turn` has raised `error`, which must pass through the engine without counting as an error of its own."""
+    """`next_turn` has raised `error`, which must reach the caller unchanged: the engine must not take it for an error of its own,
+    such as lack of memory."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
@@ -93,7 +94,7 @@ class Conversations:
             raise ConfigError(
                 f"conversations need chats, and the rows have {self._kind}; give messages, or prompt with input.chat=true"
             )
-        self._job.admission.expect_constraints(call.constraints)  # a turn may bring one, though no row has any
+        self._job.admission.expect_constraints(call.constraints)  # a turn may bring a constraint, even if no row has one
         self._open: dict[tuple[int, int], _Conversation] = {}
         self._ready: deque[Request] = deque()
         self._answers: queue.SimpleQueue[tuple[_Conversation, Request | Completion | BaseException | None]] = queue.SimpleQueue()
@@ -181,7 +182,7 @@ class Conversations:
         """Ask for the next turn, in a thread of the pool, and admit it."""
         answer: Request | Completion | BaseException | None
         try:
-            chat = self._with_answer(deepcopy(conversation.chat), completion)  # next_turn may edit it: the output has its own
+            chat = self._with_answer(deepcopy(conversation.chat), completion)  # next_turn may edit its copy
             row = self._row(completion.row_index)
             given = self._next_turn(Turn(completion=completion, messages=chat, row=row, number=conversation.number))
             answer = None if given is None else self._admitted(conversation, given)

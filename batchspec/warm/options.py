@@ -34,7 +34,7 @@ NOT_HERE = {
 }
 """Keys, or groups of them, that a warm engine does not take, and why."""
 TAKEN, OF_RANKS = ("cluster.tensor_parallel",), ("cluster.watchdog_s",)
-"""Of those groups the keys that it does take; and those that it takes if several processes compute the model."""
+"""Keys of those groups that it takes: always; if several processes compute the model."""
 
 
 def warm_config(options: Options, job: str | None = None) -> RunConfig:

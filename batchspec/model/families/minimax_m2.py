@@ -44,10 +44,10 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
 
 
 def _rope(config: ConfigReader) -> RopeSpec:
-    """The rotary embedding. Published files have rotary_dim where others have partial_rotary_factor, which counts first.
+    """The rotary embedding. Published files have rotary_dim where others have partial_rotary_factor, which takes precedence.
 
     transformers takes a partial_rotary_factor that is null for one that is given, and rotates whole heads; other engines rotate
-    rotary_dim. So a file with both is refused, unless the rotary embedding's own part decides.
+    rotary_dim. So a file with rotary_dim and that null is refused, unless the rotary embedding's own part decides.
     """
     head_dim, key = read_heads(config)[1], "partial_rotary_factor"
     if config.given("rotary_dim"):

@@ -70,7 +70,7 @@ class WeightFormat(Protocol):
         """What the rank with this share holds. Raises ConfigError if that divides a block."""
 
     def holds(self, spec: GroupedSpec) -> bool:
-        """Whether files have a grouped product in this format; otherwise it is plain there."""
+        """Whether checkpoints store a grouped product in this format; otherwise they store it unquantised."""
 
     def grouped_tensors(self, spec: GroupedSpec) -> tuple[TensorSpec, ...]:
         """What a file holds for a grouped product: names, shapes and dtypes."""
