@@ -89,8 +89,8 @@ def check(config: dict[str, Any], folder: Path) -> str:
         ours = our_logits(folder, spec, model)
     except CheckpointError as error:
         return str(error)
-    # Logits of up to 14, as with Gemma 3's default head_dim of 256, differ by 2e-4 from rounding alone: those of each side differ by
-    # 1e-4 from its own in float64.
+    # Logits of up to 14, as with Gemma 3's default head_dim of 256, differ by 2e-4 from rounding alone: those of each side differ
+    # by 1e-4 from its own in float64.
     torch.testing.assert_close(ours, theirs, atol=1e-4 * max(1.0, float(theirs.abs().max()) / 4), rtol=1e-4)
     return "equal"
 
