@@ -69,7 +69,7 @@ def run_job(config: RunConfig, source: Source | None = None, *, group: Group | N
     output = check_output(job)
     start_up.done("checks")
     retry = new_retry(job, output)
-    resumes = output.is_job() and not output.begins_anew(config.output.overwrite)
+    resumes = not output.begins_job(config.output.overwrite)
     finished = output.finished() if resumes else set()
     complete = retry is None and resumes and len(finished) == output.num_shards
     if complete:
@@ -97,9 +97,8 @@ def run_job(config: RunConfig, source: Source | None = None, *, group: Group | N
 
 
 def is_new(config: RunConfig) -> bool:
-    """Whether a run begins a job, and does not go on with one of an earlier run."""
-    output = None if config.output.dir is None else OutputFolder(config.output.dir)
-    return output is None or not output.is_job() or output.begins_anew(config.output.overwrite)
+    """As `OutputFolder.begins_job`, for the output folder of this configuration, if it has one."""
+    return config.output.dir is None or OutputFolder(config.output.dir).begins_job(config.output.overwrite)
 
 
 def nothing_to_retry(config: RunConfig) -> str:
@@ -127,7 +126,7 @@ def compute(
     surveyed_s = start_up.reached_s
     if retry is not None:
         finished = finished - set(retry.shards)
-    new_job = not output.is_job() or output.begins_anew(job.config.output.overwrite)
+    new_job = output.begins_job(job.config.output.overwrite)
     is_retry = retry is not None or (not new_job and output.generation is not None)
     num_errors = job_stats(output.path).error_rows if finished and not is_retry else 0
     check_errors(job, num_errors)

@@ -233,6 +233,10 @@ class JobFolder:
         check_own(self._store, new.job)
         self._store.put(MANIFEST, new.to_json())
 
+    def begins_job(self, overwrite: bool) -> bool:
+        """Whether a run with this output.overwrite begins a job, and does not go on with one of an earlier run."""
+        return not self.is_job() or self.begins_anew(overwrite)
+
     def begins_anew(self, overwrite: bool) -> bool:
         """Whether a run with this output.overwrite deletes a job: one exists, and it was not begun by this run's command."""
         if not (overwrite and self.is_job()):
