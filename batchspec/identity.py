@@ -67,7 +67,7 @@ def job_fingerprint(job: Job) -> dict[str, str]:
 
 
 def weight_parts(folder: Path, *, dummy: bool) -> dict[str, Any]:
-    """What tells a model's weights before they are loaded, and how they are stored beside config.json."""
+    """What identifies a model's weights before they are loaded: their files, and the file that says how they are quantised."""
     file = folder / CONFIG_FILE
     parts = {"model.quantization": file.read_text(encoding="utf-8") if file.is_file() else None}
     if dummy:

@@ -1,7 +1,7 @@
 """Triton's interpreter without the work that it repeats: the same results in half of its time.
 
-A test's tiles hold a few numbers. NumPy's work on them is little beside Triton's own, which makes types, shapes and tables anew
-for each operation. Here they are made once. Unusual arguments go to Triton's own function, wrong ones too;
+A test's tiles hold a few numbers, so that NumPy computes them quickly. Most of the time goes to Triton, which makes types, shapes
+and tables again for each operation. Here they are made once. Unusual arguments go to Triton's own function, wrong ones too;
 test_interpreter.py compares both.
 """
 

@@ -422,12 +422,12 @@ def test_after_an_error_in_batchspec_no_more_is_asked_of_the_process(monkeypatch
     assert "KeyError" in found
 
 
-@pytest.mark.parametrize("beside", [GRAMMARS[0], GRAMMARS[1]], ids=["another grammar", "its own grammar"])
-def test_an_ask_that_fails_because_of_other_rows_states_gives_no_error(beside: Grammar) -> None:
+@pytest.mark.parametrize("other_grammar", [GRAMMARS[0], GRAMMARS[1]], ids=["another grammar", "its own grammar"])
+def test_an_ask_that_fails_because_of_other_rows_states_gives_no_error(other_grammar: Grammar) -> None:
     """Neither row fails alone. The first one to ask in an epoch gets its state, so that both go on by turns."""
     process = ScarceProcess(most=60)
     one, other = (
-        Ask(lazy(beside), ANSWER, (4, 4, 4, 3, 3, 3, 3, 3) if beside is GRAMMARS[1] else (3,) * 10, 1, True),
+        Ask(lazy(other_grammar), ANSWER, (4, 4, 4, 3, 3, 3, 3, 3) if other_grammar is GRAMMARS[1] else (3,) * 10, 1, True),
         Ask(lazy(GRAMMARS[1]), ANSWER, (3, 4) * 4, 1, True),
     )
     for epoch in (1, 2, 3, 4):

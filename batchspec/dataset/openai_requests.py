@@ -90,9 +90,9 @@ def parse_request(text: str, where: str, drop: Sequence[str] = ()) -> dict[str, 
         raise InputError(f"{where}: url {url!r} is not {URLS[0]}, the one endpoint that batchspec takes; leave the line out")
     if not isinstance(custom_id, str | int) or isinstance(custom_id, bool):
         raise InputError(f"{where}: custom_id={json.dumps(custom_id)[:60]} is not text; give every line a unique one, as text")
-    if beside := [key for key in line if key not in (*LINE_KEYS, *drop)]:
+    if extra := [key for key in line if key not in (*LINE_KEYS, *drop)]:
         raise InputError(
-            f"{where}: {beside[0]} is outside body, where nothing reads it; move it into body, or pass --drop {beside[0]}"
+            f"{where}: {extra[0]} is outside body, where nothing reads it; move it into body, or pass --drop {extra[0]}"
         )
     row: dict[str, Any] = {"id": str(custom_id), "messages": _messages(messages, where)}
     row |= _prefix(messages, where) if messages else {}

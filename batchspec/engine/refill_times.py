@@ -23,9 +23,10 @@ PRIOR = 0.3
 """Weight of each of the two assumed refills, of no tokens and of PRIOR_TOKENS, relative to a measured one."""
 PRIOR_TOKENS = 2048
 """Tokens of the larger assumed refill."""
-NEWEST, FIRST = 0.1, 5
-"""Weight of the newest round in the mean time of a round. Of the first five rounds of a draft length the shortest counts: one of
-them may include the capture of its graph."""
+NEWEST = 0.1
+"""Weight of the newest round in the mean time of a round."""
+FIRST = 5
+"""Of so many first rounds of a draft length only the shortest counts: one of them may include the capture of its graph."""
 
 
 class RefillTimes:

@@ -1,7 +1,7 @@
 """Keys and columns that would have no effect with this input or this model are refused by name.
 
-Each was given for a purpose. Without an error nobody would notice that it changed nothing in the output. A job that was begun by
-an earlier version, which took such keys, goes on.
+The user set it for a reason, and the output would not show that it changed nothing. A job that an earlier version of batchspec
+began with such a key goes on.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ refused by its name. Annotations and unknown keywords, names of formats included
 Source: https://json-schema.org/draft/2020-12, and draft-04 to draft-07 where they differ.
 
 Schemas that hold at once are not merged: the values of all their leaves are built (`leaves.py`). A leaf with anyOf, oneOf,
-not, if or dependencies is replaced by alternatives: each is a list of schemas, all of which hold (`alternatives.py`).
+not, if or dependencies is replaced by alternatives. An alternative is a list of schemas, and a value must satisfy all of them
+(`alternatives.py`).
 """
 
 from __future__ import annotations
