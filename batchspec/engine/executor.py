@@ -31,7 +31,7 @@ from batchspec.engine.step import ScheduledRound, ScheduledStep
 from batchspec.engine.tree_round import round_for
 from batchspec.kernels.common.compile_ahead import compile_ahead
 from batchspec.model.target import Target
-from batchspec.records import PackedBatch
+from batchspec.records import ExpectedRows, PackedBatch
 from batchspec.token_automaton import TokenSymbols
 
 NUM_PROBES = 3
@@ -167,6 +167,10 @@ class Executor:
             self._move_row()
         cost = rehearse(self.round, self.rows, max_tokens=self.batch.prefill_tokens, longest=_longest(self.batch), mode=mode)
         return cost if self.prefill_graphs is None else self.prefill_graphs.learn(cost, mode, longest=_longest(self.batch))
+
+    def prepare_passes(self, expected: ExpectedRows, mode: SamplingMode, *, round_s: float) -> int:
+        """As `PrefillGraphs.prepare`; 0 if no pass is a graph. Only after `rehearse`; no row may be live."""
+        return 0 if self.prefill_graphs is None else self.prefill_graphs.prepare(expected, mode, round_s=round_s)
 
     def compile_ahead(self, mode: SamplingMode, shapes: Sequence[Shape]) -> bool:
         """Compile the kernels of `rehearse` and of these rounds, several at a time; nothing is computed.
