@@ -166,4 +166,5 @@ def test_an_empty_stream_is_asked_no_more_once_it_has_ended() -> None:
     allocator = SlotAllocator(packed(2), engine_of("none").pools, stream)
     assert not allocator.exhausted
     assert allocator.exhausted
+    assert allocator.refill_is_due()
     assert allocator.refill() == []

@@ -147,6 +147,7 @@ class StandInExecutor(Executor):
         kind = "refill" if step.prefill is not None else "round" if step.round is not None else "other"
         self._watch.lap(f"schedule {kind}")
         super().execute(step)
+        self.num_left_at_refill = 1  # as if the device never had to wait
         self._watch.lap(f"launch {kind}")
 
     def read(self) -> PendingResult:

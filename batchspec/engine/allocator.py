@@ -122,18 +122,19 @@ class SlotAllocator:
         promised: Counts = np.maximum(missing, 0)[:, slots.owner >= 0].sum(1)
         return promised
 
-    def refill(self, round_s: float = 1.0, refill_s: float | None = None) -> list[RequestState]:
-        """Choose the requests to prefill before the next round: they get slots, share the pages of cached prefixes, and get pages
-        for their present tokens.
+    def refill_is_due(self, round_s: float = 1.0, refill_s: float | None = None) -> bool:
+        """Whether to refill the free slots now. Call it once before each round: it adds up for how long they have been idle.
 
         round_s   seconds that a round over all slots takes at present, in the unit of the prefill cost
         refill_s  fixed seconds of a refill whose pass is replayed (`RefillTimes`); None: not measured
         """
         self._free_passed_pages()
-        free = self.slots.free()
-        if not self._worth_a_prefill(len(free), round_s, refill_s):
-            return []
-        self._idle = 0.0
+        return self._worth_a_prefill(self.slots.num_free, round_s, refill_s)
+
+    def refill(self) -> list[RequestState]:
+        """Choose the requests to prefill now: they get the free slots, share the pages of cached prefixes, and get pages for
+        their present tokens."""
+        free, self._idle = self.slots.free(), 0.0
         group: list[RequestState] = []
         promised = self.promised().tolist()
         passed = 0

@@ -100,6 +100,9 @@ class Executor:
             self.prefill_graphs = PrefillGraphs(self.round, self.rows, self.graphs, max_tokens=batch.most_graph_tokens)
         self._prefill = PrefillRunner(self.round, self.rows, overlap=overlap, graphs=self.prefill_graphs)
         self._pending: deque[PendingResult] = deque()
+        self.num_left_at_refill: int | None = None
+        """Number of earlier rounds and passes that the device had not done when the newest refill had been launched: 0 if the
+        device may have waited for the host. None: rounds are not captured, and may be done when their launch returns."""
         self.can_overlap = self._prefill.can_overlap
 
     def execute(self, step: ScheduledStep) -> None:
@@ -120,7 +123,10 @@ class Executor:
         if step.wakes:
             self.rows.wake(step.wakes)
         if step.prefill is not None:
+            earlier = tuple(self._pending)
             self._pending += self._prefill.run(step.prefill)
+            if self.graphs.captures:
+                self.num_left_at_refill = sum(not result.has_arrived for result in earlier)
         if step.grants:
             self.rows.grant([(grant.slot, grant.first_column, grant.pages) for grant in step.grants])
         if step.round is not None:

@@ -78,6 +78,11 @@ class SlotTable:
         found = [mode for mode, count in self._modes.items() if count]
         return found[0] if len(found) == 1 else SamplingMode.union(found)
 
+    @property
+    def num_free(self) -> int:
+        """Number of slots without a request."""
+        return len(self.requests) - self.num_live
+
     def free(self) -> list[int]:
         """Slots without a request."""
         found: list[int] = np.flatnonzero(self.owner < 0).tolist()
