@@ -140,15 +140,18 @@ class SlotAllocator:
         passed = 0
         if self.lazy is not None:
             self.lazy.collect()
-        for slot in free:
+        for _ in free:
             place = self._waiting.first(passed, self.batch.num_slots, self._has_its_state)
-            if place is None or not self._admit(state := self._waiting[place], promised):
+            if place is None or not self._admit(
+                state := self._waiting[place], promised, alone=not (self.slots.num_live or group)
+            ):
                 break
             passed = place
             del self._waiting[place]
-            self.slots.place(state, slot, self._num_refills)
-            self._num_refills += 1
             group.append(state)
+        if group:
+            self.slots.place(group, free[: len(group)], self._num_refills)
+            self._num_refills += len(group)
         return group
 
     def _worth_a_prefill(self, num_free: int, round_s: float, refill_s: float | None = None) -> bool:
@@ -198,11 +201,12 @@ class SlotAllocator:
             return AMPLE_PAGES
         return GROW_PAGES if all(pool.num_free - count > GROW_PAGES * num_slots for pool in pools) else 0
 
-    def _admit(self, state: RequestState, promised: list[int]) -> bool:
+    def _admit(self, state: RequestState, promised: list[int], *, alone: bool) -> bool:
         """Grant pages for the request's tokens and the one that its prefill emits, if the pool can also hold what all requests
         are predicted to need later.
 
         promised  by K/V group, pages that the requests in slots are predicted to need; this request's are added
+        alone     no request is in a slot or about to enter one: the request gets what there is
         """
         request = state.request
         most = self.pages_for(state.max_tokens + self._num_lookahead_slots)
@@ -221,7 +225,7 @@ class SlotAllocator:
         for group, (first, held) in enumerate(zip(prefix.first, prefix.num_held, strict=True)):
             # A group with a window holds all pages of the row during its prefill, and fewer later.
             needed = max(expected[group], num_columns - first) - held + num_idle[group]
-            if self.slots.num_live and promised[group] + needed > self.pools.pools[group].num_free:
+            if not alone and promised[group] + needed > self.pools.pools[group].num_free:
                 return False
         if isinstance(request.automaton, TokenAutomaton) and not self._hold(request.automaton):
             return False
