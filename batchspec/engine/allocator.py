@@ -23,7 +23,7 @@ from batchspec.engine.step import PageGrant
 from batchspec.engine.waiting import WaitingRequests
 from batchspec.errors import CapacityError
 from batchspec.lazy_automaton import LazyAutomaton
-from batchspec.records import PackedBatch, Request
+from batchspec.records import PackedBatch
 from batchspec.token_automaton import TokenAutomaton
 
 SHORT_CAP_TOKENS = 512
@@ -32,6 +32,11 @@ GROW_PAGES, AMPLE_PAGES = 4, 32
 """Pages that a row may get before it needs them. It gets AMPLE_PAGES if half of the pool stays free even when every slot gets as
 many, GROW_PAGES if the pool has as many for every slot, else none. So page tables are written every few rounds and not every
 round; for rows with a short limit once."""
+
+
+TAKEN_AHEAD = 8
+"""Maximum number of requests that are taken from their stream before there are free slots for them: of 256 rows that take 60
+rounds each, four end in a round."""
 
 
 class SlotAllocator:
@@ -84,6 +89,13 @@ class SlotAllocator:
         """The smallest row bucket that holds every slot with a request."""
         taken = np.flatnonzero(self.slots.owner >= 0)
         return min(b for b in self.batch.row_buckets if b > taken.max(initial=-1))
+
+    def take_ahead(self, count: int) -> None:
+        """Take up to `count` requests from their stream for slots that are free or will be soon, and hash their prompts. The next
+        refill then need not do it while the device may wait for its rows."""
+        self._waiting.take_ahead(count, self.slots.num_free + TAKEN_AHEAD)
+        for state in self._waiting:
+            self._hash(state)
 
     def _has_its_state(self, state: RequestState) -> bool:
         """Whether the state that the request enters with is known. A lazy automaton's may still be computed; later requests do
@@ -215,9 +227,7 @@ class SlotAllocator:
                 f"request {request.request_id!r}: prompt and output of {state.max_tokens} tokens need {most} pages,"
                 f" the pool has {self.pools.most_columns}; raise packing.pages or packing.memory_gb"
             )
-        if state.prefix_hashes is None:  # computed once: a request that waits for pages gets here every round
-            state.prefix_hashes = self._hashes(request)
-        hashes = state.prefix_hashes
+        hashes = self._hash(state)
         # The last prompt token is always computed: its logits give the first output token.
         prefix = self.pools.match(hashes[: (len(request.prompt_ids) - 1) // self.batch.page_size])
         num_columns = self.pages_for(state.num_tokens)
@@ -236,15 +246,17 @@ class SlotAllocator:
             promised[group] += max(0, expected[group] - held)
         return True
 
-    def _hashes(self, request: Request) -> list[bytes]:
-        """Hashes of the prompt's full pages, as far as they may be shared.
+    def _hash(self, state: RequestState) -> list[bytes]:
+        """Hashes of the prompt's full pages, as far as they may be shared; computed once.
 
         None are shared if prompts are scored and a layer has a window: the last shared token is computed again, and its window
         may reach a key that no shared page holds any more.
         """
-        if self._scores and self.pools.any_window:
-            return []
-        return prefix_hashes(request.prompt_ids, self.batch.page_size, lookahead=self._lookahead, adapter=request.adapter)
+        if state.prefix_hashes is None:
+            request, shares = state.request, not (self._scores and self.pools.any_window)
+            ids = request.prompt_ids if shares else request.prompt_ids[:0]
+            state.prefix_hashes = prefix_hashes(ids, self.batch.page_size, lookahead=self._lookahead, adapter=request.adapter)
+        return state.prefix_hashes
 
     def _hold(self, automaton: TokenAutomaton) -> bool:
         """Whether the automaton is on the device, or gets space there."""

@@ -217,6 +217,11 @@ class Engine:
             self._process()
         return self._current.take_ended(stopping=self._stopping)
 
+    def take_ahead(self, count: int) -> None:
+        """Take up to `count` requests that the stream can give without waiting, and prepare them for the next refill: it takes
+        the host less time then. No more are taken than the next refills need. Call it in `on_round`."""
+        self._current.take_ahead(count)
+
     def stop(self) -> None:
         """End the present `run`, or the next one, at its next step, and every later one: launched work is read, nothing more is
         launched.
