@@ -258,7 +258,7 @@ def test_a_finished_rows_prefix_is_found_until_its_pages_are_taken() -> None:
     keys = prefix_hashes(ids, 4)
     pages = pool.take(2)
     for page, key in zip(pages, keys, strict=True):
-        pool.cache_prefix(page, key)
+        pool.cache_prefix([page], [key])
     pool.release(pages)
     assert pool.match(keys) == pages
     assert pool.num_free == 6
@@ -273,13 +273,13 @@ def test_a_forgotten_prefix_is_not_found_and_no_page_is_lost() -> None:
     pool = PagePool(7)
     owned, idle, other = pool.take(2), pool.take(2), pool.take(1)
     for page, key in zip([*owned, *idle, *other], (b"a", b"b", b"c", b"d", b"e"), strict=True):
-        pool.cache_prefix(page, key)
+        pool.cache_prefix([page], [key])
     pool.release([*idle, *other])
     pool.forget_prefix([b"a", b"b", b"c", b"d", b"never cached"])
     assert [pool.find(key) for key in (b"a", b"b", b"c", b"d")] == [None] * 4
     assert pool.match([b"e"]) == other
     (new,) = pool.take(1)
-    pool.cache_prefix(new, b"a")
+    pool.cache_prefix([new], [b"a"])
     assert pool.match([b"a"]) == [new], "computed anew"
     pool.release(owned)
     assert sorted(pool.take(5)) == sorted({1, 2, 3, 4, 5, 6} - {new})
