@@ -29,6 +29,7 @@ from batchspec.model.weight_files import weight_files
 from batchspec.model.weights import Checkpoint
 from batchspec.packing.constraints import asked_by
 from batchspec.packing.cost import Rates, device_rates
+from batchspec.packing.feed import window_shards
 from batchspec.packing.memory import graph_tokens, prefill_graph_bytes
 from batchspec.packing.planner import GPU_PREFILL, PAGE_SIZE, Demand, choose_batch, free_memory
 from batchspec.packing.row_settings import sampling_advice
@@ -122,7 +123,7 @@ def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
     """The engine for a surveyed job, see `load_engine`. It does not decode texts: the code that makes the tables does that."""
     demand = seen.demand(job.source.num_rows, job.admission.max_len)
     return load_engine(
-        job, demand, progress, shares_prefix=demand.shares_prefix, defers_text=True, most_rounds=most_last_rounds(job)
+        job, demand, progress, shares_prefix=demand.shares_prefix, defers_text=True, most_rounds=most_last_rounds(job), seen=seen
     )
 
 
@@ -138,13 +139,14 @@ def most_last_rounds(job: Job) -> int | None:
 
 def load_engine(
     job: Job, demand: Demand, progress: ProgressBar, *, shares_prefix: bool = False, defers_text: bool = False,
-    most_rounds: int | None = None,
+    most_rounds: int | None = None, seen: Survey | None = None,
 ) -> Engine:  # fmt: skip
     """Load the weights, choose the shape from the remaining memory, set up the engine; shows each step on the progress line.
 
     shares_prefix  prepare the graphs of rounds whose rows share a prefix of many pages
     defers_text    as for `Engine`
     most_rounds    as for `Engine.prepare`
+    seen           the survey, if one was made: prefill passes that its rows will need are prepared
     """
     config = job.config
     dtype = str(job.dtype).removeprefix("torch.")
@@ -185,7 +187,11 @@ def load_engine(
     if job.device.type == "cuda":
         progress.phase("compiling kernels and capturing the graphs of the rounds")
         progress.start_up.done("batch and drafter")
-        engine.prepare(usual_mode(job), shared=shares_prefix, most_rounds=most_rounds)
+        expected = None
+        if seen is not None:
+            ordered_together = job.shard_rows * window_shards(batch.num_slots, job.shard_rows)
+            expected = seen.expected_rows(job.source.num_rows, ordered_together)
+        engine.prepare(usual_mode(job), shared=shares_prefix, most_rounds=most_rounds, expected=expected)
         progress.start_up.done("other preparations", engine.planner.seconds)
     return engine
 

@@ -329,3 +329,17 @@ class PackedBatch:
         more = self.more_pages or (self.num_pages,) * (num_groups - 1)
         assert len(more) == num_groups - 1, (self.more_pages, num_groups)
         return (self.num_pages, *more)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExpectedRows:
+    """What the survey tells of a job's rows before the first of them enters a slot."""
+
+    prompt_lens: Ids
+    """int32 [surveyed requests] tokens of the prompts, about in the order in which they enter slots."""
+    common_tokens: int
+    """Number of tokens with which all surveyed prompts begin."""
+    output_tokens: float
+    """Mean predicted length of an output."""
+    num_rows: int
+    """Number of requests of the job."""

@@ -419,13 +419,13 @@ def test_a_beginning_that_rows_share_is_forgotten_and_its_pages_stay_with_their_
     pool = PagePool(6)
     owned, idle = pool.take(1), pool.take(2)
     for page, key in zip([*owned, *idle], (b"a", b"b", b"c"), strict=True):
-        pool.cache_prefix(page, key)
+        pool.cache_prefix([page], [key])
     pool.release(idle)
     assert pool.match([b"a", b"b", b"c"]) == [*owned, *idle]
     pool.forget()
     assert pool.match([b"a"]) == []
     assert pool.num_free == 4
-    pool.cache_prefix(owned[0], b"d")
+    pool.cache_prefix(owned[:1], [b"d"])
     assert pool.match([b"d"]) == owned
     pool.release(owned)
     assert sorted(pool.take(5)) == [1, 2, 3, 4, 5]

@@ -51,11 +51,16 @@ def pools_of(num_pages: int, page_size: int = 4) -> PagePools:
     return PagePools(KVGroups.single(1), (num_pages,), page_size)
 
 
+def refill(allocator: SlotAllocator, round_s: float = 1.0) -> list[RequestState]:
+    """The requests that enter before the next round."""
+    return allocator.refill() if allocator.refill_is_due(round_s) else []
+
+
 def drive(allocator: SlotAllocator, lengths: dict[str, int], pools: PagePools) -> Iterator[tuple[int, list[RequestState]]]:
     """Run rows to their true lengths without a device; yields (rounds of this step, live rows) after each step."""
     page = allocator.batch.page_size
     while True:
-        for row in allocator.refill():
+        for row in refill(allocator):
             row.tokens.append(0)  # the prefill's token
             allocator.slots.num_tokens[row.slot] += 1
         if not allocator.slots.live:
@@ -111,14 +116,14 @@ def test_free_slots_wait_until_they_have_idled_as_long_as_a_short_pass_takes(pro
     pools = pools_of(200)
     stream = (progress(request(i, [i] * prompt, cap=4)) for i in range(20))
     allocator = SlotAllocator(shape(8, 200), pools, stream, prefill_cost=PrefillCost(least=2.0, token=0.0625))
-    first = allocator.refill()
+    first = refill(allocator)
     for ended in (first[3], first[5]):
         slot = ended.slot
         allocator.release(ended)
-        turns = [allocator.refill(round_s) for _ in range(rounds)]
+        turns = [refill(allocator, round_s) for _ in range(rounds)]
         assert turns[:-1] == [[]] * (rounds - 1)
         assert [row.slot for row in turns[-1]] == [slot]
-        assert allocator.refill() == []
+        assert refill(allocator) == []
 
 
 @pytest.mark.parametrize(("prompt", "is_lazy", "rounds"), [(5, False, 4), (6, False, 16), (5, True, 16)])
@@ -133,7 +138,7 @@ def test_slots_wait_for_the_time_of_a_replay_only_where_the_next_pass_can_be_rep
         asked[8:] = [replace(own, automaton=LazyAutomaton("regex", "a*")) for own in asked[8:]]
     cost = PrefillCost(least=2.0, token=0.0, replay=0.5, most_replayed=5)
     allocator = SlotAllocator(shape(8, 200), pools, map(progress, asked), prefill_cost=cost)
-    allocator.release(allocator.refill()[3])
+    allocator.release(refill(allocator)[3])
     assert [allocator._worth_a_prefill(1, 1.0) for _ in range(rounds)] == [False] * (rounds - 1) + [True]
 
 
@@ -143,9 +148,9 @@ def test_the_more_slots_are_free_the_sooner_a_pass_is_worth_its_launches(num_fre
     pools = pools_of(200)
     stream = (progress(request(i, [i] * 8, cap=4)) for i in range(20))
     allocator = SlotAllocator(shape(8, 200), pools, stream, prefill_cost=PrefillCost(least=2.0, token=0.0625))
-    for row in allocator.refill()[:num_free]:
+    for row in refill(allocator)[:num_free]:
         allocator.release(row)
-    assert [len(allocator.refill()) for _ in range(rounds)] == [0] * (rounds - 1) + [num_free]
+    assert [len(refill(allocator)) for _ in range(rounds)] == [0] * (rounds - 1) + [num_free]
 
 
 @pytest.mark.parametrize(("prompt", "rounds"), [(1, 4), (16, 2), (32, 1)])
@@ -153,8 +158,8 @@ def test_where_no_pass_was_timed_half_a_full_one_waits_for_nothing(prompt: int, 
     """And one of few tokens until slots have idled for a quarter of a round; a full one has 64 tokens."""
     pools = pools_of(400)
     allocator = SlotAllocator(shape(16, 400), pools, (progress(request(i, [i] * prompt, cap=4)) for i in range(20)))
-    allocator.release(allocator.refill()[0])
-    assert [len(allocator.refill()) for _ in range(rounds)] == [0] * (rounds - 1) + [1]
+    allocator.release(refill(allocator)[0])
+    assert [len(refill(allocator)) for _ in range(rounds)] == [0] * (rounds - 1) + [1]
 
 
 def run_8k_job(*, known: bool, longest_first: bool) -> tuple[int, int]:
@@ -253,7 +258,7 @@ def test_a_finished_rows_prefix_is_found_until_its_pages_are_taken() -> None:
     keys = prefix_hashes(ids, 4)
     pages = pool.take(2)
     for page, key in zip(pages, keys, strict=True):
-        pool.cache_prefix(page, key)
+        pool.cache_prefix([page], [key])
     pool.release(pages)
     assert pool.match(keys) == pages
     assert pool.num_free == 6
@@ -268,13 +273,13 @@ def test_a_forgotten_prefix_is_not_found_and_no_page_is_lost() -> None:
     pool = PagePool(7)
     owned, idle, other = pool.take(2), pool.take(2), pool.take(1)
     for page, key in zip([*owned, *idle, *other], (b"a", b"b", b"c", b"d", b"e"), strict=True):
-        pool.cache_prefix(page, key)
+        pool.cache_prefix([page], [key])
     pool.release([*idle, *other])
     pool.forget_prefix([b"a", b"b", b"c", b"d", b"never cached"])
     assert [pool.find(key) for key in (b"a", b"b", b"c", b"d")] == [None] * 4
     assert pool.match([b"e"]) == other
     (new,) = pool.take(1)
-    pool.cache_prefix(new, b"a")
+    pool.cache_prefix([new], [b"a"])
     assert pool.match([b"a"]) == [new], "computed anew"
     pool.release(owned)
     assert sorted(pool.take(5)) == sorted({1, 2, 3, 4, 5, 6} - {new})
@@ -285,13 +290,13 @@ def test_a_prefix_that_nobody_owns_any_more_counts_as_pages_to_be_taken() -> Non
     pools, prompt = pools_of(1 + 9), list(range(12))
     requests = [request(0, prompt, cap=4), request(1, [50, 51, 52, 53], cap=20), request(2, prompt, cap=4)]
     allocator = SlotAllocator(shape(2, 10), pools, map(progress, requests), prefill_cost=PrefillCost(least=0.0, token=0.0))
-    (first,) = allocator.refill()
+    (first,) = refill(allocator)
     allocator.release(first)
-    (long,) = allocator.refill()
+    (long,) = refill(allocator)
     assert long.request.request_id == "r1"
-    assert allocator.refill() == []
+    assert refill(allocator) == []
     allocator.release(long)
-    (last,) = allocator.refill()
+    (last,) = refill(allocator)
     assert last.num_shared_pages == 2
 
 
@@ -326,7 +331,7 @@ def test_rows_short_of_pages_get_them_oldest_first_until_the_pool_is_empty(data:
     stream = map(progress, [request(i, [i] * 5, cap=cap) for i, cap in enumerate(caps)])
     batch = replace(shape(8, 1 + pages), more_pages=(1 + pages,))
     allocator = SlotAllocator(batch, pools, stream, slots=slots, num_lookahead_slots=data.draw(st.integers(0, 3)))
-    rows = allocator.refill()
+    rows = refill(allocator)
     if len(rows) > 1 and data.draw(st.booleans()):
         allocator.release(rows.pop(0))
     for row in rows:
@@ -373,7 +378,7 @@ def test_what_is_promised_to_rows_in_slots_is_what_was_expected_of_each_when_it_
         states.append(progress(request(i, [i] * prompt, cap=cap, predicted=min(predicted, cap))))
         states[-1].tokens = [0] * min(emitted, cap - 1)
     allocator = SlotAllocator(shape(8, 100_000, max_len=4000), pools, iter(states))
-    assert len(allocator.refill()) == len(rows)
+    assert len(refill(allocator)) == len(rows)
     still = [allocator.expected_pages(state) - state.pages.num_columns for state in states]
     assert allocator.promised().tolist() == [sum(max(0, count) for count in still)]
 
@@ -381,7 +386,7 @@ def test_what_is_promised_to_rows_in_slots_is_what_was_expected_of_each_when_it_
 def test_a_row_with_a_short_limit_gets_all_its_pages_at_once_where_half_the_pool_stays_free() -> None:
     for num_pages, at_once in ((2 * (8 * 32 + 60), True), (2 * (8 * 32), False)):
         allocator = SlotAllocator(shape(8, num_pages), pools_of(num_pages), iter([progress(request(0, [1] * 4, cap=96))]))
-        (row,) = allocator.refill()
+        (row,) = refill(allocator)
         assert (row.pages.num_columns == 25) == at_once
         allocator.slots.num_tokens[row.slot] = 90
         grants: list[PageGrant] = []
@@ -391,7 +396,7 @@ def test_a_row_with_a_short_limit_gets_all_its_pages_at_once_where_half_the_pool
 
 def test_a_scarce_pool_grants_no_page_before_it_is_needed() -> None:
     allocator = SlotAllocator(shape(8, 34), pools_of(34), iter([progress(request(0, [1] * 4, cap=60))]))
-    (row,) = allocator.refill()
+    (row,) = refill(allocator)
     assert row.pages.num_columns == 1
     grants: list[PageGrant] = []
     assert allocator.grow(1, grants)
@@ -402,13 +407,13 @@ def test_a_row_that_can_never_fit_is_refused_with_the_numbers() -> None:
     pools = pools_of(5)
     allocator = SlotAllocator(shape(2, 5), pools, iter([progress(request(0, [1] * 10, cap=20))]))
     with pytest.raises(CapacityError, match=r"30 tokens need 8 pages, the pool has 4"):
-        allocator.refill()
+        refill(allocator)
 
 
 def test_compaction_moves_only_rows_after_the_bucket() -> None:
     pools = pools_of(40)
     allocator = SlotAllocator(shape(4, 40), pools, (progress(request(i, [i], cap=4)) for i in range(4)))
-    rows = allocator.refill()
+    rows = refill(allocator)
     allocator.release(rows[0])
     allocator.release(rows[2])
     assert allocator.compact(2) == [(3, 0)]
@@ -421,10 +426,10 @@ def test_a_long_row_is_promised_what_is_predicted_for_as_long_as_it_lives() -> N
     pools = pools_of(1 + 160)
     requests = [request(0, [1] * 4, cap=600, predicted=400), request(1, [2] * 4, cap=600, predicted=300)]
     allocator = SlotAllocator(shape(2, 161), pools, map(progress, requests), prefill_cost=PrefillCost(least=0.0, token=0.0))
-    (first,) = allocator.refill()
-    assert allocator.refill() == []
+    (first,) = refill(allocator)
+    assert refill(allocator) == []
     allocator.release(first)
-    assert len(allocator.refill()) == 1
+    assert len(refill(allocator)) == 1
 
 
 def test_the_latest_row_is_preempted_and_readmitted_before_any_other() -> None:
@@ -432,12 +437,12 @@ def test_the_latest_row_is_preempted_and_readmitted_before_any_other() -> None:
     allocator = SlotAllocator(
         shape(2, 40), pools, (progress(request(i, [i], cap=4)) for i in range(5)), prefill_cost=PrefillCost(0.0, 0.0)
     )
-    first, second = allocator.refill()
+    first, second = refill(allocator)
     allocator.release(first)
-    (third,) = allocator.refill()
+    (third,) = refill(allocator)
     assert (third.slot, second.slot) == (0, 1)
     assert allocator.youngest() is third
     assert not allocator.exhausted  # another row has been looked at
     allocator.preempt(third)
     assert allocator.youngest() is second
-    assert allocator.refill() == [third]
+    assert refill(allocator) == [third]

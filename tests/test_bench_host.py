@@ -17,6 +17,10 @@ def test_it_prints_what_a_round_and_a_row_take_and_their_parts(capsys: pytest.Ca
     facts = json.loads(capsys.readouterr().out)
     assert facts["rows"] == 60
     assert facts["rounds"] > 60 * 20 / (K + 1) / 16
+    assert 60 / 16 <= facts["refills"] <= 60
+    of_refills = (facts["schedule_row_us"] + facts["launch_row_us"]) * facts["rows"]
+    assert facts["refill_us"] * facts["refills"] == pytest.approx(of_refills, rel=0.02)
+    assert facts["take_row_us"] > 0
     for each in ("round", "row"):
         parts = [value for name, value in facts.items() if name.endswith(f"_{each}_us")]
         assert facts[f"{each}_us"] == pytest.approx(sum(parts), abs=0.3)

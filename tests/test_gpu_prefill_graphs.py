@@ -26,7 +26,7 @@ from batchspec.engine.round import RoundOptions
 from batchspec.engine.step import Segment
 from batchspec.model.target import Target
 from batchspec.packing import memory
-from batchspec.records import Request, SamplingParams
+from batchspec.records import ExpectedRows, Request, SamplingParams
 from tests import test_gpu_lora
 from tests.engines import packed, request
 from tests.padded_prefill import ALWAYS
@@ -120,8 +120,12 @@ def test_a_prepared_engine_knows_what_its_passes_take_and_changes_no_token(tmp_p
     asked = requests(80)
     drafter = eagle(tmp_path, "cuda", 3, 8)
     engine = Engine(target("cuda"), drafter, shape(8), device=GPU, adaptive=True, penalties=True, prefill_graphs=True)
-    engine.prepare(SamplingMode())
     asked = [replace(r, stop=()) for r in asked]
+    lengths = np.array([len(r.prompt_ids) for r in asked], np.int32)
+    engine.prepare(
+        SamplingMode(), expected=ExpectedRows(prompt_lens=lengths, common_tokens=0, output_tokens=8.0, num_rows=100 * len(asked))
+    )
+    assert graphs_of(engine).num_captured > 1, "more than the pass whose replay is timed"
     assert tokens(list(engine.run(iter(asked)))) == alone(asked)
     assert graphs_of(engine).num_padded > graphs_of(engine).num_captured > 0
 

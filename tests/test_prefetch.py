@@ -47,7 +47,7 @@ def test_requests_come_in_their_order_however_many_were_taken_before(
             waits = windows.waits
             ahead.take(turn)
             assert windows.waits == waits, "it waited for a window that nobody needed yet"
-            assert len(ahead._taken) <= most
+            assert ahead.num_taken <= most
     found += [one for one in ahead if one is not None]
     assert [one.row_index for one in found] == list(range(sum(sizes)))
 
@@ -74,7 +74,7 @@ def test_requests_that_a_feed_calls_ready_are_handed_out_without_reading_a_shard
     ahead = Prefetcher(made.requests(), lambda: made.num_ready, most=slots)
     found: list[Request] = []
     for turn in turns:
-        ready, room = made.num_ready, slots - len(ahead._taken)
+        ready, room = made.num_ready, slots - ahead.num_taken
         ahead.take(turn)
         assert ready - made.num_ready == min(turn, ready, room)
         one = next(ahead, None)

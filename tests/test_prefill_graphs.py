@@ -42,7 +42,7 @@ from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.load import build_engine
 from batchspec.model.lora_products import LoraStacks
 from batchspec.model.target import Target
-from batchspec.records import Request
+from batchspec.records import ExpectedRows, Request
 from tests import test_constrained, test_lora_lossless, test_lossless
 from tests.automata import constrained_tokens
 from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_spec, tiny_target
@@ -323,6 +323,91 @@ def test_a_shape_is_captured_when_it_is_asked_for_the_third_time(most: int, monk
     assert (pool.replays > 1) == (most > 0)
 
 
+def graphs_with(engine: Engine, cost: PrefillCost) -> tuple[PrefillGraphs, Copied]:
+    """The passes of an engine on a CPU, as if it could capture them and had timed them."""
+    graphs = engine.executor.prefill_graphs
+    assert graphs is not None
+    pool: Any = Copied(engine.executor)
+    graphs.cost, graphs._captures, graphs._pool = cost, True, pool
+    return graphs, pool
+
+
+REPLAYED = replace(ALWAYS, replay=0.5)
+
+
+def test_shapes_that_the_survey_tells_are_captured_before_the_first_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then no pass is plain, and those of another shape are padded to the smallest captured one that holds them."""
+    monkeypatch.setattr("batchspec.engine.prefill_graphs.prefill_chunk", None)
+    rng = np.random.default_rng(2)
+    lengths = [40 - i for i in range(36)]
+    asked = [
+        request(i, [*map(int, rng.integers(0, VOCAB, n))], cap=2 + i % 5, sampling=SAMPLINGS[i % 4])
+        for i, n in enumerate(lengths)
+    ]
+    target, drafter = tiny_target(window=5), ChainDrafter(parallel_head(), tiny_target(window=5), 2, slots=3)
+    batch = packed(3, draft_len=2, max_len=64, prefill_tokens=128)
+    engine = Engine(target, drafter, batch, device=DEVICE, penalties=True, prefill_graphs=True)
+    graphs, pool = graphs_with(engine, replace(REPLAYED, least=0.01))
+    mode = SamplingMode.union(SamplingMode.of(one.sampling, 0) for one in asked)
+    monkeypatch.setattr(SamplingMode, "union", lambda modes: mode)
+    expected = ExpectedRows(prompt_lens=np.array(lengths, np.int32), common_tokens=0, output_tokens=4.0, num_rows=1000)
+    with torch.inference_mode():
+        captured = graphs.prepare(expected, mode, round_s=1.0)
+    assert captured == graphs.num_captured > 1
+    largest_first = [shape.num_tokens for shape in graphs._graphs]
+    assert largest_first == sorted(set(largest_first), reverse=True)
+    found = {c.request_id: c.token_ids.tolist() for c in engine.run(iter(asked)) if c.token_ids is not None}
+    assert found == {r.request_id: plain_tokens(target, r) for r in asked}
+    assert graphs.num_captured == captured
+    assert graphs.num_padded == pool.replays > 10
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "cost", "limit_s", "most"),
+    [
+        (6, REPLAYED, 100.0, 12),  # no shape is used three times
+        (1000, REPLAYED, 0.0, 12),
+        (1000, REPLAYED, 1.9, 12),  # less time than two plain passes take
+        (1000, REPLAYED, 100.0, 0),
+        (1000, ALWAYS, 100.0, 12),  # no pass is replayed
+    ],
+)
+def test_nothing_is_captured_ahead_that_does_not_pay_or_has_no_time_or_place(
+    num_rows: int, cost: PrefillCost, limit_s: float, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def captured() -> int:
+        graphs, _ = graphs_with(Engine(tiny_target(), NoDrafter(), packed(3), device=DEVICE, prefill_graphs=True), cost)
+        expected = ExpectedRows(prompt_lens=np.full(200, 20, np.int32), common_tokens=0, output_tokens=4.0, num_rows=num_rows)
+        found = graphs.prepare(expected, GREEDY, round_s=1.0)
+        assert found == graphs.num_captured
+        return found
+
+    monkeypatch.setattr("batchspec.engine.prefill_graphs.PREPARE_S", limit_s)
+    monkeypatch.setattr("batchspec.engine.prefill_graphs.PREFILL_GRAPHS", most)
+    assert captured() == 0
+    monkeypatch.undo()
+    num_rows, cost = 1000, replace(REPLAYED, least=0.01)
+    assert captured() > 0
+
+
+def test_a_shape_gets_a_graph_of_its_own_once_its_padding_to_a_larger_one_has_lost_as_much_as_plain_passes() -> None:
+    """A row of 30 tokens has a shape of 32 tokens. Padded to 96 it loses 64 of the 160 tokens' time that a plain pass loses."""
+    engine = Engine(tiny_target(), NoDrafter(), packed(2, max_len=128, prefill_tokens=128), device=DEVICE, prefill_graphs=True)
+    graphs, pool = graphs_with(engine, PrefillCost(least=160.0, token=1.0, replay=1.0))
+    with torch.inference_mode():
+        for _ in range(CAPTURE_AT):
+            graphs.run(rows_of((0, 50), (0, 40)), GREEDY)
+        (large,) = graphs._graphs
+        assert (large.num_tokens, pool.replays) == (96, 0)
+        for replays in range(1, 8):
+            graphs.run(rows_of((0, 30)), GREEDY)
+            assert (graphs.num_captured, pool.replays) == (1, replays)
+        graphs.run(rows_of((0, 30)), GREEDY)  # the eighth: 8 * 64 / 160 > 3
+        assert graphs.num_captured == 2
+        graphs.run(rows_of((0, 20), (0, 60)), GREEDY)
+        assert (graphs.num_captured, pool.replays) == (2, 8), "as many tokens and fewer rows: it needs no graph of its own"
+
+
 @pytest.mark.parametrize(("launches_s", "replay_s"), [(2.0, 0.25), (0.0, None)])
 def test_the_replay_of_a_short_pass_is_timed_where_it_pays(
     launches_s: float, replay_s: float | None, monkeypatch: pytest.MonkeyPatch
@@ -413,6 +498,22 @@ def test_a_pass_stays_within_the_bounds_of_its_shape(rows: list[tuple[int, int]]
     assert max(length for _, length in rows) <= shape.max_q <= shape.max_kv <= SHORT
     assert max(s.end for s in segments) <= shape.max_kv
     assert num_keys <= shape.max_keys <= 4 * 4096
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 900), st.integers(1, 400)), min_size=1, max_size=24), min_size=2, max_size=2))
+def test_a_shape_holds_the_passes_that_are_padded_to_it_and_joint_bounds_hold_both(passes: list[list[tuple[int, int]]]) -> None:
+    exact = [PassShape.exact(rows_of(*((begin, begin + n) for begin, n in rows)), GREEDY) for rows in passes]
+    one, other = (SHAPES().fitting(numbers, ALWAYS) for numbers in exact)
+    if one is None or other is None:
+        return
+    assert one.holds(exact[0])
+    assert not one.holds(replace(exact[0], mode=SamplingMode(random=True)))
+    for name in ("num_tokens", "num_rows", "max_q", "max_kv", "max_keys"):
+        assert not one.holds(replace(exact[0], **{name: getattr(one, name) + 1}))
+    if one.holds(exact[1]):
+        assert exact[1].num_tokens + one.num_rows - exact[1].num_rows <= one.num_tokens
+    if one.num_tokens == other.num_tokens and one.num_rows == other.num_rows:
+        assert all(one.with_bounds_of(other).holds(numbers) for numbers in exact)
 
 
 def test_passes_that_no_graph_can_hold_or_that_padding_makes_slower_stay_plain() -> None:

@@ -9,12 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from batchspec.cache.pages import prefix_hashes
 from batchspec.draft.base import Drafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
-from batchspec.engine.allocator import SlotAllocator
+from batchspec.engine.allocator import TAKEN_AHEAD, SlotAllocator
 from batchspec.engine.engine import Engine
+from batchspec.engine.request_state import RequestState
+from batchspec.engine.waiting import WaitingRequests
 from batchspec.errors import EngineInUse
 from batchspec.records import Request
 from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_target
@@ -166,4 +171,72 @@ def test_an_empty_stream_is_asked_no_more_once_it_has_ended() -> None:
     allocator = SlotAllocator(packed(2), engine_of("none").pools, stream)
     assert not allocator.exhausted
     assert allocator.exhausted
+    assert allocator.refill_is_due()
     assert allocator.refill() == []
+
+
+@given(
+    stream=st.lists(st.booleans(), max_size=30),
+    turns=st.lists(st.none() | st.tuples(st.integers(0, 9), st.integers(0, 6)), max_size=60),
+)
+def test_requests_that_were_taken_ahead_wait_in_the_order_of_the_stream(
+    stream: list[bool], turns: list[tuple[int, int] | None]
+) -> None:
+    """The stream has none at present where it says False. No more are taken than asked for, nor than may wait."""
+    given = [RequestState.of(request(i, [1], cap=1), 0, None) if there else None for i, there in enumerate(stream)]
+    asked, found = iter(given), list[RequestState]()
+    waiting = WaitingRequests(asked)
+    for turn in turns:
+        before = len(list(waiting))
+        if turn is None:
+            found += [] if waiting.peek() is None else [waiting[0]]
+            if list(waiting):
+                del waiting[0]
+        else:
+            count, most = turn
+            waiting.take_ahead(count, most)
+            assert before <= len(list(waiting)) <= max(before, min(before + count, most))
+    while not waiting.exhausted:
+        if waiting.peek() is not None:
+            found.append(waiting[0])
+            del waiting[0]
+    assert found == [state for state in given if state is not None]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_prompts_of_requests_that_were_taken_ahead_are_hashed_once_and_before_their_refill(
+    drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, asked, taking = engine_of(drafter), rows(12), False
+    hashed: list[tuple[bool, bytes]] = []
+
+    def watched(ids: Any, *args: Any, **options: Any) -> list[bytes]:
+        hashed.append((taking, ids.tobytes()))
+        return prefix_hashes(ids, *args, **options)
+
+    def take(totals: object) -> None:
+        nonlocal taking
+        taking = True
+        engine.take_ahead(2)
+        taking = False
+
+    monkeypatch.setattr("batchspec.engine.allocator.prefix_hashes", watched)
+    engine.on_round = take
+    done = {c.request_id: ids_of(c) for c in engine.run(iter(asked))}
+    assert done == {i.request_id: plain_tokens(tiny_target(), i) for i in asked}
+    assert [ids for _, ids in hashed] == [one.prompt_ids.tobytes() for one in asked]
+    assert [ahead for ahead, _ in hashed] == [False] * 3 + [True] * 9
+
+
+def test_only_as_many_requests_are_taken_ahead_as_the_next_refills_need() -> None:
+    engine, counts = engine_of("none"), list[int]()
+    asked = iter(rows(40))
+
+    def take(totals: object) -> None:
+        engine.take_ahead(100)
+        counts.append(len(list(engine._current.taken)) - engine.slots.num_live)
+
+    engine.on_round = take
+    assert len(list(engine.run(asked))) == 40
+    assert max(counts) <= 3 + TAKEN_AHEAD + 3  # some have ended and are not handed out yet
+    assert max(counts) >= TAKEN_AHEAD

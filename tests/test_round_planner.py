@@ -33,7 +33,7 @@ from batchspec.kernels.attention.settings import work_shape
 from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.packing.memory import GRAPH_BYTES, MOST_LENGTHS, reserve_bytes
 from batchspec.packing.planner import Demand, row_buckets
-from batchspec.records import PackedBatch
+from batchspec.records import ExpectedRows, PackedBatch
 from tests.engines import DEVICE, packed, request, tiny_target
 from tests.stand_ins import small_spec
 
@@ -148,6 +148,39 @@ def test_prefill_is_rehearsed_with_rows_as_long_as_the_job_has_seen(
     cost = one.prepare(MODE)
     assert (found["longest"], found["max_tokens"]) == (rehearsed, 400)
     assert cost == PrefillCost(least=3.0, token=0.5, replay=1.0)
+
+
+def some_rows() -> ExpectedRows:
+    return ExpectedRows(prompt_lens=np.ones(4, np.int32), common_tokens=0, output_tokens=1.0, num_rows=4)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_prefill_passes_are_captured_last_and_count_as_graphs(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By then it is known how long a round takes, which determines how many rows a refill has."""
+    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    one, rows = (
+        planner(packed(4), 1),
+        ExpectedRows(prompt_lens=np.ones(4, np.int32), common_tokens=0, output_tokens=1, num_rows=4),
+    )
+    executor: Any = one._executor
+    executor.prepare_passes = lambda expected, mode, *, round_s: 3 if (expected, mode, round_s) == (rows, MODE, 1.5) else 0
+    one.prepare(MODE, expected=rows if asked else None)
+    assert f"capture of {one._executor.graphs.num_captured + 3 * asked} graphs" in one.seconds
+
+
+def test_ranks_prepare_no_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many are captured depends on a clock, and the launches must be the same on every rank."""
+    given: list[Any] = []
+    engine = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
+    monkeypatch.setattr(
+        engine.planner, "prepare", lambda mode, **options: given.append((options["expected"], options["most_rounds"]))
+    )
+    rows = ExpectedRows(prompt_lens=np.ones(4, np.int32), common_tokens=0, output_tokens=1, num_rows=4)
+    engine.prepare(MODE, most_rounds=5, expected=rows)
+    lead: Any = SimpleNamespace(send=lambda message: None)
+    engine.lead = lead
+    engine.prepare(MODE, most_rounds=5, expected=rows)
+    assert given == [(rows, 5), (None, None)]
 
 
 @pytest.mark.parametrize("shared", [False, True])

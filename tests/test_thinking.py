@@ -249,7 +249,7 @@ def test_a_row_that_changes_its_slot_is_checked_when_its_budget_or_a_thought_req
     table = SlotTable(4, 64, 0)
     for slot, opened in ((2, True), (3, False)):
         how = thinking(2, opened=opened)
-        table.place(RequestState.of(replace(request(slot, [7] * 10, cap=9), thinking=how), 0, None), slot, slot)
+        table.place([RequestState.of(replace(request(slot, [7] * 10, cap=9), thinking=how), 0, None)], [slot], slot)
     table.move([(2, 0), (3, 1)])
     slots = np.array([0, 1])
     begins, ends = (RoundLog.of(np.array([[0, 0, 1, 0, 7, -1], [0, 0, 1, 0, 7, mark]], np.int32)) for mark in (BEGIN, END))
@@ -258,7 +258,7 @@ def test_a_row_that_changes_its_slot_is_checked_when_its_budget_or_a_thought_req
     table.num_tokens[:2] = 11
     assert table.budgets_due(slots, ends) == []
     table.clear(table.at(0))
-    table.place(RequestState.of(request(0, [7] * 20, cap=9), 0, None), 0, 4)
+    table.place([RequestState.of(request(0, [7] * 20, cap=9), 0, None)], [0], 4)
     table.num_tokens[:2] = 70
     assert table.budgets_due(slots, ends) == []
 

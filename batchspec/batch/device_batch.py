@@ -193,7 +193,8 @@ class DeviceBatch:
 
         A request with an automaton can emit nothing until `constrain` has set the place of its automaton.
         """
-        self.provide(SamplingMode.union(SamplingMode.of(one, 0) for one in {request.sampling for request in requests}))
+        samplings = {id(request.sampling): request.sampling for request in requests}.values()
+        self.provide(SamplingMode.union(SamplingMode.of(one, 0) for one in samplings))
         given = {name: spec for name, spec in SLOT_FIELDS.items() if spec.begin is not None and getattr(self, name).numel()}
         arrays = [
             spec.array(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from functools import cache
 
 from batchspec.records import SamplingParams
 
@@ -24,7 +25,7 @@ class SamplingMode:
     @classmethod
     def of(cls, p: SamplingParams, min_new_tokens: int, *, constrained: bool = False, waits: bool = False) -> SamplingMode:
         """What one request needs."""
-        return cls(
+        return _mode(
             random=p.temperature > 0,
             filters=p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0),
             penalties=p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0,
@@ -37,10 +38,16 @@ class SamplingMode:
     @classmethod
     def union(cls, modes: Iterable[SamplingMode]) -> SamplingMode:
         """The smallest mode that serves all of `modes`."""
-        found = set(modes)
+        found = {id(mode): mode for mode in modes}.values()  # most requests have the same object
         return cls(**{flag.name: any(getattr(mode, flag.name) for mode in found) for flag in fields(cls)})
 
     @property
     def greedy(self) -> bool:
         """Whether every row takes the argmax of the raw logits."""
         return self == SamplingMode()
+
+
+@cache
+def _mode(**flags: bool) -> SamplingMode:
+    """The one object with these flags."""
+    return SamplingMode(**flags)

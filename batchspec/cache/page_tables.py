@@ -146,8 +146,7 @@ class PagePools:
             pool.share(prefix.owned(group))
             new = pool.take(num_columns - num_matched)
             table += new
-            for page, page_hash in zip(new, hashes[num_matched:], strict=False):
-                pool.cache_prefix(page, page_hash)
+            pool.cache_prefix(new, hashes[num_matched:])
 
     def grow(self, row: RowPages, count: int) -> Columns:
         """Add `count` columns in every group and return them. The caller has checked that the pages are free."""

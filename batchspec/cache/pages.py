@@ -188,11 +188,14 @@ class PagePool:
             self._idle.pop(page, None)
             self._refs[page] += 1
 
-    def cache_prefix(self, page: int, page_hash: bytes) -> None:
-        """Let `find` return this page, whose content is (or, in stream order, will be) what the hash says."""
-        if page_hash not in self._page_of:
-            self._page_of[page_hash] = page
-            self._hash_of[page] = page_hash
+    def cache_prefix(self, pages: Iterable[int], hashes: Iterable[bytes]) -> None:
+        """Let `find` return these pages, as many as there are hashes. Their content is (or, in stream order, will be) what the
+        hashes say."""
+        page_of, hash_of = self._page_of, self._hash_of
+        for page, page_hash in zip(pages, hashes, strict=False):
+            if page_hash not in page_of:
+                page_of[page_hash] = page
+                hash_of[page] = page_hash
 
     def forget(self) -> None:
         """Drop all cached prefixes; owners keep their pages."""

@@ -5,7 +5,11 @@ short as GSM8K's: about 140 prompt tokens and as many output tokens, of which a 
 of the engine's thread in microseconds, in the fastest of several turns:
 
     round_us = schedule_round_us + launch_round_us + process_round_us                per round, however many rows end in it
-    row_us   = schedule_row_us + launch_row_us + process_row_us + finish_row_us      per row: its share of a refill, and its end
+    row_us   = take_row_us + schedule_row_us + launch_row_us + process_row_us + finish_row_us
+
+The latter is per row: its share of a refill, and its end. Requests are taken from their stream after each result, as in a job.
+`refill_us` is the time of a refill from the choice of its rows to its launch: the device waits if that takes longer than the
+rounds in flight.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import torch
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.commands.stand_in_device import StandInEngine
+from batchspec.engine.allocator import TAKEN_AHEAD
 from batchspec.records import Request, SamplingParams
 
 MAX_NEW_TOKENS = 512
@@ -60,18 +65,26 @@ def some_requests(num_rows: int, num_tokens: int) -> Iterator[Request]:
 
 def measure(engine: StandInEngine, requests: Sequence[Request]) -> dict[str, float]:
     """One run over all requests."""
-    rounds = engine.totals.rounds
+    rounds, refills = engine.totals.rounds, engine.executor.num_refills
+    engine.on_round = lambda totals: engine.take_ahead(TAKEN_AHEAD)
     engine.watch.restart()
     for _ in engine.run(iter(requests)):
         pass
-    return figures(engine.watch.seconds, engine.totals.rounds - rounds, len(requests))
+    return figures(engine.watch.seconds, engine.totals.rounds - rounds, engine.executor.num_refills - refills, len(requests))
 
 
-def figures(seconds: Mapping[str, float], rounds: int, rows: int) -> dict[str, float]:
-    """Microseconds per round and per row, from the engine's `watch`."""
+def figures(seconds: Mapping[str, float], rounds: int, refills: int, rows: int) -> dict[str, float]:
+    """Microseconds per round, per row and per refill, from the engine's `watch`."""
     by_round = {f"{part}_round_us": seconds[f"{part} round"] / rounds for part in ("schedule", "launch", "process")}
     by_row = {f"{part}_row_us": seconds[f"{part} refill"] / rows for part in ("schedule", "launch", "process")}
-    by_row["finish_row_us"] = seconds["finish"] / rows
-    sums = {"round_us": sum(by_round.values()), "row_us": sum(by_row.values())}
+    by_row |= {"take_row_us": seconds["take"] / rows, "finish_row_us": seconds["finish"] / rows}
+    refill_s = (seconds["schedule refill"] + seconds["launch refill"]) / refills
+    sums = {"round_us": sum(by_round.values()), "row_us": sum(by_row.values()), "refill_us": refill_s}
     micros = {name: round(value * 1e6, 1) for name, value in (sums | by_round | by_row).items()}
-    return {"rows": rows, "rounds": rounds, "seconds": round(sum(seconds.values()) - seconds["stand-in"], 3), **micros}
+    return {
+        "rows": rows,
+        "rounds": rounds,
+        "refills": refills,
+        "seconds": round(sum(seconds.values()) - seconds["stand-in"], 3),
+        **micros,
+    }

@@ -86,7 +86,8 @@ class StandInEngine(Engine):
     """An engine without forward passes.
 
     watch  `schedule`, `launch` and `process`, each of `round`, `refill` (prefill passes and the rows that enter) and other steps;
-           `finish`: completions; `caller`: what was done with them; `stand-in`: what a device would do
+           `take`: requests that are taken ahead; `finish`: completions; `caller`: what was done with them; `stand-in`: what a
+           device would do
     """
 
     def __init__(self, num_slots: int, max_len: int) -> None:
@@ -105,7 +106,7 @@ class StandInEngine(Engine):
         )
         super().__init__(target, drafter, batch, device=device, defers_text=True, decode=_no_text)
         self.watch = Stopwatch()
-        self.executor = StandInExecutor(self.watch, target, drafter, batch, device)
+        self.executor: StandInExecutor = StandInExecutor(self.watch, target, drafter, batch, device)
         self.planner = RoundPlanner(self.executor, batch, adaptive=True)
 
     def run(self, requests: Iterator[Request | None]) -> Generator[Completion]:
@@ -120,6 +121,12 @@ class StandInEngine(Engine):
         kind = "refill" if self.scheduler.in_flight[0].is_prefill else "round"
         super()._process()
         self.watch.lap(f"process {kind}")
+
+    def take_ahead(self, count: int) -> None:
+        """As of `Engine`; called after a result was processed."""
+        self.watch.lap("process round")
+        super().take_ahead(count)
+        self.watch.lap("take")
 
     def _end(self, state: RequestState, finish: int, now: float) -> None:
         self.watch.lap("process round")
@@ -141,12 +148,15 @@ class StandInExecutor(Executor):
         self.graphs = StandInGraphs(self, watch)
         self._prefill = StandInPrefill(self, watch)
         self._after_pass = False
+        self.num_refills = 0
 
     def execute(self, step: ScheduledStep) -> None:
         """As of `Executor`."""
         kind = "refill" if step.prefill is not None else "round" if step.round is not None else "other"
         self._watch.lap(f"schedule {kind}")
         super().execute(step)
+        self.num_refills += step.prefill is not None
+        self.num_left_at_refill = 1  # as if the device never had to wait
         self._watch.lap(f"launch {kind}")
 
     def read(self) -> PendingResult:

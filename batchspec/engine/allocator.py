@@ -23,7 +23,7 @@ from batchspec.engine.step import PageGrant
 from batchspec.engine.waiting import WaitingRequests
 from batchspec.errors import CapacityError
 from batchspec.lazy_automaton import LazyAutomaton
-from batchspec.records import PackedBatch, Request
+from batchspec.records import PackedBatch
 from batchspec.token_automaton import TokenAutomaton
 
 SHORT_CAP_TOKENS = 512
@@ -32,6 +32,11 @@ GROW_PAGES, AMPLE_PAGES = 4, 32
 """Pages that a row may get before it needs them. It gets AMPLE_PAGES if half of the pool stays free even when every slot gets as
 many, GROW_PAGES if the pool has as many for every slot, else none. So page tables are written every few rounds and not every
 round; for rows with a short limit once."""
+
+
+TAKEN_AHEAD = 8
+"""Maximum number of requests that are taken from their stream before there are free slots for them: of 256 rows that take 60
+rounds each, four end in a round."""
 
 
 class SlotAllocator:
@@ -85,6 +90,13 @@ class SlotAllocator:
         taken = np.flatnonzero(self.slots.owner >= 0)
         return min(b for b in self.batch.row_buckets if b > taken.max(initial=-1))
 
+    def take_ahead(self, count: int) -> None:
+        """Take up to `count` requests from their stream for slots that are free or will be soon, and hash their prompts. The next
+        refill then need not do it while the device may wait for its rows."""
+        self._waiting.take_ahead(count, self.slots.num_free + TAKEN_AHEAD)
+        for state in self._waiting:
+            self._hash(state)
+
     def _has_its_state(self, state: RequestState) -> bool:
         """Whether the state that the request enters with is known. A lazy automaton's may still be computed; later requests do
         not wait for it."""
@@ -122,32 +134,36 @@ class SlotAllocator:
         promised: Counts = np.maximum(missing, 0)[:, slots.owner >= 0].sum(1)
         return promised
 
-    def refill(self, round_s: float = 1.0, refill_s: float | None = None) -> list[RequestState]:
-        """Choose the requests to prefill before the next round: they get slots, share the pages of cached prefixes, and get pages
-        for their present tokens.
+    def refill_is_due(self, round_s: float = 1.0, refill_s: float | None = None) -> bool:
+        """Whether to refill the free slots now. Call it once before each round: it adds up for how long they have been idle.
 
         round_s   seconds that a round over all slots takes at present, in the unit of the prefill cost
         refill_s  fixed seconds of a refill whose pass is replayed (`RefillTimes`); None: not measured
         """
         self._free_passed_pages()
-        free = self.slots.free()
-        if not self._worth_a_prefill(len(free), round_s, refill_s):
-            return []
-        self._idle = 0.0
+        return self._worth_a_prefill(self.slots.num_free, round_s, refill_s)
+
+    def refill(self) -> list[RequestState]:
+        """Choose the requests to prefill now: they get the free slots, share the pages of cached prefixes, and get pages for
+        their present tokens."""
+        free, self._idle = self.slots.free(), 0.0
         group: list[RequestState] = []
         promised = self.promised().tolist()
         passed = 0
         if self.lazy is not None:
             self.lazy.collect()
-        for slot in free:
+        for _ in free:
             place = self._waiting.first(passed, self.batch.num_slots, self._has_its_state)
-            if place is None or not self._admit(state := self._waiting[place], promised):
+            if place is None or not self._admit(
+                state := self._waiting[place], promised, alone=not (self.slots.num_live or group)
+            ):
                 break
             passed = place
             del self._waiting[place]
-            self.slots.place(state, slot, self._num_refills)
-            self._num_refills += 1
             group.append(state)
+        if group:
+            self.slots.place(group, free[: len(group)], self._num_refills)
+            self._num_refills += len(group)
         return group
 
     def _worth_a_prefill(self, num_free: int, round_s: float, refill_s: float | None = None) -> bool:
@@ -197,11 +213,12 @@ class SlotAllocator:
             return AMPLE_PAGES
         return GROW_PAGES if all(pool.num_free - count > GROW_PAGES * num_slots for pool in pools) else 0
 
-    def _admit(self, state: RequestState, promised: list[int]) -> bool:
+    def _admit(self, state: RequestState, promised: list[int], *, alone: bool) -> bool:
         """Grant pages for the request's tokens and the one that its prefill emits, if the pool can also hold what all requests
         are predicted to need later.
 
         promised  by K/V group, pages that the requests in slots are predicted to need; this request's are added
+        alone     no request is in a slot or about to enter one: the request gets what there is
         """
         request = state.request
         most = self.pages_for(state.max_tokens + self._num_lookahead_slots)
@@ -210,9 +227,7 @@ class SlotAllocator:
                 f"request {request.request_id!r}: prompt and output of {state.max_tokens} tokens need {most} pages,"
                 f" the pool has {self.pools.most_columns}; raise packing.pages or packing.memory_gb"
             )
-        if state.prefix_hashes is None:  # computed once: a request that waits for pages gets here every round
-            state.prefix_hashes = self._hashes(request)
-        hashes = state.prefix_hashes
+        hashes = self._hash(state)
         # The last prompt token is always computed: its logits give the first output token.
         prefix = self.pools.match(hashes[: (len(request.prompt_ids) - 1) // self.batch.page_size])
         num_columns = self.pages_for(state.num_tokens)
@@ -220,7 +235,7 @@ class SlotAllocator:
         for group, (first, held) in enumerate(zip(prefix.first, prefix.num_held, strict=True)):
             # A group with a window holds all pages of the row during its prefill, and fewer later.
             needed = max(expected[group], num_columns - first) - held + num_idle[group]
-            if self.slots.num_live and promised[group] + needed > self.pools.pools[group].num_free:
+            if not alone and promised[group] + needed > self.pools.pools[group].num_free:
                 return False
         if isinstance(request.automaton, TokenAutomaton) and not self._hold(request.automaton):
             return False
@@ -231,15 +246,17 @@ class SlotAllocator:
             promised[group] += max(0, expected[group] - held)
         return True
 
-    def _hashes(self, request: Request) -> list[bytes]:
-        """Hashes of the prompt's full pages, as far as they may be shared.
+    def _hash(self, state: RequestState) -> list[bytes]:
+        """Hashes of the prompt's full pages, as far as they may be shared; computed once.
 
         None are shared if prompts are scored and a layer has a window: the last shared token is computed again, and its window
         may reach a key that no shared page holds any more.
         """
-        if self._scores and self.pools.any_window:
-            return []
-        return prefix_hashes(request.prompt_ids, self.batch.page_size, lookahead=self._lookahead, adapter=request.adapter)
+        if state.prefix_hashes is None:
+            request, shares = state.request, not (self._scores and self.pools.any_window)
+            ids = request.prompt_ids if shares else request.prompt_ids[:0]
+            state.prefix_hashes = prefix_hashes(ids, self.batch.page_size, lookahead=self._lookahead, adapter=request.adapter)
+        return state.prefix_hashes
 
     def _hold(self, automaton: TokenAutomaton) -> bool:
         """Whether the automaton is on the device, or gets space there."""

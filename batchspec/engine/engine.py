@@ -40,7 +40,7 @@ from batchspec.errors import EngineInUse
 from batchspec.garbage import older_objects_frozen
 from batchspec.lazy_automaton import Expanding
 from batchspec.model.target import Target
-from batchspec.records import Completion, PackedBatch, Request, Snapshot
+from batchspec.records import Completion, ExpectedRows, PackedBatch, Request, Snapshot
 from batchspec.token_automaton import TokenSymbols
 
 
@@ -133,19 +133,23 @@ class Engine:
         return self._current.lazy
 
     @torch.inference_mode()
-    def prepare(self, mode: SamplingMode, *, shared: bool = False, most_rounds: int | None = None) -> None:
+    def prepare(
+        self, mode: SamplingMode, *, shared: bool = False, most_rounds: int | None = None, expected: ExpectedRows | None = None
+    ) -> None:
         """Rehearse a prefill, capture the graphs of every row bucket and draft length for `mode`, and time them.
 
         Only while no row is live.
 
         shared  also capture the graphs of rows with shared prefixes. A graph that is not prepared is captured at its first use.
-        most_rounds  as for `RoundPlanner.prepare`; ignored with several ranks, which prepare all row buckets
+        most_rounds, expected  as for `RoundPlanner.prepare`; ignored with several ranks, which prepare all row buckets, and whose
+                               prefill passes are no graphs
         """
         if self.lead is not None:
             self.lead.send(Prepare(mode, shared))
         with self.executor.stream_of_rounds():
-            most_rounds = most_rounds if self.lead is None else None  # compared with times, which differ between ranks
-            self._prefill_cost = self.planner.prepare(mode, shared=shared, most_rounds=most_rounds)
+            if self.lead is not None:  # both are compared with times, which differ between ranks
+                most_rounds = expected = None
+            self._prefill_cost = self.planner.prepare(mode, shared=shared, most_rounds=most_rounds, expected=expected)
             self.batch = replace(self.batch, row_buckets=self.planner.row_buckets)
 
     def run(self, requests: Iterator[Request | None]) -> Generator[Completion]:
@@ -212,6 +216,11 @@ class Engine:
         for _ in range(step.num_reads):
             self._process()
         return self._current.take_ended(stopping=self._stopping)
+
+    def take_ahead(self, count: int) -> None:
+        """Take up to `count` requests that the stream can give without waiting, and prepare them for the next refill: it takes
+        the host less time then. No more are taken than the next refills need. Call it in `on_round`."""
+        self._current.take_ahead(count)
 
     def stop(self) -> None:
         """End the present `run`, or the next one, at its next step, and every later one: launched work is read, nothing more is

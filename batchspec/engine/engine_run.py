@@ -125,6 +125,10 @@ class EngineRun:
         """stopping: the step only reads results that are outstanding; it launches nothing."""
         return self.scheduler.drain() if stopping else next(self._steps)
 
+    def take_ahead(self, count: int) -> None:
+        """As `SlotAllocator.take_ahead`."""
+        self._allocator.take_ahead(count)
+
     def process(
         self, launch: Launch, result: PendingResult, slots: Slots, log: RoundLog, now: float
     ) -> list[tuple[RequestState, int]]:

@@ -31,7 +31,7 @@ from batchspec.engine.step import ScheduledRound, ScheduledStep
 from batchspec.engine.tree_round import round_for
 from batchspec.kernels.common.compile_ahead import compile_ahead
 from batchspec.model.target import Target
-from batchspec.records import PackedBatch
+from batchspec.records import ExpectedRows, PackedBatch
 from batchspec.token_automaton import TokenSymbols
 
 NUM_PROBES = 3
@@ -100,6 +100,9 @@ class Executor:
             self.prefill_graphs = PrefillGraphs(self.round, self.rows, self.graphs, max_tokens=batch.most_graph_tokens)
         self._prefill = PrefillRunner(self.round, self.rows, overlap=overlap, graphs=self.prefill_graphs)
         self._pending: deque[PendingResult] = deque()
+        self.num_left_at_refill: int | None = None
+        """Number of earlier rounds and passes that the device had not done when the newest refill had been launched: 0 if the
+        device may have waited for the host. None: rounds are not captured, and may be done when their launch returns."""
         self.can_overlap = self._prefill.can_overlap
 
     def execute(self, step: ScheduledStep) -> None:
@@ -120,7 +123,10 @@ class Executor:
         if step.wakes:
             self.rows.wake(step.wakes)
         if step.prefill is not None:
+            earlier = tuple(self._pending)
             self._pending += self._prefill.run(step.prefill)
+            if self.graphs.captures:
+                self.num_left_at_refill = sum(not result.has_arrived for result in earlier)
         if step.grants:
             self.rows.grant([(grant.slot, grant.first_column, grant.pages) for grant in step.grants])
         if step.round is not None:
@@ -167,6 +173,10 @@ class Executor:
             self._move_row()
         cost = rehearse(self.round, self.rows, max_tokens=self.batch.prefill_tokens, longest=_longest(self.batch), mode=mode)
         return cost if self.prefill_graphs is None else self.prefill_graphs.learn(cost, mode, longest=_longest(self.batch))
+
+    def prepare_passes(self, expected: ExpectedRows, mode: SamplingMode, *, round_s: float) -> int:
+        """As `PrefillGraphs.prepare`; 0 if no pass is a graph. Only after `rehearse`; no row may be live."""
+        return 0 if self.prefill_graphs is None else self.prefill_graphs.prepare(expected, mode, round_s=round_s)
 
     def compile_ahead(self, mode: SamplingMode, shapes: Sequence[Shape]) -> bool:
         """Compile the kernels of `rehearse` and of these rounds, several at a time; nothing is computed.

@@ -5,16 +5,19 @@ A pass is padded to a shape (`prefill_shapes.py`). All inputs that depend on its
 and after them tokens of no row: they write K/V to slot 0 of page 0, which no row reads, go through no expert and no adapter, and
 emit nothing.
 
-Every token of a row is computed as in the plain pass (`prefill_chunk`), by the same kernels. But a product may choose its tile by
-the number of tokens, padding included, and attention may be split by the number of rows: sums may be rounded differently, as in
-any other batch. With decode.deterministic that is not allowed, so passes stay plain.
+Every token of a row is computed as in the plain pass (`prefill_chunk`). But a product may choose its tile by the number of
+tokens, padding included, attention may be split by the number of rows, and its kernel depends on the longest row
+that the shape allows: sums may be rounded differently, as in any other batch. With decode.deterministic that is not
+allowed, so passes stay plain.
 
-A shape is captured at its third use. On a CPU the same calls run as they are.
+A shape is captured at its third use, or before the first row if the survey tells that it will be used so often (`prepare`). Until
+then a pass is padded to the smallest captured shape that holds it, if there is one. On a CPU the same calls run as they are.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,17 +32,23 @@ from batchspec.batch.logits import LogitRows
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.batch.upload import upload
 from batchspec.cache.flash import SHORT
+from batchspec.engine.expected_passes import expected_uses
 from batchspec.engine.graphs import Graphs
 from batchspec.engine.prefill import FEW, Prefilled, emit, lay_out, prefill_chunk, prefill_drafter, seconds_of
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.prefill_shapes import PassShape, PassShapes
 from batchspec.engine.round import Round
 from batchspec.engine.step import Segment
-from batchspec.records import PREFILL_GRAPHS
+from batchspec.records import PREFILL_GRAPHS, ExpectedRows
 
 CAPTURE_AT = 3
 """A shape is captured at this use. A capture takes about as long as two plain passes: rare shapes are never captured, and the
 others lose about as much before the capture as they gain later, at most."""
+PREPARED_SHARE = 0.75
+"""Share of all graphs that may be captured before the first row: the others are left for shapes that the survey did not tell."""
+PREPARE_S = 1.0
+"""Seconds after which no further shape is captured before the first row. Each of them saves two plain passes, so all that there
+may be save about as much."""
 _ALIGNED = 4
 """Each field of the buffer begins at a multiple of this many numbers: a kernel is compiled anew if 16 does not divide an
 address."""
@@ -98,7 +107,9 @@ class PrefillGraphs:
         self._shapes = PassShapes(round_, num_slots=num_slots, max_tokens=max_tokens)
         self._inputs = PassInputs(num_slots, rows.live.device)
         self._graphs: dict[PassShape, tuple[torch.cuda.CUDAGraph, Prefilled]] = {}
-        self._uses: Counter[PassShape] = Counter()
+        self._uses: dict[PassShape, float] = defaultdict(float)
+        """Of shapes that are not captured: their plain passes, and those padded to a larger shape, as shares of the time that a
+        plain one loses."""
         self.num_padded = 0
         """Number of passes that were padded; on a GPU all of them were replays but those that captured a graph."""
 
@@ -120,10 +131,39 @@ class PrefillGraphs:
             self.cost = replace(cost, replay=replay_s, most_replayed=SHORT)
         return self.cost
 
+    def prepare(self, expected: ExpectedRows, mode: SamplingMode, *, round_s: float) -> int:
+        """Capture the shapes that passes of these rows will most likely have; returns their number.
+
+        One shape is captured for each number of tokens of which CAPTURE_AT passes are expected, as they would be captured in the
+        run anyway: for the most frequent ones, as far as number and time allow. Its other bounds are those of all these passes:
+        they cost little. The largest is captured first, because later graphs reuse its memory.
+
+        round_s  seconds of a round over all slots
+        Only after `learn`, and while no row is live and all page tables are zero.
+        """
+        cost, began = self.cost, time.perf_counter()
+        if not self._captures or cost is None or cost.replay is None:
+            return 0
+        drafter = self._round.drafter
+        uses = expected_uses(
+            expected, self._shapes, mode, cost, num_slots=self._rows.live.shape[0], draft_len=drafter.max_len, round_s=round_s,
+            page_size=self._round.cache.page_size, lookahead=1 if drafter.num_kv_layers else 0,
+        )  # fmt: skip
+        most = min(int(PREPARED_SHARE * PREFILL_GRAPHS) - len(self._graphs), int(PREPARE_S / (2 * cost.least)))
+        often = [shape for shape, count in uses.items() if count >= CAPTURE_AT]
+        captured = 0
+        for shape in sorted(often[: max(0, most)], key=lambda shape: -shape.num_tokens):
+            if time.perf_counter() - began > PREPARE_S:
+                break
+            self._inputs.fill([Segment(0, 0, 1, True)], shape.num_rows)  # what a pass launches depends on its shape alone
+            self._run_and_capture(shape)
+            captured += 1
+        return captured
+
     def run(self, segments: Sequence[Segment], mode: SamplingMode) -> Prefilled:
         """As `prefill_chunk`. The next pass or round overwrites the returned tensors: use them before it, in stream order."""
-        shape = self._shapes.of(segments, mode, self.cost)
-        if shape is None or not self._is_due(shape):
+        shape = self._shape(PassShape.exact(segments, mode))
+        if shape is None:
             return prefill_chunk(self._round, self._rows, segments, mode)
         self.num_padded += 1
         segments = emitting_first(segments)
@@ -132,19 +172,29 @@ class PrefillGraphs:
             graph, whole = self._graphs[shape]
             graph.replay()
         else:
-            whole = self._run(shape)
-            if self._captures:  # the run above has compiled its kernels
-                self._graphs[shape] = self._pool.capture(partial(self._run, shape))
+            whole = self._run_and_capture(shape)
         emits, count = any(s.last for s in segments), len(segments)
         carried = tuple(state[:count] for state in whole.carried)
         return Prefilled(whole.result if emits else None, whole.mask if emits else None, whole.slot_ids[:count], carried)
 
-    def _is_due(self, shape: PassShape) -> bool:
-        """Whether the pass runs padded: its shape is captured, or about to be."""
-        if not self._captures or shape in self._graphs:
-            return True
-        self._uses[shape] += 1
-        return self._uses[shape] >= CAPTURE_AT and len(self._graphs) < PREFILL_GRAPHS
+    def _shape(self, exact: PassShape) -> PassShape | None:
+        """The shape to which a pass with these numbers is padded now: one that is captured, or about to be. None: it is launched
+        kernel by kernel."""
+        cost, own = self.cost, self._shapes.fitting(exact, self.cost)
+        if own is None or cost is None or not self._captures or own in self._graphs:
+            return own
+        larger = [shape for shape in self._graphs if shape.holds(exact) and cost.pays_padding(exact.num_tokens, shape.num_tokens)]
+        least = min(larger, key=lambda shape: (shape.num_tokens, shape.max_keys), default=None)
+        more_tokens = 0 if least is None else max(0, least.num_tokens - own.num_tokens)
+        self._uses[own] += 1.0 if least is None else min(1.0, more_tokens * cost.token / cost.least)
+        return own if self._uses[own] >= CAPTURE_AT and len(self._graphs) < PREFILL_GRAPHS else least
+
+    def _run_and_capture(self, shape: PassShape) -> Prefilled:
+        """Run the pass in the buffer, which compiles its kernels, then capture it if the device can. Returns the run's result."""
+        whole = self._run(shape)
+        if self._captures:
+            self._graphs[shape] = self._pool.capture(partial(self._run, shape))
+        return whole
 
     @torch.inference_mode()
     def _run(self, shape: PassShape) -> Prefilled:

@@ -32,6 +32,36 @@ class PassShape:
     max_keys: int
     mode: SamplingMode
 
+    @staticmethod
+    def exact(segments: Sequence[Segment], mode: SamplingMode) -> PassShape:
+        """The numbers of a pass without padding."""
+        lengths, ends = [s.end - s.begin for s in segments], [s.end for s in segments]
+        return PassShape(sum(lengths), len(lengths), max(lengths), max(ends), sum(ends), mode)
+
+    def holds(self, exact: PassShape) -> bool:
+        """Whether a pass with exactly these numbers can be padded to this shape."""
+        num_dead = self.num_rows - exact.num_rows
+        return (
+            num_dead >= 0
+            and exact.num_tokens + num_dead <= self.num_tokens
+            and exact.max_q <= self.max_q
+            and exact.max_kv <= self.max_kv
+            and exact.max_keys <= self.max_keys
+            and exact.mode == self.mode
+        )
+
+    def with_bounds_of(self, other: PassShape) -> PassShape:
+        """This shape, with other bounds where those of `other`, which has as many tokens and the same mode, are larger."""
+        assert (self.num_tokens, self.mode) == (other.num_tokens, other.mode)
+        return PassShape(
+            self.num_tokens,
+            max(self.num_rows, other.num_rows),
+            max(self.max_q, other.max_q),
+            max(self.max_kv, other.max_kv),
+            max(self.max_keys, other.max_keys),
+            self.mode,
+        )
+
 
 class PassShapes:
     """Chooses the shapes of an engine's padded passes."""
@@ -64,19 +94,22 @@ class PassShapes:
         - padded it has more than `max_tokens` tokens, or its rows have many more keys than tokens (KEYS_PER_TOKEN);
         - the padding would take longer than the launches that a graph saves, or no pass was timed.
         """
-        num_tokens, num_rows = sum(s.end - s.begin for s in segments), len(segments)
-        longest_q, longest_kv = max(s.end - s.begin for s in segments), max(s.end for s in segments)
-        if self._never or mode.waits or longest_kv > SHORT or cost is None:
+        return self.fitting(PassShape.exact(segments, mode), cost)
+
+    def fitting(self, exact: PassShape, cost: PrefillCost | None) -> PassShape | None:
+        """As `of`, for a pass with exactly these numbers."""
+        num_tokens, num_rows, mode = exact.num_tokens, exact.num_rows, exact.mode
+        if self._never or mode.waits or exact.max_kv > SHORT or cost is None:
             return None
         padded_rows = min(self._num_slots, _power(num_rows))
         least = num_tokens + padded_rows - num_rows
         padded = min(_padded(least), self._max_tokens)
-        max_kv = max(MAX_QUERIES, _power(longest_kv))
-        max_q = MAX_QUERIES if longest_q <= MAX_QUERIES else max_kv
+        max_kv = max(MAX_QUERIES, _power(exact.max_kv))
+        max_q = MAX_QUERIES if exact.max_q <= MAX_QUERIES else max_kv
         if self._on_gpu and not all(plans_by_bounds(layout, max_q) for layout in self._layouts):
             return None
-        num_keys, max_keys = sum(s.end for s in segments), padded
-        while max_keys < num_keys:
+        max_keys = padded
+        while max_keys < exact.max_keys:
             max_keys *= 2
         if least > padded or max_keys > KEYS_PER_TOKEN * self._max_tokens or not cost.pays_padding(num_tokens, padded):
             return None

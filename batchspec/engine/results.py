@@ -61,6 +61,11 @@ class PendingResult:
             return PendingResult(result, began)
         return PendingResult(result.to_host(), began, event_now())
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the copies are complete. Does not wait."""
+        return self.arrived is None or self.arrived.query()
+
     def wait(self) -> None:
         """Wait until the copies are complete."""
         if self.arrived is not None:

@@ -21,7 +21,7 @@ from batchspec.engine.launch import Launch
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.refill_times import RefillTimes
 from batchspec.engine.results import Ints, PendingResult
-from batchspec.records import PackedBatch
+from batchspec.records import ExpectedRows, PackedBatch
 
 
 class RoundClock:
@@ -95,12 +95,15 @@ class RoundPlanner:
         """Whether `choose` may be called: choosing draft lengths needs times, which `prepare` measures."""
         return self._lengths is None or self._lengths.ready
 
-    def prepare(self, mode: SamplingMode, *, shared: bool = False, most_rounds: int | None = None) -> PrefillCost | None:
+    def prepare(
+        self, mode: SamplingMode, *, shared: bool = False, most_rounds: int | None = None, expected: ExpectedRows | None = None
+    ) -> PrefillCost | None:
         """Run a prefill; capture the graphs of every row bucket and draft length for `mode`; time them. No row may be live.
 
         shared       also capture the graphs of rows with shared prefixes, if the longest prompt is long enough for them
         most_rounds  after the job's last row began, its rows end within this many rounds; None: unknown. Row buckets smaller than
                      all slots serve only these rounds: they are left out if preparing them takes longer than they would save
+        expected     also capture the prefill passes that these rows will most likely need (`PrefillGraphs.prepare`)
         Returns the cost of prefill passes in seconds; None if rounds are not CUDA graphs (CPU, float64): then nothing is timed.
         """
         batch, lengths, graphs = self._batch, self._lengths, self._executor.graphs
@@ -130,12 +133,6 @@ class RoundPlanner:
         if cost is None:
             return None
         self._refills = None if cost.replay is None else RefillTimes(cost, batch.num_slots)
-        self.seconds = {
-            **({"compiling kernels": began - started} if ahead else {}),
-            "prefill (compile, time)": rehearsed - began,
-            "kernels of rounds": graphs.warm_up_s,
-            f"capture of {graphs.num_captured} graphs": graphs.capture_s,
-        }
         if self.experts is None:
             self._time(shapes)
         else:
@@ -145,6 +142,14 @@ class RoundPlanner:
                     self._time_experts(self.experts, shape)
                 with self._executor.different_tokens():
                     self._time(shapes)
+        timed = time.perf_counter()
+        passes = 0 if expected is None else self._executor.prepare_passes(expected, mode, round_s=self.round_s)
+        self.seconds = {
+            **({"compiling kernels": began - started} if ahead else {}),
+            "prefill (compile, time)": rehearsed - began,
+            "kernels of rounds": graphs.warm_up_s,
+            f"capture of {graphs.num_captured + passes} graphs": graphs.capture_s + time.perf_counter() - timed,
+        }
         return cost
 
     def _ends_before_smaller_rounds_pay(self, most_rounds: int, shapes: Sequence[Shape]) -> bool:

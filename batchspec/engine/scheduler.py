@@ -27,6 +27,9 @@ from batchspec.engine.slots import FREE
 from batchspec.engine.step import PageGrant, Prefill, Refill, ScheduledRound, ScheduledStep, Segment
 from batchspec.records import Ids
 
+MOST_LEAD = 2
+"""Maximum number of further rounds that are launched before the host prepares a refill. The device decodes them meanwhile; the
+rows that refill wait as long."""
 REST_S = 0.05
 """Seconds that the host waits for a state of a lazy automaton when it has nothing else to do."""
 
@@ -72,6 +75,8 @@ class Scheduler:
         self._passes: deque[list[int]] = deque()
         """For each overlapping prefill pass that is not activated, the oldest first: the slots of the rows whose tokens end in
         it."""
+        self._lead = 0
+        """Number of further rounds that are launched before a refill is prepared; at most MOST_LEAD."""
         self._killed: list[int] = []
         self.finished = finished
         self.num_rows = self.batch.num_slots
@@ -156,11 +161,19 @@ class Scheduler:
         self._allocator.preempt(state)
 
     def _refill(self) -> Iterator[ScheduledStep]:
-        """Activate a pass that is done; refill free slots; delay decoding while few rows are active."""
+        """Activate a pass that is done; refill free slots; delay decoding while few rows are active.
+
+        To choose the rows of a refill and to upload them takes the host a few rounds' time. If the device was found idle at the
+        end of that, the next refill is prepared after one more round has been launched.
+        """
         activates = bool(self._passes) and self._executor.prefill_done()
         takes_more = len(self._passes) - activates <= 1  # no further pass is queued
         planner = self._planner
-        group = self._allocator.refill(planner.round_s, planner.refill_s) if takes_more else []
+        group: list[RequestState] = []
+        if takes_more and self._allocator.refill_is_due(planner.round_s, planner.refill_s):
+            for _ in range(self._lead):
+                yield from self._round(reads=False)
+            group = self._allocator.refill()
         prefill = self._prefill(group) if group else None
         if prefill is not None:
             self.num_rows = max(self.num_rows, self._allocator.num_rows_taken())
@@ -169,9 +182,21 @@ class Scheduler:
                     yield self._step(activates_pass=True)
                     activates = False
         if activates or prefill:
+            decoding = bool(self.in_flight)
             yield self._step(activates_pass=activates, prefill=prefill)
+            if prefill and decoding:
+                self._lead = self._next_lead(prefill)
         while self._too_few_active():
             yield self._step(activates_pass=True)
+
+    def _next_lead(self, prefill: Prefill) -> int:
+        """The number of further rounds to launch before the next refill, given the one that has just been launched."""
+        num_left = self._executor.num_left_at_refill
+        if prefill.overlaps or self._scores or self._lazy is not None or num_left is None:
+            return 0
+        if num_left == 0:
+            return min(MOST_LEAD, self._lead + 1)
+        return max(0, self._lead - 1) if num_left > 1 else self._lead
 
     def _prefill(self, group: list[RequestState]) -> Prefill:
         page_size, refills = self.batch.page_size, []
@@ -223,9 +248,12 @@ class Scheduler:
             if moves:
                 yield self._step(moves=tuple(moves))
 
-    def _round(self) -> Iterator[ScheduledStep]:
+    def _round(self, *, reads: bool = True) -> Iterator[ScheduledStep]:
         """Grant pages for all that the launched rounds and the next one may write, preempting the youngest rows if needed; then
-        launch that round."""
+        launch that round.
+
+        reads  read the results that are due by `run_ahead` before anything else is scheduled
+        """
         overlaps = self._hook.call is not None and self._hook.call()
         grants: list[PageGrant] = []
         while not self._allocator.grow(self._tokens_ahead, grants):
@@ -238,7 +266,8 @@ class Scheduler:
                 self._totals.preempted += 1
         if not self.slots.num_live:  # all of them ended in the results that were read
             return
-        yield self._step(grants=tuple(grants), round=self._schedule_round(overlaps=overlaps or bool(self._passes)))
+        round_ = self._schedule_round(overlaps=overlaps or bool(self._passes))
+        yield self._step(reads_due=reads, grants=tuple(grants), round=round_)
 
     @property
     def _tokens_ahead(self) -> int:
@@ -264,8 +293,11 @@ class Scheduler:
             drafter_update=self._executor.drafter.next_update(),
         )
 
-    def _step(self, *, num_reads: int = 0, read_all: bool = False, **fields: Any) -> ScheduledStep:
-        """A step with the changes since the last one; notes what it launches."""
+    def _step(self, *, num_reads: int = 0, read_all: bool = False, reads_due: bool = True, **fields: Any) -> ScheduledStep:
+        """A step with the changes since the last one; notes what it launches.
+
+        reads_due  if it launches a round: whether the results that are due by `run_ahead` are read
+        """
         prefill: Prefill | None = fields.get("prefill")
         if fields.get("activates_pass"):
             self._note_prefill(self._passes.popleft())
@@ -283,7 +315,7 @@ class Scheduler:
                     num_tokens = 0
         if read_all:
             num_reads = len(self.in_flight)
-        elif fields.get("round") is not None:
+        elif reads_due and fields.get("round") is not None:
             num_reads = max(0, len(self.in_flight) - self.batch.run_ahead)
         killed, self._killed = tuple(self._killed), []
         finished = tuple(self.finished)

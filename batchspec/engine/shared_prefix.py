@@ -59,8 +59,8 @@ def find_groups(requests: Sequence[RequestState | None]) -> tuple[PrefixGroup, .
     """Slots whose rows begin with the same pages: groups of at least two rows and MIN_PAGES pages."""
     by_first: dict[int, list[RequestState]] = {}
     for state in requests:
-        if state is not None and state.pages.num_columns >= MIN_PAGES and not state.pages.first[0]:
-            by_first.setdefault(state.pages.tables[0][0], []).append(state)
+        if state is not None and len(table := state.pages.tables[0]) >= MIN_PAGES and not state.pages.first[0]:
+            by_first.setdefault(table[0], []).append(state)
     found = []
     for members in by_first.values():
         if len(members) > 1:

@@ -78,6 +78,11 @@ class SlotTable:
         found = [mode for mode, count in self._modes.items() if count]
         return found[0] if len(found) == 1 else SamplingMode.union(found)
 
+    @property
+    def num_free(self) -> int:
+        """Number of slots without a request."""
+        return len(self.requests) - self.num_live
+
     def free(self) -> list[int]:
         """Slots without a request."""
         found: list[int] = np.flatnonzero(self.owner < 0).tolist()
@@ -89,19 +94,27 @@ class SlotTable:
         assert state is not None, slot
         return state
 
-    def place(self, state: RequestState, slot: int, order: int) -> None:
-        """Put a request, which has its pages, into a free slot. order: number of this refill."""
-        assert self.owner[slot] == FREE, slot
-        request, state.slot, state.order = state.request, slot, order
-        self.requests[slot] = state
-        self.num_live += 1
-        self.owner[slot], self.num_tokens[slot], self.num_prefilled[slot] = order, state.num_tokens, state.num_tokens
-        self.note_pages(state)
-        self.prompt_len[slot], self.max_tokens[slot] = len(request.prompt_ids), state.max_tokens
-        self.predicted_tokens[slot] = request.predicted_tokens
-        self.watched[slot] = state.finder is not None
-        self._modes[state.mode] += 1
-        self.watch_budget(state)
+    def place(self, states: Sequence[RequestState], slots: Sequence[int], order: int) -> None:
+        """Put requests, which have their pages, into free slots. order: number of the first of these refills; the others count
+        on from it."""
+        assert (self.owner[slots] == FREE).all(), slots
+        self.owner[slots] = np.arange(order, order + len(states))
+        for number, (state, slot) in enumerate(zip(states, slots, strict=True), order):
+            state.slot, state.order, self.requests[slot] = slot, number, state
+        self.num_live += len(states)
+        self._modes.update(state.mode for state in states)
+        requests, pages = [state.request for state in states], [state.pages for state in states]
+        prompt_len = np.array([len(request.prompt_ids) for request in requests])
+        self.num_tokens[slots] = self.num_prefilled[slots] = prompt_len + [len(state.tokens) for state in states]
+        self.num_columns[slots], self.num_held[slots] = [own.num_columns for own in pages], [own.num_held for own in pages]
+        self.prompt_len[slots] = prompt_len
+        self.max_tokens[slots] = prompt_len + [request.max_new_tokens for request in requests]
+        self.predicted_tokens[slots] = [request.predicted_tokens for request in requests]
+        self.watched[slots] = [state.finder is not None for state in states]
+        self.budget_due[slots], self.begin_id[slots] = NEVER, NO_BEGIN_ID
+        for state in states:
+            if state.budget is not None:
+                self.watch_budget(state)
 
     def note_pages(self, state: RequestState) -> None:
         """Update the page counts of a request that has got pages or given some back."""

@@ -35,6 +35,16 @@ class WaitingRequests:
                 queue += [] if state is None else [state]
         return queue[passed] if len(queue) > passed else None
 
+    def take_ahead(self, count: int, most: int) -> None:
+        """Take up to `count` requests from the stream before they are asked for, as long as fewer than `most` wait."""
+        for _ in range(min(count, most - len(self._queue))):
+            if self.peek(len(self._queue)) is None:  # there is none at present
+                break
+
+    def __iter__(self) -> Iterator[RequestState]:
+        """The requests that were taken from the stream, in their order."""
+        return iter(self._queue)
+
     def first(self, passed: int, most: int, may_enter: Callable[[RequestState], bool]) -> int | None:
         """The place of the first request, from place `passed` on, that may enter a slot at once; None if there is none. At most
         `most` requests are passed over."""

@@ -26,6 +26,11 @@ out. Admitting 2,000 chats at once would keep the GPU waiting for half a second.
 admit, and it does not begin earlier, because other runs may still claim the next shards."""
 
 
+def window_shards(slots: int, shard_rows: int) -> int:
+    """Number of shards of a window."""
+    return max(WINDOW_SHARDS, -(-WINDOW_SLOTS * slots // shard_rows))
+
+
 @dataclass(slots=True)
 class _OpenShard:
     shard: InputShard
@@ -117,7 +122,7 @@ class Feed:
     ) -> None:
         self._shards, self._admit, self._rows, self._predicted, self._clock = shards, admit, rows, predicted, clock
         self._num_shards, self._shard_rows, self._slots = num_shards, shard_rows, slots
-        self._window = max(WINDOW_SHARDS, -(-WINDOW_SLOTS * slots // shard_rows))
+        self._window = window_shards(slots, shard_rows)
         self._num_windows = max(1, num_shards // self._window)
         self._journaled = journaled or Journaled()
         self._open: dict[int, _OpenShard] = {}

@@ -26,6 +26,11 @@ class Prefetcher(Iterator[Request | None]):
     def __next__(self) -> Request | None:
         return self._taken.popleft() if self._taken else next(self._requests)
 
+    @property
+    def num_taken(self) -> int:
+        """Number of requests that are prefetched and were not asked for yet."""
+        return len(self._taken)
+
     def take(self, count: int) -> None:
         """Prefetch up to `count` requests, within the limit, and only requests that are ready."""
         for _ in range(min(count, self._most - len(self._taken), self._num_ready())):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from batchspec.packing.planner import Demand
-from batchspec.records import Completion, Ids, Request
+from batchspec.records import Completion, ExpectedRows, Ids, Request
 
 PREFIX_TOKENS = 128
 """Rounds read a prefix of at least 8 pages of 16 tokens once for all rows that share it (engine/shared_prefix.py)."""
@@ -31,6 +31,8 @@ class Survey:
     """Whether two requests of the same adapter, of different rows or of one, begin with the same PREFIX_TOKENS tokens."""
     prefixes: set[tuple[int, bytes]] = field(default_factory=set)
     """Adapter and first PREFIX_TOKENS tokens of some requests."""
+    common: Ids | None = None
+    """int32: the tokens with which the first PREFIX_ROWS prompts begin; None before the first."""
     bad: dict[str, tuple[int, str]] = field(default_factory=dict)
     """code -> (number of rows, message of the first)"""
 
@@ -50,7 +52,13 @@ class Survey:
                 self.bad[item.error.code] = (count + 1, example)
 
     def _compare_prefix(self, request: Request) -> None:
-        if len(self.prompt_tokens) <= PREFIX_ROWS and len(request.prompt_ids) >= PREFIX_TOKENS:
+        if len(self.prompt_tokens) > PREFIX_ROWS:
+            return
+        known = request.prompt_ids if self.common is None else self.common
+        known = known[: len(request.prompt_ids)]
+        differs = np.flatnonzero(known != request.prompt_ids[: len(known)])
+        self.common = known[: differs[0]] if len(differs) else known
+        if len(request.prompt_ids) >= PREFIX_TOKENS:
             prefix = (request.adapter, request.prompt_ids[:PREFIX_TOKENS].tobytes())
             self.shares_prefix = self.shares_prefix or prefix in self.prefixes
             self.prefixes.add(prefix)
@@ -71,6 +79,25 @@ class Survey:
     def num_outputs(self, num_rows: int) -> int:
         """Expected output rows for `num_rows` input rows: one for each sample, one for a bad row."""
         return round((len(self.prompt_tokens) + self.num_bad) * num_rows / self.num_rows)
+
+    def expected_rows(self, num_rows: int, window_rows: int) -> ExpectedRows | None:
+        """Of a job of `num_rows` input rows; None if no request was surveyed.
+
+        window_rows  number of input rows that are ordered together: the longest prompt + predicted output begins first
+        """
+        prompts, outputs = self.lengths("prompt_tokens"), self.lengths("predicted_tokens")
+        if not len(prompts) or self.common is None:
+            return None
+        window = np.arange(len(prompts)) * self.num_rows // (len(prompts) * window_rows)
+        order = np.lexsort((-(prompts + outputs), window))
+        # If part of a window was surveyed, each of these rows stands for several rows of its length.
+        copies = max(1, min(num_rows, window_rows) // self.num_rows)
+        return ExpectedRows(
+            prompt_lens=np.repeat(prompts[order], copies),
+            common_tokens=len(self.common),
+            output_tokens=self.mean_output,
+            num_rows=round(len(prompts) * num_rows / self.num_rows),
+        )
 
     def demand(self, num_rows: int, max_len: int) -> Demand:
         """The demand of a job of `num_rows` such rows. Its max_tokens is the longest surveyed row only if all rows were

@@ -64,6 +64,7 @@ def decode_shards(
     def after_round(totals: EngineTotals) -> None:
         monitor(totals)
         requests.take(TAKEN_A_ROUND)
+        engine.take_ahead(min(TAKEN_A_ROUND, requests.num_taken))
 
     engine.on_round = after_round
     with closing(engine.run(requests)) as completions:

@@ -1,0 +1,111 @@
+"""The prefill passes that a job is expected to need, from what the survey tells of its rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.draft.none import NoDrafter
+from batchspec.engine.engine import Engine
+from batchspec.engine.expected_passes import SIZES, expected_uses, rows_of_a_refill
+from batchspec.engine.prefill_cost import PrefillCost
+from batchspec.engine.prefill_shapes import PassShape, PassShapes
+from batchspec.packing.survey import PREFIX_ROWS, Survey
+from batchspec.records import ExpectedRows, Request
+from tests.engines import DEVICE, packed, request, tiny_target
+
+GREEDY = SamplingMode()
+COST = PrefillCost(least=100.0, token=0.0, replay=2.0, most_replayed=2048)
+
+
+@pytest.mark.parametrize(("slots", "rounds", "fixed_s"), [(256, 76, 1.1), (64, 30, 2.0), (512, 190, 0.4)])
+def test_a_refill_has_as_many_rows_as_the_rule_of_the_allocator_gives(slots: int, rounds: int, fixed_s: float) -> None:
+    """Rows that end at a constant rate, and a refill as soon as idle slots have cost its fixed time."""
+    free, idle, sizes, ending = 0.0, 0.0, [], slots / rounds
+    for _ in range(2000):
+        free += ending
+        idle += int(free) / slots
+        if idle >= fixed_s:
+            sizes.append(int(free))
+            free, idle = free - int(free), 0.0
+    estimate = rows_of_a_refill(slots, fixed_s=fixed_s, round_s=1.0, rounds=rounds)
+    assert estimate == pytest.approx(np.mean(sizes), rel=0.15)
+
+
+@pytest.mark.parametrize(("fixed_s", "expected"), [(1e9, 8), (1e-9, 1)])
+def test_a_refill_has_at_least_one_row_and_at_most_one_in_each_slot(fixed_s: float, expected: int) -> None:
+    assert rows_of_a_refill(8, fixed_s=fixed_s, round_s=1.0, rounds=10) == expected
+
+
+def shapes(slots: int = 32) -> PassShapes:
+    engine = Engine(tiny_target(), NoDrafter(), packed(slots), device=DEVICE)
+    return PassShapes(engine.executor.round, num_slots=slots, max_tokens=4096)
+
+
+def uses(rows: ExpectedRows, *, lookahead: int = 0) -> dict[PassShape, float]:
+    return expected_uses(rows, shapes(), GREEDY, COST, num_slots=32, draft_len=2, round_s=1.0, page_size=16, lookahead=lookahead)
+
+
+def test_uses_are_those_of_all_rows_of_the_job_and_each_number_of_tokens_occurs_once() -> None:
+    """64 surveyed rows of a hundred tokens, 80 rounds each: about 7 rows a refill."""
+    found = uses(ExpectedRows(prompt_lens=np.full(64, 100, np.int32), common_tokens=0, output_tokens=160.0, num_rows=1000))
+    estimate = rows_of_a_refill(32, fixed_s=2.0, round_s=1.0, rounds=80)
+    counts = [round(size * estimate) for size in SIZES]
+    assert sum(found.values()) == pytest.approx(sum(1000 / count for count in counts) / len(SIZES))
+    assert len({shape.num_tokens for shape in found}) == len(found) > 1
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+    for count in counts:
+        exact = PassShape(100 * count, count, 100, 100, 100 * count, GREEDY)
+        assert any(shape.holds(exact) for shape in found), count
+
+
+@pytest.mark.parametrize(("common", "lookahead", "computed"), [(0, 0, 100), (15, 0, 100), (33, 0, 68), (32, 1, 84), (100, 0, 4)])
+def test_tokens_of_pages_that_all_prompts_share_are_not_computed(common: int, lookahead: int, computed: int) -> None:
+    """The last token of a prompt is always computed."""
+    rows = ExpectedRows(prompt_lens=np.full(64, 100, np.int32), common_tokens=common, output_tokens=160.0, num_rows=1000)
+    counts = [round(size * rows_of_a_refill(32, fixed_s=2.0, round_s=1.0, rounds=80)) for size in SIZES]
+    own = shapes()
+    fitting = [own.fitting(PassShape(computed * n, n, computed, 100, 100 * n, GREEDY), COST) for n in counts]
+    assert {shape.num_tokens for shape in uses(rows, lookahead=lookahead)} == {shape.num_tokens for shape in fitting if shape}
+
+
+def test_fewer_rows_than_a_refill_has_tell_nothing() -> None:
+    assert not uses(ExpectedRows(prompt_lens=np.full(2, 100, np.int32), common_tokens=0, output_tokens=160.0, num_rows=2))
+
+
+def surveyed(*prompts: list[int]) -> tuple[Survey, list[Request]]:
+    seen, requests = Survey(), [request(i, ids, cap=4) for i, ids in enumerate(prompts)]
+    seen.add(len(requests), requests)
+    return seen, requests
+
+
+def test_the_survey_tells_the_order_of_prompts_window_by_window_the_longest_first() -> None:
+    seen, _ = surveyed(*([1] * n for n in (3, 5, 4, 9, 7, 8)))
+    found = seen.expected_rows(60, 3)
+    assert found is not None
+    assert found.prompt_lens.tolist() == [5, 4, 3, 9, 8, 7]
+    assert (found.num_rows, found.common_tokens) == (60, 3)
+    part = seen.expected_rows(60, 12)
+    assert part is not None
+    assert part.prompt_lens.tolist() == [9, 9, 8, 8, 7, 7, 5, 5, 4, 4, 3, 3], "of a window of 12 rows, half was surveyed"
+    whole = seen.expected_rows(6, 12)
+    assert whole is not None
+    assert whole.prompt_lens.tolist() == [9, 8, 7, 5, 4, 3], "the job has no more rows"
+
+
+def test_the_survey_tells_how_many_tokens_all_prompts_begin_with() -> None:
+    def common(*prompts: list[int]) -> int:
+        found = surveyed(*prompts)[0].expected_rows(9, 9)
+        assert found is not None
+        return found.common_tokens
+
+    assert common([1, 2, 3]) == 3
+    assert common([1, 2, 3, 4], [1, 2, 9, 4, 5]) == 2
+    assert common([1, 2, 3, 4], [1, 2], [1, 2, 3, 4]) == 2
+    assert common([1, 2], [2, 2]) == 0
+    assert common(*[[1, 2]] * PREFIX_ROWS, [9]) == 2, "only so many are compared"
+
+
+def test_a_survey_without_requests_tells_nothing() -> None:
+    assert Survey().expected_rows(5, 5) is None

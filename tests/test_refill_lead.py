@@ -1,0 +1,118 @@
+"""Further rounds that are launched before the host prepares a refill, so that the device does not wait for it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from batchspec.draft.none import NoDrafter
+from batchspec.engine.engine import Engine
+from batchspec.engine.executor import Executor
+from batchspec.engine.results import PendingResult
+from batchspec.engine.scheduler import MOST_LEAD, Scheduler
+from batchspec.engine.step import ScheduledStep
+from batchspec.records import Request
+from tests import test_lossless
+from tests.engines import DEVICE, packed, plain_tokens, request, tiny_target
+from tests.test_lossless import requests_of_a_job
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=SLOW)
+@given(requests=requests_of_a_job(), leads=st.lists(st.integers(0, MOST_LEAD), min_size=1, max_size=8), data=st.data())
+def test_rounds_before_a_refill_change_no_token(requests: list[Request], leads: list[int], data: st.DataObject) -> None:
+    """Every drafter, sampling, number of slots, pages and chunks, rows with common beginnings, preempted rows."""
+    count = 0
+
+    def next_lead(*_: object) -> int:
+        nonlocal count
+        count += 1
+        return leads[count % len(leads)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scheduler, "_next_lead", next_lead)
+        test_lossless.check_lossless(requests, data)
+
+
+def leads_of(nums_left: list[int], **options: Any) -> list[tuple[int, int]]:
+    """Rows that end at different rounds enter 3 slots again and again; for each refill but the first: the number of rounds that
+    were launched since the last read before it, and how many results were unread when it was launched.
+
+    nums_left  rounds that the device has left to do, as the executor finds after each of these refills
+    """
+    found: list[tuple[int, int]] = []
+    asked = [request(i, [i % 7, 3], cap=2 + i % 5) for i in range(40)]
+    engine = Engine(tiny_target(), NoDrafter(), packed(3, run_ahead=2), device=DEVICE, **options)
+    execute, left, rounds = engine.executor.execute, iter(nums_left), 0
+
+    def watched(step: ScheduledStep) -> None:
+        nonlocal rounds
+        if step.prefill is not None:
+            found.append((rounds, len(engine.executor._pending)))
+            engine.executor.num_left_at_refill = next(left, 1)
+        rounds = 0 if step.num_reads else rounds + (step.round is not None)
+        execute(step)
+
+    engine.executor.execute = watched  # type: ignore[method-assign]
+    done = {c.request_id: c.token_ids.tolist() for c in engine.run(iter(asked)) if c.token_ids is not None}
+    assert done == {r.request_id: plain_tokens(tiny_target(), r) for r in asked}
+    return found[1:]
+
+
+@pytest.mark.parametrize(
+    ("nums_left", "leads"),
+    [
+        ([9, 1, 1, 1], [0, 0, 0]),
+        ([9, 0, 1, 1], [0, 1, 1]),
+        ([9, 0, 0, 0], [0, 1, 2]),
+        ([9, 0, 0, 0, 0], [0, 1, 2, 2]),
+        ([9, 0, 0, 2, 2, 2], [0, 1, 2, 1, 0]),
+        ([0, 2, 0, 2], [0, 0, 1]),  # the first refill follows no round: the device had nothing else to do
+    ],
+)
+def test_as_many_rounds_as_the_device_needs_are_launched_before_a_refill(nums_left: list[int], leads: list[int]) -> None:
+    """One more after the device was found idle, one less after it had more than one round left to do."""
+    found = leads_of(nums_left)
+    assert [rounds for rounds, _ in found[: len(leads)]] == leads
+    assert [unread for _, unread in found[: len(leads)]] == [2 + lead for lead in leads]
+
+
+@pytest.mark.parametrize("change", ["overlaps", "scores", "lazy", "no graphs"])
+def test_no_round_is_launched_before_where_refills_overlap_or_rounds_are_no_graphs(change: str) -> None:
+    for changed in (False, True):
+        scheduler = object.__new__(Scheduler)
+        now = change if changed else ""
+        executor: Any = SimpleNamespace(num_left_at_refill=None if now == "no graphs" else 0)
+        lazy: Any = object() if now == "lazy" else None
+        scheduler._executor, scheduler._scores, scheduler._lazy, scheduler._lead = executor, now == "scores", lazy, 0
+        prefill: Any = SimpleNamespace(overlaps=now == "overlaps")
+        assert scheduler._next_lead(prefill) == (0 if changed else 1)
+
+
+def test_the_executor_counts_what_the_device_has_left_to_do_when_a_refill_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the refill's own passes; nothing where rounds are no graphs, because their launch may wait for the device."""
+    engine = Engine(tiny_target(), NoDrafter(), packed(3, run_ahead=2), device=DEVICE)
+    executor, counts, execute = engine.executor, list[int | None](), Executor.execute
+    monkeypatch.setattr(PendingResult, "has_arrived", False)
+
+    def watched(own: Executor, step: ScheduledStep) -> None:
+        earlier = len(own._pending)
+        own.graphs.captures = True
+        execute(own, step)
+        own.graphs.captures = False
+        if step.prefill is not None:
+            assert own.num_left_at_refill == earlier
+            counts.append(own.num_left_at_refill)
+
+    assert executor.num_left_at_refill is None
+    monkeypatch.setattr(Executor, "execute", watched)
+    monkeypatch.setattr(executor.graphs, "run", executor.graphs._run)
+    list(engine.run(iter([request(i, [i % 7, 3], cap=2 + i % 5) for i in range(12)])))
+    assert counts[0] == 0
+    assert 2 in counts
