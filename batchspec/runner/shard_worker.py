@@ -1,8 +1,8 @@
 """A worker process: does `ShardWork` for one shard after the other, outside the process whose thread launches the rounds.
 
 It reads and answers messages, each 8 bytes of length and a pickle. The first is the ShardWork; the others are (a function of this
-module, its arguments), and each is answered by (True, result) or (False, exception). It ends when its standard input ends. Only
-processes of one run may exchange these messages: a pickle from elsewhere could execute anything.
+module, its arguments), and each is answered by (True, result) or (False, (exception, its cause if that is an OSError)). It ends
+when its standard input ends. Only processes of one run may exchange these messages: a pickle from elsewhere could execute anything.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import pyarrow as pa
 from batchspec.dataset.reader import InputShard
 from batchspec.records import Completion, Request, RowStats, SamplingParams
 from batchspec.runner.shard_work import ShardWork
+from batchspec.runstate.shard_writer import UnpublishedFile, WrittenFile
 
 COMMAND = "import sys; sys.path[:] = eval(sys.argv[1]); from batchspec.runner.shard_worker import main; main()"
 LENGTH_BYTES = 8
@@ -106,6 +107,11 @@ def table(work: ShardWork, shard: InputShard, completions: list[Completion]) -> 
     return work.table(shard, completions)
 
 
+def write(work: ShardWork, shard: InputShard, completions: list[Completion], file: UnpublishedFile) -> WrittenFile:
+    """Write the shard's table. The file gets its name from the process of the run."""
+    return file.write(work.table(shard, completions))
+
+
 def main() -> None:
     """Answer messages until standard input ends."""
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
@@ -119,7 +125,8 @@ def main() -> None:
                 answer = to_bytes((True, task(work, *arguments)))
             except Exception as error:  # the parent raises it
                 error.add_note(traceback.format_exc())
-                answer = to_bytes((False, error))
+                cause = error.__cause__ if isinstance(error.__cause__, OSError) else None  # others may not be picklable
+                answer = to_bytes((False, (error, cause)))
             send(answers, answer)
     except BrokenPipeError:  # the run has ended
         os._exit(0)

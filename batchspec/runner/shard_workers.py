@@ -27,6 +27,7 @@ from batchspec.records import Completion
 from batchspec.runner import shard_worker
 from batchspec.runner.shard_work import ShardWork
 from batchspec.runner.shard_worker import COMMAND, from_bytes, receive, send, to_bytes
+from batchspec.runstate.shard_writer import UnpublishedFile, WrittenFile
 
 AHEAD = 2
 """Number of shards read ahead for each worker: one that it works on and one that waits."""
@@ -81,6 +82,22 @@ class ShardWorkers:
         what = f"make the table of shard {shard.index}"
         answer = self._tables.submit(lambda: self._ask(to_bytes((shard_worker.table, (shard, list(completions)))), what))
         return lambda: cast(pa.Table, _result(answer.result()))
+
+    def begin_file(
+        self, shard: InputShard, completions: Sequence[Completion], file: Callable[[], UnpublishedFile]
+    ) -> Callable[[], WrittenFile]:
+        """As `RowWriter.begin_file`; the next free worker writes it. A worker that died has left at most an unfinished file, which
+        the next one replaces: only `OutputFolder.publish` gives names."""
+
+        def begin() -> Future[bytes]:
+            return self._tables.submit(
+                lambda: self._ask(
+                    to_bytes((shard_worker.write, (shard, list(completions), file()))), f"write shard {shard.index}"
+                )
+            )
+
+        begun = [begin()]
+        return lambda: cast(WrittenFile, _result((begun.pop() if begun else begin()).result()))
 
     def close(self) -> None:
         """End the workers, whatever they are doing."""
@@ -190,5 +207,6 @@ def _result(answer: bytes) -> Any:
     """What the worker returned; raises what it raised."""
     succeeded, value = from_bytes(answer)
     if not succeeded:
-        raise value
+        error, cause = value
+        raise error from cause
     return value
