@@ -74,6 +74,7 @@ def decode_shards(
                 journal.flush_every(JOURNAL_S)
             yield from map(monitor.decoded, feed.complete())
     engine.on_round = monitor
+    monitor.ended()
     yield from map(monitor.decoded, feed.complete())  # shards without any good row
 
 
