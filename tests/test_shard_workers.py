@@ -31,7 +31,7 @@ from batchspec.packing.work_plan import AdmittedShards
 from batchspec.records import Completion, Request, RowStats
 from batchspec.runner import shard_workers
 from batchspec.runner.shard_work import ShardWork
-from batchspec.runner.shard_worker import from_bytes, to_bytes
+from batchspec.runner.shard_worker import PART_ROWS, from_bytes, to_bytes
 from batchspec.runner.shard_workers import ShardWorkers
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.shard_writer import UnpublishedFile
@@ -137,6 +137,19 @@ def test_workers_give_the_rows_errors_order_and_tables_of_the_plain_path(tokeniz
             assert made["completion"].to_pylist() == [text or None for text in texts]
             assert made.drop_columns("perf").to_pylist() == plain.drop_columns("perf").to_pylist()
             assert [row["slot"] for row in made["perf"].to_pylist()] == [row["slot"] for row in plain["perf"].to_pylist()]
+
+
+def test_a_shard_of_several_parts_is_predicted_by_the_rows_that_the_run_has_finished(tokenizer: Tokenizer) -> None:
+    """So that requests need not be made again with another prediction."""
+    rows = 2 * PART_ROWS + 3
+    work, source = make_work(pa.table({"prompt": [f"Say {i}" for i in range(rows)], "max_new_tokens": [400] * rows}), tokenizer)
+    with closing(ShardWorkers(work, 1)) as workers:
+        work.admission.predictor.num_rows, work.admission.predictor.num_tokens = 10_000, 1_000_000
+        (shard,) = workers.admitted(source.shards(rows))
+        entries = [cast(Request, entry) for entry in shard.entries]
+    assert [entry.row_index for entry in entries] == [*range(rows)]
+    assert {entry.predicted_tokens for entry in entries} == {100}
+    entries[0].prompt_ids[0] = 1  # an array of its own, as those of this process
 
 
 def test_no_more_is_read_than_was_asked_for_and_a_few_shards_ahead() -> None:

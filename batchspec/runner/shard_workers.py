@@ -6,6 +6,7 @@ time, and the thread that launches the rounds would wait for it.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import queue
@@ -47,6 +48,7 @@ class ShardWorkers:
 
     def __init__(self, work: ShardWork, num_workers: int) -> None:
         self._first_message, self._num_workers, self._closed = to_bytes(work), num_workers, False
+        self._predictor = work.admission.predictor
         self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
         self._all = [_Process(self._first_message) for _ in range(num_workers)]
         for process in self._all:
@@ -69,7 +71,7 @@ class ShardWorkers:
         """Read the next shard and have it admitted; None at the end. Only the reader's thread uses `shards`."""
         if self._settling or (shard := next(shards, None)) is None:
             return None
-        return shard, self._submit(f"admit shard {shard.index}", shard_worker.admit, shard)
+        return shard, self._submit(f"admit shard {shard.index}", shard_worker.admit, shard, self._predictor)
 
     def settle(self) -> None:
         """Stop reading the shards that were given so far; after this no other thread uses them."""
@@ -86,8 +88,11 @@ class ShardWorkers:
     def begin_file(
         self, shard: InputShard, completions: Sequence[Completion], file: Callable[[], UnpublishedFile]
     ) -> Callable[[], WrittenFile]:
-        """As `RowWriter.begin_file`; the next free worker writes it. A worker that died has left at most an unfinished file, which
-        the next one replaces: only `OutputFolder.publish` gives names."""
+        """As `RowWriter.begin_file`; the next free worker writes it.
+
+        A worker that died has left at most an unfinished file, which the next one replaces: only `OutputFolder.publish` gives
+        names.
+        """
 
         def begin() -> Future[bytes]:
             return self._tables.submit(
@@ -154,7 +159,7 @@ class _ReadAhead(AdmittedShards):
             raise StopIteration
         self._fill()
         shard, answer = begun
-        return AdmittedShard(shard, iter(_result(answer.result())))
+        return AdmittedShard(shard, itertools.chain.from_iterable(map(from_bytes, _result(answer.result()))))
 
     def is_ready(self) -> bool:
         self._fill()
