@@ -138,6 +138,7 @@ class Feed:
         self._handed_out, self._filled_at = 0, 0.0
         self._compiling, self._busy, self._on_refused = compiling, busy or self._has_unfinished, refused
         self._num_unfinished = 0
+        """With `compiling`: requests that were handed out and not added."""
         self.num_ready = 0
         """Number of admitted requests that can be handed out without waiting."""
 
@@ -145,11 +146,11 @@ class Feed:
         """Yield requests in decoding order: window by window, the longest of a window first. Requests whose automata are not
         compiled yet come later; None: no request is ready at present.
         """
-        found: Iterator[Request | None] = self._in_order()
-        if self._compiling is not None:
-            ahead = max(AHEAD, self._slots)
-            found = ReadyRequests(self._in_order(), self._compiling, refused=self._refuse, busy=self._busy, ahead=ahead)
-        for request in found:
+        return self._in_order() if self._compiling is None else self._compiled(self._compiling)
+
+    def _compiled(self, compiling: RequestCompiler) -> Iterator[Request | None]:
+        ahead = max(AHEAD, self._slots)
+        for request in ReadyRequests(self._in_order(), compiling, refused=self._refuse, busy=self._busy, ahead=ahead):
             self._num_unfinished += request is not None
             yield request
 
