@@ -9,6 +9,9 @@ from contextlib import contextmanager
 OF_PYTHON = 1000
 """Up to this many frozen objects (`gc.get_freeze_count()`) are Python's own: 3.12.1 starts with 375, 3.11 and 3.13 with none. A
 program that calls `gc.freeze()` has thousands: an interpreter that has imported nothing already has more than 5,000 objects."""
+RARE = 20_000
+"""New objects after which garbage is collected during a run, where Python's 700 would collect every few rounds. About as many
+belong to the rows that a run holds: nearly none of them is garbage, and reference counts free them."""
 _imports_frozen = False
 """Whether `imports_frozen` made the present freeze: then a run of an engine may freeze more, and unfreeze all of it."""
 
@@ -35,7 +38,7 @@ def imports_frozen() -> Iterator[None]:
 
 @contextmanager
 def older_objects_frozen() -> Iterator[None]:
-    """Within this block garbage collections skip the objects that exist already, torch's and the model's.
+    """Within this block garbage collections are rare, and skip the objects that exist already, torch's and the model's.
 
     A collection that traversed all of them took 0.1 to 0.17 s (SmolLM2-135M, H200), during which no round was launched.
     If the host program or another run has frozen objects, this does nothing: Python can only unfreeze everything.
@@ -46,9 +49,12 @@ def older_objects_frozen() -> Iterator[None]:
         return
     _imports_frozen = False
     gc.freeze()
+    young, *older = gc.get_threshold()
+    gc.set_threshold(young and max(young, RARE), *older)  # 0: the host program has switched collections off
     try:
         yield
     finally:
+        gc.set_threshold(young, *older)
         gc.unfreeze()
 
 

@@ -139,7 +139,7 @@ def new_interpreters() -> None:
 def signalled_after_commits(count: int, number: signal.Signals) -> None:
     """A patch: the process sends itself a real signal as soon as this many shards are committed. Decoding waits for commits as it
     does with large shards, so that rows are left."""
-    commit = OutputFolder.commit
+    commit = OutputFolder.publish
     put(background_commit, "MOST_WAITING", background_commit.WAITING)
 
     def then_signalled(self: OutputFolder, *rest: Any) -> bool:
@@ -148,7 +148,7 @@ def signalled_after_commits(count: int, number: signal.Signals) -> None:
             os.kill(os.getpid(), number)
         return won
 
-    OutputFolder.commit = then_signalled  # type: ignore[method-assign,assignment]
+    OutputFolder.publish = then_signalled  # type: ignore[method-assign,assignment]
 
 
 def _child(arguments: list[str], log: Path, patch: Patch, environ: dict[str, str]) -> None:

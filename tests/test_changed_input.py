@@ -63,7 +63,7 @@ def arguments(model: Path, data: Path | str, out: Path | str) -> list[str]:
 def after_first_commit(path: Path, data: bytes | None) -> None:
     """The file is written anew, or deleted, when the first shard is committed; it is read in small pieces."""
     files.BATCH_BYTES = 128
-    commit = OutputFolder.commit
+    commit = OutputFolder.publish
 
     def then(self: OutputFolder, *rest: Any) -> bool:
         won = commit(self, *rest)
@@ -73,7 +73,7 @@ def after_first_commit(path: Path, data: bytes | None) -> None:
             path.write_bytes(data)
         return won
 
-    OutputFolder.commit = then  # type: ignore[method-assign, assignment]
+    OutputFolder.publish = then  # type: ignore[method-assign, assignment]
 
 
 RESIZED, REPLACED, GONE = (

@@ -16,7 +16,7 @@ from batchspec.draft.base import Drafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.engine import Engine
-from batchspec.garbage import OF_PYTHON, imports_frozen, older_objects_frozen
+from batchspec.garbage import OF_PYTHON, RARE, imports_frozen, older_objects_frozen
 from batchspec.records import Request
 from tests.engines import DEVICE, packed, request, tiny_target
 
@@ -112,3 +112,16 @@ def test_objects_that_a_host_program_froze_stay_frozen(how: str) -> None:
     first.close()
     second.close()
     assert gc.get_freeze_count() == 0
+
+
+def test_garbage_is_collected_rarely_during_a_run_and_as_before_afterwards() -> None:
+    before = gc.get_threshold()
+    with older_objects_frozen():
+        assert gc.get_threshold() == (RARE, *before[1:])
+    assert gc.get_threshold() == before
+    gc.set_threshold(0)
+    try:
+        with older_objects_frozen():
+            assert gc.get_threshold()[0] == 0, "it stays switched off"
+    finally:
+        gc.set_threshold(*before)

@@ -64,7 +64,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def after_commit(number: int, act: Any) -> None:
-    commit, seen = OutputFolder.commit, [0]
+    commit, seen = OutputFolder.publish, [0]
 
     def then(self: OutputFolder, *rest: Any) -> bool:
         won = commit(self, *rest)
@@ -73,7 +73,7 @@ def after_commit(number: int, act: Any) -> None:
             act()
         return won
 
-    OutputFolder.commit = then  # type: ignore[method-assign, assignment]
+    OutputFolder.publish = then  # type: ignore[method-assign, assignment]
 
 
 def fill(disk: Path) -> None:

@@ -93,6 +93,26 @@ def test_a_request_is_predicted_by_the_rows_that_ended_before_it_was_handed_out(
     assert next(requests).predicted_tokens == 150
 
 
+def test_a_small_change_of_the_prediction_makes_no_new_request() -> None:
+    made, admission = feed_and_admission([400] * 8, shard_rows=4, slots=2)
+    requests = requests_of(made)
+    first = next(requests)
+    for _ in range(16):
+        admission.observe(done(first, num_tokens=190))
+    assert admission.predictor.predict(400) == 195
+    assert next(requests).predicted_tokens == 200
+
+
+def test_the_next_window_can_be_taken_without_waiting_once_all_of_it_is_admitted() -> None:
+    seconds = 0.0
+    made = feed([9] * 80, shard_rows=10, slots=10, clock=lambda: seconds)
+    ready = []
+    for _ in made.requests():
+        ready.append(made.num_ready)
+        seconds += 0.001
+    assert ready == [*range(39, 0, -1), 40, *range(39, -1, -1)]
+
+
 def admitted_by(rows_a_second: float, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows that were admitted when each of 80 requests, two windows of 40, was handed out; 10 of them fill the slots at once."""
     seconds, rows = 0.0, 0

@@ -196,6 +196,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "cache.layout",
         "cache.pages",
         "runstate.journal",
+        "runstate.shard_writer",
         "tuning.exchange",
     },
     "adapt": {"train", "runstate.adapted_heads", "draft", "model", "engine", "packing.memory"},

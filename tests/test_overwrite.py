@@ -343,7 +343,7 @@ def test_what_is_one_command(tmp_path: Path, began: dict[str, str], comes: dict[
 
 
 def stop_at_second_commit() -> None:
-    commit, seen = OutputFolder.commit, [0]
+    commit, seen = OutputFolder.publish, [0]
 
     def then_stops(self: OutputFolder, *rest: Any) -> bool:
         seen[0] += 1
@@ -351,7 +351,7 @@ def stop_at_second_commit() -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         return commit(self, *rest)
 
-    OutputFolder.commit = then_stops  # type: ignore[method-assign, assignment]
+    OutputFolder.publish = then_stops  # type: ignore[method-assign, assignment]
 
 
 @pytest.fixture

@@ -359,6 +359,11 @@ def test_the_longest_predicted_row_goes_first_and_ties_keep_their_order() -> Non
     assert order(*reversed(rows)) == [(3, 0), (1, 0), (2, 0), (0, 0)]
 
 
+def test_prompts_are_not_sorted_by_length() -> None:
+    """Else the passes of refills would differ in size, and each size needs a CUDA graph of its own."""
+    assert order(request(0, [1], 5), request(1, [2, 3, 4], 5), request(2, [5, 6], 5)) == [(0, 0), (1, 0), (2, 0)]
+
+
 def test_rows_with_a_common_prefix_are_neighbours_in_the_place_of_their_longest() -> None:
     shared = [request(0, [7, 8, 1], 5), request(4, [7, 8, 2], 50)]
     others = [request(1, [1, 1, 1], 40), request(2, [2, 2, 2], 60), request(3, [3], 1)]

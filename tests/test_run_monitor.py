@@ -42,6 +42,16 @@ def test_the_progress_counts_each_round_once_and_nothing_of_earlier_passes() -> 
     assert facts["in_flight_tokens"] == 200 - 60
 
 
+def test_rows_that_finish_after_the_last_round_are_counted_too() -> None:
+    progress = ProgressBar(10, stream=io.StringIO())
+    reporter = RunMonitor(progress, 100.0, EngineTotals())
+    reporter.finished(done(60))
+    reporter.finished(done(60))
+    reporter.ended()
+    reporter.ended()
+    assert progress.facts()["completions"] == 2
+
+
 def test_tokens_that_rows_had_from_earlier_runs_are_not_in_flight() -> None:
     progress, totals = ProgressBar(10, stream=io.StringIO()), EngineTotals()
     reporter = RunMonitor(progress, 100.0, totals)

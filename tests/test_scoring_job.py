@@ -114,7 +114,7 @@ def test_scores_that_a_lost_run_saved_are_those_of_the_job(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode_shards, "JOURNAL_S", -1.0)
-        patch.setattr(OutputFolder, "commit", lost)
+        patch.setattr(OutputFolder, "publish", lost)
         assert run.main([*words, f"output.dir={tmp_path}/out"]) == StorageError.exit_code
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch:

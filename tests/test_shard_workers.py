@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import signal
 import time
@@ -23,16 +24,17 @@ from batchspec import run
 from batchspec.config.schema import RunConfig
 from batchspec.dataset.columns import map_columns
 from batchspec.dataset.reader import InputShard, table_source
-from batchspec.errors import InputError, Interrupted, WorkerLost
+from batchspec.errors import InputError, Interrupted, StorageError, WorkerLost
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.admit import Admission
 from batchspec.packing.work_plan import AdmittedShards
 from batchspec.records import Completion, Request, RowStats
 from batchspec.runner import shard_workers
 from batchspec.runner.shard_work import ShardWork
-from batchspec.runner.shard_worker import from_bytes, to_bytes
+from batchspec.runner.shard_worker import PART_ROWS, from_bytes, to_bytes
 from batchspec.runner.shard_workers import ShardWorkers
 from batchspec.runstate.output_folder import OutputFolder
+from batchspec.runstate.shard_writer import UnpublishedFile
 from tests.killing_tokenizer import KillingTokenizer
 from tests.models import make_checkpoint, make_tokenizer
 from tests.runs import make_prompts, run_apart, signalled_after_commits
@@ -137,6 +139,19 @@ def test_workers_give_the_rows_errors_order_and_tables_of_the_plain_path(tokeniz
             assert [row["slot"] for row in made["perf"].to_pylist()] == [row["slot"] for row in plain["perf"].to_pylist()]
 
 
+def test_a_shard_of_several_parts_is_predicted_by_the_rows_that_the_run_has_finished(tokenizer: Tokenizer) -> None:
+    """So that requests need not be made again with another prediction."""
+    rows = 2 * PART_ROWS + 3
+    work, source = make_work(pa.table({"prompt": [f"Say {i}" for i in range(rows)], "max_new_tokens": [400] * rows}), tokenizer)
+    with closing(ShardWorkers(work, 1)) as workers:
+        work.admission.predictor.num_rows, work.admission.predictor.num_tokens = 10_000, 1_000_000
+        (shard,) = workers.admitted(source.shards(rows))
+        entries = [cast(Request, entry) for entry in shard.entries]
+    assert [entry.row_index for entry in entries] == [*range(rows)]
+    assert {entry.predicted_tokens for entry in entries} == {100}
+    entries[0].prompt_ids[0] = 1  # an array of its own, as those of this process
+
+
 def test_no_more_is_read_than_was_asked_for_and_a_few_shards_ahead() -> None:
     work, source = make_work(prompts(*"abcdefghijkl"), KillingTokenizer())
     read: list[int] = []
@@ -180,6 +195,35 @@ def test_an_exception_of_a_worker_is_raised_in_the_caller() -> None:
     (shard,) = source.shards(1)
     with closing(ShardWorkers(work, 1)) as workers, pytest.raises(AttributeError, match="text_due"):
         workers.begin_table(shard, [cast(Completion, "no completion")])()
+
+
+def test_a_worker_writes_a_verified_file_that_only_the_run_itself_publishes(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    work, source = make_work(prompts("a", "b", "c"), tokenizer)
+    output = OutputFolder(tmp_path / "out")
+    output.create(fingerprint={}, config={}, recorded={}, num_rows=3, shard_rows=3, files=source.files)
+    (shard,) = source.shards(3)
+    done = [completion_of(cast(Request, entry)) for entry in work.admission.admit(shard)]
+    with closing(ShardWorkers(work, 1)) as workers:
+        write = workers.begin_file(shard, done, partial(output.unpublished, 0))
+        first = write()
+        assert hashlib.sha256(first.path.read_bytes()).hexdigest() == first.sha256
+        assert not output.committed(), "a written file is not committed"
+        first.path.write_bytes(b"damaged")
+        assert output.publish(0, write), "called again, it writes the file anew"
+        assert pl.read_parquet(tmp_path / "out/data")["completion"].to_list() == [tokenizer.decode(range(9, 14))] * 3
+        with pytest.raises(ValueError, match="lacks rows"):
+            workers.begin_file(shard, done[:1], partial(output.unpublished, 0))()
+
+
+def test_a_file_that_a_worker_could_not_write_says_why(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """The cause tells a full disk from a job that was deleted meanwhile (`OutputFolder.publish`)."""
+    work, source = make_work(prompts("a"), tokenizer)
+    (shard,) = source.shards(1)
+    done = [completion_of(cast(Request, entry)) for entry in work.admission.admit(shard)]
+    nowhere = UnpublishedFile(path=tmp_path / "gone/file", rows=range(1), metadata={})
+    with closing(ShardWorkers(work, 1)) as workers, pytest.raises(StorageError, match="ENOENT") as raised:
+        workers.begin_file(shard, done, lambda: nowhere)()
+    assert isinstance(raised.value.__cause__, FileNotFoundError)
 
 
 def test_a_worker_that_dies_is_named_and_its_shard_done_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

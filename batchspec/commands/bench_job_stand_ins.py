@@ -12,6 +12,7 @@ import numpy as np
 
 from batchspec.engine.engine import Engine
 from batchspec.engine.output_processor import EngineTotals
+from batchspec.garbage import older_objects_frozen
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job
@@ -63,13 +64,17 @@ class StandInTokenizer:
 class StandInEngine:
     """Ends every row at once, in the order in which slots would: a row ends when SLOTS later rows have begun.
 
+    rows_s     maximum number of rows that end in a second; 0: no limit
     tokenizer  of the job, which decodes the texts; None: texts are known
     made_at  CPU time of this thread, and of the process, when the start-up was over
     own_s, feed_s, round_s  CPU time of this thread in the stand-in itself, in the stream of requests, and after rounds
+    pauses_s  CPU time of each piece of the job's work during which this thread could launch nothing: a request that was taken,
+              what follows a round, a finished row
     """
 
-    def __init__(self, texts: Sequence[str], num_tokens: int, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(self, texts: Sequence[str], num_tokens: int, tokenizer: Tokenizer | None = None, rows_s: float = 0.0) -> None:
         random = np.random.default_rng(2)
+        self._row_s, self._next_at = 1 / rows_s if rows_s else 0.0, 0.0
         self._num_tokens, self._tokenizer = num_tokens, tokenizer
         ids = (random.integers(3, 30000, num_tokens) if tokenizer is None else tokenizer.encode_part(text) for text in texts)
         self._answers = [(text, np.array(tokens[:num_tokens], np.int32)) for text, tokens in zip(texts, ids, strict=True)]
@@ -78,6 +83,7 @@ class StandInEngine:
         self.on_round: Callable[[EngineTotals], None] | None = None
         self.last: deque[Completion] = deque(maxlen=1024)
         self.own_s = self.feed_s = self.round_s = 0.0
+        self.pauses_s: list[float] = []
         self.made_at = 0.0, 0.0
 
     def made(self, job: Job, seen: Survey, progress: ProgressBar) -> Engine:
@@ -91,35 +97,57 @@ class StandInEngine:
         return []
 
     def run(self, requests: Iterator[Request]) -> Generator[Completion]:
+        with older_objects_frozen():  # as the real one
+            yield from self._run(requests)
+
+    def _run(self, requests: Iterator[Request]) -> Generator[Completion]:
         live: deque[Request] = deque()
         while (request := self._next(requests)) is not None:
             live.append(request)
             if len(live) == SLOTS:
-                yield self._end(live.popleft(), SLOTS)
+                yield from self._handed_out(self._end(live.popleft(), SLOTS))
         while live:
-            yield self._end(live.popleft(), len(live))
+            yield from self._handed_out(self._end(live.popleft(), len(live)))
+
+    def _handed_out(self, completion: Completion) -> Iterator[Completion]:
+        began = time.thread_time()
+        yield completion
+        self.pauses_s.append(time.thread_time() - began)
 
     def _next(self, requests: Iterator[Request]) -> Request | None:
         began = time.thread_time()
         request = next(requests, None)
-        self.feed_s += time.thread_time() - began
+        self.pauses_s.append(time.thread_time() - began)
+        self.feed_s += self.pauses_s[-1]
         return request
 
     def _end(self, request: Request, live_rows: int) -> Completion:
+        waited = time.thread_time()
+        self._wait()
         began = time.thread_time()
+        self.own_s += began - waited
         totals, rounds = self.totals, self._num_tokens // 2
         totals.tokens, totals.live_rows = totals.tokens + self._num_tokens, live_rows
         totals.row_rounds, totals.accepted = totals.row_rounds + rounds, totals.accepted + rounds
+        before = reported = began
         for _ in range(ROUNDS_A_ROW):
             totals.rounds += 1
             if self.on_round is not None:
                 self.on_round(totals)
-        reported = time.thread_time()
+            before, reported = reported, time.thread_time()
+            self.pauses_s.append(reported - before)
         self.round_s += reported - began
         completion = self._completion(request, rounds)
         self.last.append(completion)
         self.own_s += time.thread_time() - reported
         return completion
+
+    def _wait(self) -> None:
+        """Wait until the next row may end."""
+        now = time.monotonic()
+        self._next_at = max(self._next_at, now - 256 * self._row_s) + self._row_s  # what a slow call took is made up for
+        if self._next_at > now:
+            time.sleep(self._next_at - now)
 
     def _completion(self, request: Request, rounds: int) -> Completion:
         text, token_ids = self._answers[request.row_index % POOL]

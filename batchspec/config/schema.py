@@ -201,7 +201,7 @@ class InputConfig:
     """Date that chat templates get as today's date, e.g. 2025-08-05 or 2025-08-05T12:00. It is fixed for a job, so that every run
     of the job makes the same prompt from a row."""
     num_workers: int | None = None
-    """Number of processes that apply the chat template, tokenise and make output tables, apart from the one that launches the
+    """Number of processes that apply the chat template, tokenise and write output files, apart from the one that launches the
     rounds. 0 is that one itself; null is up to 4 on a GPU and 0 on a CPU."""
     max_error_fraction: float = 0.5
     """Maximum share of error rows; with more of them the job ends with exit code 3. A job of nothing but error rows always

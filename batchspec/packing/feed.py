@@ -42,6 +42,10 @@ class _OpenShard:
     def num_done(self) -> int:
         return len(self.completions) + self.num_carried
 
+    @property
+    def is_done(self) -> bool:
+        return self.num_done == self.num_outputs
+
 
 class _Window:
     """The requests of one window, of which a part may be admitted.
@@ -56,14 +60,21 @@ class _Window:
         self._shards, self._planned, self._num_rows = shards, planned, num_rows
         self._requests: list[Request] = []
         self._waits = False
+        self._whole = False
+        """Whether all rows are admitted."""
         self._steps = self._admitted()
 
     def admit_share(self, num_shares: int) -> None:
         """Admit a `num_shares`th of the remaining rows, or fewer if that would mean waiting for a worker process."""
-        for took in itertools.islice(self._steps, -(-self._num_rows // num_shares)):
+        for took in itertools.islice(self._steps, None if num_shares == 1 else -(-self._num_rows // num_shares)):
             if not took:
                 return
             self._num_rows -= 1
+
+    @property
+    def num_ready(self) -> int:
+        """Number of requests of a whole window; 0 while rows are missing."""
+        return len(self._requests) if self._whole else 0
 
     def admit_all(self) -> list[Request]:
         """Admit the rest, and return all requests of the window."""
@@ -79,6 +90,7 @@ class _Window:
                 yield False
             admitted = next(self._shards, None)
             if admitted is None:
+                self._whole = True
                 return
             for requests in self._planned(admitted):
                 self._requests += requests
@@ -126,9 +138,12 @@ class Feed:
         self._num_windows = max(1, num_shards // self._window)
         self._journaled = journaled or Journaled()
         self._open: dict[int, _OpenShard] = {}
+        self._done: list[int] = []
+        """Open shards whose rows are all finished."""
         self._handed_out, self._filled_at = 0, 0.0
         self._compiling, self._busy, self._on_refused = compiling, busy or self._has_unfinished, refused
         self._num_unfinished = 0
+        """With `compiling`: requests that were handed out and not added."""
         self.num_ready = 0
         """Number of admitted requests that can be handed out without waiting."""
 
@@ -136,11 +151,11 @@ class Feed:
         """Yield requests in decoding order: window by window, the longest of a window first. Requests whose automata are not
         compiled yet come later; None: no request is ready at present.
         """
-        found: Iterator[Request | None] = self._in_order()
-        if self._compiling is not None:
-            ahead = max(AHEAD, self._slots)
-            found = ReadyRequests(self._in_order(), self._compiling, refused=self._refuse, busy=self._busy, ahead=ahead)
-        for request in found:
+        return self._in_order() if self._compiling is None else self._compiled(self._compiling)
+
+    def _compiled(self, compiling: RequestCompiler) -> Iterator[Request | None]:
+        ahead = max(AHEAD, self._slots)
+        for request in ReadyRequests(self._in_order(), compiling, refused=self._refuse, busy=self._busy, ahead=ahead):
             self._num_unfinished += request is not None
             yield request
 
@@ -148,7 +163,7 @@ class Feed:
         return self._num_unfinished > 0
 
     def _refuse(self, completion: Completion) -> None:
-        self._open[completion.shard].completions.append(completion)
+        self._finish(completion)
         self._on_refused(completion)
 
     def _in_order(self) -> Iterator[Request]:
@@ -156,14 +171,12 @@ class Feed:
         for window in range(1, self._num_windows + 1):
             requests = order_requests(coming.admit_all())
             coming = self._coming(window)
-            self.num_ready = len(requests)
-            for number, request in enumerate(requests, 1):
-                self.num_ready -= 1
+            for left, request in zip(reversed(range(len(requests))), requests, strict=True):
+                self.num_ready = left or coming.num_ready
                 # Predict again: rows that finished since the window was admitted improve the prediction.
                 yield self._predicted(request)
-                left = len(requests) - number
                 if self._ends_soon(left):
-                    coming.admit_share(left + 1)
+                    coming.admit_share(max(1, left))
 
     def _ends_soon(self, left: int) -> bool:
         """Whether the `left` remaining requests will be handed out within EARLY_S, at the pace since the slots were filled."""
@@ -196,11 +209,19 @@ class Feed:
                 opened.completions.append(entry)
             yield [self._predicted(entry)] if isinstance(entry, Request) else []
         self._open[admitted.shard.index] = opened
+        if opened.is_done:
+            self._done.append(admitted.shard.index)
 
     def add(self, completion: Completion) -> None:
         """Add the completion of a request of an open shard."""
         self._num_unfinished -= 1
-        self._open[completion.shard].completions.append(completion)
+        self._finish(completion)
+
+    def _finish(self, completion: Completion) -> None:
+        opened = self._open[completion.shard]
+        opened.completions.append(completion)
+        if opened.is_done:
+            self._done.append(completion.shard)
 
     @property
     def open_shards(self) -> list[tuple[int, int]]:
@@ -209,6 +230,6 @@ class Feed:
 
     def complete(self) -> Iterator[DecodedShard]:
         """Yield each shard once, when all its rows are finished."""
-        for index in [index for index, opened in self._open.items() if opened.num_done == opened.num_outputs]:
-            done = self._open.pop(index)
+        while self._done:
+            done = self._open.pop(self._done.pop(0))
             yield DecodedShard(shard=done.shard, completions=done.completions, num_carried=done.num_carried)

@@ -10,11 +10,15 @@ from batchspec.records import Request
 
 
 def order_requests(window: Sequence[Request], page_size: int = PAGE_SIZE) -> list[Request]:
-    """The order in which requests enter the batch: rows with a shared prefix together, longest predicted total first.
+    """The order in which requests enter the batch: rows with a shared prefix together, longest predicted output first.
 
     A row's group is the longest prefix of whole pages that it shares with another row of the window. A group is placed by its
-    longest member; equal totals keep the order of the input (row, then sample). Because long rows begin first, only short ones
+    longest member; equal outputs keep the order of the input (row, then sample). Because long rows begin first, only short ones
     remain at the end, and the slots stay filled.
+
+    Prompts are not sorted by length: a row keeps its slot for the rounds of its output, and refills of rows that were picked at
+    random have about equal numbers of tokens, so that few shapes of prefill passes occur and their CUDA graphs are captured
+    early (engine/prefill_graphs.py).
     """
     group_of = _groups(window, page_size)
     longest: dict[Hashable, tuple[int, int, int]] = {}
@@ -25,7 +29,7 @@ def order_requests(window: Sequence[Request], page_size: int = PAGE_SIZE) -> lis
 
 
 def _rank(request: Request) -> tuple[int, int, int]:
-    return -(len(request.prompt_ids) + request.predicted_tokens), request.row_index, request.sample_index
+    return -request.predicted_tokens, request.row_index, request.sample_index
 
 
 def _groups(window: Sequence[Request], page_size: int) -> dict[int, Hashable]:

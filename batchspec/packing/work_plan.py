@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from batchspec.dataset.reader import InputShard
 from batchspec.records import Completion, Request
+from batchspec.runstate.shard_writer import UnpublishedFile, WrittenFile
 
 PlanRows = Callable[[InputShard, Iterator[Request | Completion]], Iterator[Request | Completion | None]]
 """`WorkPlan.rows`."""
@@ -79,6 +80,19 @@ class DecodedShard:
         return float(self.shard.table.nbytes + TOKEN_BYTES * sum(map(len, ids)) + top_bytes)
 
 
+class RowWriter(Protocol):
+    """Makes output rows of completions, in this process or in others."""
+
+    def begin_table(self, shard: InputShard, completions: Sequence[Completion]) -> Callable[[], pa.Table]:
+        """A function that returns the completions as output rows."""
+
+    def begin_file(
+        self, shard: InputShard, completions: Sequence[Completion], file: Callable[[], UnpublishedFile]
+    ) -> Callable[[], WrittenFile]:
+        """A function that writes the same rows to `file()` and returns when they are verified. It may be called again, to write
+        the file anew; `file` may be called in another thread. Raises what `UnpublishedFile.write` raises."""
+
+
 class WorkPlan(Protocol):
     """Which rows of a shard are computed, and how the shard's file is published."""
 
@@ -95,10 +109,9 @@ class WorkPlan(Protocol):
     def carries_over(self, shard: int) -> bool:
         """Whether rows of this shard that get no completion are carried over from the present output."""
 
-    def commit(self, shard: int, completions: Sequence[Completion], table: pa.Table | None) -> None:
-        """Publish the shard's file once: the completions and the rows carried over.
+    def begin_commit(self, work: RowWriter, done: DecodedShard) -> Callable[[], object]:
+        """A function that publishes the shard's file once, with the completions and the rows carried over.
 
-        completions  one for every row that is not carried over
-        table        the same as output rows; None if there are none
-        Raises what `OutputFolder.commit` raises.
+        done  has a completion for every row that is not carried over
+        The function raises what `OutputFolder.publish` raises.
         """

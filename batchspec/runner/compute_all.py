@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
-import pyarrow as pa
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from batchspec.dataset.reader import InputShard
-from batchspec.packing.work_plan import all_rows
+from batchspec.packing.work_plan import DecodedShard, RowWriter, all_rows
 from batchspec.records import Completion, Request
 from batchspec.runstate.output_folder import OutputFolder
 
@@ -26,7 +25,14 @@ class ComputeAll:
         """Never: the output has no row of the shard."""
         return False
 
-    def commit(self, shard: int, completions: Sequence[Completion], table: pa.Table | None) -> None:
-        """As `WorkPlan.commit`."""
-        if table is not None:
-            self._output.commit(shard, table)
+    def begin_commit(self, work: RowWriter, done: DecodedShard) -> Callable[[], object]:
+        """As `WorkPlan.begin_commit`."""
+        return begin_new_file(self._output, work, done)
+
+
+def begin_new_file(output: OutputFolder, work: RowWriter, done: DecodedShard) -> Callable[[], object]:
+    """As `WorkPlan.begin_commit`, for a shard of which all rows were computed: `work` writes its file, and this process publishes
+    it."""
+    index = done.shard.index
+    write = work.begin_file(done.shard, done.completions, partial(output.unpublished, index))
+    return lambda: output.publish(index, write)

@@ -1,11 +1,9 @@
-"""Decodes shards: rows go through the engine, and each shard is yielded when its last row is done, with its table."""
+"""Decodes shards: rows go through the engine, and each shard is yielded when its last row is done, with its commit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import closing
-
-import pyarrow as pa
 
 from batchspec.dataset.reader import InputShard
 from batchspec.engine.engine import Engine
@@ -77,19 +75,19 @@ def decode_shards(
                 journal.flush_every(JOURNAL_S)
             yield from map(monitor.decoded, feed.complete())
     engine.on_round = monitor
+    monitor.ended()
     yield from map(monitor.decoded, feed.complete())  # shards without any good row
 
 
-def with_tables(
-    work: ShardWork | ShardWorkers, decoded: Iterable[DecodedShard]
-) -> Iterator[tuple[DecodedShard, Callable[[], pa.Table] | None]]:
-    """The same shards, each with a function that returns the table of its completions; None if all rows are carried over."""
+def with_commits(
+    plan: WorkPlan, work: ShardWork | ShardWorkers, decoded: Iterable[DecodedShard]
+) -> Iterator[tuple[DecodedShard, Callable[[], object]]]:
+    """The same shards, each with its commit: `WorkPlan.begin_commit`."""
     for done in decoded:
-        yield done, work.begin_table(done.shard, done.completions) if done.completions else None
+        yield done, plan.begin_commit(work, done)
 
 
-def commit_shard(job: Job, plan: WorkPlan, done: DecodedShard, table: Callable[[], pa.Table] | None) -> None:
+def commit_shard(job: Job, done: DecodedShard, commit: Callable[[], object]) -> None:
     """Publish the shard's file. Raises InputError if the shard's input has changed since it was read."""
-    made = None if table is None else table()
     job.source.check(done.shard.first_row, done.shard.first_row + done.shard.table.num_rows)
-    plan.commit(done.shard.index, done.completions, made)
+    commit()

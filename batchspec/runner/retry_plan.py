@@ -10,7 +10,7 @@ Every other row is carried over: the new file of its shard holds the old row.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchspec.dataset.reader import InputShard
+from batchspec.packing.work_plan import DecodedShard, RowWriter
 from batchspec.records import Completion, Request, Snapshot
+from batchspec.runner.compute_all import begin_new_file
 from batchspec.runstate.generations import Generation
 from batchspec.runstate.output_folder import OutputFolder
 
@@ -87,15 +89,19 @@ class RetryPlan:
             return None
         return replace(entry, resumed=_snapshot(entry, row)) if isinstance(entry, Request) else entry
 
-    def commit(self, shard: int, completions: Sequence[Completion], table: pa.Table | None) -> None:
-        """As `WorkPlan.commit`: a file with `table` and the old versions of all other rows replaces the old file in one step."""
-        if not self.carries_over(shard):
-            assert table is not None
-            self._output.commit(shard, table)
-            return
+    def begin_commit(self, work: RowWriter, done: DecodedShard) -> Callable[[], object]:
+        """As `WorkPlan.begin_commit`: a file with the new rows and the old versions of all others replaces the old file in one
+        step."""
+        if not self.carries_over(done.shard.index):
+            return begin_new_file(self._output, work, done)
+        table = work.begin_table(done.shard, done.completions) if done.completions else None
+        return lambda: self._replace(done, None if table is None else table())
+
+    def _replace(self, done: DecodedShard, table: pa.Table | None) -> None:
+        shard = done.shard.index
         old = self._old_shard(shard)
         del self._old[shard]
-        merged = None if table is None else _merged(old.table, completions, table)
+        merged = None if table is None else _merged(old.table, done.completions, table)
         self._output.recommit(shard, merged, old.version)
 
 

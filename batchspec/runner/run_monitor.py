@@ -45,6 +45,8 @@ class RunMonitor:
         self._before = totals.tokens, totals.accepted, totals.row_rounds
         self._claims, self._beat = claims, beat
         self._rows, self._tokens, self._finished_tokens = PRIOR_ROWS, PRIOR_ROWS * predicted_output, 0
+        self._num_unreported = 0
+        """Rows that have finished since the last report."""
         self._feed: Feed | None = None
         self.exhausted = False
 
@@ -61,19 +63,27 @@ class RunMonitor:
     def decoded(self, done: DecodedShard) -> DecodedShard:
         """Count the shard's rows that the engine did not decode, bad rows and rows carried over; returns the shard."""
         no_engine = sum(completion.stats is None for completion in done.completions) + done.num_carried
-        self._progress.update(completions=no_engine, open_shards=self._open_shards)
+        self._progress.update(completions=no_engine + self._take_finished(), open_shards=self._open_shards)
         return done
+
+    def ended(self) -> None:
+        """The engine has ended its run: report the rows that finished after its last round."""
+        self._progress.update(completions=self._take_finished())
+
+    def _take_finished(self) -> int:
+        count, self._num_unreported = self._num_unreported, 0
+        return count
 
     @property
     def _open_shards(self) -> list[tuple[int, int]]:
         return self._feed.open_shards if self._feed is not None else []
 
     def finished(self, completion: Completion) -> None:
-        """A row has finished in the engine."""
+        """A row has finished in the engine. It is reported with the next round, or with its shard if that is first."""
         num_tokens = 0 if completion.token_ids is None else len(completion.token_ids)
         self._rows, self._tokens = self._rows + 1, self._tokens + num_tokens
         self._finished_tokens += num_tokens
-        self._progress.update(completions=1)
+        self._num_unreported += 1
         self.deadline.observe(completion)
 
     def __call__(self, totals: EngineTotals) -> None:
@@ -81,6 +91,7 @@ class RunMonitor:
         if totals.tokens > tokens and not self._progress.start_up.over:
             self._progress.start_up.end(LAST)
         self._progress.update(
+            completions=self._take_finished(),
             tokens=totals.tokens - tokens,
             accepted=totals.accepted - accepted,
             rounds=totals.row_rounds - row_rounds,

@@ -16,7 +16,7 @@ from batchspec.report.progress_bar import ProgressBar
 from batchspec.report.timeline import Timeline
 from batchspec.runner.adaptation import Adaptation
 from batchspec.runner.background_commit import commit_in_background
-from batchspec.runner.decode_shards import commit_shard, decode_shards, with_tables
+from batchspec.runner.decode_shards import commit_shard, decode_shards, with_commits
 from batchspec.runner.oom_fallback import EngineWithFallback, OutOfMemoryGuard
 from batchspec.runner.run_monitor import RunMonitor
 from batchspec.runner.shard_work import ShardWork
@@ -92,10 +92,8 @@ class ShardRunner:
         smaller batch."""
         totals, beat = self.holder.engine.totals, self._watchdog.beat
         monitor = RunMonitor(self.progress, self._mean_output, totals, timeline, self._claims, beat, self._deadline)
-        decoded = with_tables(self.work, self._decoded(others, monitor))
-        commits = commit_in_background(
-            decoded, lambda ready: commit_shard(self.job, self.plan, *ready), lambda ready: ready[0].num_bytes
-        )
+        decoded = with_commits(self.plan, self.work, self._decoded(others, monitor))
+        commits = commit_in_background(decoded, lambda ready: commit_shard(self.job, *ready), lambda ready: ready[0].num_bytes)
         try:
             with OutOfMemoryGuard() as guard, closing(commits):
                 for done, _ in commits:

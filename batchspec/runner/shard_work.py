@@ -19,6 +19,7 @@ from batchspec.dataset.writer import build_table
 from batchspec.packing.admit import Admission
 from batchspec.packing.work_plan import AdmittedShard, AdmittedShards
 from batchspec.records import Completion
+from batchspec.runstate.shard_writer import UnpublishedFile, WrittenFile
 
 if TYPE_CHECKING:
     from batchspec.prepare import Job
@@ -49,6 +50,12 @@ class ShardWork:
     def begin_table(self, shard: InputShard, completions: Sequence[Completion]) -> Callable[[], pa.Table]:
         """A function that returns the table. Worker processes begin to make it at once; here it is made when it is called."""
         return lambda: self.table(shard, completions)
+
+    def begin_file(
+        self, shard: InputShard, completions: Sequence[Completion], file: Callable[[], UnpublishedFile]
+    ) -> Callable[[], WrittenFile]:
+        """As `RowWriter.begin_file`. Worker processes begin to write at once; here the file is written when it is asked for."""
+        return lambda: file().write(self.table(shard, completions))
 
     def table(self, shard: InputShard, completions: Sequence[Completion]) -> pa.Table:
         """The completions as output rows; texts that the engine has not decoded are decoded here."""

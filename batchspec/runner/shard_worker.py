@@ -1,8 +1,9 @@
 """A worker process: does `ShardWork` for one shard after the other, outside the process whose thread launches the rounds.
 
 It reads and answers messages, each 8 bytes of length and a pickle. The first is the ShardWork; the others are (a function of this
-module, its arguments), and each is answered by (True, result) or (False, exception). It ends when its standard input ends. Only
-processes of one run may exchange these messages: a pickle from elsewhere could execute anything.
+module, its arguments), and each is answered by (True, result) or (False, (exception, its cause if that is an OSError)). It ends
+when its standard input ends. Only processes of one run may exchange these messages: a pickle from elsewhere could execute
+anything.
 """
 
 from __future__ import annotations
@@ -18,14 +19,21 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import Any, BinaryIO
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from batchspec.dataset.reader import InputShard
+from batchspec.packing.predict import LengthPredictor
 from batchspec.records import Completion, Request, RowStats, SamplingParams
 from batchspec.runner.shard_work import ShardWork
+from batchspec.runstate.shard_writer import UnpublishedFile, WrittenFile
 
 COMMAND = "import sys; sys.path[:] = eval(sys.argv[1]); from batchspec.runner.shard_worker import main; main()"
 LENGTH_BYTES = 8
+PART_ROWS = 16
+"""Admitted rows are sent in parts of so many: the thread that launches the rounds unpickles a part when it needs its first row. A
+whole shard at once would take as long as a round."""
 
 
 def send(pipe: BinaryIO, data: bytes) -> None:
@@ -82,9 +90,19 @@ def _table(data: bytes) -> pa.Table:
     return pa.ipc.open_stream(data).read_all()
 
 
+def _array_reducer(array: NDArray[Any]) -> tuple[Any, ...]:
+    """Half of NumPy's own time for short arrays of numbers."""
+    return _array, (array.tobytes(), array.dtype.str, array.shape)
+
+
+def _array(data: bytes, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    return np.frombuffer(bytearray(data), dtype).reshape(shape)  # a bytearray: the array can be written, as it could before
+
+
 _REDUCERS: dict[type, Callable[[Any], Any]] = {
     **copyreg.dispatch_table,
     pa.Table: _table_reducer,
+    np.ndarray: _array_reducer,
     **{kind: _record_reducer(kind) for kind in (Completion, InputShard, Request, RowStats, SamplingParams)},
 }
 
@@ -96,14 +114,24 @@ def prepare(work: ShardWork) -> None:
         assert tokenizer.has_chat_template is not None
 
 
-def admit(work: ShardWork, shard: InputShard) -> list[Request | Completion]:
-    """The results of admitting a shard's rows."""
-    return list(work.admission.admit(shard))
+def admit(work: ShardWork, shard: InputShard, predictor: LengthPredictor) -> list[bytes]:
+    """The results of admitting a shard's rows, in order, as pickles of PART_ROWS results each.
+
+    predictor  of the run, so that the lengths need hardly be predicted again there
+    """
+    work.admission.predictor = predictor
+    entries = list(work.admission.admit(shard))
+    return [to_bytes(entries[first : first + PART_ROWS]) for first in range(0, len(entries), PART_ROWS)]
 
 
 def table(work: ShardWork, shard: InputShard, completions: list[Completion]) -> pa.Table:
     """As `ShardWork.table`."""
     return work.table(shard, completions)
+
+
+def write(work: ShardWork, shard: InputShard, completions: list[Completion], file: UnpublishedFile) -> WrittenFile:
+    """Write the shard's table. The file gets its name from the process of the run."""
+    return file.write(work.table(shard, completions))
 
 
 def main() -> None:
@@ -119,7 +147,8 @@ def main() -> None:
                 answer = to_bytes((True, task(work, *arguments)))
             except Exception as error:  # the parent raises it
                 error.add_note(traceback.format_exc())
-                answer = to_bytes((False, error))
+                cause = error.__cause__ if isinstance(error.__cause__, OSError) else None  # others may not be picklable
+                answer = to_bytes((False, (error, cause)))
             send(answers, answer)
     except BrokenPipeError:  # the run has ended
         os._exit(0)

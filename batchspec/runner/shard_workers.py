@@ -6,6 +6,7 @@ time, and the thread that launches the rounds would wait for it.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import queue
@@ -27,6 +28,7 @@ from batchspec.records import Completion
 from batchspec.runner import shard_worker
 from batchspec.runner.shard_work import ShardWork
 from batchspec.runner.shard_worker import COMMAND, from_bytes, receive, send, to_bytes
+from batchspec.runstate.shard_writer import UnpublishedFile, WrittenFile
 
 AHEAD = 2
 """Number of shards read ahead for each worker: one that it works on and one that waits."""
@@ -46,6 +48,7 @@ class ShardWorkers:
 
     def __init__(self, work: ShardWork, num_workers: int) -> None:
         self._first_message, self._num_workers, self._closed = to_bytes(work), num_workers, False
+        self._predictor = work.admission.predictor
         self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
         self._all = [_Process(self._first_message) for _ in range(num_workers)]
         for process in self._all:
@@ -68,7 +71,7 @@ class ShardWorkers:
         """Read the next shard and have it admitted; None at the end. Only the reader's thread uses `shards`."""
         if self._settling or (shard := next(shards, None)) is None:
             return None
-        return shard, self._submit(f"admit shard {shard.index}", shard_worker.admit, shard)
+        return shard, self._submit(f"admit shard {shard.index}", shard_worker.admit, shard, self._predictor)
 
     def settle(self) -> None:
         """Stop reading the shards that were given so far; after this no other thread uses them."""
@@ -81,6 +84,25 @@ class ShardWorkers:
         what = f"make the table of shard {shard.index}"
         answer = self._tables.submit(lambda: self._ask(to_bytes((shard_worker.table, (shard, list(completions)))), what))
         return lambda: cast(pa.Table, _result(answer.result()))
+
+    def begin_file(
+        self, shard: InputShard, completions: Sequence[Completion], file: Callable[[], UnpublishedFile]
+    ) -> Callable[[], WrittenFile]:
+        """As `RowWriter.begin_file`; the next free worker writes it.
+
+        A worker that died has left at most an unfinished file, which the next one replaces: only `OutputFolder.publish` gives
+        names.
+        """
+
+        def begin() -> Future[bytes]:
+            return self._tables.submit(
+                lambda: self._ask(
+                    to_bytes((shard_worker.write, (shard, list(completions), file()))), f"write shard {shard.index}"
+                )
+            )
+
+        begun = [begin()]
+        return lambda: cast(WrittenFile, _result((begun.pop() if begun else begin()).result()))
 
     def close(self) -> None:
         """End the workers, whatever they are doing."""
@@ -137,7 +159,7 @@ class _ReadAhead(AdmittedShards):
             raise StopIteration
         self._fill()
         shard, answer = begun
-        return AdmittedShard(shard, iter(_result(answer.result())))
+        return AdmittedShard(shard, itertools.chain.from_iterable(map(from_bytes, _result(answer.result()))))
 
     def is_ready(self) -> bool:
         self._fill()
@@ -190,5 +212,6 @@ def _result(answer: bytes) -> Any:
     """What the worker returned; raises what it raised."""
     succeeded, value = from_bytes(answer)
     if not succeeded:
-        raise value
+        error, cause = value
+        raise error from cause
     return value

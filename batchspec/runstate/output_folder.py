@@ -48,7 +48,7 @@ from batchspec.runstate.journal import Journal
 from batchspec.runstate.overwrite import read_manifest
 from batchspec.runstate.scan import scan, scanning
 from batchspec.runstate.shard_sums import ShardSums
-from batchspec.runstate.shard_writer import write_verified
+from batchspec.runstate.shard_writer import UnpublishedFile, WrittenFile
 
 KV_SCALES = "_batchspec/kv_scales.json"
 WEIGHTS = "_batchspec/weights.json"
@@ -77,12 +77,26 @@ class OutputFolder(JobFolder):
         return scan(self._store, [f"data/{part_name(index)}" for index in done])
 
     def commit(self, index: int, table: pa.Table, metadata: Mapping[str, str] | None = None) -> bool:
+        """Write a shard's rows in this process, and publish them as `publish` does.
+
+        `metadata` is added to the file's key-value metadata under `batchspec.` names.
+        """
+        return self.publish(index, lambda: self.unpublished(index, metadata).write(table))
+
+    def unpublished(self, index: int, metadata: Mapping[str, str] | None = None) -> UnpublishedFile:
+        """A shard's file of this run before it gets its name."""
+        path = self._store.scratch() / f"{unfinished(self._number)}{index:05d}.parquet.{self.attempt}"
+        facts = {**(metadata or {}), **identity(self.manifest, self._number, index, self.attempt)}
+        return UnpublishedFile(path=path, rows=self.rows_of(index), metadata=facts)
+
+    def publish(self, index: int, write: Callable[[], WrittenFile]) -> bool:
         """Publish a shard's rows, once: False if another run was first (its rows are equivalent, these are dropped).
 
-        The whole file is written under a temporary name, fsynced, read back with its checksums and compared, and only then gets
-        its name. `metadata` is added to its key-value metadata under `batchspec.` names. Raises ValueError unless the table holds
-        exactly the shard's rows, by (row_index, sample_index) with samples from 0 on; StorageError if writing fails; OutputError
-        as `check_own`, and for a file of that name that is not the job's.
+        write  makes the shard's `unpublished` file, in this process or in another one. Only a whole and verified file gets its
+               name, and only this process gives names. Called again if the file of another job was in the way
+
+        Raises ValueError unless the file holds exactly the shard's rows, by (row_index, sample_index) with samples from 0 on;
+        StorageError if writing fails; OutputError as `check_own`, and for a file of that name that is not the job's.
 
         A file under the shard's name is not necessarily a commit: its footer shows which job wrote it. A file of another job, or
         of this job before the present retry, is replaced, unless its version changes in the meantime.
@@ -91,8 +105,8 @@ class OutputFolder(JobFolder):
         version: str | None = None
         with self._owning():
             for _ in range(MAX_TRIES):
-                path = self._written(index, table, metadata)
-                if self._published(index, path, self._naming(path, name, version)):
+                made = write()
+                if self._published(index, made, self._naming(made.path, name, version)):
                     return True
                 file = self.files.read(index)
                 if file is not None and not self.files.is_foreign(file) and file.generation >= self._number:
@@ -110,12 +124,6 @@ class OutputFolder(JobFolder):
     def _number(self) -> int:
         return 0 if self.generation is None else self.generation.number
 
-    def _written(self, index: int, table: pa.Table, metadata: Mapping[str, str] | None = None) -> Path:
-        path = self._store.scratch() / f"{unfinished(self._number)}{index:05d}.parquet.{self.attempt}"
-        facts = {**(metadata or {}), **identity(self.manifest, self._number, index, self.attempt)}
-        write_verified(table, path, self.rows_of(index), facts)
-        return path
-
     def written(self, index: int) -> tuple[pa.Table, str]:
         """The rows of a committed shard, and the version of its file for `recommit`."""
         name = f"data/{part_name(index)}"
@@ -131,8 +139,8 @@ class OutputFolder(JobFolder):
         assert self.generation is not None
         if table is not None:
             with self._owning():
-                path = self._written(index, table)
-                if not self._published(index, path, self._naming(path, f"data/{part_name(index)}", version)):
+                made = self.unpublished(index).write(table)
+                if not self._published(index, made, self._naming(made.path, f"data/{part_name(index)}", version)):
                     return False
         else:
             self._check_current()
@@ -151,12 +159,12 @@ class OutputFolder(JobFolder):
                 self._check_current()
             raise
 
-    def _published(self, index: int, path: Path, publish: Callable[[], bool]) -> bool:
+    def _published(self, index: int, made: WrittenFile, publish: Callable[[], bool]) -> bool:
         """Publish the file, its sum before it.
 
         The run may be suspended between the check of the manifest and the publication, so it checks again afterwards.
         """
-        self._sums.put(index, path)
+        self._sums.put(index, made.sha256)
         won = False
         try:
             self._check_current()
@@ -167,7 +175,7 @@ class OutputFolder(JobFolder):
             if won:
                 self._withdraw(index)
             with suppress(OSError):
-                path.unlink(missing_ok=True)
+                made.path.unlink(missing_ok=True)
             self._sums.clear(index)
             raise
         if not won:

@@ -6,12 +6,10 @@ another run published the shard first.
 
 from __future__ import annotations
 
-import hashlib
 import re
-from pathlib import Path
 
 from batchspec.runstate.footers import part_name, read_shard_file
-from batchspec.storage.store import Store, storing
+from batchspec.storage.store import Store
 
 FOLDER = "_batchspec/sums"
 
@@ -22,10 +20,8 @@ class ShardSums:
     def __init__(self, store: Store, attempt: str) -> None:
         self._store, self._attempt = store, attempt
 
-    def put(self, index: int, path: Path) -> None:
-        """Store the sum of a shard that this run is about to publish from `path`. Raises StorageError."""
-        with storing(f"reading {path}"), path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    def put(self, index: int, digest: str) -> None:
+        """Store the hexadecimal sum of a shard that this run is about to publish. Raises StorageError."""
         self._store.put(_name(index, self._attempt), f"{digest}  data/{part_name(index)}\n".encode())
 
     def clear(self, index: int) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,23 +19,46 @@ RowId = tuple[int, int, str]
 """row_index, sample_index and request_id."""
 
 
-def write_verified(table: pa.Table, path: Path, rows: range, metadata: Mapping[str, object]) -> None:
-    """Write the file; `metadata` becomes its key-value metadata, under `batchspec.` names.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenFile:
+    """A verified file that has no name yet, and the hexadecimal sum of its bytes."""
 
-    Raises ValueError unless the table holds exactly these input rows, by (row_index, sample_index) with samples from 0 on;
-    StorageError if writing fails, and then leaves no file.
+    path: Path
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnpublishedFile:
+    """A shard's file before it gets its name. Another process of this machine may write it.
+
+    path      its temporary name
+    rows      the input rows that it must hold
+    metadata  becomes its key-value metadata, under `batchspec.` names
     """
-    ids = row_ids(table)
-    _check_rows(ids, rows)
-    with storing(f"writing {path}"):
-        try:
-            path.unlink(missing_ok=True)
-            write_parquet(table, path, {f"batchspec.{key}": str(value) for key, value in metadata.items()})
-            _verify(path, ids)
-        except BaseException:
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
-            raise
+
+    path: Path
+    rows: range
+    metadata: Mapping[str, str]
+
+    def write(self, table: pa.Table) -> WrittenFile:
+        """Write the file, fsync it, read it back with its checksums and compare.
+
+        Raises ValueError unless the table holds exactly these rows, by (row_index, sample_index) with samples from 0 on;
+        StorageError if writing fails, and then leaves no file.
+        """
+        ids = row_ids(table)
+        _check_rows(ids, self.rows)
+        with storing(f"writing {self.path}"):
+            try:
+                self.path.unlink(missing_ok=True)
+                write_parquet(table, self.path, {f"batchspec.{key}": value for key, value in self.metadata.items()})
+                _verify(self.path, ids)
+                with self.path.open("rb") as file:
+                    return WrittenFile(path=self.path, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+            except BaseException:
+                with suppress(OSError):
+                    self.path.unlink(missing_ok=True)
+                raise
 
 
 def row_ids(table: pa.Table) -> list[RowId]:
