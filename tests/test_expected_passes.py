@@ -80,18 +80,17 @@ def surveyed(*prompts: list[int]) -> tuple[Survey, list[Request]]:
     return seen, requests
 
 
-def test_the_survey_tells_the_order_of_prompts_window_by_window_the_longest_first() -> None:
-    seen, _ = surveyed(*([1] * n for n in (3, 5, 4, 9, 7, 8)))
+def test_the_survey_tells_the_prompts_in_the_order_of_requests_window_by_window_the_longest_output_first() -> None:
+    seen = Survey()
+    outputs = (4, 2, 6, 1, 8, 3)
+    seen.add(6, [request(i, [1] * n, cap=cap) for i, (n, cap) in enumerate(zip((3, 5, 4, 9, 7, 8), outputs, strict=True))])
     found = seen.expected_rows(60, 3)
     assert found is not None
-    assert found.prompt_lens.tolist() == [5, 4, 3, 9, 8, 7]
+    assert found.prompt_lens.tolist() == [4, 3, 5, 7, 8, 9]
     assert (found.num_rows, found.common_tokens) == (60, 3)
     part = seen.expected_rows(60, 12)
     assert part is not None
-    assert part.prompt_lens.tolist() == [9, 9, 8, 8, 7, 7, 5, 5, 4, 4, 3, 3], "of a window of 12 rows, half was surveyed"
-    whole = seen.expected_rows(6, 12)
-    assert whole is not None
-    assert whole.prompt_lens.tolist() == [9, 8, 7, 5, 4, 3], "the job has no more rows"
+    assert part.prompt_lens.tolist() == [7, 4, 3, 8, 5, 9], "all are of one window"
 
 
 def test_the_survey_tells_how_many_tokens_all_prompts_begin_with() -> None:

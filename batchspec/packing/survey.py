@@ -83,17 +83,15 @@ class Survey:
     def expected_rows(self, num_rows: int, window_rows: int) -> ExpectedRows | None:
         """Of a job of `num_rows` input rows; None if no request was surveyed.
 
-        window_rows  number of input rows that are ordered together: the longest prompt + predicted output begins first
+        window_rows  number of input rows that are ordered together: the longest predicted output begins first (packing/order.py)
         """
         prompts, outputs = self.lengths("prompt_tokens"), self.lengths("predicted_tokens")
         if not len(prompts) or self.common is None:
             return None
         window = np.arange(len(prompts)) * self.num_rows // (len(prompts) * window_rows)
-        order = np.lexsort((-(prompts + outputs), window))
-        # If part of a window was surveyed, each of these rows stands for several rows of its length.
-        copies = max(1, min(num_rows, window_rows) // self.num_rows)
+        order = np.lexsort((-outputs, window))
         return ExpectedRows(
-            prompt_lens=np.repeat(prompts[order], copies),
+            prompt_lens=prompts[order],
             common_tokens=len(self.common),
             output_tokens=self.mean_output,
             num_rows=round(len(prompts) * num_rows / self.num_rows),
