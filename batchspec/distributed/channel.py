@@ -13,6 +13,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -32,10 +33,12 @@ _HEADER = struct.Struct("<IIQ")
 """Header of a frame: checksum of the rest, bytes in the frame, bytes of the message that follow in later frames."""
 _LINE = 2 * KEPT + 8
 _WRITTEN, _LOST = 0, 1
-_READ, _RESULTS, _MESSAGES = 0, 1, 2
+_READ, _RESULTS, _MESSAGES, _ALIVE = 0, 1, 2, 3
 _WORDS = 8 + MAX_RANKS * _LINE
 SPINS = 200
 LONGEST_SLEEP_S = 1e-3
+ALIVE_S = 0.5
+"""Seconds between two signs that a rank's process runs."""
 
 
 def make_memory() -> int:
@@ -131,6 +134,20 @@ class Channel:
     def progress(self, rank: int) -> Progress:
         line = self._line(rank)
         return Progress(int(line[_MESSAGES]), int(line[_RESULTS]))
+
+    def show_life(self) -> None:
+        """From now on a thread of its own shows that this rank's process runs (`SilentRanks`), until the process ends."""
+        threading.Thread(target=self._show_life, daemon=True, name="alive").start()
+
+    def _show_life(self) -> None:
+        line = self._line(self.rank)
+        while True:
+            line[_ALIVE] += 1
+            time.sleep(ALIVE_S)
+
+    def signs_of_life(self, rank: int) -> int:
+        """How often the rank has shown that its process runs; 0 before it has joined."""
+        return int(self._line(rank)[_ALIVE])
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Wait until `ready()`: at first without sleeping, then in sleeps of at most a millisecond. Raises RankLost."""

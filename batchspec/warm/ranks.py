@@ -27,9 +27,11 @@ from batchspec.config.schema import RunConfig
 from batchspec.config.typed import to_json
 from batchspec.distributed.channel import Channel, make_memory
 from batchspec.distributed.seat import Seat, ending
+from batchspec.distributed.silent_ranks import SilentRanks
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.errors import EngineInUse, RankLost
 from batchspec.records import Completion, PackedBatch, Request
+from batchspec.supervise.watchdog import limit_s
 from batchspec.token_automaton import TokenAutomaton, TokenSymbols
 from batchspec.warm.wire import (
     Ask,
@@ -79,6 +81,7 @@ class EngineOfRanks:
         self._end = weakref.finalize(self, _end, self._processes, self._pipe, self._folder)
         try:
             devices = devices_of(replace(config, cluster=replace(config.cluster, workers=1)))
+            self._silent = SilentRanks(self._channel, limit_s(config.cluster.watchdog_s, gpu=devices[0] is not None))
             for rank in range(ranks):
                 seat = Seat(rank, ranks, handle, Path(self._folder.name) / "meeting")
                 self._processes.append(_start(config, seat, devices, other if rank == 0 else None))
@@ -185,6 +188,8 @@ class EngineOfRanks:
                 gone = True
             if gone:
                 self._lose()
+            elif silent := self._silent.find():
+                self._lose(silent=silent[0])
             elif self.on_round is not None:
                 self.on_round(self.totals)
 
@@ -198,10 +203,11 @@ class EngineOfRanks:
         if self._lost:
             raise EngineInUse(self._lost)
 
-    def _lose(self, why: str = "") -> None:
+    def _lose(self, why: str = "", silent: int | None = None) -> None:
         """A rank is gone: ranks that wait for it end by themselves, the others print their stacks and are killed.
 
-        why  the error that the leader raised; if it is unknown, raises RankLost with the name of the rank that is gone or hangs
+        why     the error that the leader raised; if unknown, raises RankLost with the name of the rank that is gone or hangs
+        silent  the rank whose process does not run
         """
         self._channel.lose(0)
         ends = time.monotonic() + END_S
@@ -209,12 +215,13 @@ class EngineOfRanks:
             time.sleep(POLL_S)
         codes = [process.poll() for process in self._processes]
         for process in self._processes:
-            process.send_signal(signal.SIGABRT)
+            for number in (signal.SIGABRT, signal.SIGCONT):  # a stopped process takes no signal before it goes on
+                process.send_signal(number)
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(STACKS_S)
         self._end()
-        said = why or _culprit(codes)
+        said = why or (_culprit(codes) if silent is None else f"rank {silent} of this engine hangs")
         self._lost = f"{said}; the engine has ended, make another one"
         if not why:
             raise RankLost(f"{said}; what it said, and its stack if it had time for it, is on stderr; make another engine")
