@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from batchspec.distributed.seat import Seat
 from batchspec.errors import RankLost
 
 RING = 1 << 23
@@ -68,6 +69,11 @@ class Channel:
         self._words: NDArray[np.int64] = np.frombuffer(self._memory, np.int64, _WORDS)
         self._ring = memoryview(self._memory)[8 * _WORDS :]
         self._position = 0
+
+    @classmethod
+    def of(cls, seat: Seat) -> Channel:
+        """The end of a process of a group."""
+        return cls(seat.handle, seat.rank, seat.ranks)
 
     def send(self, message: bytes) -> None:
         """Send to all followers. Waits while the ring buffer is full. Raises RankLost."""
@@ -146,7 +152,7 @@ class Channel:
             time.sleep(ALIVE_S)
 
     def signs_of_life(self, rank: int) -> int:
-        """How often the rank has shown that its process runs; 0 before it has joined."""
+        """How often the rank has shown that its process runs; 0 while it starts."""
         return int(self._line(rank)[_ALIVE])
 
     def wait(self, ready: Callable[[], bool]) -> None:

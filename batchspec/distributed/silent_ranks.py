@@ -12,6 +12,8 @@ from batchspec.distributed.channel import ALIVE_S, Channel
 
 LATER_S = 5.0
 """Seconds that the ranks' own watchdogs have to end first: they save the work."""
+START_S = 600.0
+"""Seconds that a process has to start, at least: until it has imported what its first sign of life needs."""
 
 
 class SilentRanks:
@@ -31,11 +33,13 @@ class SilentRanks:
         """
         now = time.monotonic()
         passed_s, self._looked_at = min(now - self._looked_at, 2 * ALIVE_S), now
-        for rank in range(self._channel.ranks):
-            signs = self._channel.signs_of_life(rank)
-            silent = signs > 0 and signs == self._signs[rank]
-            self._silent_s[rank] = self._silent_s[rank] + passed_s if silent else 0.0
-            self._signs[rank] = signs
         if not self._watchdog_s:
             return []
-        return [rank for rank, silent_s in enumerate(self._silent_s) if silent_s >= self._watchdog_s + LATER_S]
+        for rank in range(self._channel.ranks):
+            signs = self._channel.signs_of_life(rank)
+            self._silent_s[rank] = self._silent_s[rank] + passed_s if signs == self._signs[rank] else 0.0
+            self._signs[rank] = signs
+        return [rank for rank, silent_s in enumerate(self._silent_s) if silent_s >= self._limit_s(rank)]
+
+    def _limit_s(self, rank: int) -> float:
+        return (self._watchdog_s if self._signs[rank] else max(self._watchdog_s, START_S)) + LATER_S
