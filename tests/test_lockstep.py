@@ -303,7 +303,7 @@ def test_a_rank_that_leaves_out_a_step_or_repeats_one_says_so(
         return found if times else receive(self)
 
     def lead(_: Engine, lead: Lead) -> None:
-        for _ in range(4):
+        for _step in range(4):
             lead.send_step(ScheduledStep(drafter_version=0))
 
     monkeypatch.setattr(Channel, "receive", received)

@@ -37,14 +37,14 @@ def test_a_rank_is_silent_after_the_limit_unless_its_parent_did_not_run_either(
     phases: list[tuple[float, int, bool, bool]], watched: bool, clock: Clock
 ) -> None:
     """phases: seconds before each look, looks, and which of two ranks show life before each. One second of each pause counts."""
-    looks = [(seconds, *lives) for seconds, count, *lives in phases for _ in range(count)]
+    looks = [(seconds, lives) for seconds, count, *lives in phases for _ in range(count)]
     handle, limit_s = make_memory(), 3.0 if watched else 0.0
     silent, ranks = SilentRanks(Channel(handle, None, 2), limit_s), [Channel(handle, rank, 2) for rank in range(2)]
     os.close(handle)
     waited, started = [0.0, 0.0], [False, False]
-    for seconds, *lives in looks:
+    for seconds, lives in looks:
         clock.now += seconds
-        for rank, lives_on in enumerate(lives):
+        for rank, lives_on in enumerate(map(bool, lives)):
             if lives_on:
                 ranks[rank]._line(rank)[_ALIVE] += 1
             started[rank] |= lives_on

@@ -1,8 +1,8 @@
 """Shared memory of a group's processes: the leader's messages to the other ranks, and what each rank reports about itself.
 
 The leader (rank 0) writes a stream of frames into a ring buffer; every follower reads all of them. Each rank has a line of words
-that only it writes: how far it has read, and digests of its newest results. This module does not import torch: the parent of the
-ranks creates the memory, and marks it when a rank has died.
+that only it writes: how far it has read, a sign that its process runs, and digests of its newest results. This module does not
+import torch: the parent of the ranks creates the memory, and marks it when a rank has died.
 
 A frame is a length, a checksum and at most FRAME bytes; a message is as many frames as it needs. The checksum is compared because
 a processor may show the new position of the ring before the bytes (x86 does not).
