@@ -255,7 +255,7 @@ def test_ranks_of_a_job_tell_nccl_the_limit_of_their_watchdog(
 
 def test_a_job_without_a_watchdog_has_the_longest_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[float] = []
-    monkeypatch.setattr(group, "Channel", lambda *_: None)
+    monkeypatch.setattr(group.Channel, "of", lambda *_: None)
     monkeypatch.setattr(group, "GlooCollectives", lambda *_, **__: None)
     monkeypatch.setattr(group, "PeerCollectives", lambda *_, nccl_s: made.append(nccl_s))
     for name, value in (("device_count", 1), ("set_device", None), ("current_device", 0)):

@@ -11,15 +11,13 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
-from tempfile import TemporaryDirectory
 from typing import IO
 
 from batchspec import terminal
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import to_json
-from batchspec.distributed.channel import Channel, make_memory
+from batchspec.distributed.channel import Channel, make_meeting, make_memory, path_of
 from batchspec.distributed.seat import Seat, ending
 from batchspec.distributed.silent_ranks import SilentRanks
 from batchspec.errors import Interrupted
@@ -62,7 +60,6 @@ class Crew:
         self._text, self._name = to_json(config), uuid.uuid4().hex
         assert config.output.dir is not None
         self._num, self._out, self._ranks = len(devices), OutputFolder(config.output.dir).path, config.cluster.tensor_parallel
-        self._meeting = TemporaryDirectory(prefix="batchspec-") if self._ranks > 1 else None
         self._watchdog_s = limit_s(config.cluster.watchdog_s, gpu=devices[0] is not None)
         self._silent: dict[int, SilentRanks] = {}
         """Of each group, by the number of its worker."""
@@ -77,21 +74,25 @@ class Crew:
 
     def _start_group(self, number: int, devices: Sequence[str | None]) -> Iterator[Worker]:
         """The processes that compute one model."""
-        if self._meeting is None:
+        if self._ranks == 1:
             yield self._start(number, devices[0])
             return
-        handle = make_memory()
+        handle, meeting = make_memory(), make_meeting()
         try:
             for rank in range(self._ranks):
-                seat = Seat(rank, self._ranks, handle, Path(self._meeting.name) / str(number))
-                worker = self._start(number, devices[rank], seat, devices)
+                seat = Seat(rank, self._ranks, handle, path_of(meeting))
+                worker = self._start(number, devices[rank], seat, devices, (handle, meeting))
                 worker.group = Channel(handle, None, self._ranks)
                 yield worker
             self._silent[number] = SilentRanks(Channel(handle, None, self._ranks), self._watchdog_s)
         finally:
             os.close(handle)
+            os.close(meeting)
 
-    def _start(self, number: int, device: str | None, seat: Seat | None = None, devices: Sequence[str | None] = ()) -> Worker:
+    def _start(
+        self, number: int, device: str | None, seat: Seat | None = None, devices: Sequence[str | None] = (),
+        handles: Sequence[int] = (),
+    ) -> Worker:  # fmt: skip
         env = {**os.environ, CREW: self._name}
         if device is not None:  # ranks must see all GPUs of their group, each once: they read each other's memory
             env["CUDA_VISIBLE_DEVICES"] = device if seat is None else ",".join(dict.fromkeys(str(name) for name in devices))
@@ -101,7 +102,7 @@ class Crew:
         process = Popen(
             [sys.executable, *PROGRAM, str(number), str(self._num if device is None else 1), *(seat.words() if seat else ())],
             env=env,
-            pass_fds=() if seat is None else (seat.handle,),
+            pass_fds=handles,
             stdin=PIPE,
             stdout=PIPE if self._num > 1 else None,
             stderr=STDOUT if self._num > 1 else None,
@@ -201,5 +202,3 @@ class Crew:
                     worker.process.stdin.close()
         for reader in self._readers:
             reader.join(5)
-        if self._meeting is not None:
-            self._meeting.cleanup()

@@ -18,6 +18,7 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +48,17 @@ def make_memory() -> int:
     handle = os.memfd_create("batchspec", 0)
     os.ftruncate(handle, 8 * _WORDS + RING)
     return handle
+
+
+def make_meeting() -> int:
+    """File descriptor of an empty file by which a group's ranks find each other, as `make_memory`: no name of it is left behind
+    if all processes are killed."""
+    return os.memfd_create("batchspec meeting", 0)
+
+
+def path_of(handle: int) -> Path:
+    """The path of such a file, in each process that has inherited the descriptor."""
+    return Path(f"/proc/self/fd/{handle}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ class Lead:
     def begin(self) -> None:
         """A run of the engine begins."""
         self._digest.begin((self._digest.number // RUN + 1) * RUN)
-        self._scheduled = self._digest.number
+        self._scheduled, self._num_steps = self._digest.number, 0
         self.send(Begin(self._digest.number))
 
     def read(self, result: PendingResult) -> None:
@@ -202,7 +202,7 @@ def follow(
                 drafter_version += 1
             case Begin(number):
                 digest.begin(number)
-                drafter_version = 0
+                drafter_version = num_steps = 0
                 engine.executor.clear()
             case Scales(values):
                 engine.target.use_kv_scales(torch.tensor(values, dtype=torch.float32))

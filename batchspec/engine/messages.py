@@ -70,7 +70,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
     step: ScheduledStep
     number: int
-    """1 for the leader's first step: a rank refuses any but the next one."""
+    """1 for the first step of a run: a rank refuses any but the next one."""
 
 
 class TeacherPass(msgspec.Struct, frozen=True, tag=True):

@@ -19,13 +19,12 @@ from dataclasses import fields, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from batchspec.cluster.devices import devices_of
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import to_json
-from batchspec.distributed.channel import Channel, make_memory
+from batchspec.distributed.channel import Channel, make_meeting, make_memory, path_of
 from batchspec.distributed.seat import Seat, ending
 from batchspec.distributed.silent_ranks import SilentRanks
 from batchspec.engine.output_processor import EngineTotals
@@ -74,22 +73,22 @@ class EngineOfRanks:
         self._automata: dict[int, tuple[int, TokenAutomaton]] = {}
         """By id: (number in this run, automaton). The entry keeps the automaton alive, so that no other one gets its id."""
         self._processes: list[subprocess.Popen[str]] = []
-        self._folder = TemporaryDirectory(prefix="batchspec-")
         self._pipe, other = Pipe()
-        ranks, handle = config.cluster.tensor_parallel, make_memory()
+        ranks, handle, meeting = config.cluster.tensor_parallel, make_memory(), make_meeting()
         self._channel = Channel(handle, None, ranks)
-        self._end = weakref.finalize(self, _end, self._processes, self._pipe, self._folder)
+        self._end = weakref.finalize(self, _end, self._processes, self._pipe)
         try:
             devices = devices_of(replace(config, cluster=replace(config.cluster, workers=1)))
             self._silent = SilentRanks(self._channel, limit_s(config.cluster.watchdog_s, gpu=devices[0] is not None))
             for rank in range(ranks):
-                seat = Seat(rank, ranks, handle, Path(self._folder.name) / "meeting")
-                self._processes.append(_start(config, seat, devices, other if rank == 0 else None))
+                seat = Seat(rank, ranks, handle, path_of(meeting))
+                self._processes.append(_start(config, seat, devices, [handle, meeting], other if rank == 0 else None))
         except BaseException:
             self.close()
             raise
         finally:
             os.close(handle)
+            os.close(meeting)
             other.close()
         try:
             self.batch: PackedBatch = self._answer(Loaded).batch
@@ -245,8 +244,10 @@ def _culprit(codes: Sequence[int | None]) -> str:
     return f"rank {rank} of this engine {'hangs' if code is None else ending(code)}"
 
 
-def _start(config: RunConfig, seat: Seat, devices: Sequence[str | None], pipe: Connection | None) -> subprocess.Popen[str]:
-    env, handles = dict(os.environ), [seat.handle]
+def _start(
+    config: RunConfig, seat: Seat, devices: Sequence[str | None], handles: list[int], pipe: Connection | None
+) -> subprocess.Popen[str]:
+    env = dict(os.environ)
     named = [name for name in devices if name is not None]
     if named:  # ranks must see all GPUs of their group, each once: they read each other's memory
         env["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(named))
@@ -266,7 +267,7 @@ def _start(config: RunConfig, seat: Seat, devices: Sequence[str | None], pipe: C
     return process
 
 
-def _end(processes: Sequence[subprocess.Popen[str]], pipe: Connection, folder: TemporaryDirectory[str]) -> None:
+def _end(processes: Sequence[subprocess.Popen[str]], pipe: Connection) -> None:
     for process in processes:
         process.kill()
     for process in processes:
@@ -275,4 +276,3 @@ def _end(processes: Sequence[subprocess.Popen[str]], pipe: Connection, folder: T
         with suppress(BrokenPipeError):
             process.stdin.close()
     pipe.close()
-    folder.cleanup()
