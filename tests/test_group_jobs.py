@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+from contextlib import suppress
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 
 from batchspec import run
 from batchspec.cluster import crew
+from batchspec.distributed import silent_ranks
 from batchspec.model.spec import load_spec
 from tests.crews import ended, journals, make_job, owners, tokens, wait_for_end, wait_until, workers_of
 from tests.forked import run_python
@@ -182,6 +184,7 @@ def test_a_job_whose_rank_is_lost_is_resumed_even_with_another_number_of_ranks(
     if what == "SIGSTOP":
         assert "no round ended for 3 s (cluster.watchdog_s); the stacks above show where it hangs" in said
         assert re.search(r"rank 1 of worker 0 does not end: it has begun \d+ of \d+ steps and read \d+ results; killed\n", said)
+        assert "[0.1] Fatal Python error: Aborted" in said  # and where
     else:
         assert "batchspec: rank 1 of worker 0 was killed by SIGKILL; its group ends\n" in said
     wait_for_end(pids)
@@ -190,9 +193,12 @@ def test_a_job_whose_rank_is_lost_is_resumed_even_with_another_number_of_ranks(
 
 
 def test_a_signal_ends_a_group_with_its_work_saved_and_so_does_the_end_of_its_parent(
-    command: list[str], expected: dict[str, list[int]], tmp_path: Path
+    command: list[str], expected: dict[str, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, log = tmp_path / "out", tmp_path / "log"
+    """No process is left then, and no temporary file."""
+    out, log, temporary = tmp_path / "out", tmp_path / "log", tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     words = [*command, f"output.dir={out}", "cluster.tensor_parallel=2"]
     parent = start_apart(words, log)
     wait_until(lambda: len(owners(out)) == 1, parent)
@@ -209,6 +215,7 @@ def test_a_signal_ends_a_group_with_its_work_saved_and_so_does_the_end_of_its_pa
     parent.kill()
     ended(parent)
     wait_for_end(pids)
+    assert not list(temporary.iterdir())
     assert journals(out) > saved
     code, said = run_apart(words, log)
     assert code == 0, said
@@ -309,22 +316,35 @@ def test_a_row_that_crashes_one_rank_alone_becomes_an_error_row(model: Path, tmp
     assert frame["error"][3]["code"] == "crash"
 
 
+def more_impatient() -> None:
+    impatient()
+    put(crew, "LEADER_END_S", 3.0)
+    put(silent_ranks, "LATER_S", 1.0)
+
+
 @pytest.mark.slow
-def test_kills_of_ranks_at_random_moments_change_no_token(
-    command: list[str], expected: dict[str, list[int]], tmp_path: Path
+def test_ranks_that_are_killed_or_stopped_at_random_moments_change_no_token_and_leave_nothing(
+    command: list[str], expected: dict[str, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until the job is complete: leader or follower, while they start, compute, commit or end."""
-    out, log, chance = tmp_path / "out", tmp_path / "log", random.Random(7)
-    words, code = [*command, f"output.dir={out}", "cluster.tensor_parallel=2"], 75
-    for kills in range(40):
-        parent = start_apart(words, log)
-        if kills < 12:
-            parent.join(chance.uniform(2.0, 9.0))
-            for pid in workers_of(parent)[chance.randrange(2) :][:1] if parent.exitcode is None else []:
-                os.kill(pid, signal.SIGKILL)
-        code = ended(parent)
-        if code == 0:
-            break
-        assert code == 75, log.read_text()
-    assert code == 0
-    assert tokens(out, ROWS) == expected
+    """Up to three processes in each run, until the job is complete: leaders or followers, while they start, compute or end."""
+    log, chance, temporary, hits = tmp_path / "log", random.Random(7), tmp_path / "temporary", 0
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    two_groups = ["cluster.tensor_parallel=2", "cluster.workers=2", "cluster.watchdog_s=3"]
+    while hits < 8:
+        out, code = tmp_path / f"out{hits}", 75
+        while code == 75:
+            parent, pids = start_apart([*command, f"output.dir={out}", *two_groups], log, more_impatient), set[int]()
+            for _ in range(chance.randint(1, 3) if hits < 20 else 0):
+                parent.join(chance.uniform(0.5, 6.0))
+                found = workers_of(parent) if parent.exitcode is None else []
+                pids.update(found)
+                for pid in [chance.choice(found)] if found else []:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, chance.choice((signal.SIGKILL, signal.SIGSTOP)))
+                    hits += 1
+            code = ended(parent)
+            wait_for_end(list(pids))
+        assert code == 0, log.read_text()
+        assert tokens(out, ROWS) == expected
+        assert not list(temporary.iterdir())

@@ -285,6 +285,32 @@ def test_no_wrong_row_leaves_after_ranks_came_to_differ(harm: Callable[[Engine],
         assert expected_ids(one) == plain_tokens(whole_of(SPEC, Loud), request(one.row_index, [one.row_index, 3], cap=30))
 
 
+@pytest.mark.parametrize(("times", "said"), [(0, "step 3 came where step 2 was due"), (2, "step 2 came where step 3 was due")])
+def test_a_rank_that_leaves_out_a_step_or_repeats_one_says_so(
+    times: int, said: str, handle: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It executes none of the later steps: its exchanges would meet those of other steps."""
+    receive, again = Channel.receive, list[bytes]()
+
+    def received(self: Channel) -> bytes:
+        if again:
+            return again.pop()
+        found = receive(self)
+        message = decode(found)
+        if not isinstance(message, Step) or message.number != 2:
+            return found
+        again.extend([found] * (times - 1))
+        return found if times else receive(self)
+
+    def lead(_: Engine, lead: Lead) -> None:
+        for _step in range(4):
+            lead.send_step(ScheduledStep(drafter_version=0))
+
+    monkeypatch.setattr(Channel, "receive", received)
+    with pytest.raises(DivergedError, match=f"^rank 1: {said}; run the same command again$"):
+        group_run(handle, 2, lead, name="none")
+
+
 @given(st.integers(1, 40), st.sampled_from([torch.bfloat16, torch.float32, torch.float64]), st.data())
 def test_a_checksum_changes_with_any_bit(width: int, dtype: torch.dtype, data: st.DataObject) -> None:
     hidden = torch.randn(2, width).to(dtype)
@@ -319,8 +345,9 @@ def test_messages_come_back_as_they_were() -> None:
         _, steps, _ = recorded(scenario("hybrid", 1), patch)
     for pickled, _ in steps:
         step = pickle.loads(pickled)
-        back = decode(encode(Step(step)))
+        back = decode(encode(Step(step, 7)))
         assert isinstance(back, Step)
+        assert back.number == 7
         assert same(back.step, step)
     scales = torch.rand(2, 2, 3).tolist()
     others: list[Message] = [
@@ -360,7 +387,7 @@ def test_a_request_that_was_sent_begins_alike_on_the_device() -> None:
         _, steps, _ = recorded(scenario("none", 0), patch)
     step = next(found for pickled, _ in steps if (found := pickle.loads(pickled)).prefill is not None)
     refills = (replace(step.prefill.refills[0], request=asked),)
-    back = decode(encode(Step(replace(step, prefill=replace(step.prefill, refills=refills)))))
+    back = decode(encode(Step(replace(step, prefill=replace(step.prefill, refills=refills)), 1)))
     assert isinstance(back, Step) and back.step.prefill is not None  # noqa: PT018
     sent = back.step.prefill.refills[0].request
     batches = []

@@ -24,6 +24,7 @@ from torch import Tensor
 from batchspec.cluster import worker
 from batchspec.config.schema import ClusterConfig, RunConfig
 from batchspec.distributed import group
+from batchspec.distributed.channel import Channel
 from batchspec.distributed.collectives import Collectives
 from batchspec.distributed.group import check_reach
 from batchspec.distributed.peer import Lane, PeerCollectives
@@ -255,7 +256,7 @@ def test_ranks_of_a_job_tell_nccl_the_limit_of_their_watchdog(
 
 def test_a_job_without_a_watchdog_has_the_longest_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[float] = []
-    monkeypatch.setattr(group, "Channel", lambda *_: None)
+    monkeypatch.setattr(Channel, "of", lambda *_: None)
     monkeypatch.setattr(group, "GlooCollectives", lambda *_, **__: None)
     monkeypatch.setattr(group, "PeerCollectives", lambda *_, nccl_s: made.append(nccl_s))
     for name, value in (("device_count", 1), ("set_device", None), ("current_device", 0)):

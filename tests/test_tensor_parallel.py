@@ -177,6 +177,9 @@ def test_what_plan_lets_through_every_rank_loads_and_computes(data: st.DataObjec
         "num_key_value_heads": data.draw(st.sampled_from([1, 2, 4])), "intermediate_size": inner_size,
         "moe_intermediate_size": inner_size if family == "qwen3_moe" else None,
         "partial_rotary_factor": 0.5 if family in ("phi3", "glm4") else None,
+        "vocab_size": data.draw(st.sampled_from([31, 33, 46])), "tie_word_embeddings": data.draw(st.booleans()),
+        "num_experts" if family == "qwen3_moe" else "num_local_experts":
+            data.draw(st.sampled_from([3, 4, 7])) if family in (*EXPERTS, "gpt_oss") else None,
     }  # fmt: skip
     if family == "phi3":
         shape["hidden_size"] = head_dim * shape["num_attention_heads"]

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 import batchspec
+from batchspec.distributed import silent_ranks
 from batchspec.errors import BatchspecError, CapacityError, CheckpointError, ConfigError, DivergedError, EngineInUse, RankLost
 from batchspec.warm import ranks as ranks_module
 from batchspec.warm import weights as weights_module
@@ -267,6 +268,23 @@ def test_a_rank_that_hangs_ends_the_call_with_stacks(words: list[str], capfd: py
     said = capfd.readouterr().err
     assert "no round ended for 2 s (cluster.watchdog_s); the stacks above show where it hangs" in said
     assert "the engine ends: make another one" in said
+    wait_for_end(found)
+
+
+def test_a_stopped_leader_ends_the_call(
+    words: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its watchdog does not run either, and the other rank just waits for its next message."""
+    engine = batchspec.Engine([*words, *RANKS])
+    found = pids(engine)
+    assert isinstance(engine._engine, EngineOfRanks)
+    assert engine._engine._silent._watchdog_s == 3600.0
+    monkeypatch.setattr(engine._engine._silent, "_watchdog_s", 1.5)
+    monkeypatch.setattr(silent_ranks, "LATER_S", 0.5)
+    os.kill(found[0], signal.SIGSTOP)
+    with pytest.raises(RankLost, match="rank 0 of this engine hangs"):
+        engine.generate(rows())
+    assert "Fatal Python error: Aborted" in capfd.readouterr().err
     wait_for_end(found)
 
 

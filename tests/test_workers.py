@@ -14,6 +14,7 @@ import pytest
 from batchspec import run
 from batchspec.cluster import crew, devices, workers
 from batchspec.config.schema import RunConfig
+from batchspec.distributed import silent_ranks
 from batchspec.errors import ConfigError
 from tests.crews import ended, journals, make_job, owners, tokens, wait_for_end, wait_until, workers_of
 from tests.runs import new_interpreters, run_apart, start_apart
@@ -236,6 +237,24 @@ def test_a_rank_that_hangs_after_another_has_ended_is_killed(
     said = capsys.readouterr().err
     assert f"rank {hangs} of worker 0 does not end: it has begun 0 of 0 steps and read 0 results; killed\n" in said
     assert f"[{'0.1' if hangs else '0'}] Fatal Python error: Aborted" in said
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_rank_that_does_not_run_at_all_is_killed_and_shows_its_stack(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stopped: int
+) -> None:
+    """Its own watchdog does not run either. The other rank waits for it, as for a leader that has nothing to decode."""
+    monkeypatch.setattr(silent_ranks, "LATER_S", 0.5)
+    stop = "import faulthandler; faulthandler.enable(); os.kill(os.getpid(), signal.SIGSTOP); time.sleep(60)"
+    program = f"\n{RANK}\nend.show_life()\nif rank == {stopped}:\n    {stop}\nwait_for_loss()"
+    assert supervised(monkeypatch, program, 2, tensor_parallel=2, watchdog_s=1.5) == 75
+    said = capsys.readouterr().err
+    assert (
+        f"rank {stopped} of worker 0 has not run for more than 1.5 s (cluster.watchdog_s): it has begun 0 of 0 steps and read 0 "
+        "results; killed\n"
+    ) in said
+    assert f"[{'0.1' if stopped else '0'}] Fatal Python error: Aborted" in said
+    assert f"rank {stopped} of this group is gone" in said
 
 
 def test_only_the_leader_gets_the_signals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

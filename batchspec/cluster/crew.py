@@ -11,19 +11,19 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
-from tempfile import TemporaryDirectory
 from typing import IO
 
 from batchspec import terminal
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import to_json
-from batchspec.distributed.channel import Channel, make_memory
+from batchspec.distributed.channel import Channel, make_meeting, make_memory, path_of
 from batchspec.distributed.seat import Seat, ending
+from batchspec.distributed.silent_ranks import SilentRanks
 from batchspec.errors import Interrupted
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.overwrite import CREW
+from batchspec.supervise.watchdog import limit_s
 from batchspec.terminal import PREFIX, notice
 
 PROGRAM = ("-m", "batchspec.cluster.worker")
@@ -60,7 +60,9 @@ class Crew:
         self._text, self._name = to_json(config), uuid.uuid4().hex
         assert config.output.dir is not None
         self._num, self._out, self._ranks = len(devices), OutputFolder(config.output.dir).path, config.cluster.tensor_parallel
-        self._meeting = TemporaryDirectory(prefix="batchspec-") if self._ranks > 1 else None
+        self._watchdog_s = limit_s(config.cluster.watchdog_s, gpu=devices[0] is not None)
+        self._silent: dict[int, SilentRanks] = {}
+        """Of each group, by the number of its worker."""
         self._said: set[str] = set()
         self._lock = threading.Lock()
         self.asked: int | None = None
@@ -72,20 +74,25 @@ class Crew:
 
     def _start_group(self, number: int, devices: Sequence[str | None]) -> Iterator[Worker]:
         """The processes that compute one model."""
-        if self._meeting is None:
+        if self._ranks == 1:
             yield self._start(number, devices[0])
             return
-        handle = make_memory()
+        handle, meeting = make_memory(), make_meeting()
         try:
             for rank in range(self._ranks):
-                seat = Seat(rank, self._ranks, handle, Path(self._meeting.name) / str(number))
-                worker = self._start(number, devices[rank], seat, devices)
+                seat = Seat(rank, self._ranks, handle, path_of(meeting))
+                worker = self._start(number, devices[rank], seat, devices, (handle, meeting))
                 worker.group = Channel(handle, None, self._ranks)
                 yield worker
+            self._silent[number] = SilentRanks(Channel(handle, None, self._ranks), self._watchdog_s)
         finally:
             os.close(handle)
+            os.close(meeting)
 
-    def _start(self, number: int, device: str | None, seat: Seat | None = None, devices: Sequence[str | None] = ()) -> Worker:
+    def _start(
+        self, number: int, device: str | None, seat: Seat | None = None, devices: Sequence[str | None] = (),
+        handles: Sequence[int] = (),
+    ) -> Worker:  # fmt: skip
         env = {**os.environ, CREW: self._name}
         if device is not None:  # ranks must see all GPUs of their group, each once: they read each other's memory
             env["CUDA_VISIBLE_DEVICES"] = device if seat is None else ",".join(dict.fromkeys(str(name) for name in devices))
@@ -95,7 +102,7 @@ class Crew:
         process = Popen(
             [sys.executable, *PROGRAM, str(number), str(self._num if device is None else 1), *(seat.words() if seat else ())],
             env=env,
-            pass_fds=() if seat is None else (seat.handle,),
+            pass_fds=handles,
             stdin=PIPE,
             stdout=PIPE if self._num > 1 else None,
             stderr=STDOUT if self._num > 1 else None,
@@ -155,23 +162,31 @@ class Crew:
                 notice(f"{worker.name()} {ending(worker.code)}{'; its group ends' * first}{others}")
 
     def end_groups(self) -> None:
-        """Kill the remaining processes of a group some time after one of them ended: they wait for it, or hang."""
-        now = time.monotonic()
+        """Kill a process of a group that does not run at all, and its remaining processes some time after one of them ended: they
+        wait for it, or hang."""
+        now, silent = time.monotonic(), {number: ranks.find() for number, ranks in self._silent.items()}
         for worker in self.live():
             if worker.abort_at is not None:
                 if now - worker.abort_at > STACKS_S:
                     worker.process.kill()
                 continue
             ended = [mate.ended_at for mate in self._mates(worker) if mate.code is not None]
-            if ended and now - min(ended) > (FOLLOWER_END_S if worker.rank else LEADER_END_S):
-                assert worker.group is not None
-                own, leader = worker.group.progress(worker.rank), worker.group.progress(0)
-                notice(
-                    f"{worker.name()} does not end: it has begun {own.messages} of {leader.messages} steps and read "
-                    f"{own.results % (1 << 32)} results; killed"
-                )
-                worker.abort_at = now
-                worker.process.send_signal(signal.SIGABRT)
+            if worker.rank in silent.get(worker.number, ()):
+                self._abort(worker, f"has not run for more than {self._watchdog_s:g} s (cluster.watchdog_s)")
+            elif ended and now - min(ended) > (FOLLOWER_END_S if worker.rank else LEADER_END_S):
+                self._abort(worker, "does not end")
+
+    def _abort(self, worker: Worker, why: str) -> None:
+        """Let it print its stacks; `end_groups` kills it soon after."""
+        assert worker.group is not None
+        own, leader = worker.group.progress(worker.rank), worker.group.progress(0)
+        notice(
+            f"{worker.name()} {why}: it has begun {own.messages} of {leader.messages} steps and read "
+            f"{own.results % (1 << 32)} results; killed"
+        )
+        worker.abort_at = time.monotonic()
+        for number in (signal.SIGABRT, signal.SIGCONT):  # a stopped process takes no signal before it goes on
+            worker.process.send_signal(number)
 
     def _mates(self, worker: Worker) -> list[Worker]:
         """The other workers of its group."""
@@ -187,5 +202,3 @@ class Crew:
                     worker.process.stdin.close()
         for reader in self._readers:
             reader.join(5)
-        if self._meeting is not None:
-            self._meeting.cleanup()

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 from batchspec.cli import guarded
 from batchspec.config.compose import reported
 from batchspec.config.typed import from_json
+from batchspec.distributed.channel import Channel
+from batchspec.distributed.seat import Seat
 from batchspec.errors import Interrupted, RankLost
 from batchspec.run import run_here
 from batchspec.supervise.leave import leave
@@ -43,6 +45,7 @@ def main() -> int:
     follows = bool(seat) and seat[0] != "0"
     if seat:
         faulthandler.enable()  # SIGABRT prints the stacks
+        Channel.of(Seat.of(seat)).show_life()
     if follows:  # the leader ends when it is asked to, and then ends its group
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
@@ -55,7 +58,6 @@ def run_rank(config: RunConfig, words: list[str]) -> int:
     import torch
 
     from batchspec.distributed.group import joined
-    from batchspec.distributed.seat import Seat
     from batchspec.engine.lockstep import Lead
     from batchspec.engine.messages import End
     from batchspec.runner.follower import run_follower

@@ -1,8 +1,8 @@
 """Shared memory of a group's processes: the leader's messages to the other ranks, and what each rank reports about itself.
 
 The leader (rank 0) writes a stream of frames into a ring buffer; every follower reads all of them. Each rank has a line of words
-that only it writes: how far it has read, and digests of its newest results. This module does not import torch: the parent of the
-ranks creates the memory, and marks it when a rank has died.
+that only it writes: how far it has read, a sign that its process runs, and digests of its newest results. This module does not
+import torch: the parent of the ranks creates the memory, and marks it when a rank has died.
 
 A frame is a length, a checksum and at most FRAME bytes; a message is as many frames as it needs. The checksum is compared because
 a processor may show the new position of the ring before the bytes (x86 does not).
@@ -13,14 +13,17 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from batchspec.distributed.seat import Seat
 from batchspec.errors import RankLost
 
 RING = 1 << 23
@@ -32,10 +35,12 @@ _HEADER = struct.Struct("<IIQ")
 """Header of a frame: checksum of the rest, bytes in the frame, bytes of the message that follow in later frames."""
 _LINE = 2 * KEPT + 8
 _WRITTEN, _LOST = 0, 1
-_READ, _RESULTS, _MESSAGES = 0, 1, 2
+_READ, _RESULTS, _MESSAGES, _ALIVE = 0, 1, 2, 3
 _WORDS = 8 + MAX_RANKS * _LINE
 SPINS = 200
 LONGEST_SLEEP_S = 1e-3
+ALIVE_S = 0.5
+"""Seconds between two signs that a rank's process runs."""
 
 
 def make_memory() -> int:
@@ -43,6 +48,17 @@ def make_memory() -> int:
     handle = os.memfd_create("batchspec", 0)
     os.ftruncate(handle, 8 * _WORDS + RING)
     return handle
+
+
+def make_meeting() -> int:
+    """File descriptor of an empty file by which a group's ranks find each other, as `make_memory`: no name of it is left behind
+    if all processes are killed."""
+    return os.memfd_create("batchspec meeting", 0)
+
+
+def path_of(handle: int) -> Path:
+    """The path of such a file, in each process that has inherited the descriptor."""
+    return Path(f"/proc/self/fd/{handle}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +81,11 @@ class Channel:
         self._words: NDArray[np.int64] = np.frombuffer(self._memory, np.int64, _WORDS)
         self._ring = memoryview(self._memory)[8 * _WORDS :]
         self._position = 0
+
+    @classmethod
+    def of(cls, seat: Seat) -> Channel:
+        """The end of a process of a group."""
+        return cls(seat.handle, seat.rank, seat.ranks)
 
     def send(self, message: bytes) -> None:
         """Send to all followers. Waits while the ring buffer is full. Raises RankLost."""
@@ -131,6 +152,20 @@ class Channel:
     def progress(self, rank: int) -> Progress:
         line = self._line(rank)
         return Progress(int(line[_MESSAGES]), int(line[_RESULTS]))
+
+    def show_life(self) -> None:
+        """From now on a thread of its own shows that this rank's process runs (`SilentRanks`), until the process ends."""
+        threading.Thread(target=self._show_life, daemon=True, name="alive").start()
+
+    def _show_life(self) -> None:
+        line = self._line(self.rank)
+        while True:
+            line[_ALIVE] += 1
+            time.sleep(ALIVE_S)
+
+    def signs_of_life(self, rank: int) -> int:
+        """How often the rank has shown that its process runs; 0 while it starts."""
+        return int(self._line(rank)[_ALIVE])
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Wait until `ready()`: at first without sleeping, then in sleeps of at most a millisecond. Raises RankLost."""

@@ -55,7 +55,7 @@ def joined(seat: Seat, *, gpu: bool, limit_s: float = EXCHANGE_S, nccl_s: float)
     Raises RankLost; ConfigError for an unsupported number of ranks on GPUs, or GPUs that cannot exchange.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    channel = Channel(seat.handle, seat.rank, seat.ranks)
+    channel = Channel.of(seat)
     collectives: Collectives = GlooCollectives(seat.rank, seat.ranks, seat.meeting, limit_s=limit_s)
     if gpu:
         check_reach(range(min(seat.ranks, torch.cuda.device_count())))

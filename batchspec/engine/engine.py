@@ -25,7 +25,7 @@ from batchspec.engine.last_check import Ended
 from batchspec.engine.lazy_places import LazyPlaces
 from batchspec.engine.lazy_states import LazyStates
 from batchspec.engine.lockstep import HeadOfRanks, Lead
-from batchspec.engine.messages import Prepare, Scales, Step
+from batchspec.engine.messages import Prepare, Scales
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.request_state import RequestState
@@ -211,7 +211,7 @@ class Engine:
         """Schedule, execute, process. Returns the requests that have ended and were checked."""
         step = self._current.next_step(stopping=self._stopping)
         if self.lead is not None:
-            self.lead.send(Step(step))
+            self.lead.send_step(step)
         self.executor.execute(step)
         for _ in range(step.num_reads):
             self._process()

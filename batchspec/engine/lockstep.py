@@ -35,6 +35,7 @@ from batchspec.engine.messages import (
     encode,
 )
 from batchspec.engine.results import PendingResult
+from batchspec.engine.step import ScheduledStep
 from batchspec.engine.vocabulary import DIVERGED
 from batchspec.errors import DivergedError
 from batchspec.model.kv_calibration import calibrate
@@ -68,18 +69,23 @@ class Lead:
         self._channel, self._digest = channel, Digest()
         self._scheduled = 0
         """Number of results that the followers read in the steps that were sent."""
+        self._num_steps = 0
 
     def send(self, message: Message) -> None:
         """Send it. The leader will ask about no result of an earlier step that it has not read by now. Raises RankLost."""
         self._channel.pass_by(self._scheduled)
-        if isinstance(message, Step):
-            self._scheduled += message.step.num_reads
         self._channel.send(encode(message))
+
+    def send_step(self, step: ScheduledStep) -> None:
+        """As `send`."""
+        self._num_steps += 1
+        self.send(Step(step, self._num_steps))
+        self._scheduled += step.num_reads
 
     def begin(self) -> None:
         """A run of the engine begins."""
         self._digest.begin((self._digest.number // RUN + 1) * RUN)
-        self._scheduled = self._digest.number
+        self._scheduled, self._num_steps = self._digest.number, 0
         self.send(Begin(self._digest.number))
 
     def read(self, result: PendingResult) -> None:
@@ -151,11 +157,13 @@ def follow(
     channel: Channel, engine: Following, watchdog: Beats | None = None, *,
     teacher_pass: Callable[[TeacherPass], object] | None = None, new_weights: Callable[[NewWeights], object] | None = None,
 ) -> None:  # fmt: skip
-    """Execute what the leader sends until it ends the run. Raises RankLost.
+    """Execute what the leader sends until it ends the run.
+
+    Raises RankLost, and DivergedError for a step that is not the one after the step before: this rank has left one out.
 
     teacher_pass, new_weights  execute these messages; None: the leader never sends them
     """
-    digest, drafter_version = Digest(), 0
+    digest, drafter_version, num_steps = Digest(), 0, 0
     while True:
         if watchdog is not None:
             watchdog.pause()
@@ -163,7 +171,12 @@ def follow(
         if watchdog is not None and isinstance(message, Step | TeacherPass | NewHead):
             watchdog.beat()
         match message:
-            case Step(step):
+            case Step(step, number):
+                num_steps += 1
+                if number != num_steps:
+                    raise DivergedError(
+                        f"rank {channel.rank}: step {number} came where step {num_steps} was due; run the same command again"
+                    )
                 assert step.drafter_version == drafter_version, "the leader drafts with other weights"
                 with engine.executor.stream_of_rounds():
                     engine.executor.execute(step)
@@ -189,7 +202,7 @@ def follow(
                 drafter_version += 1
             case Begin(number):
                 digest.begin(number)
-                drafter_version = 0
+                drafter_version = num_steps = 0
                 engine.executor.clear()
             case Scales(values):
                 engine.target.use_kv_scales(torch.tensor(values, dtype=torch.float32))

@@ -69,6 +69,8 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     """Execute the step (`Executor.execute`) and read as many results as it says."""
 
     step: ScheduledStep
+    number: int
+    """1 for the first step of a run: a rank refuses any but the next one."""
 
 
 class TeacherPass(msgspec.Struct, frozen=True, tag=True):
@@ -102,7 +104,7 @@ Message = Load | Calibrate | Scales | Build | Prepare | Begin | Step | TeacherPa
 
 def encode(message: Message) -> bytes:
     if isinstance(message, Step) and message.step.prefill is not None:
-        message = Step(replace(message.step, prefill=_stripped(message.step.prefill)))
+        message = Step(replace(message.step, prefill=_stripped(message.step.prefill)), message.number)
     return _ENCODER.encode(message)
 
 

@@ -106,8 +106,7 @@ def calibrate(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) ->
     """Measure matrix products with 8 to 256 tokens, and a read of more memory than the caches hold. Other load on the machine
     lowers the measured rates.
 
-    fp8  measure W8A8 products too, as the model computes them: on Hopper and newer that compiles their kernel, for some seconds
-         fp8  measure W8A8 products too, as the model computes them: on Hopper and newer this compiles their kernel, some seconds
+    fp8  measure W8A8 products too, as the model computes them: on Hopper and newer this compiles their kernel, for some seconds
     """
     size = 2048 if device.type == "cpu" else 8192
     weight = torch.ones(size, size, dtype=dtype, device=device)

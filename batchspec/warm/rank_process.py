@@ -24,6 +24,7 @@ from batchspec.cli import guarded
 from batchspec.config.compose import reported
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import from_json
+from batchspec.distributed.channel import Channel
 from batchspec.distributed.group import Group, joined
 from batchspec.distributed.seat import Seat
 from batchspec.engine.engine import Engine
@@ -72,6 +73,7 @@ def main() -> int:
     """Lead or follow until the engine is closed; returns the exit code."""
     config, seat = from_json(sys.stdin.readline()), Seat.of(sys.argv[1:5])
     faulthandler.enable()  # SIGABRT prints the stacks
+    Channel.of(seat).show_life()
     threading.Thread(target=_watch, daemon=True).start()
     gpu = config.device != "cpu" and torch.cuda.is_available()
     if not gpu and config.packing.memory_gb is None:

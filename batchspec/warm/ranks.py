@@ -19,17 +19,18 @@ from dataclasses import fields, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from batchspec.cluster.devices import devices_of
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import to_json
-from batchspec.distributed.channel import Channel, make_memory
+from batchspec.distributed.channel import Channel, make_meeting, make_memory, path_of
 from batchspec.distributed.seat import Seat, ending
+from batchspec.distributed.silent_ranks import SilentRanks
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.errors import EngineInUse, RankLost
 from batchspec.records import Completion, PackedBatch, Request
+from batchspec.supervise.watchdog import limit_s
 from batchspec.token_automaton import TokenAutomaton, TokenSymbols
 from batchspec.warm.wire import (
     Ask,
@@ -72,21 +73,22 @@ class EngineOfRanks:
         self._automata: dict[int, tuple[int, TokenAutomaton]] = {}
         """By id: (number in this run, automaton). The entry keeps the automaton alive, so that no other one gets its id."""
         self._processes: list[subprocess.Popen[str]] = []
-        self._folder = TemporaryDirectory(prefix="batchspec-")
         self._pipe, other = Pipe()
-        ranks, handle = config.cluster.tensor_parallel, make_memory()
+        ranks, handle, meeting = config.cluster.tensor_parallel, make_memory(), make_meeting()
         self._channel = Channel(handle, None, ranks)
-        self._end = weakref.finalize(self, _end, self._processes, self._pipe, self._folder)
+        self._end = weakref.finalize(self, _end, self._processes, self._pipe)
         try:
             devices = devices_of(replace(config, cluster=replace(config.cluster, workers=1)))
+            self._silent = SilentRanks(self._channel, limit_s(config.cluster.watchdog_s, gpu=devices[0] is not None))
             for rank in range(ranks):
-                seat = Seat(rank, ranks, handle, Path(self._folder.name) / "meeting")
-                self._processes.append(_start(config, seat, devices, other if rank == 0 else None))
+                seat = Seat(rank, ranks, handle, path_of(meeting))
+                self._processes.append(_start(config, seat, devices, [handle, meeting], other if rank == 0 else None))
         except BaseException:
             self.close()
             raise
         finally:
             os.close(handle)
+            os.close(meeting)
             other.close()
         try:
             self.batch: PackedBatch = self._answer(Loaded).batch
@@ -185,6 +187,8 @@ class EngineOfRanks:
                 gone = True
             if gone:
                 self._lose()
+            elif silent := self._silent.find():
+                self._lose(silent=silent[0])
             elif self.on_round is not None:
                 self.on_round(self.totals)
 
@@ -198,10 +202,11 @@ class EngineOfRanks:
         if self._lost:
             raise EngineInUse(self._lost)
 
-    def _lose(self, why: str = "") -> None:
+    def _lose(self, why: str = "", silent: int | None = None) -> None:
         """A rank is gone: ranks that wait for it end by themselves, the others print their stacks and are killed.
 
-        why  the error that the leader raised; if it is unknown, raises RankLost with the name of the rank that is gone or hangs
+        why     the error that the leader raised; if unknown, raises RankLost with the name of the rank that is gone or hangs
+        silent  the rank whose process does not run
         """
         self._channel.lose(0)
         ends = time.monotonic() + END_S
@@ -209,12 +214,13 @@ class EngineOfRanks:
             time.sleep(POLL_S)
         codes = [process.poll() for process in self._processes]
         for process in self._processes:
-            process.send_signal(signal.SIGABRT)
+            for number in (signal.SIGABRT, signal.SIGCONT):  # a stopped process takes no signal before it goes on
+                process.send_signal(number)
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(STACKS_S)
         self._end()
-        said = why or _culprit(codes)
+        said = why or (_culprit(codes) if silent is None else f"rank {silent} of this engine hangs")
         self._lost = f"{said}; the engine has ended, make another one"
         if not why:
             raise RankLost(f"{said}; what it said, and its stack if it had time for it, is on stderr; make another engine")
@@ -238,8 +244,10 @@ def _culprit(codes: Sequence[int | None]) -> str:
     return f"rank {rank} of this engine {'hangs' if code is None else ending(code)}"
 
 
-def _start(config: RunConfig, seat: Seat, devices: Sequence[str | None], pipe: Connection | None) -> subprocess.Popen[str]:
-    env, handles = dict(os.environ), [seat.handle]
+def _start(
+    config: RunConfig, seat: Seat, devices: Sequence[str | None], handles: list[int], pipe: Connection | None
+) -> subprocess.Popen[str]:
+    env = dict(os.environ)
     named = [name for name in devices if name is not None]
     if named:  # ranks must see all GPUs of their group, each once: they read each other's memory
         env["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(named))
@@ -259,7 +267,7 @@ def _start(config: RunConfig, seat: Seat, devices: Sequence[str | None], pipe: C
     return process
 
 
-def _end(processes: Sequence[subprocess.Popen[str]], pipe: Connection, folder: TemporaryDirectory[str]) -> None:
+def _end(processes: Sequence[subprocess.Popen[str]], pipe: Connection) -> None:
     for process in processes:
         process.kill()
     for process in processes:
@@ -268,4 +276,3 @@ def _end(processes: Sequence[subprocess.Popen[str]], pipe: Connection, folder: T
         with suppress(BrokenPipeError):
             process.stdin.close()
     pipe.close()
-    folder.cleanup()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime.jit import JITFunction
@@ -54,6 +56,34 @@ def test_results_have_the_shapes_of_real_ones(name: str) -> None:
 
     assert dry_run(run, CPU) is None
     assert found == [(real.shape, real.stride(), real.dtype, real.device)]
+
+
+@pytest.fixture
+def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process group of this process alone."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+EXCHANGES: dict[str, Callable[[Tensor], object]] = {
+    "sum": dist.all_reduce,
+    "gather": lambda x: dist.all_gather([torch.empty_like(x)], x),
+    "gather into one": lambda x: dist.all_gather_into_tensor(torch.empty_like(x), x),
+    "to each other": lambda x: dist.all_to_all_single(torch.empty_like(x), x),
+    "broadcast": lambda x: dist.broadcast(x, src=0),
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_an_exchange_between_ranks_ends_the_run(name: str, group: None) -> None:
+    """Of two ranks one may have compiled before and leave out the dry run: nobody would answer."""
+    EXCHANGES[name](torch.ones(4))
+    ended = dry_run(lambda: EXCHANGES[name](torch.ones(4)), CPU)
+    assert ended is not None
+    assert ended.startswith("c10d.")
 
 
 def test_flash_attention_has_the_shapes_that_torch_says() -> None:
@@ -197,6 +227,7 @@ def test_errors_of_the_code_end_the_run() -> None:
 USUAL = """
 import sys
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from batchspec.kernels.common.dry_run import dry_run
 x, ids = torch.zeros(4, 4), torch.tensor([1, 2])
