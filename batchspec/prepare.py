@@ -36,7 +36,13 @@ from batchspec.model.weights import judge_model
 from batchspec.packing.admit import Admission
 from batchspec.packing.constraints import Constraints
 from batchspec.packing.survey import Survey
-from batchspec.packing.unused import check_columns, check_keys_of_input, check_keys_of_model
+from batchspec.packing.unused import (
+    check_columns,
+    check_keys_of_engine,
+    check_keys_of_input,
+    check_keys_of_model,
+    check_samples,
+)
 from batchspec.records import Completion, Request
 from batchspec.runstate.job_folder import default_shard_rows
 
@@ -124,6 +130,8 @@ def open_job(
     job = job_of(model, source, columns, tokenizer, is_new=is_new)
     if is_new:
         check_keys_of_input(config, columns)
+        check_keys_of_engine(config, model.device.type if here else None)
+        check_samples(config, columns, source)
     if fetch:
         fetch_weights(model)
     return job

@@ -210,7 +210,7 @@ def test_a_row_that_always_kills_at_one_sample_is_found_and_its_finished_samples
 ) -> None:
     rows = [{"id": f"q{i}", "prompt": f"Say word{i}", "n": 1 + i % 2} for i in range(3)]
     pl.DataFrame(rows, schema_overrides={"n": pl.Int32}).write_parquet(tmp_path / "prompts.parquet")
-    settings = ["decode.ignore_eos=true", "packing.max_num_seqs=1", "resume.row_attempts=2", *more]
+    settings = ["decode.temperature=1", "decode.ignore_eos=true", "packing.max_num_seqs=1", "resume.row_attempts=2", *more]
     plain, command = (arguments(model, tmp_path / "prompts.parquet", tmp_path / out, *settings) for out in ("plain", "out"))
     assert run.main(plain) == 0
     deaths = 0

@@ -249,7 +249,7 @@ def test_stop_strings_end_the_answer_and_neither_thoughts_nor_tool_calls(
 def test_a_thought_that_used_its_budget_is_led_to_the_final_channel(think: ThinkTokens, tokenizer: Tokenizer) -> None:
     encode = tokenizer.encode_part
     how = after(think, tokenizer, ASKED, budget=3, closing=" So:")
-    budget = ThinkingBudget(how, ())
+    budget = ThinkingBudget(how, (), 200)
     opening = encode("<|channel|>analysis<|message|>")
     assert budget.forced([*opening, 1001, 1002]) is None
     assert budget.left == 1

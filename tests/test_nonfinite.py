@@ -224,7 +224,7 @@ def test_a_job_writes_the_error_row_and_verify_compares_the_others(tmp_path: Pat
         pl.DataFrame(chosen).write_parquet(data)
         arguments = [
             f"model.path={model}", "model.dtype=float64", f"input.path={data}", f"output.dir={tmp_path / name}", "draft=lookup",
-            "decode.max_new_tokens=6", "output.token_ids=true", "packing.max_num_seqs=3", "decode.n=2",
+            "decode.max_new_tokens=6", "output.token_ids=true", "packing.max_num_seqs=3", "decode.n=2", "decode.temperature=1",
             "input.max_error_fraction=0.2",  # one of eight rows, whose two completions are errors
         ]  # fmt: skip
         assert run_module.main(arguments) == 0

@@ -56,6 +56,7 @@ def planned(config: RunConfig, **options: Any) -> Plan:
 
 def test_rows_completions_and_bad_rows_are_counted(job: RunConfig) -> None:
     write(job, id=["a", "b", "c", "d"], prompt=["x" * 10, None, "y" * 30, "z" * 5000], n=[3, 1, None, 1])
+    job.decode.temperature = 1.0
     made = planned(job)
     assert made.num_completions == 4
     assert made.survey.prompt_tokens.tolist() == [10, 10, 10, 30]

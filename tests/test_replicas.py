@@ -306,7 +306,7 @@ def test_a_layout_that_shards_the_head_is_planned_with_one_rank_s_part(job: RunC
     job.draft = DraftConfig(name="eagle3", num_speculative_tokens=3)
     pages, weights = {}, {}
     for cut in (True, False):
-        job.ablation.sharded_draft, job.cluster.tensor_parallel = cut, 1
+        job.ablation.sharded_draft, job.cluster.tensor_parallel = cut, "auto"
         made = planned(job)
         (layout,) = (layout for layout in plan_command.layouts_of(made.job, made.survey, H200, 2) if layout.ranks == 2)
         assert layout.batch is not None

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from polars.testing import assert_frame_equal
 
 from batchspec import run
 from batchspec.commands import verify
@@ -43,6 +44,9 @@ SAME = [
     "finish_reason", "stop_reason", "token_ids", "seed", "error", "topic",
 ]  # fmt: skip
 """Columns that two runs of one job share; spec_decode, perf and usage.cached_tokens tell what a run did."""
+
+
+KEYS = ["request_id", "sample_index"]
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +185,30 @@ def check_resumed(ran: list[Request], before: pl.DataFrame) -> None:
         counts = (resumed.num_prefills, resumed.num_discarded, resumed.num_forced)
         assert counts == (spec["num_prefills"], spec["num_discarded_tokens"], spec["num_forced_tokens"])
         assert (resumed.prefill_s, resumed.decode_s) == (perf["prefill_s"], perf["decode_s"])
+
+
+@pytest.mark.parametrize("first", ["none", "lookup"])
+def test_forced_tokens_are_counted_once_though_the_smaller_limit_cut_them_off(
+    folder: Path, out: Path, tmp_path: Path, first: str, ran: list[Request]
+) -> None:
+    """The limit of 8 leaves 3 closing tokens after a thought of 5, and 1 after one of 7. Without a drafter the output has no such
+    counts."""
+    if first == "none":
+        out = tmp_path / "none"
+        assert run.main(arguments(folder, out, CAPS[0], "draft=none")) == 0
+    ran.clear()
+    assert run.main(retry(folder, out, "draft=lookup")) == 0
+    assert run.main(arguments(folder, tmp_path / "undisturbed", CAPS[1], "draft=lookup")) == 0
+    after, undisturbed = rows_of(out), rows_of(tmp_path / "undisturbed")
+    resumed = [request for request in ran if request.resumed is not None]
+    assert {request.resumed.num_forced for request in resumed if request.resumed is not None} == {0, 1, 3}
+    assert all(r.resumed.num_prefills == 1 for r in resumed if r.resumed is not None and first == "none")
+    computed = pl.DataFrame([(r.request_id, r.sample_index) for r in resumed], KEYS, orient="row")
+    counts = [*KEYS, pl.col("spec_decode").struct.field("num_forced_tokens")]
+    assert_frame_equal(
+        *(frame.with_columns(pl.col("sample_index").cast(pl.Int64)).select(counts).join(computed, KEYS, "semi")
+          for frame in (after, undisturbed)),
+    )  # fmt: skip
 
 
 def changed(part: Path, column: str, change: Callable[[Any], Any]) -> None:

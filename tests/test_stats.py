@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -73,6 +75,19 @@ def test_groups_by_a_column_of_the_input(tmp_path: Path) -> None:
     assert [(group.name, group.completions, group.rounds) for group in groups] == [("b", 2, 5), ("a", 1, 2)]
     with pytest.raises(OutputError, match=r"--by perf: the output has no such column of plain values; it has .*kind"):
         job_stats(tmp_path, by="perf")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"), [(pa.binary(), b"\xff"), (pa.decimal256(50, 3), Decimal("1.5")), (pa.list_(pa.int8()), [1])], ids=str
+)
+def test_columns_that_have_no_text_do_not_group(tmp_path: Path, kind: pa.DataType, value: object) -> None:
+    table = dataset(4).append_column("odd", pa.array([value] * 4, kind))
+    shards, columns = shards_of(table, 2)
+    folder = new_folder(tmp_path, 4, 2)
+    for shard in shards:
+        folder.commit(shard.index, built(shard, columns, [c for c in mixed() if c.row_index in folder.rows_of(shard.index)]))
+    with pytest.raises(OutputError, match=r"--by odd: the output has no such column of plain values; it has .*kind$"):
+        job_stats(tmp_path, by="odd")
 
 
 def test_a_job_without_speculation_has_no_acceptance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

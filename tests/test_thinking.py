@@ -24,11 +24,12 @@ from batchspec.engine.request_state import RequestState
 from batchspec.engine.results import RoundLog
 from batchspec.engine.round import RoundOptions
 from batchspec.engine.slots import SlotTable
+from batchspec.engine.stop_strings import StopFinder
 from batchspec.engine.thinking import split_thoughts
 from batchspec.errors import ConfigError
 from batchspec.model.thinking import find_think_tokens
 from batchspec.model.tokenizer import Tokenizer
-from batchspec.records import Channels, Completion, Request, SamplingParams, Thinking
+from batchspec.records import Channels, Completion, Request, SamplingParams, Snapshot, Thinking
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, _draw, decode, full_logits, packed, request, tiny_target
 from tests.models import make_checkpoint, make_thinking_tokenizer, make_tokenizer
 
@@ -167,6 +168,8 @@ def check(completion: Completion, req: Request) -> None:
     emitted = counts.num_prefills + counts.num_accepted + counts.num_rounds
     assert len(tokens) - counts.num_forced + counts.num_discarded == emitted
     assert sum(counts.histogram) == counts.num_rounds
+    if counts.num_forced:
+        assert completion.reasoning_truncated
     if how.channels is not None:
         said = tokens[:-1] if completion.finish_reason == "stop" else tokens
         assert completion.reasoning_tokens == thought_of(said, how)[1]
@@ -178,8 +181,6 @@ def check(completion: Completion, req: Request) -> None:
     marks = sum(token in (how.begin_id, END) for token in said)
     assert completion.reasoning_tokens == len(said) - marks - len(answer_of(said, how))
     assert (completion.reasoning is None) == (not split_thoughts(said, how).thoughts)
-    if counts.num_forced:
-        assert completion.reasoning_truncated
 
 
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -239,9 +240,61 @@ def check_budgets(requests: list[Request], data: st.DataObject) -> None:
         for snapshot in engine.unfinished():
             name = f"r{snapshot.row_index}"
             assert list(snapshot.tokens) == expected[name][: len(snapshot.tokens)]
+            assert resumed_state(left[name], snapshot).snapshot(0.0) == snapshot
             left[name] = replace(left[name], resumed=snapshot)
         stop_after += 3
     assert tokens == expected
+
+
+def resumed_state(req: Request, snapshot: Snapshot) -> RequestState:
+    """The state with which another run continues the row."""
+    finder = StopFinder(decode, req.stop) if req.stop else None
+    return RequestState.of(replace(req, resumed=snapshot), len(snapshot.accepted) - 1, finder)
+
+
+@settings(max_examples=80)
+@given(
+    cap=st.integers(1, 10), budget=st.integers(0, 6), closing=st.lists(st.sampled_from([11, 12]), max_size=3),
+    stop_ids=st.lists(st.sampled_from([12, END, RETURN]), max_size=1), by_channels=st.booleans(), draft_len=st.integers(0, 3),
+    larger=st.integers(0, 12), data=st.data(),
+)  # fmt: skip
+def test_a_row_that_is_resumed_at_any_token_has_the_counts_with_which_it_stopped(
+    cap: int, budget: int, closing: list[int], stop_ids: list[int], by_channels: bool, draft_len: int, larger: int,
+    data: st.DataObject,
+) -> None:  # fmt: skip
+    """Its tokens, how it ended, what was forced, discarded and drafted: nothing is counted twice, be the row complete or not, and
+    not by a larger limit either, which adds the closing tokens that the smaller one cut off."""
+    how = harmony(budget, HEADERS[2], tuple(closing)) if by_channels else thinking(budget, opened=True, closing=tuple(closing))
+    req = replace(request(0, [7, 9], cap=cap, stop_ids=tuple(stop_ids)), thinking=how)
+    state = RequestState.of(req, draft_len, None)
+    token = st.sampled_from([BEGIN, END, 7, 7, 7, 11, 12])
+    num_rounds = 0
+    while state.finish_reason is None:
+        room = state.request.max_new_tokens - len(state.tokens)
+        drawn = data.draw(st.lists(token, min_size=1, max_size=draft_len + 1))
+        ends = (place + 1 for place, each in enumerate(drawn) if each in req.stop_ids)
+        state.add_round(len(drawn) - 1, draft_len, len(drawn), drawn[: min(room, next(ends, len(drawn)))])
+        state.enforce_budget()
+        num_rounds += 1
+        again = resumed_state(req, state.snapshot(0.0))
+        assert again.snapshot(0.0) == state.snapshot(0.0)
+        assert (again.finish_reason, again.stop_string, again.stop_id) == (state.finish_reason, state.stop_string, state.stop_id)
+        assert len(state.tokens) == state.num_accepted + num_rounds + state.num_forced - state.num_discarded
+    if state.finish_reason == "length":
+        more = resumed_state(replace(req, max_new_tokens=req.max_new_tokens + larger), state.snapshot(0.0))
+        assert more.tokens[: len(state.tokens)] == state.tokens
+        assert more.num_forced - state.num_forced == len(more.tokens) - len(state.tokens)
+        assert more.num_discarded == state.num_discarded
+
+
+def test_a_row_that_ends_at_a_stop_id_within_the_closing_tokens_has_only_those_before_it() -> None:
+    how = harmony(2, HEADERS[2], (11,))
+    engine = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
+    (done,) = engine.run(iter([replace(request(0, [7, 9], cap=12, stop_ids=(END,)), thinking=how)]))
+    assert done.token_ids is not None
+    assert done.stats is not None
+    assert done.token_ids[2:].tolist() == [11, END]
+    assert (done.finish_reason, done.stats.num_forced, done.reasoning_truncated) == ("stop", 2, True)
 
 
 def test_a_row_that_changes_its_slot_is_checked_when_its_budget_or_a_thought_requires_it() -> None:

@@ -91,7 +91,8 @@ def test_a_job_that_was_begun_with_a_key_without_effect_goes_on(
     pq.write_table(pa.table({"prompt_ids": [[5, 6], [7, 8]]}), tmp_path / "in.parquet")
     words = [
         f"model.path={model}", f"input.path={tmp_path / 'in.parquet'}", f"output.dir={tmp_path / 'out'}", "decode=greedy",
-        "decode.max_new_tokens=4", "draft=none", "input.chat=true", "model.dtype=float64",
+        "decode.max_new_tokens=4", "draft=none", "input.chat=true", "model.dtype=float64", "draft.num_speculative_tokens=3",
+        "decode.n=2", "ablation.overlap=true",
     ]  # fmt: skip
     assert cli.main(["run", *words]) == 2
     with monkeypatch.context() as earlier:
@@ -114,6 +115,14 @@ def test_a_job_that_was_begun_with_a_key_without_effect_goes_on(
         (["packing.pages=40", "packing.memory_gb=1"], "packing.pages=40 and packing.memory_gb=1.0 both set the number"),
         (["packing.expert_correlation=0.5"], "packing.expert_correlation=0.5 applies to experts (MoE)"),
         (["output.reasoning_in_messages=true"], "output.reasoning_in_messages=true needs think tokens"),
+        (["draft=none", "draft.num_speculative_tokens=3"], "draft.num_speculative_tokens=3 is not used by draft=none"),
+        (["draft=none", "draft.adaptive=false"], "draft.adaptive=False is not used by draft=none"),
+        (["ablation.overlap=true"], "ablation.overlap=true uses a second CUDA stream, and this job runs on the CPU"),
+        (
+            ["draft=eagle3", "model.load_format=dummy", "ablation.sharded_draft=true"],
+            "ablation.sharded_draft=true has no effect with cluster.tensor_parallel=1",
+        ),
+        (["decode.n=2"], "decode.n=2: decode.temperature=0 is greedy, which makes all completions of a row equal; choose"),
         (["decode.thinking_closing=so"], "decode.thinking_closing has no effect without a thinking budget"),
         (["input.chat=true", "input.template_kwargs={mod: glad}"], "it reads no variable 'mod', which template_kwargs sets"),
         (["input.chat=true", "input.template_kwargs={messages: []}"], "template_kwargs.messages would replace the messages"),
@@ -124,6 +133,36 @@ def test_a_key_without_effect_is_refused(model: Path, words: list[str], said: st
         opened(model, "prompt", *words)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_several_completions_of_a_row_need_a_temperature_above_0(model: Path) -> None:
+    opened(model, "prompt", "decode.n=2", "decode=sampled")
+    opened(model, "prompt", "decode.n=2", temperature=0.5)
+    opened(model, "prompt", n=1)
+    opened(model, "prompt", "input.columns={n: null}", n=2)
+    for more in ({}, {"temperature": 0.0}, {"temperature": None}):
+        with pytest.raises(InputError, match=r"^column 'n' .* decode.temperature=0 is greedy, .* input.columns.n=null$"):
+            opened(model, "prompt", n=2, **more)
+        with pytest.raises(ConfigError, match=r"^decode.n=2: .* choose decode=sampled, or remove decode.n$"):
+            opened(model, "prompt", "decode.n=2", **more)
+
+
+def test_a_warm_engine_refuses_equal_completions_but_not_conversations_that_begin_alike(model: Path) -> None:
+    options = {"model.path": str(model), "model.max_len": 64, "decode.max_new_tokens": 2, "decode.n": 2, "model.dtype": "float64"}
+    with batchspec.Engine(options) as engine:
+        for call in (engine.generate, engine.stream):
+            with pytest.raises(ConfigError, match=r"^decode.n=2: decode.temperature=0 is greedy"):
+                call({"prompt": ["a"]})
+        chats = {"messages": [[{"role": "user", "content": "a"}]]}
+        assert engine.converse(chats, lambda turn: None)["sample_index"].to_list() == [0, 1]
+    with pytest.raises(ConfigError, match=r"^ablation.overlap=true uses a second CUDA stream"):
+        batchspec.Engine({"model.path": str(model), "ablation.overlap": True})
+
+
+def test_another_machine_may_have_the_gpu_that_a_key_needs(model: Path) -> None:
+    source = table_source(pa.table({"prompt": ["a"]}))
+    words = [f"model.path={model}", "decode.max_new_tokens=4", "ablation.overlap=true"]
+    open_job(compose(words), source, here=False)
 
 
 def test_chats_of_token_ids_are_refused(model: Path) -> None:

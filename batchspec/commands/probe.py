@@ -112,7 +112,7 @@ def _job(model: str, prompts: str, num_rows: int, num_tokens: int) -> Job:
         model=ModelConfig(path=model),
         input=InputConfig(path=shipped_prompts(prompts), limit=num_rows),
         decode=DecodeConfig(max_new_tokens=num_tokens),
-        draft=DraftConfig(name="none", num_speculative_tokens=DRAFT_LEN),
+        draft=DraftConfig(name="none"),
     )
     return open_job(config)
 

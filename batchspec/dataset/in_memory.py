@@ -88,7 +88,21 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"it has the type {type(value).__name__}")
 
 
+def _refuse_wide_decimals(data: Any) -> None:
+    """polars crashes on Arrow's decimal256, whatever its number of digits."""
+    if not isinstance(data, pa.Table | pa.RecordBatch):
+        return
+    for field in data.schema:
+        if _has_decimal256(field.type):
+            raise InputError(f"column {field.name!r} has type {field.type}, which polars cannot read; cast it, or leave it out")
+
+
+def _has_decimal256(kind: pa.DataType) -> bool:
+    return pa.types.is_decimal256(kind) or any(_has_decimal256(kind.field(at).type) for at in range(kind.num_fields))
+
+
 def _typed(data: Any) -> pa.Table:
+    _refuse_wide_decimals(data)
     try:
         frame = data if isinstance(data, pl.DataFrame) else pl.DataFrame(data, infer_schema_length=None)
     except (TypeError, ValueError, pl.exceptions.PolarsError) as error:

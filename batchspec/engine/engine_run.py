@@ -157,14 +157,19 @@ class EngineRun:
         return ended
 
     def end(self, state: RequestState, finish: int, now: float) -> None:
-        """Take a request that has ended out of its slot; it is checked next. Arguments as of `process`."""
+        """Take a request that has ended out of its slot; it is checked next. Arguments as of `process`.
+
+        If its logits were not finite, later rows share none of the pages of its prompt. This includes pages that other rows
+        prefilled and read without failing: it cannot be decided whether such a page is the cause, because an infinite key makes
+        the result of some queries NaN and has no effect on others.
+        """
         slot = state.slot
         if self._scores is not None:
             state.prompt_logprobs, state.prompt_top = self._scores.of(state)
         self.scheduler.end(state, on_device=finish not in (0, WAITING))
         if state.finish_reason is None:
             state.end(finish)
-        if state.finish_reason == "error":  # its K/V may be the cause: later rows must not share them
+        if state.finish_reason == "error":
             self.pools.forget_prefix(state.prefix_hashes or ())
         self._check.add(Ended(state, slot, now))
 

@@ -84,7 +84,7 @@ class RequestState:
             waits=isinstance(self.request.automaton, LazyAutomaton),
         )  # fmt: skip
         thinking = self.request.thinking
-        self.budget = None if thinking is None else ThinkingBudget(thinking, self.request.stop_ids)
+        self.budget = None if thinking is None else ThinkingBudget(thinking, self.request.stop_ids, self.request.device_limit)
         self._restart()
         self.histogram = [0] * (self.draft_len + 1)
         self.drafted_at = [0] * self.draft_len
@@ -104,7 +104,7 @@ class RequestState:
             state.num_discarded, state.num_forced = resumed.num_discarded, resumed.num_forced
             state.prefill_s, state.earlier_s = resumed.prefill_s, resumed.decode_s
             state.add_counts(resumed.accepted, resumed.drafted)
-            state._emit(resumed.tokens)
+            state._emit(state._without_cut_closing(resumed.tokens))
         state.enforce_budget()
         return state
 
@@ -199,14 +199,24 @@ class RequestState:
             self._lose_logprobs_of_closings()
             return False
         num_kept, closing = forced
-        tokens = [*self.tokens[:num_kept], *closing][: self.request.device_limit]
+        tokens = [*self.tokens[:num_kept], *closing]
         self.num_discarded += len(self.tokens) - num_kept
-        self.num_forced += len(tokens) - num_kept
-        self._replace_logprobs(slice(num_kept, None), len(tokens) - num_kept)
+        self.num_forced += len(closing)
+        self._replace_logprobs(slice(num_kept, None), len(closing))
         self._lose_logprobs_of_closings()
         self._restart()
         self._emit(tokens)
         return True
+
+    def _without_cut_closing(self, tokens: Sequence[int]) -> Sequence[int]:
+        """The tokens of an earlier run without its last closing tokens, if its smaller limit left out the rest of them: all are
+        forced again now, and counted once."""
+        forced = None if self.budget is None else self.budget.forced(tokens)
+        if forced is None:
+            return tokens
+        num_kept, _ = forced
+        self.num_forced -= len(tokens) - num_kept
+        return tokens[:num_kept]
 
     def _lose_logprobs_of_closings(self) -> None:
         """Set the logprobs of closing tokens to NaN, even of those that the model wrote itself: how many it writes before the

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from batchspec.engine.channels import ChannelTracker
 from batchspec.engine.token_kinds import Header, Kind, Tracker
-from batchspec.records import Thinking
+from batchspec.records import Request, Thinking
 
 
 class ThoughtTracker(Tracker):
@@ -46,31 +46,45 @@ def tracker_of(thinking: Thinking) -> Tracker:
 class ThinkingBudget:
     """Follows a growing list of output tokens and tells when the tokens that close a thought must come."""
 
-    def __init__(self, thinking: Thinking, stop_ids: Collection[int]) -> None:
-        self._budget, self._closing, self._stop_ids = thinking.budget, thinking.closing, stop_ids
+    def __init__(self, thinking: Thinking, stop_ids: Collection[int], limit: int) -> None:
+        """limit: the row ends after this many output tokens."""
+        self._budget, self._closing, self._stop_ids, self._limit = thinking.budget, thinking.closing, stop_ids, limit
         self._tracker = tracker_of(thinking)
         self._num_read = self._num_used = 0
+        self._is_cut = False
+        """Whether the row ended within the closing tokens."""
         self.closings: list[range] = []
-        """Places of the closing tokens of each thought that used up the budget, whether they were forced or drawn."""
+        """Places of the closing tokens of each thought that used up the budget, whether they were forced or drawn. Tokens after
+        the end of the row are left out."""
 
     def forced(self, tokens: Sequence[int]) -> tuple[int, tuple[int, ...]] | None:
-        """The number of tokens to keep, and the tokens that must follow them; None while the budget is not used up.
+        """The number of tokens to keep, and the tokens that must follow them, up to the end of the row; None while the budget is
+        not used up, and if these tokens are there.
 
         `tokens` must begin with the kept tokens of the last call.
         """
-        closing = self._closing
         while True:
+            if self._is_cut:
+                return None
             if self._tracker.inside and self._budget is not None and self._num_used >= self._budget:
+                closing = self._closing_here()
                 there = range(self._num_read, self._num_read + len(closing))
                 if tuple(tokens[there.start : there.stop]) != closing:
                     return self._num_read, closing
                 self.closings.append(there)
+                self._is_cut = len(closing) < len(self._closing)
                 for token in closing:
                     self._push(token)
             elif self._num_read == len(tokens) or tokens[self._num_read] in self._stop_ids:
                 return None
             else:
                 self._push(tokens[self._num_read])
+
+    def _closing_here(self) -> tuple[int, ...]:
+        """The closing tokens that the row has if they begin after the tokens read so far: it may end at a stop id among them."""
+        closing = self._closing[: max(0, self._limit - self._num_read)]
+        ends = (place + 1 for place, token in enumerate(closing) if token in self._stop_ids)
+        return closing[: next(ends, len(closing))]
 
     def _push(self, token: int) -> None:
         self._num_read += 1
@@ -80,6 +94,15 @@ class ThinkingBudget:
     def left(self) -> int | None:
         """Number of tokens until the budget can be used up; None outside of a thought and without a budget."""
         return None if self._budget is None or not self._tracker.inside else max(0, self._budget - self._num_used)
+
+
+def num_closing_tokens(request: Request, tokens: Sequence[int]) -> int:
+    """Number of closing tokens in the whole output of a row, for each thought that used up its budget."""
+    if request.thinking is None:
+        return 0
+    budget = ThinkingBudget(request.thinking, request.stop_ids, len(tokens))
+    budget.forced(tokens)
+    return sum(map(len, budget.closings))
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Keys and columns that would have no effect with this input or this model are refused by name.
+"""Keys and columns that would have no effect with this input, model, drafter or device are refused by name.
 
 The user set it for a reason, and the output would not show that it changed nothing. A job that an earlier version of batchspec
 began with such a key goes on.
@@ -16,6 +16,7 @@ from batchspec.config.values import value_of
 from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.reader import Source
 from batchspec.errors import ConfigError, InputError
+from batchspec.records import LEAST_TEMPERATURE
 
 if TYPE_CHECKING:
     from batchspec.model.spec import ModelSpec
@@ -50,6 +51,50 @@ def _has_value(values: pa.Array) -> bool:
     if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
         return bool(pc.any(pc.greater(pc.list_value_length(values), 0)).as_py())
     return bool(values.null_count < len(values))
+
+
+def check_samples(config: RunConfig, columns: ColumnMap, source: Source) -> None:
+    """Raises ConfigError or InputError if several completions of each row are asked for, and all of them would be equal.
+
+    Rows of an input with a column `temperature` are not checked one by one: those that are greedy have equal completions.
+    """
+    decode, heat = config.decode, columns.get("temperature")
+    if decode.max_new_tokens == 0 or decode.temperature >= LEAST_TEMPERATURE:
+        return
+    if heat is not None and any(_exceeds(values, 0) for values in source.column(heat)):
+        return
+    why = f"decode.temperature={decode.temperature:g} is greedy, which makes all completions of a row equal"
+    if decode.n > 1:
+        raise ConfigError(f"decode.n={decode.n}: {why}; choose decode=sampled, or remove decode.n")
+    column = columns.get("n")
+    if column is not None and any(_exceeds(values, 1) for values in source.column(column)):
+        raise InputError(
+            f"column {column!r} (n) asks for several completions of a row: {why}; choose decode=sampled, or ignore the column "
+            "with input.columns.n=null"
+        )
+
+
+def _exceeds(values: pa.Array, limit: float) -> bool:
+    """Whether any number is greater than `limit`."""
+    return values.null_count < len(values) and bool(pc.any(pc.greater(values, limit)).as_py())
+
+
+def check_keys_of_engine(config: RunConfig, device: str | None) -> None:
+    """Raises ConfigError for a key that this drafter, device or number of GPUs leaves without effect.
+
+    device  cpu or cuda; None: unknown, because the job runs on another machine
+    """
+    draft, usual = config.draft, RunConfig().draft
+    for name in ("num_speculative_tokens", "adaptive") if draft.name == "none" else ():
+        if (value := getattr(draft, name)) != getattr(usual, name):
+            raise ConfigError(f"draft.{name}={value} is not used by draft=none; remove the key, or choose draft=lookup")
+    if config.ablation.overlap and device == "cpu":
+        raise ConfigError("ablation.overlap=true uses a second CUDA stream, and this job runs on the CPU; remove the key")
+    if config.ablation.sharded_draft and config.cluster.tensor_parallel == 1:
+        raise ConfigError(
+            "ablation.sharded_draft=true has no effect with cluster.tensor_parallel=1: there is one GPU per copy of the model; "
+            "remove the key"
+        )
 
 
 def check_keys_of_input(config: RunConfig, columns: ColumnMap) -> None:

@@ -42,6 +42,8 @@ SPEC = {
 NUM_EXTREMES = 5
 READ_ROWS = 32768
 """Rows in memory at a time."""
+DECIMAL_DIGITS = 38
+"""Most digits of a decimal that polars can read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,9 +205,15 @@ class _Tally:
 
 
 def _check_column(schema: pl.Schema, by: str | None) -> None:
-    if by is not None and (by not in schema or schema[by].is_nested()):
-        flat = [name for name, kind in schema.items() if not kind.is_nested()]
+    flat = [name for name, kind in schema.items() if _has_text(kind)]
+    if by is not None and by not in flat:
         raise OutputError(f"--by {by}: the output has no such column of plain values; it has {', '.join(flat)}")
+
+
+def _has_text(kind: pl.DataType) -> bool:
+    """Whether a column of this type holds plain values that polars can write as text."""
+    too_wide = isinstance(kind, pl.Decimal) and (kind.precision or 0) > DECIMAL_DIGITS
+    return not (kind.is_nested() or kind == pl.Binary or too_wide)
 
 
 def _read(folder: OutputFolder, shards: list[int], by: str | None) -> Iterator[pl.DataFrame]:

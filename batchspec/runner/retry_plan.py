@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchspec.dataset.reader import InputShard
+from batchspec.engine.thinking import num_closing_tokens
 from batchspec.packing.work_plan import DecodedShard, RowWriter
 from batchspec.records import Completion, Request, Snapshot
 from batchspec.runner.compute_all import begin_new_file
@@ -126,9 +127,13 @@ def _snapshot(request: Request, row: Row) -> Snapshot | None:
     if prompt is not None and prompt != request.prompt_ids.tolist():
         return None
     spec, perf = row["spec_decode"], row["perf"]
-    if spec is None:  # nothing drafted: each token came from its own prefill or round
-        rounds = min(perf["rounds"] or 0, len(tokens) - 1)
-        counts: dict[str, Any] = {"num_prefills": len(tokens) - rounds, "accepted": (rounds,), "drafted": (rounds,)}
+    if spec is None:  # nothing drafted: each token was forced, or came from its own prefill or round
+        num_forced = num_closing_tokens(request, tokens)
+        rounds = min(perf["rounds"] or 0, len(tokens) - num_forced)
+        num_prefills = len(tokens) - num_forced - rounds
+        counts: dict[str, Any] = {
+            "num_prefills": num_prefills, "accepted": (rounds,), "drafted": (rounds,), "num_forced": num_forced
+        }  # fmt: skip
     else:
         at_least = [spec["num_spec_steps"], *spec["drafted_per_position"], 0]
         counts = {

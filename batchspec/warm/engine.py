@@ -34,6 +34,7 @@ from batchspec.model.quant.base import Weights
 from batchspec.model.spec import load_spec
 from batchspec.model.weights import Checkpoint, judge_model
 from batchspec.packing.predict import LengthPredictor
+from batchspec.packing.unused import check_samples
 from batchspec.prepare import JobModel, open_model
 from batchspec.records import Completion, PackedBatch
 from batchspec.warm.call import Call, empty_frame
@@ -91,7 +92,7 @@ class Engine:
         table = table_of(data)
         if not table.num_rows:
             return self._no_rows(table)
-        call = self._call(table)
+        call = self._call(table, samples=True)
         with self._exclusive(call) as engine:
             return call.frame(list(call.run(engine)))
 
@@ -108,7 +109,7 @@ class Engine:
         if not table.num_rows:
             self._no_rows(table)
             return Stream((_ for _ in ()), lambda: None)
-        call = self._call(table)
+        call = self._call(table, samples=True)
         stream = Stream(self._completions(call), call.cancelled.set)
         call.stream = weakref.ref(stream)
         return stream
@@ -209,8 +210,12 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _call(self, table: pa.Table) -> Call:
-        return Call(self._model, self._tokenizer, self._predictor, table, self._constraints)
+    def _call(self, table: pa.Table, *, samples: bool = False) -> Call:
+        """samples: several completions of a row must differ, unlike conversations that begin with equal answers."""
+        call = Call(self._model, self._tokenizer, self._predictor, table, self._constraints)
+        if samples:
+            check_samples(call.job.config, call.job.columns, call.job.source)
+        return call
 
     def _no_rows(self, table: pa.Table) -> pl.DataFrame:
         return empty_frame(self._model, table, channels=self._channels)

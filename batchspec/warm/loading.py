@@ -13,6 +13,7 @@ from batchspec.errors import CapacityError
 from batchspec.load import load_engine
 from batchspec.packing.planner import GPU_SLOTS, Demand
 from batchspec.packing.predict import LengthPredictor
+from batchspec.packing.unused import check_keys_of_engine
 from batchspec.prepare import Job, JobModel, check_gpu, fetch_weights, job_of, open_tokenizer
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runner.oom_fallback import OutOfMemoryGuard
@@ -26,6 +27,7 @@ def open_warm(model: JobModel) -> Job:
     """A job without rows: makes all checks that need none, and downloads the weights. Raises as `open_job`."""
     config = model.config
     check_gpu(config, model.device)
+    check_keys_of_engine(config, model.device.type)
     tokenizer = open_tokenizer(model.folder, config, _IDS)
     some = table_source(pa.table({"prompt_ids": pa.array([[0]], pa.list_(pa.int32()))}))
     bare = replace(model, config=replace(config, output=replace(config.output, passthrough="none")))
