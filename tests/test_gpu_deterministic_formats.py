@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
+import triton
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from batchspec.kernels.common.e4m3 import E4M3
-from batchspec.kernels.gemm.fp8_linear import fp8_linear, fp8_linear_reference
+from batchspec.kernels.gemm.fp8_linear import fp8_linear, fp8_linear_kernel, fp8_linear_reference
 from batchspec.kernels.gemm.fp8_tiles import Fp8Tile, ordered_fp8_tile
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, quantise_activation, quantise_tokens
 from batchspec.kernels.moe.combine import combine_norm
@@ -50,6 +55,32 @@ def test_no_tile_and_no_number_of_tokens_changes_the_bits_of_an_fp8_product(n: i
             assert torch.equal(product(x[-tokens:], tile), whole[-tokens:]), (tile, tokens)
     order = torch.randperm(len(x), device="cuda")[:333]
     assert torch.equal(product(x[order], ordered_fp8_tile(333)), whole[order])
+
+
+@pytest.mark.parametrize("blocked", [True, False])
+@pytest.mark.parametrize("tokens", [64, 128])
+def test_every_128_of_k_are_summed_by_wgmma_from_zero_and_added_in_registers(tokens: int, blocked: bool) -> None:
+    """64 rows of W by 32 columns of K an instruction in both tiles, and no multiplication is fused that is not written so."""
+    tile, pointers = ordered_fp8_tile(tokens), {"x_scales": "*fp32", "w_scales": "*fp32", "out": "*bf16"}
+    assert tile.block_t == tokens
+    numbers = dict.fromkeys(("num_tokens", "num_rows", "n", "k", "split", "scale_stride"), "i32")
+    blocks = {"x": f"tensordesc<fp8e4nv[{tokens}, 128]>", "w": f"tensordesc<fp8e4nv[{tile.block_n}, 128]>"}
+    constants = {
+        "bias": None, "partials": None, "arrived": None, "BLOCKED": blocked, "SPLIT": False, "BLOCK_T": tokens,
+        "BLOCK_N": tile.block_n, "GROUP": tile.group, "TMA": True, "EVEN_K": True, "STAGES": tile.stages, "INTERPRETED": False,
+        "PDL": True,
+    }  # fmt: skip
+    types = pointers | numbers | blocks
+    signature = {name: types.get(name, "constexpr") for name in fp8_linear_kernel.arg_names}
+    known = {name: constants[name] for name, kind in signature.items() if kind == "constexpr"}
+    source = ASTSource(fn=fp8_linear_kernel, signature=signature, constexprs=known)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    assert re.findall(r"wgmma\.mma_async\S*?(m64n\d+k32)", ptx) == [f"m64n{tokens}k32"] * 4
+    assert "mma.sync" not in ptx
+    sums = tokens * tile.block_n // (32 * tile.warps)
+    assert len(re.findall(r"fma\.rn\.f32", ptx)) == (sums if blocked else 0)
+    assert len(re.findall(r"add(?:\.rn)?\.f32", ptx)) == (0 if blocked else sums)
 
 
 @pytest.mark.parametrize("scales_of", FORMS)
