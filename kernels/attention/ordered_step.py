@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from batchspec.kernels.attention.softmax_step import page_of, seen_keys
-from batchspec.kernels.common.e4m3 import e4m3_values
+from batchspec.kernels.common.e4m3 import e4m3_operand
 
 PART = 2048
 """Keys of a part: every row is cut at the multiples of this number, whatever else is in the batch."""
@@ -48,7 +48,7 @@ def attend_block(
     k = tl.load(place, mask=inside, other=0.0)
     v = tl.load(place + kv_stride_part, mask=inside, other=0.0)
     if base.dtype.element_ty == tl.float8e4nv:  # exact; the scales are multiplied in `attend_part`
-        k, v = e4m3_values(k, tl.bfloat16, WIDE), e4m3_values(v, tl.bfloat16, WIDE)
+        k, v = e4m3_operand(k, WIDE), e4m3_operand(v, WIDE)
     if WIDE:
         k = k.to(tl.float32)
     s = tl.dot(query, tl.trans(k), input_precision="ieee")
