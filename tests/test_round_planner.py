@@ -69,6 +69,8 @@ def planner(
         sharing=SharingCost(page_bytes=1, row_bytes=0, pass_bytes=pass_bytes),
         prefill_graphs=None,
     )
+    executor._move_row = lambda: None
+    executor.compile_ahead = lambda *_: False
     executor.rehearse = MethodType(Executor.rehearse, executor)
     prepared: list[Shape] = []
 

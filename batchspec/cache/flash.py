@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchspec.cache.layout import KVLayout, LayerKV
+from batchspec.kernels.common.dry_run import is_dry
 from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ def fits_layout(layout: KVLayout) -> bool:
 
 def plan_flash(batch: FlatBatch, kv: LayerKV, *, num_heads: int, window: int | None) -> FlashPlan | VarlenPlan:
     """The plan of one prefill pass for all layers with this window. `fits_flash` must be true for the batch."""
-    # In this order: the import takes a second or two.
-    if batch.host is None or max(batch.host.kv_len) <= SHORT or flashinfer() is None:
+    # In this order: the import takes a second or two. A dry run can leave out torch's attention, not FlashInfer's.
+    if batch.host is None or max(batch.host.kv_len) <= SHORT or is_dry() or flashinfer() is None:
         return VarlenPlan(batch, kv, window=window)
     return FlashPlan(batch, kv, num_heads=num_heads, window=window)
 

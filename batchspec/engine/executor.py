@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from batchspec.cache.pages import KVCache
 from batchspec.cache.sharing_cost import NO_LAUNCHES
 from batchspec.draft.base import Drafter
 from batchspec.engine.graphs import Graphs, Shape
-from batchspec.engine.prefill import rehearse
+from batchspec.engine.prefill import prefill_chunk, rehearsal, rehearse
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.prefill_graphs import PrefillGraphs
 from batchspec.engine.prefill_runner import PrefillRunner
@@ -28,9 +29,13 @@ from batchspec.engine.round import RoundOptions
 from batchspec.engine.shared_prefix import PrefixGroupTables
 from batchspec.engine.step import ScheduledRound, ScheduledStep
 from batchspec.engine.tree_round import round_for
+from batchspec.kernels.common.compile_ahead import compile_ahead
 from batchspec.model.target import Target
 from batchspec.records import PackedBatch
 from batchspec.token_automaton import TokenSymbols
+
+NUM_PROBES = 3
+"""Launches that tell whether a machine has compiled the kernels of a model: the largest and a short prefill pass, and a round."""
 
 
 class Executor:
@@ -158,12 +163,32 @@ class Executor:
         if not self.graphs.captures:
             return None
         self.rows.provide(mode)
-        batch = self.batch
-        if batch.num_slots > 1:  # compiles the move of a row
-            self.rows.move([(1, 0)], self.drafter.state)
-        longest = min(batch.longest_prompt or batch.max_len, batch.max_len - 1)
-        cost = rehearse(self.round, self.rows, max_tokens=batch.prefill_tokens, longest=longest, mode=mode)
-        return cost if self.prefill_graphs is None else self.prefill_graphs.learn(cost, mode, longest=longest)
+        if self.batch.num_slots > 1:
+            self._move_row()
+        cost = rehearse(self.round, self.rows, max_tokens=self.batch.prefill_tokens, longest=_longest(self.batch), mode=mode)
+        return cost if self.prefill_graphs is None else self.prefill_graphs.learn(cost, mode, longest=_longest(self.batch))
+
+    def compile_ahead(self, mode: SamplingMode, shapes: Sequence[Shape]) -> bool:
+        """Compile the kernels of `rehearse` and of these rounds, several at a time; nothing is computed.
+
+        Returns False if they are in Triton's cache on disk already, by the first few of them, or if rounds are not CUDA graphs.
+        """
+        if not self.graphs.captures:
+            return False
+        self.rows.provide(mode)
+        return compile_ahead(self.launches(mode, shapes), self.rows.live.device, num_probes=NUM_PROBES)
+
+    def launches(self, mode: SamplingMode, shapes: Sequence[Shape]) -> list[Callable[[], object]]:
+        """What launches each pass of `rehearse`, and each of these rounds. The first NUM_PROBES are of each kind."""
+        num_slots, options = self.batch.num_slots, self.round.options
+        passes = rehearsal(num_slots, max_tokens=self.batch.prefill_tokens, longest=_longest(self.batch))
+        prefills = [partial(prefill_chunk, self.round, self.rows, segments, mode) for segments in reversed(passes)]
+        rounds = [] if options.scores else self.graphs.launches(shapes)
+        moves = [self._move_row] if num_slots > 1 else []
+        return [*prefills[:2], *rounds[:1], *moves, *prefills[2:], *rounds[1:]]
+
+    def _move_row(self) -> None:
+        self.rows.move([(1, 0)], self.drafter.state)
 
     def dead_tokens_routed(self) -> AbstractContextManager[object]:
         """Within this block tokens of dead rows go through experts as those of live rows do."""
@@ -200,3 +225,8 @@ class Executor:
     def prefill_paused(self) -> AbstractContextManager[object]:
         """Within this block no prefill overlaps what is launched in the rounds' stream."""
         return self._prefill.paused()
+
+
+def _longest(batch: PackedBatch) -> int:
+    """Tokens of the longest row of a prefill pass."""
+    return min(batch.longest_prompt or batch.max_len, batch.max_len - 1)

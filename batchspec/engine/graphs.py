@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -36,6 +36,10 @@ class Shape:
     max_kv: int | None = None
 
 
+def largest_first(shapes: Iterable[Shape]) -> list[Shape]:
+    return sorted(shapes, key=lambda shape: (-shape.num_rows, -shape.draft_len))
+
+
 class Graphs:
     """Runs rounds, captured if the device can. A shape that was not prepared is captured at its first use."""
 
@@ -63,9 +67,13 @@ class Graphs:
 
     def prepare(self, shapes: Iterable[Shape]) -> None:
         """Capture ahead of time, the largest shape first: later graphs reuse its memory."""
-        for shape in sorted(shapes, key=lambda shape: (-shape.num_rows, -shape.draft_len)):
+        for shape in largest_first(shapes):
             if self.captures and shape not in self._graphs:
                 self._capture(shape)
+
+    def launches(self, shapes: Iterable[Shape]) -> list[Callable[[], object]]:
+        """What launches each of these rounds kernel by kernel, in the order of `prepare`."""
+        return [partial(self._run, shape) for shape in largest_first(shapes)]
 
     def seconds(self, shape: Shape, repeats: int = 5) -> float:
         """Seconds of the round over dead rows: without attention, and without experts unless dead tokens go through them.

@@ -156,28 +156,27 @@ def rehearse(round_: Round, rows: DeviceBatch, *, max_tokens: int, longest: int,
     """
     for table in rows.page_tables:
         table.zero_()
+    passes = rehearsal(rows.live.shape[0], max_tokens=max_tokens, longest=longest)
+    *others, short, largest = (partial(prefill_chunk, round_, rows, segments, mode) for segments in passes)
+    for launch in others:
+        launch()
+    full_s = min(seconds_of(largest) for _ in range(3))  # the first compiles
+    short_s = min(seconds_of(short) for _ in range(6))
+    return PrefillCost(least=short_s, token=full_s / sum(s.end - s.begin for s in passes[-1]))
+
+
+def rehearsal(num_slots: int, *, max_tokens: int, longest: int) -> list[list[Segment]]:
+    """The passes of `rehearse`, which launch every variant of prefill's kernels; the last two are a short one and the largest."""
     longest = min(max_tokens, longest)
     few = min(FEW, longest)
-    slots = range(min(rows.live.shape[0], -(-max_tokens // longest)))
-
-    def launch(num_tokens: int) -> None:
-        prefill_chunk(round_, rows, next(chunks([(slot, 0, longest) for slot in slots], num_tokens)), mode)
-
-    def short() -> None:
-        prefill_chunk(round_, rows, [Segment(0, 0, few, True)], mode)
-
-    largest = min(max_tokens, len(slots) * longest)
-    num_tokens = 1
-    while num_tokens < largest:
-        launch(num_tokens)
-        num_tokens *= 2
+    spans = [(slot, 0, longest) for slot in range(min(num_slots, -(-max_tokens // longest)))]
+    largest = min(max_tokens, len(spans) * longest)
+    passes = [next(chunks(spans, 1 << power)) for power in range((largest - 1).bit_length())]
     num_rows = 2
-    while num_rows <= rows.live.shape[0] and num_rows * few < largest:
-        prefill_chunk(round_, rows, [Segment(slot, 0, few, True) for slot in range(num_rows)], mode)
+    while num_rows <= num_slots and num_rows * few < largest:
+        passes.append([Segment(slot, 0, few, True) for slot in range(num_rows)])
         num_rows *= 2
-    full_s = min(seconds_of(partial(launch, largest)) for _ in range(3))  # the first compiles
-    short_s = min(seconds_of(short) for _ in range(6))
-    return PrefillCost(least=short_s, token=full_s / largest)
+    return [*passes, [Segment(0, 0, few, True)], next(chunks(spans, largest))]
 
 
 def seconds_of(launch: Callable[[], object]) -> float:

@@ -111,14 +111,16 @@ class RoundPlanner:
             for num_rows in batch.row_buckets
             for k, prepare_next in kinds
         ]
+        most_pages = (batch.longest_prompt or batch.max_len) // batch.page_size
+        shared = shared and self._executor.sharing.may_pay(batch.num_slots, most_pages)
+        variants = [*shapes, *(replace(shape, shared=True) for shape in shapes if shared)]
+        started = time.perf_counter()
+        ahead = self._executor.compile_ahead(mode, variants)
         began = time.perf_counter()
         cost = self._executor.rehearse(mode)
         rehearsed = time.perf_counter()
         if self._executor.round.options.scores:  # there are no rounds
             return cost
-        most_pages = (batch.longest_prompt or batch.max_len) // batch.page_size
-        shared = shared and self._executor.sharing.may_pay(batch.num_slots, most_pages)
-        variants = [*shapes, *(replace(shape, shared=True) for shape in shapes if shared)]
         graphs.prepare(shape for shape in variants if shape.num_rows == batch.num_slots)
         if most_rounds is not None and self._ends_before_smaller_rounds_pay(most_rounds, shapes):
             self.row_buckets = (batch.num_slots,)
@@ -129,6 +131,7 @@ class RoundPlanner:
             return None
         self._refills = None if cost.replay is None else RefillTimes(cost, batch.num_slots)
         self.seconds = {
+            **({"compiling kernels": began - started} if ahead else {}),
             "prefill (compile, time)": rehearsed - began,
             "kernels of rounds": graphs.warm_up_s,
             f"capture of {graphs.num_captured} graphs": graphs.capture_s,

@@ -16,6 +16,7 @@ from batchspec.cache.attention import plan_attention
 from batchspec.cache.pages import KVCache
 from batchspec.distributed.collectives import Collectives
 from batchspec.errors import ConfigError
+from batchspec.kernels.common.dry_run import is_dry
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.model.decoder import LayerWeights, PagedAttend, PagedStore, ResidualStream
 from batchspec.model.kv_scales import heads_of_part
@@ -188,7 +189,8 @@ class Target:
         aux = self._aux_buffer(stream.residual, aux_layer_ids)
         lora, last = self._lora_tokens(batch), len(self._layers) - 1
         places = batch.cu_seqlens_q[1:] - 1 if ends_only else None
-        for i, layer in enumerate(self._layers):
+        for i in self._one_of_each_kind(aux_layer_ids) if is_dry() else range(last + 1):
+            layer = self._layers[i]
             kv, own, own_batch = cache.layer(i), windows[i], batches[group_of[i]]
             rope = ropes[self._rope_ids[i]]
             norm_ranks = self.ranks if self.spec.layers[i].attention.qk_norm_rows else None
@@ -209,6 +211,15 @@ class Target:
         if places is not None and last + 1 in aux_layer_ids:
             out = out.index_select(0, places)
         return out, None if aux is None else aux.flatten(1)
+
+    def _one_of_each_kind(self, aux_layer_ids: tuple[int, ...]) -> list[int]:
+        """The last layer, and the first one of each kind: layers of one kind launch the same kernels."""
+        spec, last = self.spec, len(self._layers) - 1
+        kinds: dict[object, int] = {}
+        for i, layer in enumerate(spec.layers):
+            before = None if i == 0 else spec.layers[i - 1]
+            kinds.setdefault((layer, before, i in aux_layer_ids, spec.windows[i], self._rope_ids[i]), i)
+        return sorted({*kinds.values(), last})
 
     def _lora_tokens(self, batch: FlatBatch) -> LoraTokens | None:
         """Which tokens go through which adapter: those of dead rows and padding through none. None in a model without

@@ -1,0 +1,154 @@
+"""Compiling ahead: a first start compiles nothing at its launches, and nothing else changes, whatever the threads do.
+
+The process has no GPU: its driver says that it is a Hopper and launches nothing, and tensors on the CPU stand for those of a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import sys, threading
+import torch, triton
+import triton.language as tl
+from types import SimpleNamespace
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from batchspec.kernels.common.compile_ahead import compile_ahead
+
+CPU = torch.device("cpu")
+launchers, launches = [], []
+
+def launcher(src, metadata):
+    launchers.append(threading.current_thread().name.split("_")[0])
+    return lambda *args: launches.append(metadata.name)
+
+properties = lambda device: {"max_shared_mem": 232448}
+load = lambda *args: (None, None, 0, 0, 1024)
+driver.set_active(SimpleNamespace(
+    get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0, get_current_stream=lambda device: 0,
+    launcher_cls=launcher, utils=SimpleNamespace(get_device_properties=properties, load_binary=load),
+))
+compiled = []
+def listener(**event):
+    compiled.append((threading.current_thread().name.split("_")[0], event["cache_hit"]))
+triton.knobs.compilation.listener = listener
+
+@triton.jit
+def add_kernel(x, out, count, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at, mask=at < count) + count, mask=at < count)
+
+@triton.jit
+def bad_kernel(x, BLOCK: tl.constexpr):
+    tl.store(x + tl.arange(0, BLOCK), tl.arange(0, 2 * BLOCK))
+
+x = torch.arange(64.0)
+def add(block):
+    add_kernel[(1,)](x, torch.empty_like(x), 64, BLOCK=block)
+def bad():
+    bad_kernel[(1,)](x, BLOCK=16)
+def script():
+    SCRIPT_BODY
+script()
+"""
+AHEAD = """
+assert compile_ahead([lambda: add(64), lambda: add(128), lambda: add(256)], CPU, num_probes=1)
+assert launches == []
+assert compiled == [("kernels", False)] * 3, compiled
+assert launchers == ["kernels"] * 3
+add(64), add(128), add(256), add(256)
+assert launches == ["add_kernel"] * 4
+assert len(compiled) == 3, compiled
+add(512)
+assert compiled[3:] == [("MainThread", False)]
+"""
+KNOWN = """
+assert compile_ahead([lambda: add(64), lambda: add(128)], CPU, num_probes=1)
+add_kernel.device_caches.clear()
+compiled.clear()
+assert not compile_ahead([lambda: add(64), lambda: add(128), lambda: add(1024)], CPU, num_probes=2)
+assert compiled == [("kernels", True)] * 2, compiled
+"""
+ENDED = """
+assert compile_ahead([lambda: (add(64), x.sum().item(), add(128)), lambda: add(256)], CPU, num_probes=1)
+add(64), add(128), add(256)
+assert compiled == [("kernels", False)] * 2 + [("MainThread", False)], compiled
+"""
+DYING = """
+died = []
+def fails(*args, **kwargs):
+    died.append(1)
+    raise MemoryError
+add_kernel.device_caches[0]
+compiling, add_kernel.compile = add_kernel.compile, fails
+assert not compile_ahead([lambda: add(64), lambda: add(128)], CPU, num_probes=2)
+assert len(died) == 2
+add_kernel.compile = compiling
+add(64), add(128)
+assert launches == ["add_kernel"] * 2
+assert compiled == [("MainThread", False)] * 2, compiled
+"""
+WRONG = """
+assert compile_ahead([bad, lambda: add(64)], CPU, num_probes=2)
+try:
+    bad()
+except triton.CompilationError:
+    pass
+else:
+    raise AssertionError
+add(64)
+assert launches == ["add_kernel"]
+"""
+NO_THREADS = """
+def no_thread(thread):
+    raise RuntimeError("can't start new thread")
+start, threading.Thread.start = threading.Thread.start, no_thread
+assert not compile_ahead([lambda: add(64), lambda: add(128)], CPU, num_probes=1)
+threading.Thread.start = start
+add(64), add(128)
+assert launches == ["add_kernel"] * 2
+assert compiled == [("MainThread", False)] * 2, compiled
+"""
+SAME_BITS = """
+import hashlib, pathlib
+def cubins():
+    folder = pathlib.Path(triton.knobs.cache.dir)
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.rglob("*.cubin")}
+assert compile_ahead([lambda block=block: add(block) for block in (32, 64, 128, 256)], CPU, num_probes=4)
+ahead = cubins()
+triton.knobs.cache.dir += "2"
+add_kernel.device_caches.clear()
+for block in (32, 64, 128, 256):
+    add(block)
+assert len(ahead) == 4
+assert cubins() == ahead
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(AHEAD, id="launches compile nothing that was compiled ahead"),
+        pytest.param(KNOWN, id="kernels on disk are loaded, and the other runs left out"),
+        pytest.param(ENDED, id="a run that ends early is compiled up to there"),
+        pytest.param(DYING, id="what threads fail to compile is compiled at its launch"),
+        pytest.param(WRONG, id="a kernel that cannot be compiled fails at its launch"),
+        pytest.param(NO_THREADS, id="without threads everything is as always"),
+        pytest.param(SAME_BITS, id="the machine code is the same"),
+    ],
+)
+def test_compiling_ahead(body: str, tmp_path: Path) -> None:
+    """In a process of its own: others interpret kernels."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("    SCRIPT_BODY", "\n".join(f"    {line}" for line in body.strip().splitlines())))
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]

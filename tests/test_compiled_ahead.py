@@ -1,0 +1,131 @@
+"""What an engine compiles ahead is what its rehearsal and its rounds launch, on a CPU that passes for a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from batchspec.batch.device_batch import SLOT_FIELDS
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.draft.base import Drafter
+from batchspec.draft.chain import ChainDrafter
+from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.none import NoDrafter
+from batchspec.draft.weights import dummy_head, dummy_spec
+from batchspec.engine.engine import Engine
+from batchspec.engine.executor import NUM_PROBES, _longest
+from batchspec.engine.graphs import Shape
+from batchspec.engine.prefill import prefill_chunk, rehearsal
+from batchspec.kernels.common.dry_run import dry_run, is_dry
+from batchspec.model.quant import plain
+from batchspec.model.target import Target
+from tests.engines import packed
+from tests.moe_models import Strong, tiny_spec
+from tests.stand_in_gpu import stand_in_gpu
+from tests.test_expert_kernels import CASES, CPU, VOCAB, made
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; test_gpu_compiled_ahead.py runs on a GPU")
+F32 = torch.float32
+
+
+def kind(value: object) -> object:
+    """What Triton compiles a kernel anew for, of one argument."""
+    match value:
+        case Tensor():
+            return value.dtype, value.data_ptr() % 16 == 0
+        case TensorDescriptor():
+            return kind(value.base), value.block_shape
+        case bool() | float() | None:
+            return value
+        case int():
+            return "int", value == 1, value % 16 == 0
+    return repr(value)
+
+
+@contextmanager
+def recorded() -> Iterator[set[tuple[Any, ...]]]:
+    """Every variant that is launched or compiled in here; dry runs compile only."""
+    launch, found = interpreter.GridExecutor.__call__, set[tuple[Any, ...]]()
+
+    def noted(executor: Any, *args: Any, **kwargs: Any) -> None:
+        given = dict(zip(executor.arg_names, args, strict=False)) | kwargs
+        constants = executor.constexprs
+        found.add((executor.fn.__name__, *sorted((k, repr(v) if k in constants else repr(kind(v))) for k, v in given.items())))
+        if not is_dry():
+            launch(executor, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.GridExecutor, "__call__", noted)
+        yield found
+
+
+def drafter_of(name: str, target: Target) -> Drafter:
+    match name:
+        case "none":
+            return NoDrafter()
+        case "lookup":
+            return LookupDrafter(3, min_ngram=1, max_ngram=2)
+    head = dummy_head(dummy_spec(target.spec, draft_vocab_size=VOCAB), dtype=target.dtype, device=CPU)
+    return ChainDrafter(head, target, 2, slots=2)
+
+
+def state(engine: Engine) -> dict[str, Tensor]:
+    """Copies of all that rows have on the device."""
+    executor = engine.executor
+    tensors = {name: tensor for name in SLOT_FIELDS for tensor in executor.rows._tensors(name)}
+    tensors |= {f"pages {i}": layer.pages for i, layer in enumerate(executor.cache.layers)}
+    tensors |= {f"drafter {i}": tensor for i, tensor in enumerate(executor.drafter.state)}
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+GREEDY, SAMPLED = SamplingMode(), SamplingMode(random=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter", "mode"),
+    [
+        ("bf16, mixtral", "none", GREEDY),
+        ("bf16, gpt_oss", "lookup", SAMPLED),
+        ("fp8 blocks, qwen3_moe", "head", GREEDY),
+    ],
+)
+def test_all_variants_of_kernels_are_compiled_ahead_and_nothing_else_happens(
+    name: str, drafter: str, mode: SamplingMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model of four layers, of which a dry run takes one of each kind."""
+    family, changes = CASES[name]
+    monkeypatch.setattr(plain, "_can_pack", lambda weight: False)  # a GPU packs no weights for oneDNN
+    with stand_in_gpu(F32):
+        target = made(tiny_spec(family, **changes, num_hidden_layers=4).on(CPU, F32), F32, Strong)
+        batch = packed(2, draft_len=3, prefill_tokens=18, max_len=20)
+        engine = Engine(target, drafter_of(drafter, target), batch, device=CPU)
+        executor = engine.executor
+        lengths = {0, executor.drafter.max_len}
+        shapes = [Shape(num_rows, k, mode) for num_rows in (1, 2) for k in lengths]
+        executor.rows.live.zero_()
+        executor.rows.provide(mode)
+        launches = executor.launches(mode, shapes)
+        assert len(launches) > NUM_PROBES
+        before = state(engine)
+        with recorded() as ahead:
+            ended = [dry_run(launch, CPU) for launch in launches]
+        assert ended == [None] * len(launches)
+        after = state(engine)
+        assert all(torch.equal(after[key], value) for key, value in before.items())
+        with recorded() as launched:
+            rehearsed = rehearsal(2, max_tokens=18, longest=_longest(engine.batch))
+            executor._move_row()
+            for segments in rehearsed:
+                prefill_chunk(executor.round, executor.rows, segments, mode)
+            for shape in shapes:
+                executor.graphs._run(shape)
+    assert launched
+    assert [variant[0] for variant in launched - ahead] == []
+    assert any(not torch.equal(value, state(engine)[key]) for key, value in before.items()), "real runs write"
