@@ -152,8 +152,8 @@ def test_over_e4m3_rounds_and_prefill_give_attention_to_the_stored_numbers(
 def test_over_e4m3_a_query_has_the_same_bits_alone_among_others_and_in_prefill(window: int, device: torch.device) -> None:
     case, scales = in_e4m3(case_of([(40, 290), (33, 150)], device, window=window))
     whole = in_prefill(case, interpret=True, scales=scales)
-    for tile in (16, 64):
-        assert torch.equal(in_round(case, interpret=True, scales=scales, tile=tile), whole)
+    for tile in (16, 32, 64):
+        assert torch.equal(in_round(case, interpret=True, scales=scales, tile=tile), whole), tile
     begins = case.cu_seqlens_q.tolist()
     for row, begin, stop, keys in (
         (0, 250, 251, 251),
@@ -167,6 +167,16 @@ def test_over_e4m3_a_query_has_the_same_bits_alone_among_others_and_in_prefill(w
         own = queries(case, row, begin, stop, keys=keys)
         assert torch.equal(in_round(own, interpret=True, scales=scales), wanted), (row, begin)
         assert torch.equal(in_prefill(own, interpret=True, scales=scales), wanted), (row, begin)
+
+
+@pytest.mark.parametrize("window", [0, 70])
+def test_over_e4m3_with_scales_of_one_the_bits_are_those_over_the_same_numbers_in_bf16(window: int, device: torch.device) -> None:
+    case, _ = in_e4m3(case_of([(40, 290), (33, 150), (1, 7)], device, window=window))
+    same, ones = replace(case, kv=case.kv.bfloat16()), torch.ones(2, 2, device=device)
+    for tile in (16, 32, 64):
+        found = in_round(case, interpret=True, scales=ones, tile=tile)
+        assert torch.equal(found, in_round(same, interpret=True, tile=tile)), tile
+    assert torch.equal(in_prefill(case, interpret=True, scales=ones), in_prefill(same, interpret=True))
 
 
 def test_over_e4m3_a_shared_prefix_changes_no_bit(device: torch.device) -> None:
