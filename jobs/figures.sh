@@ -18,6 +18,7 @@
 # quantised          SmolLM2 made a MoE, FP8 and MXFP4: KL divergence, acceptance of the head
 # lossless           in these formats and with FP8 K/V: rows that differ between K = auto and no drafts, with gaps (ROWS=48)
 # deterministic      decode.deterministic: rows that differ between drafters, slots, kills; tok/s with and without it (no HEADS)
+# deterministic_formats   the rows that differ with each weight format and with FP8 K/V: eagle3, one slot, killed (ROWS=24)
 # deterministic_8b   the same rows of an 8B dummy shape with long prompts (ROWS; neither HEADS nor DATA)
 set -euo pipefail
 out=${1:?OUT SECTION..., such as out/figures long; the sections are listed at the top of this file}
@@ -246,6 +247,29 @@ figure_deterministic() { # on a CPU with DTYPE=float64, few ROWS and TOKENS
         real "$section-$mode" gsm8k_test --batch 256 --draft none eagle3 --k 3 --draft-path "$head" --runs "${RUNS:-3}" \
             $([ "$mode" = off ] || echo --deterministic)
     done
+}
+figure_deterministic_formats() { # no HEADS
+    local names=(dense_kv fp8_block fp8_channel fp8_channel_kv moe moe_fp8_block moe_fp8_channel gpt_oss_mxfp4 gpt_oss_mxfp4_kv)
+    local name pid all=input.limit="${ROWS:-24}"
+    upcycled
+    for name in "${names[@]}"; do in_format "$name" same "$name" "$all" draft=none packing.max_num_seqs=64 & done
+    for pid in $(jobs -p); do wait "$pid"; done # first, because these compile the kernels
+    for name in "${names[@]}"; do
+        in_format "$name" same "$name-one-slot" input.limit="${FEW:-4}" draft=none packing.max_num_seqs=1 &
+        in_format "$name" same "$name-eagle3" "$all" draft=smollm2_eagle3 draft.num_speculative_tokens=3 packing.max_num_seqs=64 &
+        in_format "$name" stopped KILL "$name-killed" "draft=smollm2_eagle3 packing.max_num_seqs=8" "$all" &
+    done
+    for pid in $(jobs -p); do wait "$pid"; done
+    differences "${names[@]}"
+}
+in_format() { # NAME COMMAND...: a command with `common` for this format of tests.upcycle, NAME_kv: with FP8 K/V
+    local path=$out/made/${1%_kv} kv=auto common
+    [ "${1%_kv}" != dense ] || path=$model
+    [ "$1" = "${1%_kv}" ] || kv=fp8
+    common=(decode.deterministic=true decode=greedy decode.max_new_tokens="${TOKENS:-96}" model.path="$path" model.dtype=bfloat16
+        cache.dtype="$kv" input.path="$DATA/gsm8k_test.parquet" input.chat=true output=training output.shard_rows=3
+        packing.memory_gb="${MEMORY_GB:-3}")
+    "${@:2}"
 }
 figure_deterministic_8b() {
     local folder=$out/deterministic-8b rows=${ROWS:-128} common pid

@@ -18,10 +18,12 @@ from batchspec.config.checks import check
 from batchspec.config.compose import compose
 from batchspec.config.schema import RunConfig
 from batchspec.errors import ConfigError
+from batchspec.kernels.gemm.fp8_tiles import Fp8Tile
 from batchspec.kernels.gemm.ordered_tiles import MIN_SEGMENT, SEGMENT_UNIT, ordered_tile, segments_of
 from batchspec.kernels.gemm.tiles import Tile
 from batchspec.model import deterministic
 from batchspec.model.deterministic import in_one_order
+from batchspec.model.quant import fp8_products
 from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.quant.ordered import OrderedLinear
 from batchspec.model.quant.plain import PLAIN
@@ -49,7 +51,6 @@ def config_with(*overrides: str) -> RunConfig:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["cache.dtype=fp8"], "cache.dtype=fp8 with decode.deterministic=true is not supported; remove one"),
         (["cluster.tensor_parallel=2"], "decode.deterministic=true with cluster.tensor_parallel=2 is not supported; set it to 1"),
         (["draft=tree", "draft.path=head"], "decode.deterministic=true with draft.tree.topk=10 is not supported"),
     ],
@@ -60,9 +61,10 @@ def test_what_is_not_built_is_refused_before_anything_is_read(overrides: list[st
     assert "\n" not in str(caught.value)
 
 
-def test_chains_and_other_drafters_are_not() -> None:
+def test_chains_other_drafters_and_fp8_keys_and_values_are_not() -> None:
     for drafter in ("none", "lookup"):
         check(config_with(f"draft={drafter}"))
+    check(config_with("cache.dtype=fp8"))
 
 
 def test_a_bfloat16_model_on_hopper_sums_in_one_order_everywhere(hopper: None) -> None:
@@ -93,14 +95,55 @@ def spec_of(shape: str) -> ModelSpec:
     return read_spec(COMMON | SHAPES[shape], "config.json")
 
 
-def test_fp8_activations_are_refused_and_fp8_weights_that_are_converted_and_experts_in_mxfp4_are_not(hopper: None) -> None:
+def test_fp8_products_experts_in_mxfp4_and_fp8_weights_that_are_converted_are_supported(hopper: None) -> None:
     fp8 = spec_of("llama8b-fp8")
-    with pytest.raises(ConfigError, match=r"FP8 weights and activations is not supported; set model.activations=dtype"):
-        in_one_order(fp8.with_fp8_activations(), CUDA, torch.bfloat16)
-    assert in_one_order(fp8, CUDA, torch.bfloat16).ordered
+    for own in (fp8, fp8.with_fp8_activations()):
+        made = in_one_order(own, CUDA, torch.bfloat16)
+        assert made.ordered
+        found = made.formats.of("model.layers.0.mlp.up_proj")
+        assert isinstance(found, Fp8)
+        assert found.ordered
+        assert found.quantises == own.formats.quantises
     name = next(name for name in SHAPES if "oss" in name)
-    found = in_one_order(spec_of(name), CUDA, torch.bfloat16)
-    assert type(found.formats.of("model.layers.0.self_attn.q_proj")) is not type(PLAIN)
+    oss = in_one_order(spec_of(name), CUDA, torch.bfloat16)
+    assert type(oss.formats.of("model.layers.0.self_attn.q_proj")) is not type(PLAIN)
+
+
+def test_fp8_rows_that_no_kernel_reads_are_refused(hopper: None) -> None:
+    """Plain torch would multiply them. Converted to bfloat16 they are multiplied by a kernel."""
+    shape = COMMON | SHAPES["llama8b-fp8"] | {"intermediate_size": 1000}
+    spec = read_spec(shape, "config.json")
+    with pytest.raises(
+        ConfigError, match=r"FP8 rows of 1000 numbers \(model.layers.0.mlp.down_proj\).*set model.activations=dtype"
+    ):
+        in_one_order(spec.with_fp8_activations(), CUDA, torch.bfloat16)
+    assert in_one_order(spec, CUDA, torch.bfloat16).ordered
+
+
+def test_an_fp8_product_of_one_order_is_never_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its tile is that of `ordered_fp8_tile`."""
+    monkeypatch.setattr(fp8_products, "has_fast_experts", lambda device, dtype: True)
+    monkeypatch.setattr(fp8_products, "has_scaled_mm", lambda device, dtype, *, blocked: True)
+    monkeypatch.setattr(fp8_products, "library_scales", lambda scales, rows, k: scales)
+    tiles: list[Fp8Tile] = []
+
+    def product(x: Any, weight: Any, scales: Any, bias: Any, *, tile: Fp8Tile, **_: Any) -> torch.Tensor:
+        tiles.append(tile)
+        return torch.zeros(x.num_tokens, len(weight))
+
+    def library(*_: Any, **__: Any) -> torch.Tensor:
+        raise AssertionError("the library computes it")
+
+    monkeypatch.setattr(fp8_products, "fp8_linear", product)
+    monkeypatch.setattr(fp8_products, "scaled_mm", library)
+    monkeypatch.setattr(fp8_products, "quantise_tokens", lambda x, form, interpret: fp8_products._quantise_plainly(x, form))
+    weight = fp8_products.Fp8Weight(torch.ones(32, 128).to(torch.float8_e4m3fn), torch.ones(1, 1))
+    made = fp8_products.Fp8Linear([weight], None, "group", ordered=True)
+    for tokens in (1, 300):
+        made(torch.ones(tokens, 128, dtype=torch.bfloat16))
+    assert tiles == [policy.ordered_fp8_tile(1), policy.ordered_fp8_tile(300)]
+    with pytest.raises(AssertionError, match="library"):
+        fp8_products.Fp8Linear([weight], None, "group")(torch.ones(300, 128, dtype=torch.bfloat16))
 
 
 def test_fp8_weights_that_are_converted_are_multiplied_in_one_order() -> None:
@@ -185,7 +228,7 @@ def test_products_take_their_segments_from_the_weight() -> None:
 
 
 def test_the_bench_refuses_what_is_not_built() -> None:
-    for given in (["--kv", "fp8"], ["--draft", "tree"]):
+    for given in (["--tensor-parallel", "2"], ["--draft", "tree"]):
         with pytest.raises(ConfigError, match="--deterministic is not supported with"):
             parse(["out.jsonl", "name", "--deterministic", *given], "")
 

@@ -38,6 +38,7 @@ from batchspec.kernels.attention.ordered_prefill import ordered_prefill
 from batchspec.kernels.attention.settings import ordered_work_shape
 from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.kernels.benchmarks.bits_bench import BLOCKS, COUNTS, GATED_BLOCKS
+from batchspec.kernels.common.e4m3 import E4M3
 from batchspec.kernels.gemm.lm_head import lm_head
 from batchspec.kernels.gemm.ordered import ordered_kernel, ordered_linear, ordered_swiglu
 from batchspec.kernels.gemm.ordered_tiles import PLAIN
@@ -165,12 +166,15 @@ def test_norms_and_activations_have_the_bits_of_the_row_alone() -> None:
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (9, 3, 64), (64, 8, 64), (16, 2, 256)])
 @pytest.mark.parametrize("window", [0, 128])
 @pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("fp8", [False, True])
 def test_a_query_has_the_same_bits_in_prefill_and_in_any_round(
-    heads: int, kv_heads: int, dim: int, window: int, with_sinks: bool
+    heads: int, kv_heads: int, dim: int, window: int, with_sinks: bool, fp8: bool
 ) -> None:
     length, page_size = 4200, 16
     pages = -(-length // page_size)
     kv, q = noise(2, pages + 1, page_size, kv_heads, dim), noise(length, heads, dim)
+    scales = torch.linspace(0.01, 0.03, 2 * kv_heads, device="cuda").view(2, kv_heads) if fp8 else None
+    kv = (kv * 50).to(E4M3) if fp8 else kv
     sinks = torch.linspace(-2, 2, heads, device="cuda") if with_sinks else None
     table = (torch.randperm(pages, device="cuda") + 1).int().view(1, pages)
     positions = torch.arange(length, device="cuda")
@@ -180,7 +184,7 @@ def test_a_query_has_the_same_bits_in_prefill_and_in_any_round(
         bounds, kv_len = (torch.tensor(values, dtype=torch.int32, device="cuda") for values in ([0, end - begin], [end]))
         ordered_prefill(
             q[begin:end], kv, table, positions[begin:end], bounds, kv_len, scale=dim**-0.5, max_q=end - begin, max_kv=end,
-            out=out, window=window, sink_logits=sinks,
+            out=out, window=window, sink_logits=sinks, scales=scales,
         )  # fmt: skip
         return out
 
@@ -197,8 +201,9 @@ def test_a_query_has_the_same_bits_in_prefill_and_in_any_round(
         work = split_kv_schedule(starts, lengths, own, shape=shape)
         out = torch.full((rows * num_q, heads, dim), torch.nan, dtype=q.dtype, device="cuda")
         ordered_attention(
-            q[own], kv, table.repeat(rows, 1), own, work, partials_of(work, dim), scale=dim**-0.5, out=out, sink_logits=sinks
-        )
+            q[own], kv, table.repeat(rows, 1), own, work, partials_of(work, dim), scale=dim**-0.5, out=out, sink_logits=sinks,
+            scales=scales,
+        )  # fmt: skip
         return out
 
     whole = prefilled(0, length)

@@ -193,6 +193,23 @@ def test_the_figure_of_an_8b_does_the_same_with_its_dummy_weights(tmp_path: Path
     assert next(line for line in lines if line[0] == "-")[2:] == ["large"]
 
 
+def test_the_figure_of_deterministic_formats_runs_each_format_in_four_ways(tmp_path: Path) -> None:
+    lines = recorded(tmp_path, "deterministic_formats", MODEL="dense", ROWS=8, FEW=2)
+    made = tmp_path / "out" / "made"
+    jobs = [compose(line[2:]) for line in lines if line[1] == "batchspec.run"]
+    assert all(job.decode.deterministic and job.output.token_ids for job in jobs)
+    formats = {(str(job.model.path), job.cache.dtype) for job in jobs}
+    assert {Path(path).name for path, kv in formats if kv == "auto"} == {
+        "fp8_block", "fp8_channel", "moe", "moe_fp8_block", "moe_fp8_channel", "gpt_oss_mxfp4"
+    }  # fmt: skip
+    assert {path for path, kv in formats if kv == "fp8"} == {"dense", str(made / "fp8_channel"), str(made / "gpt_oss_mxfp4")}
+    for path, kv in formats:
+        own = [job for job in jobs if (str(job.model.path), job.cache.dtype) == (path, kv)]
+        assert {job.draft.name for job in own} == {"none", "eagle3", "lookup"}
+        assert {(job.input.limit, job.packing.max_num_seqs) for job in own} == {(8, 64), (2, 1), (8, 8)}
+    assert len(next(line for line in lines if line[0] == "-")[2:]) == len(formats)
+
+
 def row(row_id: str, tokens: list[int], run_id: str = "a") -> dict[str, object]:
     return {"request_id": row_id, "sample_index": 0, "token_ids": tokens, "perf": {"attempt": run_id}}
 

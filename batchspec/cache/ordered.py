@@ -57,7 +57,8 @@ class OrderedPlan:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         ordered_attention(
             q, kv.pages, self._batch.page_table, self._batch.positions if positions is None else positions, self._work,
-            self._partials, scale=scale, out=out, sink_logits=sink_logits, early=self._listed, interpret=not q.is_cuda,
+            self._partials, scale=scale, out=out, sink_logits=sink_logits, scales=kv.scales, early=self._listed,
+            interpret=not q.is_cuda,
         )  # fmt: skip
         self._listed = True
         return out
@@ -77,6 +78,7 @@ class OrderedPrefillPlan:
         own, out = self._batch, torch.empty(q.shape, dtype=q.dtype, device=q.device)
         ordered_prefill(
             q, kv.pages, own.page_table, own.positions, own.cu_seqlens_q, own.kv_len, scale=scale, max_q=own.max_q,
-            max_kv=own.max_kv, out=out, window=self._window or 0, sink_logits=sink_logits, interpret=not q.is_cuda,
+            max_kv=own.max_kv, out=out, window=self._window or 0, sink_logits=sink_logits, scales=kv.scales,
+            interpret=not q.is_cuda,
         )  # fmt: skip
         return out

@@ -130,8 +130,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--eos with --schemas {args.schemas}: rows with schemas would end at other lengths; leave one out")
     if args.accept is not None and any(args.schemas):
         raise ConfigError(f"--accept with --schemas {args.schemas}: drafts accepted by chance follow no schema; leave one out")
-    if args.deterministic and (args.kv == "fp8" or args.tensor_parallel > 1 or not TREES.keys().isdisjoint(args.draft)):
-        raise ConfigError("--deterministic is not supported with --kv fp8, --tensor-parallel above 1 or a tree; leave one out")
+    if args.deterministic and (args.tensor_parallel > 1 or not TREES.keys().isdisjoint(args.draft)):
+        raise ConfigError("--deterministic is not supported with --tensor-parallel above 1 or a tree; leave one out")
     if args.rounds is not None:
         bench_rounds.check(args)
         args.gen = bench_rounds.tokens_needed(args)

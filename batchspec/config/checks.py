@@ -74,8 +74,6 @@ def _cache(config: RunConfig) -> None:
     scales = config.cache.scales
     if scales != "auto" and config.cache.dtype != "fp8":
         raise ConfigError(f"cache.scales={scales} is not used by cache.dtype={config.cache.dtype}; set fp8 or remove the key")
-    if config.cache.dtype == "fp8" and config.decode.deterministic:
-        raise ConfigError("cache.dtype=fp8 with decode.deterministic=true is not supported; remove one")
     if scales == "checkpoint" and config.model.load_format == "dummy":
         raise ConfigError("cache.scales=checkpoint: model.load_format=dummy reads no checkpoint; use auto")
 

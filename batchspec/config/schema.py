@@ -130,8 +130,8 @@ class DecodeConfig:
     deterministic: bool = False
     """Give each row the same tokens in bfloat16 too, bit for bit, in every batch and with every drafter. All sums then have an
     order that depends on the row alone, not on K, slots, preemption or restarts. It needs a GPU of the Hopper generation and
-    may lower its speed; in float64 it changes nothing. Refused with FP8 activations or K/V, draft=tree, several GPUs per model,
-    LoRA adapters that are not merged, and scoring."""
+    may lower its speed; in float64 it changes nothing. Refused with draft=tree, several GPUs per model, LoRA adapters that are
+    not merged, and scoring."""
     ignore_eos: bool = False
     """Go on after the model's EOS ids. The stop ids and stop strings of the user still end a completion."""
 

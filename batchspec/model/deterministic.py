@@ -34,10 +34,22 @@ def in_one_order(spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, h
             f"{asked} is supported only on GPUs of the Hopper generation (compute capability 9.0), and this is "
             f"{torch.cuda.get_device_name(device)}; remove it, or set model.dtype=float64"
         )
+    _check_rows(spec, asked)
     for _, block in spec.blocks():
         if isinstance(block, MoeSpec):
             _check_experts(block, asked)
     return spec.in_one_order()
+
+
+def _check_rows(spec: ModelSpec, asked: str) -> None:
+    """Raises ConfigError for FP8 products whose rows the kernels cannot read: plain torch would compute them."""
+    for prefix, gemm in spec.gemms(1):
+        part = gemm.product.parts[0]
+        if part.k % ROW_BYTES and spec.formats.quantises_input_of(prefix + part.name):
+            raise ConfigError(
+                f"{asked}: FP8 rows of {part.k} numbers ({prefix}{part.name}) are computed by the library, in no fixed order; "
+                "set model.activations=dtype, which converts weights at load to twice the memory"
+            )
 
 
 def _check_experts(block: MoeSpec, asked: str) -> None:

@@ -21,7 +21,8 @@ def forward_row(target: Target, ids: list[int], *, fp8: bool, kv_only: bool = Fa
     adapter  number of the row's LoRA adapter
     """
     spec, device, count = target.spec, target.device, len(ids)
-    layout = replace(spec.kv_layout(target.dtype, count), fp8=fp8)
+    page_size = max(16, 1 << (count - 1).bit_length())  # few sizes: a kernel is compiled for each
+    layout = replace(spec.kv_layout(target.dtype, page_size), fp8=fp8)
     scales = target.kv_scales if fp8 else None
     groups = KVGroups.single(spec.num_layers)
     cache = KVCache.allocate(layout, groups=groups, num_pages=(2,), device=device, scales=scales)
@@ -31,7 +32,7 @@ def forward_row(target: Target, ids: list[int], *, fp8: bool, kv_only: bool = Fa
 
     positions = torch.arange(count, device=device)
     batch = FlatBatch(
-        token_ids=ints(ids), row_ids=ints([0] * count), positions=positions, slot_mapping=positions + count,
+        token_ids=ints(ids), row_ids=ints([0] * count), positions=positions, slot_mapping=positions + page_size,
         cu_seqlens_q=ints([0, count]), kv_len=ints([count]), page_table=ints([[1]]), max_q=count, max_kv=count,
         host=HostLayout([count], [count]), row_adapters=ints([adapter]),
     )  # fmt: skip

@@ -89,6 +89,11 @@ def fp8_tile(tokens: int, rows: int, k: int, device: torch.device, *, library: b
     return fp8_tiles.fp8_tile(tokens, rows, k, _num_sms(device), library=library)
 
 
+def ordered_fp8_tile(tokens: int) -> Fp8Tile:
+    """The tile of a dense FP8 product whose bits depend on a token's row and the weight alone, for this many tokens."""
+    return fp8_tiles.ordered_fp8_tile(tokens)
+
+
 def expert_unit_pairs(tokens: int, top_k: int, num_experts: int, dtype: torch.dtype | None = None) -> int:
     """Number of pairs in a unit of the grouped products of this many tokens."""
     return tiles.unit_pairs_of(tokens, top_k, num_experts, dtype)

@@ -25,6 +25,7 @@ from batchspec.kernels.attention.verify_attention import verify_attention, verif
 from batchspec.kernels.attention.work_list import AttentionWork
 from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import check
+from batchspec.kernels.common.e4m3 import E4M3
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 
 STAGES = 3
@@ -37,8 +38,8 @@ are so long."""
 
 @triton.jit
 def attend_item(
-    index, listed, head, q, kv, page_table, positions, cu_seqlens_q, kv_len, row_order, items, row_parts, sink_logits, out,
-    part_out, part_lse, scale, max_pages, max_q, q_stride_t, q_stride_h, kv_stride_part, kv_stride_page,
+    index, listed, head, q, kv, scales, page_table, positions, cu_seqlens_q, kv_len, row_order, items, row_parts, sink_logits,
+    out, part_out, part_lse, scale, max_pages, max_q, q_stride_t, q_stride_h, kv_stride_part, kv_stride_page,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr, WIDE: tl.constexpr,
     EARLY: tl.constexpr,
@@ -74,8 +75,9 @@ def attend_item(
             query = query.to(tl.float32)
         stop = tl.minimum(end, tl.max(position, 0) + 1)
         peak, mass, acc = attend_part(
-            query, page, first, None, stop, end, table, kv + head * HEAD_DIM, position, scale, kv_stride_part, kv_stride_page,
-            WINDOW, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, TILE, BLOCK, WIDE,
+            query, page, first, None, stop, end, table, kv + head * HEAD_DIM, position, scale,
+            None if scales is None else scales + head, kv_stride_part, kv_stride_page, WINDOW, PAGE_SIZE, KV_HEADS, HEAD_DIM,
+            DIM, TILE, BLOCK, WIDE,
         )  # fmt: skip
         # Read again: kept in registers during the loop, the addresses would leave room for fewer programs of a multiprocessor.
         lane, row, first_place, num_lanes, inside = lanes_of(
@@ -92,8 +94,8 @@ def attend_item(
 
 @triton.jit(do_not_specialize=["max_pages", "max_q", "stride"])
 def ordered_attention_kernel(
-    q, kv, page_table, positions, cu_seqlens_q, kv_len, row_order, items, num_items, row_parts, sink_logits, out, part_out,
-    part_lse, scale, max_pages, max_q, stride, q_stride_t, q_stride_h, kv_stride_part, kv_stride_page,
+    q, kv, scales, page_table, positions, cu_seqlens_q, kv_len, row_order, items, num_items, row_parts, sink_logits, out,
+    part_out, part_lse, scale, max_pages, max_q, stride, q_stride_t, q_stride_h, kv_stride_part, kv_stride_page,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr, WIDE: tl.constexpr,
     STRIDED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
@@ -107,13 +109,13 @@ def ordered_attention_kernel(
     if STRIDED:
         for at in range(index, count, stride):
             attend_item(
-                at, True, head, q, kv, page_table, positions, cu_seqlens_q, kv_len, row_order, items, row_parts, sink_logits, out,
-                part_out, part_lse, scale, max_pages, max_q, q_stride_t, q_stride_h, kv_stride_part, kv_stride_page, KV_HEADS,
-                HEADS, HEAD_DIM, DIM, PAGE_SIZE, WINDOW, TILE, BLOCK, GROUPED, WIDE, False,
+                at, True, head, q, kv, scales, page_table, positions, cu_seqlens_q, kv_len, row_order, items, row_parts,
+                sink_logits, out, part_out, part_lse, scale, max_pages, max_q, q_stride_t, q_stride_h, kv_stride_part,
+                kv_stride_page, KV_HEADS, HEADS, HEAD_DIM, DIM, PAGE_SIZE, WINDOW, TILE, BLOCK, GROUPED, WIDE, False,
             )  # fmt: skip
     else:
         attend_item(
-            index, index < count, head, q, kv, page_table, positions, cu_seqlens_q, kv_len, row_order, items, row_parts,
+            index, index < count, head, q, kv, scales, page_table, positions, cu_seqlens_q, kv_len, row_order, items, row_parts,
             sink_logits, out, part_out, part_lse, scale, max_pages, max_q, q_stride_t, q_stride_h, kv_stride_part,
             kv_stride_page, KV_HEADS, HEADS, HEAD_DIM, DIM, PAGE_SIZE, WINDOW, TILE, BLOCK, GROUPED, WIDE, EARLY,
         )  # fmt: skip
@@ -121,19 +123,23 @@ def ordered_attention_kernel(
 
 def ordered_attention(
     q: Tensor, kv: Tensor, page_table: Tensor, positions: Tensor, work: AttentionWork, partials: Partials, *, scale: float,
-    out: Tensor, sink_logits: Tensor | None = None, early: bool = False, interpret: bool = False,
+    out: Tensor, sink_logits: Tensor | None = None, scales: Tensor | None = None, early: bool = False, interpret: bool = False,
 ) -> None:  # fmt: skip
     """Attention of T queries over the pages of their rows, for one layer; arguments as in `verify_attention`.
 
-    q     bf16 [T, NH, D]
-    work  made with a `WorkShape` that has `part`
+    q       bf16 [T, NH, D]
+    work    made with a `WorkShape` that has `part`
+    scales  fp32 [2, KVH]  of K and of V, with an e4m3 cache
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides, and for a work list without parts or
     with sink keys.
     """
     shape, (num_flat_tokens, num_heads, head_dim), num_rows = work.shape, q.shape, work.kv_len.shape[0]
     check("ordered_attention: q", q, (num_flat_tokens, shape.kv_heads * shape.heads_per_kv, head_dim), torch.bfloat16, rows=True)
-    check("ordered_attention: kv[0]", kv[0], (kv.shape[1], shape.page_size, shape.kv_heads, head_dim), torch.bfloat16)
+    stored = torch.bfloat16 if scales is None else E4M3
+    check("ordered_attention: kv[0]", kv[0], (kv.shape[1], shape.page_size, shape.kv_heads, head_dim), stored)
+    if scales is not None:
+        check("ordered_attention: scales", scales, (2, shape.kv_heads), torch.float32)
     check("ordered_attention: page_table", page_table, (num_rows, page_table.shape[1]), torch.int32)
     check("ordered_attention: positions", positions, (num_flat_tokens,), torch.int64)
     check("ordered_attention: out", out, (num_flat_tokens, num_heads, head_dim), torch.bfloat16)
@@ -142,7 +148,9 @@ def ordered_attention(
     if not shape.part or shape.sink:
         raise ValueError(f"ordered_attention: part={shape.part}, sink={shape.sink}; use a shape with parts and without sink keys")
     if not (q.is_cuda or interpret):
-        verify_attention_reference(q, kv, page_table, positions, work, scale=scale, out=out, sink_logits=sink_logits)
+        verify_attention_reference(
+            q, kv, page_table, positions, work, scale=scale, out=out, sink_logits=sink_logits, scales=scales
+        )
         return
     args = launch_args(q)
 
@@ -151,8 +159,9 @@ def ordered_attention(
         programs = min(len(items), MAX_ITEMS)
         strided = programs < len(items)
         ordered_attention_kernel[(programs * shape.kv_heads,)](
-            q, kv, page_table, positions, work.cu_seqlens_q, work.kv_len, row_order, items, work.counts[kind:], work.row_parts,
-            sink_logits, out, partials.out, partials.lse, scale * math.log2(math.e), page_table.shape[1], shape.max_q,
+            q, kv, scales, page_table, positions, work.cu_seqlens_q, work.kv_len, row_order, items, work.counts[kind:],
+            work.row_parts, sink_logits, out, partials.out, partials.lse, scale * math.log2(math.e), page_table.shape[1],
+            shape.max_q,
             programs, q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), KV_HEADS=shape.kv_heads, HEADS=shape.heads_per_kv,
             HEAD_DIM=head_dim, DIM=max(16, triton.next_power_of_2(head_dim)), PAGE_SIZE=shape.page_size, WINDOW=shape.window,
             TILE=tile, BLOCK=block, GROUPED=bool(kind), WIDE=not q.is_cuda, STRIDED=strided,

@@ -22,6 +22,7 @@ from batchspec.kernels.attention.softmax_step import page_of
 from batchspec.kernels.attention.tile import lanes_of, sink_share
 from batchspec.kernels.benchmarks.timing import Bench, graph_us
 from batchspec.kernels.common.checks import check
+from batchspec.kernels.common.e4m3 import E4M3, movable
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 
 TILE, STAGES = 128, 2
@@ -31,8 +32,8 @@ REGISTERS = 128
 
 @triton.jit(do_not_specialize=["max_pages", "num_tiles"])
 def ordered_prefill_kernel(
-    q, kv, page_table, positions, cu_seqlens_q, kv_len, sink_logits, out, scale, max_pages, num_tiles, q_stride_t, q_stride_h,
-    kv_stride_part, kv_stride_page,
+    q, kv, scales, page_table, positions, cu_seqlens_q, kv_len, sink_logits, out, scale, max_pages, num_tiles, q_stride_t,
+    q_stride_h, kv_stride_part, kv_stride_page,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, PARTED: tl.constexpr, WIDE: tl.constexpr,
     PDL: tl.constexpr,
@@ -58,6 +59,7 @@ def ordered_prefill_kernel(
         query = query.to(tl.float32)
     table = page_table + row.to(tl.int64) * max_pages
     base = kv + head * HEAD_DIM
+    own_scales = None if scales is None else scales + head
     end = tl.minimum(length, tl.max(position, 0) + 1)
     key = tl.arange(0, BLOCK)
     first = 0
@@ -74,8 +76,8 @@ def ordered_prefill_kernel(
             low = tl.maximum(part * PART, first)
             own_peak, own_mass, own = attend_part(
                 query, page_of(table, low + key, end, PAGE_SIZE), low, seen, tl.minimum(part * PART + PART, end), end, table,
-                base, position, scale, kv_stride_part, kv_stride_page, WINDOW, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, TILE, BLOCK,
-                WIDE,
+                base, position, scale, own_scales, kv_stride_part, kv_stride_page, WINDOW, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM,
+                TILE, BLOCK, WIDE,
             )  # fmt: skip
             own_mass = tl.maximum(own_mass, 1e-30)
             own = own / own_mass[:, None]
@@ -89,7 +91,7 @@ def ordered_prefill_kernel(
     else:
         peak, mass, acc = attend_part(
             query, page_of(table, first + key, end, PAGE_SIZE), first, seen, end, end, table, base, position, scale,
-            kv_stride_part, kv_stride_page, WINDOW, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, TILE, BLOCK, WIDE,
+            own_scales, kv_stride_part, kv_stride_page, WINDOW, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, TILE, BLOCK, WIDE,
         )  # fmt: skip
     mass = tl.maximum(mass, 1e-30)
     acc = acc / mass[:, None]
@@ -101,12 +103,14 @@ def ordered_prefill_kernel(
 
 def ordered_prefill(
     q: Tensor, kv: Tensor, page_table: Tensor, positions: Tensor, cu_seqlens_q: Tensor, kv_len: Tensor, *, scale: float,
-    max_q: int, max_kv: int, out: Tensor, window: int = 0, sink_logits: Tensor | None = None, interpret: bool = False,
+    max_q: int, max_kv: int, out: Tensor, window: int = 0, sink_logits: Tensor | None = None, scales: Tensor | None = None,
+    interpret: bool = False,
 ) -> None:  # fmt: skip
     """Causal attention of T queries over the pages of their rows, for one layer.
 
     q             bf16 [T, NH, D]  any strides over T and NH
-    kv            bf16 [2, P, page_size, KVH, D] with the queries' own K/V already written; contiguous but for the first dimension
+    kv            bf16, with scales e4m3 [2, P, page_size, KVH, D] with the queries' own K/V already written; contiguous but for
+                  the first dimension
     page_table    int32 [R, max pages a row]
     positions     int64 [T]  consecutive within a row, below its kv_len
     cu_seqlens_q  int32 [R+1]  row r's flat tokens are cu_seqlens_q[r] .. cu_seqlens_q[r+1]-1; all T are some row's
@@ -114,6 +118,7 @@ def ordered_prefill(
     max_q, max_kv no row has more queries or keys
     window        a query at position p attends to keys p-window+1 .. p; 0: 0 .. p
     sink_logits   fp32 [NH]  joins the denominator of each softmax once, not scaled
+    scales        fp32 [2, KVH]  of K and of V, with an e4m3 cache
     out           bf16 [T, NH, D] contiguous
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
@@ -121,7 +126,10 @@ def ordered_prefill(
     (num_tokens, num_heads, head_dim), (_, num_pages, page_size, kv_heads, _) = q.shape, kv.shape
     num_rows = kv_len.shape[0]
     check("ordered_prefill: q", q, (num_tokens, num_heads, head_dim), torch.bfloat16, rows=True)
-    check("ordered_prefill: kv[0]", kv[0], (num_pages, page_size, kv_heads, head_dim), torch.bfloat16)
+    stored = torch.bfloat16 if scales is None else E4M3
+    check("ordered_prefill: kv[0]", kv[0], (num_pages, page_size, kv_heads, head_dim), stored)
+    if scales is not None:
+        check("ordered_prefill: scales", scales, (2, kv_heads), torch.float32)
     check("ordered_prefill: page_table", page_table, (num_rows, page_table.shape[1]), torch.int32)
     check("ordered_prefill: positions", positions, (num_tokens,), torch.int64)
     check("ordered_prefill: cu_seqlens_q", cu_seqlens_q, (num_rows + 1,), torch.int32)
@@ -131,15 +139,16 @@ def ordered_prefill(
         check("ordered_prefill: sink_logits", sink_logits, (num_heads,), torch.float32)
     if not (q.is_cuda or interpret):
         ordered_prefill_reference(
-            q, kv, page_table, positions, cu_seqlens_q, kv_len, scale=scale, out=out, window=window, sink_logits=sink_logits
-        )
+            q, kv, page_table, positions, cu_seqlens_q, kv_len, scale=scale, out=out, window=window, sink_logits=sink_logits,
+            scales=scales,
+        )  # fmt: skip
     elif num_tokens:
         heads = num_heads // kv_heads
         num_tiles = triton.cdiv(max_q * heads, TILE)
         ordered_prefill_kernel[(num_rows * num_tiles * kv_heads,)](
-            q, kv, page_table, positions, cu_seqlens_q, kv_len, sink_logits, out, scale * math.log2(math.e), page_table.shape[1],
-            num_tiles, q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), KV_HEADS=kv_heads, HEADS=heads, HEAD_DIM=head_dim,
-            DIM=max(16, triton.next_power_of_2(head_dim)), PAGE_SIZE=page_size, WINDOW=window, TILE=TILE,
+            q, kv, scales, page_table, positions, cu_seqlens_q, kv_len, sink_logits, out, scale * math.log2(math.e),
+            page_table.shape[1], num_tiles, q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), KV_HEADS=kv_heads, HEADS=heads,
+            HEAD_DIM=head_dim, DIM=max(16, triton.next_power_of_2(head_dim)), PAGE_SIZE=page_size, WINDOW=window, TILE=TILE,
             BLOCK=block_of(head_dim), PART=PART, PARTED=max_kv > PART, WIDE=not q.is_cuda, num_warps=WARPS[TILE],
             num_stages=STAGES, maxnreg=REGISTERS if head_dim <= 64 and max_kv <= PART else None, enable_fp_fusion=False,
             **launch_args(q),
@@ -148,14 +157,17 @@ def ordered_prefill(
 
 def ordered_prefill_reference(
     q: Tensor, kv: Tensor, page_table: Tensor, positions: Tensor, cu_seqlens_q: Tensor, kv_len: Tensor, *, scale: float,
-    out: Tensor, window: int = 0, sink_logits: Tensor | None = None,
+    out: Tensor, window: int = 0, sink_logits: Tensor | None = None, scales: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The same in plain torch, row by row: softmax over the whole row in fp32."""
     begins, heads = cu_seqlens_q.tolist(), q.shape[1] // kv.shape[3]
     for row, (begin, stop, length) in enumerate(zip(begins, begins[1:], kv_len.tolist(), strict=False)):
         keys = torch.arange(length, device=q.device)
         where = page_table[row, keys // kv.shape[2]].long(), keys % kv.shape[2]
-        k, v = (part[where].float().repeat_interleave(heads, 1) for part in kv)
+        k, v = (movable(part)[where].view(part.dtype).float() for part in kv)
+        if scales is not None:
+            k, v = k * scales[0, :, None], v * scales[1, :, None]
+        k, v = k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1)
         position = positions[begin:stop, None]
         seen = keys <= position if not window else (keys <= position) & (keys > position - window)
         scores = torch.einsum("thd,khd->htk", q[begin:stop].float(), k).mul(scale).masked_fill(~seen, float("-inf"))

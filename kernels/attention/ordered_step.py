@@ -6,7 +6,7 @@ as in `softmax_step.py`, except that: blocks begin at multiples of BLOCK, which 
 a product with ones, because the order of a sum over a tile's columns depends on how its warps divide them; and no product is
 fused with a sum unless it is written so (launch with enable_fp_fusion=False). Keys that a query does not attend to change none of
 its bits. Tensor cores of the Hopper generation give the same bits by mma.sync and by wgmma, in tiles of any size
-(`benchmarks/bits_bench.py`).
+(`benchmarks/bits_bench.py`), if both multiply the same 16 numbers of K in one instruction (`e4m3_operand`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from batchspec.kernels.attention.softmax_step import page_of, seen_keys
+from batchspec.kernels.common.e4m3 import e4m3_operand
 
 PART = 2048
 """Keys of a part: every row is cut at the multiples of this number, whatever else is in the batch."""
@@ -46,6 +47,8 @@ def attend_block(
         inside = inside & (d < HEAD_DIM)[None, :]
     k = tl.load(place, mask=inside, other=0.0)
     v = tl.load(place + kv_stride_part, mask=inside, other=0.0)
+    if base.dtype.element_ty == tl.float8e4nv:  # exact; the scales are multiplied in `attend_part`
+        k, v = e4m3_operand(k, WIDE), e4m3_operand(v, WIDE)
     if WIDE:
         k = k.to(tl.float32)
     s = tl.dot(query, tl.trans(k), input_precision="ieee")
@@ -64,7 +67,7 @@ def attend_block(
 
 @triton.jit
 def attend_part(
-    query, page, first, seen, stop, end, table, base, position, scale, kv_stride_part, kv_stride_page,
+    query, page, first, seen, stop, end, table, base, position, scale, scales, kv_stride_part, kv_stride_page,
     WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +77,10 @@ def attend_part(
     seen   all queries attend to the keys below this multiple of BLOCK, which then need no comparison; None: they are all compared
     base   address of K's head in page 0
     scale  of the scores, times log2(e)
+    scales  address of the scale of K's head, KV_HEADS before that of V's, of an e4m3 cache; None of others
     """
+    if scales is not None:
+        scale = scale * tl.load(scales)
     peak = tl.full([TILE], -1e30, tl.float32)  # finite, so that a query without a key in this part does not get NaN
     mass = tl.zeros([TILE, ONES], tl.float32)
     acc = tl.zeros([TILE, DIM], tl.float32)
@@ -92,4 +98,6 @@ def attend_part(
             query, page, at, end, table, base, position, scale, kv_stride_part, kv_stride_page, peak, mass, acc, WINDOW,
             PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, BLOCK, False, WIDE,
         )  # fmt: skip
+    if scales is not None:
+        acc = acc * tl.load(scales + KV_HEADS)
     return peak, tl.max(mass, 1), acc  # all columns of mass are the same

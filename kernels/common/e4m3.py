@@ -51,6 +51,38 @@ def e4m3_values(stored, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
     return values
 
 
+_FOUR_TO_BF16 = tl.constexpr("""{
+    .reg .b16 low, high, half<4>;
+    .reg .b32 lows, highs;
+    .reg .f32 wide<4>;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 lows, low;
+    cvt.rn.f16x2.e4m3x2 highs, high;
+    mov.b32 {half0, half1}, lows;
+    mov.b32 {half2, half3}, highs;
+    cvt.f32.f16 wide0, half0;
+    cvt.f32.f16 wide1, half1;
+    cvt.f32.f16 wide2, half2;
+    cvt.f32.f16 wide3, half3;
+    cvt.rn.bf16x2.f32 $0, wide1, wide0;
+    cvt.rn.bf16x2.f32 $1, wide3, wide2;
+}""")
+"""Four numbers. By way of fp32, because an instruction that converts fp16 to bf16 takes several times as long."""
+
+
+@triton.jit
+def e4m3_operand(stored, INTERPRETED: tl.constexpr):
+    """e4m3 -> bf16, exactly, for a product that sums over K in the order of bf16 that was loaded.
+
+    Where Triton knows that an operand of mma.sync was converted from 8 bits, each thread gets four neighbours of K instead of two
+    (kWidth 4): the first instruction then sums numbers 0, 1, 4, 5, .. 29 of 32 and the second the others. wgmma sums 0 to 15 and
+    then 16 to 31, so that the two have other bits. Triton does not look behind an instruction that may have side effects.
+    """
+    if INTERPRETED:
+        return e4m3_values(stored, tl.bfloat16, True)
+    return tl.inline_asm_elementwise(_FOUR_TO_BF16, "=r,=r,r", [stored], dtype=tl.bfloat16, is_pure=False, pack=4)
+
+
 def to_e4m3(x: Tensor, scales: Tensor) -> Tensor:
     """x, of any floating-point dtype, to e4m3; scales fp32, broadcast to it."""
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -79,7 +79,8 @@ def fp8_linear(
     weight  e4m3 [N, K], contiguous
     scales  fp32, contiguous: [ceil(N / 128), ceil(K / 128)] of blocks, [N] of rows, or [] of the whole weight
     bias    bf16 or fp32 [N], or None
-    tile    how the work is divided; the last bits depend on its split, and on block_t through the tensor cores' instructions
+    tile    how the work is divided; the last bits depend on its split. With `fp8_tiles.ordered_fp8_tile` they depend on a token's
+            row of x and the weight alone
     dtype   of the result: bf16 or fp32; on a CPU any float dtype
 
     Returns [T, N]. Does not synchronise on a GPU. Call it once before it is captured in a CUDA graph: the first call allocates
@@ -115,7 +116,7 @@ def launch(
         counters(values.device) if split else None, num_tokens, num_rows, n, k, tile.split, scales.dim(),
         BLOCKED=blocked, SPLIT=split, BLOCK_T=tile.block_t, BLOCK_N=tile.block_n, GROUP=tile.group, TMA=tma,
         EVEN_K=k % GROUP == 0, STAGES=tile.stages, INTERPRETED=not values.is_cuda, num_warps=tile.warps, num_stages=tile.stages,
-        **launch_args(values),
+        enable_fp_fusion=False, **launch_args(values),
     )  # fmt: skip
 
 

@@ -55,6 +55,16 @@ def fp8_tile(num_tokens: int, rows: int, k: int, num_sms: int, *, library: bool)
     return Fp8Tile(_height(num_tokens, 128), block_n, stages, 4, split)
 
 
+def ordered_fp8_tile(num_tokens: int) -> Fp8Tile:
+    """A tile with one order of sums (decode.deterministic): a token's bits are the same for every number of tokens.
+
+    One program sums all of K, in blocks of 128 from the first one on. Rows of W are the first operand (M) in every tile, and both
+    heights are multiplied by wgmma with 64 rows of W and 32 columns of K. So a sum has the same products in the same order, and
+    only the number of tokens (N) of an instruction differs. Neither tile has been timed.
+    """
+    return Fp8Tile(64, 64, 5, 4) if num_tokens <= 64 else Fp8Tile(128, 64, 4, 4)
+
+
 SPLITS = (1, 2, 4, 8)
 CUTS = ((64, 4, 4), (64, 6, 4), (128, 3, 4), (128, 4, 4), (128, 4, 8))
 """Values of (block_n, stages, warps) worth timing."""

@@ -229,7 +229,8 @@ def launch(
         int(weight.scales.dim() == 2), SCATTER=gate is None, GATED=gate is not None,
         LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha, BLOCKED=blocked, TURNED=tile.turned, LOW=tile.low,
         BLOCK_T=tile.block_t, BLOCK_N=tile.block_n, GROUP=tile.group, TMA=tma, TOP_K=top_k, EVEN_K=k % GROUP == 0,
-        STAGES=tile.stages, INTERPRETED=not out.is_cuda, num_warps=tile.warps, num_stages=tile.stages, **launch_args(out),
+        STAGES=tile.stages, INTERPRETED=not out.is_cuda, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+        **launch_args(out),
     )  # fmt: skip
 
 

@@ -4,6 +4,9 @@ A tile is one block of HALF rows of W, or two (gate and up, or neighbours), each
 product has a side M of at least 64, so with few tokens the rows of W are the side M (`sum_blocks`): for each block of K a thread
 then needs a scale of x for every token of the tile. With many tokens, these are the side M (`sum_blocks_of_tokens`): a thread
 holds two tokens of each 64, and needs only their two scales. Both give the same bits.
+
+The sum of 128 of K starts at 0 in the tensor cores, and is multiplied by its scales and added in one instruction that is written
+as such (`add_scaled`). Kernels are launched with enable_fp_fusion=False, so that the compiler fuses nothing else in some tiles.
 """
 
 from __future__ import annotations
@@ -18,6 +21,12 @@ from batchspec.kernels.moe.blocks import load_row_blocks, load_rows, load_tokens
 def scale_at(scales, expert, tile_row, num_rows, block, num_blocks):
     """The scale of a block of 128 rows and 128 columns of an expert's weight; 0 past the last block of columns."""
     return tl.load(scales + (expert * num_rows + tile_row) * num_blocks + block, mask=block < num_blocks, other=0.0)
+
+
+@triton.jit
+def add_scaled(acc, part, scale):
+    """acc + part * scale, rounded once. scale broadcasts against the others."""
+    return tl.fma(part, tl.broadcast_to(scale, part.shape), acc)
 
 
 @triton.jit
@@ -51,11 +60,11 @@ def sum_blocks(
             x_scale = tl.load(own_scales + block * num_rows, mask=lane < count, other=0.0)
             next_scale = scale_at(w_scales, expert, scale_row, scale_rows, block + 1, num_blocks)
         part = tl.dot(a.to(DOT), tokens, input_precision="ieee")
-        acc += part * (x_scale * scale)[None, :] if BLOCKED else part
+        acc = add_scaled(acc, part, (x_scale * scale)[None, :]) if BLOCKED else acc + part
         if TWO:
             b = load_rows(w, expert, second, w_rows, at, k, HALF, 128, TMA, EVEN_K)
             part = tl.dot(b.to(DOT), tokens, input_precision="ieee")
-            other += part * (x_scale * other_scale)[None, :] if BLOCKED else part
+            other = add_scaled(other, part, (x_scale * other_scale)[None, :]) if BLOCKED else other + part
             if BLOCKED:
                 other_scale = scale_at(w_scales, expert, second_scale_row, scale_rows, block + 1, num_blocks)
         if BLOCKED:
@@ -95,9 +104,9 @@ def sum_blocks_of_tokens(
             next_scale = scale_at(w_scales, expert, scale_row, scale_rows, block + 1, num_blocks)
             next_other = scale_at(w_scales, expert, second_scale_row, scale_rows, block + 1, num_blocks)
         part = tl.dot(tokens, a, input_precision="ieee")
-        acc += part * (x_scale * scale)[:, None] if BLOCKED else part
+        acc = add_scaled(acc, part, (x_scale * scale)[:, None]) if BLOCKED else acc + part
         part = tl.dot(tokens, b, input_precision="ieee")
-        other += part * (x_scale * other_scale)[:, None] if BLOCKED else part
+        other = add_scaled(other, part, (x_scale * other_scale)[:, None]) if BLOCKED else other + part
         if BLOCKED:
             scale = next_scale
             other_scale = next_other

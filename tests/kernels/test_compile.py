@@ -40,6 +40,14 @@ def waits_first(name: str, ptx: str) -> None:
     assert paths[0].startswith("griddepcontrol"), f"{name}: {paths[0]} comes before the wait for earlier launches"
 
 
+def multiplies_e4m3_itself(name: str, ptx: str) -> None:
+    """Every tile of FP8 weights and activations sums over 32 neighbours of K at once, by instructions that all tiles share:
+    mma.sync may multiply other numbers of K together (`e4m3_operand`)."""
+    found = set(re.findall(r"(?:mma\.sync|wgmma\.mma_async)\S*", ptx))
+    assert found, name
+    assert all(re.match(r"wgmma\S*m64n\d+k32\.f32\.e4m3\.e4m3$", each) for each in found), f"{name}: {found}"
+
+
 def compile_cases(names: list[str]) -> dict[str, int]:
     """Bytes of the cubin of each."""
     from importlib import import_module
@@ -65,6 +73,8 @@ def compile_cases(names: list[str]) -> dict[str, int]:
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
         if "PDL" in arguments and not arguments.get("EARLY"):
             waits_first(name, compiled.asm["ptx"])
+        if kernel in ("fp8_linear_kernel", "experts_fp8_kernel"):
+            multiplies_e4m3_itself(name, compiled.asm["ptx"])
         sizes[name] = len(compiled.asm["cubin"])
     return sizes
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from batchspec.kernels.common.e4m3 import E4M3
 from batchspec.kernels.gemm.fp8_linear import fp8_linear, fp8_linear_reference
-from batchspec.kernels.gemm.fp8_tiles import Fp8Tile, candidates, fp8_tile
+from batchspec.kernels.gemm.fp8_tiles import Fp8Tile, candidates, fp8_tile, ordered_fp8_tile
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens, quantise_tokens
 from batchspec.kernels.gemm.split_k import counters
+from tests.interpreter import dots_of_one_order
 from tests.kernels.moe_cases import assert_near, fp8_tolerance, noise
 
 TILE = Fp8Tile(16, 64, 2, 4)
@@ -140,3 +141,40 @@ def test_the_rule_fills_an_h200_at_few_tokens(rows: int, k: int, programs: int) 
     tile = fp8_tile(32, rows, k, 132, library=True)
     assert tile is not None
     assert -(-rows // tile.block_n) * tile.split == programs
+
+
+@pytest.mark.parametrize("scales_of", SCALES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_token_has_the_same_bits_in_every_number_of_tokens_and_in_any_order(
+    scales_of: str, with_bias: bool, device: torch.device
+) -> None:
+    """With the tiles of decode.deterministic: 1 to 2,048 tokens in one launch, alone, among others, shuffled."""
+    n, k, most = 72, 272, 2048
+    weight, scales = weight_of(scales_of, device, n, k)
+    bias = noise(n, dtype=torch.bfloat16, device=device) if with_bias else None
+    wide = noise(most, k, dtype=torch.bfloat16, device=device)
+    form = Fp8Form(whole=scales_of != "block", scale=0.01 if scales_of == "tensor" else None)
+
+    def product(x: Tensor) -> Tensor:
+        rows, tile = quantise_tokens(x, form, interpret=True), ordered_fp8_tile(len(x))
+        return fp8_linear(rows, weight, scales, bias, tile=tile, dtype=torch.float32, interpret=True)
+
+    with dots_of_one_order():
+        whole = product(wide)
+        for first, tokens in ((0, 1), (2047, 1), (5, 7), (100, 64), (1, 65), (3, 300)):
+            assert torch.equal(product(wide[first : first + tokens]), whole[first : first + tokens]), (first, tokens)
+        order = torch.randperm(200, device=device)
+        assert torch.equal(product(wide[order]), whole[order])
+
+
+def test_one_program_sums_all_of_k_in_every_tile_of_one_order() -> None:
+    tiles = {ordered_fp8_tile(tokens) for tokens in (1, 2, 16, 64, 65, 128, 2048, 10**6)}
+    assert all(tile.split == 1 and tile.block_n == 64 and tile.warps == 4 and tile.block_t >= 64 for tile in tiles)
+    assert len(tiles) == 2
+
+
+def test_other_splits_have_other_bits(device: torch.device) -> None:
+    """So the test above can fail."""
+    x, (weight, scales) = tokens_of(64, "block", device), weight_of("block", device)
+    one, two = (fp8_linear(x, weight, scales, tile=TILE._replace(split=n), dtype=torch.float32, interpret=True) for n in (1, 2))
+    assert not torch.equal(one, two)

@@ -16,6 +16,7 @@ from batchspec.kernels.attention.ordered_attention import ordered_attention
 from batchspec.kernels.attention.ordered_prefill import ordered_prefill
 from batchspec.kernels.attention.settings import ordered_work_shape
 from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
+from batchspec.kernels.common.e4m3 import E4M3, from_e4m3
 from tests.interpreter import dots_of_one_order
 from tests.kernels.attention_cases import PAGE_SIZE, Case, make_case, share
 
@@ -26,6 +27,17 @@ PART = 128
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of 128 keys, so that short rows have several."""
     monkeypatch.setattr(prefill_module, "PART", PART)
+
+
+SCALES = ((0.03, 0.5), (0.004, 0.0123))
+"""Of K and of V for each head; powers of two are not needed."""
+
+
+def in_e4m3(case: Case) -> tuple[Case, Tensor]:
+    """The case over an e4m3 cache, and its scales. Stale keys stay NaN."""
+    scales = torch.tensor(SCALES, device=case.kv.device)
+    stored = case.kv.float() / scales[:, None, None, :, None]
+    return replace(case, kv=stored.clamp(-448, 448).to(E4M3)), scales
 
 
 def case_of(rows: list[tuple[int, int]], device: torch.device, **options: Any) -> Case:
@@ -40,7 +52,7 @@ def shape_of(case: Case, **changes: Any) -> Any:
     return replace(shape, part=PART, **changes)
 
 
-def in_round(case: Case, *, interpret: bool, sinks: Tensor | None = None, **changes: Any) -> Tensor:
+def in_round(case: Case, *, interpret: bool, sinks: Tensor | None = None, scales: Tensor | None = None, **changes: Any) -> Tensor:
     work = split_kv_schedule(
         case.cu_seqlens_q, case.kv_len, case.positions, shape=shape_of(case, **changes), shared=case.shared, interpret=interpret
     )
@@ -51,18 +63,18 @@ def in_round(case: Case, *, interpret: bool, sinks: Tensor | None = None, **chan
     with dots_of_one_order():
         ordered_attention(
             case.q, case.kv, case.page_table, case.positions, work, partials, scale=case.scale, out=out, sink_logits=sinks,
-            interpret=interpret,
+            scales=scales, interpret=interpret,
         )  # fmt: skip
     return out
 
 
-def in_prefill(case: Case, *, interpret: bool, sinks: Tensor | None = None) -> Tensor:
+def in_prefill(case: Case, *, interpret: bool, sinks: Tensor | None = None, scales: Tensor | None = None) -> Tensor:
     out = torch.full(case.q.shape, float("nan"), dtype=torch.bfloat16, device=case.q.device)
     with dots_of_one_order():
         ordered_prefill(
             case.q, case.kv, case.page_table, case.positions, case.cu_seqlens_q, case.kv_len, scale=case.scale,
             max_q=case.shape.max_q, max_kv=case.shape.max_kv, out=out, window=case.shape.window, sink_logits=sinks,
-            interpret=interpret,
+            scales=scales, interpret=interpret,
         )  # fmt: skip
     return out
 
@@ -120,6 +132,66 @@ def test_a_query_has_the_same_bits_alone_among_others_and_in_prefill(window: int
         own = queries(case, row, begin, stop, keys=keys)
         assert torch.equal(in_round(own, interpret=True, sinks=given), wanted), (row, begin)
         assert torch.equal(in_prefill(own, interpret=True, sinks=given), wanted), (row, begin)
+
+
+@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_over_e4m3_rounds_and_prefill_give_attention_to_the_stored_numbers(
+    window: int, sinks: bool, interpret: bool, device: torch.device
+) -> None:
+    case, scales = in_e4m3(case_of([(5, 300), (1, 40), (3, 129), (7, 7)], device, window=window))
+    wide = replace(case, kv=from_e4m3(case.kv, scales[:, None, None, :, None], torch.float32))
+    given = sinks_of(case) if sinks else None
+    expected = wide.expected(case.work(interpret=False), sink_logits=given)
+    for attend in (in_round, in_prefill):
+        found = attend(case, interpret=interpret, sinks=given, scales=scales)
+        torch.testing.assert_close(found.float(), expected, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("window", [0, 70])
+def test_over_e4m3_a_query_has_the_same_bits_alone_among_others_and_in_prefill(window: int, device: torch.device) -> None:
+    case, scales = in_e4m3(case_of([(40, 290), (33, 150)], device, window=window))
+    whole = in_prefill(case, interpret=True, scales=scales)
+    for tile in (16, 32, 64):
+        assert torch.equal(in_round(case, interpret=True, scales=scales, tile=tile), whole), tile
+    begins = case.cu_seqlens_q.tolist()
+    for row, begin, stop, keys in (
+        (0, 250, 251, 251),
+        (0, 256, 257, 257),
+        (0, 251, 262, 262),
+        (1, 117, 118, 118),
+        (1, 127, 129, 150),
+    ):
+        place = begins[row] + begin - int(case.positions[begins[row]])
+        wanted = whole[place : place + stop - begin]
+        own = queries(case, row, begin, stop, keys=keys)
+        assert torch.equal(in_round(own, interpret=True, scales=scales), wanted), (row, begin)
+        assert torch.equal(in_prefill(own, interpret=True, scales=scales), wanted), (row, begin)
+
+
+@pytest.mark.parametrize("window", [0, 70])
+def test_over_e4m3_with_scales_of_one_the_bits_are_those_over_the_same_numbers_in_bf16(window: int, device: torch.device) -> None:
+    case, _ = in_e4m3(case_of([(40, 290), (33, 150), (1, 7)], device, window=window))
+    same, ones = replace(case, kv=case.kv.bfloat16()), torch.ones(2, 2, device=device)
+    for tile in (16, 32, 64):
+        found = in_round(case, interpret=True, scales=ones, tile=tile)
+        assert torch.equal(found, in_round(same, interpret=True, tile=tile)), tile
+    assert torch.equal(in_prefill(case, interpret=True, scales=ones), in_prefill(same, interpret=True))
+
+
+def test_over_e4m3_a_shared_prefix_changes_no_bit(device: torch.device) -> None:
+    case, scales = in_e4m3(share(case_of([(3, 300), (3, 290), (1, 40)], device), [([0, 1], 272)]))
+    wanted = in_round(replace(case, shared=None), interpret=True, scales=scales)
+    assert torch.equal(in_round(case, interpret=True, scales=scales, group_tile=64), wanted)
+
+
+def test_an_e4m3_cache_needs_scales(device: torch.device) -> None:
+    case, scales = in_e4m3(case_of([(1, 20)], device))
+    for attend in (in_round, in_prefill):
+        with pytest.raises(ValueError, match=r"kv\[0\]"):
+            attend(case, interpret=True)
+        with pytest.raises(ValueError, match="scales"):
+            attend(case, interpret=True, scales=scales[:, :1])
 
 
 def test_no_tile_changes_bits(device: torch.device) -> None:

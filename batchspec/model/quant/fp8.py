@@ -43,7 +43,7 @@ class Fp8(SeparateExperts):
     quantises: bool = False
     """True: weights stay e4m3, and products quantise activations as `made_for` says. False: weights are converted at load."""
     ordered: bool = False
-    """Whether products of converted weights sum in one order (decode.deterministic)."""
+    """Whether products sum in one order (decode.deterministic)."""
 
     def with_activations(self) -> Fp8:
         """This format with quantised activations. Raises ConfigError if the checkpoint does not say how to quantise them."""
@@ -52,12 +52,7 @@ class Fp8(SeparateExperts):
         return replace(self, quantises=True)
 
     def in_one_order(self) -> Fp8:
-        """This format with sums in one order. Raises ConfigError if activations are quantised."""
-        if self.quantises:
-            raise ConfigError(
-                "decode.deterministic=true with FP8 weights and activations is not supported; set model.activations=dtype, which "
-                "converts weights at load to twice the memory, or use a checkpoint in bfloat16"
-            )
+        """This format with sums in one order, if batchspec's kernels compute its products."""
         return replace(self, ordered=True)
 
     @property
@@ -90,7 +85,8 @@ class Fp8(SeparateExperts):
     def load(self, weights: Weights, names: Sequence[str], *, bias: bool) -> Product:
         if self.quantises:
             parts = [self._part(weights, name) for name in names]
-            return Fp8Linear(parts, joined_bias(weights, names) if bias else None, self.made_for, weights.dtype)
+            own_bias = joined_bias(weights, names) if bias else None
+            return Fp8Linear(parts, own_bias, self.made_for, weights.dtype, ordered=self.ordered)
         matrix = torch.cat([self.matrix(weights, name) for name in names])
         return (OrderedLinear if self.ordered else Linear)(matrix, joined_bias(weights, names) if bias else None)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from batchspec.kernels.common.e4m3 import E4M3
 from batchspec.kernels.gemm.fp8_linear import fp8_linear, fp8_linear_reference
+from batchspec.kernels.gemm.fp8_tiles import Fp8Tile
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens, quantise_tokens
 from batchspec.kernels.gemm.scaled_mm import library_scales, scaled_mm
 from batchspec.kernels.lora.lora_tokens import LoraTokens
@@ -31,7 +32,7 @@ from batchspec.kernels.moe.units import Routing
 from batchspec.model.blocks.base import Clamp, GroupedSpec
 from batchspec.model.blocks.forward import Product
 from batchspec.model.quant.grouped import ROW_BYTES, PlainExperts, gate_of, tile_of
-from batchspec.tuning.policy import fp8_tile, gathers_rows, has_fast_experts, has_scaled_mm
+from batchspec.tuning.policy import fp8_tile, gathers_rows, has_fast_experts, has_scaled_mm, ordered_fp8_tile
 
 BLOCK = 128
 
@@ -99,14 +100,16 @@ class Fp8Linear(Product):
     x is quantised once for all parts; with calibrated scales once for each different one. In bf16 on Hopper or newer a product is
     the library's or a Triton kernel (`tuning.policy.fp8_tile`); elsewhere it is plain torch.
 
-    dtype  of x
+    dtype    of x
+    ordered  bits do not depend on the number of tokens (decode.deterministic): never the library's product
     """
 
     def __init__(
-        self, parts: Sequence[Fp8Weight], bias: Tensor | None, activations: Activations, dtype: torch.dtype = torch.bfloat16
-    ) -> None:
+        self, parts: Sequence[Fp8Weight], bias: Tensor | None, activations: Activations, dtype: torch.dtype = torch.bfloat16, *,
+        ordered: bool = False,
+    ) -> None:  # fmt: skip
         self._values, self._scales = torch.cat([part.values for part in parts]), torch.cat([part.scale for part in parts])
-        self._bias, self._dtype, self._pieces = bias, dtype, pieces(parts)
+        self._bias, self._dtype, self._pieces, self._ordered = bias, dtype, pieces(parts), ordered
         self._forms = {piece.input_scale: form_of(activations, piece.input_scale) for piece in self._pieces}
         self._fast = has_fast_experts(self._values.device, dtype) and self._values.shape[1] % ROW_BYTES == 0
         self._library = [self._library_scales(piece) for piece in self._pieces]
@@ -114,7 +117,9 @@ class Fp8Linear(Product):
     def _library_scales(self, piece: Piece) -> Tensor | None:
         """The scales of a piece as the library reads them; None if the library cannot multiply it."""
         weight, scales = self._values[piece.rows], self._scales[piece.scales]
-        if not self._fast or self._bias is not None or not has_scaled_mm(weight.device, self._dtype, blocked=scales.dim() == 2):
+        if self._ordered or not self._fast or self._bias is not None:
+            return None
+        if not has_scaled_mm(weight.device, self._dtype, blocked=scales.dim() == 2):
             return None
         return library_scales(scales, *weight.shape)
 
@@ -142,7 +147,10 @@ class Fp8Linear(Product):
         bias = None if self._bias is None else self._bias[piece.rows]
         if not self._fast:
             return fp8_linear_reference(x, weight, scales, bias).to(dtype)
-        tile = fp8_tile(x.num_tokens, weight.shape[0], weight.shape[1], weight.device, library=library is not None)
+        if self._ordered:
+            tile: Fp8Tile | None = ordered_fp8_tile(x.num_tokens)
+        else:
+            tile = fp8_tile(x.num_tokens, weight.shape[0], weight.shape[1], weight.device, library=library is not None)
         if tile is None:
             assert library is not None
             return scaled_mm(x, weight, library, blocked=scales.dim() == 2)

@@ -53,7 +53,8 @@ for _gated, _one, _scale in ((False, False, None), (True, True, None), (False, T
 # (blocked, split, tokens, rows of W, warps, TMA)
 for _blocked, _split, _t, _n, _warps, _tma in (
     (True, True, 64, 64, 4, True), (True, False, 16, 128, 4, True), (False, True, 32, 64, 4, True),
-    (True, False, 128, 64, 4, True), (False, False, 64, 128, 4, False), (True, True, 64, 128, 8, True),
+    (True, False, 128, 64, 4, True), (True, False, 64, 64, 4, True), (False, False, 128, 64, 4, True),
+    (False, False, 64, 64, 4, True), (False, False, 64, 128, 4, False), (True, True, 64, 128, 8, True),
 ):  # fmt: skip
     case(f"fp8_linear_kernel blocked {_blocked}, split {_split}, {_t} tokens x {_n}, {_warps} warps", "fp8_linear", _warps,
          x=f"tensordesc<fp8e4nv[{_t}, 128]>" if _tma else "*fp8e4nv", x_scales=PF32,
