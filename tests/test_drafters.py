@@ -36,9 +36,10 @@ COMPLETE = {"window": {"window": 9}}
 
 def config_of(name: str, **draft: object) -> RunConfig:
     """A config of noise weights for a drafter that needs no folder."""
+    drafts = {} if name == "none" else {"num_speculative_tokens": 3}
     return RunConfig(
         model=ModelConfig(load_format="dummy"),
-        draft=DraftConfig(**{"name": name, "num_speculative_tokens": 3, **COMPLETE.get(name, {}), **draft}),  # type: ignore[arg-type]
+        draft=DraftConfig(**{"name": name, **drafts, **COMPLETE.get(name, {}), **draft}),  # type: ignore[arg-type]
     )
 
 

@@ -125,9 +125,10 @@ def test_a_prepared_engine_knows_what_its_passes_take_and_changes_no_token(tmp_p
     engine.prepare(
         SamplingMode(), expected=ExpectedRows(prompt_lens=lengths, common_tokens=0, output_tokens=8.0, num_rows=100 * len(asked))
     )
-    assert graphs_of(engine).num_captured > 1, "more than the pass whose replay is timed"
+    prepared = graphs_of(engine).num_captured
+    assert prepared > 1, "more than the pass whose replay is timed"
     assert tokens(list(engine.run(iter(asked)))) == alone(asked)
-    assert graphs_of(engine).num_padded > graphs_of(engine).num_captured > 0
+    assert graphs_of(engine).num_padded > graphs_of(engine).num_captured - prepared, "some passes are replays"
 
 
 class Passes:

@@ -96,6 +96,9 @@ class StandInEngine:
     def unfinished(self) -> list[Snapshot]:
         return []
 
+    def take_ahead(self, count: int) -> None:
+        """Does nothing: no request is prepared for a refill."""
+
     def run(self, requests: Iterator[Request]) -> Generator[Completion]:
         with older_objects_frozen():  # as the real one
             yield from self._run(requests)

@@ -61,22 +61,30 @@ def check_samples(config: RunConfig, columns: ColumnMap, source: Source) -> None
     decode, heat = config.decode, columns.get("temperature")
     if decode.max_new_tokens == 0 or decode.temperature >= LEAST_TEMPERATURE:
         return
-    if heat is not None and any(_exceeds(values, 0) for values in source.column(heat)):
+    if heat is not None and any(_exceeds(values, 0, unknown=True) for values in source.column(heat)):
         return
     why = f"decode.temperature={decode.temperature:g} is greedy, which makes all completions of a row equal"
     if decode.n > 1:
         raise ConfigError(f"decode.n={decode.n}: {why}; choose decode=sampled, or remove decode.n")
     column = columns.get("n")
-    if column is not None and any(_exceeds(values, 1) for values in source.column(column)):
+    if column is not None and any(_exceeds(values, 1, unknown=False) for values in source.column(column)):
         raise InputError(
             f"column {column!r} (n) asks for several completions of a row: {why}; choose decode=sampled, or ignore the column "
             "with input.columns.n=null"
         )
 
 
-def _exceeds(values: pa.Array, limit: float) -> bool:
-    """Whether any number is greater than `limit`."""
-    return values.null_count < len(values) and bool(pc.any(pc.greater(values, limit)).as_py())
+def _exceeds(values: pa.Array, limit: float, *, unknown: bool) -> bool:
+    """Whether any number is greater than `limit`.
+
+    unknown  the answer for values of another type, such as those of a JSONL key that has numbers and texts: each row is judged
+             when it is admitted
+    """
+    if values.null_count == len(values):
+        return False
+    if not (pa.types.is_integer(values.type) or pa.types.is_floating(values.type)):
+        return unknown
+    return bool(pc.any(pc.greater(values, limit)).as_py())
 
 
 def check_keys_of_engine(config: RunConfig, device: str | None) -> None:
