@@ -10,8 +10,8 @@ OF_PYTHON = 1000
 """Up to this many frozen objects (`gc.get_freeze_count()`) are Python's own: 3.12.1 starts with 375, 3.11 and 3.13 with none. A
 program that calls `gc.freeze()` has thousands: an interpreter that has imported nothing already has more than 5,000 objects."""
 RARE = 20_000
-"""New objects after which garbage is collected during a run, where Python's 700 would collect every few rounds. About as many
-belong to the rows that a run holds: nearly none of them is garbage, and reference counts free them."""
+"""Number of new objects after which garbage is collected during a run; with Python's default of 700 (3.12) it would be every few
+rounds. The rows of a run have about as many objects. Almost none of them is garbage, because reference counts free them."""
 _imports_frozen = False
 """Whether `imports_frozen` made the present freeze: then a run of an engine may freeze more, and unfreeze all of it."""
 

@@ -146,7 +146,7 @@ def load_engine(
     shares_prefix  prepare the graphs of rounds whose rows share a prefix of many pages
     defers_text    as for `Engine`
     most_rounds    as for `Engine.prepare`
-    seen           the survey, if one was made: prefill passes that its rows will need are prepared
+    seen           the survey, if one was made: the prefill passes that its rows will most likely need are captured
     """
     config = job.config
     dtype = str(job.dtype).removeprefix("torch.")

@@ -333,13 +333,13 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExpectedRows:
-    """What the survey tells of a job's rows before the first of them enters a slot."""
+    """What the survey predicts of a job's rows before the first of them enters a slot."""
 
     prompt_lens: Ids
-    """int32 [surveyed requests] tokens of the prompts, about in the order in which they enter slots."""
+    """int32 [surveyed requests] tokens of the prompts, approximately in the order in which they will enter slots."""
     common_tokens: int
-    """Number of tokens with which all surveyed prompts begin."""
+    """Number of tokens of the longest prefix that the first surveyed prompts share."""
     output_tokens: float
-    """Mean predicted length of an output."""
+    """Mean predicted number of tokens of an output."""
     num_rows: int
     """Number of requests of the job."""

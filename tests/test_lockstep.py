@@ -285,11 +285,11 @@ def test_no_wrong_row_leaves_after_ranks_came_to_differ(harm: Callable[[Engine],
         assert expected_ids(one) == plain_tokens(whole_of(SPEC, Loud), request(one.row_index, [one.row_index, 3], cap=30))
 
 
-@pytest.mark.parametrize(("times", "said"), [(0, "step 3 came where step 2 was due"), (2, "step 2 came where step 3 was due")])
-def test_a_rank_that_leaves_out_a_step_or_repeats_one_says_so(
+@pytest.mark.parametrize(("times", "said"), [(0, "step 3 instead of step 2"), (2, "step 2 instead of step 3")])
+def test_a_rank_that_misses_a_step_or_gets_one_twice_raises(
     times: int, said: str, handle: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It executes none of the later steps: its exchanges would meet those of other steps."""
+    """It executes no later step: its exchanges would be combined with those of other steps."""
     receive, again = Channel.receive, list[bytes]()
 
     def received(self: Channel) -> bytes:
@@ -307,7 +307,7 @@ def test_a_rank_that_leaves_out_a_step_or_repeats_one_says_so(
             lead.send_step(ScheduledStep(drafter_version=0))
 
     monkeypatch.setattr(Channel, "receive", received)
-    with pytest.raises(DivergedError, match=f"^rank 1: {said}; run the same command again$"):
+    with pytest.raises(DivergedError, match=f"^rank 1 received {said}; run the same command again$"):
         group_run(handle, 2, lead, name="none")
 
 

@@ -1,4 +1,4 @@
-"""A rank whose process does not run is found by its parent, and nothing else is taken for one."""
+"""The parent finds a rank whose process does not run, and reports no other rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchspec.distributed import silent_ranks
-from batchspec.distributed.channel import _ALIVE, Channel, make_memory
+from batchspec.distributed.channel import _LIVENESS, Channel, make_memory
 from batchspec.distributed.silent_ranks import LATER_S, START_S, SilentRanks
 
 
@@ -36,7 +36,7 @@ PHASES = st.tuples(st.sampled_from([0.1, 0.9, 1.0, 600.0]), st.sampled_from([1, 
 def test_a_rank_is_silent_after_the_limit_unless_its_parent_did_not_run_either(
     phases: list[tuple[float, int, bool, bool]], watched: bool, clock: Clock
 ) -> None:
-    """phases: seconds before each look, looks, and which of two ranks show life before each. One second of each pause counts."""
+    """phases: seconds before each call, number of calls, and which of two ranks count before each. A pause counts as one second."""
     looks = [(seconds, lives) for seconds, count, *lives in phases for _ in range(count)]
     handle, limit_s = make_memory(), 3.0 if watched else 0.0
     silent, ranks = SilentRanks(Channel(handle, None, 2), limit_s), [Channel(handle, rank, 2) for rank in range(2)]
@@ -46,7 +46,7 @@ def test_a_rank_is_silent_after_the_limit_unless_its_parent_did_not_run_either(
         clock.now += seconds
         for rank, lives_on in enumerate(map(bool, lives)):
             if lives_on:
-                ranks[rank]._line(rank)[_ALIVE] += 1
+                ranks[rank]._line(rank)[_LIVENESS] += 1
             started[rank] |= lives_on
             waited[rank] = 0.0 if lives_on else waited[rank] + min(seconds, 1.0)
         found = silent.find()
@@ -58,11 +58,11 @@ def test_a_rank_is_silent_after_the_limit_unless_its_parent_did_not_run_either(
                 assert rank not in found
 
 
-def test_a_rank_shows_life_by_itself() -> None:
+def test_a_rank_increments_its_liveness_counter() -> None:
     handle = make_memory()
     rank, parent = Channel(handle, 1, 2), Channel(handle, None, 2)
     os.close(handle)
-    assert parent.signs_of_life(1) == 0
-    rank.show_life()
-    parent.wait(lambda: parent.signs_of_life(1) > 1)
-    assert parent.signs_of_life(0) == 0
+    assert parent.liveness_count(1) == 0
+    rank.start_liveness_thread()
+    parent.wait(lambda: parent.liveness_count(1) > 1)
+    assert parent.liveness_count(0) == 0

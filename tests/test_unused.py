@@ -116,7 +116,7 @@ def test_a_job_that_was_begun_with_a_key_without_effect_goes_on(
         (["packing.expert_correlation=0.5"], "packing.expert_correlation=0.5 applies to experts (MoE)"),
         (["output.reasoning_in_messages=true"], "output.reasoning_in_messages=true needs think tokens"),
         (["draft=none", "draft.num_speculative_tokens=3"], "draft.num_speculative_tokens=3 is not used by draft=none"),
-        (["draft=none", "draft.adaptive=false"], "draft.adaptive=False is not used by draft=none"),
+        (["draft=none", "draft.adaptive=false"], "draft.adaptive=false is not used by draft=none"),
         (["ablation.overlap=true"], "ablation.overlap=true uses a second CUDA stream, and this job runs on the CPU"),
         (
             ["draft=eagle3", "model.load_format=dummy", "ablation.sharded_draft=true"],

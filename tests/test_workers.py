@@ -246,7 +246,7 @@ def test_a_rank_that_does_not_run_at_all_is_killed_and_shows_its_stack(
     """Its own watchdog does not run either. The other rank waits for it, as for a leader that has nothing to decode."""
     monkeypatch.setattr(silent_ranks, "LATER_S", 0.5)
     stop = "import faulthandler; faulthandler.enable(); os.kill(os.getpid(), signal.SIGSTOP); time.sleep(60)"
-    program = f"\n{RANK}\nend.show_life()\nif rank == {stopped}:\n    {stop}\nwait_for_loss()"
+    program = f"\n{RANK}\nend.start_liveness_thread()\nif rank == {stopped}:\n    {stop}\nwait_for_loss()"
     assert supervised(monkeypatch, program, 2, tensor_parallel=2, watchdog_s=1.5) == 75
     said = capsys.readouterr().err
     assert (

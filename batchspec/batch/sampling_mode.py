@@ -38,7 +38,7 @@ class SamplingMode:
     @classmethod
     def union(cls, modes: Iterable[SamplingMode]) -> SamplingMode:
         """The smallest mode that serves all of `modes`."""
-        found = {id(mode): mode for mode in modes}.values()  # most requests have the same object
+        found = {id(mode): mode for mode in modes}.values()  # most requests share one object
         return cls(**{flag.name: any(getattr(mode, flag.name) for mode in found) for flag in fields(cls)})
 
     @property
@@ -49,5 +49,5 @@ class SamplingMode:
 
 @cache
 def _mode(**flags: bool) -> SamplingMode:
-    """The one object with these flags."""
+    """The mode with these flags: always the same object, so that `union` can tell modes apart by identity."""
     return SamplingMode(**flags)

@@ -53,7 +53,7 @@ def fits_layout(layout: KVLayout) -> bool:
 
 def plan_flash(batch: FlatBatch, kv: LayerKV, *, num_heads: int, window: int | None) -> FlashPlan | VarlenPlan:
     """The plan of one prefill pass for all layers with this window. `fits_flash` must be true for the batch."""
-    # In this order: the import takes a second or two. A dry run can leave out torch's attention, not FlashInfer's.
+    # FlashInfer comes last: its import takes a second or two. A dry run can skip torch's attention, but not FlashInfer's.
     if batch.host is None or max(batch.host.kv_len) <= SHORT or is_dry() or flashinfer() is None:
         return VarlenPlan(batch, kv, window=window)
     return FlashPlan(batch, kv, num_heads=num_heads, window=window)

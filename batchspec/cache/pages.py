@@ -189,8 +189,10 @@ class PagePool:
             self._refs[page] += 1
 
     def cache_prefix(self, pages: Iterable[int], hashes: Iterable[bytes]) -> None:
-        """Let `find` return these pages, as many as there are hashes. Their content is (or, in stream order, will be) what the
-        hashes say."""
+        """Let `find` return a page for each hash. The content of the pages is (or, in stream order, will be) what was hashed.
+
+        A page whose content another page has already, and pages after the last hash, are left out.
+        """
         page_of, hash_of = self._page_of, self._hash_of
         for page, page_hash in zip(pages, hashes, strict=False):
             if page_hash not in page_of:

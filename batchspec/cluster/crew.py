@@ -62,7 +62,7 @@ class Crew:
         self._num, self._out, self._ranks = len(devices), OutputFolder(config.output.dir).path, config.cluster.tensor_parallel
         self._watchdog_s = limit_s(config.cluster.watchdog_s, gpu=devices[0] is not None)
         self._silent: dict[int, SilentRanks] = {}
-        """Of each group, by the number of its worker."""
+        """One for each group of ranks, by worker number."""
         self._said: set[str] = set()
         self._lock = threading.Lock()
         self.asked: int | None = None
@@ -162,8 +162,8 @@ class Crew:
                 notice(f"{worker.name()} {ending(worker.code)}{'; its group ends' * first}{others}")
 
     def end_groups(self) -> None:
-        """Kill a process of a group that does not run at all, and its remaining processes some time after one of them ended: they
-        wait for it, or hang."""
+        """Kill ranks whose processes do not run at all (`SilentRanks`). Some time after a rank has ended, kill the other ranks of
+        its group: they wait for it, or hang."""
         now, silent = time.monotonic(), {number: ranks.find() for number, ranks in self._silent.items()}
         for worker in self.live():
             if worker.abort_at is not None:
@@ -177,7 +177,7 @@ class Crew:
                 self._abort(worker, "does not end")
 
     def _abort(self, worker: Worker, why: str) -> None:
-        """Let it print its stacks; `end_groups` kills it soon after."""
+        """Make the worker print its stacks; `end_groups` kills it STACKS_S seconds later."""
         assert worker.group is not None
         own, leader = worker.group.progress(worker.rank), worker.group.progress(0)
         notice(
@@ -185,7 +185,7 @@ class Crew:
             f"{own.results % (1 << 32)} results; killed"
         )
         worker.abort_at = time.monotonic()
-        for number in (signal.SIGABRT, signal.SIGCONT):  # a stopped process takes no signal before it goes on
+        for number in (signal.SIGABRT, signal.SIGCONT):  # a stopped process handles SIGABRT only after SIGCONT
             worker.process.send_signal(number)
 
     def _mates(self, worker: Worker) -> list[Worker]:

@@ -45,7 +45,7 @@ def main() -> int:
     follows = bool(seat) and seat[0] != "0"
     if seat:
         faulthandler.enable()  # SIGABRT prints the stacks
-        Channel.of(Seat.of(seat)).show_life()
+        Channel.of(Seat.of(seat)).start_liveness_thread()
     if follows:  # the leader ends when it is asked to, and then ends its group
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)

@@ -7,9 +7,9 @@ of the engine's thread in microseconds, in the fastest of several turns:
     round_us = schedule_round_us + launch_round_us + process_round_us                per round, however many rows end in it
     row_us   = take_row_us + schedule_row_us + launch_row_us + process_row_us + finish_row_us
 
-The latter is per row: its share of a refill, and its end. Requests are taken from their stream after each result, as in a job.
-`refill_us` is the time of a refill from the choice of its rows to its launch: the device waits if that takes longer than the
-rounds in flight.
+`row_us` is per row: its share of a refill, and its end. Requests are taken from their stream after each result, as in a job.
+`refill_us` is the time per refill, from the choice of its rows to its launch. If it is longer than the rounds in flight take on
+the device, the device waits.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ less often per row than a job would.
 For an engine only the part of a row's cost on the thread that launches its rounds matters. `engine_thread_us` is the CPU time of
 that thread per row, without start-up and the stand-in's own: `feed_us` of it in the stream of requests, `round_us` in reports
 after each round, `finish_us` for finished rows and shards. `other_threads_us` is the CPU time of the process's other threads,
-which can hold Python's global lock; `workers_us` that of processes that ended meanwhile. `pause_max_us` is the longest piece of
-that thread's work in one call, and all but a thousandth of them take at most `pause_999_us`: a pause longer than the launched
-rounds leaves the GPU idle. With `--rows-s N` the stand-in ends at most N rows a second. If the workers admit more, rows are
-admitted ahead, as in a job.
+which can hold Python's global lock; `workers_us` that of processes that ended meanwhile. A pause is one call
+into the job's work on that thread, during which it launches nothing: `pause_999_us` is their 99.9th percentile, `pause_max_us`
+the longest. A pause longer than the launched rounds leaves the GPU idle. With `--rows-s N` the stand-in finishes at most N rows a
+second; if the workers admit more, they admit rows ahead, as in a job.
 
 `--tokenizer FOLDER` uses a model's tokenizer and chat template in place of the stand-in, and rows leave the engine without their
 text, as from the real one; `--tokens 140` makes rows as short as GSM8K's; `input.num_workers` is `--workers`, and
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("dir", metavar="DIR", type=Path, help="made anew: input, model/ and the job's output")
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--workers", type=int, default=0, help="input.num_workers")
-    parser.add_argument("--rows-s", type=float, default=0.0, help="maximum number of rows that end in a second; 0: no limit")
+    parser.add_argument("--rows-s", type=float, default=0.0, help="maximum number of rows that finish in a second; 0: no limit")
     parser.add_argument("--shard-rows", type=int, default=SHARD_ROWS, help="output.shard_rows")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a prompt, and of an output")
     parser.add_argument("--tokenizer", type=Path, help="a model's folder: use its tokenizer and chat template")

@@ -64,12 +64,12 @@ class StandInTokenizer:
 class StandInEngine:
     """Ends every row at once, in the order in which slots would: a row ends when SLOTS later rows have begun.
 
-    rows_s     maximum number of rows that end in a second; 0: no limit
+    rows_s     maximum number of rows that finish in a second; 0: no limit
     tokenizer  of the job, which decodes the texts; None: texts are known
     made_at  CPU time of this thread, and of the process, when the start-up was over
     own_s, feed_s, round_s  CPU time of this thread in the stand-in itself, in the stream of requests, and after rounds
-    pauses_s  CPU time of each piece of the job's work during which this thread could launch nothing: a request that was taken,
-              what follows a round, a finished row
+    pauses_s  CPU time of each call into the job's work, during which this thread could launch nothing: to take a request, after
+              a round, or with a finished row
     """
 
     def __init__(self, texts: Sequence[str], num_tokens: int, tokenizer: Tokenizer | None = None, rows_s: float = 0.0) -> None:
@@ -97,10 +97,10 @@ class StandInEngine:
         return []
 
     def take_ahead(self, count: int) -> None:
-        """Does nothing: no request is prepared for a refill."""
+        """Do nothing: the stand-in has no refills to prepare."""
 
     def run(self, requests: Iterator[Request]) -> Generator[Completion]:
-        with older_objects_frozen():  # as the real one
+        with older_objects_frozen():  # as the real engine does
             yield from self._run(requests)
 
     def _run(self, requests: Iterator[Request]) -> Generator[Completion]:
@@ -148,7 +148,7 @@ class StandInEngine:
     def _wait(self) -> None:
         """Wait until the next row may end."""
         now = time.monotonic()
-        self._next_at = max(self._next_at, now - 256 * self._row_s) + self._row_s  # what a slow call took is made up for
+        self._next_at = max(self._next_at, now - 256 * self._row_s) + self._row_s  # after a slow call, at most 256 rows catch up
         if self._next_at > now:
             time.sleep(self._next_at - now)
 

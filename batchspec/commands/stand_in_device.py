@@ -86,7 +86,7 @@ class StandInEngine(Engine):
     """An engine without forward passes.
 
     watch  `schedule`, `launch` and `process`, each of `round`, `refill` (prefill passes and the rows that enter) and other steps;
-           `take`: requests that are taken ahead; `finish`: completions; `caller`: what was done with them; `stand-in`: what a
+           `take`: taking requests ahead of a refill; `finish`: completions; `caller`: what was done with them; `stand-in`: what a
            device would do
     """
 

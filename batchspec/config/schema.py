@@ -105,8 +105,8 @@ class DecodeConfig:
     seed: int = 0
     """Seed of the job, from which each row's sampling noise is derived."""
     n: int = 1
-    """Number of completions per input row. More than 1 needs a temperature above 0, of the job or of rows: greedy completions of
-    a row are equal."""
+    """Number of completions per input row. More than 1 needs a temperature above 0, from decode.temperature or from a column
+    temperature, because all greedy completions of a row are equal."""
     stop: list[str] = field(default_factory=list)
     """Strings that end a completion, and are not part of its text. They are searched for in the answer: not in reasoning, and not
     in tool calls that gpt-oss makes in its commentary channel, whose arguments would be cut in two."""

@@ -89,7 +89,7 @@ def _plain(value: Any) -> Any:
 
 
 def _refuse_wide_decimals(data: Any) -> None:
-    """polars crashes on Arrow's decimal256, whatever its number of digits."""
+    """Raises InputError for a column with Arrow's decimal256, on which polars crashes, whatever its precision."""
     if not isinstance(data, pa.Table | pa.RecordBatch):
         return
     for field in data.schema:

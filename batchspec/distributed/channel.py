@@ -1,8 +1,8 @@
 """Shared memory of a group's processes: the leader's messages to the other ranks, and what each rank reports about itself.
 
 The leader (rank 0) writes a stream of frames into a ring buffer; every follower reads all of them. Each rank has a line of words
-that only it writes: how far it has read, a sign that its process runs, and digests of its newest results. This module does not
-import torch: the parent of the ranks creates the memory, and marks it when a rank has died.
+that only it writes: how far it has read, a counter that shows that its process runs, and digests of its newest results. This
+module does not import torch: the parent of the ranks creates the memory, and marks it when a rank has died.
 
 A frame is a length, a checksum and at most FRAME bytes; a message is as many frames as it needs. The checksum is compared because
 a processor may show the new position of the ring before the bytes (x86 does not).
@@ -35,12 +35,12 @@ _HEADER = struct.Struct("<IIQ")
 """Header of a frame: checksum of the rest, bytes in the frame, bytes of the message that follow in later frames."""
 _LINE = 2 * KEPT + 8
 _WRITTEN, _LOST = 0, 1
-_READ, _RESULTS, _MESSAGES, _ALIVE = 0, 1, 2, 3
+_READ, _RESULTS, _MESSAGES, _LIVENESS = 0, 1, 2, 3
 _WORDS = 8 + MAX_RANKS * _LINE
 SPINS = 200
 LONGEST_SLEEP_S = 1e-3
-ALIVE_S = 0.5
-"""Seconds between two signs that a rank's process runs."""
+LIVENESS_S = 0.5
+"""Seconds between two increments of a rank's liveness counter."""
 
 
 def make_memory() -> int:
@@ -51,13 +51,13 @@ def make_memory() -> int:
 
 
 def make_meeting() -> int:
-    """File descriptor of an empty file by which a group's ranks find each other, as `make_memory`: no name of it is left behind
-    if all processes are killed."""
+    """File descriptor of an empty file in memory, the rendezvous of a group's ranks. If all processes are killed, nothing of it
+    is left on disk."""
     return os.memfd_create("batchspec meeting", 0)
 
 
 def path_of(handle: int) -> Path:
-    """The path of such a file, in each process that has inherited the descriptor."""
+    """Path of a file in memory, valid in each process that has inherited its descriptor."""
     return Path(f"/proc/self/fd/{handle}")
 
 
@@ -84,7 +84,7 @@ class Channel:
 
     @classmethod
     def of(cls, seat: Seat) -> Channel:
-        """The end of a process of a group."""
+        """The channel as the process in this seat uses it."""
         return cls(seat.handle, seat.rank, seat.ranks)
 
     def send(self, message: bytes) -> None:
@@ -153,19 +153,19 @@ class Channel:
         line = self._line(rank)
         return Progress(int(line[_MESSAGES]), int(line[_RESULTS]))
 
-    def show_life(self) -> None:
-        """From now on a thread of its own shows that this rank's process runs (`SilentRanks`), until the process ends."""
-        threading.Thread(target=self._show_life, daemon=True, name="alive").start()
+    def start_liveness_thread(self) -> None:
+        """Start a thread that increments this rank's liveness counter until the process ends. `SilentRanks` reads it."""
+        threading.Thread(target=self._count_liveness, daemon=True, name="liveness").start()
 
-    def _show_life(self) -> None:
+    def _count_liveness(self) -> None:
         line = self._line(self.rank)
         while True:
-            line[_ALIVE] += 1
-            time.sleep(ALIVE_S)
+            line[_LIVENESS] += 1
+            time.sleep(LIVENESS_S)
 
-    def signs_of_life(self, rank: int) -> int:
-        """How often the rank has shown that its process runs; 0 while it starts."""
-        return int(self._line(rank)[_ALIVE])
+    def liveness_count(self, rank: int) -> int:
+        """The rank's liveness counter; 0 while its process starts."""
+        return int(self._line(rank)[_LIVENESS])
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Wait until `ready()`: at first without sleeping, then in sleeps of at most a millisecond. Raises RankLost."""

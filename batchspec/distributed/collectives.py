@@ -102,7 +102,7 @@ class GlooCollectives(Collectives):
 
     def __init__(self, rank: int, ranks: int, meeting: Path, *, limit_s: float) -> None:
         """
-        meeting  file on a local disk, or in memory, by which the ranks find each other; one for each group
+        meeting  rendezvous file of the group, on a local disk or in memory
         limit_s  seconds that an exchange may take
         """
         super().__init__(rank, ranks)

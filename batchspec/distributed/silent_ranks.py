@@ -1,45 +1,45 @@
-"""Finds the ranks of a group whose processes do not run at all. The parent of the ranks calls it.
+"""Finds the ranks of a group whose processes do not run at all, for the parent of the ranks.
 
-Such a process was stopped by a signal, or a call lets none of its threads run. It cannot end itself, and if it is the leader, the
-other ranks just wait for its next message. A rank of which only the main thread hangs is ended by its own watchdog.
+A signal has stopped such a process, or a call lets none of its threads run. It cannot end itself, and if it is the leader, the
+other ranks just wait for its next message. If only the main thread of a rank hangs, the rank's own watchdog ends it.
 """
 
 from __future__ import annotations
 
 import time
 
-from batchspec.distributed.channel import ALIVE_S, Channel
+from batchspec.distributed.channel import LIVENESS_S, Channel
 
 LATER_S = 5.0
-"""Seconds that the ranks' own watchdogs have to end first: they save the work."""
+"""Seconds that the parent waits after the watchdog's limit: a rank's own watchdog goes first, because it saves the work."""
 START_S = 600.0
-"""Seconds that a process has to start, at least: until it has imported what its first sign of life needs."""
+"""Minimum limit in seconds for a process that is starting: its liveness thread runs only after the imports."""
 
 
 class SilentRanks:
-    """The ranks of one group, as their parent sees them."""
+    """Watches the liveness counters of one group's ranks."""
 
     def __init__(self, channel: Channel, watchdog_s: float) -> None:
-        """watchdog_s: the limit of the ranks' watchdogs; 0: nothing is ever found"""
+        """watchdog_s: limit of the ranks' watchdogs in seconds; 0: `find` finds nothing"""
         self._channel, self._watchdog_s = channel, watchdog_s
-        self._signs, self._silent_s = [0] * channel.ranks, [0.0] * channel.ranks
+        self._counts, self._silent_s = [0] * channel.ranks, [0.0] * channel.ranks
         self._looked_at = time.monotonic()
 
     def find(self) -> list[int]:
-        """The ranks that have shown no life for a little longer than their watchdogs wait.
+        """The ranks whose liveness counter has not changed for LATER_S longer than the limit of their watchdogs.
 
-        Call it several times a second. Of a longer pause between two calls one second counts, because whatever stopped the caller
-        may have stopped the ranks, too.
+        Call it several times a second. A longer pause between two calls counts as one second, because whatever stopped the caller
+        may have stopped the ranks too.
         """
         now = time.monotonic()
-        passed_s, self._looked_at = min(now - self._looked_at, 2 * ALIVE_S), now
+        passed_s, self._looked_at = min(now - self._looked_at, 2 * LIVENESS_S), now
         if not self._watchdog_s:
             return []
         for rank in range(self._channel.ranks):
-            signs = self._channel.signs_of_life(rank)
-            self._silent_s[rank] = self._silent_s[rank] + passed_s if signs == self._signs[rank] else 0.0
-            self._signs[rank] = signs
+            count = self._channel.liveness_count(rank)
+            self._silent_s[rank] = self._silent_s[rank] + passed_s if count == self._counts[rank] else 0.0
+            self._counts[rank] = count
         return [rank for rank, silent_s in enumerate(self._silent_s) if silent_s >= self._limit_s(rank)]
 
     def _limit_s(self, rank: int) -> float:
-        return (self._watchdog_s if self._signs[rank] else max(self._watchdog_s, START_S)) + LATER_S
+        return (self._watchdog_s if self._counts[rank] else max(self._watchdog_s, START_S)) + LATER_S

@@ -159,9 +159,9 @@ class EngineRun:
     def end(self, state: RequestState, finish: int, now: float) -> None:
         """Take a request that has ended out of its slot; it is checked next. Arguments as of `process`.
 
-        If its logits were not finite, later rows share none of the pages of its prompt. This includes pages that other rows
-        prefilled and read without failing: it cannot be decided whether such a page is the cause, because an infinite key makes
-        the result of some queries NaN and has no effect on others.
+        If it ended with an error, later rows share no page of its prompt, because an infinite key in one of them may be the cause.
+        Pages that other rows prefilled or read without an error are no exception: an infinite key makes the result of some
+        queries NaN and has no effect on others.
         """
         slot = state.slot
         if self._scores is not None:

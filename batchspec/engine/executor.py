@@ -35,7 +35,7 @@ from batchspec.records import ExpectedRows, PackedBatch
 from batchspec.token_automaton import TokenSymbols
 
 NUM_PROBES = 3
-"""Launches that tell whether a machine has compiled the kernels of a model: the largest and a short prefill pass, and a round."""
+"""Number of launches that `compile_ahead` tries first. If Triton's cache on disk has all their kernels, it tries no others."""
 
 
 class Executor:
@@ -101,8 +101,8 @@ class Executor:
         self._prefill = PrefillRunner(self.round, self.rows, overlap=overlap, graphs=self.prefill_graphs)
         self._pending: deque[PendingResult] = deque()
         self.num_left_at_refill: int | None = None
-        """Number of earlier rounds and passes that the device had not done when the newest refill had been launched: 0 if the
-        device may have waited for the host. None: rounds are not captured, and may be done when their launch returns."""
+        """Number of earlier rounds and passes that the device had not finished once the newest refill was launched; at 0 the device
+        may have waited for the host. None: rounds are not CUDA graphs, so a launch may return only after its work is done."""
         self.can_overlap = self._prefill.can_overlap
 
     def execute(self, step: ScheduledStep) -> None:
@@ -175,13 +175,14 @@ class Executor:
         return cost if self.prefill_graphs is None else self.prefill_graphs.learn(cost, mode, longest=_longest(self.batch))
 
     def prepare_passes(self, expected: ExpectedRows, mode: SamplingMode, *, round_s: float) -> int:
-        """As `PrefillGraphs.prepare`; 0 if no pass is a graph. Only after `rehearse`; no row may be live."""
+        """As `PrefillGraphs.prepare`; 0 if prefill passes are not CUDA graphs. Only after `rehearse`; no row may be live."""
         return 0 if self.prefill_graphs is None else self.prefill_graphs.prepare(expected, mode, round_s=round_s)
 
     def compile_ahead(self, mode: SamplingMode, shapes: Sequence[Shape]) -> bool:
-        """Compile the kernels of `rehearse` and of these rounds, several at a time; nothing is computed.
+        """Compile the kernels of `rehearse` and of these rounds, several at a time; no kernel is launched.
 
-        Returns False if they are in Triton's cache on disk already, by the first few of them, or if rounds are not CUDA graphs.
+        Returns whether any was compiled: none is if rounds are not CUDA graphs, or if the first NUM_PROBES launches find their
+        kernels in Triton's cache on disk.
         """
         if not self.graphs.captures:
             return False
@@ -189,7 +190,10 @@ class Executor:
         return compile_ahead(self.launches(mode, shapes), self.rows.live.device, num_probes=NUM_PROBES)
 
     def launches(self, mode: SamplingMode, shapes: Sequence[Shape]) -> list[Callable[[], object]]:
-        """What launches each pass of `rehearse`, and each of these rounds. The first NUM_PROBES are of each kind."""
+        """Functions that launch each pass of `rehearse`, and each of these rounds kernel by kernel.
+
+        The first NUM_PROBES are the largest and a short pass, and a round if there are any.
+        """
         num_slots, options = self.batch.num_slots, self.round.options
         passes = rehearsal(num_slots, max_tokens=self.batch.prefill_tokens, longest=_longest(self.batch))
         prefills = [partial(prefill_chunk, self.round, self.rows, segments, mode) for segments in reversed(passes)]
@@ -238,5 +242,5 @@ class Executor:
 
 
 def _longest(batch: PackedBatch) -> int:
-    """Tokens of the longest row of a prefill pass."""
+    """Maximum number of tokens of a row in a prefill pass."""
     return min(batch.longest_prompt or batch.max_len, batch.max_len - 1)

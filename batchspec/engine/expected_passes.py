@@ -1,4 +1,4 @@
-"""Tells, before a job's first row enters a slot, which shapes its prefill passes will most likely have.
+"""Estimates, before a job's first row enters a slot, which shapes its prefill passes will most likely have.
 
 A refill comes once idle slots have cost as much as its fixed time F (`SlotAllocator._worth_a_prefill`). If rows take n rounds of
 t seconds each in S slots, S / n rows end in a round, and m rounds after a refill the idle slots have cost t m^2 / 2n seconds of a
@@ -6,9 +6,9 @@ full batch. So a refill has
 
     S / n * m = S sqrt(2 F / (n t))
 
-rows. Acceptance, and with it n, is not known before the run, nor is the gap that the host leaves on the device, which is part of
-F. Therefore refills of several sizes about this estimate are cut from the surveyed prompts, and the shapes of their passes are
-counted.
+rows. n depends on acceptance, which is not known before the run; nor is the time that the device waits for the host, which is part
+of F. Therefore `expected_uses` cuts refills of several sizes around this estimate from the surveyed prompts, and counts the
+shapes of their passes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from batchspec.engine.prefill_shapes import PassShape, PassShapes
 from batchspec.records import ExpectedRows
 
 SIZES = (0.6, 0.8, 1.0, 1.25)
-"""Rows of the refills that are considered, relative to the estimate; each is taken to be as likely as the others."""
+"""Numbers of rows of the considered refills, relative to the estimate. All are taken to be equally likely."""
 SAMPLED = 200
-"""Maximum number of refills of each size whose shape is computed."""
+"""Maximum number of refills of each size whose shapes are computed."""
 
 
 def rows_of_a_refill(num_slots: int, *, fixed_s: float, round_s: float, rounds: float) -> float:
@@ -43,12 +43,13 @@ def expected_uses(
     rows: ExpectedRows, shapes: PassShapes, mode: SamplingMode, cost: PrefillCost, *,
     num_slots: int, draft_len: int, round_s: float, page_size: int, lookahead: int,
 ) -> dict[PassShape, float]:  # fmt: skip
-    """Shapes with different numbers of tokens that hold all padded passes which the job will most likely have, and how many of
-    them each holds; the most frequent first.
+    """Shapes for the padded passes that the job will most likely have, one for each number of tokens, with the expected number of
+    passes of each; the most frequent first.
 
-    cost       with the time of a replay
-    draft_len  K: a round is taken to accept half of its drafts
-    lookahead  number of tokens after a page that its K/V depend on too, as of `prefix_hashes`
+    cost       in seconds, with the time of a replay
+    draft_len  K; a round is assumed to accept half of its drafts
+    round_s    seconds of a round over all slots
+    lookahead  number of tokens after a page on which its K/V also depend, as for `prefix_hashes`
     """
     assert cost.replay is not None
     rounds = max(1.0, rows.output_tokens / (1 + draft_len / 2))

@@ -72,7 +72,7 @@ class Graphs:
                 self._capture(shape)
 
     def launches(self, shapes: Iterable[Shape]) -> list[Callable[[], object]]:
-        """What launches each of these rounds kernel by kernel, in the order of `prepare`."""
+        """Functions that launch each of these rounds kernel by kernel, in the order of `prepare`."""
         return [partial(self._run, shape) for shape in largest_first(shapes)]
 
     def seconds(self, shape: Shape, repeats: int = 5) -> float:

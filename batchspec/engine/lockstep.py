@@ -77,7 +77,7 @@ class Lead:
         self._channel.send(encode(message))
 
     def send_step(self, step: ScheduledStep) -> None:
-        """As `send`."""
+        """Send the step with the next number. Raises RankLost."""
         self._num_steps += 1
         self.send(Step(step, self._num_steps))
         self._scheduled += step.num_reads
@@ -159,7 +159,7 @@ def follow(
 ) -> None:  # fmt: skip
     """Execute what the leader sends until it ends the run.
 
-    Raises RankLost, and DivergedError for a step that is not the one after the step before: this rank has left one out.
+    Raises RankLost; DivergedError if a step does not have the next number, because this rank has missed a step or got one twice.
 
     teacher_pass, new_weights  execute these messages; None: the leader never sends them
     """
@@ -175,7 +175,7 @@ def follow(
                 num_steps += 1
                 if number != num_steps:
                     raise DivergedError(
-                        f"rank {channel.rank}: step {number} came where step {num_steps} was due; run the same command again"
+                        f"rank {channel.rank} received step {number} instead of step {num_steps}; run the same command again"
                     )
                 assert step.drafter_version == drafter_version, "the leader drafts with other weights"
                 with engine.executor.stream_of_rounds():

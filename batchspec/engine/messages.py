@@ -70,7 +70,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
     step: ScheduledStep
     number: int
-    """1 for the first step of a run: a rank refuses any but the next one."""
+    """1 for the first step of a run, one more for each later step. A rank executes only the step with the next number."""
 
 
 class TeacherPass(msgspec.Struct, frozen=True, tag=True):

@@ -34,7 +34,7 @@ class PassShape:
 
     @staticmethod
     def exact(segments: Sequence[Segment], mode: SamplingMode) -> PassShape:
-        """The numbers of a pass without padding."""
+        """The exact numbers of a pass, without padding."""
         lengths, ends = [s.end - s.begin for s in segments], [s.end for s in segments]
         return PassShape(sum(lengths), len(lengths), max(lengths), max(ends), sum(ends), mode)
 
@@ -51,7 +51,7 @@ class PassShape:
         )
 
     def with_bounds_of(self, other: PassShape) -> PassShape:
-        """This shape, with other bounds where those of `other`, which has as many tokens and the same mode, are larger."""
+        """The shape with the larger of each bound. `other` must have the same number of tokens and the same mode."""
         assert (self.num_tokens, self.mode) == (other.num_tokens, other.mode)
         return PassShape(
             self.num_tokens,

@@ -95,8 +95,10 @@ class SlotTable:
         return state
 
     def place(self, states: Sequence[RequestState], slots: Sequence[int], order: int) -> None:
-        """Put requests, which have their pages, into free slots. order: number of the first of these refills; the others count
-        on from it."""
+        """Put requests, which have their pages, into free slots.
+
+        order  what the first request gets as its place in the order of refills; each later one gets the next number
+        """
         assert (self.owner[slots] == FREE).all(), slots
         self.owner[slots] = np.arange(order, order + len(states))
         for number, (state, slot) in enumerate(zip(states, slots, strict=True), order):

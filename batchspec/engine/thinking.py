@@ -47,19 +47,19 @@ class ThinkingBudget:
     """Follows a growing list of output tokens and tells when the tokens that close a thought must come."""
 
     def __init__(self, thinking: Thinking, stop_ids: Collection[int], limit: int) -> None:
-        """limit: the row ends after this many output tokens."""
+        """limit: maximum number of output tokens of the row."""
         self._budget, self._closing, self._stop_ids, self._limit = thinking.budget, thinking.closing, stop_ids, limit
         self._tracker = tracker_of(thinking)
         self._num_read = self._num_used = 0
         self._is_cut = False
-        """Whether the row ended within the closing tokens."""
+        """Whether the row ended before the last closing token."""
         self.closings: list[range] = []
-        """Places of the closing tokens of each thought that used up the budget, whether they were forced or drawn. Tokens after
-        the end of the row are left out."""
+        """Positions of the closing tokens of each thought that used up the budget, whether they were forced or drawn. Tokens
+        after the end of the row are left out."""
 
     def forced(self, tokens: Sequence[int]) -> tuple[int, tuple[int, ...]] | None:
-        """The number of tokens to keep, and the tokens that must follow them, up to the end of the row; None while the budget is
-        not used up, and if these tokens are there.
+        """The number of tokens to keep, and the tokens that must follow them, up to the end of the row. None while the budget is
+        not used up, or if these tokens follow already.
 
         `tokens` must begin with the kept tokens of the last call.
         """
@@ -81,7 +81,7 @@ class ThinkingBudget:
                 self._push(tokens[self._num_read])
 
     def _closing_here(self) -> tuple[int, ...]:
-        """The closing tokens that the row has if they begin after the tokens read so far: it may end at a stop id among them."""
+        """The closing tokens after those read so far, up to the row's limit or to a stop id among them."""
         closing = self._closing[: max(0, self._limit - self._num_read)]
         ends = (place + 1 for place, token in enumerate(closing) if token in self._stop_ids)
         return closing[: next(ends, len(closing))]
@@ -97,7 +97,7 @@ class ThinkingBudget:
 
 
 def num_closing_tokens(request: Request, tokens: Sequence[int]) -> int:
-    """Number of closing tokens in the whole output of a row, for each thought that used up its budget."""
+    """Number of closing tokens in `tokens`, the whole output of the row. Only thoughts that used up the budget have any."""
     if request.thinking is None:
         return 0
     budget = ThinkingBudget(request.thinking, request.stop_ids, len(tokens))

@@ -36,13 +36,13 @@ class WaitingRequests:
         return queue[passed] if len(queue) > passed else None
 
     def take_ahead(self, count: int, most: int) -> None:
-        """Take up to `count` requests from the stream before they are asked for, as long as fewer than `most` wait."""
+        """Take up to `count` requests from the stream before they can enter slots, while fewer than `most` wait."""
         for _ in range(min(count, most - len(self._queue))):
             if self.peek(len(self._queue)) is None:  # there is none at present
                 break
 
     def __iter__(self) -> Iterator[RequestState]:
-        """The requests that were taken from the stream, in their order."""
+        """The requests that were taken from the stream and wait, in their order."""
         return iter(self._queue)
 
     def first(self, passed: int, most: int, may_enter: Callable[[RequestState], bool]) -> int | None:

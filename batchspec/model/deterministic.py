@@ -42,13 +42,13 @@ def in_one_order(spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, h
 
 
 def _check_rows(spec: ModelSpec, asked: str) -> None:
-    """Raises ConfigError for FP8 products whose rows the kernels cannot read: plain torch would compute them."""
+    """Raises ConfigError for FP8 products whose rows no kernel of batchspec reads: torch would compute them."""
     for prefix, gemm in spec.gemms(1):
         part = gemm.product.parts[0]
         if part.k % ROW_BYTES and spec.formats.quantises_input_of(prefix + part.name):
             raise ConfigError(
-                f"{asked}: FP8 rows of {part.k} numbers ({prefix}{part.name}) are computed by the library, in no fixed order; "
-                "set model.activations=dtype, which converts weights at load to twice the memory"
+                f"{asked}: FP8 rows of {part.k} numbers ({prefix}{part.name}) are not a multiple of {ROW_BYTES}, so torch computes them, in "
+                "no fixed order; set model.activations=dtype, which converts weights at load to twice the memory"
             )
 
 

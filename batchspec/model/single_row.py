@@ -21,7 +21,7 @@ def forward_row(target: Target, ids: list[int], *, fp8: bool, kv_only: bool = Fa
     adapter  number of the row's LoRA adapter
     """
     spec, device, count = target.spec, target.device, len(ids)
-    page_size = max(16, 1 << (count - 1).bit_length())  # few sizes: a kernel is compiled for each
+    page_size = max(16, 1 << (count - 1).bit_length())  # a power of two: each page size compiles kernels anew
     layout = replace(spec.kv_layout(target.dtype, page_size), fp8=fp8)
     scales = target.kv_scales if fp8 else None
     groups = KVGroups.single(spec.num_layers)

@@ -133,8 +133,8 @@ class Admission:
         self.predictor.observe(completion)
 
     def predicted(self, request: Request) -> Request:
-        """The request with its predicted output length: about the present prediction, or max_new_tokens if nothing can end it
-        early. A prediction that has changed by a sixteenth or less stays: a new request takes some microseconds."""
+        """The request with its predicted output length: the present prediction, or max_new_tokens if nothing can end it early. An
+        earlier prediction is kept if it differs by at most a sixteenth, because a new request takes some microseconds."""
         if not request.may_end_early:
             return request
         predicted, before = self.predictor.predict(request.max_new_tokens), request.predicted_tokens

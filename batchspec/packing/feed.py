@@ -27,7 +27,7 @@ admit, and it does not begin earlier, because other runs may still claim the nex
 
 
 def window_shards(slots: int, shard_rows: int) -> int:
-    """Number of shards of a window."""
+    """Number of shards whose requests are ordered together."""
     return max(WINDOW_SHARDS, -(-WINDOW_SLOTS * slots // shard_rows))
 
 
@@ -73,7 +73,7 @@ class _Window:
 
     @property
     def num_ready(self) -> int:
-        """Number of requests of a whole window; 0 while rows are missing."""
+        """Number of requests of the window, once all its rows are admitted; 0 before."""
         return len(self._requests) if self._whole else 0
 
     def admit_all(self) -> list[Request]:
@@ -143,7 +143,7 @@ class Feed:
         self._handed_out, self._filled_at = 0, 0.0
         self._compiling, self._busy, self._on_refused = compiling, busy or self._has_unfinished, refused
         self._num_unfinished = 0
-        """With `compiling`: requests that were handed out and not added."""
+        """Number of requests that were handed out and have not finished. Only counted with `compiling`."""
         self.num_ready = 0
         """Number of admitted requests that can be handed out without waiting."""
 

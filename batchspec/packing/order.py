@@ -16,9 +16,9 @@ def order_requests(window: Sequence[Request], page_size: int = PAGE_SIZE) -> lis
     longest member; equal outputs keep the order of the input (row, then sample). Because long rows begin first, only short ones
     remain at the end, and the slots stay filled.
 
-    Prompts are not sorted by length: a row keeps its slot for the rounds of its output, and refills of rows that were picked at
-    random have about equal numbers of tokens, so that few shapes of prefill passes occur and their CUDA graphs are captured
-    early (engine/prefill_graphs.py).
+    Prompts are not sorted by length. How long a row keeps its slot depends on its output alone; and refills of mixed prompt
+    lengths have about equal numbers of tokens, so that prefill passes have few shapes and their CUDA graphs are captured early
+    (engine/prefill_graphs.py).
     """
     group_of = _groups(window, page_size)
     longest: dict[Hashable, tuple[int, int, int]] = {}

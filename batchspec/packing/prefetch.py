@@ -28,7 +28,7 @@ class Prefetcher(Iterator[Request | None]):
 
     @property
     def num_taken(self) -> int:
-        """Number of requests that are prefetched and were not asked for yet."""
+        """Number of prefetched requests that `__next__` has not returned yet."""
         return len(self._taken)
 
     def take(self, count: int) -> None:

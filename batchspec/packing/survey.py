@@ -32,7 +32,7 @@ class Survey:
     prefixes: set[tuple[int, bytes]] = field(default_factory=set)
     """Adapter and first PREFIX_TOKENS tokens of some requests."""
     common: Ids | None = None
-    """int32: the tokens with which the first PREFIX_ROWS prompts begin; None before the first."""
+    """int32: longest common prefix of the first PREFIX_ROWS prompts; None before the first."""
     bad: dict[str, tuple[int, str]] = field(default_factory=dict)
     """code -> (number of rows, message of the first)"""
 
@@ -81,9 +81,9 @@ class Survey:
         return round((len(self.prompt_tokens) + self.num_bad) * num_rows / self.num_rows)
 
     def expected_rows(self, num_rows: int, window_rows: int) -> ExpectedRows | None:
-        """Of a job of `num_rows` input rows; None if no request was surveyed.
+        """What to expect of a job of `num_rows` such rows; None if no request was surveyed.
 
-        window_rows  number of input rows that are ordered together: the longest predicted output begins first (packing/order.py)
+        window_rows  number of input rows that are ordered together, by predicted output, the longest first (packing/order.py)
         """
         prompts, outputs = self.lengths("prompt_tokens"), self.lengths("predicted_tokens")
         if not len(prompts) or self.common is None:

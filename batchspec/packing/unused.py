@@ -56,12 +56,12 @@ def _has_value(values: pa.Array) -> bool:
 def check_samples(config: RunConfig, columns: ColumnMap, source: Source) -> None:
     """Raises ConfigError or InputError if several completions of each row are asked for, and all of them would be equal.
 
-    Rows of an input with a column `temperature` are not checked one by one: those that are greedy have equal completions.
+    In an input with a column `temperature` above 0 in some row, single rows are not checked: greedy ones get equal completions.
     """
-    decode, heat = config.decode, columns.get("temperature")
+    decode, temperature = config.decode, columns.get("temperature")
     if decode.max_new_tokens == 0 or decode.temperature >= LEAST_TEMPERATURE:
         return
-    if heat is not None and any(_exceeds(values, 0, unknown=True) for values in source.column(heat)):
+    if temperature is not None and any(_exceeds(values, 0, unknown=True) for values in source.column(temperature)):
         return
     why = f"decode.temperature={decode.temperature:g} is greedy, which makes all completions of a row equal"
     if decode.n > 1:
@@ -77,8 +77,8 @@ def check_samples(config: RunConfig, columns: ColumnMap, source: Source) -> None
 def _exceeds(values: pa.Array, limit: float, *, unknown: bool) -> bool:
     """Whether any number is greater than `limit`.
 
-    unknown  the answer for values of another type, such as those of a JSONL key that has numbers and texts: each row is judged
-             when it is admitted
+    unknown  the answer for a column of another type, such as a JSONL key with numbers and strings: its rows are checked one by
+             one when they are admitted
     """
     if values.null_count == len(values):
         return False
@@ -95,7 +95,9 @@ def check_keys_of_engine(config: RunConfig, device: str | None) -> None:
     draft, usual = config.draft, RunConfig().draft
     for name in ("num_speculative_tokens", "adaptive") if draft.name == "none" else ():
         if (value := getattr(draft, name)) != getattr(usual, name):
-            raise ConfigError(f"draft.{name}={value} is not used by draft=none; remove the key, or choose draft=lookup")
+            raise ConfigError(
+                f"draft.{name}={str(value).lower()} is not used by draft=none; remove the key, or choose draft=lookup"
+            )
     if config.ablation.overlap and device == "cpu":
         raise ConfigError("ablation.overlap=true uses a second CUDA stream, and this job runs on the CPU; remove the key")
     if config.ablation.sharded_draft and config.cluster.tensor_parallel == 1:

@@ -81,7 +81,7 @@ class DecodedShard:
 
 
 class RowWriter(Protocol):
-    """Makes output rows of completions, in this process or in others."""
+    """Makes output rows from completions, in this process or in others."""
 
     def begin_table(self, shard: InputShard, completions: Sequence[Completion]) -> Callable[[], pa.Table]:
         """A function that returns the completions as output rows."""
@@ -89,8 +89,8 @@ class RowWriter(Protocol):
     def begin_file(
         self, shard: InputShard, completions: Sequence[Completion], file: Callable[[], UnpublishedFile]
     ) -> Callable[[], WrittenFile]:
-        """A function that writes the same rows to `file()` and returns when they are verified. It may be called again, to write
-        the file anew; `file` may be called in another thread. Raises what `UnpublishedFile.write` raises."""
+        """A function that writes the same rows to `file()`, verifies them and returns the written file. It may be called again, to
+        write the file anew; it may call `file` in another thread. It raises what `UnpublishedFile.write` raises."""
 
 
 class WorkPlan(Protocol):

@@ -43,7 +43,7 @@ NUM_EXTREMES = 5
 READ_ROWS = 32768
 """Rows in memory at a time."""
 DECIMAL_DIGITS = 38
-"""Most digits of a decimal that polars can read."""
+"""Maximum precision of a decimal that polars can read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Decodes shards: rows go through the engine, and each shard is yielded when its last row is done, with its commit."""
+"""Decodes shards: rows go through the engine, and each shard is yielded when its last row is done, with the function that commits it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def decode_shards(
 def with_commits(
     plan: WorkPlan, work: ShardWork | ShardWorkers, decoded: Iterable[DecodedShard]
 ) -> Iterator[tuple[DecodedShard, Callable[[], object]]]:
-    """The same shards, each with its commit: `WorkPlan.begin_commit`."""
+    """The same shards, each with the function that commits it (`WorkPlan.begin_commit`)."""
     for done in decoded:
         yield done, plan.begin_commit(work, done)
 

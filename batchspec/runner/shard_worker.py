@@ -32,8 +32,8 @@ from batchspec.runstate.shard_writer import UnpublishedFile, WrittenFile
 COMMAND = "import sys; sys.path[:] = eval(sys.argv[1]); from batchspec.runner.shard_worker import main; main()"
 LENGTH_BYTES = 8
 PART_ROWS = 16
-"""Admitted rows are sent in parts of so many: the thread that launches the rounds unpickles a part when it needs its first row. A
-whole shard at once would take as long as a round."""
+"""Number of admitted rows in a pickle. The thread that launches the rounds unpickles it when it needs the first of these rows; a
+whole shard in one pickle would take it as long as a round."""
 
 
 def send(pipe: BinaryIO, data: bytes) -> None:
@@ -91,12 +91,12 @@ def _table(data: bytes) -> pa.Table:
 
 
 def _array_reducer(array: NDArray[Any]) -> tuple[Any, ...]:
-    """Half of NumPy's own time for short arrays of numbers."""
+    """Takes half as long as NumPy's own reducer for short arrays of numbers."""
     return _array, (array.tobytes(), array.dtype.str, array.shape)
 
 
 def _array(data: bytes, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
-    return np.frombuffer(bytearray(data), dtype).reshape(shape)  # a bytearray: the array can be written, as it could before
+    return np.frombuffer(bytearray(data), dtype).reshape(shape)  # a bytearray keeps the array writable
 
 
 _REDUCERS: dict[type, Callable[[Any], Any]] = {
@@ -117,7 +117,7 @@ def prepare(work: ShardWork) -> None:
 def admit(work: ShardWork, shard: InputShard, predictor: LengthPredictor) -> list[bytes]:
     """The results of admitting a shard's rows, in order, as pickles of PART_ROWS results each.
 
-    predictor  of the run, so that the lengths need hardly be predicted again there
+    predictor  of the run: with its present predictions, the run rarely has to predict these lengths again
     """
     work.admission.predictor = predictor
     entries = list(work.admission.admit(shard))
@@ -130,7 +130,7 @@ def table(work: ShardWork, shard: InputShard, completions: list[Completion]) -> 
 
 
 def write(work: ShardWork, shard: InputShard, completions: list[Completion], file: UnpublishedFile) -> WrittenFile:
-    """Write the shard's table. The file gets its name from the process of the run."""
+    """Write the shard's table to the unpublished file; only the run's own process publishes it."""
     return file.write(work.table(shard, completions))
 
 

@@ -84,7 +84,7 @@ class OutputFolder(JobFolder):
         return self.publish(index, lambda: self.unpublished(index, metadata).write(table))
 
     def unpublished(self, index: int, metadata: Mapping[str, str] | None = None) -> UnpublishedFile:
-        """A shard's file of this run before it gets its name."""
+        """This run's file of a shard, under its temporary name."""
         path = self._store.scratch() / f"{unfinished(self._number)}{index:05d}.parquet.{self.attempt}"
         facts = {**(metadata or {}), **identity(self.manifest, self._number, index, self.attempt)}
         return UnpublishedFile(path=path, rows=self.rows_of(index), metadata=facts)
@@ -92,8 +92,8 @@ class OutputFolder(JobFolder):
     def publish(self, index: int, write: Callable[[], WrittenFile]) -> bool:
         """Publish a shard's rows, once: False if another run was first (its rows are equivalent, these are dropped).
 
-        write  makes the shard's `unpublished` file, in this process or in another one. Only a whole and verified file gets its
-               name, and only this process gives names. Called again if the file of another job was in the way
+        write  makes the shard's `unpublished` file, in this process or in another one. Only this process gives a file its final
+               name, and only a whole and verified one. Called again if a file of another job had the name
 
         Raises ValueError unless the file holds exactly the shard's rows, by (row_index, sample_index) with samples from 0 on;
         StorageError if writing fails; OutputError as `check_own`, and for a file of that name that is not the job's.

@@ -21,7 +21,7 @@ class ShardSums:
         self._store, self._attempt = store, attempt
 
     def put(self, index: int, digest: str) -> None:
-        """Store the hexadecimal sum of a shard that this run is about to publish. Raises StorageError."""
+        """Store the SHA-256 sum, in hexadecimal, of a shard that this run is about to publish. Raises StorageError."""
         self._store.put(_name(index, self._attempt), f"{digest}  data/{part_name(index)}\n".encode())
 
     def clear(self, index: int) -> None:

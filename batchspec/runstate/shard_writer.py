@@ -21,7 +21,7 @@ RowId = tuple[int, int, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenFile:
-    """A verified file that has no name yet, and the hexadecimal sum of its bytes."""
+    """A verified file under its temporary name, and the SHA-256 sum of its bytes in hexadecimal."""
 
     path: Path
     sha256: str
@@ -29,7 +29,7 @@ class WrittenFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnpublishedFile:
-    """A shard's file before it gets its name. Another process of this machine may write it.
+    """A shard's file before it gets its final name. Another process of this machine may write it.
 
     path      its temporary name
     rows      the input rows that it must hold

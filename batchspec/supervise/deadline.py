@@ -57,7 +57,7 @@ class Deadline:
 
     def requests(self, requests: Iterator[Request | None]) -> Iterator[Request | None]:
         """The requests for which there is time, and None where there is none yet."""
-        if self._ends_at is None:  # no limit, and none is asked for later
+        if self._ends_at is None:  # no limit, and `_reaches` asks for none later
             return requests
         return (request for request in requests if request is None or self._reaches(self.need_s(request)))
 

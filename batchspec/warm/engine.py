@@ -211,7 +211,7 @@ class Engine:
         self.close()
 
     def _call(self, table: pa.Table, *, samples: bool = False) -> Call:
-        """samples: several completions of a row must differ, unlike conversations that begin with equal answers."""
+        """samples: refuse several completions of a row that would be equal. Conversations may begin with equal answers."""
         call = Call(self._model, self._tokenizer, self._predictor, table, self._constraints)
         if samples:
             check_samples(call.job.config, call.job.columns, call.job.source)

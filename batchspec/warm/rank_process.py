@@ -73,7 +73,7 @@ def main() -> int:
     """Lead or follow until the engine is closed; returns the exit code."""
     config, seat = from_json(sys.stdin.readline()), Seat.of(sys.argv[1:5])
     faulthandler.enable()  # SIGABRT prints the stacks
-    Channel.of(seat).show_life()
+    Channel.of(seat).start_liveness_thread()
     threading.Thread(target=_watch, daemon=True).start()
     gpu = config.device != "cpu" and torch.cuda.is_available()
     if not gpu and config.packing.memory_gb is None:

@@ -214,7 +214,7 @@ class EngineOfRanks:
             time.sleep(POLL_S)
         codes = [process.poll() for process in self._processes]
         for process in self._processes:
-            for number in (signal.SIGABRT, signal.SIGCONT):  # a stopped process takes no signal before it goes on
+            for number in (signal.SIGABRT, signal.SIGCONT):  # a stopped process handles SIGABRT only after SIGCONT
                 process.send_signal(number)
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):

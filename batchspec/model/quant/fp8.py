@@ -52,7 +52,7 @@ class Fp8(SeparateExperts):
         return replace(self, quantises=True)
 
     def in_one_order(self) -> Fp8:
-        """This format with sums in one order, if batchspec's kernels compute its products."""
+        """This format with sums in one order. The caller checks that batchspec's kernels compute its products."""
         return replace(self, ordered=True)
 
     @property

@@ -101,7 +101,7 @@ class Fp8Linear(Product):
     the library's or a Triton kernel (`tuning.policy.fp8_tile`); elsewhere it is plain torch.
 
     dtype    of x
-    ordered  bits do not depend on the number of tokens (decode.deterministic): never the library's product
+    ordered  a token's bits do not depend on the number of tokens (decode.deterministic), so the library's product is never used
     """
 
     def __init__(
