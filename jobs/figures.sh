@@ -262,7 +262,7 @@ figure_deterministic_formats() { # no HEADS
     for pid in $(jobs -p); do wait "$pid"; done
     differences "${names[@]}"
 }
-in_format() { # NAME COMMAND...: a command with `common` for this format of tests.upcycle, NAME_kv: with FP8 K/V
+in_format() { # NAME COMMAND...: run COMMAND with `common` set for this format of tests.upcycle; NAME_kv is the same with FP8 K/V
     local path=$out/made/${1%_kv} kv=auto common
     [ "${1%_kv}" != dense ] || path=$model
     [ "$1" = "${1%_kv}" ] || kv=fp8

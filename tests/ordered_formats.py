@@ -1,4 +1,4 @@
-"""Small models in every format that decode.deterministic supports, and what they compute for a prompt however it is cut."""
+"""Small models in every format that decode.deterministic supports, and what they compute for a prompt cut into passes."""
 
 from __future__ import annotations
 

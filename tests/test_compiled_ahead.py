@@ -1,4 +1,4 @@
-"""What an engine compiles ahead is what its rehearsal and its rounds launch, on a CPU that passes for a GPU."""
+"""What an engine compiles ahead is what its rehearsal and its rounds launch, on a CPU that stands in for a GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ F32 = torch.float32
 
 
 def kind(value: object) -> object:
-    """What Triton compiles a kernel anew for, of one argument."""
+    """The properties of an argument for which Triton compiles a kernel anew."""
     match value:
         case Tensor():
             return value.dtype, value.data_ptr() % 16 == 0
@@ -51,7 +51,7 @@ def kind(value: object) -> object:
 
 @contextmanager
 def recorded() -> Iterator[set[tuple[Any, ...]]]:
-    """Every variant that is launched or compiled in here; dry runs compile only."""
+    """Collects the variant of each kernel that this block launches; in a dry run it is only noted."""
     launch, found = interpreter.GridExecutor.__call__, set[tuple[Any, ...]]()
 
     def noted(executor: Any, *args: Any, **kwargs: Any) -> None:
@@ -77,7 +77,7 @@ def drafter_of(name: str, target: Target) -> Drafter:
 
 
 def state(engine: Engine) -> dict[str, Tensor]:
-    """Copies of all that rows have on the device."""
+    """Copies of the device state of all rows."""
     executor = engine.executor
     tensors = {name: tensor for name in SLOT_FIELDS for tensor in executor.rows._tensors(name)}
     tensors |= {f"pages {i}": layer.pages for i, layer in enumerate(executor.cache.layers)}
@@ -99,7 +99,7 @@ GREEDY, SAMPLED = SamplingMode(), SamplingMode(random=True)
 def test_all_variants_of_kernels_are_compiled_ahead_and_nothing_else_happens(
     name: str, drafter: str, mode: SamplingMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a model of four layers, of which a dry run takes one of each kind."""
+    """The model has four layers, of which a dry run computes one of each kind and the last."""
     family, changes = CASES[name]
     monkeypatch.setattr(plain, "_can_pack", lambda weight: False)  # a GPU packs no weights for oneDNN
     with stand_in_gpu(F32):

@@ -61,7 +61,7 @@ def test_what_is_not_built_is_refused_before_anything_is_read(overrides: list[st
     assert "\n" not in str(caught.value)
 
 
-def test_chains_other_drafters_and_fp8_keys_and_values_are_not() -> None:
+def test_chains_other_drafters_and_fp8_kv_are_accepted() -> None:
     for drafter in ("none", "lookup"):
         check(config_with(f"draft={drafter}"))
     check(config_with("cache.dtype=fp8"))
@@ -110,7 +110,7 @@ def test_fp8_products_experts_in_mxfp4_and_fp8_weights_that_are_converted_are_su
 
 
 def test_fp8_rows_that_no_kernel_reads_are_refused(hopper: None) -> None:
-    """Plain torch would multiply them. Converted to bfloat16 they are multiplied by a kernel."""
+    """Torch would multiply them. Once they are converted to bfloat16, a kernel multiplies them."""
     shape = COMMON | SHAPES["llama8b-fp8"] | {"intermediate_size": 1000}
     spec = read_spec(shape, "config.json")
     with pytest.raises(
@@ -120,8 +120,8 @@ def test_fp8_rows_that_no_kernel_reads_are_refused(hopper: None) -> None:
     assert in_one_order(spec, CUDA, torch.bfloat16).ordered
 
 
-def test_an_fp8_product_of_one_order_is_never_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its tile is that of `ordered_fp8_tile`."""
+def test_an_ordered_fp8_product_never_uses_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tile is that of `ordered_fp8_tile`."""
     monkeypatch.setattr(fp8_products, "has_fast_experts", lambda device, dtype: True)
     monkeypatch.setattr(fp8_products, "has_scaled_mm", lambda device, dtype, *, blocked: True)
     monkeypatch.setattr(fp8_products, "library_scales", lambda scales, rows, k: scales)

@@ -1,4 +1,4 @@
-"""The prefill passes that a job is expected to need, from what the survey tells of its rows."""
+"""The prefill passes that a job is expected to need, estimated from the survey of its rows."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_tokens_of_pages_that_all_prompts_share_are_not_computed(common: int, lo
     assert {shape.num_tokens for shape in uses(rows, lookahead=lookahead)} == {shape.num_tokens for shape in fitting if shape}
 
 
-def test_fewer_rows_than_a_refill_has_tell_nothing() -> None:
+def test_fewer_surveyed_rows_than_a_refill_has_give_no_shape() -> None:
     assert not uses(ExpectedRows(prompt_lens=np.full(2, 100, np.int32), common_tokens=0, output_tokens=160.0, num_rows=2))
 
 
@@ -80,7 +80,7 @@ def surveyed(*prompts: list[int]) -> tuple[Survey, list[Request]]:
     return seen, requests
 
 
-def test_the_survey_tells_the_prompts_in_the_order_of_requests_window_by_window_the_longest_output_first() -> None:
+def test_the_survey_gives_prompt_lengths_window_by_window_the_longest_output_first() -> None:
     seen = Survey()
     outputs = (4, 2, 6, 1, 8, 3)
     seen.add(6, [request(i, [1] * n, cap=cap) for i, (n, cap) in enumerate(zip((3, 5, 4, 9, 7, 8), outputs, strict=True))])
@@ -93,7 +93,7 @@ def test_the_survey_tells_the_prompts_in_the_order_of_requests_window_by_window_
     assert part.prompt_lens.tolist() == [7, 4, 3, 8, 5, 9], "all are of one window"
 
 
-def test_the_survey_tells_how_many_tokens_all_prompts_begin_with() -> None:
+def test_the_survey_gives_the_length_of_the_common_prefix() -> None:
     def common(*prompts: list[int]) -> int:
         found = surveyed(*prompts)[0].expected_rows(9, 9)
         assert found is not None
@@ -106,5 +106,5 @@ def test_the_survey_tells_how_many_tokens_all_prompts_begin_with() -> None:
     assert common(*[[1, 2]] * PREFIX_ROWS, [9]) == 2, "only so many are compared"
 
 
-def test_a_survey_without_requests_tells_nothing() -> None:
+def test_a_survey_without_requests_expects_nothing() -> None:
     assert Survey().expected_rows(5, 5) is None

@@ -1,4 +1,4 @@
-"""decode.deterministic on a GPU with quantised weights and K/V: a token's bits are its own, from each product to the logits."""
+"""decode.deterministic on a GPU with quantised weights and K/V: other tokens change no bit, from products to logits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def noise(*shape: int) -> Tensor:
 @pytest.mark.parametrize(("n", "k"), [(576, 1536), (960, 576), (6144, 4096), (100, 208)])
 @pytest.mark.parametrize("scales_of", FORMS)
 def test_no_tile_and_no_number_of_tokens_changes_the_bits_of_an_fp8_product(n: int, k: int, scales_of: str) -> None:
-    """Of those that one program sums, whatever is on the side N of the tensor cores: 16 to 128 tokens."""
+    """In tiles whose sums over K one program makes, with 16 to 128 tokens as the side N of the tensor cores."""
     blocks = (-(-n // 128), -(-k // 128))
     weight = (torch.randn(n, k, device="cuda") * 50).to(E4M3)
     scales = (torch.rand({"block": blocks, "row": (n,), "tensor": ()}[scales_of], device="cuda") + 0.1) / 500
@@ -60,7 +60,7 @@ def test_no_tile_and_no_number_of_tokens_changes_the_bits_of_an_fp8_product(n: i
 @pytest.mark.parametrize("blocked", [True, False])
 @pytest.mark.parametrize("tokens", [64, 128])
 def test_every_128_of_k_are_summed_by_wgmma_from_zero_and_added_in_registers(tokens: int, blocked: bool) -> None:
-    """64 rows of W by 32 columns of K an instruction in both tiles, and no multiplication is fused that is not written so."""
+    """In both tiles an instruction has 64 rows of W and 32 columns of K, and the compiler fuses no multiplication by itself."""
     tile, pointers = ordered_fp8_tile(tokens), {"x_scales": "*fp32", "w_scales": "*fp32", "out": "*bf16"}
     assert tile.block_t == tokens
     numbers = dict.fromkeys(("num_tokens", "num_rows", "n", "k", "split", "scale_stride"), "i32")

@@ -184,7 +184,7 @@ def test_a_job_whose_rank_is_lost_is_resumed_even_with_another_number_of_ranks(
     if what == "SIGSTOP":
         assert "no round ended for 3 s (cluster.watchdog_s); the stacks above show where it hangs" in said
         assert re.search(r"rank 1 of worker 0 does not end: it has begun \d+ of \d+ steps and read \d+ results; killed\n", said)
-        assert "[0.1] Fatal Python error: Aborted" in said  # and where
+        assert "[0.1] Fatal Python error: Aborted" in said  # its stacks
     else:
         assert "batchspec: rank 1 of worker 0 was killed by SIGKILL; its group ends\n" in said
     wait_for_end(pids)
@@ -195,7 +195,7 @@ def test_a_job_whose_rank_is_lost_is_resumed_even_with_another_number_of_ranks(
 def test_a_signal_ends_a_group_with_its_work_saved_and_so_does_the_end_of_its_parent(
     command: list[str], expected: dict[str, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No process is left then, and no temporary file."""
+    """Neither leaves a process or a temporary file."""
     out, log, temporary = tmp_path / "out", tmp_path / "log", tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
@@ -326,7 +326,7 @@ def more_impatient() -> None:
 def test_ranks_that_are_killed_or_stopped_at_random_moments_change_no_token_and_leave_nothing(
     command: list[str], expected: dict[str, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Up to three processes in each run, until the job is complete: leaders or followers, while they start, compute or end."""
+    """Each run loses up to three processes, leaders or followers, while they start, compute or end, until the job is complete."""
     log, chance, temporary, hits = tmp_path / "log", random.Random(7), tmp_path / "temporary", 0
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))

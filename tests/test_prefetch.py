@@ -66,8 +66,8 @@ def test_a_stream_that_ends_early_yields_every_request_that_was_taken() -> None:
 def test_requests_that_a_feed_calls_ready_are_handed_out_without_reading_a_shard(
     caps: list[int], shard_rows: int, slots: int, turns: list[int]
 ) -> None:
-    """The order is that of a feed without prefetching; only the admission of the next window may have begun. It is ready as a
-    whole once all of it is admitted."""
+    """The order is that of a feed without prefetching; only the admission of the next window may have begun. A
+    window is ready once all its rows are admitted."""
     plain, made = feed(caps, shard_rows=shard_rows, slots=slots, clock=lambda: 0.0), feed(
         caps, shard_rows=shard_rows, slots=slots, clock=lambda: 0.0
     )  # fmt: skip

@@ -335,8 +335,8 @@ def graphs_with(engine: Engine, cost: PrefillCost) -> tuple[PrefillGraphs, Copie
 REPLAYED = replace(ALWAYS, replay=0.5)
 
 
-def test_shapes_that_the_survey_tells_are_captured_before_the_first_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then no pass is plain, and those of another shape are padded to the smallest captured one that holds them."""
+def test_shapes_that_the_survey_predicts_are_captured_before_the_first_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then no pass is launched kernel by kernel: other shapes are padded to the smallest captured one that holds them."""
     monkeypatch.setattr("batchspec.engine.prefill_graphs.prefill_chunk", None)
     rng = np.random.default_rng(2)
     lengths = [40 - i for i in range(36)]
@@ -372,7 +372,7 @@ def test_shapes_that_the_survey_tells_are_captured_before_the_first_row(monkeypa
         (1000, ALWAYS, 100.0, 12),  # no pass is replayed
     ],
 )
-def test_nothing_is_captured_ahead_that_does_not_pay_or_has_no_time_or_place(
+def test_no_shape_is_captured_ahead_that_is_rare_or_has_no_time_or_no_graph_left(
     num_rows: int, cost: PrefillCost, limit_s: float, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def captured() -> int:
@@ -390,7 +390,7 @@ def test_nothing_is_captured_ahead_that_does_not_pay_or_has_no_time_or_place(
     assert captured() > 0
 
 
-def test_a_shape_gets_a_graph_of_its_own_once_its_padding_to_a_larger_one_has_lost_as_much_as_plain_passes() -> None:
+def test_a_shape_is_captured_once_padding_to_a_larger_one_has_cost_as_much_as_three_plain_passes() -> None:
     """A row of 30 tokens has a shape of 32 tokens. Padded to 96 it loses 64 of the 160 tokens' time that a plain pass loses."""
     engine = Engine(tiny_target(), NoDrafter(), packed(2, max_len=128, prefill_tokens=128), device=DEVICE, prefill_graphs=True)
     graphs, pool = graphs_with(engine, PrefillCost(least=160.0, token=1.0, replay=1.0))

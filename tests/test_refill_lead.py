@@ -1,4 +1,4 @@
-"""Further rounds that are launched before the host prepares a refill, so that the device does not wait for it."""
+"""Extra rounds that are launched before the host prepares a refill, so that the device does not wait for the host."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_s
 
 @settings(deadline=None, max_examples=30, suppress_health_check=SLOW)
 @given(requests=requests_of_a_job(), leads=st.lists(st.integers(0, MOST_LEAD), min_size=1, max_size=8), data=st.data())
-def test_rounds_before_a_refill_change_no_token(requests: list[Request], leads: list[int], data: st.DataObject) -> None:
-    """Every drafter, sampling, number of slots, pages and chunks, rows with common beginnings, preempted rows."""
+def test_extra_rounds_before_a_refill_change_no_token(requests: list[Request], leads: list[int], data: st.DataObject) -> None:
+    """With any drafter, sampling, number of slots, pages, prefill chunks, shared prefixes and preempted rows."""
     count = 0
 
     def next_lead(*_: object) -> int:
@@ -84,7 +84,7 @@ def test_as_many_rounds_as_the_device_needs_are_launched_before_a_refill(nums_le
 
 
 @pytest.mark.parametrize("change", ["overlaps", "scores", "lazy", "no graphs"])
-def test_no_round_is_launched_before_where_refills_overlap_or_rounds_are_no_graphs(change: str) -> None:
+def test_no_extra_round_precedes_overlapping_refills_scoring_lazy_automata_or_rounds_without_graphs(change: str) -> None:
     for changed in (False, True):
         scheduler = object.__new__(Scheduler)
         now = change if changed else ""
@@ -96,7 +96,7 @@ def test_no_round_is_launched_before_where_refills_overlap_or_rounds_are_no_grap
 
 
 def test_the_executor_counts_what_the_device_has_left_to_do_when_a_refill_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the refill's own passes; nothing where rounds are no graphs, because their launch may wait for the device."""
+    """The refill's own passes do not count. If rounds are not graphs, nothing does: their launch may wait for the device."""
     engine = Engine(tiny_target(), NoDrafter(), packed(3, run_ahead=2), device=DEVICE)
     executor, counts, execute = engine.executor, list[int | None](), Executor.execute
     monkeypatch.setattr(PendingResult, "has_arrived", False)

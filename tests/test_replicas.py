@@ -78,7 +78,7 @@ def test_a_model_that_one_gpu_does_not_hold_is_cut() -> None:
 
 
 def gpt_oss_120b() -> ModelSpec:
-    """As on a GPU."""
+    """Its spec with the weight formats of a GPU."""
     spec = shape_spec("gpt-oss-120b")
     assert spec.formats.quantised is not None
     return replace(spec, formats=replace(spec.formats, quantised=spec.formats.quantised.for_kernels()))
@@ -93,9 +93,9 @@ def test_gpt_oss_120b_is_cut_for_few_rows_and_copied_for_many() -> None:
     }  # fmt: skip
 
 
-def test_that_choice_stands_if_ranks_save_none_of_the_time_that_the_model_leaves_out() -> None:
-    """Rounds and prefill on one H200 take longer than predicted (jobs/PERFORMANCE.md, without drafts): latencies, which two GPUs
-    may not halve."""
+def test_that_choice_stands_if_ranks_save_none_of_the_time_that_the_cost_model_leaves_out() -> None:
+    """Rounds and prefill on one H200 take longer than the cost model predicts (jobs/PERFORMANCE.md, without drafts). The rest may
+    be latencies, which two GPUs do not halve."""
     spec, left_out_s, left_out_prefill_s = gpt_oss_120b(), 0.0, 0.0
     for rows, prompt, tokens_s, prefill_s in ((256, 1024, 9205, 5.59), (64, 8192, 2526, 11.95)):
         demand = Demand(num_completions=rows, prompt_tokens=prompt, output_tokens=512, max_tokens=prompt + 512)

@@ -182,7 +182,7 @@ def test_an_empty_stream_is_asked_no_more_once_it_has_ended() -> None:
 def test_requests_that_were_taken_ahead_wait_in_the_order_of_the_stream(
     stream: list[bool], turns: list[tuple[int, int] | None]
 ) -> None:
-    """The stream has none at present where it says False. No more are taken than asked for, nor than may wait."""
+    """False: the stream has no request at present. No more are taken than asked for, nor more than may wait."""
     given = [RequestState.of(request(i, [1], cap=1), 0, None) if there else None for i, there in enumerate(stream)]
     asked, found = iter(given), list[RequestState]()
     waiting = WaitingRequests(asked)

@@ -191,8 +191,8 @@ def check_resumed(ran: list[Request], before: pl.DataFrame) -> None:
 def test_forced_tokens_are_counted_once_though_the_smaller_limit_cut_them_off(
     folder: Path, out: Path, tmp_path: Path, first: str, ran: list[Request]
 ) -> None:
-    """The limit of 8 leaves 3 closing tokens after a thought of 5, and 1 after one of 7. Without a drafter the output has no such
-    counts."""
+    """The limit of 8 leaves 3 closing tokens after a thought of 5 tokens, and 1 after one of 7. Without a drafter the output does
+    not count forced tokens."""
     if first == "none":
         out = tmp_path / "none"
         assert run.main(arguments(folder, out, CAPS[0], "draft=none")) == 0

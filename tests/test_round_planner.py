@@ -156,12 +156,9 @@ def some_rows() -> ExpectedRows:
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_prefill_passes_are_captured_last_and_count_as_graphs(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By then it is known how long a round takes, which determines how many rows a refill has."""
+    """They are captured after rounds were timed, because the time of a round determines how many rows a refill has."""
     monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
-    one, rows = (
-        planner(packed(4), 1),
-        ExpectedRows(prompt_lens=np.ones(4, np.int32), common_tokens=0, output_tokens=1, num_rows=4),
-    )
+    one, rows = planner(packed(4), 1), some_rows()
     executor: Any = one._executor
     executor.prepare_passes = lambda expected, mode, *, round_s: 3 if (expected, mode, round_s) == (rows, MODE, 1.5) else 0
     one.prepare(MODE, expected=rows if asked else None)
@@ -169,13 +166,13 @@ def test_prefill_passes_are_captured_last_and_count_as_graphs(asked: bool, monke
 
 
 def test_ranks_prepare_no_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How many are captured depends on a clock, and the launches must be the same on every rank."""
+    """The number of captures depends on a clock, and the launches must be the same on every rank."""
     given: list[Any] = []
     engine = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
     monkeypatch.setattr(
         engine.planner, "prepare", lambda mode, **options: given.append((options["expected"], options["most_rounds"]))
     )
-    rows = ExpectedRows(prompt_lens=np.ones(4, np.int32), common_tokens=0, output_tokens=1, num_rows=4)
+    rows = some_rows()
     engine.prepare(MODE, most_rounds=5, expected=rows)
     lead: Any = SimpleNamespace(send=lambda message: None)
     engine.lead = lead

@@ -140,7 +140,7 @@ def test_workers_give_the_rows_errors_order_and_tables_of_the_plain_path(tokeniz
 
 
 def test_a_shard_of_several_parts_is_predicted_by_the_rows_that_the_run_has_finished(tokenizer: Tokenizer) -> None:
-    """So that requests need not be made again with another prediction."""
+    """Then the run need not make the requests again with another prediction."""
     rows = 2 * PART_ROWS + 3
     work, source = make_work(pa.table({"prompt": [f"Say {i}" for i in range(rows)], "max_new_tokens": [400] * rows}), tokenizer)
     with closing(ShardWorkers(work, 1)) as workers:
@@ -149,7 +149,7 @@ def test_a_shard_of_several_parts_is_predicted_by_the_rows_that_the_run_has_fini
         entries = [cast(Request, entry) for entry in shard.entries]
     assert [entry.row_index for entry in entries] == [*range(rows)]
     assert {entry.predicted_tokens for entry in entries} == {100}
-    entries[0].prompt_ids[0] = 1  # an array of its own, as those of this process
+    entries[0].prompt_ids[0] = 1  # the array is writable
 
 
 def test_no_more_is_read_than_was_asked_for_and_a_few_shards_ahead() -> None:

@@ -36,7 +36,7 @@ PHASES = st.tuples(st.sampled_from([0.1, 0.9, 1.0, 600.0]), st.sampled_from([1, 
 def test_a_rank_is_silent_after_the_limit_unless_its_parent_did_not_run_either(
     phases: list[tuple[float, int, bool, bool]], watched: bool, clock: Clock
 ) -> None:
-    """phases: seconds before each call, number of calls, and which of two ranks count before each. A pause counts as one second."""
+    """phases: seconds before each call, number of calls, which of two ranks count before each. A pause counts at most 1 s."""
     looks = [(seconds, lives) for seconds, count, *lives in phases for _ in range(count)]
     handle, limit_s = make_memory(), 3.0 if watched else 0.0
     silent, ranks = SilentRanks(Channel(handle, None, 2), limit_s), [Channel(handle, rank, 2) for rank in range(2)]

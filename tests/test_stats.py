@@ -80,7 +80,7 @@ def test_groups_by_a_column_of_the_input(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "value"), [(pa.binary(), b"\xff"), (pa.decimal256(50, 3), Decimal("1.5")), (pa.list_(pa.int8()), [1])], ids=str
 )
-def test_columns_that_have_no_text_do_not_group(tmp_path: Path, kind: pa.DataType, value: object) -> None:
+def test_stats_by_a_column_that_polars_cannot_write_as_text_are_refused(tmp_path: Path, kind: pa.DataType, value: object) -> None:
     table = dataset(4).append_column("odd", pa.array([value] * 4, kind))
     shards, columns = shards_of(table, 2)
     folder = new_folder(tmp_path, 4, 2)

@@ -262,8 +262,8 @@ def test_a_row_that_is_resumed_at_any_token_has_the_counts_with_which_it_stopped
     cap: int, budget: int, closing: list[int], stop_ids: list[int], by_channels: bool, draft_len: int, larger: int,
     data: st.DataObject,
 ) -> None:  # fmt: skip
-    """Its tokens, how it ended, what was forced, discarded and drafted: nothing is counted twice, be the row complete or not, and
-    not by a larger limit either, which adds the closing tokens that the smaller one cut off."""
+    """Its tokens, how it ended, and what was forced, discarded and drafted. Nothing is counted twice, whether the row was
+    complete or not. A larger limit adds only the closing tokens that the smaller one cut off."""
     how = harmony(budget, HEADERS[2], tuple(closing)) if by_channels else thinking(budget, opened=True, closing=tuple(closing))
     req = replace(request(0, [7, 9], cap=cap, stop_ids=tuple(stop_ids)), thinking=how)
     state = RequestState.of(req, draft_len, None)

@@ -159,7 +159,7 @@ def test_a_warm_engine_refuses_equal_completions_but_not_conversations_that_begi
         batchspec.Engine({"model.path": str(model), "ablation.overlap": True})
 
 
-def test_another_machine_may_have_the_gpu_that_a_key_needs(model: Path) -> None:
+def test_a_key_that_needs_a_gpu_is_accepted_for_a_job_on_another_machine(model: Path) -> None:
     source = table_source(pa.table({"prompt": ["a"]}))
     words = [f"model.path={model}", "decode.max_new_tokens=4", "ablation.overlap=true"]
     open_job(compose(words), source, here=False)

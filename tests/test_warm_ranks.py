@@ -274,7 +274,7 @@ def test_a_rank_that_hangs_ends_the_call_with_stacks(words: list[str], capfd: py
 def test_a_stopped_leader_ends_the_call(
     words: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its watchdog does not run either, and the other rank just waits for its next message."""
+    """Its watchdog does not run either, and the other rank only waits for its next message."""
     engine = batchspec.Engine([*words, *RANKS])
     found = pids(engine)
     assert isinstance(engine._engine, EngineOfRanks)

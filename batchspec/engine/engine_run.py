@@ -159,8 +159,8 @@ class EngineRun:
     def end(self, state: RequestState, finish: int, now: float) -> None:
         """Take a request that has ended out of its slot; it is checked next. Arguments as of `process`.
 
-        If it ended with an error, later rows share no page of its prompt, because an infinite key in one of them may be the cause.
-        Pages that other rows prefilled or read without an error are no exception: an infinite key makes the result of some
+        If it ended with an error, later rows share no page of its prompt: an infinite key in one of them may be the cause.
+        Nor do they share pages that other rows prefilled or read without an error: an infinite key makes the result of some
         queries NaN and has no effect on others.
         """
         slot = state.slot

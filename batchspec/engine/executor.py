@@ -101,8 +101,8 @@ class Executor:
         self._prefill = PrefillRunner(self.round, self.rows, overlap=overlap, graphs=self.prefill_graphs)
         self._pending: deque[PendingResult] = deque()
         self.num_left_at_refill: int | None = None
-        """Number of earlier rounds and passes that the device had not finished once the newest refill was launched; at 0 the device
-        may have waited for the host. None: rounds are not CUDA graphs, so a launch may return only after its work is done."""
+        """Number of earlier rounds and passes that the device had not finished when the last refill was launched: at 0 the device
+        may have waited for the host. None: rounds are no CUDA graphs, so a launch may return after its work is done."""
         self.can_overlap = self._prefill.can_overlap
 
     def execute(self, step: ScheduledStep) -> None:

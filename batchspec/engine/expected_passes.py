@@ -6,9 +6,9 @@ full batch. So a refill has
 
     S / n * m = S sqrt(2 F / (n t))
 
-rows. n depends on acceptance, which is not known before the run; nor is the time that the device waits for the host, which is part
-of F. Therefore `expected_uses` cuts refills of several sizes around this estimate from the surveyed prompts, and counts the
-shapes of their passes.
+rows. n depends on acceptance, which is not known before the run; nor is the time that the device waits for the host, a part of F.
+Therefore `expected_uses` cuts refills of several sizes around this estimate from the surveyed prompts, and counts the shapes
+of their passes.
 """
 
 from __future__ import annotations

@@ -209,8 +209,8 @@ class RequestState:
         return True
 
     def _without_cut_closing(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The tokens of an earlier run. If its smaller limit cut the last closing tokens off, the rest of them is removed too: they
-        are all forced again, and counted once."""
+        """The tokens of an earlier run. If its smaller limit cut off some of the last closing tokens, the others are removed
+        too: all of them are forced again, and counted once."""
         forced = None if self.budget is None else self.budget.forced(tokens)
         if forced is None:
             return tokens

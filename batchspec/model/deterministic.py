@@ -47,8 +47,8 @@ def _check_rows(spec: ModelSpec, asked: str) -> None:
         part = gemm.product.parts[0]
         if part.k % ROW_BYTES and spec.formats.quantises_input_of(prefix + part.name):
             raise ConfigError(
-                f"{asked}: FP8 rows of {part.k} numbers ({prefix}{part.name}) are not a multiple of {ROW_BYTES}, so torch computes them, in "
-                "no fixed order; set model.activations=dtype, which converts weights at load to twice the memory"
+                f"{asked}: FP8 rows of {part.k} numbers ({prefix}{part.name}) are not a multiple of {ROW_BYTES}, so torch sums "
+                "them, in no fixed order; set model.activations=dtype, which converts weights at load to twice the memory"
             )
 
 

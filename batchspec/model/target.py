@@ -213,7 +213,7 @@ class Target:
         return out, None if aux is None else aux.flatten(1)
 
     def _one_of_each_kind(self, aux_layer_ids: tuple[int, ...]) -> list[int]:
-        """Indices of the last layer and of the first layer of each kind, for a dry run: layers of one kind launch the same kernels."""
+        """Indices of the first layer of each kind and of the last layer: layers of one kind launch the same kernels."""
         spec, last = self.spec, len(self._layers) - 1
         kinds: dict[object, int] = {}
         for i, layer in enumerate(spec.layers):

@@ -89,8 +89,8 @@ class RowWriter(Protocol):
     def begin_file(
         self, shard: InputShard, completions: Sequence[Completion], file: Callable[[], UnpublishedFile]
     ) -> Callable[[], WrittenFile]:
-        """A function that writes the same rows to `file()`, verifies them and returns the written file. It may be called again, to
-        write the file anew; it may call `file` in another thread. It raises what `UnpublishedFile.write` raises."""
+        """A function that writes the same rows to `file()`, verifies them and returns the written file. It may be called again
+        to write the file anew. It may call `file` in another thread. It raises what `UnpublishedFile.write` raises."""
 
 
 class WorkPlan(Protocol):

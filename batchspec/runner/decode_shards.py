@@ -1,4 +1,4 @@
-"""Decodes shards: rows go through the engine, and each shard is yielded when its last row is done, with the function that commits it."""
+"""Decodes shards: rows go through the engine; each shard is yielded, with the function that commits it, after its last row."""
 
 from __future__ import annotations
 

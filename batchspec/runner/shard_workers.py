@@ -90,8 +90,8 @@ class ShardWorkers:
     ) -> Callable[[], WrittenFile]:
         """As `RowWriter.begin_file`; the next free worker writes it.
 
-        A worker that dies leaves at most an unfinished file, which the next one replaces: only `OutputFolder.publish` gives a file
-        its final name.
+        A worker that dies leaves at most an unfinished file, which the next one replaces: only `OutputFolder.publish` gives
+        final names.
         """
 
         def begin() -> Future[bytes]:

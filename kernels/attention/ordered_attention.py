@@ -128,8 +128,9 @@ def ordered_attention(
     """Attention of T queries over the pages of their rows, for one layer; arguments as in `verify_attention`.
 
     q       bf16 [T, NH, D]
+    kv      bf16, or e4m3 with scales [2, P, page_size, KVH, D]
     work    made with a `WorkShape` that has `part`
-    scales  fp32 [2, KVH]  of K and of V, with an e4m3 cache
+    scales  fp32 [2, KVH]  of K and of V; only with an e4m3 cache
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides, and for a work list without parts or
     with sink keys.

@@ -109,8 +109,8 @@ def ordered_prefill(
     """Causal attention of T queries over the pages of their rows, for one layer.
 
     q             bf16 [T, NH, D]  any strides over T and NH
-    kv            bf16, with scales e4m3 [2, P, page_size, KVH, D] with the queries' own K/V already written; contiguous but for
-                  the first dimension
+    kv            bf16, or e4m3 with scales [2, P, page_size, KVH, D]; the queries' own K/V are already written; contiguous but
+                  for the first dimension
     page_table    int32 [R, max pages a row]
     positions     int64 [T]  consecutive within a row, below its kv_len
     cu_seqlens_q  int32 [R+1]  row r's flat tokens are cu_seqlens_q[r] .. cu_seqlens_q[r+1]-1; all T are some row's
@@ -118,7 +118,7 @@ def ordered_prefill(
     max_q, max_kv no row has more queries or keys
     window        a query at position p attends to keys p-window+1 .. p; 0: 0 .. p
     sink_logits   fp32 [NH]  joins the denominator of each softmax once, not scaled
-    scales        fp32 [2, KVH]  of K and of V, with an e4m3 cache
+    scales        fp32 [2, KVH]  of K and of V; only with an e4m3 cache
     out           bf16 [T, NH, D] contiguous
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.

@@ -6,7 +6,7 @@ as in `softmax_step.py`, except that: blocks begin at multiples of BLOCK, which 
 a product with ones, because the order of a sum over a tile's columns depends on how its warps divide them; and no product is
 fused with a sum unless it is written so (launch with enable_fp_fusion=False). Keys that a query does not attend to change none of
 its bits. Tensor cores of the Hopper generation give the same bits by mma.sync and by wgmma, in tiles of any size
-(`benchmarks/bits_bench.py`), if both multiply the same 16 numbers of K in one instruction (`e4m3_operand`).
+(`benchmarks/bits_bench.py`), if both multiply the same 16 numbers of K in one instruction; `e4m3_operand` makes sure of that.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def attend_part(
     seen   all queries attend to the keys below this multiple of BLOCK, which then need no comparison; None: they are all compared
     base   address of K's head in page 0
     scale  of the scores, times log2(e)
-    scales  address of the scale of K's head, KV_HEADS before that of V's, of an e4m3 cache; None of others
+    scales  address of the scale of K's head; the scale of V's head is KV_HEADS numbers later. None unless K/V are e4m3
     """
     if scales is not None:
         scale = scale * tl.load(scales)

@@ -1,12 +1,12 @@
 """Compiles kernels several at a time, before they are launched.
 
 Triton compiles a kernel when it is first launched, and launches come one after the other: on a machine that has compiled none,
-the 100 to 200 kernels of a model take a third of a second each. Here dry runs find out what is going to be launched
-(`dry_run.py`), and threads compile it meanwhile, by the same calls as launches would, into Triton's cache in memory and on disk.
-Compiling holds the interpreter's lock for a quarter of its time (Triton 3.6: the walk over a kernel's source; LLVM and ptxas do
-not), so more than about eight threads gain little.
+the 100 to 200 kernels of a model take a third of a second each. Here dry runs find out which kernels will be launched
+(`dry_run.py`), and threads compile them meanwhile, by the same calls as launches would, into Triton's caches in memory and on
+disk. In Triton 3.6 a compilation holds Python's global lock for a quarter of its time, while it walks a kernel's source; LLVM and
+ptxas run without it. So more than about eight threads gain little.
 
-What a thread fails to compile, and what no dry run reaches, is compiled at its launch.
+Kernels that a thread fails to compile, or that no dry run reaches, are compiled at their first launch.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from batchspec.kernels.common.dry_run import dry_run
 
 MOST_THREADS = 8
 PROBE_S = 0.5
-"""Loading the kernels of a few runs from the disk takes less than this."""
+"""Maximum time to wait for the kernels of the probes, in seconds. Loading them from disk takes less."""
 
 
 def num_threads() -> int:
-    """The CPUs that this process may use, at most MOST_THREADS."""
+    """Number of CPUs that this process may use, at most MOST_THREADS."""
     return min(MOST_THREADS, len(os.sched_getaffinity(0)))
 
 
 def compile_ahead(runs: Sequence[Callable[[], object]], device: torch.device, *, num_probes: int) -> bool:
-    """Compile the kernels that the runs would launch on the device; nothing is launched or computed on it.
+    """Compile the kernels that the runs would launch on the device, without launching them (`dry_run`).
 
-    num_probes  if the first ones have nothing to compile, since all their kernels are on disk, the other runs are left out
-    Returns whether there was something to compile. Raises nothing but AssertionError, as `dry_run`.
+    num_probes  number of runs to try first: if all their kernels are on disk, the other runs are left out
+    Returns whether any kernel was compiled. Raises nothing but AssertionError, as `dry_run`.
     """
     compiled: list[str] = []
     pool = ThreadPoolExecutor(num_threads(), "kernels")
@@ -55,7 +55,7 @@ def compile_ahead(runs: Sequence[Callable[[], object]], device: torch.device, *,
 
 
 class _Launchers:
-    """The executor of compilations. It also makes what launches a kernel, which Triton 3.6 compiles by the C compiler."""
+    """Executor for Triton's compilations. It also makes each kernel's launcher, which Triton 3.6 compiles with the C compiler."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
@@ -64,7 +64,7 @@ class _Launchers:
     def submit(self, compiling: Callable[[], Any]) -> Future[Any]:
         def work() -> Any:
             kernel = compiling()
-            with suppress(Exception):  # the launch makes it too
+            with suppress(Exception):  # then the launch makes it
                 driver.active.launcher_cls(kernel.src, kernel.metadata)
             return kernel
 

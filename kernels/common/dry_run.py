@@ -1,9 +1,10 @@
-"""Runs code without its work on one device: kernels are compiled but not launched, and no tensor of before is read or written.
+"""Runs code without its work on one device: Triton kernels are compiled but not launched, and no existing tensor is written.
 
 Memory is allocated, filled with constants or from the host, and views are taken. Other operations of torch return tensors of the
-right shape with undefined values: most compute nothing, pointwise ones compute on what is there. These values can reach nothing:
+right shape with undefined values: most are not executed; pointwise ones and those in _HARMLESS are. Undefined values have no
+effect outside the run:
 
-    nothing is written to tensors that existed before the run, and no undefined value is used as an index
+    they are not written to tensors that existed before the run, and not used as an index
     a host read (`item`, a copy to the CPU), an operator of another library, and any error inside an operation end the run with
         DryRunEnded, which `except Exception` does not catch
     no tensor with undefined values may outlive the run, for instance in a cache: `dry_run` asserts it
@@ -39,14 +40,14 @@ _HARMLESS = {
     getattr(torch.ops.aten, name)
     for name in ("_to_copy", "cat", "clone", "cumsum", "sum", "amax", "argmax", "topk", "sort", "_softmax")
 }
-"""Operations that are computed, of undefined values too, as pointwise ones are: they take no value for an index."""
+"""Operations that are executed, on undefined values too, as pointwise ones are: they use no value as an index."""
 
 _ENDING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
 """Tags of operations that end a dry run."""
 
 
 class DryRunEnded(BaseException):
-    """The run reached what it can neither do nor leave out; the message says what."""
+    """The run reached an operation that it can neither execute nor skip; the message names it."""
 
 
 _is_dry: ContextVar[bool] = ContextVar("_is_dry", default=False)
@@ -60,7 +61,7 @@ def is_dry() -> bool:
 
 
 def dry_run(run: Callable[[], object], device: torch.device) -> str | None:
-    """Call `run` without what it does on `device`. Launches of other threads are not affected.
+    """Call `run` without its work on `device` (see above). Launches of other threads are not affected.
 
     Returns None, or why the run ended early. Raises AssertionError if a tensor with undefined values is still alive after it.
     """
@@ -92,7 +93,7 @@ class _DryRun(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch imports its compiler, for several seconds, for a mode that says True here."""
+        """For a mode that says True here, torch imports its compiler, which takes several seconds."""
         return False
 
     def check(self) -> None:
@@ -113,7 +114,7 @@ class _DryRun(TorchDispatchMode):
         if func.overloadpacket in _CONSTANTS and not func._schema.is_mutable:
             return func(*args, **kwargs)
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-            with self:  # it is made of others
+            with self:  # it consists of other operations
                 return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         to = kwargs.get("device")
         touches = any(isinstance(leaf, Tensor) and leaf.device == self._device for leaf in tree_leaves((args, kwargs)))
@@ -134,7 +135,7 @@ class _DryRun(TorchDispatchMode):
         return tree_map_only(Tensor, self._made, _SHAPES.get(func.overloadpacket, func)(*args, **kwargs))
 
     def _written(self, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments that the operation would write, by the names that its schema gives them."""
+        """The arguments that the operation would write, by their alias names in its schema."""
         written: dict[str, Any] = {}
         for i, argument in enumerate(schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -145,7 +146,7 @@ class _DryRun(TorchDispatchMode):
         return written
 
     def _check_device(self, device: torch.device) -> None:
-        """Raises ValueError for a device on which a result would be real."""
+        """Raises ValueError for another device: a result there would depend on undefined values."""
         if device.type != self._device.type:
             raise ValueError(f"{device} would read {self._device}")
 
@@ -178,7 +179,7 @@ def _selected(x: Tensor, dim: int, ids: Tensor) -> Tensor:
 
 
 def _indexed(x: Tensor, ids: Sequence[Tensor | None]) -> Tensor:
-    """By ids of the first dimensions."""
+    """x indexed by ids of its first dimensions."""
     given = [one for one in ids if one is not None and one.dtype not in (torch.bool, torch.uint8)]
     if len(given) < len(ids):
         raise ValueError("only ids of the first dimensions")
@@ -191,7 +192,7 @@ def _padded(x: Tensor, pad: Sequence[int], *_: Any) -> Tensor:
 
 
 def _attended(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-    """Of concatenated rows, q [T, NH, D]."""
+    """Flash attention of concatenated rows, q [T, NH, D]."""
     unused = _shape(0, dtype=torch.int64)
     return _shape(*q.shape, dtype=q.dtype), _shape(q.shape[1], q.shape[0], dtype=torch.float32), unused, unused, unused
 
@@ -206,7 +207,7 @@ _SHAPES = {
     torch.ops.aten.constant_pad_nd: _padded,
     torch.ops.aten._flash_attention_forward: _attended,
 }
-"""The shapes of usual results. torch knows all of them, but imports its compiler for that, for several seconds."""
+"""Shapes of the results of common operations. torch's own shape functions import its compiler, which takes several seconds."""
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

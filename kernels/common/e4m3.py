@@ -67,16 +67,16 @@ _FOUR_TO_BF16 = tl.constexpr("""{
     cvt.rn.bf16x2.f32 $0, wide1, wide0;
     cvt.rn.bf16x2.f32 $1, wide3, wide2;
 }""")
-"""Four numbers. By way of fp32, because an instruction that converts fp16 to bf16 takes several times as long."""
+"""Converts four e4m3 numbers to bf16 by way of fp32, because converting fp16 to bf16 directly takes several times as long."""
 
 
 @triton.jit
 def e4m3_operand(stored, INTERPRETED: tl.constexpr):
-    """e4m3 -> bf16, exactly, for a product that sums over K in the order of bf16 that was loaded.
+    """e4m3 -> bf16, exactly, for an operand whose product sums over K in the same order as with operands loaded in bf16.
 
-    Where Triton knows that an operand of mma.sync was converted from 8 bits, each thread gets four neighbours of K instead of two
-    (kWidth 4): the first instruction then sums numbers 0, 1, 4, 5, .. 29 of 32 and the second the others. wgmma sums 0 to 15 and
-    then 16 to 31, so that the two have other bits. Triton does not look behind an instruction that may have side effects.
+    If Triton knows that an operand of mma.sync was converted from 8 bits, it gives each thread four neighbours of K instead of
+    two (kWidth 4): the first instruction then sums numbers 0, 1, 4, 5, .. 29 of 32 and the second the others. wgmma sums 0 to 15
+    and then 16 to 31, so the two would give different bits. Inline assembly that may have side effects hides the conversion.
     """
     if INTERPRETED:
         return e4m3_values(stored, tl.bfloat16, True)

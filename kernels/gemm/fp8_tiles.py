@@ -60,7 +60,7 @@ def ordered_fp8_tile(num_tokens: int) -> Fp8Tile:
 
     One program sums all of K, in blocks of 128 from the first one on. Rows of W are the first operand (M) in every tile, and both
     heights are multiplied by wgmma with 64 rows of W and 32 columns of K. So a sum has the same products in the same order, and
-    only the number of tokens (N) of an instruction differs. Neither tile has been timed.
+    only the number of tokens (N) of an instruction differs. Neither tile was tuned.
     """
     return Fp8Tile(64, 64, 5, 4) if num_tokens <= 64 else Fp8Tile(128, 64, 4, 4)
 

@@ -5,8 +5,9 @@ product has a side M of at least 64, so with few tokens the rows of W are the si
 then needs a scale of x for every token of the tile. With many tokens, these are the side M (`sum_blocks_of_tokens`): a thread
 holds two tokens of each 64, and needs only their two scales. Both give the same bits.
 
-The sum of 128 of K starts at 0 in the tensor cores, and is multiplied by its scales and added in one instruction that is written
-as such (`add_scaled`). Kernels are launched with enable_fp_fusion=False, so that the compiler fuses nothing else in some tiles.
+The tensor cores sum each block of 128 of K from 0. With scales of blocks, one explicit `fma` multiplies this sum by its scales
+and adds it (`add_scaled`). Kernels are launched with enable_fp_fusion=False, so that the compiler fuses nothing else, which it
+might do in some tiles only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compiling ahead: a first start compiles nothing at its launches, and nothing else changes, whatever the threads do.
+"""Compiling ahead: launches compile nothing on a first start, and nothing else changes, whatever the threads do.
 
 The process has no GPU: its driver says that it is a Hopper and launches nothing, and tensors on the CPU stand for those of a GPU.
 """
@@ -140,12 +140,12 @@ assert cubins() == ahead
         pytest.param(ENDED, id="a run that ends early is compiled up to there"),
         pytest.param(DYING, id="what threads fail to compile is compiled at its launch"),
         pytest.param(WRONG, id="a kernel that cannot be compiled fails at its launch"),
-        pytest.param(NO_THREADS, id="without threads everything is as always"),
+        pytest.param(NO_THREADS, id="without threads launches compile as usual"),
         pytest.param(SAME_BITS, id="the machine code is the same"),
     ],
 )
 def test_compiling_ahead(body: str, tmp_path: Path) -> None:
-    """In a process of its own: others interpret kernels."""
+    """Each script runs in a process of its own, because other tests interpret kernels."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("    SCRIPT_BODY", "\n".join(f"    {line}" for line in body.strip().splitlines())))
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -1,4 +1,4 @@
-"""Dry runs: the shapes of real runs, and nothing computed, read, written or launched."""
+"""Dry runs: results have their real shapes, no existing tensor is written, the host reads nothing, no kernel is launched."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ EXCHANGES: dict[str, Callable[[Tensor], object]] = {
 @pytest.mark.parametrize("name", EXCHANGES)
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 def test_an_exchange_between_ranks_ends_the_run(name: str, group: None) -> None:
-    """Of two ranks one may have compiled before and leave out the dry run: nobody would answer."""
+    """If another rank has compiled before, it skips the dry run, and the exchange would wait for it forever."""
     EXCHANGES[name](torch.ones(4))
     ended = dry_run(lambda: EXCHANGES[name](torch.ones(4)), CPU)
     assert ended is not None
@@ -87,7 +87,7 @@ def test_an_exchange_between_ranks_ends_the_run(name: str, group: None) -> None:
 
 
 def test_flash_attention_has_the_shapes_that_torch_says() -> None:
-    """A CPU has no kernel of it."""
+    """The meta device gives the shapes, because a CPU has no kernel for it."""
     q, lengths = torch.empty(5, 4, 8, dtype=torch.bfloat16), torch.tensor([0, 2, 5], dtype=torch.int32)
 
     def attended(q: Tensor, lengths: Tensor) -> list[tuple[torch.Size, torch.dtype]]:
@@ -129,7 +129,7 @@ def test_constants_are_real_and_may_be_kept() -> None:
 
 @pytest.mark.parametrize("computed", [lambda: IDS[IDS], lambda: IDS + 1, lambda: (IDS + 1)[1:]])
 def test_no_undefined_tensor_may_be_kept(computed: Callable[[], Tensor]) -> None:
-    """A cache that is filled in a dry run would give it to real runs."""
+    """A cache that is filled in a dry run would pass it on to real runs."""
     try:
         with pytest.raises(AssertionError, match="was kept"):
             dry_run(lambda: KEPT.append(computed()), CPU)
@@ -155,7 +155,7 @@ def _identity(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", READS)
-def test_what_cannot_be_left_out_ends_the_run_whatever_is_caught(name: str) -> None:
+def test_an_operation_that_cannot_be_skipped_ends_the_run_whatever_is_caught(name: str) -> None:
     went_on: list[BaseException | None] = []
 
     def run() -> None:
@@ -180,7 +180,7 @@ def test_a_copy_to_the_host_ends_the_run() -> None:
     assert host.tolist() == [0.0] * 3
 
 
-def test_other_devices_are_as_always() -> None:
+def test_work_on_other_devices_is_done_as_usual() -> None:
     found: list[Any] = []
     assert dry_run(lambda: found.append((IDS + 1)[IDS].tolist()), torch.device("meta")) is None
     assert found == [(IDS + 1)[IDS].tolist()]
@@ -240,7 +240,7 @@ assert "sympy" not in sys.modules and "torch._dynamo" not in sys.modules
 
 
 def test_usual_operations_do_not_import_the_compiler_of_torch() -> None:
-    """It takes several seconds, which every start on a GPU would spend."""
+    """The import would take several seconds of every start on a GPU."""
     import subprocess
 
     done = subprocess.run([sys.executable, "-c", USUAL], capture_output=True, text=True, check=False)

@@ -174,7 +174,7 @@ def test_one_program_sums_all_of_k_in_every_tile_of_one_order() -> None:
 
 
 def test_other_splits_have_other_bits(device: torch.device) -> None:
-    """So the test above can fail."""
+    """A split changes the order of sums; otherwise the test above could not fail."""
     x, (weight, scales) = tokens_of(64, "block", device), weight_of("block", device)
     one, two = (fp8_linear(x, weight, scales, tile=TILE._replace(split=n), dtype=torch.float32, interpret=True) for n in (1, 2))
     assert not torch.equal(one, two)

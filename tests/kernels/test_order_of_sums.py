@@ -1,4 +1,4 @@
-"""The instructions of attention with one order of sums, compiled for sm_90 without a GPU as the wrappers launch it.
+"""The instructions of batch-invariant attention, compiled for sm_90 without a GPU, with the arguments of its wrappers.
 
 A query has the same bits in every tile and in prefill if they all multiply the same numbers in one instruction, and if the
 compiler fuses no product with a sum that another kernel does not. The interpreter cannot see either.
@@ -25,7 +25,7 @@ TYPES = {
 }  # fmt: skip
 
 TENSOR_CORES = r"(mma\.sync|wgmma\.mma_async)\S*?\.(m\d+)n\d+(k\d+)(?:\.row\.col)?\.(\S+)"
-"""An instruction and its sides M and K and types, whatever N is."""
+"""An instruction, its sizes M and K and its types, with any N."""
 
 
 class Attention(NamedTuple):
@@ -60,7 +60,7 @@ CASES = (
 
 
 class Launches:
-    """In a kernel's place: keeps the arguments of the last launch."""
+    """Stands in for a kernel: keeps the arguments of the last launch."""
 
     def __getitem__(self, grid: object) -> Launches:
         return self
@@ -70,7 +70,7 @@ class Launches:
 
 
 def launched(case: Attention) -> tuple[Any, Launches]:
-    """The kernel, and what its wrapper launches it with."""
+    """The kernel, and the arguments with which its wrapper launches it."""
     from batchspec.kernels.attention import ordered_attention as rounds
     from batchspec.kernels.attention import ordered_prefill as prefill
     from batchspec.kernels.attention.merge_states import partials_of
