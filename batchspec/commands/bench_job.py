@@ -11,10 +11,12 @@ less often per row than a job would.
 For an engine only the part of a row's cost on the thread that launches its rounds matters. `engine_thread_us` is the CPU time of
 that thread per row, without start-up and the stand-in's own: `feed_us` of it in the stream of requests, `round_us` in reports
 after each round, `finish_us` for finished rows and shards. `other_threads_us` is the CPU time of the process's other threads,
-which can hold Python's global lock; `workers_us` that of processes that ended meanwhile. A pause is one call
-into the job's work on that thread, during which it launches nothing: `pause_999_us` is their 99.9th percentile, `pause_max_us`
-the longest. A pause longer than the launched rounds leaves the GPU idle. With `--rows-s N` the stand-in finishes at most N rows a
-second; if the workers admit more, they admit rows ahead, as in a job.
+which can hold Python's global lock; `workers_us` that of processes that ended meanwhile.
+
+A pause is one call into the job's work on that thread, during which it launches nothing. `pause_999_us` is the 99.9th percentile
+of pauses in CPU time, `pause_max_us` the longest. A pause longer than the launched rounds leaves the GPU idle.
+
+With `--rows-s N` the stand-in finishes at most N rows a second. If the workers admit more, rows are admitted ahead, as in a job.
 
 `--tokenizer FOLDER` uses a model's tokenizer and chat template in place of the stand-in, and rows leave the engine without their
 text, as from the real one; `--tokens 140` makes rows as short as GSM8K's; `input.num_workers` is `--workers`, and

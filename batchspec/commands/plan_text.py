@@ -19,7 +19,7 @@ from batchspec.prepare import Job
 from batchspec.records import Ids, PackedBatch
 from batchspec.text import MESSAGE_CHARS, counted, one_line
 
-COST = "0 to 5 % of decoding in bf16 and 18 % in FP8 on an H200, long prefill in bf16 not measured"
+COST = "0 to 5 % of decoding in bf16 and 18 % in FP8 (8B) on an H200, long prefill in bf16 not measured"
 """The cost of decode.deterministic, see jobs/README.md."""
 BAR = 40
 

@@ -93,7 +93,7 @@ class OutputFolder(JobFolder):
         """Publish a shard's rows, once: False if another run was first (its rows are equivalent, these are dropped).
 
         write  makes the shard's `unpublished` file, in this process or in another one. Only this process gives a file its final
-               name, and only a whole and verified one. Called again if a file of another job had the name
+               name, and only a whole and verified one. Called again if an older file, or one of another job, has the name
 
         Raises ValueError unless the file holds exactly the shard's rows, by (row_index, sample_index) with samples from 0 on;
         StorageError if writing fails; OutputError as `check_own`, and for a file of that name that is not the job's.
