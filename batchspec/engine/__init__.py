@@ -24,7 +24,8 @@ Rounds on the device:
 Prefill:
   prefill.py            passes over known tokens
   prefill_runner.py     between rounds or concurrently with them; prefill_stream.py: the stream of concurrent passes
-  prefill_graphs.py     short passes as CUDA graphs; prefill_shapes.py: which ones; prefill_cost.py: the time of a pass
+  prefill_graphs.py     short passes as CUDA graphs; prefill_shapes.py: which ones; prefill_inputs.py: their inputs
+  prefill_cost.py       the time of a pass
   expected_passes.py    the shapes that passes of the surveyed rows will most likely have
   refill_times.py       the fixed time of refills, learned from the run
   score_pass.py         scoring prompts on the device; scoring.py: on the host
