@@ -22,10 +22,11 @@ from batchspec.engine.lazy_places import LazyPlaces
 from batchspec.engine.lazy_states import LazyStates
 from batchspec.engine.output_processor import EngineTotals, OutputProcessor
 from batchspec.engine.prefill_cost import PrefillCost
+from batchspec.engine.refill_policy import MOST_ROUNDS_BEFORE_REFILL
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.results import PendingResult, RoundLog, Slots
 from batchspec.engine.round_planner import RoundPlanner
-from batchspec.engine.scheduler import MOST_LEAD, REST_S, RoundHook, Scheduler
+from batchspec.engine.scheduler import REST_S, RoundHook, Scheduler
 from batchspec.engine.scoring import PromptScores
 from batchspec.engine.slots import SlotTable
 from batchspec.engine.step import ScheduledStep
@@ -85,7 +86,7 @@ class EngineRun:
             groups,
             batch.group_pages(groups.num_groups),
             batch.page_size,
-            lookahead=(batch.run_ahead + MOST_LEAD) * round_.max_emitted + round_.kv_per_round,
+            lookahead=(batch.run_ahead + MOST_ROUNDS_BEFORE_REFILL) * round_.max_emitted + round_.kv_per_round,
         )
         lazy = None
         if shared.expanding is not None and shared.vocabulary is not None and shared.lazy_places is not None:
