@@ -18,6 +18,9 @@ MAX_STOP_IDS = 16
 
 SCORED_TOKENS = 512
 """Maximum number of positions whose logits are in memory at once while prompts are scored."""
+MOST_ROUNDS_BEFORE_REFILL = 2
+"""Maximum number of further rounds that are launched before the host prepares a refill. The device decodes them meanwhile; the
+free slots stay empty that long."""
 PREFILL_GRAPHS = 16
 """Maximum number of shapes of prefill passes that are captured as CUDA graphs; more would take too much memory."""
 KEYS_PER_TOKEN = 4

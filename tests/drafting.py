@@ -16,7 +16,7 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Drafter, DrafterBase
 from batchspec.draft.weights import Head, load_head
-from batchspec.engine import allocator
+from batchspec.engine import expected_pages
 from batchspec.engine.engine import Engine
 from batchspec.engine.round import RoundOptions
 from batchspec.records import Completion, PackedBatch, Request, SamplingParams
@@ -89,7 +89,7 @@ def run(
     """Tokens and completions by request, and the engine, whose pages all came back; options are those of Engine."""
     engine = Engine(TARGET(), drafter, batch, device=DEVICE, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(allocator, "SHORT_CAP_TOKENS", short_cap)
+        patch.setattr(expected_pages, "SHORT_CAP_TOKENS", short_cap)
         done = {completion.request_id: completion for completion in engine.run(iter(requests))}
     assert len(done) == len(requests)
     assert engine.pools.num_free == tuple(pool.num_pages - 1 for pool in engine.pools.pools)

@@ -15,7 +15,8 @@ from batchspec.engine import engine as engine_module
 from batchspec.engine.executor import Executor
 from batchspec.engine.prefill import Prefilled
 from batchspec.engine.prefill_cost import PrefillCost
-from batchspec.engine.prefill_graphs import PassInputs, PrefillGraphs
+from batchspec.engine.prefill_graphs import PrefillGraphs
+from batchspec.engine.prefill_inputs import PassInputs
 from batchspec.engine.prefill_shapes import PassShape
 from batchspec.engine.results import Moment, PendingResult
 from batchspec.engine.round import RoundResult

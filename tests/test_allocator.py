@@ -16,6 +16,7 @@ from batchspec.cache.groups import KVGroups
 from batchspec.cache.page_tables import PagePools
 from batchspec.cache.pages import PagePool, prefix_hashes
 from batchspec.engine.allocator import SlotAllocator
+from batchspec.engine.expected_pages import ExpectedPages
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.slots import SlotTable
@@ -139,7 +140,7 @@ def test_slots_wait_for_the_time_of_a_replay_only_where_the_next_pass_can_be_rep
     cost = PrefillCost(least=2.0, token=0.0, replay=0.5, most_replayed=5)
     allocator = SlotAllocator(shape(8, 200), pools, map(progress, asked), prefill_cost=cost)
     allocator.release(refill(allocator)[3])
-    assert [allocator._worth_a_prefill(1, 1.0) for _ in range(rounds)] == [False] * (rounds - 1) + [True]
+    assert [allocator.refill_is_due() for _ in range(rounds)] == [False] * (rounds - 1) + [True]
 
 
 @pytest.mark.parametrize(("num_free", "rounds"), [(1, 12), (2, 4), (4, 1)])
@@ -379,8 +380,9 @@ def test_what_is_promised_to_rows_in_slots_is_what_was_expected_of_each_when_it_
         states[-1].tokens = [0] * min(emitted, cap - 1)
     allocator = SlotAllocator(shape(8, 100_000, max_len=4000), pools, iter(states))
     assert len(refill(allocator)) == len(rows)
-    still = [allocator.expected_pages(state) - state.pages.num_columns for state in states]
-    assert allocator.promised().tolist() == [sum(max(0, count) for count in still)]
+    expected = ExpectedPages(4, num_lookahead_slots=0)
+    still = [expected.of_waiting(state) - state.pages.num_columns for state in states]
+    assert expected.promised(allocator.slots, pools).tolist() == [sum(max(0, count) for count in still)]
 
 
 def test_a_row_with_a_short_limit_gets_all_its_pages_at_once_where_half_the_pool_stays_free() -> None:

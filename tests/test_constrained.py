@@ -18,7 +18,7 @@ from torch import Tensor
 from batchspec.batch.automata import Automata, AutomataCapacity, ConstraintOffsets
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.draft.base import Drafter
-from batchspec.engine import allocator
+from batchspec.engine import expected_pages
 from batchspec.engine.automaton_places import AutomatonPlaces
 from batchspec.engine.engine import Engine
 from batchspec.engine.round import RoundOptions
@@ -55,7 +55,7 @@ def run(requests: Sequence[Request], drafter: Drafter, *, short_cap: int = 512, 
         vocabulary=VOCABULARY, automata_capacity=room, options=RoundOptions(logprobs=logprobs),
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(allocator, "SHORT_CAP_TOKENS", short_cap)
+        patch.setattr(expected_pages, "SHORT_CAP_TOKENS", short_cap)
         return {done.row_index: done for done in engine.run(iter(requests))}
 
 

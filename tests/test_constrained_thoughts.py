@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchspec.engine import allocator
+from batchspec.engine import expected_pages
 from batchspec.engine.engine import Engine
 from batchspec.engine.round import RoundOptions
 from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT
@@ -107,7 +107,7 @@ def test_no_row_that_was_produced_rightly_is_refused(name: str, job: list[tuple[
 
         engine.on_round = stop
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(allocator, "SHORT_CAP_TOKENS", 0)
+            patch.setattr(expected_pages, "SHORT_CAP_TOKENS", 0)
             for done in engine.run(iter(list(left.values()))):
                 check(done, *rules[done.request_id])
                 del left[done.request_id]

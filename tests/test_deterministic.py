@@ -22,7 +22,7 @@ from batchspec.draft.none import NoDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
-from batchspec.engine import allocator
+from batchspec.engine import expected_pages
 from batchspec.engine.engine import Engine
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.engine.round import RoundOptions
@@ -47,7 +47,7 @@ def short_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Parts of 64 keys, so that rows of two hundred tokens have several; products in one order, which a GPU has by itself."""
     monkeypatch.setattr(ordered_prefill, "PART", PART)
     monkeypatch.setattr(settings, "PART", PART)
-    monkeypatch.setattr(allocator, "SHORT_CAP_TOKENS", 4)
+    monkeypatch.setattr(expected_pages, "SHORT_CAP_TOKENS", 4)
     with nullcontext() if DEVICE.type == "cuda" else dots_of_one_order():
         yield
 

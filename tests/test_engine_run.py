@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from batchspec.batch.automata import Automata, AutomataCapacity
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.page_tables import PagePools
-from batchspec.engine import allocator
+from batchspec.engine import expected_pages
 from batchspec.engine.engine import Engine
 from batchspec.engine.executor import Executor
 from batchspec.engine.lazy_states import LazyStates
@@ -94,7 +94,7 @@ def test_nothing_of_a_run_that_ended_early_is_found_in_the_next(name: str, data:
     )  # fmt: skip
     engine.keeps_prefixes = True
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(allocator, "SHORT_CAP_TOKENS", 0)
+        patch.setattr(expected_pages, "SHORT_CAP_TOKENS", 0)
         for _ in range(data.draw(st.integers(1, 4))):
             end_early(data, engine, iter([req for req, _ in job]))
             if data.draw(st.booleans()):  # its pages are kept

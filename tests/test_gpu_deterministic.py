@@ -29,7 +29,7 @@ from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
-from batchspec.engine import allocator
+from batchspec.engine import expected_pages
 from batchspec.engine.engine import Engine
 from batchspec.engine.round import RoundOptions
 from batchspec.kernels.attention.merge_states import partials_of
@@ -317,7 +317,7 @@ def test_no_drafter_number_of_slots_or_preemption_changes_a_token_or_a_logprob()
         engine = Engine(own, drafter, batch, device=own.device, options=RoundOptions(logprobs=0))
         engine.prepare(SamplingMode(random=True))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(allocator, "SHORT_CAP_TOKENS", 4)
+            patch.setattr(expected_pages, "SHORT_CAP_TOKENS", 4)
             done = list(engine.run(iter(asked)))
         if pages < 1000:
             assert sum(one.stats.num_prefills for one in done if one.stats is not None) > len(asked), "no row was preempted"

@@ -25,7 +25,7 @@ from batchspec.draft.shapes import PROB, TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import load_head
 from batchspec.draft.window import WindowDrafter
-from batchspec.engine import allocator, prefill
+from batchspec.engine import expected_pages, prefill
 from batchspec.engine.engine import Engine
 from batchspec.engine.round import RoundOptions
 from batchspec.model.rope_config import RopeSpec
@@ -133,7 +133,7 @@ def run(
 ) -> tuple[Engine, list[Completion]]:
     engine = Engine(own, drafter, batch, device=own.device, decode=decode, penalties=True, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(allocator, "SHORT_CAP_TOKENS", 4)
+        patch.setattr(expected_pages, "SHORT_CAP_TOKENS", 4)
         done = list(engine.run(iter(asked)))
     assert engine.pools.num_free == tuple(pool.num_pages - 1 for pool in engine.pools.pools)
     return engine, done

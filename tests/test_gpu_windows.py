@@ -26,7 +26,7 @@ from batchspec.draft.base import Drafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.window import WindowDrafter
-from batchspec.engine import allocator
+from batchspec.engine import expected_pages
 from batchspec.engine.engine import Engine
 from batchspec.model import target as target_module
 from batchspec.records import PackedBatch, Request
@@ -61,7 +61,7 @@ def run(
     own = windowed_target("cuda", windows, dtype)
     engine = Engine(own, drafter, batch, device=GPU, decode=decode, penalties=True, overlap=overlap)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(allocator, "SHORT_CAP_TOKENS", 4)
+        patch.setattr(expected_pages, "SHORT_CAP_TOKENS", 4)
         poison_freed_pages(patch, [engine])
         done = list(engine.run(iter(asked)))
     assert [one.error for one in done if one.error is not None] == []

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from batchspec.batch.automata import Automata, AutomataCapacity, StatesUpload
 from batchspec.draft.base import Drafter
-from batchspec.engine import allocator
+from batchspec.engine import expected_pages
 from batchspec.engine.engine import Engine
 from batchspec.engine.lazy_places import LazyPlaces
 from batchspec.engine.lazy_states import LazyStates
@@ -65,7 +65,7 @@ def run(
         options=RoundOptions(logprobs=logprobs),
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(allocator, "SHORT_CAP_TOKENS", short_cap)
+        patch.setattr(expected_pages, "SHORT_CAP_TOKENS", short_cap)
         return {done.row_index: done for done in engine.run(iter(requests))}
 
 
@@ -324,7 +324,7 @@ def test_wherever_a_run_fails_the_next_ones_go_on_from_its_tokens(name: str, dat
             return works(*args)
 
         with pytest.MonkeyPatch.context() as patch, suppress(OutOfMemory):
-            patch.setattr(allocator, "SHORT_CAP_TOKENS", 0)
+            patch.setattr(expected_pages, "SHORT_CAP_TOKENS", 0)
             patch.setattr(owner, method, fails)
             for out in engine.run(iter(list(left.values()))):
                 done[out.row_index] = out

@@ -25,7 +25,7 @@ from batchspec.distributed.collectives import Collectives
 from batchspec.draft.base import Drafter
 from batchspec.draft.corpus import Corpus
 from batchspec.draft.lookup import LookupDrafter
-from batchspec.engine import allocator
+from batchspec.engine import expected_pages
 from batchspec.engine.draft_lengths import DraftLengths
 from batchspec.engine.engine import Engine
 from batchspec.engine.lockstep import RUN, Beats, Lead, follow
@@ -135,7 +135,7 @@ def test_followers_have_the_leaders_tokens_whatever_the_clock_says(
     name: str, count: int, handle: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With preemption, stop strings, thinking budgets, shared prefixes and compaction, which no follower decides."""
-    monkeypatch.setattr(allocator, "SHORT_CAP_TOKENS", 2)
+    monkeypatch.setattr(expected_pages, "SHORT_CAP_TOKENS", 2)
     found, digests = group_run(handle, count, restless, name=name)
     assert len(set(digests)) == 1
     whole = whole_of(SPEC, Loud)

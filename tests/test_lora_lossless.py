@@ -26,7 +26,7 @@ from batchspec.draft.pard import PardDrafter
 from batchspec.draft.shapes import TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.window import WindowDrafter
-from batchspec.engine import allocator
+from batchspec.engine import expected_pages
 from batchspec.engine.engine import Engine
 from batchspec.model.lora_products import DummyAdapters, LoraStacks
 from batchspec.model.spec import ModelSpec
@@ -142,7 +142,7 @@ def check(requests: list[Request], kind: str, data: st.DataObject) -> None:
     )
     engine = Engine(adapted_target(), drafter, batch, device=DEVICE, decode=decode, penalties=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(allocator, "SHORT_CAP_TOKENS", data.draw(st.sampled_from([2, 512]), label="short_cap"))
+        patch.setattr(expected_pages, "SHORT_CAP_TOKENS", data.draw(st.sampled_from([2, 512]), label="short_cap"))
         done = list(engine.run(iter(requests)))
     found = {c.request_id: c.token_ids.tolist() for c in done if c.token_ids is not None}
     assert found == expected_tokens(requests)

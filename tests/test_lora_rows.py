@@ -24,7 +24,7 @@ from batchspec.commands import verify_kv
 from batchspec.commands.verify import verify
 from batchspec.config.checks import MAX_ADAPTERS
 from batchspec.config.compose import compose
-from batchspec.engine import allocator
+from batchspec.engine import expected_pages
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.kernels.benchmarks.lora_bench import SHAPES
 from batchspec.kernels.lora.lora_shrink import RANKS, num_splits
@@ -432,7 +432,7 @@ def test_rows_that_pages_run_out_for_keep_their_adapter(
     base: Path, folders: dict[str, Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few pages preempt rows, which are prefilled again."""
-    monkeypatch.setattr(allocator, "SHORT_CAP_TOKENS", 1)
+    monkeypatch.setattr(expected_pages, "SHORT_CAP_TOKENS", 1)
     more = [named(folders), "draft=lookup", "decode.max_new_tokens=90"]
     assert run.main(words(base, data, tmp_path / "plenty", *more)) == 0
     assert run.main(words(base, data, tmp_path / "few", *more, "packing.pages=15")) == 0

@@ -36,7 +36,7 @@ from batchspec.draft.shapes import LOGPROB, PROB, TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
-from batchspec.engine import allocator
+from batchspec.engine import expected_pages
 from batchspec.engine.engine import Engine
 from batchspec.engine.graphs import Shape
 from batchspec.engine.output_processor import EngineTotals
@@ -102,7 +102,7 @@ def run(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(target_module, "plan_attention", plan_checked)
         patch.setattr(reader_module, "plan_attention", plan_checked)
-        patch.setattr(allocator, "SHORT_CAP_TOKENS", short_cap)
+        patch.setattr(expected_pages, "SHORT_CAP_TOKENS", short_cap)
         patch.setattr(engine.executor, "_launch_round", launch_checked)
         done = {completion.request_id: completion for completion in engine.run(iter(requests))}
     assert engine.pools.num_free == tuple(pool.num_pages - 1 for pool in engine.pools.pools)  # every page came back
@@ -500,7 +500,7 @@ def test_a_run_that_is_stopped_is_resumed_by_another_with_the_same_tokens(reques
 @pytest.mark.parametrize("run_ahead", [0, 2])
 def test_a_run_that_is_stopped_keeps_every_token_that_it_has_read(run_ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of rows in slots, and of preempted rows that wait: the next run emits none of them a second time."""
-    monkeypatch.setattr(allocator, "SHORT_CAP_TOKENS", 2)
+    monkeypatch.setattr(expected_pages, "SHORT_CAP_TOKENS", 2)
     requests = [request(i, [i, 5, 7], cap=40, predicted=4) for i in range(4)]
     batch = packed(3, num_pages=25, max_len=43, run_ahead=run_ahead)
     engine = Engine(tiny_target(), LookupDrafter(4, min_ngram=1, max_ngram=3), batch, device=DEVICE)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from batchspec.batch.automata import AutomataCapacity
 from batchspec.draft.base import Drafter
-from batchspec.engine import allocator
+from batchspec.engine import expected_pages
 from batchspec.engine.engine import Engine
 from batchspec.engine.round import RoundOptions
 from batchspec.lazy_automaton import ANSWER
@@ -145,7 +145,7 @@ def test_rows_that_ask_for_all_at_once_get_the_tokens_of_the_definition(
 
         engine.on_round = stop
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(allocator, "SHORT_CAP_TOKENS", data.draw(st.sampled_from([0, 512]), label="short"))
+            patch.setattr(expected_pages, "SHORT_CAP_TOKENS", data.draw(st.sampled_from([0, 512]), label="short"))
             for done in engine.run(iter(list(left.values()))):
                 assert done.error is None, done.error
                 assert done.token_ids is not None

@@ -24,7 +24,7 @@ from batchspec.draft.shapes import TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
-from batchspec.engine import allocator
+from batchspec.engine import expected_pages
 from batchspec.engine.draft_lengths import DraftLengths
 from batchspec.engine.engine import Engine
 from batchspec.engine.graphs import Shape
@@ -132,7 +132,7 @@ def test_tokens_are_those_of_plain_decoding(name: str, kind: str, setting: Setti
         SLOTS, max_len=longest, page_size=PAGE_SIZE, draft_len=drafter.max_len, prefill_tokens=16, run_ahead=1,
         num_pages=1 + longest + 2 * ahead if setting.scarce_pages else 400,
     )  # fmt: skip
-    monkeypatch.setattr(allocator, "SHORT_CAP_TOKENS", 2)
+    monkeypatch.setattr(expected_pages, "SHORT_CAP_TOKENS", 2)
     engine = Engine(target, drafter, batch, device=DEVICE, penalties=True)
     if setting.auto_k:
         choose_any_draft_len(engine, monkeypatch)

@@ -218,9 +218,11 @@ def test_values_that_arrow_cannot_hold_are_refused() -> None:
     with pytest.raises(InputError, match=r"prompt: String, x: Int128 do not make an Arrow table \(.*\); cast the column"):
         table_of(pl.DataFrame({"prompt": ["a"], "x": pl.Series([1], dtype=pl.Int128)}))
     wide = pa.decimal256(50, 3)
-    for kind in (wide, pa.list_(pa.struct([("y", wide)])), pa.map_(pa.string(), wide)):
-        with pytest.raises(InputError, match=r"^column 'x' has type .*, which polars cannot read; cast it, or leave it out$"):
-            table_of(pa.table({"prompt": ["a"], "x": pa.array([None], kind)}))
+    for kind in (wide, pa.list_(pa.struct([("y", wide)])), pa.map_(pa.string(), wide), pa.dictionary(pa.int8(), wide)):
+        table = pa.table({"prompt": ["a"], "x": pa.nulls(1, kind)})
+        for data in (table, table.to_reader()):
+            with pytest.raises(InputError, match=r"^column 'x' has type .*, which polars cannot read; cast it, or leave it out$"):
+                table_of(data)
 
 
 def test_lists_that_are_empty_in_every_row_ask_for_nothing(tmp_path: Path) -> None:

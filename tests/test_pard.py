@@ -17,7 +17,7 @@ from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.schema import ModelConfig, RunConfig
 from batchspec.draft.pard import PardDrafter, PardModel, load_pard, read_pard
 from batchspec.draft.spec import open_drafter
-from batchspec.engine import allocator
+from batchspec.engine import expected_pages
 from batchspec.engine.engine import Engine
 from batchspec.engine.round import Round, RoundOptions
 from batchspec.errors import CheckpointError, ConfigError
@@ -101,7 +101,7 @@ def run(
 ) -> tuple[dict[str, list[int]], Engine]:
     engine = Engine(tiny_target(), drafter, batch, device=DEVICE, options=options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(allocator, "SHORT_CAP_TOKENS", short_cap)
+        patch.setattr(expected_pages, "SHORT_CAP_TOKENS", short_cap)
         done = {c.request_id: c.token_ids.tolist() for c in engine.run(iter(requests)) if c.token_ids is not None}
     assert engine.pools.num_free == tuple(pool.num_pages - 1 for pool in engine.pools.pools)  # every page came back
     return done, engine

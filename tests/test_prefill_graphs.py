@@ -34,7 +34,8 @@ from batchspec.engine.engine import Engine
 from batchspec.engine.executor import Executor
 from batchspec.engine.prefill import Prefilled, chunks, prefill_chunk
 from batchspec.engine.prefill_cost import PrefillCost
-from batchspec.engine.prefill_graphs import CAPTURE_AT, PrefillGraphs, emitting_first
+from batchspec.engine.prefill_graphs import CAPTURE_AT, PrefillGraphs
+from batchspec.engine.prefill_inputs import PassInputs, emitting_first
 from batchspec.engine.prefill_shapes import PassShape, PassShapes
 from batchspec.engine.round import RoundOptions
 from batchspec.engine.step import Segment
@@ -252,11 +253,11 @@ def test_padded_passes_leave_what_plain_passes_leave_and_touch_no_other_row(name
 def test_a_padded_batch_keeps_the_contract_of_flat_batches(job: Refills) -> None:
     """No row is without a token; dead rows have no keys; their tokens and those of no row go to slot 0 in every K/V group."""
     executor = job.executor(NoDrafter())
-    graphs = PrefillGraphs(executor.round, executor.rows, executor.graphs, max_tokens=64)
+    inputs, page_size = PassInputs(job.slots, DEVICE), executor.cache.page_size
     for segments in job.passes:
         ordered, num_tokens = emitting_first(segments), sum(s.end - s.begin for s in segments)
-        graphs._inputs.fill(ordered, job.slots)
-        batch, slot_ids = graphs._batch(PassShape(64, job.slots, 64, 64, 128, job.mode))
+        inputs.fill(ordered, job.slots)
+        batch, slot_ids = inputs.batch(PassShape(64, job.slots, 64, 64, 128, job.mode), executor.rows, page_size=page_size)
         count = len(segments)
         assert sorted(slot_ids.tolist()) == list(range(job.slots))  # no two rows write to one line
         assert batch.cu_seqlens_q.diff().tolist() == [s.end - s.begin for s in ordered] + [1] * (job.slots - count)

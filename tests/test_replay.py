@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from batchspec.engine import allocator
+from batchspec.engine import expected_pages
 from batchspec.engine.draft_lengths import DraftLengths
 from batchspec.engine.engine import Engine
 from batchspec.engine.round_planner import RoundClock
@@ -62,7 +62,7 @@ def recorded(one: Scenario, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, 
             queue.done = clock.random() < 0.3
 
     monkeypatch.setattr(executor, "execute", record)
-    monkeypatch.setattr(allocator, "SHORT_CAP_TOKENS", 2)
+    monkeypatch.setattr(expected_pages, "SHORT_CAP_TOKENS", 2)
     done = {c.request_id: c.token_ids.tolist() for c in engine.run(iter(requests_of_every_kind())) if c.token_ids is not None}
     assert engine.pools.num_free == tuple(pool.num_pages - 1 for pool in engine.pools.pools)
     return done, steps, engine

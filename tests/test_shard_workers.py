@@ -204,7 +204,7 @@ def test_a_worker_writes_a_verified_file_that_only_the_run_itself_publishes(toke
     (shard,) = source.shards(3)
     done = [completion_of(cast(Request, entry)) for entry in work.admission.admit(shard)]
     with closing(ShardWorkers(work, 1)) as workers:
-        write = workers.begin_file(shard, done, partial(output.unpublished, 0))
+        write = workers.begin_file(shard, done, output.unpublished(0))
         first = write()
         assert hashlib.sha256(first.path.read_bytes()).hexdigest() == first.sha256
         assert not output.committed(), "a written file is not committed"
@@ -212,7 +212,7 @@ def test_a_worker_writes_a_verified_file_that_only_the_run_itself_publishes(toke
         assert output.publish(0, write), "called again, it writes the file anew"
         assert pl.read_parquet(tmp_path / "out/data")["completion"].to_list() == [tokenizer.decode(range(9, 14))] * 3
         with pytest.raises(ValueError, match="lacks rows"):
-            workers.begin_file(shard, done[:1], partial(output.unpublished, 0))()
+            workers.begin_file(shard, done[:1], output.unpublished(0))()
 
 
 def test_a_file_that_a_worker_could_not_write_says_why(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_a_file_that_a_worker_could_not_write_says_why(tokenizer: Tokenizer, tmp
     done = [completion_of(cast(Request, entry)) for entry in work.admission.admit(shard)]
     nowhere = UnpublishedFile(path=tmp_path / "gone/file", rows=range(1), metadata={})
     with closing(ShardWorkers(work, 1)) as workers, pytest.raises(StorageError, match="ENOENT") as raised:
-        workers.begin_file(shard, done, lambda: nowhere)()
+        workers.begin_file(shard, done, nowhere)()
     assert isinstance(raised.value.__cause__, FileNotFoundError)
 
 
@@ -286,3 +286,24 @@ def test_after_workers_were_lost_the_shards_in_flight_are_suspects(
     monkeypatch.undo()
     assert run.main(arguments(model, tmp_path, "input.num_workers=1")) == 0
     assert rows_of(tmp_path / "out")["request_id"].to_list() == [f"q{i}" for i in range(9)]
+
+
+class Interrupting:
+    """A pipe whose reader is interrupted before the answer has come."""
+
+    def read(self, count: int) -> bytes:
+        raise MemoryError
+
+
+def test_an_answer_that_was_not_read_is_not_taken_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    work, source = make_work(prompts("a", "b"), KillingTokenizer())
+    with closing(ShardWorkers(work, 1)) as workers:
+        first, second = source.shards(1)
+        list(next(workers.admitted(iter([first]))).entries)
+        with monkeypatch.context() as patch:
+            patch.setattr(workers._all[0]._process, "stdout", Interrupting())
+            table = workers.begin_table(first, [])
+            with pytest.raises(MemoryError):
+                table()
+        admitted = next(workers.admitted(iter([second])))
+        assert [entry.row_index for entry in admitted.entries] == [1]

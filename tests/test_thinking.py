@@ -17,7 +17,7 @@ from batchspec.commands import plan, stats, verify
 from batchspec.draft.base import Drafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
-from batchspec.engine import allocator
+from batchspec.engine import expected_pages
 from batchspec.engine.engine import Engine
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.engine.request_state import RequestState
@@ -232,7 +232,7 @@ def check_budgets(requests: list[Request], data: st.DataObject) -> None:
 
         engine.on_round = stop_in_time
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(allocator, "SHORT_CAP_TOKENS", 2)
+            patch.setattr(expected_pages, "SHORT_CAP_TOKENS", 2)
             for completion in engine.run(iter(list(left.values()))):
                 assert completion.token_ids is not None
                 tokens[completion.request_id] = completion.token_ids.tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -140,6 +141,7 @@ def test_several_completions_of_a_row_need_a_temperature_above_0(model: Path) ->
     opened(model, "prompt", "decode.n=2", temperature=0.5)
     opened(model, "prompt", n=1)
     opened(model, "prompt", "input.columns={n: null}", n=2)
+    opened(model, "prompt", "decode.n=2", temperature=np.float16(0.5))
     for more in ({}, {"temperature": 0.0}, {"temperature": None}):
         with pytest.raises(InputError, match=r"^column 'n' .* decode.temperature=0 is greedy, .* input.columns.n=null$"):
             opened(model, "prompt", n=2, **more)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from batchspec import load, run
 from batchspec.cache.groups import KVGroups
-from batchspec.engine import allocator
+from batchspec.engine import expected_pages
 from batchspec.model.spec import load_spec
 from batchspec.packing import planner
 from batchspec.packing.predict import LengthPredictor
@@ -161,7 +161,7 @@ def test_tokens_and_probabilities_of_a_job_equal_those_of_transformers(
     name: str, drafter: str, pages: int, folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, path = MODELS[name], folder(name)
-    monkeypatch.setattr(allocator, "SHORT_CAP_TOKENS", 0)  # slots are given out by predicted lengths, which are far too short
+    monkeypatch.setattr(expected_pages, "SHORT_CAP_TOKENS", 0)  # slots are given out by predicted lengths, far too short
     monkeypatch.setattr(LengthPredictor, "predict", lambda self, most: 1)
     monkeypatch.setattr(planner, "PAGE_SIZE", PAGE_SIZE)
     monkeypatch.setattr(load, "PAGE_SIZE", PAGE_SIZE)

@@ -45,7 +45,6 @@ def main() -> int:
     follows = bool(seat) and seat[0] != "0"
     if seat:
         faulthandler.enable()  # SIGABRT prints the stacks
-        Channel.of(Seat.of(seat)).start_liveness_thread()
     if follows:  # the leader ends when it is asked to, and then ends its group
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
@@ -63,6 +62,9 @@ def run_rank(config: RunConfig, words: list[str]) -> int:
     from batchspec.runner.follower import run_follower
 
     seat, gpu = Seat.of(words), config.device != "cpu" and torch.cuda.is_available()
+    Channel.of(
+        seat
+    ).start_liveness_thread()  # after the imports, which may hold Python's lock for longer than the watchdog's limit
     try:
         with joined(seat, gpu=gpu, nccl_s=nccl_s(limit_s(config.cluster.watchdog_s, gpu=gpu))) as group:
             if seat.rank:

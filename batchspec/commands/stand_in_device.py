@@ -118,7 +118,7 @@ class StandInEngine(Engine):
                 self.watch.lap("caller")
 
     def _process(self) -> None:
-        kind = "refill" if self.scheduler.in_flight[0].is_prefill else "round"
+        kind = "refill" if self.scheduler.launches.unread[0].is_prefill else "round"
         super()._process()
         self.watch.lap(f"process {kind}")
 

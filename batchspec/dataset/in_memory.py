@@ -90,14 +90,15 @@ def _plain(value: Any) -> Any:
 
 def _refuse_wide_decimals(data: Any) -> None:
     """Raises InputError for a column with Arrow's decimal256, on which polars crashes, whatever its precision."""
-    if not isinstance(data, pa.Table | pa.RecordBatch):
-        return
-    for field in data.schema:
+    schema = getattr(data, "schema", None)
+    for field in schema if isinstance(schema, pa.Schema) else ():
         if _has_decimal256(field.type):
             raise InputError(f"column {field.name!r} has type {field.type}, which polars cannot read; cast it, or leave it out")
 
 
 def _has_decimal256(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        return _has_decimal256(kind.value_type)
     return pa.types.is_decimal256(kind) or any(_has_decimal256(kind.field(at).type) for at in range(kind.num_fields))
 
 

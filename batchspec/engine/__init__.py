@@ -3,7 +3,10 @@
 Steps:
   engine.py             schedule, execute, process: the loop; engine_run.py: the state of one run
   scheduler.py          decides every step; step.py: what it decides, plain host data
+  refill_policy.py      when free slots are refilled; refills.py: what the requests that enter slots bring to a step
+  launch.py             what the host keeps of launches until it reads their results
   allocator.py          which request gets which slot and pages; waiting.py: the queue; static_batching.py: no refills (ablation)
+  expected_pages.py     pages that requests will need in the end
   executor.py           does what a step says, and owns the device's state
   output_processor.py   adds results to requests and totals
 Requests on the host:
@@ -18,13 +21,14 @@ Rounds on the device:
                         tree_round.py: the same for trees; ablation.py: its variants
   sampling.py           logits -> the target's choice; logprobs.py: log-probabilities
   graphs.py             rounds as CUDA graphs; graph_pool.py: capture
-  launch.py             what the host keeps of a launch; results.py: results on their way to the host, and there
+  results.py            results on their way to the host, and there
   shared_prefix.py      rows whose first pages are the same
   round_planner.py      K of each round; draft_lengths.py: by measured times and acceptance; expert_reads.py: experts in them
 Prefill:
   prefill.py            passes over known tokens
   prefill_runner.py     between rounds or concurrently with them; prefill_stream.py: the stream of concurrent passes
-  prefill_graphs.py     short passes as CUDA graphs; prefill_shapes.py: which ones; prefill_cost.py: the time of a pass
+  prefill_graphs.py     short passes as CUDA graphs; prefill_shapes.py: which ones; prefill_inputs.py: their inputs
+  prefill_cost.py       the time of a pass
   expected_passes.py    the shapes that passes of the surveyed rows will most likely have
   refill_times.py       the fixed time of refills, learned from the run
   score_pass.py         scoring prompts on the device; scoring.py: on the host

@@ -12,11 +12,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from batchspec.batch.automata import AutomatonUpload, ConstraintOffsets
-from batchspec.cache.page_tables import Counts, PagePools
+from batchspec.cache.page_tables import PagePools
 from batchspec.cache.pages import prefix_hashes
 from batchspec.engine.automaton_places import AutomatonPlaces
+from batchspec.engine.expected_pages import ExpectedPages
 from batchspec.engine.lazy_states import LazyStates
 from batchspec.engine.prefill_cost import PrefillCost
+from batchspec.engine.refill_policy import IdleSlots
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.slots import SlotTable
 from batchspec.engine.step import PageGrant
@@ -26,14 +28,10 @@ from batchspec.lazy_automaton import LazyAutomaton
 from batchspec.records import PackedBatch
 from batchspec.token_automaton import TokenAutomaton
 
-SHORT_CAP_TOKENS = 512
-"""For requests whose limit is at most this many output tokens, pages for all of them are reserved at once."""
 GROW_PAGES, AMPLE_PAGES = 4, 32
 """Pages that a row may get before it needs them. It gets AMPLE_PAGES if half of the pool stays free even when every slot gets as
 many, GROW_PAGES if the pool has as many for every slot, else none. So page tables are written every few rounds and not every
 round; for rows with a short limit once."""
-
-
 TAKEN_AHEAD = 8
 """Maximum number of requests that are taken from their stream before there are free slots for them: of 256 rows that take 60
 rounds each, four end in a round."""
@@ -71,8 +69,8 @@ class SlotAllocator:
         self._waiting = WaitingRequests(requests)
         self._num_refills = 0
         self._lookahead, self._num_lookahead_slots = lookahead, num_lookahead_slots
-        self._prefill_cost = prefill_cost or PrefillCost.default(batch.prefill_tokens)
-        self._idle = 0.0
+        self._expected_pages = ExpectedPages(batch.page_size, num_lookahead_slots)
+        self._idle_slots = IdleSlots(prefill_cost or PrefillCost.default(batch.prefill_tokens), batch.num_slots)
 
     @property
     def exhausted(self) -> bool:
@@ -108,32 +106,6 @@ class SlotAllocator:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.batch.page_size)
 
-    def expected_pages(self, state: RequestState) -> int:
-        """Pages that a waiting request is predicted to need in the end: `_pages_at_end` for one request, in Python ints."""
-        request, at_end = state.request, state.max_tokens
-        if request.max_new_tokens > SHORT_CAP_TOKENS:
-            output = max(request.predicted_tokens, len(state.tokens) * 3 // 2 + 4 * self.batch.page_size)
-            at_end = min(at_end, len(request.prompt_ids) + output)
-        return self.pages_for(at_end + self._num_lookahead_slots)
-
-    def _pages_at_end(self, prompt_len: Counts, max_tokens: Counts, predicted: Counts, emitted: Counts) -> Counts:
-        """Pages that requests are predicted to need in the end. With a short limit: all up to the limit. Otherwise: those of the
-        predicted length; a request that has outgrown its prediction is expected to emit half as many tokens again, so that a
-        preempted request is not preempted again soon after it returns."""
-        output = np.maximum(predicted, emitted * 3 // 2 + 4 * self.batch.page_size)
-        expected = np.minimum(max_tokens, prompt_len + output)
-        at_end = np.where(max_tokens - prompt_len <= SHORT_CAP_TOKENS, max_tokens, expected) + self._num_lookahead_slots
-        return -(-at_end // self.batch.page_size)
-
-    def promised(self) -> Counts:
-        """int64 [groups] pages that the requests in slots are predicted to need in addition to those they have."""
-        slots = self.slots
-        emitted = slots.num_tokens - slots.prompt_len
-        at_end = self._pages_at_end(slots.prompt_len, slots.max_tokens, slots.predicted_tokens, emitted)
-        missing = self.pools.most_held(at_end) - slots.num_held.T
-        promised: Counts = np.maximum(missing, 0)[:, slots.owner >= 0].sum(1)
-        return promised
-
     def refill_is_due(self, round_s: float = 1.0, refill_s: float | None = None) -> bool:
         """Whether to refill the free slots now. Call it once before each round: it adds up for how long they have been idle.
 
@@ -141,14 +113,15 @@ class SlotAllocator:
         refill_s  fixed seconds of a refill whose pass is replayed (`RefillTimes`); None: not measured
         """
         self._free_passed_pages()
-        return self._worth_a_prefill(self.slots.num_free, round_s, refill_s)
+        return self._is_worth_a_refill(round_s, refill_s)
 
     def refill(self) -> list[RequestState]:
         """Choose the requests to prefill now: they get the free slots, share the pages of cached prefixes, and get pages for
         their present tokens."""
-        free, self._idle = self.slots.free(), 0.0
+        self._idle_slots.restart()
+        free = self.slots.free()
         group: list[RequestState] = []
-        promised = self.promised().tolist()
+        promised = self._expected_pages.promised(self.slots, self.pools).tolist()
         passed = 0
         if self.lazy is not None:
             self.lazy.collect()
@@ -166,22 +139,15 @@ class SlotAllocator:
             self._num_refills += len(group)
         return group
 
-    def _worth_a_prefill(self, num_free: int, round_s: float, refill_s: float | None = None) -> bool:
-        """Whether slots have been idle for as long as the fixed time of a refill, which does not depend on its tokens.
-
-        Idle slots have then cost as much as the refill will: the sum of both is smallest there (Harris 1913, economic order
-        quantity). A pass that is replayed takes the fixed time and the time of its tokens. Another one takes as long as its
-        launches or its tokens, whichever is longer.
-        """
+    def _is_worth_a_refill(self, round_s: float, refill_s: float | None) -> bool:
+        """The part of `refill_is_due` that `StaticBatching` replaces."""
+        num_free = self.slots.num_free
         if num_free == self.batch.num_slots or self._scores:
             return num_free > 0
         if not num_free or (state := self._waiting.peek()) is None:
             return False
-        self._idle += round_s * num_free / self.batch.num_slots
-        cost, waits = self._prefill_cost, isinstance(state.request.automaton, LazyAutomaton)
-        if cost.replay is not None and cost.is_replayed(state.num_tokens, waits=waits):
-            return self._idle >= (cost.replay if refill_s is None else refill_s)
-        return self._idle >= cost.least - cost.token * num_free * state.num_tokens
+        waits = isinstance(state.request.automaton, LazyAutomaton)
+        return self._idle_slots.refill_is_due(num_free, state.num_tokens, waits=waits, round_s=round_s, refill_s=refill_s)
 
     def grow(self, ahead: int, grants: list[PageGrant]) -> bool:
         """Grant pages, oldest row first, to every row that has too few for its tokens and `ahead` more, or for its limit; add
@@ -231,7 +197,7 @@ class SlotAllocator:
         # The last prompt token is always computed: its logits give the first output token.
         prefix = self.pools.match(hashes[: (len(request.prompt_ids) - 1) // self.batch.page_size])
         num_columns = self.pages_for(state.num_tokens)
-        expected, num_idle = self.pools.most_held_by_row(self.expected_pages(state)), self.pools.num_idle(prefix)
+        expected, num_idle = self.pools.most_held_by_row(self._expected_pages.of_waiting(state)), self.pools.num_idle(prefix)
         for group, (first, held) in enumerate(zip(prefix.first, prefix.num_held, strict=True)):
             # A group with a window holds all pages of the row during its prefill, and fewer later.
             needed = max(expected[group], num_columns - first) - held + num_idle[group]

@@ -277,7 +277,7 @@ class Engine:
 
     def _process(self) -> None:
         """Read the oldest result; the requests that ended in it leave their slots."""
-        launch, result = self.scheduler.in_flight.popleft(), self.executor.read()
+        launch, result = self.scheduler.launches.unread.popleft(), self.executor.read()
         if self.lead is not None:
             self.lead.read(result)
         slots, log = result.rows_of(launch.owners, self.slots.owner)

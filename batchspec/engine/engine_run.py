@@ -25,14 +25,14 @@ from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.results import PendingResult, RoundLog, Slots
 from batchspec.engine.round_planner import RoundPlanner
-from batchspec.engine.scheduler import MOST_LEAD, REST_S, RoundHook, Scheduler
+from batchspec.engine.scheduler import REST_S, RoundHook, Scheduler
 from batchspec.engine.scoring import PromptScores
 from batchspec.engine.slots import SlotTable
 from batchspec.engine.step import ScheduledStep
 from batchspec.engine.stop_strings import Decode, StopFinder
 from batchspec.kernels.rounds.accept import WAITING
 from batchspec.lazy_automaton import Expanding
-from batchspec.records import Ids, PackedBatch, Request, Snapshot
+from batchspec.records import MOST_ROUNDS_BEFORE_REFILL, Ids, PackedBatch, Request, Snapshot
 from batchspec.token_automaton import TokenSymbols
 
 
@@ -85,7 +85,7 @@ class EngineRun:
             groups,
             batch.group_pages(groups.num_groups),
             batch.page_size,
-            lookahead=(batch.run_ahead + MOST_LEAD) * round_.max_emitted + round_.kv_per_round,
+            lookahead=(batch.run_ahead + MOST_ROUNDS_BEFORE_REFILL) * round_.max_emitted + round_.kv_per_round,
         )
         lazy = None
         if shared.expanding is not None and shared.vocabulary is not None and shared.lazy_places is not None:

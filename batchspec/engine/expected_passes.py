@@ -1,6 +1,6 @@
 """Estimates, before a job's first row enters a slot, which shapes its prefill passes will most likely have.
 
-A refill comes once idle slots have cost as much as its fixed time F (`SlotAllocator._worth_a_prefill`). If rows take n rounds of
+A refill comes once idle slots have cost as much as its fixed time F (`IdleSlots`). If rows take n rounds of
 t seconds each in S slots, S / n rows end in a round, and m rounds after a refill the idle slots have cost t m^2 / 2n seconds of a
 full batch. So a refill has
 

@@ -1,13 +1,15 @@
-"""What the host keeps of a launched round or prefill pass until it reads the result."""
+"""What the host keeps of launched rounds and prefill passes until it reads their results."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from batchspec.engine.step import Segment
+from batchspec.engine.slots import FREE, SlotTable
+from batchspec.engine.step import Prefill, Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,3 +35,51 @@ class Launch:
     """Tokens of this prefill pass, and of those before it that have no result; 0 if passes overlap rounds."""
     segments: tuple[Segment, ...] = ()
     """Segments of a pass that scores prompts, in the order of its log-probabilities."""
+
+
+class Launches:
+    """All launches of a run that the host still has to read or to activate."""
+
+    def __init__(self, slots: SlotTable, *, scores: bool) -> None:
+        """scores: prompts are scored, so that every pass has a result."""
+        self._slots, self._scores = slots, scores
+        self.unread: deque[Launch] = deque()
+        """Launches whose results have not been read, the oldest first."""
+        self.passes: deque[list[int]] = deque()
+        """For each overlapping prefill pass that is not activated, the oldest first: the slots of the rows whose tokens end in
+        it."""
+
+    def add_prefill(self, prefill: Prefill) -> None:
+        """Add passes that are launched now: those that overlap rounds to `passes`, the others to `unread`."""
+        num_tokens = 0
+        for segments in prefill.passes:
+            ending = [segment.slot for segment in segments if segment.last]
+            num_tokens += sum(segment.end - segment.begin for segment in segments)
+            if prefill.overlaps:
+                self.passes.append(ending)
+            elif self._scores:
+                self._add_pass([segment.slot for segment in segments], segments=segments)
+            elif ending:
+                self._add_pass(ending, num_tokens=num_tokens)
+                num_tokens = 0
+
+    def activate_pass(self) -> None:
+        """The oldest overlapping pass is activated: its result is read after those of earlier launches."""
+        self._add_pass(self.passes.popleft())
+
+    def cancel_waiting_passes(self) -> bool:
+        """Drop all overlapping passes but the oldest; returns whether there were any."""
+        waiting = len(self.passes) > 1
+        while len(self.passes) > 1:
+            self.passes.pop()
+        return waiting
+
+    def _add_pass(self, slots: list[int], *, num_tokens: int = 0, segments: tuple[Segment, ...] = ()) -> None:
+        """Add a launched pass if it will have a result: if the tokens of any of these slots end in it.
+
+        num_tokens  of this pass and of those before it without a result
+        """
+        if slots:
+            owners = np.full_like(self._slots.owner, FREE)
+            owners[slots] = self._slots.owner[slots]
+            self.unread.append(Launch(owners=owners, is_prefill=True, num_prefilled=num_tokens, segments=segments))

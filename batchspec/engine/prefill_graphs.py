@@ -1,9 +1,7 @@
 """Prefill passes of short rows as CUDA graphs: one launch by the host instead of some hundred kernels.
 
-A pass is padded to a shape (`prefill_shapes.py`). All inputs that depend on its rows are in one buffer on the device,
-`PassInputs`, which one upload fills before each pass. The padding is dead rows of one token, up to the shape's number of rows,
-and after them tokens of no row: they write K/V to slot 0 of page 0, which no row reads, go through no expert and no adapter, and
-emit nothing.
+A pass is padded to a shape (`prefill_shapes.py`), and one upload fills the buffer with all inputs that depend on its rows
+(`prefill_inputs.py`).
 
 Every token of a row is computed as in the plain pass (`prefill_chunk`). But a product may choose its tile by the number of
 tokens, padding included, attention may be split by the number of rows, and its kernel depends on the longest row
@@ -22,20 +20,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
-from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.logits import LogitRows
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.batch.upload import upload
 from batchspec.cache.flash import SHORT
 from batchspec.engine.expected_passes import expected_uses
 from batchspec.engine.graphs import Graphs
-from batchspec.engine.prefill import FEW, Prefilled, emit, lay_out, prefill_chunk, prefill_drafter, seconds_of
+from batchspec.engine.prefill import FEW, Prefilled, emit, prefill_chunk, prefill_drafter, seconds_of
 from batchspec.engine.prefill_cost import PrefillCost
+from batchspec.engine.prefill_inputs import PassInputs, emitting_first
 from batchspec.engine.prefill_shapes import PassShape, PassShapes
 from batchspec.engine.round import Round
 from batchspec.engine.step import Segment
@@ -49,49 +44,6 @@ PREPARED_SHARE = 0.75
 PREPARE_S = 1.0
 """Seconds after which no further shape is captured before the first row. Each of them saves two plain passes, so all that there
 may be save about as much."""
-_ALIGNED = 4
-"""Each field of the buffer begins at a multiple of this many numbers: a kernel is compiled anew if 16 does not divide an
-address."""
-
-
-class PassInputs:
-    """Inputs of a padded pass: one buffer at a fixed address; each field is one line of it. R rows of the shape.
-
-    slot_ids   int32 [R] the slots of the pass: first those that emit a token, in order, then the others; a dead row has a slot
-               that is not in the pass, so that no two rows have the same
-    begins     int32 [R] position of the row's first token; 0 for a dead row
-    q_len      int32 [R] number of its tokens; 1 for a dead row
-    kv_len     int32 [R] keys that its last token attends to; 0 marks a dead row
-    emits      int32 [slots] 1 for the slots that emit a token; the pass sets 0 for those that end with it
-    emit_ids   int32 [slots + 1] number of emitting slots before this one: the row of slot r in the pass, if it emits
-    """
-
-    def __init__(self, num_slots: int, device: torch.device) -> None:
-        self._num_slots, width = num_slots, -(-(num_slots + 1) // _ALIGNED) * _ALIGNED
-        self._buffer = torch.zeros(6, width, dtype=torch.int32, device=device)
-        self.slot_ids, self.begins, self.q_len, self.kv_len, emits, emit_ids = self._buffer.unbind()
-        self.emits, self.emit_ids = emits[:num_slots], emit_ids[: num_slots + 1]
-
-    def fill(self, segments: Sequence[Segment], num_rows: int) -> None:
-        """Upload the inputs of this pass, its segments in the order of `emitting_first`, in stream order; the host does not
-        wait."""
-        lines, count, slots = np.zeros(self._buffer.shape, np.int32), len(segments), [s.slot for s in segments]
-        others = np.setdiff1d(np.arange(self._num_slots, dtype=np.int32), slots)[: num_rows - count]
-        assert count + len(others) == num_rows, "a slot occurs twice in a pass"
-        slot_ids, begins, q_len, kv_len, emits, emit_ids = lines
-        slot_ids[:num_rows] = [*slots, *others]
-        begins[:count] = [s.begin for s in segments]
-        q_len[:num_rows] = 1
-        q_len[:count] = [s.end - s.begin for s in segments]
-        kv_len[:count] = [s.end for s in segments]
-        emits[[s.slot for s in segments if s.last]] = 1
-        np.cumsum(emits[: self._num_slots], out=emit_ids[1 : self._num_slots + 1])
-        self._buffer.copy_(upload(lines, torch.int32, self._buffer.device))
-
-
-def emitting_first(segments: Sequence[Segment]) -> list[Segment]:
-    """The segments that emit a token first, ordered by slot: `accept` looks up the choice of each by its index among them."""
-    return sorted(segments, key=lambda s: (not s.last, s.slot))
 
 
 class PrefillGraphs:
@@ -201,25 +153,10 @@ class PrefillGraphs:
         """Run the pass in the buffer. Its launches depend on the shape alone, and nothing is read back."""
         round_, rows, inputs = self._round, self._rows, self._inputs
         rows.provide(shape.mode)
-        batch, slot_ids = self._batch(shape)
+        batch, slot_ids = inputs.batch(shape, rows, page_size=round_.cache.page_size)
         aux_layer_ids = round_.drafter.aux_layer_ids
         hidden, aux_hidden_states = round_.target.forward(batch, round_.cache, aux_layer_ids, ends_only=True)
         places = LogitRows(slot_ids.int(), batch.kv_len.long())
         result = emit(round_, rows, hidden, places, inputs.emit_ids, inputs.emits, shape.mode)
         carried = prefill_drafter(round_, rows, batch, slot_ids, aux_hidden_states, shape.mode)
         return Prefilled(result, inputs.emits, slot_ids, carried)
-
-    def _batch(self, shape: PassShape) -> tuple[FlatBatch, Tensor]:
-        """The rows of the buffer as a flat batch, and the slot of each, int64 [R]."""
-        rows, own = self._rows, self._inputs
-        slot_ids, begins, q_len, kv_len = (x[: shape.num_rows] for x in (own.slot_ids, own.begins, own.q_len, own.kv_len))
-        slot_ids = slot_ids.long()
-        # A dead row may name the slot of a live one: its token must not write to that row's pages.
-        alive = (kv_len > 0).int().unsqueeze(1)
-        page_size = self._round.cache.page_size
-        batch = lay_out(
-            rows, slot_ids, [table[slot_ids] * alive for table in rows.page_tables], begins, q_len, kv_len,
-            num_tokens=shape.num_tokens, max_q=shape.max_q, max_kv=shape.max_kv, page_size=page_size,
-        )  # fmt: skip
-        batch.max_keys = shape.max_keys
-        return batch, slot_ids

@@ -5,31 +5,23 @@ Clocks, free memory and what the host has read are consulted only here; the deci
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.allocator import SlotAllocator
 from batchspec.engine.executor import Executor
-from batchspec.engine.launch import Launch
+from batchspec.engine.launch import Launches
 from batchspec.engine.lazy_states import LazyStates
 from batchspec.engine.output_processor import EngineTotals
-from batchspec.engine.prefill import chunks
+from batchspec.engine.refill_policy import rounds_before_refill
+from batchspec.engine.refills import prefill_of
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.round_planner import RoundPlanner
-from batchspec.engine.scoring import reread
 from batchspec.engine.shared_prefix import PrefixGroups
-from batchspec.engine.slots import FREE
-from batchspec.engine.step import PageGrant, Prefill, Refill, ScheduledRound, ScheduledStep, Segment
+from batchspec.engine.step import PageGrant, Prefill, ScheduledRound, ScheduledStep
 from batchspec.records import Ids
 
-MOST_LEAD = 2
-"""Maximum number of further rounds that are launched before the host prepares a refill. The device decodes them meanwhile; the
-rows that refill wait as long."""
 REST_S = 0.05
 """Seconds that the host waits for a state of a lazy automaton when it has nothing else to do."""
 
@@ -70,13 +62,9 @@ class Scheduler:
         self._hook = hook
         self._scores = executor.round.options.scores
         self._prefix_groups = PrefixGroups(self.batch.num_slots, executor.sharing.pays)
-        self.in_flight: deque[Launch] = deque()
-        """Launches whose results have not been read, the oldest first."""
-        self._passes: deque[list[int]] = deque()
-        """For each overlapping prefill pass that is not activated, the oldest first: the slots of the rows whose tokens end in
-        it."""
-        self._lead = 0
-        """Number of further rounds that are launched before a refill is prepared; at most MOST_LEAD."""
+        self.launches = Launches(self.slots, scores=self._scores)
+        self._rounds_before_refill = 0
+        """Number of further rounds that are launched before the next refill is prepared."""
         self._killed: list[int] = []
         self.finished = finished
         self.num_rows = self.batch.num_slots
@@ -100,7 +88,7 @@ class Scheduler:
                 yield from self._round()
             if not self.slots.num_live or self._all_wait:
                 yield self._step(read_all=True)
-                if self._lazy is not None and self._lazy.is_asking and not self._passes:
+                if self._lazy is not None and self._lazy.is_asking and not self.launches.passes:
                     self._lazy.rest(REST_S)
 
     def _find_states(self, lazy: LazyStates) -> Iterator[ScheduledStep]:
@@ -109,7 +97,7 @@ class Scheduler:
         lazy.collect()
         if not lazy.must_forget():
             return
-        while self._passes:
+        while self.launches.passes:
             yield self._step(activates_pass=True)
         yield self._step(read_all=True)
         for state in self.slots.live:
@@ -129,15 +117,13 @@ class Scheduler:
 
     def _read_scores(self) -> ScheduledStep:
         """Read all passes but the newest: while that one runs, the next ones are scheduled into the slots that became free."""
-        waiting = len(self.in_flight)
+        waiting = len(self.launches.unread)
         return self._step(num_reads=max(waiting - 1, min(1, waiting)))
 
     def drain(self) -> ScheduledStep:
         """The step that ends a run that was stopped: it reads all launched work and launches nothing."""
-        waiting = len(self._passes) > 1
-        while len(self._passes) > 1:
-            self._passes.pop()
-        return self._step(cancels_waiting_passes=waiting, activates_pass=bool(self._passes), read_all=True)
+        cancels = self.launches.cancel_waiting_passes()
+        return self._step(cancels_waiting_passes=cancels, activates_pass=bool(self.launches.passes), read_all=True)
 
     @property
     def shares_prefixes(self) -> bool:
@@ -147,7 +133,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether all launched work has been read."""
-        return not (self.in_flight or self._passes)
+        return not (self.launches.unread or self.launches.passes)
 
     def end(self, state: RequestState, *, on_device: bool) -> None:
         """Take the request out of its slot. on_device: the device has ended its row already."""
@@ -161,87 +147,60 @@ class Scheduler:
         self._allocator.preempt(state)
 
     def _refill(self) -> Iterator[ScheduledStep]:
-        """Activate a pass that is done; refill free slots; delay decoding while few rows are active.
-
-        To choose the rows of a refill and to upload them takes the host a few rounds' time. If the device was found idle at the
-        end of that, the next refill is prepared after one more round has been launched.
-        """
-        activates = bool(self._passes) and self._executor.prefill_done()
-        takes_more = len(self._passes) - activates <= 1  # no further pass is queued
+        """Activate a pass that is done; refill free slots; delay decoding while few rows are active."""
+        activates = bool(self.launches.passes) and self._executor.prefill_done()
+        takes_more = len(self.launches.passes) - activates <= 1  # no further pass is queued
         planner = self._planner
         group: list[RequestState] = []
         if takes_more and self._allocator.refill_is_due(planner.round_s, planner.refill_s):
-            for _ in range(self._lead):
+            # Not while a pass overlaps: if pages are short, a round waits for it and activates it.
+            for _ in range(0 if self.launches.passes else self._rounds_before_refill):
                 yield from self._round(reads=False)
             group = self._allocator.refill()
         prefill = self._prefill(group) if group else None
         if prefill is not None:
             self.num_rows = max(self.num_rows, self._allocator.num_rows_taken())
             if not prefill.overlaps:  # overlapping passes may still be writing pages that the group shares
-                while self._passes:
+                while self.launches.passes:
                     yield self._step(activates_pass=True)
                     activates = False
         if activates or prefill:
-            decoding = bool(self.in_flight)
+            decoding = bool(self.launches.unread)
             yield self._step(activates_pass=activates, prefill=prefill)
             if prefill and decoding:
-                self._lead = self._next_lead(prefill)
+                self._learn_from_refill(prefill)
         while self._too_few_active():
             yield self._step(activates_pass=True)
 
-    def _next_lead(self, prefill: Prefill) -> int:
-        """The number of further rounds to launch before the next refill, given the one that has just been launched."""
-        num_left = self._executor.num_left_at_refill
-        if prefill.overlaps or self._scores or self._lazy is not None or num_left is None:
-            return 0
-        if num_left == 0:
-            return min(MOST_LEAD, self._lead + 1)
-        return max(0, self._lead - 1) if num_left > 1 else self._lead
+    def _learn_from_refill(self, prefill: Prefill) -> None:
+        """Choose how many rounds are launched before the next refill, by what the device had left to do when this one was
+        launched. None where passes overlap rounds, where there are no rounds, and where rows wait for states."""
+        applies = not (prefill.overlaps or self._scores or self._lazy is not None)
+        num_left = self._executor.num_left_at_refill if applies else None
+        self._rounds_before_refill = rounds_before_refill(self._rounds_before_refill, num_left)
 
     def _prefill(self, group: list[RequestState]) -> Prefill:
-        page_size, refills = self.batch.page_size, []
+        """The refills of these requests, which have their slots and pages; counts their tokens."""
         for state in group:
-            num_cached = state.num_shared_pages * page_size
+            num_cached = state.num_shared_pages * self.batch.page_size
             if state.num_prefills == 0:
                 state.cached_tokens = num_cached
             self._totals.cached_tokens += num_cached
             self._totals.prefill_tokens += state.num_tokens - num_cached
-            refills.append(
-                Refill(
-                    slot=state.slot, request=state.request, tokens=tuple(state.tokens), pages=state.pages.columns(),
-                    num_cached=num_cached, constraint=self._allocator.constraint(state),
-                )
-            )  # fmt: skip
-        again = int(self._scores)  # also the last shared token: its hidden state scores the next token
-        spans = [
-            (refill.slot, max(0, refill.num_cached - again), state.num_tokens)
-            for refill, state in zip(refills, group, strict=True)
-        ]
-        passes = tuple(tuple(segments) for segments in chunks(spans, self.batch.prefill_tokens))
-        if self._scores:
-            passes = reread(passes, {refill.slot: refill.num_cached for refill in refills})
-        mode = SamplingMode.union([state.mode for state in group])
-        return Prefill(
-            refills=tuple(refills),
-            passes=passes,
-            mode=mode,
-            # No overlap: penalties count tokens of all rows in one tensor, and states of lazy automata come between rounds.
-            overlaps=self._executor.can_overlap and not (mode.penalties or mode.waits),
-            uploads=self._allocator.automata_to_upload(),
-        )
+        return prefill_of(group, self._allocator, scores=self._scores, can_overlap=self._executor.can_overlap)
 
     def _too_few_active(self) -> bool:
         """Whether to delay decoding until half of the slots are active: a small round costs nearly as much as a full one."""
-        num_inactive = sum(map(len, self._passes))
-        return bool(self._passes) and 2 * (self.slots.num_live - num_inactive) < self.batch.num_slots
+        num_inactive = sum(map(len, self.launches.passes))
+        return bool(self.launches.passes) and 2 * (self.slots.num_live - num_inactive) < self.batch.num_slots
 
     def _compact(self) -> Iterator[ScheduledStep]:
         """Once no request waits, shrink to the next smaller row bucket as soon as the live rows fit."""
-        if self._passes or not self.slots.num_live:
+        if self.launches.passes or not self.slots.num_live:
             return
         num_rows = self._allocator.num_rows_needed()
         if num_rows < self.num_rows:
-            if self.in_flight:
+            if self.launches.unread:
                 yield self._step(read_all=True)
             moves = self._allocator.compact(num_rows)
             self.num_rows = num_rows
@@ -257,29 +216,29 @@ class Scheduler:
         overlaps = self._hook.call is not None and self._hook.call()
         grants: list[PageGrant] = []
         while not self._allocator.grow(self._tokens_ahead, grants):
-            if self.in_flight:  # unread results may free pages, and the tokens of a preempted row must all be known
+            if self.launches.unread:  # unread results may free pages, and the tokens of a preempted row must all be known
                 yield self._step(num_reads=1)
-            elif self._passes:  # a row whose pages are being prefilled cannot be preempted
+            elif self.launches.passes:  # a row whose pages are being prefilled cannot be preempted
                 yield self._step(activates_pass=True)
             else:
                 self.preempt(self._allocator.youngest())
                 self._totals.preempted += 1
         if not self.slots.num_live:  # all of them ended in the results that were read
             return
-        round_ = self._schedule_round(overlaps=overlaps or bool(self._passes))
+        round_ = self._schedule_round(overlaps=overlaps or bool(self.launches.passes))
         yield self._step(reads_due=reads, grants=tuple(grants), round=round_)
 
     @property
     def _tokens_ahead(self) -> int:
         """Tokens of a row, after those read, that the launched rounds and the next one may write."""
         round_ = self._executor.round
-        return len(self.in_flight) * round_.max_emitted + round_.kv_per_round
+        return len(self.launches.unread) * round_.max_emitted + round_.kv_per_round
 
     def _schedule_round(self, *, overlaps: bool) -> ScheduledRound:
         slots, groups = self.slots, self._prefix_groups
         new_groups = groups.renew(slots.requests, slots.owner, self.num_rows)
         launch = self._planner.choose(self.num_rows, slots.num_tokens, slots.owner, overlaps=overlaps)
-        self.in_flight.append(launch)
+        self.launches.unread.append(launch)
         self._totals.rounds += 1
         return ScheduledRound(
             num_rows=self.num_rows,
@@ -300,23 +259,13 @@ class Scheduler:
         """
         prefill: Prefill | None = fields.get("prefill")
         if fields.get("activates_pass"):
-            self._note_prefill(self._passes.popleft())
+            self.launches.activate_pass()
         if prefill is not None:
-            num_tokens = 0
-            for segments in prefill.passes:
-                ending = [segment.slot for segment in segments if segment.last]
-                num_tokens += sum(segment.end - segment.begin for segment in segments)
-                if prefill.overlaps:
-                    self._passes.append(ending)
-                elif self._scores:
-                    self._note_prefill([segment.slot for segment in segments], segments=segments)
-                elif ending:
-                    self._note_prefill(ending, num_tokens=num_tokens)
-                    num_tokens = 0
+            self.launches.add_prefill(prefill)
         if read_all:
-            num_reads = len(self.in_flight)
+            num_reads = len(self.launches.unread)
         elif reads_due and fields.get("round") is not None:
-            num_reads = max(0, len(self.in_flight) - self.batch.run_ahead)
+            num_reads = max(0, len(self.launches.unread) - self.batch.run_ahead)
         killed, self._killed = tuple(self._killed), []
         finished = tuple(self.finished)
         self.finished.clear()
@@ -326,13 +275,3 @@ class Scheduler:
         return ScheduledStep(
             drafter_version=self.drafter_version, finished=finished, killed=killed, num_reads=num_reads, **fields
         )
-
-    def _note_prefill(self, slots: list[int], *, num_tokens: int = 0, segments: tuple[Segment, ...] = ()) -> None:
-        """Note a launched pass if it will have a result: if the tokens of any of these slots end in it.
-
-        num_tokens  of this pass and of those before it without a result
-        """
-        if slots:
-            owners = np.full_like(self.slots.owner, FREE)
-            owners[slots] = self.slots.owner[slots]
-            self.in_flight.append(Launch(owners=owners, is_prefill=True, num_prefilled=num_tokens, segments=segments))

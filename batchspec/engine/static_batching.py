@@ -11,5 +11,5 @@ class StaticBatching(SlotAllocator):
     def num_rows_needed(self) -> int:
         return self.batch.num_slots
 
-    def _worth_a_prefill(self, num_free: int, round_s: float, refill_s: float | None = None) -> bool:
-        return num_free == self.batch.num_slots
+    def _is_worth_a_refill(self, round_s: float, refill_s: float | None) -> bool:
+        return self.slots.num_free == self.batch.num_slots

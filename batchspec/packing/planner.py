@@ -14,7 +14,7 @@ from batchspec.model.spec import ModelSpec
 from batchspec.packing.cost import Rates, kv_read_bytes, prefill_seconds, read_bytes, round_seconds
 from batchspec.packing.kv_memory import DraftLayers, KVMemory
 from batchspec.packing.memory import graph_tokens, reserve_bytes
-from batchspec.records import PackedBatch
+from batchspec.records import MOST_ROUNDS_BEFORE_REFILL, PackedBatch
 
 PAGE_SIZE = 16
 CPU_SLOTS = 16
@@ -101,7 +101,8 @@ def choose_batch(
     run_ahead = packing.run_ahead if packing.run_ahead is not None else (0 if on_cpu else GPU_RUN_AHEAD)
     memory = KVMemory.of(
         spec, dtype, draft_layers, page_size=PAGE_SIZE, max_len=demand.max_tokens, max_tokens=held.max_tokens,
-        lookahead=(run_ahead + 1) * (draft_len + 1), pass_tokens=packing.max_num_batched_tokens or CPU_PREFILL,
+        lookahead=(run_ahead + MOST_ROUNDS_BEFORE_REFILL + 1) * (draft_len + 1),
+        pass_tokens=packing.max_num_batched_tokens or CPU_PREFILL,
     )  # fmt: skip
     if on_cpu:
         pass_tokens = packing.max_num_batched_tokens or CPU_PREFILL

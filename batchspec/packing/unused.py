@@ -58,15 +58,14 @@ def check_samples(config: RunConfig, columns: ColumnMap, source: Source) -> None
 
     In an input with a column `temperature` above 0 in some row, single rows are not checked: greedy ones get equal completions.
     """
-    decode, temperature = config.decode, columns.get("temperature")
-    if decode.max_new_tokens == 0 or decode.temperature >= LEAST_TEMPERATURE:
+    decode, temperature, column = config.decode, columns.get("temperature"), columns.get("n")
+    if decode.max_new_tokens == 0 or decode.temperature >= LEAST_TEMPERATURE or (decode.n == 1 and column is None):
         return
     if temperature is not None and any(_exceeds(values, 0, unknown=True) for values in source.column(temperature)):
         return
     why = f"decode.temperature={decode.temperature:g} is greedy, which makes all completions of a row equal"
     if decode.n > 1:
         raise ConfigError(f"decode.n={decode.n}: {why}; choose decode=sampled, or remove decode.n")
-    column = columns.get("n")
     if column is not None and any(_exceeds(values, 1, unknown=False) for values in source.column(column)):
         raise InputError(
             f"column {column!r} (n) asks for several completions of a row: {why}; choose decode=sampled, or ignore the column "
@@ -84,7 +83,8 @@ def _exceeds(values: pa.Array, limit: float, *, unknown: bool) -> bool:
         return False
     if not (pa.types.is_integer(values.type) or pa.types.is_floating(values.type)):
         return unknown
-    return bool(pc.any(pc.greater(values, limit)).as_py())
+    comparable = values.cast(pa.float32()) if pa.types.is_float16(values.type) else values
+    return bool(pc.any(pc.greater(comparable, limit)).as_py())
 
 
 def check_keys_of_engine(config: RunConfig, device: str | None) -> None:

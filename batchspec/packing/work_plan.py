@@ -87,10 +87,14 @@ class RowWriter(Protocol):
         """A function that returns the completions as output rows."""
 
     def begin_file(
-        self, shard: InputShard, completions: Sequence[Completion], file: Callable[[], UnpublishedFile]
+        self, shard: InputShard, completions: Sequence[Completion], file: UnpublishedFile
     ) -> Callable[[], WrittenFile]:
-        """A function that writes the same rows to `file()`, verifies them and returns the written file. It may be called again
-        to write the file anew. It may call `file` in another thread. It raises what `UnpublishedFile.write` raises."""
+        """A function that writes the same rows to `file`, verifies them and returns the written file. It may be called again to
+        write the file anew. It raises what `UnpublishedFile.write` raises.
+
+        Workers may write the file before the function is called. If it is never called, because the shard's input has changed,
+        the file stays in the scratch folder until a later run removes it.
+        """
 
 
 class WorkPlan(Protocol):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
 from batchspec.dataset.reader import InputShard
 from batchspec.packing.work_plan import DecodedShard, RowWriter, all_rows
@@ -34,5 +33,5 @@ def begin_new_file(output: OutputFolder, work: RowWriter, done: DecodedShard) ->
     """As `WorkPlan.begin_commit`, for a shard of which all rows were computed: `work` writes its file, and this process publishes
     it."""
     index = done.shard.index
-    write = work.begin_file(done.shard, done.completions, partial(output.unpublished, index))
+    write = work.begin_file(done.shard, done.completions, output.unpublished(index))
     return lambda: output.publish(index, write)

@@ -99,6 +99,7 @@ class ShardRunner:
                 for done, _ in commits:
                     self._committed(done)
         finally:
+            monitor.ended()
             self.work.settle()  # from here on only this thread uses claims and journal
         self._watchdog.pause()
         if guard.message:

@@ -52,10 +52,10 @@ class ShardWork:
         return lambda: self.table(shard, completions)
 
     def begin_file(
-        self, shard: InputShard, completions: Sequence[Completion], file: Callable[[], UnpublishedFile]
+        self, shard: InputShard, completions: Sequence[Completion], file: UnpublishedFile
     ) -> Callable[[], WrittenFile]:
         """As `RowWriter.begin_file`. Worker processes begin to write at once; here the file is written when it is asked for."""
-        return lambda: file().write(self.table(shard, completions))
+        return lambda: file.write(self.table(shard, completions))
 
     def table(self, shard: InputShard, completions: Sequence[Completion]) -> pa.Table:
         """The completions as output rows; texts that the engine has not decoded are decoded here."""

@@ -86,7 +86,7 @@ class ShardWorkers:
         return lambda: cast(pa.Table, _result(answer.result()))
 
     def begin_file(
-        self, shard: InputShard, completions: Sequence[Completion], file: Callable[[], UnpublishedFile]
+        self, shard: InputShard, completions: Sequence[Completion], file: UnpublishedFile
     ) -> Callable[[], WrittenFile]:
         """As `RowWriter.begin_file`; the next free worker writes it.
 
@@ -96,9 +96,7 @@ class ShardWorkers:
 
         def begin() -> Future[bytes]:
             return self._tables.submit(
-                lambda: self._ask(
-                    to_bytes((shard_worker.write, (shard, list(completions), file()))), f"write shard {shard.index}"
-                )
+                lambda: self._ask(to_bytes((shard_worker.write, (shard, list(completions), file))), f"write shard {shard.index}")
             )
 
         begun = [begin()]
@@ -198,6 +196,9 @@ class _Process:
             return receive(self._process.stdout)  # type: ignore[arg-type]
         except BrokenPipeError:
             return None
+        except BaseException:  # the answer may still come: it must not be taken for that of the next message
+            self.kill()
+            raise
 
     def code(self) -> int:
         """The exit code of a process that has died; negative: the signal."""

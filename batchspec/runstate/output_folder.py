@@ -106,6 +106,7 @@ class OutputFolder(JobFolder):
         with self._owning():
             for _ in range(MAX_TRIES):
                 made = write()
+                assert made.path == self.unpublished(index).path, f"{made.path} is not the file of shard {index}"
                 if self._published(index, made, self._naming(made.path, name, version)):
                     return True
                 file = self.files.read(index)

@@ -1,7 +1,9 @@
-"""Extra rounds that are launched before the host prepares a refill, so that the device does not wait for the host."""
+"""Further rounds that are launched before the host prepares a refill, so that the device does not wait for it. When a refill is
+due: `test_allocator.py`."""
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchspec.draft.none import NoDrafter
+from batchspec.engine import scheduler as scheduler_module
 from batchspec.engine.engine import Engine
 from batchspec.engine.executor import Executor
 from batchspec.engine.results import PendingResult
-from batchspec.engine.scheduler import MOST_LEAD, Scheduler
+from batchspec.engine.scheduler import Scheduler
 from batchspec.engine.step import ScheduledStep
-from batchspec.records import Request
+from batchspec.records import MOST_ROUNDS_BEFORE_REFILL, Request
 from tests import test_lossless
 from tests.engines import DEVICE, packed, plain_tokens, request, tiny_target
 from tests.test_lossless import requests_of_a_job
@@ -25,22 +28,20 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_s
 
 
 @settings(deadline=None, max_examples=30, suppress_health_check=SLOW)
-@given(requests=requests_of_a_job(), leads=st.lists(st.integers(0, MOST_LEAD), min_size=1, max_size=8), data=st.data())
-def test_extra_rounds_before_a_refill_change_no_token(requests: list[Request], leads: list[int], data: st.DataObject) -> None:
-    """With any drafter, sampling, number of slots, pages, prefill chunks, shared prefixes and preempted rows."""
-    count = 0
-
-    def next_lead(*_: object) -> int:
-        nonlocal count
-        count += 1
-        return leads[count % len(leads)]
-
+@given(
+    requests=requests_of_a_job(),
+    counts=st.lists(st.integers(0, MOST_ROUNDS_BEFORE_REFILL), min_size=1, max_size=8),
+    data=st.data(),
+)
+def test_rounds_before_a_refill_change_no_token(requests: list[Request], counts: list[int], data: st.DataObject) -> None:
+    """Every drafter, sampling, number of slots, pages and chunks, rows with common beginnings, preempted rows."""
+    drawn = itertools.cycle(counts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scheduler, "_next_lead", next_lead)
+        patch.setattr(scheduler_module, "rounds_before_refill", lambda *_: next(drawn))
         test_lossless.check_lossless(requests, data)
 
 
-def leads_of(nums_left: list[int], **options: Any) -> list[tuple[int, int]]:
+def rounds_before_refills(nums_left: list[int], **options: Any) -> list[tuple[int, int]]:
     """Rows that end at different rounds enter 3 slots again and again; for each refill but the first: the number of rounds that
     were launched since the last read before it, and how many results were unread when it was launched.
 
@@ -66,7 +67,7 @@ def leads_of(nums_left: list[int], **options: Any) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("nums_left", "leads"),
+    ("nums_left", "counts"),
     [
         ([9, 1, 1, 1], [0, 0, 0]),
         ([9, 0, 1, 1], [0, 1, 1]),
@@ -76,11 +77,11 @@ def leads_of(nums_left: list[int], **options: Any) -> list[tuple[int, int]]:
         ([0, 2, 0, 2], [0, 0, 1]),  # the first refill follows no round: the device had nothing else to do
     ],
 )
-def test_as_many_rounds_as_the_device_needs_are_launched_before_a_refill(nums_left: list[int], leads: list[int]) -> None:
+def test_as_many_rounds_as_the_device_needs_are_launched_before_a_refill(nums_left: list[int], counts: list[int]) -> None:
     """One more after the device was found idle, one less after it had more than one round left to do."""
-    found = leads_of(nums_left)
-    assert [rounds for rounds, _ in found[: len(leads)]] == leads
-    assert [unread for _, unread in found[: len(leads)]] == [2 + lead for lead in leads]
+    found = rounds_before_refills(nums_left)
+    assert [rounds for rounds, _ in found[: len(counts)]] == counts
+    assert [unread for _, unread in found[: len(counts)]] == [2 + count for count in counts]
 
 
 @pytest.mark.parametrize("change", ["overlaps", "scores", "lazy", "no graphs"])
@@ -90,9 +91,11 @@ def test_no_extra_round_precedes_overlapping_refills_scoring_lazy_automata_or_ro
         now = change if changed else ""
         executor: Any = SimpleNamespace(num_left_at_refill=None if now == "no graphs" else 0)
         lazy: Any = object() if now == "lazy" else None
-        scheduler._executor, scheduler._scores, scheduler._lazy, scheduler._lead = executor, now == "scores", lazy, 0
+        scheduler._executor, scheduler._scores, scheduler._lazy = executor, now == "scores", lazy
+        scheduler._rounds_before_refill = 0
         prefill: Any = SimpleNamespace(overlaps=now == "overlaps")
-        assert scheduler._next_lead(prefill) == (0 if changed else 1)
+        scheduler._learn_from_refill(prefill)
+        assert scheduler._rounds_before_refill == (0 if changed else 1)
 
 
 def test_the_executor_counts_what_the_device_has_left_to_do_when_a_refill_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
