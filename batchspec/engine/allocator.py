@@ -33,8 +33,8 @@ GROW_PAGES, AMPLE_PAGES = 4, 32
 many, GROW_PAGES if the pool has as many for every slot, else none. So page tables are written every few rounds and not every
 round; for rows with a short limit once."""
 TAKEN_AHEAD = 8
-"""Maximum number of requests that are taken from their stream before there are free slots for them: of 256 rows that take 60
-rounds each, four end in a round."""
+"""Maximum number of requests that are taken from their stream beyond the free slots: of 256 rows that take 60 rounds each, about
+four end in a round."""
 
 
 class SlotAllocator:
@@ -89,8 +89,8 @@ class SlotAllocator:
         return min(b for b in self.batch.row_buckets if b > taken.max(initial=-1))
 
     def take_ahead(self, count: int) -> None:
-        """Take up to `count` requests from their stream for slots that are free or will be soon, and hash their prompts. The next
-        refill then need not do it while the device may wait for its rows."""
+        """Take up to `count` requests from their stream for slots that are free or will be soon, and hash their prompts. Then the
+        next refill takes the host less time."""
         self._waiting.take_ahead(count, self.slots.num_free + TAKEN_AHEAD)
         for state in self._waiting:
             self._hash(state)
@@ -107,7 +107,7 @@ class SlotAllocator:
         return -(-num_tokens // self.batch.page_size)
 
     def refill_is_due(self, round_s: float = 1.0, refill_s: float | None = None) -> bool:
-        """Whether to refill the free slots now. Call it once before each round: it adds up for how long they have been idle.
+        """Whether to refill the free slots now. Call it once before each round, because it adds up their idle time.
 
         round_s   seconds that a round over all slots takes at present, in the unit of the prefill cost
         refill_s  fixed seconds of a refill whose pass is replayed (`RefillTimes`); None: not measured
@@ -184,7 +184,7 @@ class SlotAllocator:
         are predicted to need later.
 
         promised  by K/V group, pages that the requests in slots are predicted to need; this request's are added
-        alone     no request is in a slot or about to enter one: the request gets what there is
+        alone     True if no request is in a slot or about to enter one; then predicted needs do not delay this one
         """
         request = state.request
         most = self.pages_for(state.max_tokens + self._num_lookahead_slots)

@@ -141,8 +141,8 @@ class Engine:
         Only while no row is live.
 
         shared  also capture the graphs of rows with shared prefixes. A graph that is not prepared is captured at its first use.
-        most_rounds, expected  as for `RoundPlanner.prepare`; ignored with several ranks, which prepare all row buckets, and whose
-                               prefill passes are no graphs
+        most_rounds, expected  as for `RoundPlanner.prepare`; ignored with several ranks, which prepare all row buckets and launch
+                               prefill passes kernel by kernel
         """
         if self.lead is not None:
             self.lead.send(Prepare(mode, shared))
@@ -218,8 +218,8 @@ class Engine:
         return self._current.take_ended(stopping=self._stopping)
 
     def take_ahead(self, count: int) -> None:
-        """Take up to `count` requests that the stream can give without waiting, and prepare them for the next refill: it takes
-        the host less time then. No more are taken than the next refills need. Call it in `on_round`."""
+        """Take up to `count` requests that the stream can give without waiting, and prepare them, so that the next refill takes
+        the host less time. No more are taken than the next refills need. Call it in `on_round`."""
         self._current.take_ahead(count)
 
     def stop(self) -> None:

@@ -3,13 +3,14 @@
 A pass is padded to a shape (`prefill_shapes.py`), and one upload fills the buffer with all inputs that depend on its rows
 (`prefill_inputs.py`).
 
-Every token of a row is computed as in the plain pass (`prefill_chunk`). But a product may choose its tile by the number of
-tokens, padding included, attention may be split by the number of rows, and its kernel depends on the longest row
-that the shape allows: sums may be rounded differently, as in any other batch. With decode.deterministic that is not
-allowed, so passes stay plain.
+Every token of a row is computed by the same operations as in a pass that is launched kernel by kernel (`prefill_chunk`). But a
+product may choose its tile by the number of tokens, padding included. Attention may be split by the number of rows, and its
+kernel depends on the longest row that the shape allows. So sums may be rounded differently, as in any other batch. With
+decode.deterministic that is not allowed, and every pass is launched kernel by kernel.
 
 A shape is captured at its third use, or before the first row if the survey tells that it will be used so often (`prepare`). Until
-then a pass is padded to the smallest captured shape that holds it, if there is one. On a CPU the same calls run as they are.
+then a pass is padded to the smallest captured shape that holds it, if there is one; such a use counts only in part. On a CPU the
+same calls run as they are.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from batchspec.engine.step import Segment
 from batchspec.records import PREFILL_GRAPHS, ExpectedRows
 
 CAPTURE_AT = 3
-"""A shape is captured at this use. A capture takes about as long as two plain passes: rare shapes are never captured, and the
-others lose about as much before the capture as they gain later, at most."""
+"""A shape is captured at this use. A capture takes about as long as two passes that are launched kernel by kernel. So rare shapes
+are never captured."""
 PREPARED_SHARE = 0.75
-"""Share of all graphs that may be captured before the first row: the others are left for shapes that the survey did not tell."""
+"""Share of all graphs that may be captured before the first row: the rest is left for shapes that the survey did not predict."""
 PREPARE_S = 1.0
-"""Seconds after which no further shape is captured before the first row. Each of them saves two plain passes, so all that there
-may be save about as much."""
+"""Seconds after which no further shape is captured before the first row. Captured in the run, they would
+take about as long."""
 
 
 class PrefillGraphs:
@@ -60,10 +61,10 @@ class PrefillGraphs:
         self._inputs = PassInputs(num_slots, rows.live.device)
         self._graphs: dict[PassShape, tuple[torch.cuda.CUDAGraph, Prefilled]] = {}
         self._uses: dict[PassShape, float] = defaultdict(float)
-        """Of shapes that are not captured: their plain passes, and those padded to a larger shape, as shares of the time that a
-        plain one loses."""
+        """For each shape without a graph, its uses: 1 for a pass launched kernel by kernel; for one padded to a larger shape, the
+        time of its padding relative to what such a pass loses, at most 1."""
         self.num_padded = 0
-        """Number of passes that were padded; on a GPU all of them were replays but those that captured a graph."""
+        """Number of passes that were padded; on a GPU all but those that captured a graph were replays."""
 
     @property
     def num_captured(self) -> int:
@@ -86,9 +87,10 @@ class PrefillGraphs:
     def prepare(self, expected: ExpectedRows, mode: SamplingMode, *, round_s: float) -> int:
         """Capture the shapes that passes of these rows will most likely have; returns their number.
 
-        One shape is captured for each number of tokens of which CAPTURE_AT passes are expected, as they would be captured in the
-        run anyway: for the most frequent ones, as far as number and time allow. Its other bounds are those of all these passes:
-        they cost little. The largest is captured first, because later graphs reuse its memory.
+        One shape is captured for each number of tokens of which CAPTURE_AT passes are expected, as it would be in the run anyway.
+        If PREPARED_SHARE or PREPARE_S do not allow all, the most frequent ones are captured. The other bounds of a shape are
+        those of all its passes, because larger bounds cost little. The largest is captured first: later graphs reuse its
+        memory.
 
         round_s  seconds of a round over all slots
         Only after `learn`, and while no row is live and all page tables are zero.

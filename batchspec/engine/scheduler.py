@@ -211,7 +211,7 @@ class Scheduler:
         """Grant pages for all that the launched rounds and the next one may write, preempting the youngest rows if needed; then
         launch that round.
 
-        reads  read the results that are due by `run_ahead` before anything else is scheduled
+        reads  whether the step also reads the results that are due by `run_ahead`
         """
         overlaps = self._hook.call is not None and self._hook.call()
         grants: list[PageGrant] = []
