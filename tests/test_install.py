@@ -38,7 +38,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     present = [name for name in names if (ROOT / name).exists()]
     subprocess.run(["cp", "-a", *present, str(copy)], cwd=ROOT, check=True)
     with tarfile.open(built("sdist", copy, copy / "dist")) as archive:
-        archive.extractall(folder, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # None before Python 3.11.4, which has no filters
+        archive.extractall(folder)
     (unpacked,) = folder.iterdir()
     return unpacked
 

@@ -12,6 +12,7 @@ import random
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -250,8 +251,10 @@ def test_ranks_of_a_job_tell_nccl_the_limit_of_their_watchdog(
         raise RankLost("enough")
 
     monkeypatch.setattr(group, "joined", joined)
+    shows_life = SimpleNamespace(start_liveness_thread=lambda: told.append(-1))
+    monkeypatch.setattr(Channel, "of", lambda seat: shows_life)
     assert worker.run_rank(RunConfig(cluster=ClusterConfig(watchdog_s=own)), Seat(1, 2, 9, Path("meeting")).words()) == 75
-    assert told == [expected]
+    assert told == [-1, expected], "it shows life before it joins"
 
 
 def test_a_job_without_a_watchdog_has_the_longest_limit(monkeypatch: pytest.MonkeyPatch) -> None:
