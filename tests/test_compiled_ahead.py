@@ -99,7 +99,7 @@ GREEDY, SAMPLED = SamplingMode(), SamplingMode(random=True)
 def test_all_variants_of_kernels_are_compiled_ahead_and_nothing_else_happens(
     name: str, drafter: str, mode: SamplingMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model has four layers, of which a dry run computes one of each kind and the last."""
+    """The model has four layers. A dry run runs one layer of each kind, and the last layer."""
     family, changes = CASES[name]
     monkeypatch.setattr(plain, "_can_pack", lambda weight: False)  # a GPU packs no weights for oneDNN
     with stand_in_gpu(F32):

@@ -62,9 +62,8 @@ def run_rank(config: RunConfig, words: list[str]) -> int:
     from batchspec.runner.follower import run_follower
 
     seat, gpu = Seat.of(words), config.device != "cpu" and torch.cuda.is_available()
-    Channel.of(
-        seat
-    ).start_liveness_thread()  # after the imports, which may hold Python's lock for longer than the watchdog's limit
+    # Only now, because importing torch may hold Python's lock for longer than the watchdog's limit.
+    Channel.of(seat).start_liveness_thread()
     try:
         with joined(seat, gpu=gpu, nccl_s=nccl_s(limit_s(config.cluster.watchdog_s, gpu=gpu))) as group:
             if seat.rank:

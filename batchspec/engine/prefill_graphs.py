@@ -87,10 +87,10 @@ class PrefillGraphs:
     def prepare(self, expected: ExpectedRows, mode: SamplingMode, *, round_s: float) -> int:
         """Capture the shapes that passes of these rows will most likely have; returns their number.
 
-        One shape is captured for each number of tokens of which CAPTURE_AT passes are expected, as it would be in the run anyway.
-        If PREPARED_SHARE or PREPARE_S do not allow all, the most frequent ones are captured. The other bounds of a shape are
-        those of all its passes, because larger bounds cost little. The largest is captured first: later graphs reuse its
-        memory.
+        For each number of tokens that at least CAPTURE_AT passes are expected to have, one shape is captured. The run would
+        capture it too, but later. If PREPARED_SHARE or PREPARE_S do not allow all, the most frequent ones are captured. The
+        other bounds of a shape are those of all its passes, because larger bounds cost little. The largest is captured first:
+        later graphs reuse its memory.
 
         round_s  seconds of a round over all slots
         Only after `learn`, and while no row is live and all page tables are zero.

@@ -30,8 +30,7 @@ class ComputeAll:
 
 
 def begin_new_file(output: OutputFolder, work: RowWriter, done: DecodedShard) -> Callable[[], object]:
-    """As `WorkPlan.begin_commit`, for a shard of which all rows were computed: `work` writes its file, and this process publishes
-    it."""
+    """`WorkPlan.begin_commit` of a shard that keeps no old rows: `work` writes its file, and this process publishes it."""
     index = done.shard.index
     write = work.begin_file(done.shard, done.completions, output.unpublished(index))
     return lambda: output.publish(index, write)

@@ -1,6 +1,6 @@
 """Compiling ahead: launches compile nothing on a first start, and nothing else changes, whatever the threads do.
 
-The process has no GPU: its driver says that it is a Hopper and launches nothing, and tensors on the CPU stand for those of a GPU.
+The process needs no GPU: a fake driver reports a Hopper GPU and launches nothing, and tensors are on the CPU.
 """
 
 from __future__ import annotations

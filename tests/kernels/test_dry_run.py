@@ -172,7 +172,7 @@ def test_an_operation_that_cannot_be_skipped_ends_the_run_whatever_is_caught(nam
 
 
 def test_a_copy_to_the_host_ends_the_run() -> None:
-    """Here meta stands for a GPU."""
+    """The dry run of a device of type meta, so that the test needs no GPU."""
     device, x, host = torch.device("meta"), torch.empty(3, device="meta"), torch.zeros(3)
     for read in (lambda: x.cpu(), lambda: x.tolist(), lambda: host.copy_(x), lambda: torch.add(x, 1, out=host)):
         assert dry_run(read, device) is not None
