@@ -97,6 +97,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "adapt.limits",
         "batch.automata",
         "batch.sampling_mode",
+        "distributed.group",
         "draft.base",
         "engine",
         "model",

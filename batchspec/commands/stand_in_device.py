@@ -10,7 +10,7 @@ import json
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -109,9 +109,11 @@ class StandInEngine(Engine):
         self.executor: StandInExecutor = StandInExecutor(self.watch, target, drafter, batch, device)
         self.planner = RoundPlanner(self.executor, batch, adaptive=True)
 
-    def run(self, requests: Iterator[Request | None]) -> Generator[Completion]:
+    def run(
+        self, requests: Iterator[Request | None], *, num_ready: Callable[[], int] | None = None
+    ) -> Generator[Completion]:  # fmt: skip
         """As of `Engine`."""
-        with closing(super().run(requests)) as completions:
+        with closing(super().run(requests, num_ready=num_ready)) as completions:
             for done in completions:
                 self.watch.lap("finish")
                 yield done
@@ -122,10 +124,9 @@ class StandInEngine(Engine):
         super()._process()
         self.watch.lap(f"process {kind}")
 
-    def take_ahead(self, count: int) -> None:
-        """As of `Engine`; called after a result was processed."""
+    def _take_ahead(self) -> None:
         self.watch.lap("process round")
-        super().take_ahead(count)
+        super()._take_ahead()
         self.watch.lap("take")
 
     def _end(self, state: RequestState, finish: int, now: float) -> None:

@@ -152,23 +152,28 @@ class Engine:
             self._prefill_cost = self.planner.prepare(mode, shared=shared, most_rounds=most_rounds, expected=expected)
             self.batch = replace(self.batch, row_buckets=self.planner.row_buckets)
 
-    def run(self, requests: Iterator[Request | None]) -> Generator[Completion]:
+    def run(
+        self, requests: Iterator[Request | None], *, num_ready: Callable[[], int] | None = None
+    ) -> Generator[Completion]:  # fmt: skip
         """Decode every request; completions come in the order in which rows end.
 
-        requests  the engine asks for the next request while slots are free. None: there is none at present, but completions may
-                  bring more. If no request is unfinished, the iterator itself must wait and not return None
+        requests   the engine asks for the next request while slots are free. None: there is none at present, but completions may
+                   bring more. If no request is unfinished, the iterator itself must wait and not return None
+        num_ready  as of `Prefetcher`: so many may be taken before slots are free
         """
-        with closing(self.steps(requests)) as steps:
+        with closing(self.steps(requests, num_ready=num_ready)) as steps:
             for done in steps:
                 yield from done
 
     @torch.inference_mode()
-    def steps(self, requests: Iterator[Request | None]) -> Generator[list[Completion]]:
+    def steps(
+        self, requests: Iterator[Request | None], *, num_ready: Callable[[], int] | None = None
+    ) -> Generator[list[Completion]]:  # fmt: skip
         """As `run`, but yields the completions of each step as a list, which is often empty."""
         if not self.planner.ready:
             self.prepare(SamplingMode())
         with self.executor.stream_of_rounds():
-            run = self._begin(requests)
+            run = self._begin(requests, num_ready)
         with older_objects_frozen():
             while run is self._current:
                 # The caller's code runs at the yield: our stream must not be the current one there.
@@ -194,7 +199,7 @@ class Engine:
         self.pools.forget()
         self.target.use_kv_scales(values)
 
-    def _begin(self, requests: Iterator[Request | None]) -> EngineRun:
+    def _begin(self, requests: Iterator[Request | None], num_ready: Callable[[], int] | None = None) -> EngineRun:
         """Replace the present run, wherever it was interrupted. Its pages are dropped too, unless their prefixes are kept."""
         if self.lead is not None:
             self.lead.begin()
@@ -203,7 +208,7 @@ class Engine:
         kept, self._kept_pools = self._kept_pools, None
         self._current = EngineRun(
             requests, self._shared, batch=self.batch, executor=self.executor, planner=self.planner, totals=self.totals,
-            pools=kept, prefill_cost=self._prefill_cost,
+            num_ready=num_ready, pools=kept, prefill_cost=self._prefill_cost,
         )  # fmt: skip
         return self._current
 
@@ -216,11 +221,6 @@ class Engine:
         for _ in range(step.num_reads):
             self._process()
         return self._current.take_ended(stopping=self._stopping)
-
-    def take_ahead(self, count: int) -> None:
-        """Take up to `count` requests that the stream can give without waiting, and prepare them, so that the next refill takes
-        the host less time. No more are taken than the next refills need. Call it in `on_round`."""
-        self._current.take_ahead(count)
 
     def stop(self) -> None:
         """End the present `run`, or the next one, at its next step, and every later one: launched work is read, nothing more is
@@ -292,6 +292,10 @@ class Engine:
             self._end(state, finish, now)
         if self.on_round is not None:
             self.on_round(self.totals)
+        self._take_ahead()
+
+    def _take_ahead(self) -> None:
+        self._current.take_ahead()
 
     def _end(self, state: RequestState, finish: int, now: float) -> None:
         """As `EngineRun.end`, after all ranks agree on what was read."""

@@ -81,7 +81,7 @@ class Survey:
         return round((len(self.prompt_tokens) + self.num_bad) * num_rows / self.num_rows)
 
     def expected_rows(self, num_rows: int, window_rows: int) -> ExpectedRows | None:
-        """What to expect of a job of `num_rows` such rows; None if no request was surveyed.
+        """What to expect of `num_rows` such input rows; None if no request was surveyed.
 
         window_rows  number of input rows that are ordered together, by predicted output, the longest first (packing/order.py)
         """
