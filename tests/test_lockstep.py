@@ -31,7 +31,7 @@ from batchspec.engine.engine import Engine
 from batchspec.engine.lockstep import RUN, Beats, Lead, follow
 from batchspec.engine.messages import Begin, Build, Calibrate, End, Load, Message, Prepare, Scales, Step, decode, encode
 from batchspec.engine.results import PendingResult
-from batchspec.engine.round_planner import RoundClock
+from batchspec.engine.round_clock import RoundClock, RoundTime
 from batchspec.engine.step import ScheduledStep
 from batchspec.engine.vocabulary import DIVERGED, checksums
 from batchspec.errors import DivergedError, RankLost
@@ -122,12 +122,12 @@ def restless(engine: Engine, lead: Lead) -> dict[str, list[int]]:
             for prepare_next in (False, True):
                 lengths.set_base(num_rows, draft_len, clock.uniform(0.5, 2.0), prepare_next=prepare_next)
     engine.planner._lengths = lengths
-    seconds_of = RoundClock.seconds_of
-    RoundClock.seconds_of = lambda *_: clock.uniform(0.1, 20.0)  # type: ignore[method-assign]
+    add = RoundClock.add
+    RoundClock.add = lambda *_: RoundTime(clock.uniform(0.1, 20.0), 0)  # type: ignore[method-assign]
     try:
         return tokens(engine, lead)
     finally:
-        RoundClock.seconds_of = seconds_of  # type: ignore[method-assign]
+        RoundClock.add = add  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("name", "count"), [("eagle3", 2), ("corpus", 4), ("tree", 2), ("hybrid", 2), ("window", 2)])

@@ -29,7 +29,7 @@ from batchspec.engine.draft_lengths import DraftLengths
 from batchspec.engine.engine import Engine
 from batchspec.engine.graphs import Shape
 from batchspec.engine.round import RoundResult
-from batchspec.engine.round_planner import RoundClock
+from batchspec.engine.round_clock import RoundClock
 from batchspec.model.spec import read_spec
 from batchspec.model.target import Target
 from batchspec.records import Request, SamplingParams
@@ -150,7 +150,7 @@ def choose_any_draft_len(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Non
     clock, lengths = random.Random(1), DraftLengths(engine.drafter.max_len, engine.executor.round.draft_lens)
     lengths.set_base(1, 0, 1.0)
     monkeypatch.setattr(lengths, "_pick", lambda *_: clock.choice(lengths.choices))
-    monkeypatch.setattr(RoundClock, "seconds_of", lambda *_: None)
+    monkeypatch.setattr(RoundClock, "add", lambda *_: None)
     monkeypatch.setattr(engine.planner, "_lengths", lengths)
 
 

@@ -406,6 +406,24 @@ def test_the_first_round_of_a_run_has_the_draft_length_of_its_own_rows(monkeypat
     assert [chosen(one, 4, np.arange(4), np.full(4, 9)).draft_len for _ in range(2)] == [0] * 2
 
 
+def test_the_time_between_two_runs_is_that_of_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.03, token=1e-6, replay=1e-3))
+    monkeypatch.setattr(PendingResult, "seconds_since", lambda result, began: result.arrived - began)
+    one = planner(packed(4), 1)
+    one.prepare(MODE)
+    assert one._lengths is not None
+    assert one._refills is not None
+    timed = list[float]()
+    monkeypatch.setattr(one._lengths, "timed", lambda rows, draft_len, context, seconds, **_: timed.append(seconds))
+    log = np.zeros(4, np.int32)
+    for at, restarts in ((1.0, False), (3.0, False), (10.0, True), (14.0, False)):
+        if restarts:
+            one.restart()
+        one.learn(chosen(one, 4, np.arange(4), np.full(4, 9)), arrived(at), log)
+    assert timed == [2.0, 4.0]
+    assert set(one._refills.round_s.values()) <= {2.0, 4.0}
+
+
 def test_where_rounds_are_no_graphs_nothing_is_timed_and_nothing_chosen() -> None:
     """Free slots then wait by the usual cost of a pass; a round of no time would have them wait for ever."""
     one = planner(packed(4), 1, dtype=torch.float64)

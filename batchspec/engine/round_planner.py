@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from batchspec.batch.sampling_mode import SamplingMode
@@ -21,26 +20,8 @@ from batchspec.engine.launch import Launch
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.refill_times import RefillTimes
 from batchspec.engine.results import Ints, PendingResult
+from batchspec.engine.round_clock import RoundClock
 from batchspec.records import ExpectedRows, PackedBatch
-
-
-class RoundClock:
-    """Measures the seconds of consecutive rounds."""
-
-    def __init__(self) -> None:
-        self._last: torch.cuda.Event | None = None
-
-    def seconds_of(self, launch: Launch, result: PendingResult) -> float | None:
-        """Seconds since the previous result arrived; call it with each result, in launch order.
-
-        None for a prefill pass, for the first round after one, and for a round that overlapped other work and its successor.
-        """
-        if launch.is_prefill or launch.overlaps:
-            self._last = None
-            return None
-        last, self._last = self._last, result.arrived
-        return None if last is None else result.seconds_since(last)
-
 
 SPARE = 1.25
 """Margin over the longest surveyed row. Rounds with longer rows plan attention for the longest row that the job allows."""
@@ -237,16 +218,16 @@ class RoundPlanner:
         """Learn from the result of a round or prefill pass; accepted_len int32 [rows] of the round."""
         if launch.counts_experts and self.experts is not None and result.result.experts_read is not None:
             self.experts.observe(result.result.experts_read.numpy(), self._live_tokens(launch, result))
-        if self._refills is not None:
-            self._refills.add(launch, result)
+        took = self._clock.add(launch, result)
+        if took is not None and self._refills is not None:
+            self._refills.add(launch, took)
         if self._lengths is None:
             return
-        seconds = self._clock.seconds_of(launch, result)
         if not launch.is_prefill:
             self._lengths.observe(launch.draft_len, accepted_len)
-        if seconds is not None:
+        if took is not None and not took.num_prefilled:
             self._lengths.timed(
-                launch.num_rows, launch.draft_len, launch.context_tokens, seconds, prepare_next=launch.prepare_next,
+                launch.num_rows, launch.draft_len, launch.context_tokens, took.seconds, prepare_next=launch.prepare_next,
                 live_rows=launch.live_rows,
             )  # fmt: skip
 
@@ -266,7 +247,5 @@ class RoundPlanner:
     def restart(self) -> None:
         """A run begins: its first round follows no earlier launch, and no draft length was chosen for it."""
         self._clock = RoundClock()
-        if self._refills is not None:
-            self._refills.restart()
         if self._lengths is not None:
             self._lengths.restart()

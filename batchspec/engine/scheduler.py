@@ -181,13 +181,13 @@ class Scheduler:
 
     def _prefill(self, group: list[RequestState]) -> Prefill:
         """The refills of these requests, which have their slots and pages; counts their tokens."""
-        for state in group:
-            num_cached = state.num_shared_pages * self.batch.page_size
+        prefill = prefill_of(group, self._allocator, scores=self._scores, can_overlap=self._executor.can_overlap)
+        for state, refill in zip(group, prefill.refills, strict=True):
             if state.num_prefills == 0:
-                state.cached_tokens = num_cached
-            self._totals.cached_tokens += num_cached
-            self._totals.prefill_tokens += state.num_tokens - num_cached
-        return prefill_of(group, self._allocator, scores=self._scores, can_overlap=self._executor.can_overlap)
+                state.cached_tokens = refill.num_cached
+            self._totals.cached_tokens += refill.num_cached
+            self._totals.prefill_tokens += state.num_tokens - refill.num_cached
+        return prefill
 
     def _too_few_active(self) -> bool:
         """Whether to delay decoding until half of the slots are active: a small round costs nearly as much as a full one."""
