@@ -27,6 +27,7 @@ from batchspec.model.target import Target
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.model.weight_files import weight_files
 from batchspec.model.weights import Checkpoint
+from batchspec.packed_batch import PackedBatch
 from batchspec.packing.constraints import asked_by
 from batchspec.packing.cost import Rates, device_rates
 from batchspec.packing.feed import window_shards
@@ -35,7 +36,6 @@ from batchspec.packing.planner import GPU_PREFILL, PAGE_SIZE, Demand, choose_bat
 from batchspec.packing.row_settings import sampling_advice
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, JobModel
-from batchspec.records import PackedBatch
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.structured.expander import Expander
 from batchspec.text import counted

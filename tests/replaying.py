@@ -31,7 +31,7 @@ from batchspec.engine.executor import Executor
 from batchspec.engine.prefill import Prefilled
 from batchspec.engine.round import RoundOptions
 from batchspec.engine.step import ScheduledStep
-from batchspec.records import PackedBatch
+from batchspec.packed_batch import PackedBatch
 from tests.engines import DEVICE, packed, tiny_target
 
 SLOTS = 4

@@ -24,9 +24,10 @@ from batchspec.engine.static_batching import StaticBatching
 from batchspec.engine.step import PageGrant
 from batchspec.errors import CapacityError
 from batchspec.lazy_automaton import LazyAutomaton
+from batchspec.packed_batch import PackedBatch
 from batchspec.packing.order import order_requests
 from batchspec.packing.predict import LengthPredictor
-from batchspec.records import PackedBatch, Request
+from batchspec.records import Request
 from tests.engines import request
 
 

@@ -28,7 +28,8 @@ from batchspec.engine.output_processor import EngineTotals
 from batchspec.engine.round import RoundOptions
 from batchspec.kernels.attention import ordered_prefill, settings
 from batchspec.model.target import Target
-from batchspec.records import Completion, PackedBatch, Request, SamplingParams
+from batchspec.packed_batch import PackedBatch
+from batchspec.records import Completion, Request, SamplingParams
 from tests.engines import DEVICE, decode, packed, request, tiny_spec
 from tests.interpreter import dots_of_one_order
 

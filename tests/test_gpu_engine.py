@@ -32,7 +32,8 @@ from batchspec.model.rope_config import RopeSpec
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.model.weights import expected_shapes
-from batchspec.records import Completion, PackedBatch, Request, SamplingParams
+from batchspec.packed_batch import PackedBatch
+from batchspec.records import Completion, Request, SamplingParams
 from tests.engines import decode, packed, request, share_always
 from tests.heads import distilled_tensors, random_tensors, tiny_design, write_head
 from tests.stand_ins import dense_spec

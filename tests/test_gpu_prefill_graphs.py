@@ -25,8 +25,9 @@ from batchspec.engine.prefill_graphs import CAPTURE_AT, PrefillGraphs
 from batchspec.engine.round import RoundOptions
 from batchspec.engine.step import Segment
 from batchspec.model.target import Target
+from batchspec.packed_batch import ExpectedRows
 from batchspec.packing import memory
-from batchspec.records import ExpectedRows, Request, SamplingParams
+from batchspec.records import Request, SamplingParams
 from tests import test_gpu_lora
 from tests.engines import packed, request
 from tests.padded_prefill import ALWAYS

@@ -29,7 +29,8 @@ from batchspec.draft.window import WindowDrafter
 from batchspec.engine import expected_pages
 from batchspec.engine.engine import Engine
 from batchspec.model import target as target_module
-from batchspec.records import PackedBatch, Request
+from batchspec.packed_batch import PackedBatch
+from batchspec.records import Request
 from tests.engines import decode, request, share_always
 from tests.freed_pages import poison_freed_pages
 from tests.test_gpu_engine import TREE, VOCAB, alone, eagle, requests, shape, tokens, windowed_target

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 EVERYONE = {
     "records",
+    "packed_batch",
     "errors",
     "config.draft_schema",
     "config.schema",
@@ -114,7 +115,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "draft.spec",
         "model",
         "packing",
-        "runstate.job_folder",
+        "runstate.manifest",
     },
     "cluster": {
         "cli",

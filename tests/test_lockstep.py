@@ -39,7 +39,8 @@ from batchspec.kernels.rounds.accept import WAIT
 from batchspec.kernels.sampling.argmax import NO_TOKEN
 from batchspec.lazy_automaton import Expanding
 from batchspec.model.target import Target
-from batchspec.records import Completion, PackedBatch, SamplingParams, Thinking
+from batchspec.packed_batch import PackedBatch
+from batchspec.records import Completion, SamplingParams, Thinking
 from tests.automata import PATTERNS_OF_LETTERS, VOCABULARY, constrained_tokens
 from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_spec
 from tests.engines import decode as letters

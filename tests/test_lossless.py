@@ -43,7 +43,8 @@ from batchspec.engine.output_processor import EngineTotals
 from batchspec.engine.round import Round, RoundOptions, RoundResult
 from batchspec.engine.step import ScheduledRound
 from batchspec.model import target as target_module
-from batchspec.records import Completion, PackedBatch, Request, SamplingParams
+from batchspec.packed_batch import PackedBatch
+from batchspec.records import Completion, Request, SamplingParams
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, decode, full_logits, packed, plain_tokens, request, tiny_target
 
 pytestmark = pytest.mark.usefixtures("poisoned")

@@ -20,6 +20,7 @@ from batchspec.config.schema import PackingConfig
 from batchspec.engine.draft_lengths import candidates
 from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
+from batchspec.packed_batch import PackedBatch
 from batchspec.packing import planner
 from batchspec.packing.cost import H200, Rates
 from batchspec.packing.kv_memory import DraftLayers, KVMemory, kv_bytes
@@ -27,7 +28,7 @@ from batchspec.packing.memory import MOST_LENGTHS, learning_bytes, reserve_bytes
 from batchspec.packing.order import order_requests
 from batchspec.packing.planner import Demand, choose_batch, forecast, free_memory, row_buckets
 from batchspec.packing.survey import Survey
-from batchspec.records import PackedBatch, Request, SamplingParams
+from batchspec.records import Request, SamplingParams
 from tests.stand_ins import LLAMA_8B, small_spec
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -43,7 +43,8 @@ from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.load import build_engine
 from batchspec.model.lora_products import LoraStacks
 from batchspec.model.target import Target
-from batchspec.records import ExpectedRows, Request
+from batchspec.packed_batch import ExpectedRows
+from batchspec.records import Request
 from tests import test_constrained, test_lora_lossless, test_lossless
 from tests.automata import constrained_tokens
 from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_spec, tiny_target

@@ -31,9 +31,9 @@ from batchspec.engine.round_planner import RoundPlanner
 from batchspec.engine.shared_prefix import PrefixGroupTables
 from batchspec.kernels.attention.settings import work_shape
 from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
+from batchspec.packed_batch import ExpectedRows, PackedBatch
 from batchspec.packing.memory import GRAPH_BYTES, MOST_LENGTHS, reserve_bytes
 from batchspec.packing.planner import Demand, row_buckets
-from batchspec.records import ExpectedRows, PackedBatch
 from tests.engines import DEVICE, packed, request, tiny_target
 from tests.stand_ins import small_spec
 

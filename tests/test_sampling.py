@@ -19,7 +19,8 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.ablation import greedy_by_softmax
 from batchspec.engine.sampling import choose, cutoffs
 from batchspec.kernels.sampling import cutoff
-from batchspec.records import LEAST_TEMPERATURE, PackedBatch, SamplingParams
+from batchspec.packed_batch import PackedBatch
+from batchspec.records import LEAST_TEMPERATURE, SamplingParams
 from tests.engines import request
 
 VOCAB = 700  # more than QUICK_TOP, so that both the quick and the full sort run

@@ -28,9 +28,9 @@ from batchspec.engine.engine import Engine
 from batchspec.engine.lockstep import Lead
 from batchspec.errors import ConfigError
 from batchspec.load import build_engine
+from batchspec.packed_batch import PackedBatch
 from batchspec.packing.memory import graph_tokens
 from batchspec.packing.planner import CPU_PREFILL, GPU_PREFILL, GPU_RUN_AHEAD, PAGE_SIZE, row_buckets
-from batchspec.records import PackedBatch
 from batchspec.token_automaton import TokenAutomaton, TokenSymbols
 
 OPTIONS = (

@@ -41,8 +41,9 @@ from batchspec.engine.step import Prefill, ScheduledStep, Segment
 from batchspec.kernels.rounds.accept import FULL
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
+from batchspec.packed_batch import PackedBatch
 from batchspec.packing.planner import GPU_PREFILL, GPU_RUN_AHEAD, PAGE_SIZE, row_buckets
-from batchspec.records import Completion, PackedBatch, Request
+from batchspec.records import Completion, Request
 
 K, ACCEPTANCE = 3, 0.7
 """Number of drafts per row and round, and the probability that a draft is accepted after those before it."""

@@ -22,10 +22,11 @@ from batchspec.engine.lockstep import Lead
 from batchspec.errors import ConfigError
 from batchspec.load import load_message
 from batchspec.model.deterministic import in_one_order
+from batchspec.model.dtype import resolve_dtype
 from batchspec.model.kv_calibration import check_e4m3, give_scales
 from batchspec.model.lora_products import DummyAdapters
 from batchspec.model.spec import ModelSpec, load_spec
-from batchspec.model.target import Target, resolve_dtype
+from batchspec.model.target import Target
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.survey import Survey
 from batchspec.prepare import open_job, part_of_group

@@ -25,7 +25,7 @@ from batchspec.engine.step import PageGrant
 from batchspec.engine.waiting import WaitingRequests
 from batchspec.errors import CapacityError
 from batchspec.lazy_automaton import LazyAutomaton
-from batchspec.records import PackedBatch
+from batchspec.packed_batch import PackedBatch
 from batchspec.token_automaton import TokenAutomaton
 
 GROW_PAGES, AMPLE_PAGES = 4, 32

@@ -40,7 +40,8 @@ from batchspec.errors import EngineInUse
 from batchspec.garbage import older_objects_frozen
 from batchspec.lazy_automaton import Expanding
 from batchspec.model.target import Target
-from batchspec.records import Completion, ExpectedRows, PackedBatch, Request, Snapshot
+from batchspec.packed_batch import ExpectedRows, PackedBatch
+from batchspec.records import Completion, Request, Snapshot
 from batchspec.token_automaton import TokenSymbols
 
 

@@ -33,7 +33,8 @@ from batchspec.engine.step import ScheduledStep
 from batchspec.engine.stop_strings import Decode, StopFinder
 from batchspec.kernels.rounds.accept import WAITING
 from batchspec.lazy_automaton import Expanding
-from batchspec.records import MOST_ROUNDS_BEFORE_REFILL, Ids, PackedBatch, Request, Snapshot
+from batchspec.packed_batch import MOST_ROUNDS_BEFORE_REFILL, PackedBatch
+from batchspec.records import Ids, Request, Snapshot
 from batchspec.token_automaton import TokenSymbols
 
 

@@ -31,7 +31,7 @@ from batchspec.engine.step import ScheduledRound, ScheduledStep
 from batchspec.engine.tree_round import round_for
 from batchspec.kernels.common.compile_ahead import compile_ahead
 from batchspec.model.target import Target
-from batchspec.records import ExpectedRows, PackedBatch
+from batchspec.packed_batch import ExpectedRows, PackedBatch
 from batchspec.token_automaton import TokenSymbols
 
 NUM_PROBES = 3

@@ -21,7 +21,7 @@ import numpy as np
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.prefill_shapes import PassShape, PassShapes
-from batchspec.records import ExpectedRows
+from batchspec.packed_batch import ExpectedRows
 
 SIZES = (0.6, 0.8, 1.0, 1.25)
 """Numbers of rows of the considered refills, relative to the estimate. All are taken to be equally likely."""

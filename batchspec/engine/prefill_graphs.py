@@ -35,7 +35,7 @@ from batchspec.engine.prefill_inputs import PassInputs, emitting_first
 from batchspec.engine.prefill_shapes import PassShape, PassShapes
 from batchspec.engine.round import Round
 from batchspec.engine.step import Segment
-from batchspec.records import PREFILL_GRAPHS, ExpectedRows
+from batchspec.packed_batch import PREFILL_GRAPHS, ExpectedRows
 
 CAPTURE_AT = 3
 """A shape is captured at this use. A capture takes about as long as two passes that are launched kernel by kernel. So rare shapes

@@ -24,7 +24,7 @@ from batchspec.engine.verify_inputs import VerifyInputs
 from batchspec.kernels.attention.work_list import SharedPrefixes
 from batchspec.kernels.rounds.accept import accept
 from batchspec.model.target import Target
-from batchspec.records import PackedBatch
+from batchspec.packed_batch import PackedBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.refill_times import RefillTimes
 from batchspec.engine.results import Ints, PendingResult
 from batchspec.engine.round_clock import RoundClock
-from batchspec.records import ExpectedRows, PackedBatch
+from batchspec.packed_batch import ExpectedRows, PackedBatch
 
 SPARE = 1.25
 """Margin over the longest surveyed row. Rounds with longer rows plan attention for the longest row that the job allows."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from batchspec.packed_batch import ExpectedRows
 from batchspec.packing.planner import Demand
-from batchspec.records import Completion, ExpectedRows, Ids, Request
+from batchspec.records import Completion, Ids, Request
 
 PREFIX_TOKENS = 128
 """Rounds read a prefix of at least 8 pages of 16 tokens once for all rows that share it (engine/shared_prefix.py)."""

@@ -30,7 +30,8 @@ from batchspec.distributed.silent_ranks import SilentRanks
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.engine.prefetch import Prefetcher
 from batchspec.errors import EngineInUse, RankLost
-from batchspec.records import Completion, PackedBatch, Request
+from batchspec.packed_batch import PackedBatch
+from batchspec.records import Completion, Request
 from batchspec.supervise.watchdog import limit_s
 from batchspec.token_automaton import TokenAutomaton, TokenSymbols
 from batchspec.warm.wire import (
