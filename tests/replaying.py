@@ -81,7 +81,7 @@ class Scenario:
 
     def parts(self) -> dict[str, Any]:
         """Arguments that an engine and an executor share."""
-        return {"drafter": DRAFTERS[self.drafter](), "batch": self.batch, "device": DEVICE, "penalties": True}
+        return {"drafter": DRAFTERS[self.drafter](), "batch": self.batch, "device": DEVICE}
 
     def executor(self) -> Executor:
         return with_queue(Executor(tiny_target(window=5), options=RoundOptions(), **self.parts()), self.overlaps)

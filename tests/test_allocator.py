@@ -98,6 +98,17 @@ def test_refilled_slots_take_at_most_five_percent_more_rounds_than_the_ideal_kno
     assert rounds <= 1.05 * ideal, rounds / ideal
 
 
+def test_a_request_that_has_left_its_slot_has_none() -> None:
+    pools = pools_of(40)
+    allocator = SlotAllocator(shape(2, 40), pools, map(progress, [request(i, [1], cap=8) for i in range(2)]))
+    ended, preempted = allocator.refill()
+    allocator.release(ended)
+    allocator.preempt(preempted)
+    assert (ended.slot, preempted.slot) == (-1, -1)
+    assert allocator.refill() == [preempted]
+    assert preempted.slot >= 0
+
+
 def test_draining_static_batches_would_take_several_times_as_many_rounds() -> None:
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(150), 0.85, 2_000), 2, 820).astype(int)

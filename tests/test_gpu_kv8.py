@@ -215,7 +215,7 @@ def test_captured_rounds_use_scales_that_are_set_later() -> None:
         own = copy(fp8_target())
         assert own.kv_scales is not None
         own.kv_scales = own.kv_scales * before
-        engine = Engine(own, NoDrafter(), shape(4), device=GPU, penalties=True)
+        engine = Engine(own, NoDrafter(), shape(4), device=GPU)
         list(engine.run(iter([replace(one, stop=()) for one in asked[:4]])))
         engine.pools.forget()
         own.kv_scales.mul_(after)

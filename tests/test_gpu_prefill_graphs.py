@@ -120,7 +120,7 @@ def test_a_prepared_engine_knows_what_its_passes_take_and_changes_no_token(tmp_p
     """Launches of a tiny model take longer than its tokens: passes are padded without any other help."""
     asked = requests(80)
     drafter = eagle(tmp_path, "cuda", 3, 8)
-    engine = Engine(target("cuda"), drafter, shape(8), device=GPU, adaptive=True, penalties=True, prefill_graphs=True)
+    engine = Engine(target("cuda"), drafter, shape(8), device=GPU, adaptive=True, prefill_graphs=True)
     asked = [replace(r, stop=()) for r in asked]
     lengths = np.array([len(r.prompt_ids) for r in asked], np.int32)
     engine.prepare(

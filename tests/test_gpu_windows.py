@@ -60,7 +60,7 @@ def run(
 ) -> tuple[Engine, dict[str, list[int]]]:  # fmt: skip
     """Tokens by request, with poisoned pages; all pages come back."""
     own = windowed_target("cuda", windows, dtype)
-    engine = Engine(own, drafter, batch, device=GPU, decode=decode, penalties=True, overlap=overlap)
+    engine = Engine(own, drafter, batch, device=GPU, decode=decode, overlap=overlap)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expected_pages, "SHORT_CAP_TOKENS", 4)
         poison_freed_pages(patch, [engine])

@@ -84,7 +84,7 @@ def group_run(
         target = part_of(SPEC, ranks, Loud)
         leading = Lead(end) if ranks.rank == 0 else None
         engine = Engine(
-            target, made(name, target), batch, device=DEVICE, decode=letters, penalties=True, lead=leading,
+            target, made(name, target), batch, device=DEVICE, decode=letters, lead=leading,
             vocabulary=VOCABULARY, automata_capacity=ROOM, expanding=None if leading is None else expanding,
         )  # fmt: skip
         if leading is None:
@@ -393,7 +393,7 @@ def test_a_request_that_was_sent_begins_alike_on_the_device() -> None:
     sent = back.step.prefill.refills[0].request
     batches = []
     for one in (asked, sent):
-        rows = DeviceBatch.allocate(packed(2), vocab_size=31, penalties=True, device=torch.device("cpu"))
+        rows = DeviceBatch.allocate(packed(2), vocab_size=31, device=torch.device("cpu"))
         rows.begin([1], [one], [(9,)])
         batches.append([tensor for name in SLOT_FIELDS for tensor in rows._tensors(name)])
     assert all(torch.equal(a, b) for a, b in zip(*batches, strict=True))

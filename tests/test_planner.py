@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.config.schema import PackingConfig
 from batchspec.engine.draft_lengths import candidates
 from batchspec.errors import CapacityError
@@ -88,7 +89,8 @@ def test_the_buffers_of_rows_fit_the_memory_reserved_for_them() -> None:
         batch = PackedBatch(
             num_slots=8, row_buckets=(8,), num_pages=2, page_size=16, max_len=max_len, draft_len=3, prefill_tokens=8, run_ahead=0
         )
-        rows = DeviceBatch.allocate(batch, vocab_size=300, penalties=True, device=CPU)
+        rows = DeviceBatch.allocate(batch, vocab_size=300, device=CPU)
+        rows.provide(SamplingMode(penalties=True))
         held = reserve_bytes(
             small_spec(), dtype=torch.float32, slots=8, num_buckets=1, draft_len=3, prefill_tokens=8, max_len=max_len
         )

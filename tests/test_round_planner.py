@@ -21,7 +21,7 @@ from batchspec.engine import prefill
 from batchspec.engine.draft_lengths import candidates
 from batchspec.engine.engine import Engine
 from batchspec.engine.executor import Executor
-from batchspec.engine.graphs import GRAPH_DTYPES, Shape
+from batchspec.engine.graphs import GRAPH_DTYPES, RoundShape
 from batchspec.engine.launch import Launch
 from batchspec.engine.prefill import rehearse
 from batchspec.engine.prefill_cost import PrefillCost
@@ -72,9 +72,9 @@ def planner(
     executor._move_row = lambda: None
     executor.compile_ahead = lambda *_: False
     executor.rehearse = MethodType(Executor.rehearse, executor)
-    prepared: list[Shape] = []
+    prepared: list[RoundShape] = []
 
-    def seconds(shape: Shape) -> float:
+    def seconds(shape: RoundShape) -> float:
         assert shape in prepared
         taken: float = base[shape.draft_len, shape.prepare_next] * shape.num_rows / batch.num_slots
         return taken
@@ -198,7 +198,7 @@ def test_just_the_graphs_that_the_job_may_launch_are_prepared(
     one: Any = planner(packed(4), max_len, draft_lens=(0, max_len), adaptive=adaptive, base=base)
     one.prepare(MODE, shared=shared)
     wanted = [
-        Shape(num_rows, k, MODE, common, prepare_next)
+        RoundShape(num_rows, k, MODE, common, prepare_next)
         for num_rows in (1, 2, 4)
         for k, prepare_next in kinds
         for common in ((False, True) if shared else (False,))

@@ -30,7 +30,8 @@ def make_rows(slots: int, vocab: int = VOCAB) -> DeviceBatch:
     batch = PackedBatch(
         num_slots=slots, row_buckets=(slots,), num_pages=2, page_size=4, max_len=32, draft_len=3, prefill_tokens=8, run_ahead=0
     )
-    rows = DeviceBatch.allocate(batch, vocab_size=vocab, penalties=True, device=torch.device("cpu"))
+    rows = DeviceBatch.allocate(batch, vocab_size=vocab, device=torch.device("cpu"))
+    rows.provide(SamplingMode(penalties=True))
     rows.temperature.fill_(1)
     rows.top_p.fill_(1)
     rows.repetition.fill_(1)

@@ -97,7 +97,6 @@ class DeviceBatch:
         batch: PackedBatch,
         *,
         vocab_size: int,
-        penalties: bool,
         device: torch.device,
         num_lookahead_slots: int = 0,
         num_groups: int = 1,
@@ -111,7 +110,7 @@ class DeviceBatch:
             "max_len": batch.max_len,
             "stop_ids": MAX_STOP_IDS,
             "pages": -(-(batch.max_len + num_lookahead_slots) // batch.page_size),
-            "seen": vocab_size if penalties else 0,
+            "seen": 0,
             "biases": 0,
         }
         made: dict[str, Any] = {}

@@ -29,7 +29,7 @@ from batchspec.draft.base import Drafter
 from batchspec.draft.spec import open_drafter
 from batchspec.engine.engine import Engine
 from batchspec.engine.executor import Executor
-from batchspec.engine.graphs import Graphs, Shape
+from batchspec.engine.graphs import Graphs, RoundShape
 from batchspec.engine.last_check import Ended
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.prefill_runner import PrefillRunner
@@ -181,7 +181,7 @@ class StandInGraphs(Graphs):
         self.captures, self._watch = True, watch
         self._random = np.random.default_rng(0)
 
-    def run(self, shape: Shape) -> RoundResult:
+    def run(self, shape: RoundShape) -> RoundResult:
         """One round, whose rows end at their limits."""
         self._watch.lap("launch round")
         log = _log(shape.num_rows, shape.draft_len)
@@ -191,10 +191,10 @@ class StandInGraphs(Graphs):
         self._watch.lap("stand-in")
         return RoundResult(torch.from_numpy(log))
 
-    def prepare(self, shapes: Iterable[Shape]) -> None:
+    def prepare(self, shapes: Iterable[RoundShape]) -> None:
         """Nothing is captured."""
 
-    def seconds(self, shape: Shape, repeats: int = 5) -> float:
+    def seconds(self, shape: RoundShape, repeats: int = 5) -> float:
         """What the scheduler is told of a round."""
         return ROUND_S + DRAFT_S * shape.draft_len
 

@@ -59,7 +59,6 @@ class Engine:
         decode: Decode | None = None,
         defers_text: bool = False,
         eos_ids: frozenset[int] = frozenset(),
-        penalties: bool = False,
         refill_dead: bool = True,
         adaptive: bool = False,
         overlap: bool = False,
@@ -73,7 +72,6 @@ class Engine:
         """
         decode       token ids -> text; needed for stop strings
         defers_text  leave the decoding of text that can wait to the caller (`Completion.text_due`)
-        penalties    allocate the penalty state now
         refill_dead  False: no new rows until all rows have ended (ablation)
         adaptive     choose the draft length of each round, 0 included, by measured times and acceptance (GPU only)
         overlap      prefill concurrently with the rounds, not between them (GPU only)
@@ -89,8 +87,8 @@ class Engine:
         self.target, self.drafter, self.batch, self.options = target, drafter, batch, options or RoundOptions()
         self.lead = lead
         self.executor = Executor(
-            target, drafter, batch, device=device, options=self.options, penalties=penalties, overlap=overlap,
-            prefill_graphs=prefill_graphs, vocabulary=vocabulary, automata_capacity=automata_capacity,
+            target, drafter, batch, device=device, options=self.options, overlap=overlap, prefill_graphs=prefill_graphs,
+            vocabulary=vocabulary, automata_capacity=automata_capacity,
         )  # fmt: skip
         self.planner = RoundPlanner(self.executor, batch, adaptive=adaptive, expert_correlation=expert_correlation)
         self.totals, self.hook = EngineTotals(), RoundHook()
@@ -104,7 +102,7 @@ class Engine:
             decode=decode, hook=self.hook, allocator_kind=SlotAllocator if refill_dead else StaticBatching, vocabulary=vocabulary,
             automata_capacity=automata_capacity, expanding=expanding, lazy_places=places, scores=scores,
         )  # fmt: skip
-        self._decode, self._defers_text, self._eos_ids, self._vocabulary = decode, defers_text, eos_ids, vocabulary
+        self._defers_text, self._eos_ids = defers_text, eos_ids
         self._stopping = False
         self._prefill_cost: PrefillCost | None = None
         self.keeps_prefixes = False
@@ -296,6 +294,7 @@ class Engine:
         self._take_ahead()
 
     def _take_ahead(self) -> None:
+        """As `EngineRun.take_ahead`; a method of its own, so that `bench --host` can time it."""
         self._current.take_ahead()
 
     def _end(self, state: RequestState, finish: int, now: float) -> None:
@@ -306,8 +305,9 @@ class Engine:
 
     def _completed(self, ended: Ended) -> Completion:
         done = completion_of(
-            ended.state, decode=self._decode, defers_text=self._defers_text, drafter=self.drafter.name, eos_ids=self._eos_ids,
-            slot=ended.slot, now=ended.now, nodes=self.executor.round.nodes, vocabulary=self._vocabulary,
+            ended.state, decode=self._shared.decode, defers_text=self._defers_text, drafter=self.drafter.name,
+            eos_ids=self._eos_ids, slot=ended.slot, now=ended.now, nodes=self.executor.round.nodes,
+            vocabulary=self._shared.vocabulary,
         )  # fmt: skip
         if done.prompt_ids is not None and done.token_ids is not None:  # no error
             self._shared.finished_rows.append((done.prompt_ids, done.token_ids))

@@ -116,7 +116,7 @@ class EngineRun:
                 follows=lambda request: lazy is None or lazy.follows(request),
             ),
             slots=self.slots,
-            lookahead=1 if drafter.num_kv_layers else 0,
+            lookahead=round_.prefix_lookahead,
             num_lookahead_slots=round_.num_lookahead_slots,
             prefill_cost=prefill_cost,
             automata=None if shared.automata_capacity is None else AutomatonPlaces(shared.automata_capacity),

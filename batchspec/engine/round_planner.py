@@ -15,7 +15,7 @@ from batchspec.cache.groups import most_keys
 from batchspec.engine.draft_lengths import DraftLengths
 from batchspec.engine.executor import Executor
 from batchspec.engine.expert_reads import ExpertReads, counted
-from batchspec.engine.graphs import Shape
+from batchspec.engine.graphs import RoundShape
 from batchspec.engine.launch import Launch
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.refill_times import RefillTimes
@@ -87,14 +87,7 @@ class RoundPlanner:
         expected     also capture the prefill passes that these rows will most likely need (`PrefillGraphs.prepare`)
         Returns the cost of prefill passes in seconds; None if rounds are not CUDA graphs (CPU, float64): then nothing is timed.
         """
-        batch, lengths, graphs = self._batch, self._lengths, self._executor.graphs
-        draft_lens = [self._max_len] if lengths is None else lengths.choices
-        kinds = [(k, prepare_next) for k in draft_lens for prepare_next in ((True,) if k or lengths is None else (True, False))]
-        shapes = [
-            Shape(num_rows, k, mode, prepare_next=prepare_next, max_kv=self.usual_kv)
-            for num_rows in batch.row_buckets
-            for k, prepare_next in kinds
-        ]
+        batch, graphs, shapes = self._batch, self._executor.graphs, self._shapes(mode)
         most_pages = (batch.longest_prompt or batch.max_len) // batch.page_size
         shared = shared and self._executor.sharing.may_pay(batch.num_slots, most_pages)
         variants = [*shapes, *(replace(shape, shared=True) for shape in shapes if shared)]
@@ -114,15 +107,7 @@ class RoundPlanner:
         if cost is None:
             return None
         self._refills = None if cost.replay is None else RefillTimes(cost, batch.num_slots)
-        if self.experts is None:
-            self._time(shapes)
-        else:
-            with self._executor.dead_tokens_routed():
-                if lengths is not None:
-                    shape = Shape(batch.num_slots, 0, mode, prepare_next=False, max_kv=self.usual_kv)
-                    self._time_experts(self.experts, shape)
-                with self._executor.different_tokens():
-                    self._time(shapes)
+        self._time_all(shapes, mode)
         timed = time.perf_counter()
         passes = 0 if expected is None else self._executor.prepare_passes(expected, mode, round_s=self.round_s)
         self.seconds = {
@@ -133,7 +118,18 @@ class RoundPlanner:
         }
         return cost
 
-    def _ends_before_smaller_rounds_pay(self, most_rounds: int, shapes: Sequence[Shape]) -> bool:
+    def _shapes(self, mode: SamplingMode) -> list[RoundShape]:
+        """The rounds of every row bucket and draft length that may be chosen, without shared prefixes."""
+        lengths = self._lengths
+        draft_lens = [self._max_len] if lengths is None else lengths.choices
+        kinds = [(k, prepare_next) for k in draft_lens for prepare_next in ((True,) if k or lengths is None else (True, False))]
+        return [
+            RoundShape(num_rows, k, mode, prepare_next=prepare_next, max_kv=self.usual_kv)
+            for num_rows in self._batch.row_buckets
+            for k, prepare_next in kinds
+        ]
+
+    def _ends_before_smaller_rounds_pay(self, most_rounds: int, shapes: Sequence[RoundShape]) -> bool:
         """Whether `most_rounds` rounds over all slots take less time than preparing the graphs of all smaller row buckets.
 
         The estimate takes a capture to last as long as its warm-up round (factor 2).
@@ -145,7 +141,19 @@ class RoundPlanner:
         prepare_s = 2 * graphs.capture_s / graphs.num_captured * (len(shapes) - len(whole))
         return most_rounds * min(graphs.seconds(shape) for shape in whole) < prepare_s
 
-    def _time(self, shapes: Sequence[Shape]) -> None:
+    def _time_all(self, shapes: Sequence[RoundShape], mode: SamplingMode) -> None:
+        """Time rounds over dead rows; of a target with experts also what reading an expert costs."""
+        if self.experts is None:
+            self._time(shapes)
+            return
+        with self._executor.dead_tokens_routed():
+            if self._lengths is not None:
+                shape = RoundShape(self._batch.num_slots, 0, mode, prepare_next=False, max_kv=self.usual_kv)
+                self._time_experts(self.experts, shape)
+            with self._executor.different_tokens():
+                self._time(shapes)
+
+    def _time(self, shapes: Sequence[RoundShape]) -> None:
         """Time rounds over dead rows, and count the experts that they read."""
         for shape in shapes:
             whole = shape.num_rows == self._batch.num_slots and shape.prepare_next
@@ -157,7 +165,7 @@ class RoundPlanner:
                 if self.experts is not None:
                     self.experts.set_base(shape.num_rows, shape.draft_len, self._executor.experts_read())
 
-    def _time_experts(self, experts: ExpertReads, shape: Shape) -> None:
+    def _time_experts(self, experts: ExpertReads, shape: RoundShape) -> None:
         """Time one round twice: over rows with equal tokens, which choose equal experts, and over rows with different tokens."""
         graphs, executor = self._executor.graphs, self._executor
         same_s, same = graphs.seconds(shape), executor.experts_read().mean()
