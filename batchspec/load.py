@@ -13,7 +13,7 @@ from batchspec.adapt.limits import check_weights, memory_bytes
 from batchspec.batch.automata import AutomataCapacity
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.config.schema import RunConfig
-from batchspec.config.values import logit_bias
+from batchspec.distributed.group import Group
 from batchspec.draft.base import Drafter
 from batchspec.engine.engine import Engine
 from batchspec.engine.lockstep import Lead
@@ -27,6 +27,7 @@ from batchspec.model.target import Target
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.model.weight_files import weight_files
 from batchspec.model.weights import Checkpoint
+from batchspec.packed_batch import PackedBatch
 from batchspec.packing.constraints import asked_by
 from batchspec.packing.cost import Rates, device_rates
 from batchspec.packing.feed import window_shards
@@ -35,7 +36,6 @@ from batchspec.packing.planner import GPU_PREFILL, PAGE_SIZE, Demand, choose_bat
 from batchspec.packing.row_settings import sampling_advice
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, JobModel
-from batchspec.records import PackedBatch, SamplingParams
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.structured.expander import Expander
 from batchspec.text import counted
@@ -93,10 +93,18 @@ def free_bytes(job: JobModel, *, loaded: bool = False) -> int:
 
     loaded  the weights, including the drafter's, are in memory already
     """
-    if loaded and job.device.type == "cuda":
-        torch.cuda.empty_cache()  # memory that loading used and released counts as free
-    own = free_memory(job.device, weights=0 if loaded else weight_bytes(job))
+    if loaded:
+        return free_after_loading(job.device, job.group)
+    own = free_memory(job.device, weights=weight_bytes(job))
     return own if job.group is None else job.group.least(own)
+
+
+def free_after_loading(device: torch.device, group: Group | None) -> int:
+    """Bytes of memory that are free now; in a group those of the rank with the least."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # memory that loading used and released counts as free
+    own = free_memory(device)
+    return own if group is None else group.least(own)
 
 
 def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) -> PackedBatch:
@@ -122,9 +130,7 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
 def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
     """The engine for a surveyed job, see `load_engine`. It does not decode texts: the code that makes the tables does that."""
     demand = seen.demand(job.source.num_rows, job.admission.max_len)
-    return load_engine(
-        job, demand, progress, shares_prefix=demand.shares_prefix, defers_text=True, most_rounds=most_last_rounds(job), seen=seen
-    )
+    return load_engine(job, demand, progress, seen, defers_text=True, most_rounds=most_last_rounds(job))
 
 
 def most_last_rounds(job: Job) -> int | None:
@@ -138,15 +144,12 @@ def most_last_rounds(job: Job) -> int | None:
 
 
 def load_engine(
-    job: Job, demand: Demand, progress: ProgressBar, *, shares_prefix: bool = False, defers_text: bool = False,
-    most_rounds: int | None = None, seen: Survey | None = None,
+    job: Job, demand: Demand, progress: ProgressBar, seen: Survey, *, defers_text: bool = False, most_rounds: int | None = None
 ) -> Engine:  # fmt: skip
     """Load the weights, choose the shape from the remaining memory, set up the engine; shows each step on the progress line.
 
-    shares_prefix  prepare the graphs of rounds whose rows share a prefix of many pages
-    defers_text    as for `Engine`
-    most_rounds    as for `Engine.prepare`
-    seen           the survey, if one was made: the prefill passes that its rows will most likely need are captured
+    defers_text        as for `Engine`
+    seen, most_rounds  as for `prepare_engine`
     """
     config = job.config
     dtype = str(job.dtype).removeprefix("torch.")
@@ -187,13 +190,24 @@ def load_engine(
     if job.device.type == "cuda":
         progress.phase("compiling kernels and capturing the graphs of the rounds")
         progress.start_up.done("batch and drafter")
-        expected = None
-        if seen is not None:
-            ordered_together = job.shard_rows * window_shards(batch.num_slots, job.shard_rows)
-            expected = seen.expected_rows(job.source.num_rows, ordered_together)
-        engine.prepare(usual_mode(job), shared=shares_prefix, most_rounds=most_rounds, expected=expected)
+        window_rows = job.shard_rows * window_shards(batch.num_slots, job.shard_rows)
+        prepare_engine(engine, usual_mode(job), seen, job.source.num_rows, window_rows, most_rounds=most_rounds)
         progress.start_up.done("other preparations", engine.planner.seconds)
     return engine
+
+
+def prepare_engine(
+    engine: Engine, mode: SamplingMode, seen: Survey, num_rows: int, window_rows: int, *, most_rounds: int | None = None
+) -> None:
+    """On a GPU, compile the kernels, and capture and time the graphs, that rows like those of a survey will most likely need.
+
+    seen                  the survey; if it is empty, only its `shares_prefix` counts
+    num_rows, window_rows  as of `Survey.expected_rows`
+    most_rounds           as of `Engine.prepare`
+    """
+    if engine.target.device.type == "cuda":
+        expected = seen.expected_rows(num_rows, window_rows)
+        engine.prepare(mode, shared=seen.shares_prefix, most_rounds=most_rounds, expected=expected)
 
 
 def load_weights(job: JobModel, *, summed: bool = False) -> tuple[Target, Any]:
@@ -277,17 +291,8 @@ def check_memory(job: JobModel) -> None:
 
 def usual_mode(job: Job) -> SamplingMode:
     """The usual sampling mode of a job's rows, from its keys and its schema columns; rows that need more get their own graphs."""
-    decode, constraints = job.config.decode, job.admission.constraints
-    params = SamplingParams(
-        temperature=decode.temperature,
-        top_k=decode.top_k,
-        top_p=decode.top_p,
-        min_p=decode.min_p,
-        repetition_penalty=decode.repetition_penalty,
-        presence_penalty=decode.presence_penalty,
-        frequency_penalty=decode.frequency_penalty,
-        logit_bias=tuple(logit_bias(decode.logit_bias).items()),
-    )
+    settings, constraints = job.admission.settings, job.admission.constraints
+    params = settings.sampling(settings.values({}), {})
     constrained = asked_by(job.config, job.columns) is not None
     waits = constraints is not None and constraints.of_job_waits
-    return SamplingMode.of(params, decode.min_new_tokens, constrained=constrained, waits=waits)
+    return SamplingMode.of(params, job.config.decode.min_new_tokens, constrained=constrained, waits=waits)

@@ -21,6 +21,7 @@ from batchspec.draft.spec import DrafterSpec, open_drafter
 from batchspec.errors import ConfigError
 from batchspec.model.blocks.base import Shard
 from batchspec.model.deterministic import in_one_order
+from batchspec.model.dtype import resolve_dtype
 from batchspec.model.files import ModelFiles
 from batchspec.model.hub import find_model
 from batchspec.model.kv_calibration import check_e4m3, check_fp8_kv
@@ -29,7 +30,6 @@ from batchspec.model.lora import Adapter, open_adapter
 from batchspec.model.lora_products import AdapterSet, AdapterSource
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec, load_spec
-from batchspec.model.target import resolve_dtype
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.model.weight_sums import SumsOfJob
 from batchspec.model.weights import judge_model
@@ -44,7 +44,7 @@ from batchspec.packing.unused import (
     check_samples,
 )
 from batchspec.records import Completion, Request
-from batchspec.runstate.job_folder import default_shard_rows
+from batchspec.runstate.manifest import default_shard_rows
 
 SURVEY_ROWS = 512
 """Number of rows that are surveyed to choose the shape of the batch."""

@@ -19,7 +19,8 @@ from batchspec.draft.weights import Head, load_head
 from batchspec.engine import expected_pages
 from batchspec.engine.engine import Engine
 from batchspec.engine.round import RoundOptions
-from batchspec.records import Completion, PackedBatch, Request, SamplingParams
+from batchspec.packed_batch import PackedBatch
+from batchspec.records import Completion, Request, SamplingParams
 from tests.eagle_reference import Design
 from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_target
 from tests.heads import Tensors, write_head

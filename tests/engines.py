@@ -24,7 +24,8 @@ from batchspec.kernels.sampling.sample import gumbel_reference
 from batchspec.model.rope_config import RopeSpec
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
-from batchspec.records import PackedBatch, Request, SamplingParams
+from batchspec.packed_batch import PackedBatch
+from batchspec.records import Request, SamplingParams
 from tests.stand_ins import dense_spec
 
 VOCAB = 31

@@ -31,7 +31,7 @@ from batchspec.engine.executor import Executor
 from batchspec.engine.prefill import Prefilled
 from batchspec.engine.round import RoundOptions
 from batchspec.engine.step import ScheduledStep
-from batchspec.records import PackedBatch
+from batchspec.packed_batch import PackedBatch
 from tests.engines import DEVICE, packed, tiny_target
 
 SLOTS = 4
@@ -81,7 +81,7 @@ class Scenario:
 
     def parts(self) -> dict[str, Any]:
         """Arguments that an engine and an executor share."""
-        return {"drafter": DRAFTERS[self.drafter](), "batch": self.batch, "device": DEVICE, "penalties": True}
+        return {"drafter": DRAFTERS[self.drafter](), "batch": self.batch, "device": DEVICE}
 
     def executor(self) -> Executor:
         return with_queue(Executor(tiny_target(window=5), options=RoundOptions(), **self.parts()), self.overlaps)

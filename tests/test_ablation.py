@@ -25,7 +25,7 @@ def test_an_ablation_changes_no_token(name: str) -> None:
         drafter = DRAFTERS[name]()
         options = RoundOptions(argmax=argmax, uniform_slots=uniform_slots)
         batch = packed(SLOTS, draft_len=drafter.max_len)
-        engine = Engine(tiny_target(window=5), drafter, batch, device=DEVICE, options=options, penalties=True)
+        engine = Engine(tiny_target(window=5), drafter, batch, device=DEVICE, options=options)
         penalised = SamplingParams(repetition_penalty=1.2)
         requests = (request(i, [i, 5], cap=8, sampling=penalised if i == 2 else None) for i in range(4))
         found.append({c.row_index: c.token_ids.tolist() for c in engine.run(requests) if c.token_ids is not None})
@@ -45,7 +45,7 @@ def test_ranks_without_argmax_choose_the_tokens_of_one_process_with_it(
 
     def tokens(target: Target, *, argmax: bool) -> dict[int, list[int]]:
         own, kind = drafter(name, target), RoundOptions(argmax=argmax, logprobs=logprobs)
-        engine = Engine(target, own, packed(3, draft_len=7), device=DEVICE, options=kind, penalties=True)
+        engine = Engine(target, own, packed(3, draft_len=7), device=DEVICE, options=kind)
         return {done.row_index: expected_ids(done) for done in engine.run(request(i, [i, 5], cap=8) for i in range(4))}
 
     expected = tokens(whole_of(spec, Loud), argmax=True)

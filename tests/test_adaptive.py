@@ -21,7 +21,7 @@ from batchspec.engine.draft_lengths import (
 )
 from batchspec.engine.launch import Launch
 from batchspec.engine.results import PendingResult
-from batchspec.engine.round_planner import RoundClock
+from batchspec.engine.round_clock import RoundClock, RoundTime
 
 ROWS = 64
 
@@ -401,6 +401,9 @@ def test_a_round_is_timed_from_the_one_before_it_unless_other_work_ran_between(m
         return Launch(owners=np.zeros(1, np.int64), num_rows=1, **kind), PendingResult(result, arrived=at)
 
     clock = RoundClock()
-    results = [launched(1.0), launched(3.0), launched(4.0, is_prefill=True), launched(6.0), launched(9.0)]
+    passes = [launched(4.0, is_prefill=True, num_prefilled=70), launched(5.0, is_prefill=True, num_prefilled=30)]
+    results = [launched(1.0), launched(3.0), *passes, launched(6.0), launched(9.0)]
     results += [launched(10.0, overlaps=True), launched(12.0), launched(16.0)]
-    assert [clock.seconds_of(*one) for one in results] == [None, 2.0, None, None, 3.0, None, None, 4.0]
+    results += [passes[0], launched(17.0, is_prefill=True), launched(18.0), launched(20.0)]
+    expected_ = [None, (2.0, 0), None, None, (3.0, 100), (3.0, 0), None, None, (4.0, 0), None, None, None, (2.0, 0)]
+    assert [clock.add(*one) for one in results] == [None if one is None else RoundTime(*one) for one in expected_]

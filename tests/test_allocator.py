@@ -24,9 +24,10 @@ from batchspec.engine.static_batching import StaticBatching
 from batchspec.engine.step import PageGrant
 from batchspec.errors import CapacityError
 from batchspec.lazy_automaton import LazyAutomaton
+from batchspec.packed_batch import PackedBatch
 from batchspec.packing.order import order_requests
 from batchspec.packing.predict import LengthPredictor
-from batchspec.records import PackedBatch, Request
+from batchspec.records import Request
 from tests.engines import request
 
 
@@ -95,6 +96,17 @@ def test_refilled_slots_take_at_most_five_percent_more_rounds_than_the_ideal_kno
     ideal = (lengths.sum() - len(lengths)) / slots  # a prefill emits the first token
     print(f"rounds / ideal = {rounds / ideal:.4f}")
     assert rounds <= 1.05 * ideal, rounds / ideal
+
+
+def test_a_request_that_has_left_its_slot_has_none() -> None:
+    pools = pools_of(40)
+    allocator = SlotAllocator(shape(2, 40), pools, map(progress, [request(i, [1], cap=8) for i in range(2)]))
+    ended, preempted = allocator.refill()
+    allocator.release(ended)
+    allocator.preempt(preempted)
+    assert (ended.slot, preempted.slot) == (-1, -1)
+    assert allocator.refill() == [preempted]
+    assert preempted.slot >= 0
 
 
 def test_draining_static_batches_would_take_several_times_as_many_rounds() -> None:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchspec import run
+from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.commands import bench
 from batchspec.commands.bench_arguments import parse
 from batchspec.commands.bench_engines import Bench, variant_specs
@@ -28,9 +29,11 @@ from batchspec.engine.prefill_graphs import PrefillGraphs
 from batchspec.errors import ConfigError, InputError
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.model.lora_products import LoraStacks
+from batchspec.packing.survey import Survey
 from batchspec.records import Completion, Request, RowError
 from tests.models import make_checkpoint, make_tokenizer
 from tests.padded_prefill import ALWAYS
+from tests.waiting_requests import count_waiting
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -267,6 +270,24 @@ def test_requests_that_outnumber_the_slots_stream_through_them(shape: Path, tmp_
     assert (row["batch"], row["requests"]) == (4, 9)
     assert 9 * 32 <= row["tokens"] <= 9 * 40
     assert "decode_tok_s" not in row
+
+
+def test_the_engine_is_prepared_and_fed_as_that_of_a_job(shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, prepared = count_waiting(monkeypatch), list[tuple[SamplingMode, Survey, int, int]]()
+
+    def note(engine: Engine, mode: SamplingMode, seen: Survey, num_rows: int, window_rows: int) -> None:
+        assert (engine.batch.longest_prompt, engine.batch.longest_row) == (8, 48)
+        assert engine.batch.max_len == 48, "and nothing of its K/V is held back for longer rows"
+        prepared.append((mode, seen, num_rows, window_rows))
+
+    monkeypatch.setattr("batchspec.commands.bench_variants.prepare_engine", note)
+    lines(shape, tmp_path / "o.jsonl", "--requests", "40", "--gen", "40", "--temperature", "0.5")
+    ((mode, seen, *numbers),) = prepared
+    assert (mode, numbers) == (SamplingMode(random=True), [40, 40])
+    assert seen.lengths("prompt_tokens").tolist() == [8] * 40
+    outputs = seen.lengths("predicted_tokens").tolist()
+    assert outputs == sorted(outputs, reverse=True), "surveyed in the order in which they are fed"
+    assert max(taken) > 1
 
 
 def test_a_model_runs_to_the_cap_or_to_its_own_ends_over_prompts_as_chats(tmp_path: Path) -> None:

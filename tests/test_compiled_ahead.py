@@ -21,7 +21,7 @@ from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.engine import Engine
 from batchspec.engine.executor import NUM_PROBES, _longest
-from batchspec.engine.graphs import Shape
+from batchspec.engine.graphs import RoundShape
 from batchspec.engine.prefill import prefill_chunk, rehearsal
 from batchspec.kernels.common.dry_run import dry_run, is_dry
 from batchspec.model.quant import plain
@@ -108,7 +108,7 @@ def test_all_variants_of_kernels_are_compiled_ahead_and_nothing_else_happens(
         engine = Engine(target, drafter_of(drafter, target), batch, device=CPU)
         executor = engine.executor
         lengths = {0, executor.drafter.max_len}
-        shapes = [Shape(num_rows, k, mode) for num_rows in (1, 2) for k in lengths]
+        shapes = [RoundShape(num_rows, k, mode) for num_rows in (1, 2) for k in lengths]
         executor.rows.live.zero_()
         executor.rows.provide(mode)
         launches = executor.launches(mode, shapes)

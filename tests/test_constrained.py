@@ -51,7 +51,7 @@ def run(requests: Sequence[Request], drafter: Drafter, *, short_cap: int = 512, 
     room = shape.pop("room", None) or AutomataCapacity(num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14)
     logprobs = shape.pop("logprobs", None)
     engine = Engine(
-        tiny_target(window=5), drafter, packed(SLOTS, **{"draft_len": drafter.max_len, **shape}), device=DEVICE, penalties=True,
+        tiny_target(window=5), drafter, packed(SLOTS, **{"draft_len": drafter.max_len, **shape}), device=DEVICE,
         vocabulary=VOCABULARY, automata_capacity=room, options=RoundOptions(logprobs=logprobs),
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
@@ -308,7 +308,7 @@ def test_automata_share_the_tables_without_overlap() -> None:
 
 
 def test_rows_that_the_host_ends_or_moves_leave_their_automata() -> None:
-    rows = DeviceBatch.allocate(packed(SLOTS), vocab_size=VOCAB, penalties=False, device=DEVICE)
+    rows = DeviceBatch.allocate(packed(SLOTS), vocab_size=VOCAB, device=DEVICE)
     rows.constrain([(slot, ConstraintOffsets(5, 300 + slot)) for slot in range(SLOTS)])
     rows.kill([1])
     assert rows.automaton_state.tolist() == [300, 0, 302, 303]

@@ -148,7 +148,7 @@ def test_an_answer_that_begins_with_a_space_keeps_it(spaces: Path, defers_text: 
     tokens = [vocab[piece] for piece in ("\u2581H", "e", "l", "lo")]
     assert tokenizer.decode(tokens) == "Hello"
     state = RequestState.of(made, 0, None)
-    state.tokens, state.follows = [*tokens, 2], True
+    state.tokens, state.constraint_checked = [*tokens, 2], True
     state.end(STOPPED)
     vocabulary = tokenizer.symbols(spec.vocab_size, {})
     done = completion_of(
@@ -190,7 +190,7 @@ def test_the_kind_of_a_constraint_is_told_with_its_completion(finish: int) -> No
     made = automaton(pattern)
     req = replace(req, automaton=made, automaton_state=made.answer, constraint=("regex", pattern))
     state = RequestState.of(req, 0, None)
-    state.tokens, state.follows = constrained_tokens(req, pattern), True
+    state.tokens, state.constraint_checked = constrained_tokens(req, pattern), True
     state.end(finish)
     done = completion_of(state, decode=None, drafter="none", eos_ids=frozenset({EOS}), slot=0, now=0.0, vocabulary=VOCABULARY)
     assert done.constraint == "regex"
@@ -213,7 +213,7 @@ def test_a_line_break_after_the_thought_is_left_out_where_the_answer_matches_wit
     req = replace(req, automaton=made, automaton_state=made.thought, thinking=how)
     assert made.num_allowed(made.thought, tokens) == len(tokens)
     state = RequestState.of(req, 0, None)
-    state.tokens, state.follows = tokens, True
+    state.tokens, state.constraint_checked = tokens, True
     state.end(STOPPED)
     done = completion_of(
         state, decode=VOCABULARY.text, drafter="none", eos_ids=frozenset({EOS}), slot=0, now=0.0, vocabulary=VOCABULARY

@@ -96,7 +96,7 @@ def test_no_row_that_was_produced_rightly_is_refused(name: str, job: list[tuple[
         logprobs = data.draw(st.sampled_from([None, 0, 2])) if whole else None  # those of a row come from one run
         engine = Engine(
             tiny_target(window=5), drafter, batch, device=DEVICE, decode=VOCABULARY.text, vocabulary=VOCABULARY,
-            expanding=late, automata_capacity=data.draw(st.sampled_from(ROOMS), label="room"), penalties=True,
+            expanding=late, automata_capacity=data.draw(st.sampled_from(ROOMS), label="room"),
             eos_ids=frozenset({EOS}), options=RoundOptions(logprobs=logprobs),
         )  # fmt: skip
         rounds = iter(range(stop_after or 0, 0, -1))

@@ -120,7 +120,7 @@ def mixed_tokens(drafter: Drafter) -> dict[str, list[int]]:
         SamplingParams(temperature=1.0, min_p=0.1), SamplingParams(), SamplingParams(temperature=0.8, repetition_penalty=1.3),
     ]  # fmt: skip
     requests = [request(i, [i % 7, 2, i % 3], cap=5 + i, sampling=samplings[i % 6]) for i in range(24)]
-    engine = Engine(tiny_target(), drafter, packed(SLOTS, draft_len=drafter.max_len), device=DEVICE, penalties=True)
+    engine = Engine(tiny_target(), drafter, packed(SLOTS, draft_len=drafter.max_len), device=DEVICE)
     return tokens({done.request_id: done for done in engine.run(iter(requests))})
 
 

@@ -29,7 +29,7 @@ from batchspec.engine.scheduler import Scheduler
 from batchspec.engine.step import ScheduledRound, ScheduledStep
 from batchspec.errors import Interrupted
 from batchspec.model.spec import load_spec
-from batchspec.records import PackedBatch
+from batchspec.packed_batch import PackedBatch
 from batchspec.runner.oom_fallback import smaller
 from batchspec.runstate.attempts import Attempts
 from batchspec.runstate.claims import Claims

@@ -28,7 +28,7 @@ def an_engine(**more: object) -> Engine:
     batch = packed(1, page_size=PAGE_SIZE, draft_len=0)
     room = AutomataCapacity(num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14, lazy_words=1 << 14, lazy_masks_bytes=256)
     return Engine(
-        tiny_target(), NoDrafter(), batch, device=DEVICE, penalties=True, vocabulary=VOCABULARY, automata_capacity=room,
+        tiny_target(), NoDrafter(), batch, device=DEVICE, vocabulary=VOCABULARY, automata_capacity=room,
         **more,  # type: ignore[arg-type]
     )  # fmt: skip
 

@@ -52,7 +52,7 @@ SAMPLING = st.builds(
 @given(st.data())
 def test_every_field_of_a_slot_is_what_its_declaration_says(data: st.DataObject) -> None:
     """Of rows with and without output tokens, in any slots; other slots stay as they are."""
-    rows = DeviceBatch.allocate(packed(5), vocab_size=31, penalties=False, device=CPU, num_groups=2)
+    rows = DeviceBatch.allocate(packed(5), vocab_size=31, device=CPU, num_groups=2)
     biased = data.draw(st.booleans())
     if biased:
         rows.provide(SamplingMode(biased=True))
@@ -96,7 +96,7 @@ def test_a_group_of_rows_takes_one_transfer_and_their_pages_another(monkeypatch:
 
     monkeypatch.setattr(device_batch, "upload_all", counted)
     monkeypatch.setattr(device_batch, "upload", lambda *values: separate.append(values))
-    rows = DeviceBatch.allocate(packed(4), vocab_size=31, penalties=False, device=CPU)
+    rows = DeviceBatch.allocate(packed(4), vocab_size=31, device=CPU)
     rows.begin([0, 2], [request(0, [1, 2], cap=4), request(1, [3], cap=4)], [(), (7,)])
     rows.grant([(0, 0, ((5, 6),)), (2, 0, ((7,),))])
     assert (len(transfers), separate) == (2, [])
@@ -105,7 +105,7 @@ def test_a_group_of_rows_takes_one_transfer_and_their_pages_another(monkeypatch:
 @settings(deadline=None)
 @given(st.data())
 def test_granted_pages_are_listed_in_the_table_of_their_group(data: st.DataObject) -> None:
-    rows = DeviceBatch.allocate(packed(4), vocab_size=31, penalties=False, device=CPU, num_groups=2)
+    rows = DeviceBatch.allocate(packed(4), vocab_size=31, device=CPU, num_groups=2)
     expected = [[[0] * rows.page_tables[0].shape[1] for _ in range(4)] for _ in range(2)]
     grants = []
     for slot in data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True)):

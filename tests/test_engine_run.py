@@ -89,7 +89,7 @@ def test_nothing_of_a_run_that_ended_early_is_found_in_the_next(name: str, data:
             SLOTS, draft_len=drafter.max_len, num_pages=data.draw(st.sampled_from([400, 24])),
             run_ahead=data.draw(st.sampled_from([0, 2])), prefill_tokens=data.draw(st.sampled_from([5, 64])),
         ),
-        device=DEVICE, penalties=True, vocabulary=VOCABULARY, expanding=ExpandLate(data.draw(st.integers(0, 9))),
+        device=DEVICE, vocabulary=VOCABULARY, expanding=ExpandLate(data.draw(st.integers(0, 9))),
         automata_capacity=AutomataCapacity(num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14, **room),
     )  # fmt: skip
     engine.keeps_prefixes = True

@@ -11,8 +11,9 @@ from batchspec.engine.engine import Engine
 from batchspec.engine.expected_passes import SIZES, expected_uses, rows_of_a_refill
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.prefill_shapes import PassShape, PassShapes
+from batchspec.packed_batch import ExpectedRows
 from batchspec.packing.survey import PREFIX_ROWS, Survey
-from batchspec.records import ExpectedRows, Request
+from batchspec.records import Request
 from tests.engines import DEVICE, packed, request, tiny_target
 
 GREEDY = SamplingMode()

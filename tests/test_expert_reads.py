@@ -21,7 +21,7 @@ from batchspec.engine import expert_reads
 from batchspec.engine.draft_lengths import DraftLengths
 from batchspec.engine.engine import Engine
 from batchspec.engine.expert_reads import HALF_LIFE, ExpertReads, counted
-from batchspec.engine.graphs import Shape
+from batchspec.engine.graphs import RoundShape
 from batchspec.kernels.moe.route import num_read, route, route_reference
 from batchspec.model.target import Target
 from batchspec.packing.cost import H200, read_bytes, round_seconds
@@ -167,7 +167,7 @@ def test_tokens_of_dead_rows_read_no_expert(drafter: str, monkeypatch: pytest.Mo
 
 def test_rounds_over_dead_rows_read_experts_only_while_they_are_timed() -> None:
     engine = Engine(target := tiny_moe("qwen3_moe"), chain(target, 2), packed(2), device=DEVICE)
-    shape = Shape(2, 3, SamplingMode())
+    shape = RoundShape(2, 3, SamplingMode())
     for routed in (False, True, False):
         with engine.executor.dead_tokens_routed() if routed else nullcontext():
             engine.executor.graphs.run(shape)

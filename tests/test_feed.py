@@ -19,17 +19,23 @@ from batchspec.dataset.columns import map_columns
 from batchspec.dataset.reader import InputShard, table_source
 from batchspec.packing.admit import Admission
 from batchspec.packing.feed import Feed
+from batchspec.packing.ready_requests import RequestCompiler
 from batchspec.packing.work_plan import AdmittedShard, AdmittedShards
 from batchspec.records import Completion, Request
 from tests.stand_ins import ByteTokenizer, small_spec
 
 
-def feed(caps: list[int], *, shard_rows: int, slots: int, clock: Callable[[], float] = time.monotonic) -> Feed:
-    return feed_and_admission(caps, shard_rows=shard_rows, slots=slots, clock=clock)[0]
+def feed(caps: list[int], **options: Any) -> Feed:
+    return feed_and_admission(caps, **options)[0]
 
 
 def feed_and_admission(
-    caps: list[int], *, shard_rows: int, slots: int, clock: Callable[[], float] = time.monotonic
+    caps: list[int],
+    *,
+    shard_rows: int,
+    slots: int,
+    clock: Callable[[], float] = time.monotonic,
+    compiling: RequestCompiler | None = None,
 ) -> tuple[Feed, Admission]:
     source = table_source(pa.table({"prompt": ["x"] * len(caps), "max_new_tokens": caps}))
     config = RunConfig()
@@ -40,7 +46,7 @@ def feed_and_admission(
     num_shards = -(-len(caps) // shard_rows)
     made = Feed(
         source.shards(shard_rows), partial(admitted_here, admission), predicted=admission.predicted, num_shards=num_shards,
-        shard_rows=shard_rows, slots=slots, clock=clock,
+        shard_rows=shard_rows, slots=slots, clock=clock, compiling=compiling,
     )  # fmt: skip
     return made, admission
 

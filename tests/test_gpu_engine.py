@@ -32,7 +32,8 @@ from batchspec.model.rope_config import RopeSpec
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.model.weights import expected_shapes
-from batchspec.records import Completion, PackedBatch, Request, SamplingParams
+from batchspec.packed_batch import PackedBatch
+from batchspec.records import Completion, Request, SamplingParams
 from tests.engines import decode, packed, request, share_always
 from tests.heads import distilled_tensors, random_tensors, tiny_design, write_head
 from tests.stand_ins import dense_spec
@@ -131,7 +132,7 @@ def requests(
 def run(
     own: Target, drafter: Drafter, batch: PackedBatch, asked: list[Request], **options: Any
 ) -> tuple[Engine, list[Completion]]:
-    engine = Engine(own, drafter, batch, device=own.device, decode=decode, penalties=True, **options)
+    engine = Engine(own, drafter, batch, device=own.device, decode=decode, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expected_pages, "SHORT_CAP_TOKENS", 4)
         done = list(engine.run(iter(asked)))
@@ -254,9 +255,7 @@ def test_rows_with_common_beginnings_keep_their_tokens_while_the_batch_shrinks(s
             asked.append(request(len(asked), beginning + own, cap=cap, stop=("AB",) if rng.random() < 0.3 else (), predicted=4))
     slots = int(rng.choice([4, 8, 16]))
     drafter = eagle(tmp_path, "cuda", 2, slots) if drafts else NoDrafter()
-    engine = Engine(
-        target("cuda"), drafter, shape(slots, run_ahead=seed % 3), device=torch.device("cuda"), decode=decode, penalties=True
-    )
+    engine = Engine(target("cuda"), drafter, shape(slots, run_ahead=seed % 3), device=torch.device("cuda"), decode=decode)
     take = PagePool.take
 
     def poison(pool: PagePool, count: int) -> list[int]:

@@ -35,7 +35,8 @@ from batchspec.kernels.kv_cache.kv_gather import kv_gather, kv_gather_reference
 from batchspec.kernels.norm_rope.rope_write import rope_write
 from batchspec.model.kv_calibration import calibrate, calibration_prompts
 from batchspec.model.target import Target
-from batchspec.records import Completion, PackedBatch, Request
+from batchspec.packed_batch import PackedBatch
+from batchspec.records import Completion, Request
 from tests.test_gpu_engine import TREE, VOCAB, eagle, requests, run, shape, tokens, windowed_target
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -214,7 +215,7 @@ def test_captured_rounds_use_scales_that_are_set_later() -> None:
         own = copy(fp8_target())
         assert own.kv_scales is not None
         own.kv_scales = own.kv_scales * before
-        engine = Engine(own, NoDrafter(), shape(4), device=GPU, penalties=True)
+        engine = Engine(own, NoDrafter(), shape(4), device=GPU)
         list(engine.run(iter([replace(one, stop=()) for one in asked[:4]])))
         engine.pools.forget()
         own.kv_scales.mul_(after)

@@ -25,8 +25,9 @@ from batchspec.engine.prefill_graphs import CAPTURE_AT, PrefillGraphs
 from batchspec.engine.round import RoundOptions
 from batchspec.engine.step import Segment
 from batchspec.model.target import Target
+from batchspec.packed_batch import ExpectedRows
 from batchspec.packing import memory
-from batchspec.records import ExpectedRows, Request, SamplingParams
+from batchspec.records import Request, SamplingParams
 from tests import test_gpu_lora
 from tests.engines import packed, request
 from tests.padded_prefill import ALWAYS
@@ -119,7 +120,7 @@ def test_a_prepared_engine_knows_what_its_passes_take_and_changes_no_token(tmp_p
     """Launches of a tiny model take longer than its tokens: passes are padded without any other help."""
     asked = requests(80)
     drafter = eagle(tmp_path, "cuda", 3, 8)
-    engine = Engine(target("cuda"), drafter, shape(8), device=GPU, adaptive=True, penalties=True, prefill_graphs=True)
+    engine = Engine(target("cuda"), drafter, shape(8), device=GPU, adaptive=True, prefill_graphs=True)
     asked = [replace(r, stop=()) for r in asked]
     lengths = np.array([len(r.prompt_ids) for r in asked], np.int32)
     engine.prepare(

@@ -29,7 +29,8 @@ from batchspec.draft.window import WindowDrafter
 from batchspec.engine import expected_pages
 from batchspec.engine.engine import Engine
 from batchspec.model import target as target_module
-from batchspec.records import PackedBatch, Request
+from batchspec.packed_batch import PackedBatch
+from batchspec.records import Request
 from tests.engines import decode, request, share_always
 from tests.freed_pages import poison_freed_pages
 from tests.test_gpu_engine import TREE, VOCAB, alone, eagle, requests, shape, tokens, windowed_target
@@ -59,7 +60,7 @@ def run(
 ) -> tuple[Engine, dict[str, list[int]]]:  # fmt: skip
     """Tokens by request, with poisoned pages; all pages come back."""
     own = windowed_target("cuda", windows, dtype)
-    engine = Engine(own, drafter, batch, device=GPU, decode=decode, penalties=True, overlap=overlap)
+    engine = Engine(own, drafter, batch, device=GPU, decode=decode, overlap=overlap)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expected_pages, "SHORT_CAP_TOKENS", 4)
         poison_freed_pages(patch, [engine])

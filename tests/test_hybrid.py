@@ -17,7 +17,8 @@ from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.engine.engine import Engine
-from batchspec.records import PackedBatch, Request
+from batchspec.packed_batch import PackedBatch
+from batchspec.records import Request
 from tests.engines import DEVICE, packed, plain_tokens, request, tiny_target
 
 SLOTS = 4

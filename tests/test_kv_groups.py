@@ -32,7 +32,8 @@ from batchspec.draft.window import WindowDrafter
 from batchspec.engine.engine import Engine
 from batchspec.engine.round import RoundOptions
 from batchspec.model.target import Target
-from batchspec.records import PackedBatch, Request, SamplingParams
+from batchspec.packed_batch import PackedBatch
+from batchspec.records import Request, SamplingParams
 from tests.drafting import synthetic
 from tests.engines import DEVICE, VOCAB, in_e4m3, packed, plain_tokens, request, tiny_spec, tiny_target
 from tests.freed_pages import poison_freed_pages

@@ -28,7 +28,8 @@ from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.cost import kv_read_bytes
 from batchspec.packing.kv_memory import KVMemory
 from batchspec.prepare import open_job
-from batchspec.runstate.output_folder import KV_SCALES, OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
+from batchspec.runstate.run_folder import KV_SCALES
 from tests.engines import DEVICE, VOCAB, full_logits, in_e4m3, tiny_target
 from tests.models import make_checkpoint, make_tokenizer
 from tests.stand_ins import LLAMA_8B

@@ -60,7 +60,7 @@ def run(
         num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14, lazy_words=lazy_words, lazy_masks_bytes=4 * lazy_masks
     )
     engine = Engine(
-        tiny_target(window=5), drafter, packed(SLOTS, **{"draft_len": drafter.max_len, **shape}), device=DEVICE, penalties=True,
+        tiny_target(window=5), drafter, packed(SLOTS, **{"draft_len": drafter.max_len, **shape}), device=DEVICE,
         vocabulary=VOCABULARY, automata_capacity=room, expanding=expanding or ExpandLate(0, most_polls=0),
         options=RoundOptions(logprobs=logprobs),
     )  # fmt: skip
@@ -72,7 +72,7 @@ def run(
 def engine_of(expanding: Expanding, *, drafter: Drafter | None = None, **shape: Any) -> Engine:
     drafter = drafter or ALL["none"]()
     return Engine(
-        tiny_target(window=5), drafter, packed(SLOTS, draft_len=drafter.max_len, **shape), device=DEVICE, penalties=True,
+        tiny_target(window=5), drafter, packed(SLOTS, draft_len=drafter.max_len, **shape), device=DEVICE,
         vocabulary=VOCABULARY, expanding=expanding, automata_capacity=AutomataCapacity(
             num_tokens=VOCAB, table_words=1 << 14, masks_bytes=1 << 12, lazy_words=1 << 14,
         ),

@@ -31,7 +31,7 @@ from batchspec.engine.engine import Engine
 from batchspec.engine.lockstep import RUN, Beats, Lead, follow
 from batchspec.engine.messages import Begin, Build, Calibrate, End, Load, Message, Prepare, Scales, Step, decode, encode
 from batchspec.engine.results import PendingResult
-from batchspec.engine.round_planner import RoundClock
+from batchspec.engine.round_clock import RoundClock, RoundTime
 from batchspec.engine.step import ScheduledStep
 from batchspec.engine.vocabulary import DIVERGED, checksums
 from batchspec.errors import DivergedError, RankLost
@@ -39,7 +39,8 @@ from batchspec.kernels.rounds.accept import WAIT
 from batchspec.kernels.sampling.argmax import NO_TOKEN
 from batchspec.lazy_automaton import Expanding
 from batchspec.model.target import Target
-from batchspec.records import Completion, PackedBatch, SamplingParams, Thinking
+from batchspec.packed_batch import PackedBatch
+from batchspec.records import Completion, SamplingParams, Thinking
 from tests.automata import PATTERNS_OF_LETTERS, VOCABULARY, constrained_tokens
 from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_spec
 from tests.engines import decode as letters
@@ -83,7 +84,7 @@ def group_run(
         target = part_of(SPEC, ranks, Loud)
         leading = Lead(end) if ranks.rank == 0 else None
         engine = Engine(
-            target, made(name, target), batch, device=DEVICE, decode=letters, penalties=True, lead=leading,
+            target, made(name, target), batch, device=DEVICE, decode=letters, lead=leading,
             vocabulary=VOCABULARY, automata_capacity=ROOM, expanding=None if leading is None else expanding,
         )  # fmt: skip
         if leading is None:
@@ -122,12 +123,12 @@ def restless(engine: Engine, lead: Lead) -> dict[str, list[int]]:
             for prepare_next in (False, True):
                 lengths.set_base(num_rows, draft_len, clock.uniform(0.5, 2.0), prepare_next=prepare_next)
     engine.planner._lengths = lengths
-    seconds_of = RoundClock.seconds_of
-    RoundClock.seconds_of = lambda *_: clock.uniform(0.1, 20.0)  # type: ignore[method-assign]
+    add = RoundClock.add
+    RoundClock.add = lambda *_: RoundTime(clock.uniform(0.1, 20.0), 0)  # type: ignore[method-assign]
     try:
         return tokens(engine, lead)
     finally:
-        RoundClock.seconds_of = seconds_of  # type: ignore[method-assign]
+        RoundClock.add = add  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("name", "count"), [("eagle3", 2), ("corpus", 4), ("tree", 2), ("hybrid", 2), ("window", 2)])
@@ -392,7 +393,7 @@ def test_a_request_that_was_sent_begins_alike_on_the_device() -> None:
     sent = back.step.prefill.refills[0].request
     batches = []
     for one in (asked, sent):
-        rows = DeviceBatch.allocate(packed(2), vocab_size=31, penalties=True, device=torch.device("cpu"))
+        rows = DeviceBatch.allocate(packed(2), vocab_size=31, device=torch.device("cpu"))
         rows.begin([1], [one], [(9,)])
         batches.append([tensor for name in SLOT_FIELDS for tensor in rows._tensors(name)])
     assert all(torch.equal(a, b) for a, b in zip(*batches, strict=True))

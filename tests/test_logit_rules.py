@@ -252,7 +252,7 @@ def test_a_head_without_an_allowed_token_drafts_a_forbidden_one_that_is_rejected
 
 def test_drafts_are_given_to_rules_only_if_one_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else nothing is computed for them."""
-    rows = DeviceBatch.allocate(packed(SLOTS), vocab_size=VOCAB, penalties=False, device=DEVICE)
+    rows = DeviceBatch.allocate(packed(SLOTS), vocab_size=VOCAB, device=DEVICE)
     row_ids, positions = (
         torch.full((SLOTS,), x, dtype=dtype, device=DEVICE) for x, dtype in ((0, torch.int32), (7, torch.int64))
     )

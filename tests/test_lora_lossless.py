@@ -140,7 +140,7 @@ def check(requests: list[Request], kind: str, data: st.DataObject) -> None:
         prefill_tokens=data.draw(st.sampled_from([1, 7, 64]), label="prefill_tokens"),
         run_ahead=data.draw(st.integers(0, 2), label="run_ahead"),
     )
-    engine = Engine(adapted_target(), drafter, batch, device=DEVICE, decode=decode, penalties=True)
+    engine = Engine(adapted_target(), drafter, batch, device=DEVICE, decode=decode)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expected_pages, "SHORT_CAP_TOKENS", data.draw(st.sampled_from([2, 512]), label="short_cap"))
         done = list(engine.run(iter(requests)))

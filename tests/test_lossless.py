@@ -38,12 +38,13 @@ from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine import expected_pages
 from batchspec.engine.engine import Engine
-from batchspec.engine.graphs import Shape
+from batchspec.engine.graphs import RoundShape
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.engine.round import Round, RoundOptions, RoundResult
 from batchspec.engine.step import ScheduledRound
 from batchspec.model import target as target_module
-from batchspec.records import Completion, PackedBatch, Request, SamplingParams
+from batchspec.packed_batch import PackedBatch
+from batchspec.records import Completion, Request, SamplingParams
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, decode, full_logits, packed, plain_tokens, request, tiny_target
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -82,7 +83,6 @@ def run(
         device=DEVICE,
         options=RoundOptions(uniform_slots=uniform_slots),
         decode=decode,
-        penalties=True,
         refill_dead=refill_dead,
     )
     launch = engine.executor._launch_round
@@ -358,10 +358,10 @@ def test_pages_of_its_own_that_a_preempted_row_finds_are_not_counted_as_shared()
 def test_rounds_do_no_more_than_the_rows_in_slots_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = SamplingParams(temperature=1.0, top_k=3, repetition_penalty=1.2)
     requests = [request(0, [1], cap=20), request(1, [2], cap=8, sampling=sampling)]
-    engine = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE, penalties=True)
+    engine = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
     run_graph, modes = engine.executor.graphs.run, []
 
-    def noted(shape: Shape) -> RoundResult:
+    def noted(shape: RoundShape) -> RoundResult:
         modes.append(shape.mode)
         return run_graph(shape)
 
@@ -421,7 +421,7 @@ def test_logprobs_are_those_of_the_raw_logits(changes: dict[str, Any]) -> None:
     req = request(0, [1, 2, 3, 1, 2], cap=20, **changes)
     engine = Engine(
         target, LookupDrafter(3, min_ngram=1, max_ngram=2), packed(2, draft_len=3), device=DEVICE,
-        options=RoundOptions(logprobs=4), penalties=True,
+        options=RoundOptions(logprobs=4),
     )  # fmt: skip
     (done,) = engine.run(iter([req]))
     assert done.token_ids is not None
@@ -473,7 +473,7 @@ def test_a_run_that_is_stopped_is_resumed_by_another_with_the_same_tokens(reques
         draft_len = data.draw(st.integers(0, 4))
         drafter: Drafter = LookupDrafter(draft_len, min_ngram=1, max_ngram=3) if draft_len else NoDrafter()
         batch = packed(data.draw(st.sampled_from([1, 3, 8])), draft_len=draft_len, run_ahead=data.draw(st.integers(0, 2)))
-        engine = Engine(tiny_target(window=5), drafter, batch, device=DEVICE, decode=decode, penalties=True)
+        engine = Engine(tiny_target(window=5), drafter, batch, device=DEVICE, decode=decode)
         rounds = data.draw(st.integers(1, 6)) if turn < 19 else 10**6
 
         def stop_in_time(totals: EngineTotals, engine: Engine = engine, rounds: int = rounds) -> None:

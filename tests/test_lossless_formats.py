@@ -27,9 +27,9 @@ from batchspec.draft.window import WindowDrafter
 from batchspec.engine import expected_pages
 from batchspec.engine.draft_lengths import DraftLengths
 from batchspec.engine.engine import Engine
-from batchspec.engine.graphs import Shape
+from batchspec.engine.graphs import RoundShape
 from batchspec.engine.round import RoundResult
-from batchspec.engine.round_planner import RoundClock
+from batchspec.engine.round_clock import RoundClock
 from batchspec.model.spec import read_spec
 from batchspec.model.target import Target
 from batchspec.records import Request, SamplingParams
@@ -133,7 +133,7 @@ def test_tokens_are_those_of_plain_decoding(name: str, kind: str, setting: Setti
         num_pages=1 + longest + 2 * ahead if setting.scarce_pages else 400,
     )  # fmt: skip
     monkeypatch.setattr(expected_pages, "SHORT_CAP_TOKENS", 2)
-    engine = Engine(target, drafter, batch, device=DEVICE, penalties=True)
+    engine = Engine(target, drafter, batch, device=DEVICE)
     if setting.auto_k:
         choose_any_draft_len(engine, monkeypatch)
     draft_lens = draft_lens_of(engine, monkeypatch)
@@ -150,7 +150,7 @@ def choose_any_draft_len(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Non
     clock, lengths = random.Random(1), DraftLengths(engine.drafter.max_len, engine.executor.round.draft_lens)
     lengths.set_base(1, 0, 1.0)
     monkeypatch.setattr(lengths, "_pick", lambda *_: clock.choice(lengths.choices))
-    monkeypatch.setattr(RoundClock, "seconds_of", lambda *_: None)
+    monkeypatch.setattr(RoundClock, "add", lambda *_: None)
     monkeypatch.setattr(engine.planner, "_lengths", lengths)
 
 
@@ -158,7 +158,7 @@ def draft_lens_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Is filled with K of the rounds that run."""
     run_graph, found = engine.executor.graphs.run, set[int]()
 
-    def noted(shape: Shape) -> RoundResult:
+    def noted(shape: RoundShape) -> RoundResult:
         found.add(shape.draft_len)
         return run_graph(shape)
 

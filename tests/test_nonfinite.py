@@ -126,7 +126,7 @@ def check(done: dict[str, Completion], requests: list[Request]) -> None:
 def run(name: str, requests: list[Request], **options: Any) -> dict[str, Completion]:
     engine = Engine(
         broken_target(), drafter(name, requests), packed(SLOTS, run_ahead=1, prefill_tokens=16), device=DEVICE, decode=decode,
-        penalties=True, options=RoundOptions(**options),
+        options=RoundOptions(**options),
     )  # fmt: skip
     done = {completion.request_id: completion for completion in engine.run(iter(requests))}
     assert engine.pools.num_free == tuple(pool.num_pages - 1 for pool in engine.pools.pools)  # every page came back
@@ -190,7 +190,7 @@ def test_masks_are_legitimate_and_a_row_all_of_whose_tokens_are_masked_fails(mon
     logits = target.logits
     masked = torch.arange(16, VOCAB, device=DEVICE)
     monkeypatch.setattr(target, "logits", lambda hidden: logits(hidden).index_fill(1, masked, -float("inf")))
-    engine = Engine(target, NoDrafter(), packed(2), device=DEVICE, penalties=True)
+    engine = Engine(target, NoDrafter(), packed(2), device=DEVICE)
     found = {one.request_id: one.error.code if one.error else None for one in engine.run(iter([some]))}
     assert found == {"r0": NON_FINITE}
 

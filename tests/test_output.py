@@ -100,7 +100,7 @@ def test_white_space_that_a_constraint_asks_for_is_part_of_the_answer(constraine
     thinking = Thinking(begin_id=begin, end_id=end, opened=True, budget=None, closing=(end,))
     made = automaton("(a|b)*") if constrained else None
     progress = RequestState(request=replace(request, thinking=thinking, automaton=made), draft_len=3, finder=None)
-    progress.follows = True
+    progress.constraint_checked = True
     progress.add_prefill([0])
     for token in (end, *tokens):
         progress.add_round(0, 0, 1, [token])

@@ -23,7 +23,8 @@ from batchspec.engine.round import Round, RoundOptions
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
-from batchspec.records import PackedBatch, Request, SamplingParams
+from batchspec.packed_batch import PackedBatch
+from batchspec.records import Request, SamplingParams
 from tests.drafting import Recording
 from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_target
 from tests.models import make_checkpoint

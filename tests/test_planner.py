@@ -16,10 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.config.schema import PackingConfig
 from batchspec.engine.draft_lengths import candidates
 from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
+from batchspec.packed_batch import PackedBatch
 from batchspec.packing import planner
 from batchspec.packing.cost import H200, Rates
 from batchspec.packing.kv_memory import DraftLayers, KVMemory, kv_bytes
@@ -27,7 +29,7 @@ from batchspec.packing.memory import MOST_LENGTHS, learning_bytes, reserve_bytes
 from batchspec.packing.order import order_requests
 from batchspec.packing.planner import Demand, choose_batch, forecast, free_memory, row_buckets
 from batchspec.packing.survey import Survey
-from batchspec.records import PackedBatch, Request, SamplingParams
+from batchspec.records import Request, SamplingParams
 from tests.stand_ins import LLAMA_8B, small_spec
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -87,7 +89,8 @@ def test_the_buffers_of_rows_fit_the_memory_reserved_for_them() -> None:
         batch = PackedBatch(
             num_slots=8, row_buckets=(8,), num_pages=2, page_size=16, max_len=max_len, draft_len=3, prefill_tokens=8, run_ahead=0
         )
-        rows = DeviceBatch.allocate(batch, vocab_size=300, penalties=True, device=CPU)
+        rows = DeviceBatch.allocate(batch, vocab_size=300, device=CPU)
+        rows.provide(SamplingMode(penalties=True))
         held = reserve_bytes(
             small_spec(), dtype=torch.float32, slots=8, num_buckets=1, draft_len=3, prefill_tokens=8, max_len=max_len
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchspec.packing.prefetch import Prefetcher
+from batchspec.engine.prefetch import Prefetcher
 from batchspec.records import Request
 from tests.engines import request
 from tests.test_feed import done, feed, requests_of
@@ -50,6 +50,18 @@ def test_requests_come_in_their_order_however_many_were_taken_before(
             assert ahead.num_taken <= most
     found += [one for one in ahead if one is not None]
     assert [one.row_index for one in found] == list(range(sum(sizes)))
+
+
+def test_all_that_is_left_of_a_list_is_ready_and_nothing_of_a_generator() -> None:
+    asked = [request(i, [1], cap=1) for i in range(5)]
+    for stream, ready in ((iter(asked), 5), ((one for one in asked), 0)):
+        ahead = Prefetcher(stream, None, most=10)
+        ahead.take(3)
+        assert ahead.num_taken == min(3, ready)
+        next(ahead)
+        ahead.take(10)
+        assert ahead.num_taken == max(0, ready - 1)
+        assert list(ahead) == asked[1:]
 
 
 def test_a_stream_that_ends_early_yields_every_request_that_was_taken() -> None:

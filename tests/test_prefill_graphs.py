@@ -43,7 +43,8 @@ from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.load import build_engine
 from batchspec.model.lora_products import LoraStacks
 from batchspec.model.target import Target
-from batchspec.records import ExpectedRows, Request
+from batchspec.packed_batch import ExpectedRows
+from batchspec.records import Request
 from tests import test_constrained, test_lora_lossless, test_lossless
 from tests.automata import constrained_tokens
 from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_spec, tiny_target
@@ -126,7 +127,7 @@ def test_targets_with_experts_are_padded_too(family: str) -> None:
     target, rng = tiny_moe(family), np.random.default_rng(0)
     asked = [request(i, rng.integers(0, VOCAB, 1 + 2 * i).tolist(), cap=6, sampling=SAMPLINGS[i]) for i in range(6)]
     with padded_passes() as shapes:
-        engine = Engine(target, NoDrafter(), packed(4), device=DEVICE, penalties=True)
+        engine = Engine(target, NoDrafter(), packed(4), device=DEVICE)
         found = {c.request_id: c.token_ids.tolist() for c in engine.run(iter(asked)) if c.token_ids is not None}
     assert found == {r.request_id: plain_tokens(target, r) for r in asked}
     assert len(shapes) > 1
@@ -140,7 +141,6 @@ def test_logprobs_of_first_tokens_are_those_of_plain_passes(num_top: int) -> Non
     def done() -> dict[str, tuple[Any, ...]]:
         engine = Engine(
             tiny_target(), NoDrafter(), packed(5, run_ahead=2), device=DEVICE, options=RoundOptions(logprobs=num_top),
-            penalties=True,
         )  # fmt: skip
         return {c.request_id: (c.token_ids, c.logprobs, c.top_logprobs) for c in engine.run(iter(asked))}
 
@@ -180,7 +180,7 @@ class Refills:
     def executor(self, drafter: Drafter) -> Executor:
         """With these rows in their slots; pages hold noise."""
         batch = packed(self.slots, row_buckets=(self.slots,), page_size=4, num_pages=1 + 8 * self.slots, max_len=32, draft_len=2)
-        executor = Executor(tiny_target(window=5), drafter, batch, device=DEVICE, options=RoundOptions(), penalties=True)
+        executor = Executor(tiny_target(window=5), drafter, batch, device=DEVICE, options=RoundOptions())
         noise, rows = torch.Generator().manual_seed(1), executor.rows
         for layer in executor.cache.layers:
             layer.pages.copy_(torch.randn(layer.pages.shape, generator=noise, dtype=layer.pages.dtype))
@@ -311,7 +311,7 @@ def test_a_shape_is_captured_when_it_is_asked_for_the_third_time(most: int, monk
 
     monkeypatch.setattr("batchspec.engine.prefill_graphs.prefill_chunk", counted)
     batch = packed(3, draft_len=2)
-    engine = Engine(target, drafter, batch, device=DEVICE, penalties=True, prefill_graphs=True)
+    engine = Engine(target, drafter, batch, device=DEVICE, prefill_graphs=True)
     graphs = engine.executor.prefill_graphs
     assert graphs is not None
     pool: Any = Copied(engine.executor)
@@ -347,7 +347,7 @@ def test_shapes_that_the_survey_predicts_are_captured_before_the_first_row(monke
     ]
     target, drafter = tiny_target(window=5), ChainDrafter(parallel_head(), tiny_target(window=5), 2, slots=3)
     batch = packed(3, draft_len=2, max_len=64, prefill_tokens=128)
-    engine = Engine(target, drafter, batch, device=DEVICE, penalties=True, prefill_graphs=True)
+    engine = Engine(target, drafter, batch, device=DEVICE, prefill_graphs=True)
     graphs, pool = graphs_with(engine, replace(REPLAYED, least=0.01))
     mode = SamplingMode.union(SamplingMode.of(one.sampling, 0) for one in asked)
     monkeypatch.setattr(SamplingMode, "union", lambda modes: mode)

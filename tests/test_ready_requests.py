@@ -16,6 +16,7 @@ from batchspec.packing.ready_requests import ReadyRequests
 from batchspec.records import Completion, Request
 from tests.automata import automaton
 from tests.engines import request
+from tests.test_feed import feed
 
 
 class Compiles:
@@ -49,6 +50,15 @@ def rows(*texts: str | None) -> Iterator[Request]:
 
 def numbers(found: list[Request | None]) -> list[int | None]:
     return [None if one is None else one.row_index for one in found]
+
+
+def test_a_feed_whose_requests_wait_for_their_automata_calls_none_of_them_ready() -> None:
+    """Which request is next depends on the automata that are compiled by then, so none is taken ahead."""
+    made = feed([9] * 8, shard_rows=4, slots=2, compiling=Compiles())
+    found = made.requests()
+    assert next(found) is not None
+    assert made.num_ready == 0
+    assert len(list(found)) == 7
 
 
 def test_rows_whose_automata_are_loaded_are_admitted_first() -> None:

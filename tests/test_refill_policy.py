@@ -18,7 +18,8 @@ from batchspec.engine.executor import Executor
 from batchspec.engine.results import PendingResult
 from batchspec.engine.scheduler import Scheduler
 from batchspec.engine.step import ScheduledStep
-from batchspec.records import MOST_ROUNDS_BEFORE_REFILL, Request
+from batchspec.packed_batch import MOST_ROUNDS_BEFORE_REFILL
+from batchspec.records import Request
 from tests import test_lossless
 from tests.engines import DEVICE, packed, plain_tokens, request, tiny_target
 from tests.test_lossless import requests_of_a_job

@@ -15,7 +15,7 @@ import pytest
 from batchspec.engine import expected_pages
 from batchspec.engine.draft_lengths import DraftLengths
 from batchspec.engine.engine import Engine
-from batchspec.engine.round_planner import RoundClock
+from batchspec.engine.round_clock import RoundClock, RoundTime
 from batchspec.engine.step import ScheduledStep
 from batchspec.records import Request, SamplingParams, Thinking
 from tests.engines import VOCAB, decode, plain_tokens, request, tiny_target
@@ -52,7 +52,7 @@ def recorded(one: Scenario, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, 
                 for prepare_next in (False, True):
                     lengths.set_base(num_rows, draft_len, clock.uniform(0.5, 2.0), prepare_next=prepare_next)
         engine.planner._lengths = lengths
-        monkeypatch.setattr(RoundClock, "seconds_of", lambda *_: clock.uniform(0.1, 20.0))
+        monkeypatch.setattr(RoundClock, "add", lambda *_: RoundTime(clock.uniform(0.1, 20.0), 0))
     queue, execute, steps = executor._prefill._stream, executor.execute, list[tuple[bytes, bytes]]()
 
     def record(step: ScheduledStep) -> None:

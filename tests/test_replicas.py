@@ -27,12 +27,12 @@ from batchspec.draft.formats import HeadSpec
 from batchspec.errors import CapacityError, ConfigError
 from batchspec.model.blocks.base import WHOLE, Shard
 from batchspec.model.spec import ModelSpec, load_spec
+from batchspec.packed_batch import PackedBatch
 from batchspec.packing.cost import H200, num_multiplied, read_bytes, round_seconds
 from batchspec.packing.exchange import exchange_seconds, sum_seconds
 from batchspec.packing.planner import Demand, Forecast, choose_batch, forecast
 from batchspec.packing.replicas import GpuLayout, best, gpu_layouts
 from batchspec.prepare import open_model
-from batchspec.records import PackedBatch
 from batchspec.tuning import exchange as tuning
 from tests.heads import random_tensors, tiny_design, write_head
 from tests.stand_ins import LLAMA_8B, small_spec

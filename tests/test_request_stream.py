@@ -18,6 +18,7 @@ from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.allocator import TAKEN_AHEAD, SlotAllocator
 from batchspec.engine.engine import Engine
+from batchspec.engine.engine_run import EngineRun
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.waiting import WaitingRequests
 from batchspec.errors import EngineInUse
@@ -207,36 +208,32 @@ def test_requests_that_were_taken_ahead_wait_in_the_order_of_the_stream(
 def test_prompts_of_requests_that_were_taken_ahead_are_hashed_once_and_before_their_refill(
     drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, asked, taking = engine_of(drafter), rows(12), False
+    engine, asked, taking = engine_of(drafter, slots=4), rows(12), False
     hashed: list[tuple[bool, bytes]] = []
 
     def watched(ids: Any, *args: Any, **options: Any) -> list[bytes]:
         hashed.append((taking, ids.tobytes()))
         return prefix_hashes(ids, *args, **options)
 
-    def take(totals: object) -> None:
+    def take(run: EngineRun) -> None:
         nonlocal taking
         taking = True
-        engine.take_ahead(2)
+        take_ahead(run)
         taking = False
 
+    take_ahead = EngineRun.take_ahead
+    monkeypatch.setattr(EngineRun, "take_ahead", take)
     monkeypatch.setattr("batchspec.engine.allocator.prefix_hashes", watched)
-    engine.on_round = take
     done = {c.request_id: ids_of(c) for c in engine.run(iter(asked))}
     assert done == {i.request_id: plain_tokens(tiny_target(), i) for i in asked}
     assert [ids for _, ids in hashed] == [one.prompt_ids.tobytes() for one in asked]
-    assert [ahead for ahead, _ in hashed] == [False] * 3 + [True] * 9
+    assert [ahead for ahead, _ in hashed] == [False] * 4 + [True] * 8
 
 
-def test_only_as_many_requests_are_taken_ahead_as_the_next_refills_need() -> None:
-    engine, counts = engine_of("none"), list[int]()
-    asked = iter(rows(40))
-
-    def take(totals: object) -> None:
-        engine.take_ahead(100)
-        counts.append(len(list(engine._current.taken)) - engine.slots.num_live)
-
-    engine.on_round = take
-    assert len(list(engine.run(asked))) == 40
-    assert max(counts) <= 3 + TAKEN_AHEAD + 3  # some have ended and are not handed out yet
-    assert max(counts) >= TAKEN_AHEAD
+def test_only_as_many_requests_are_prepared_ahead_as_the_next_refills_need() -> None:
+    engine, counts = engine_of("none", slots=40), list[int]()
+    engine.on_round = lambda totals: counts.append(len(engine._current.taken) - engine.slots.num_live)
+    asked = [replace(one, max_new_tokens=5 + i % 7) for i, one in enumerate(rows(200))]
+    assert len(list(engine.run(iter(asked)))) == 200
+    ended = 40  # at most so many have ended and are not handed out yet
+    assert TAKEN_AHEAD <= max(counts) <= TAKEN_AHEAD + ended

@@ -21,7 +21,7 @@ from batchspec.engine import prefill
 from batchspec.engine.draft_lengths import candidates
 from batchspec.engine.engine import Engine
 from batchspec.engine.executor import Executor
-from batchspec.engine.graphs import GRAPH_DTYPES, Shape
+from batchspec.engine.graphs import GRAPH_DTYPES, RoundShape
 from batchspec.engine.launch import Launch
 from batchspec.engine.prefill import rehearse
 from batchspec.engine.prefill_cost import PrefillCost
@@ -31,9 +31,9 @@ from batchspec.engine.round_planner import RoundPlanner
 from batchspec.engine.shared_prefix import PrefixGroupTables
 from batchspec.kernels.attention.settings import work_shape
 from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
+from batchspec.packed_batch import ExpectedRows, PackedBatch
 from batchspec.packing.memory import GRAPH_BYTES, MOST_LENGTHS, reserve_bytes
 from batchspec.packing.planner import Demand, row_buckets
-from batchspec.records import ExpectedRows, PackedBatch
 from tests.engines import DEVICE, packed, request, tiny_target
 from tests.stand_ins import small_spec
 
@@ -72,9 +72,9 @@ def planner(
     executor._move_row = lambda: None
     executor.compile_ahead = lambda *_: False
     executor.rehearse = MethodType(Executor.rehearse, executor)
-    prepared: list[Shape] = []
+    prepared: list[RoundShape] = []
 
-    def seconds(shape: Shape) -> float:
+    def seconds(shape: RoundShape) -> float:
         assert shape in prepared
         taken: float = base[shape.draft_len, shape.prepare_next] * shape.num_rows / batch.num_slots
         return taken
@@ -198,7 +198,7 @@ def test_just_the_graphs_that_the_job_may_launch_are_prepared(
     one: Any = planner(packed(4), max_len, draft_lens=(0, max_len), adaptive=adaptive, base=base)
     one.prepare(MODE, shared=shared)
     wanted = [
-        Shape(num_rows, k, MODE, common, prepare_next)
+        RoundShape(num_rows, k, MODE, common, prepare_next)
         for num_rows in (1, 2, 4)
         for k, prepare_next in kinds
         for common in ((False, True) if shared else (False,))
@@ -404,6 +404,24 @@ def test_the_first_round_of_a_run_has_the_draft_length_of_its_own_rows(monkeypat
     assert [chosen(one, 1, np.array([7, -1, -1, -1]), np.full(4, 9)).draft_len for _ in range(3)] == [1] * 3
     one.restart()
     assert [chosen(one, 4, np.arange(4), np.full(4, 9)).draft_len for _ in range(2)] == [0] * 2
+
+
+def test_the_time_between_two_runs_is_that_of_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.03, token=1e-6, replay=1e-3))
+    monkeypatch.setattr(PendingResult, "seconds_since", lambda result, began: result.arrived - began)
+    one = planner(packed(4), 1)
+    one.prepare(MODE)
+    assert one._lengths is not None
+    assert one._refills is not None
+    timed = list[float]()
+    monkeypatch.setattr(one._lengths, "timed", lambda rows, draft_len, context, seconds, **_: timed.append(seconds))
+    log = np.zeros(4, np.int32)
+    for at, restarts in ((1.0, False), (3.0, False), (10.0, True), (14.0, False)):
+        if restarts:
+            one.restart()
+        one.learn(chosen(one, 4, np.arange(4), np.full(4, 9)), arrived(at), log)
+    assert timed == [2.0, 4.0]
+    assert set(one._refills.round_s.values()) <= {2.0, 4.0}
 
 
 def test_where_rounds_are_no_graphs_nothing_is_timed_and_nothing_chosen() -> None:

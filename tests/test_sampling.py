@@ -19,7 +19,8 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.ablation import greedy_by_softmax
 from batchspec.engine.sampling import choose, cutoffs
 from batchspec.kernels.sampling import cutoff
-from batchspec.records import LEAST_TEMPERATURE, PackedBatch, SamplingParams
+from batchspec.packed_batch import PackedBatch
+from batchspec.records import LEAST_TEMPERATURE, SamplingParams
 from tests.engines import request
 
 VOCAB = 700  # more than QUICK_TOP, so that both the quick and the full sort run
@@ -29,7 +30,8 @@ def make_rows(slots: int, vocab: int = VOCAB) -> DeviceBatch:
     batch = PackedBatch(
         num_slots=slots, row_buckets=(slots,), num_pages=2, page_size=4, max_len=32, draft_len=3, prefill_tokens=8, run_ahead=0
     )
-    rows = DeviceBatch.allocate(batch, vocab_size=vocab, penalties=True, device=torch.device("cpu"))
+    rows = DeviceBatch.allocate(batch, vocab_size=vocab, device=torch.device("cpu"))
+    rows.provide(SamplingMode(penalties=True))
     rows.temperature.fill_(1)
     rows.top_p.fill_(1)
     rows.repetition.fill_(1)

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from batchspec.dataset.writer import write_parquet
 from batchspec.errors import ConfigError, OutputError, StorageError
-from batchspec.runstate.job_folder import default_shard_rows
-from batchspec.runstate.manifest import differences, fingerprint
+from batchspec.runstate.manifest import default_shard_rows, differences, fingerprint
 from batchspec.runstate.output_folder import OutputFolder
 from tests.io_samples import built, completion, dataset, new_folder, shards_of, tables
 

@@ -15,8 +15,9 @@ from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import KVCache
 from batchspec.errors import ConfigError
+from batchspec.model.dtype import resolve_dtype
 from batchspec.model.spec import load_spec
-from batchspec.model.target import Target, resolve_dtype
+from batchspec.model.target import Target
 from tests.engines import VOCAB, tiny_target
 from tests.models import make_checkpoint
 from tests.stand_ins import small_spec

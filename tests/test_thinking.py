@@ -222,7 +222,7 @@ def check_budgets(requests: list[Request], data: st.DataObject) -> None:
     left = {r.request_id: r for r in requests}
     while left:
         engine = Engine(
-            tiny_target(window=5), drafter, batch, device=DEVICE, decode=decode, penalties=True,
+            tiny_target(window=5), drafter, batch, device=DEVICE, decode=decode,
             options=RoundOptions(uniform_slots=data.draw(st.booleans())), refill_dead=data.draw(st.booleans()),
         )  # fmt: skip
 

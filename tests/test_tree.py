@@ -85,7 +85,7 @@ def make_drafter(folder: Path, design: Design, tensors: Tensors, shape: TreeShap
     return Recorded(make_head(folder, design, tensors), TARGET(), shape, slots=slots, **options)
 
 
-run = partial(drafting.run, decode=decode, penalties=True)
+run = partial(drafting.run, decode=decode)
 
 
 def check_trees(design: Design, tensors: Tensors, shape: TreeShape, *, window: int | None = None, sink: int = 0) -> None:

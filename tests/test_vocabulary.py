@@ -185,9 +185,7 @@ def requests(kind: str) -> list[Request]:
 def completions(target: Target, name: str, kind: str) -> dict[str, Completion]:
     """Every rank schedules for itself: on a CPU no decision depends on a clock."""
     options = RoundOptions(logprobs=3)
-    engine = Engine(
-        target, drafter(name, target), packed(3, draft_len=7), device=DEVICE, options=options, decode=decode, penalties=True
-    )
+    engine = Engine(target, drafter(name, target), packed(3, draft_len=7), device=DEVICE, options=options, decode=decode)
     return {done.request_id: done for done in engine.run(iter(requests(kind)))}
 
 

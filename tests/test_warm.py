@@ -26,6 +26,7 @@ from batchspec.warm.options import warm_config
 from tests.heads import random_tensors, tiny_design, write_head
 from tests.models import make_checkpoint
 from tests.runs import make_model
+from tests.waiting_requests import count_waiting
 
 WORDS = ["model.dtype=float64", "decode.max_new_tokens=12", "output.token_ids=true", "packing.max_num_seqs=3", "model.max_len=96"]
 OF_A_RUN = ["perf", "usage", "spec_decode"]
@@ -144,6 +145,12 @@ def test_dictionaries_may_hold_objects_as_json_lines_do(shared: batchspec.Engine
     for name in ("messages", "response_format", "stop", "about"):
         for row in given:
             assert any(turn.get(name) == row.get(name) for turn in seen), name
+
+
+def test_rows_are_taken_ahead_as_in_a_job(shared: batchspec.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = count_waiting(monkeypatch)
+    shared.generate(rows())
+    assert max(taken) > 1
 
 
 def test_prefixes_are_kept_between_calls(shared: batchspec.Engine) -> None:

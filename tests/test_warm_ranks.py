@@ -9,9 +9,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import polars as pl
 import pytest
@@ -20,12 +21,16 @@ from safetensors.torch import load_file
 
 import batchspec
 from batchspec.distributed import silent_ranks
+from batchspec.engine.output_processor import EngineTotals
 from batchspec.errors import BatchspecError, CapacityError, CheckpointError, ConfigError, DivergedError, EngineInUse, RankLost
+from batchspec.records import Completion, Request
 from batchspec.warm import ranks as ranks_module
 from batchspec.warm import weights as weights_module
 from batchspec.warm.options import warm_config
+from batchspec.warm.rank_process import Leader
 from batchspec.warm.ranks import EngineOfRanks
-from batchspec.warm.wire import Given
+from batchspec.warm.wire import Ask, Ended, Given, GoOn
+from tests.engines import request
 from tests.forked import run_python
 from tests.models import make_checkpoint
 from tests.test_warm import model, other, rows, same, words
@@ -85,6 +90,27 @@ def test_rows_are_those_of_one_process_call_after_call(shared: batchspec.Engine,
 def test_many_rows_reach_the_leader_in_parts(shared: batchspec.Engine, alone: batchspec.Engine) -> None:
     many = {"prompt_ids": [[5 + i % 7, i % 3] for i in range(2 * ranks_module.REQUESTS)], "max_new_tokens": [2] * 64}
     assert same(shared.generate(many), alone.generate(many))
+
+
+def test_the_leader_may_take_ahead_what_it_was_given_and_never_asks_for_more() -> None:
+    given = [request(i, [1], cap=1) for i in range(3)]
+    answers: list[Any] = [GoOn(), Given([*given[:2], None], [-1] * 3, [], False), Given(given[2:], [-1], [], True)]
+    sent: list[Any] = []
+    ready: list[int] = []
+
+    def steps(requests: Iterator[Request | None], *, num_ready: Callable[[], int]) -> Iterator[list[Completion]]:
+        ready.append(num_ready())
+        for _ in requests:
+            ready.append(num_ready())
+        yield from ()
+
+    pipe = SimpleNamespace(send=sent.append, recv=lambda: answers.pop(0))
+    watchdog = SimpleNamespace(pause=lambda: None, beat=lambda: None)
+    engine = SimpleNamespace(on_round=None, totals=EngineTotals(), steps=steps)
+    job = SimpleNamespace(admission=SimpleNamespace(constraints=None))
+    Leader(*cast(Any, (job, engine, None, pipe, watchdog)))._run()
+    assert ready == [0, 1, 0, 0, 0]
+    assert [type(message) for message in sent] == [Ask, Ask, Ended]
 
 
 def test_conversations_keep_their_prefixes_and_raise_what_next_turn_raises(

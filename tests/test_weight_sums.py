@@ -31,7 +31,8 @@ from batchspec.model.weight_files import weight_files
 from batchspec.model.weight_sums import Summing, SumsOfJob, WeightSums, group_of
 from batchspec.model.weights import Checkpoint
 from batchspec.runner.weight_sums import UNKNOWN
-from batchspec.runstate.output_folder import WEIGHTS, OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
+from batchspec.runstate.run_folder import WEIGHTS
 from batchspec.storage.local_store import LocalStore
 from tests.models import make_checkpoint, make_tokenizer
 from tests.test_crashes import short_of_memory
@@ -285,7 +286,7 @@ def test_of_two_runs_that_begin_together_with_other_weights_the_second_is_refuse
         (tmp_path / "out" / WEIGHTS).write_bytes(theirs)  # by a run that looked for the file before this one put its own
 
     monkeypatch.setattr(OutputFolder, "_put_own", raced)
-    monkeypatch.setattr("batchspec.runstate.output_folder.time.sleep", settle)
+    monkeypatch.setattr("batchspec.runstate.run_folder.time.sleep", settle)
     if method == "rename":
         monkeypatch.setattr(LocalStore, "probe", lambda store: setattr(store, "method", "rename"))
     assert run.main(command) == OutputError.exit_code

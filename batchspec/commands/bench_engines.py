@@ -1,6 +1,7 @@
 """The variants in which `batchspec bench` runs a workload: drafter, draft length, temperature and options, as a job's config.
 
-Drafters and engines are made from that config as a job makes them (`draft/spec.py`, `load.build_engine`).
+Drafters and engines are made from that config as a job makes them (`draft/spec.py`, `load.build_engine`), and prepared and fed as
+those of a job (`load.prepare_engine`, `Engine.run`). Only the shape of the batch is given, so that no row waits for memory.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from batchspec.commands.bench_schemas import compiled, symbols_of
-from batchspec.commands.workloads import Workload
+from batchspec.commands.workloads import Workload, survey_of
 from batchspec.config.draft_schema import DraftConfig, TreeConfig
 from batchspec.config.schema import AblationConfig, ModelConfig, RunConfig
 from batchspec.distributed.group import Group
@@ -27,9 +28,9 @@ from batchspec.engine.engine import Engine
 from batchspec.engine.lockstep import Lead
 from batchspec.errors import ConfigError
 from batchspec.load import build_engine
+from batchspec.packed_batch import PackedBatch
 from batchspec.packing.memory import graph_tokens
-from batchspec.packing.planner import CPU_PREFILL, GPU_PREFILL, GPU_RUN_AHEAD, PAGE_SIZE, free_memory, row_buckets
-from batchspec.records import PackedBatch
+from batchspec.packing.planner import CPU_PREFILL, GPU_PREFILL, GPU_RUN_AHEAD, PAGE_SIZE, row_buckets
 from batchspec.token_automaton import TokenAutomaton, TokenSymbols
 
 OPTIONS = (
@@ -193,24 +194,20 @@ class Bench:
             self._automata = variant.schemas, compiled(self._symbols, variant.schemas, end_ids)
         return self._automata[1] if variant.schemas else []
 
-    def free_memory(self) -> int:
-        """Bytes that are free on the device; in a group those of the rank that has the least."""
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # memory that loading used and released counts as free
-        own = free_memory(self.device)
-        return own if self.group is None else self.group.least(own)
-
     def batch(self, drafter: Drafter) -> PackedBatch:
         """A slot for each of --batch rows, and pages for all of them up to their end, so that no row is preempted."""
-        longest = max(len(request.prompt_ids) + request.max_new_tokens for request in self.workload.requests)
+        requests = self.workload.requests
+        demand = survey_of(requests).demand(len(requests), max_len=0)
         on_cpu, num_lookahead_slots = self.device.type == "cpu", drafter.shape.num_lookahead_slots
         spec, prefill_tokens = self.workload.target.spec, self.args.prefill_tokens or (CPU_PREFILL if on_cpu else GPU_PREFILL)
         return PackedBatch(
             num_slots=self.args.batch,
             row_buckets=row_buckets(self.args.batch),
-            num_pages=1 + self.args.batch * -(-(longest + num_lookahead_slots) // PAGE_SIZE),
+            num_pages=1 + self.args.batch * -(-(demand.max_tokens + num_lookahead_slots) // PAGE_SIZE),
             page_size=PAGE_SIZE,
-            max_len=longest,
+            max_len=demand.max_tokens,
+            longest_prompt=demand.longest_prompt,
+            longest_row=demand.longest_row,
             draft_len=drafter.shape.num_verified,
             prefill_tokens=prefill_tokens,
             run_ahead=0 if on_cpu else GPU_RUN_AHEAD,

@@ -22,7 +22,6 @@ import torch
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.commands.stand_in_device import StandInEngine
-from batchspec.engine.allocator import TAKEN_AHEAD
 from batchspec.records import Request, SamplingParams
 
 MAX_NEW_TOKENS = 512
@@ -66,7 +65,6 @@ def some_requests(num_rows: int, num_tokens: int) -> Iterator[Request]:
 def measure(engine: StandInEngine, requests: Sequence[Request]) -> dict[str, float]:
     """One run over all requests."""
     rounds, refills = engine.totals.rounds, engine.executor.num_refills
-    engine.on_round = lambda totals: engine.take_ahead(TAKEN_AHEAD)
     engine.watch.restart()
     for _ in engine.run(iter(requests)):
         pass

@@ -12,6 +12,7 @@ import numpy as np
 
 from batchspec.engine.engine import Engine
 from batchspec.engine.output_processor import EngineTotals
+from batchspec.engine.prefetch import TAKEN_A_ROUND, Prefetcher
 from batchspec.garbage import older_objects_frozen
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.survey import Survey
@@ -85,6 +86,7 @@ class StandInEngine:
         self.own_s = self.feed_s = self.round_s = 0.0
         self.pauses_s: list[float] = []
         self.made_at = 0.0, 0.0
+        self._ahead = Prefetcher(iter(()), None, most=0)
 
     def made(self, job: Job, seen: Survey, progress: ProgressBar) -> Engine:
         self.made_at = time.thread_time(), time.process_time()
@@ -96,14 +98,14 @@ class StandInEngine:
     def unfinished(self) -> list[Snapshot]:
         return []
 
-    def take_ahead(self, count: int) -> None:
-        """Do nothing: the stand-in has no refills to prepare."""
-
-    def run(self, requests: Iterator[Request]) -> Generator[Completion]:
+    def run(
+        self, requests: Iterator[Request | None], *, num_ready: Callable[[], int] | None = None
+    ) -> Generator[Completion]:  # fmt: skip
+        self._ahead = Prefetcher(requests, num_ready, most=SLOTS // 2)
         with older_objects_frozen():  # as the real engine does
-            yield from self._run(requests)
+            yield from self._run(self._ahead)
 
-    def _run(self, requests: Iterator[Request]) -> Generator[Completion]:
+    def _run(self, requests: Iterator[Request | None]) -> Generator[Completion]:
         live: deque[Request] = deque()
         while (request := self._next(requests)) is not None:
             live.append(request)
@@ -117,7 +119,7 @@ class StandInEngine:
         yield completion
         self.pauses_s.append(time.thread_time() - began)
 
-    def _next(self, requests: Iterator[Request]) -> Request | None:
+    def _next(self, requests: Iterator[Request | None]) -> Request | None:
         began = time.thread_time()
         request = next(requests, None)
         self.pauses_s.append(time.thread_time() - began)
@@ -137,6 +139,7 @@ class StandInEngine:
             totals.rounds += 1
             if self.on_round is not None:
                 self.on_round(totals)
+            self._ahead.take(TAKEN_A_ROUND)
             before, reported = reported, time.thread_time()
             self.pauses_s.append(reported - before)
         self.round_s += reported - began

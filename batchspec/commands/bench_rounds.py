@@ -21,7 +21,7 @@ from batchspec.commands.bench_schemas import begin_anywhere
 from batchspec.commands.bench_variants import Record, clock
 from batchspec.commands.profile import PROFILED_ROUNDS, profile_calls
 from batchspec.engine.engine import Engine
-from batchspec.engine.graphs import Shape
+from batchspec.engine.graphs import RoundShape
 from batchspec.errors import ConfigError
 from batchspec.kernels.common.e4m3 import movable
 
@@ -76,7 +76,7 @@ def _time(bench: Bench, variant: VariantSpec, record: Record) -> dict[str, Any]:
     args = bench.args
     engine = bench.engine(variant, buckets=(args.batch,))
     draft_len, rows = engine.drafter.max_len if variant.draft_len else 0, engine.executor.rows
-    shape = Shape(args.batch, draft_len, SamplingMode(constrained=variant.schemas > 0), prepare_next=draft_len > 0)
+    shape = RoundShape(args.batch, draft_len, SamplingMode(constrained=variant.schemas > 0), prepare_next=draft_len > 0)
     if args.adapters:
         rows.adapter.copy_(1 + torch.arange(len(rows.adapter), device=rows.adapter.device) % args.adapters)
     engine.executor.graphs.prepare([shape])

@@ -16,12 +16,15 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.commands.bench_engines import Bench, VariantSpec, variant_specs
 from batchspec.commands.bench_schemas import following
 from batchspec.commands.profile import Profile, profile_rounds
+from batchspec.commands.workloads import survey_of
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.engine import Engine
 from batchspec.engine.messages import End
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.errors import InputError
+from batchspec.load import free_after_loading, prepare_engine
 from batchspec.packing.kv_memory import kv_bytes
+from batchspec.packing.order import order_requests
 from batchspec.records import Completion, Request, RowStats, SamplingParams
 
 WARM_ROWS, WARM_TOKENS = 8, 16
@@ -71,16 +74,17 @@ class EngineVariant:
         self._bench, self._spec, self._engine = bench, variant, None
         requests = bench.workload.requests if variant.options.get("sharing", True) else bench.workload.unshared()
         sampling = SamplingParams(temperature=variant.temperature)
-        self._requests = [replace(request, sampling=sampling) for request in requests]
+        self._mode = SamplingMode.of(sampling, 0, constrained=variant.schemas > 0)
+        self._requests = order_requests([replace(request, sampling=sampling) for request in requests])
 
     _engine: Engine | None
 
     def open(self) -> Mapping[str, float]:
         if self._engine is not None:
             return {}
-        mode = SamplingMode(random=self._spec.temperature > 0, constrained=self._spec.schemas > 0)
-        engine = self.build()
-        engine.prepare(mode, shared=self._bench.args.samples > 1)
+        engine, num_rows = self.build(), len(self._requests)
+        # Without `most_rounds`: the engine runs again after its last row, with all row buckets.
+        prepare_engine(engine, self._mode, survey_of(self._requests), num_rows, window_rows=num_rows)
         if automata := self._bench.automata(self._spec):
             self._requests = [following(one, automata[i % len(automata)]) for i, one in enumerate(self._requests)]
         self._decode(self._requests[:WARM_ROWS], WARM_TOKENS)
@@ -141,7 +145,7 @@ def engine_variants(bench: Bench) -> list[EngineVariant]:
     if bench.device.type == "cuda" and len(found) > 1:
         target = bench.workload.target
         needed = len(found) * kv_bytes(bench.batch(NoDrafter()), target.spec, target.dtype)
-        free = bench.free_memory()
+        free = free_after_loading(bench.device, bench.group)
         for variant in found:
             variant.keeps = needed + ROOM_BYTES < free
     return found

@@ -18,12 +18,12 @@ from batchspec.model.blocks.base import Shard
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec
 from batchspec.model.tokenizer import Tokenizer
+from batchspec.packed_batch import PackedBatch
 from batchspec.packing.cost import Rates, device_rates
 from batchspec.packing.planner import Forecast, forecast
 from batchspec.packing.replicas import GpuLayout, best, gpu_layouts
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, open_job
-from batchspec.records import PackedBatch
 from batchspec.report.push import check_push_key
 
 SAMPLE_ROWS = 10_000

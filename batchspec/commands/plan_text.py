@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from batchspec.load import automata_bytes, learning_bytes, padded_prefill_bytes
+from batchspec.packed_batch import PackedBatch
 from batchspec.packing.cost import Rates, num_multiplied
 from batchspec.packing.kv_memory import kv_bytes
 from batchspec.packing.planner import Forecast, free_memory, held_back_bytes
@@ -16,7 +17,7 @@ from batchspec.packing.replicas import GpuLayout, best
 from batchspec.packing.row_settings import sampling_advice
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job
-from batchspec.records import Ids, PackedBatch
+from batchspec.records import Ids
 from batchspec.text import MESSAGE_CHARS, counted, one_line
 
 COST = "0 to 5 % of decoding in bf16 and 18 % in FP8 (8B) on an H200, long prefill in bf16 not measured"

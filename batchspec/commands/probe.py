@@ -27,8 +27,9 @@ from batchspec.errors import CheckpointError, InputError
 from batchspec.load import build_engine
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
+from batchspec.packed_batch import PackedBatch
 from batchspec.prepare import Job, open_job
-from batchspec.records import Completion, PackedBatch, Request, SamplingParams
+from batchspec.records import Completion, Request, SamplingParams
 
 DRAFT_LEN = 3
 SLOTS, PAGE_SIZE, PREFILL_TOKENS = 16, 16, 8192

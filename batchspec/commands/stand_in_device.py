@@ -10,7 +10,7 @@ import json
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from batchspec.draft.base import Drafter
 from batchspec.draft.spec import open_drafter
 from batchspec.engine.engine import Engine
 from batchspec.engine.executor import Executor
-from batchspec.engine.graphs import Graphs, Shape
+from batchspec.engine.graphs import Graphs, RoundShape
 from batchspec.engine.last_check import Ended
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.prefill_runner import PrefillRunner
@@ -41,8 +41,9 @@ from batchspec.engine.step import Prefill, ScheduledStep, Segment
 from batchspec.kernels.rounds.accept import FULL
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
+from batchspec.packed_batch import PackedBatch
 from batchspec.packing.planner import GPU_PREFILL, GPU_RUN_AHEAD, PAGE_SIZE, row_buckets
-from batchspec.records import Completion, PackedBatch, Request
+from batchspec.records import Completion, Request
 
 K, ACCEPTANCE = 3, 0.7
 """Number of drafts per row and round, and the probability that a draft is accepted after those before it."""
@@ -109,9 +110,11 @@ class StandInEngine(Engine):
         self.executor: StandInExecutor = StandInExecutor(self.watch, target, drafter, batch, device)
         self.planner = RoundPlanner(self.executor, batch, adaptive=True)
 
-    def run(self, requests: Iterator[Request | None]) -> Generator[Completion]:
+    def run(
+        self, requests: Iterator[Request | None], *, num_ready: Callable[[], int] | None = None
+    ) -> Generator[Completion]:  # fmt: skip
         """As of `Engine`."""
-        with closing(super().run(requests)) as completions:
+        with closing(super().run(requests, num_ready=num_ready)) as completions:
             for done in completions:
                 self.watch.lap("finish")
                 yield done
@@ -122,10 +125,9 @@ class StandInEngine(Engine):
         super()._process()
         self.watch.lap(f"process {kind}")
 
-    def take_ahead(self, count: int) -> None:
-        """As of `Engine`; called after a result was processed."""
+    def _take_ahead(self) -> None:
         self.watch.lap("process round")
-        super().take_ahead(count)
+        super()._take_ahead()
         self.watch.lap("take")
 
     def _end(self, state: RequestState, finish: int, now: float) -> None:
@@ -179,7 +181,7 @@ class StandInGraphs(Graphs):
         self.captures, self._watch = True, watch
         self._random = np.random.default_rng(0)
 
-    def run(self, shape: Shape) -> RoundResult:
+    def run(self, shape: RoundShape) -> RoundResult:
         """One round, whose rows end at their limits."""
         self._watch.lap("launch round")
         log = _log(shape.num_rows, shape.draft_len)
@@ -189,10 +191,10 @@ class StandInGraphs(Graphs):
         self._watch.lap("stand-in")
         return RoundResult(torch.from_numpy(log))
 
-    def prepare(self, shapes: Iterable[Shape]) -> None:
+    def prepare(self, shapes: Iterable[RoundShape]) -> None:
         """Nothing is captured."""
 
-    def seconds(self, shape: Shape, repeats: int = 5) -> float:
+    def seconds(self, shape: RoundShape, repeats: int = 5) -> float:
         """What the scheduler is told of a round."""
         return ROUND_S + DRAFT_S * shape.draft_len
 

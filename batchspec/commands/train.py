@@ -22,9 +22,10 @@ from batchspec.draft.formats import HeadSpec
 from batchspec.draft.weights import head_bytes, open_head
 from batchspec.errors import ConfigError
 from batchspec.identity import weight_parts
+from batchspec.model.dtype import resolve_dtype
 from batchspec.model.hub import find_model, resolve_model
 from batchspec.model.spec import ModelSpec, load_spec
-from batchspec.model.target import Target, resolve_dtype
+from batchspec.model.target import Target
 from batchspec.model.weights import judge_model
 from batchspec.prepare import choose_device
 from batchspec.supervise.signals import ending

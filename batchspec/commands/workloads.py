@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,13 @@ from batchspec.engine.lockstep import Lead
 from batchspec.errors import ConfigError
 from batchspec.load import load_message
 from batchspec.model.deterministic import in_one_order
+from batchspec.model.dtype import resolve_dtype
 from batchspec.model.kv_calibration import check_e4m3, give_scales
 from batchspec.model.lora_products import DummyAdapters
 from batchspec.model.spec import ModelSpec, load_spec
-from batchspec.model.target import Target, resolve_dtype
+from batchspec.model.target import Target
 from batchspec.model.tokenizer import Tokenizer
+from batchspec.packing.survey import Survey
 from batchspec.prepare import open_job, part_of_group
 from batchspec.records import Ids, Request, SamplingParams
 
@@ -59,6 +62,13 @@ def make_workload(args: argparse.Namespace, device: torch.device, group: Group |
     if args.adapters:
         made.requests[:] = [replace(request, adapter=1 + i % args.adapters) for i, request in enumerate(made.requests)]
     return made
+
+
+def survey_of(requests: Sequence[Request]) -> Survey:
+    """What a job's survey finds about these requests, each of them a row of its own."""
+    seen = Survey()
+    seen.add(len(requests), requests)
+    return seen
 
 
 def make_job(folder: Path, *, shape: str, num_requests: int, prompt_len: int, cap: int) -> tuple[int, int]:
@@ -111,7 +121,7 @@ def _dummy(args: argparse.Namespace, device: torch.device, group: Group | None) 
         for sample in range(args.samples)
     ]
     target = _load(args, Path(), part, dtype, device, group, dummy=True)
-    return Workload(_with_kv(target, args, device, None), Path(), sorted(requests, key=lambda one: -one.max_new_tokens))
+    return Workload(_with_kv(target, args, device, None), Path(), requests)
 
 
 def shape_spec(name: str) -> ModelSpec:

@@ -4,6 +4,7 @@ Steps:
   engine.py             schedule, execute, process: the loop; engine_run.py: the state of one run
   scheduler.py          decides every step; step.py: what it decides, plain host data
   refill_policy.py      when free slots are refilled; refills.py: what the requests that enter slots bring to a step
+  prefetch.py           requests taken from their stream before slots are free
   launch.py             what the host keeps of launches until it reads their results
   allocator.py          which request gets which slot and pages; waiting.py: the queue; static_batching.py: no refills (ablation)
   expected_pages.py     pages that requests will need in the end
@@ -24,6 +25,7 @@ Rounds on the device:
   results.py            results on their way to the host, and there
   shared_prefix.py      rows whose first pages are the same
   round_planner.py      K of each round; draft_lengths.py: by measured times and acceptance; expert_reads.py: experts in them
+  round_clock.py        the time between the results of two rounds
 Prefill:
   prefill.py            passes over known tokens
   prefill_runner.py     between rounds or concurrently with them; prefill_stream.py: the stream of concurrent passes

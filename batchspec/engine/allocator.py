@@ -25,7 +25,7 @@ from batchspec.engine.step import PageGrant
 from batchspec.engine.waiting import WaitingRequests
 from batchspec.errors import CapacityError
 from batchspec.lazy_automaton import LazyAutomaton
-from batchspec.records import PackedBatch
+from batchspec.packed_batch import PackedBatch
 from batchspec.token_automaton import TokenAutomaton
 
 GROW_PAGES, AMPLE_PAGES = 4, 32
@@ -38,6 +38,8 @@ four end in a round."""
 
 
 class SlotAllocator:
+    """Slots and pages of one run, and the requests that wait for them."""
+
     def __init__(
         self,
         batch: PackedBatch,
@@ -55,7 +57,7 @@ class SlotAllocator:
         """
         requests             None: there is no request at present, but more may come
         slots                None: an empty table
-        lookahead            1 with a drafter that reads the next token: the K/V of a page then depend on one token after it too
+        lookahead            as `Round.prefix_lookahead`
         num_lookahead_slots  K/V slots after a row's last token that it needs too, such as those of a tree's nodes
         prefill_cost         None: the default one
         automata             None: no request has an automaton
@@ -270,7 +272,6 @@ class SlotAllocator:
     def preempt(self, state: RequestState) -> None:
         """Take slot and pages away; the request gets a slot again before any new one."""
         self.release(state)
-        state.slot = -1
         self._waiting.put_first(state)
 
     def compact(self, num_slots: int) -> list[tuple[int, int]]:

@@ -49,7 +49,9 @@ def completion_of(
         return _scored(state, state.prompt_logprobs, stats)
     if state.finish_reason == "error":
         return _failure(state, stats)
-    assert state.request.automaton is None or state.follows, f"{state.request.request_id!r}: its constraint was not checked"
+    assert state.request.automaton is None or state.constraint_checked, (
+        f"{state.request.request_id!r}: its constraint was not checked"
+    )
     count = len(state.tokens)
     assert state.num_top is None or len(state.logprobs) >= count, (len(state.logprobs), count)
     text_due = defers_text and decode is not None and state.request.thinking is None and state.stop_string is None

@@ -49,6 +49,8 @@ def candidates(max_len: int) -> tuple[int, ...]:
 
 
 class DraftLengths:
+    """Measured times and acceptance of rounds by draft length, and the choice that follows from them."""
+
     def __init__(
         self, max_len: int, choices: tuple[int, ...] | None = None, experts: ExpertReads | None = None,
         num_nodes: int | None = None,

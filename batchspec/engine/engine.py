@@ -40,7 +40,8 @@ from batchspec.errors import EngineInUse
 from batchspec.garbage import older_objects_frozen
 from batchspec.lazy_automaton import Expanding
 from batchspec.model.target import Target
-from batchspec.records import Completion, ExpectedRows, PackedBatch, Request, Snapshot
+from batchspec.packed_batch import ExpectedRows, PackedBatch
+from batchspec.records import Completion, Request, Snapshot
 from batchspec.token_automaton import TokenSymbols
 
 
@@ -58,7 +59,6 @@ class Engine:
         decode: Decode | None = None,
         defers_text: bool = False,
         eos_ids: frozenset[int] = frozenset(),
-        penalties: bool = False,
         refill_dead: bool = True,
         adaptive: bool = False,
         overlap: bool = False,
@@ -72,7 +72,6 @@ class Engine:
         """
         decode       token ids -> text; needed for stop strings
         defers_text  leave the decoding of text that can wait to the caller (`Completion.text_due`)
-        penalties    allocate the penalty state now
         refill_dead  False: no new rows until all rows have ended (ablation)
         adaptive     choose the draft length of each round, 0 included, by measured times and acceptance (GPU only)
         overlap      prefill concurrently with the rounds, not between them (GPU only)
@@ -88,8 +87,8 @@ class Engine:
         self.target, self.drafter, self.batch, self.options = target, drafter, batch, options or RoundOptions()
         self.lead = lead
         self.executor = Executor(
-            target, drafter, batch, device=device, options=self.options, penalties=penalties, overlap=overlap,
-            prefill_graphs=prefill_graphs, vocabulary=vocabulary, automata_capacity=automata_capacity,
+            target, drafter, batch, device=device, options=self.options, overlap=overlap, prefill_graphs=prefill_graphs,
+            vocabulary=vocabulary, automata_capacity=automata_capacity,
         )  # fmt: skip
         self.planner = RoundPlanner(self.executor, batch, adaptive=adaptive, expert_correlation=expert_correlation)
         self.totals, self.hook = EngineTotals(), RoundHook()
@@ -103,7 +102,7 @@ class Engine:
             decode=decode, hook=self.hook, allocator_kind=SlotAllocator if refill_dead else StaticBatching, vocabulary=vocabulary,
             automata_capacity=automata_capacity, expanding=expanding, lazy_places=places, scores=scores,
         )  # fmt: skip
-        self._decode, self._defers_text, self._eos_ids, self._vocabulary = decode, defers_text, eos_ids, vocabulary
+        self._defers_text, self._eos_ids = defers_text, eos_ids
         self._stopping = False
         self._prefill_cost: PrefillCost | None = None
         self.keeps_prefixes = False
@@ -152,23 +151,28 @@ class Engine:
             self._prefill_cost = self.planner.prepare(mode, shared=shared, most_rounds=most_rounds, expected=expected)
             self.batch = replace(self.batch, row_buckets=self.planner.row_buckets)
 
-    def run(self, requests: Iterator[Request | None]) -> Generator[Completion]:
+    def run(
+        self, requests: Iterator[Request | None], *, num_ready: Callable[[], int] | None = None
+    ) -> Generator[Completion]:  # fmt: skip
         """Decode every request; completions come in the order in which rows end.
 
-        requests  the engine asks for the next request while slots are free. None: there is none at present, but completions may
-                  bring more. If no request is unfinished, the iterator itself must wait and not return None
+        requests   the engine asks for the next request while slots are free. None: there is none at present, but completions may
+                   bring more. If no request is unfinished, the iterator itself must wait and not return None
+        num_ready  as of `Prefetcher`: so many may be taken before slots are free
         """
-        with closing(self.steps(requests)) as steps:
+        with closing(self.steps(requests, num_ready=num_ready)) as steps:
             for done in steps:
                 yield from done
 
     @torch.inference_mode()
-    def steps(self, requests: Iterator[Request | None]) -> Generator[list[Completion]]:
+    def steps(
+        self, requests: Iterator[Request | None], *, num_ready: Callable[[], int] | None = None
+    ) -> Generator[list[Completion]]:  # fmt: skip
         """As `run`, but yields the completions of each step as a list, which is often empty."""
         if not self.planner.ready:
             self.prepare(SamplingMode())
         with self.executor.stream_of_rounds():
-            run = self._begin(requests)
+            run = self._begin(requests, num_ready)
         with older_objects_frozen():
             while run is self._current:
                 # The caller's code runs at the yield: our stream must not be the current one there.
@@ -194,7 +198,7 @@ class Engine:
         self.pools.forget()
         self.target.use_kv_scales(values)
 
-    def _begin(self, requests: Iterator[Request | None]) -> EngineRun:
+    def _begin(self, requests: Iterator[Request | None], num_ready: Callable[[], int] | None = None) -> EngineRun:
         """Replace the present run, wherever it was interrupted. Its pages are dropped too, unless their prefixes are kept."""
         if self.lead is not None:
             self.lead.begin()
@@ -203,7 +207,7 @@ class Engine:
         kept, self._kept_pools = self._kept_pools, None
         self._current = EngineRun(
             requests, self._shared, batch=self.batch, executor=self.executor, planner=self.planner, totals=self.totals,
-            pools=kept, prefill_cost=self._prefill_cost,
+            num_ready=num_ready, pools=kept, prefill_cost=self._prefill_cost,
         )  # fmt: skip
         return self._current
 
@@ -216,11 +220,6 @@ class Engine:
         for _ in range(step.num_reads):
             self._process()
         return self._current.take_ended(stopping=self._stopping)
-
-    def take_ahead(self, count: int) -> None:
-        """Take up to `count` requests that the stream can give without waiting, and prepare them, so that the next refill takes
-        the host less time. No more are taken than the next refills need. Call it in `on_round`."""
-        self._current.take_ahead(count)
 
     def stop(self) -> None:
         """End the present `run`, or the next one, at its next step, and every later one: launched work is read, nothing more is
@@ -292,6 +291,11 @@ class Engine:
             self._end(state, finish, now)
         if self.on_round is not None:
             self.on_round(self.totals)
+        self._take_ahead()
+
+    def _take_ahead(self) -> None:
+        """As `EngineRun.take_ahead`; a method of its own, so that `bench --host` can time it."""
+        self._current.take_ahead()
 
     def _end(self, state: RequestState, finish: int, now: float) -> None:
         """As `EngineRun.end`, after all ranks agree on what was read."""
@@ -301,8 +305,9 @@ class Engine:
 
     def _completed(self, ended: Ended) -> Completion:
         done = completion_of(
-            ended.state, decode=self._decode, defers_text=self._defers_text, drafter=self.drafter.name, eos_ids=self._eos_ids,
-            slot=ended.slot, now=ended.now, nodes=self.executor.round.nodes, vocabulary=self._vocabulary,
+            ended.state, decode=self._shared.decode, defers_text=self._defers_text, drafter=self.drafter.name,
+            eos_ids=self._eos_ids, slot=ended.slot, now=ended.now, nodes=self.executor.round.nodes,
+            vocabulary=self._shared.vocabulary,
         )  # fmt: skip
         if done.prompt_ids is not None and done.token_ids is not None:  # no error
             self._shared.finished_rows.append((done.prompt_ids, done.token_ids))

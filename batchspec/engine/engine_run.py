@@ -21,6 +21,7 @@ from batchspec.engine.launch import Launch
 from batchspec.engine.lazy_places import LazyPlaces
 from batchspec.engine.lazy_states import LazyStates
 from batchspec.engine.output_processor import EngineTotals, OutputProcessor
+from batchspec.engine.prefetch import TAKEN_A_ROUND, Prefetcher
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.results import PendingResult, RoundLog, Slots
@@ -32,7 +33,8 @@ from batchspec.engine.step import ScheduledStep
 from batchspec.engine.stop_strings import Decode, StopFinder
 from batchspec.kernels.rounds.accept import WAITING
 from batchspec.lazy_automaton import Expanding
-from batchspec.records import MOST_ROUNDS_BEFORE_REFILL, Ids, PackedBatch, Request, Snapshot
+from batchspec.packed_batch import MOST_ROUNDS_BEFORE_REFILL, PackedBatch
+from batchspec.records import Ids, Request, Snapshot
 from batchspec.token_automaton import TokenSymbols
 
 
@@ -73,14 +75,17 @@ class EngineRun:
         executor: Executor,
         planner: RoundPlanner,
         totals: EngineTotals,
+        num_ready: Callable[[], int] | None = None,
         pools: PagePools | None = None,
         prefill_cost: PrefillCost | None = None,
     ) -> None:
         """
+        num_ready     as of `Prefetcher`
         pools         of an earlier run, whose prefixes can be found; None: new ones
         prefill_cost  as of `SlotAllocator`
         """
         groups, round_, drafter = executor.cache.groups, executor.round, executor.drafter
+        self._requests = Prefetcher(requests, num_ready, most=batch.num_slots // 2)
         self.pools = pools or PagePools(
             groups,
             batch.group_pages(groups.num_groups),
@@ -102,7 +107,7 @@ class EngineRun:
             batch,
             self.pools,
             _states(
-                requests,
+                self._requests,
                 self.taken,
                 self._ended_at_once,
                 decode=shared.decode,
@@ -111,7 +116,7 @@ class EngineRun:
                 follows=lambda request: lazy is None or lazy.follows(request),
             ),
             slots=self.slots,
-            lookahead=1 if drafter.num_kv_layers else 0,
+            lookahead=round_.prefix_lookahead,
             num_lookahead_slots=round_.num_lookahead_slots,
             prefill_cost=prefill_cost,
             automata=None if shared.automata_capacity is None else AutomatonPlaces(shared.automata_capacity),
@@ -125,9 +130,11 @@ class EngineRun:
         """stopping: the step only reads results that are outstanding; it launches nothing."""
         return self.scheduler.drain() if stopping else next(self._steps)
 
-    def take_ahead(self, count: int) -> None:
-        """As `SlotAllocator.take_ahead`."""
-        self._allocator.take_ahead(count)
+    def take_ahead(self) -> None:
+        """Take some requests that their stream can give without waiting, and prepare those that the next refills need, so that a
+        refill takes the host less time. Call it after each result, while the device computes."""
+        self._requests.take(TAKEN_A_ROUND)
+        self._allocator.take_ahead(min(TAKEN_A_ROUND, self._requests.num_taken))
 
     def process(
         self, launch: Launch, result: PendingResult, slots: Slots, log: RoundLog, now: float

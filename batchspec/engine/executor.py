@@ -19,7 +19,7 @@ from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import KVCache
 from batchspec.cache.sharing_cost import NO_LAUNCHES
 from batchspec.draft.base import Drafter
-from batchspec.engine.graphs import Graphs, Shape
+from batchspec.engine.graphs import Graphs, RoundShape
 from batchspec.engine.prefill import prefill_chunk, rehearsal, rehearse
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.prefill_graphs import PrefillGraphs
@@ -31,7 +31,7 @@ from batchspec.engine.step import ScheduledRound, ScheduledStep
 from batchspec.engine.tree_round import round_for
 from batchspec.kernels.common.compile_ahead import compile_ahead
 from batchspec.model.target import Target
-from batchspec.records import ExpectedRows, PackedBatch
+from batchspec.packed_batch import ExpectedRows, PackedBatch
 from batchspec.token_automaton import TokenSymbols
 
 NUM_PROBES = 3
@@ -53,14 +53,12 @@ class Executor:
         *,
         device: torch.device,
         options: RoundOptions,
-        penalties: bool = False,
         overlap: bool = False,
         prefill_graphs: bool = False,
         vocabulary: TokenSymbols | None = None,
         automata_capacity: AutomataCapacity | None = None,
     ) -> None:
         """
-        penalties       allocate the penalty state now
         overlap         prefill may run concurrently with rounds (GPU only)
         prefill_graphs  run short prefill passes that do not overlap rounds as CUDA graphs if that pays
         vocabulary, automata_capacity  set if requests may have automata
@@ -84,7 +82,6 @@ class Executor:
         self.rows = DeviceBatch.allocate(
             batch,
             vocab_size=spec.vocab_size,
-            penalties=penalties,
             device=device,
             num_lookahead_slots=self.round.num_lookahead_slots,
             num_groups=groups.num_groups,
@@ -136,7 +133,7 @@ class Executor:
         if scheduled.new_prefix_groups is not None:
             self.prefix_groups.write(scheduled.new_prefix_groups, scheduled.num_rows)
         self.drafter.refresh(scheduled.drafter_update)
-        shape = Shape(
+        shape = RoundShape(
             scheduled.num_rows, scheduled.draft_len, scheduled.mode, scheduled.shares_prefixes, scheduled.prepare_next,
             scheduled.max_kv,
         )  # fmt: skip
@@ -178,7 +175,7 @@ class Executor:
         """As `PrefillGraphs.prepare`; 0 if prefill passes are not CUDA graphs. Only after `rehearse`; no row may be live."""
         return 0 if self.prefill_graphs is None else self.prefill_graphs.prepare(expected, mode, round_s=round_s)
 
-    def compile_ahead(self, mode: SamplingMode, shapes: Sequence[Shape]) -> bool:
+    def compile_ahead(self, mode: SamplingMode, shapes: Sequence[RoundShape]) -> bool:
         """Compile the kernels of `rehearse` and of these rounds, several at a time; no kernel is launched.
 
         Returns whether any was compiled: none is if rounds are not CUDA graphs, or if the first NUM_PROBES launches find their
@@ -189,7 +186,7 @@ class Executor:
         self.rows.provide(mode)
         return compile_ahead(self.launches(mode, shapes), self.rows.live.device, num_probes=NUM_PROBES)
 
-    def launches(self, mode: SamplingMode, shapes: Sequence[Shape]) -> list[Callable[[], object]]:
+    def launches(self, mode: SamplingMode, shapes: Sequence[RoundShape]) -> list[Callable[[], object]]:
         """Functions that launch each pass of `rehearse`, and each of these rounds kernel by kernel.
 
         The first NUM_PROBES are the largest and a short pass, and a round if there are any.

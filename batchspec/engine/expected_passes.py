@@ -14,14 +14,14 @@ of their passes.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 
 import numpy as np
 
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.prefill_shapes import PassShape, PassShapes
-from batchspec.records import ExpectedRows
+from batchspec.packed_batch import ExpectedRows
 
 SIZES = (0.6, 0.8, 1.0, 1.25)
 """Numbers of rows of the considered refills, relative to the estimate. All are taken to be equally likely."""
@@ -56,7 +56,7 @@ def expected_uses(
     estimate = rows_of_a_refill(num_slots, fixed_s=cost.replay, round_s=round_s, rounds=rounds)
     ends = rows.prompt_lens.astype(np.int64)
     cached = np.minimum(max(0, rows.common_tokens - lookahead), ends - 1) // page_size * page_size
-    uses: Counter[int] = Counter()
+    uses: defaultdict[int, float] = defaultdict(float)
     found: dict[int, PassShape] = {}
     for size in SIZES:
         count = min(num_slots, max(1, round(size * estimate)))
@@ -69,5 +69,5 @@ def expected_uses(
             if shape is not None:
                 tokens = shape.num_tokens
                 found[tokens] = shape.with_bounds_of(found.get(tokens, shape))
-                uses[tokens] += rows.num_rows / count / len(begins) / len(SIZES)  # type: ignore[assignment]
-    return {found[tokens]: count for tokens, count in uses.most_common()}
+                uses[tokens] += rows.num_rows / count / len(begins) / len(SIZES)
+    return {found[tokens]: uses[tokens] for tokens in sorted(uses, key=uses.__getitem__, reverse=True)}

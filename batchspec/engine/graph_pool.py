@@ -18,7 +18,7 @@ class GraphPool:
     """
 
     def __init__(self) -> None:
-        self._pool: Any = None
+        self._pool: Any = None  # torch's own type of a pool's handle is private
 
     def capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """The graph of the launches of `run`, and the tensors that `run` returns, into which replays write. Executes nothing.

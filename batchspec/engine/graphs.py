@@ -20,7 +20,7 @@ GRAPH_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class RoundShape:
     """What a graph is captured for: R rows, at most K drafts a row, the sampling mode, and whether rows share prefixes.
 
     prepare_next  the next round may draft
@@ -36,7 +36,7 @@ class Shape:
     max_kv: int | None = None
 
 
-def largest_first(shapes: Iterable[Shape]) -> list[Shape]:
+def largest_first(shapes: Iterable[RoundShape]) -> list[RoundShape]:
     return sorted(shapes, key=lambda shape: (-shape.num_rows, -shape.draft_len))
 
 
@@ -46,12 +46,12 @@ class Graphs:
     def __init__(self, round_: Round, rows: DeviceBatch, prefix_groups: PrefixGroupTables) -> None:
         self._round, self._rows, self._prefix_groups = round_, rows, prefix_groups
         self.captures = rows.tokens.is_cuda and round_.target.dtype in GRAPH_DTYPES
-        self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, RoundResult]] = {}
+        self._graphs: dict[RoundShape, tuple[torch.cuda.CUDAGraph, RoundResult]] = {}
         self.pool = GraphPool()
         self.warm_up_s = self.capture_s = 0.0
         """Seconds spent in the first execution of rounds, which compiles their kernels, and in capturing them."""
 
-    def run(self, shape: Shape) -> RoundResult:
+    def run(self, shape: RoundShape) -> RoundResult:
         """Run one round over the first slots. The result's tensors belong to the graph: copy them before the next round."""
         if not self.captures:
             return self._run(shape)
@@ -65,17 +65,17 @@ class Graphs:
     def num_captured(self) -> int:
         return len(self._graphs)
 
-    def prepare(self, shapes: Iterable[Shape]) -> None:
+    def prepare(self, shapes: Iterable[RoundShape]) -> None:
         """Capture ahead of time, the largest shape first: later graphs reuse its memory."""
         for shape in largest_first(shapes):
             if self.captures and shape not in self._graphs:
                 self._capture(shape)
 
-    def launches(self, shapes: Iterable[Shape]) -> list[Callable[[], object]]:
+    def launches(self, shapes: Iterable[RoundShape]) -> list[Callable[[], object]]:
         """Functions that launch each of these rounds kernel by kernel, in the order of `prepare`."""
         return [partial(self._run, shape) for shape in largest_first(shapes)]
 
-    def seconds(self, shape: Shape, repeats: int = 5) -> float:
+    def seconds(self, shape: RoundShape, repeats: int = 5) -> float:
         """Seconds of the round over dead rows: without attention, and without experts unless dead tokens go through them.
 
         Synchronises; only while no row is live.
@@ -92,14 +92,14 @@ class Graphs:
         seconds: float = start.elapsed_time(end) / 1e3 / repeats
         return seconds
 
-    def _run(self, shape: Shape) -> RoundResult:
+    def _run(self, shape: RoundShape) -> RoundResult:
         self._rows.provide(shape.mode)
         shared = self._prefix_groups.first(shape.num_rows) if shape.shared else None
         return self._round.run(
             self._rows.first(shape.num_rows, shape.max_kv), shape.mode, shape.draft_len, shared, shape.prepare_next
         )
 
-    def _capture(self, shape: Shape) -> None:
+    def _capture(self, shape: RoundShape) -> None:
         """Run the round once over dead rows, which compiles kernels, then capture it; restores the drafter's state afterwards."""
         state: Sequence[torch.Tensor] = (self._rows.live, *self._round.drafter.state)
         before = [tensor.clone() for tensor in state]

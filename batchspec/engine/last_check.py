@@ -75,7 +75,7 @@ class LastCheck:
         state = ended.state
         problem = _problem(state, found)
         if problem is None:
-            state.follows = True
+            state.constraint_checked = True
         elif state.finish_reason != "error" or isinstance(found, int):
             state.fail(RowError(
                 code=CONSTRAINT_VIOLATED, stage="decode", retryable=True,

@@ -14,7 +14,8 @@ import numpy as np
 
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.step import Prefill, ScheduledStep
-from batchspec.records import Ids, PackedBatch, Request
+from batchspec.packed_batch import PackedBatch
+from batchspec.records import Ids, Request
 from batchspec.token_automaton import TokenSymbols
 from batchspec.tuning.table import Table
 

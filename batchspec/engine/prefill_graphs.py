@@ -35,7 +35,7 @@ from batchspec.engine.prefill_inputs import PassInputs, emitting_first
 from batchspec.engine.prefill_shapes import PassShape, PassShapes
 from batchspec.engine.round import Round
 from batchspec.engine.step import Segment
-from batchspec.records import PREFILL_GRAPHS, ExpectedRows
+from batchspec.packed_batch import PREFILL_GRAPHS, ExpectedRows
 
 CAPTURE_AT = 3
 """A shape is captured at this use. A capture takes about as long as two passes that are launched kernel by kernel. So rare shapes
@@ -101,7 +101,7 @@ class PrefillGraphs:
         drafter = self._round.drafter
         uses = expected_uses(
             expected, self._shapes, mode, cost, num_slots=self._rows.live.shape[0], draft_len=drafter.max_len, round_s=round_s,
-            page_size=self._round.cache.page_size, lookahead=1 if drafter.num_kv_layers else 0,
+            page_size=self._round.cache.page_size, lookahead=self._round.prefix_lookahead,
         )  # fmt: skip
         most = min(int(PREPARED_SHARE * PREFILL_GRAPHS) - len(self._graphs), int(PREPARE_S / (2 * cost.least)))
         often = [shape for shape, count in uses.items() if count >= CAPTURE_AT]

@@ -17,6 +17,8 @@ from batchspec.engine.step import Prefill
 
 
 class PrefillRunner:
+    """Launches the passes of a `Prefill`, or queues them if they overlap rounds."""
+
     def __init__(self, round_: Round, rows: DeviceBatch, *, overlap: bool, graphs: PrefillGraphs | None = None) -> None:
         """overlap: passes may run concurrently with rounds (GPU only); graphs: only without it."""
         self._round, self._rows = round_, rows

@@ -12,7 +12,7 @@ from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.round import Round
 from batchspec.engine.step import Segment
 from batchspec.kernels.attention.settings import MAX_QUERIES
-from batchspec.records import KEYS_PER_TOKEN
+from batchspec.packed_batch import KEYS_PER_TOKEN
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ keep the device busy meanwhile."""
 from __future__ import annotations
 
 from batchspec.engine.prefill_cost import PrefillCost
-from batchspec.records import MOST_ROUNDS_BEFORE_REFILL
+from batchspec.packed_batch import MOST_ROUNDS_BEFORE_REFILL
 
 
 class IdleSlots:

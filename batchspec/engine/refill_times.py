@@ -1,4 +1,4 @@
-"""Learns from the results of a run how long a round takes, and the fixed time of a refill: what is left without the time that
+"""Learns from the times of a run how long a round takes, and the fixed time of a refill: what is left without the time that
 grows with its tokens.
 
 A refill is worth it once slots have been idle for as long as its fixed time. That time cannot be known before the run: it
@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from batchspec.engine.launch import Launch
 from batchspec.engine.prefill_cost import PrefillCost
-from batchspec.engine.results import PendingResult
+from batchspec.engine.round_clock import RoundTime
 
 FORGETTING = 0.98
 """Weight of a refill relative to the next one: about the last 50 refills count."""
@@ -30,7 +29,7 @@ FIRST = 5
 
 
 class RefillTimes:
-    """Call `add` with each result, in the order of the launches. All times are seconds."""
+    """Call `add` with each time that a `RoundClock` measures. All times are seconds."""
 
     def __init__(self, cost: PrefillCost, num_slots: int) -> None:
         """
@@ -49,29 +48,15 @@ class RefillTimes:
         self._num_timed: Counter[int] = Counter()
         self.round_s: dict[int, float] = {}
         """By draft length, the mean seconds of a round over all slots that directly follows another round."""
-        self.restart()
 
-    def restart(self) -> None:
-        """The next result does not follow the previous one."""
-        self._last: torch.cuda.Event | None = None
-        self._num_tokens = 0
-
-    def add(self, launch: Launch, result: PendingResult) -> None:
-        """Add the time since the result of the previous round: that of this round, and of the passes between the two."""
-        if launch.overlaps or (launch.is_prefill and not launch.num_prefilled):  # the pass runs concurrently with rounds
-            self.restart()
-        elif launch.is_prefill:
-            self._num_tokens += launch.num_prefilled
-        else:
-            last, num_tokens = self._last, self._num_tokens
-            self._last, self._num_tokens = result.arrived, 0
-            if last is None or launch.num_rows != self._num_slots:
-                return
-            seconds = result.seconds_since(last)
-            if not num_tokens:
-                self._add_round(launch.draft_len, seconds)
-            elif self._num_timed[launch.draft_len] >= FIRST:
-                self._add_refill(num_tokens, max(0.0, seconds - self.round_s[launch.draft_len]))
+    def add(self, launch: Launch, took: RoundTime) -> None:
+        """Add the time of a round, and of the passes before it."""
+        if launch.num_rows != self._num_slots:
+            return
+        if not took.num_prefilled:
+            self._add_round(launch.draft_len, took.seconds)
+        elif self._num_timed[launch.draft_len] >= FIRST:
+            self._add_refill(took.num_prefilled, max(0.0, took.seconds - self.round_s[launch.draft_len]))
 
     def _add_round(self, draft_len: int, seconds: float) -> None:
         mean = self.round_s.get(draft_len, seconds)

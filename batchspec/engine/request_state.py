@@ -72,7 +72,7 @@ class RequestState:
     """Why the host ended the request without a completion."""
     stop_string: str | None = None
     stop_id: int | None = None
-    follows: bool = False
+    constraint_checked: bool = False
     """Its tokens were walked through its automaton once more, which allows them (`last_check.py`)."""
     budget: ThinkingBudget | None = field(init=False)
     _thought: Tracker | None = field(init=False)

@@ -24,7 +24,7 @@ from batchspec.engine.verify_inputs import VerifyInputs
 from batchspec.kernels.attention.work_list import SharedPrefixes
 from batchspec.kernels.rounds.accept import accept
 from batchspec.model.target import Target
-from batchspec.records import PackedBatch
+from batchspec.packed_batch import PackedBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,9 @@ class RoundOptions:
     synthetic: tuple[float, ...] | None = None
     """Unconditional acceptance rates per position; for benchmarks."""
     argmax: bool = True
+    """Greedy tokens by an argmax; False: by softmax and top-k (`ablation.argmax`)."""
     uniform_slots: bool = True
+    """Rows of equal draft length have a layout without a prefix sum; False: a ragged one (`ablation.uniform_slots`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +69,9 @@ class RoundResult:
 
     def to_host(self) -> RoundResult:
         """Copies in pinned host memory, in stream order: complete only once an event recorded after this call has passed."""
-        fields = (self.log, self.logprobs, self.top_ids, self.top_logprobs, self.experts_read)
-        return RoundResult(*(None if field is None else field.to("cpu", non_blocking=True) for field in fields))  # type: ignore[arg-type]
+        log = self.log.to("cpu", non_blocking=True)
+        others = (self.logprobs, self.top_ids, self.top_logprobs, self.experts_read)
+        return RoundResult(log, *(None if field is None else field.to("cpu", non_blocking=True) for field in others))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,8 @@ class Round:
         """Draft lengths for which graphs are captured."""
         self.num_lookahead_slots = drafter.shape.num_lookahead_slots
         """Number of K/V positions after a row's last token that a round may write and read."""
+        self.prefix_lookahead = 1 if drafter.num_kv_layers else 0
+        """Number of tokens after a page on which its K/V depend too: a drafter's K/V depend on the next token."""
         self.nodes: int | None = None
         """Number of nodes that a round with drafts verifies, for trees; None for chains."""
         self._accepted_len = torch.zeros(batch.num_slots, dtype=torch.int32, device=device)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from batchspec.batch.sampling_mode import SamplingMode
@@ -16,31 +15,13 @@ from batchspec.cache.groups import most_keys
 from batchspec.engine.draft_lengths import DraftLengths
 from batchspec.engine.executor import Executor
 from batchspec.engine.expert_reads import ExpertReads, counted
-from batchspec.engine.graphs import Shape
+from batchspec.engine.graphs import RoundShape
 from batchspec.engine.launch import Launch
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.refill_times import RefillTimes
 from batchspec.engine.results import Ints, PendingResult
-from batchspec.records import ExpectedRows, PackedBatch
-
-
-class RoundClock:
-    """Measures the seconds of consecutive rounds."""
-
-    def __init__(self) -> None:
-        self._last: torch.cuda.Event | None = None
-
-    def seconds_of(self, launch: Launch, result: PendingResult) -> float | None:
-        """Seconds since the previous result arrived; call it with each result, in launch order.
-
-        None for a prefill pass, for the first round after one, and for a round that overlapped other work and its successor.
-        """
-        if launch.is_prefill or launch.overlaps:
-            self._last = None
-            return None
-        last, self._last = self._last, result.arrived
-        return None if last is None else result.seconds_since(last)
-
+from batchspec.engine.round_clock import RoundClock
+from batchspec.packed_batch import ExpectedRows, PackedBatch
 
 SPARE = 1.25
 """Margin over the longest surveyed row. Rounds with longer rows plan attention for the longest row that the job allows."""
@@ -106,14 +87,7 @@ class RoundPlanner:
         expected     also capture the prefill passes that these rows will most likely need (`PrefillGraphs.prepare`)
         Returns the cost of prefill passes in seconds; None if rounds are not CUDA graphs (CPU, float64): then nothing is timed.
         """
-        batch, lengths, graphs = self._batch, self._lengths, self._executor.graphs
-        draft_lens = [self._max_len] if lengths is None else lengths.choices
-        kinds = [(k, prepare_next) for k in draft_lens for prepare_next in ((True,) if k or lengths is None else (True, False))]
-        shapes = [
-            Shape(num_rows, k, mode, prepare_next=prepare_next, max_kv=self.usual_kv)
-            for num_rows in batch.row_buckets
-            for k, prepare_next in kinds
-        ]
+        batch, graphs, shapes = self._batch, self._executor.graphs, self._shapes(mode)
         most_pages = (batch.longest_prompt or batch.max_len) // batch.page_size
         shared = shared and self._executor.sharing.may_pay(batch.num_slots, most_pages)
         variants = [*shapes, *(replace(shape, shared=True) for shape in shapes if shared)]
@@ -133,15 +107,7 @@ class RoundPlanner:
         if cost is None:
             return None
         self._refills = None if cost.replay is None else RefillTimes(cost, batch.num_slots)
-        if self.experts is None:
-            self._time(shapes)
-        else:
-            with self._executor.dead_tokens_routed():
-                if lengths is not None:
-                    shape = Shape(batch.num_slots, 0, mode, prepare_next=False, max_kv=self.usual_kv)
-                    self._time_experts(self.experts, shape)
-                with self._executor.different_tokens():
-                    self._time(shapes)
+        self._time_all(shapes, mode)
         timed = time.perf_counter()
         passes = 0 if expected is None else self._executor.prepare_passes(expected, mode, round_s=self.round_s)
         self.seconds = {
@@ -152,7 +118,18 @@ class RoundPlanner:
         }
         return cost
 
-    def _ends_before_smaller_rounds_pay(self, most_rounds: int, shapes: Sequence[Shape]) -> bool:
+    def _shapes(self, mode: SamplingMode) -> list[RoundShape]:
+        """The rounds of every row bucket and draft length that may be chosen, without shared prefixes."""
+        lengths = self._lengths
+        draft_lens = [self._max_len] if lengths is None else lengths.choices
+        kinds = [(k, prepare_next) for k in draft_lens for prepare_next in ((True,) if k or lengths is None else (True, False))]
+        return [
+            RoundShape(num_rows, k, mode, prepare_next=prepare_next, max_kv=self.usual_kv)
+            for num_rows in self._batch.row_buckets
+            for k, prepare_next in kinds
+        ]
+
+    def _ends_before_smaller_rounds_pay(self, most_rounds: int, shapes: Sequence[RoundShape]) -> bool:
         """Whether `most_rounds` rounds over all slots take less time than preparing the graphs of all smaller row buckets.
 
         The estimate takes a capture to last as long as its warm-up round (factor 2).
@@ -164,7 +141,19 @@ class RoundPlanner:
         prepare_s = 2 * graphs.capture_s / graphs.num_captured * (len(shapes) - len(whole))
         return most_rounds * min(graphs.seconds(shape) for shape in whole) < prepare_s
 
-    def _time(self, shapes: Sequence[Shape]) -> None:
+    def _time_all(self, shapes: Sequence[RoundShape], mode: SamplingMode) -> None:
+        """Time rounds over dead rows; of a target with experts also what reading an expert costs."""
+        if self.experts is None:
+            self._time(shapes)
+            return
+        with self._executor.dead_tokens_routed():
+            if self._lengths is not None:
+                shape = RoundShape(self._batch.num_slots, 0, mode, prepare_next=False, max_kv=self.usual_kv)
+                self._time_experts(self.experts, shape)
+            with self._executor.different_tokens():
+                self._time(shapes)
+
+    def _time(self, shapes: Sequence[RoundShape]) -> None:
         """Time rounds over dead rows, and count the experts that they read."""
         for shape in shapes:
             whole = shape.num_rows == self._batch.num_slots and shape.prepare_next
@@ -176,7 +165,7 @@ class RoundPlanner:
                 if self.experts is not None:
                     self.experts.set_base(shape.num_rows, shape.draft_len, self._executor.experts_read())
 
-    def _time_experts(self, experts: ExpertReads, shape: Shape) -> None:
+    def _time_experts(self, experts: ExpertReads, shape: RoundShape) -> None:
         """Time one round twice: over rows with equal tokens, which choose equal experts, and over rows with different tokens."""
         graphs, executor = self._executor.graphs, self._executor
         same_s, same = graphs.seconds(shape), executor.experts_read().mean()
@@ -237,16 +226,16 @@ class RoundPlanner:
         """Learn from the result of a round or prefill pass; accepted_len int32 [rows] of the round."""
         if launch.counts_experts and self.experts is not None and result.result.experts_read is not None:
             self.experts.observe(result.result.experts_read.numpy(), self._live_tokens(launch, result))
-        if self._refills is not None:
-            self._refills.add(launch, result)
+        took = self._clock.add(launch, result)
+        if took is not None and self._refills is not None:
+            self._refills.add(launch, took)
         if self._lengths is None:
             return
-        seconds = self._clock.seconds_of(launch, result)
         if not launch.is_prefill:
             self._lengths.observe(launch.draft_len, accepted_len)
-        if seconds is not None:
+        if took is not None and not took.num_prefilled:
             self._lengths.timed(
-                launch.num_rows, launch.draft_len, launch.context_tokens, seconds, prepare_next=launch.prepare_next,
+                launch.num_rows, launch.draft_len, launch.context_tokens, took.seconds, prepare_next=launch.prepare_next,
                 live_rows=launch.live_rows,
             )  # fmt: skip
 
@@ -266,7 +255,5 @@ class RoundPlanner:
     def restart(self) -> None:
         """A run begins: its first round follows no earlier launch, and no draft length was chosen for it."""
         self._clock = RoundClock()
-        if self._refills is not None:
-            self._refills.restart()
         if self._lengths is not None:
             self._lengths.restart()

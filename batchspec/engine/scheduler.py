@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from batchspec.engine.allocator import SlotAllocator
 from batchspec.engine.executor import Executor
@@ -181,13 +180,13 @@ class Scheduler:
 
     def _prefill(self, group: list[RequestState]) -> Prefill:
         """The refills of these requests, which have their slots and pages; counts their tokens."""
-        for state in group:
-            num_cached = state.num_shared_pages * self.batch.page_size
+        prefill = prefill_of(group, self._allocator, scores=self._scores, can_overlap=self._executor.can_overlap)
+        for state, refill in zip(group, prefill.refills, strict=True):
             if state.num_prefills == 0:
-                state.cached_tokens = num_cached
-            self._totals.cached_tokens += num_cached
-            self._totals.prefill_tokens += state.num_tokens - num_cached
-        return prefill_of(group, self._allocator, scores=self._scores, can_overlap=self._executor.can_overlap)
+                state.cached_tokens = refill.num_cached
+            self._totals.cached_tokens += refill.num_cached
+            self._totals.prefill_tokens += state.num_tokens - refill.num_cached
+        return prefill
 
     def _too_few_active(self) -> bool:
         """Whether to delay decoding until half of the slots are active: a small round costs nearly as much as a full one."""
@@ -225,8 +224,8 @@ class Scheduler:
                 self._totals.preempted += 1
         if not self.slots.num_live:  # all of them ended in the results that were read
             return
-        round_ = self._schedule_round(overlaps=overlaps or bool(self.launches.passes))
-        yield self._step(reads_due=reads, grants=tuple(grants), round=round_)
+        scheduled = self._schedule_round(overlaps=overlaps or bool(self.launches.passes))
+        yield self._step(reads_due=reads, grants=tuple(grants), round_=scheduled)
 
     @property
     def _tokens_ahead(self) -> int:
@@ -252,26 +251,31 @@ class Scheduler:
             drafter_update=self._executor.drafter.next_update(),
         )
 
-    def _step(self, *, num_reads: int = 0, read_all: bool = False, reads_due: bool = True, **fields: Any) -> ScheduledStep:
-        """A step with the changes since the last one; notes what it launches.
+    def _step(
+        self, *, cancels_waiting_passes: bool = False, activates_pass: bool = False, moves: tuple[tuple[int, int], ...] = (),
+        prefill: Prefill | None = None, grants: tuple[PageGrant, ...] = (), round_: ScheduledRound | None = None,
+        num_reads: int = 0, read_all: bool = False, reads_due: bool = True,
+    ) -> ScheduledStep:  # fmt: skip
+        """A step with the changes since the last one; notes what it launches. Arguments are fields of `ScheduledStep`, but:
 
+        read_all   read the results of all launches, those of this step included
         reads_due  if it launches a round: whether the results that are due by `run_ahead` are read
         """
-        prefill: Prefill | None = fields.get("prefill")
-        if fields.get("activates_pass"):
+        if activates_pass:
             self.launches.activate_pass()
         if prefill is not None:
             self.launches.add_prefill(prefill)
         if read_all:
             num_reads = len(self.launches.unread)
-        elif reads_due and fields.get("round") is not None:
+        elif reads_due and round_ is not None:
             num_reads = max(0, len(self.launches.unread) - self.batch.run_ahead)
         killed, self._killed = tuple(self._killed), []
         finished = tuple(self.finished)
         self.finished.clear()
-        if self._lazy is not None:
-            wakes = self._lazy.take_wakes()
-            fields |= {"uploads": self._lazy.take_uploads(), "wakes": wakes}
+        wakes = () if self._lazy is None else self._lazy.take_wakes()
+        uploads = () if self._lazy is None else self._lazy.take_uploads()
         return ScheduledStep(
-            drafter_version=self.drafter_version, finished=finished, killed=killed, num_reads=num_reads, **fields
-        )
+            drafter_version=self.drafter_version, finished=finished, killed=killed,
+            cancels_waiting_passes=cancels_waiting_passes, activates_pass=activates_pass, moves=moves, uploads=uploads,
+            wakes=wakes, prefill=prefill, grants=grants, round=round_, num_reads=num_reads,
+        )  # fmt: skip

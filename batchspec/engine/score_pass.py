@@ -16,7 +16,7 @@ from batchspec.engine.logprobs import Logprobs
 from batchspec.engine.round import Round, RoundResult
 from batchspec.engine.step import Segment
 from batchspec.kernels.rounds.accept import FULL
-from batchspec.records import SCORED_TOKENS
+from batchspec.packed_batch import SCORED_TOKENS
 
 
 def score(round_: Round, hidden: Tensor, next_ids: Tensor) -> Logprobs:

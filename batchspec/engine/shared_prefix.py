@@ -77,11 +77,10 @@ class PrefixGroupTables:
 
     def __init__(self, num_slots: int, page_size: int, device: torch.device) -> None:
         self._page_size, self._most = page_size, max(1, num_slots // 2)
-        ints = {"dtype": torch.int32, "device": device}
-        self._row_group = torch.full((num_slots,), -1, **ints)  # type: ignore[call-overload]
-        self._row_order = torch.arange(num_slots, **ints)  # type: ignore[call-overload]
-        self._group_start = torch.zeros(self._most + 1, **ints)  # type: ignore[call-overload]
-        self._shared_len = torch.zeros(self._most, **ints)  # type: ignore[call-overload]
+        self._row_group = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
+        self._row_order = torch.arange(num_slots, dtype=torch.int32, device=device)
+        self._group_start = torch.zeros(self._most + 1, dtype=torch.int32, device=device)
+        self._shared_len = torch.zeros(self._most, dtype=torch.int32, device=device)
 
     def write(self, groups: Sequence[PrefixGroup], num_rows: int) -> None:
         """Replace all groups, those of a round over the first `num_rows` slots, in stream order."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +15,7 @@ from batchspec.engine.results import RoundLog, Slots
 FREE = -1
 """Owner of a slot without a request."""
 NEVER = 1 << 62
+"""More tokens than a row can have: the budget is never used up."""
 NO_BEGIN_ID = -2
 """In place of the think token if thoughts begin without one. A log holds ids and -1 for no token, so this matches nothing."""
 
@@ -58,7 +58,7 @@ class SlotTable:
         self._num_buffered, self._num_prefills, self._num_discarded = zeros(), zeros(), zeros()
         self._accepted, self._drafted = zeros(draft_len + 1), zeros(draft_len + 1)
         self._counts = (self._num_buffered, self._num_prefills, self._num_discarded, self._accepted, self._drafted)
-        self._arrays: tuple[NDArray[Any], ...] = (
+        self._arrays: tuple[NDArray[np.generic], ...] = (
             self.owner, self.num_tokens, self.num_columns, self.num_held, self.num_prefilled, self.prompt_len, self.max_tokens,
             self.predicted_tokens, self.watched,
             self.budget_due, self.begin_id, self._tokens, *self._counts,
@@ -134,6 +134,7 @@ class SlotTable:
         self.requests[state.slot] = None
         self.num_live -= 1
         self.owner[state.slot] = FREE
+        state.slot = -1
 
     def flush(self, state: RequestState) -> None:
         """Add the slot's buffered tokens and counts to its request; the request stays active."""

@@ -26,7 +26,7 @@ from batchspec.kernels.attention.work_list import SharedPrefixes
 from batchspec.kernels.tree.find_accepted_path import find_accepted_path
 from batchspec.kernels.tree.prepare_tree_inputs import prepare_tree_inputs
 from batchspec.model.target import Target
-from batchspec.records import PackedBatch
+from batchspec.packed_batch import PackedBatch
 
 
 def round_for(

@@ -7,6 +7,7 @@ From config to weights:
   files.py              the files of a checkpoint; weight_files.py: digests of them; hub.py, packaged.py: where they come from
   weights.py            tensors, checked before one is read; given.py: tensors in memory; from_gguf.py: a GGUF file
   weight_sums.py        sha256 of every tensor
+  dtype.py              the data type in which the model computes
   shard.py              the part of each tensor that a rank holds
   rewrite.py            new weights in the place of the old ones
 Forward pass:

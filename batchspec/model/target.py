@@ -15,7 +15,6 @@ from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.attention import plan_attention
 from batchspec.cache.pages import KVCache
 from batchspec.distributed.collectives import Collectives
-from batchspec.errors import ConfigError
 from batchspec.kernels.common.dry_run import is_dry
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.model.decoder import LayerWeights, PagedAttend, PagedStore, ResidualStream
@@ -30,22 +29,6 @@ from batchspec.model.spec import EMBEDDING, FINAL_NORM, OUTPUT, ModelSpec, layer
 from batchspec.model.vocabulary import gather_logits, greedy_of_ranks
 from batchspec.model.weight_sums import WeightSums
 from batchspec.model.weights import Checkpoint, DummyWeights
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
-
-def resolve_dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """model.dtype -> the dtype to compute in. `auto`: the checkpoint's, but fp32 on a CPU without fast bf16 products.
-
-    Raises ConfigError for `auto` if the checkpoint's dtype is fp16, which is not supported.
-    """
-    if name != "auto":
-        return DTYPES[name]
-    if spec.dtype not in DTYPES:
-        raise ConfigError(f"model.dtype=auto: the checkpoint is {spec.dtype}, which is not supported; set bfloat16 or float32")
-    dtype = DTYPES[spec.dtype]
-    slow = device.type == "cpu" and not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return torch.float32 if dtype is torch.bfloat16 and slow else dtype
 
 
 class Target:

@@ -10,7 +10,7 @@ Rows to requests:
 The stream:
   work_plan.py        what a run does with each output row
   order.py            the order in which requests enter; predict.py: predicted output lengths
-  feed.py             the stream, a window of shards at a time; prefetch.py: ahead of the engine
+  feed.py             the stream, a window of shards at a time
   ready_requests.py   requests whose automata are compiled
 The shape:
   survey.py           lengths of the first rows

@@ -144,14 +144,19 @@ class Feed:
         self._compiling, self._busy, self._on_refused = compiling, busy or self._has_unfinished, refused
         self._num_unfinished = 0
         """Number of requests that were handed out and have not finished. Only counted with `compiling`."""
-        self.num_ready = 0
-        """Number of admitted requests that can be handed out without waiting."""
+        self._num_ready = 0
 
     def requests(self) -> Iterator[Request | None]:
         """Yield requests in decoding order: window by window, the longest of a window first. Requests whose automata are not
         compiled yet come later; None: no request is ready at present.
         """
         return self._in_order() if self._compiling is None else self._compiled(self._compiling)
+
+    @property
+    def num_ready(self) -> int:
+        """Number of admitted requests that can be handed out without waiting. 0 with `compiling`: which request is next depends
+        on which automata are compiled by then."""
+        return self._num_ready if self._compiling is None else 0
 
     def _compiled(self, compiling: RequestCompiler) -> Iterator[Request | None]:
         ahead = max(AHEAD, self._slots)
@@ -172,7 +177,7 @@ class Feed:
             requests = order_requests(coming.admit_all())
             coming = self._coming(window)
             for left, request in zip(reversed(range(len(requests))), requests, strict=True):
-                self.num_ready = left or coming.num_ready
+                self._num_ready = left or coming.num_ready
                 # Predict again: rows that finished since the window was admitted improve the prediction.
                 yield self._predicted(request)
                 if self._ends_soon(left):

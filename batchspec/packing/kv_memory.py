@@ -14,7 +14,7 @@ import torch
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.layout import KVLayout
 from batchspec.model.spec import ModelSpec
-from batchspec.records import PackedBatch
+from batchspec.packed_batch import PackedBatch
 
 DraftLayers = Sequence[tuple[KVLayout, int | None]]
 """Layout and window of each of a drafter's layers. A window is the number of newest keys that the layer reads, None for all."""

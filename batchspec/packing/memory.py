@@ -35,8 +35,8 @@ from __future__ import annotations
 import torch
 
 from batchspec.model.spec import ModelSpec
+from batchspec.packed_batch import KEYS_PER_TOKEN, PREFILL_GRAPHS, SCORED_TOKENS
 from batchspec.packing.cost import num_multiplied
-from batchspec.records import KEYS_PER_TOKEN, PREFILL_GRAPHS, SCORED_TOKENS
 
 FIXED_BYTES = 2 * 10**9
 PREFILL_EXCHANGE_BYTES = 1 << 27

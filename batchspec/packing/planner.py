@@ -11,10 +11,10 @@ import torch
 from batchspec.config.schema import PackingConfig
 from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
+from batchspec.packed_batch import MOST_ROUNDS_BEFORE_REFILL, PackedBatch
 from batchspec.packing.cost import Rates, kv_read_bytes, prefill_seconds, read_bytes, round_seconds
 from batchspec.packing.kv_memory import DraftLayers, KVMemory
 from batchspec.packing.memory import graph_tokens, reserve_bytes
-from batchspec.records import MOST_ROUNDS_BEFORE_REFILL, PackedBatch
 
 PAGE_SIZE = 16
 CPU_SLOTS = 16

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from batchspec.errors import CapacityError, ConfigError
+from batchspec.packed_batch import PackedBatch
 from batchspec.packing.planner import Forecast
-from batchspec.records import PackedBatch
 
 TIE = 0.02
 """A layout with more ranks must be faster by this share, because more processes can fail."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from batchspec.packed_batch import ExpectedRows
 from batchspec.packing.planner import Demand
-from batchspec.records import Completion, ExpectedRows, Ids, Request
+from batchspec.records import Completion, Ids, Request
 
 PREFIX_TOKENS = 128
 """Rounds read a prefix of at least 8 pages of 16 tokens once for all rows that share it (engine/shared_prefix.py)."""
@@ -81,7 +82,7 @@ class Survey:
         return round((len(self.prompt_tokens) + self.num_bad) * num_rows / self.num_rows)
 
     def expected_rows(self, num_rows: int, window_rows: int) -> ExpectedRows | None:
-        """What to expect of a job of `num_rows` such rows; None if no request was surveyed.
+        """What to expect of `num_rows` such input rows; None if no request was surveyed.
 
         window_rows  number of input rows that are ordered together, by predicted output, the longest first (packing/order.py)
         """

@@ -7,9 +7,7 @@ from contextlib import closing
 
 from batchspec.dataset.reader import InputShard
 from batchspec.engine.engine import Engine
-from batchspec.engine.output_processor import EngineTotals
 from batchspec.packing.feed import Feed
-from batchspec.packing.prefetch import Prefetcher
 from batchspec.packing.work_plan import DecodedShard, PlanRows, WorkPlan, all_rows
 from batchspec.prepare import Job
 from batchspec.runner.run_monitor import RunMonitor
@@ -19,8 +17,6 @@ from batchspec.runstate.journal import Journal, Journaled
 
 JOURNAL_S = 60.0
 """A killed run loses at most the rows that finished in this many seconds."""
-TAKEN_A_ROUND = 8
-"""Requests prefetched after each round: twice as many as end in a round of 256 rows that take 60 rounds each."""
 
 
 def decode_shards(
@@ -55,17 +51,8 @@ def decode_shards(
         journaled=journaled,
         compiling=job.admission.compiling,
     )
-    # No prefetching in jobs with automata: the order of requests depends on which automata are compiled.
-    most = engine.batch.num_slots // 2 if job.admission.compiling is None else 0
-    requests = Prefetcher(monitor.watch(feed), lambda: feed.num_ready, most=most)
-
-    def after_round(totals: EngineTotals) -> None:
-        monitor(totals)
-        requests.take(TAKEN_A_ROUND)
-        engine.take_ahead(min(TAKEN_A_ROUND, requests.num_taken))
-
-    engine.on_round = after_round
-    with closing(engine.run(requests)) as completions:
+    engine.on_round = monitor
+    with closing(engine.run(monitor.watch(feed), num_ready=lambda: feed.num_ready)) as completions:
         for completion in completions:
             job.admission.observe(completion)
             feed.add(completion)
@@ -74,7 +61,6 @@ def decode_shards(
                 journal.add(completion)
                 journal.flush_every(JOURNAL_S)
             yield from map(monitor.decoded, feed.complete())
-    engine.on_round = monitor
     monitor.ended()
     yield from map(monitor.decoded, feed.complete())  # shards without any good row
 

@@ -9,7 +9,8 @@ from batchspec.model.kv_scales import KVScales, checkpoint_scales
 from batchspec.model.spec import ModelSpec
 from batchspec.prepare import Job
 from batchspec.runner.oom_fallback import EngineWithFallback
-from batchspec.runstate.output_folder import KV_SCALES, OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
+from batchspec.runstate.run_folder import KV_SCALES
 from batchspec.text import counted
 
 

@@ -15,7 +15,8 @@ from batchspec.prepare import Job
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runner.oom_fallback import EngineWithFallback
 from batchspec.runstate.claims import this_process
-from batchspec.runstate.output_folder import WEIGHTS, OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
+from batchspec.runstate.run_folder import WEIGHTS
 
 UNKNOWN = (
     "the weights were compared with earlier runs by samples only, because those runs, of an earlier version of batchspec, kept "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
@@ -14,24 +13,12 @@ from batchspec.errors import OutputError
 from batchspec.runstate.claims import REMOTE_STALE_S, STALE_S, Claims
 from batchspec.runstate.footers import ShardFiles
 from batchspec.runstate.generations import Generation, Generations
-from batchspec.runstate.manifest import MANIFEST, Manifest, differences
+from batchspec.runstate.manifest import MANIFEST, Manifest, compared_facts, default_shard_rows, differences, first_job
 from batchspec.runstate.overwrite import READS, check_own, elected, read_manifest, refuse_living, settled, this_command
 from batchspec.storage.open_store import open_store
 from batchspec.storage.store import Store
 
 TMP = "_batchspec/tmp"
-MANY_SHARDS = 2048
-MAX_SHARD_ROWS = 8192
-
-
-def default_shard_rows(num_rows: int) -> int:
-    """Rows of a shard if output.shard_rows is not set. It depends only on the input, so that all runs have the same shards.
-
-    It grows with the input: up to 512 for a million rows, then so that there are about MANY_SHARDS shards, up to MAX_SHARD_ROWS
-    (a run holds several shards in memory). Large shards do not make a kill expensive: finished rows are journaled.
-    """
-    few = min(max(num_rows // 256, 16), 512)
-    return max(few, min(-(-num_rows // MANY_SHARDS), MAX_SHARD_ROWS))
 
 
 class JobFolder:
@@ -152,7 +139,7 @@ class JobFolder:
         if self.begins_anew(overwrite):
             self._refuse_living()
             return
-        now = _compared(fingerprint, num_rows, shard_rows)
+        now = compared_facts(fingerprint, num_rows, shard_rows)
         for _ in range(READS):  # read again: a bit error while reading must not look like another job
             known = self.manifest.fingerprint
             now |= {key: value for key, value in known.items() if key in may_differ}
@@ -193,7 +180,7 @@ class JobFolder:
         anew = self.begins_anew(overwrite) and elected(self._store, self._command)
         if anew or not self.is_job():
             self._store.probe()
-            compared = _compared(fingerprint, num_rows, shard_rows)
+            compared = compared_facts(fingerprint, num_rows, shard_rows)
             manifest = Manifest(
                 fingerprint=compared,
                 config=config,
@@ -202,7 +189,7 @@ class JobFolder:
                 shard_rows=shard_rows or default_shard_rows(num_rows),
                 publish=self._store.method,
                 files=tuple(files),
-                job=self._command.new_job() if anew else _first_job(self.path, compared),
+                job=self._command.new_job() if anew else first_job(self.path, compared),
                 began=self._command.names,
             )
             if anew:
@@ -287,16 +274,3 @@ class JobFolder:
 
     def _claims(self, store: Store) -> Claims:
         return Claims(store, self.attempt, stale_s=REMOTE_STALE_S if self._store.method == "put" else STALE_S)
-
-
-def _first_job(path: str, compared: Mapping[str, str]) -> str:
-    """The id of the first job of a folder, the same in all runs that begin it at the same time: with the publishing method
-    `rename`, either run's manifest may be the one that remains.
-    """
-    return uuid.uuid5(uuid.NAMESPACE_OID, json.dumps([path, compared], sort_keys=True)).hex
-
-
-def _compared(fingerprint: Mapping[str, str], num_rows: int, shard_rows: int | None) -> dict[str, str]:
-    """The fingerprint, and the two numbers that determine which rows a shard holds."""
-    rows = str(shard_rows or default_shard_rows(num_rows))
-    return {**fingerprint, "input.rows": str(num_rows), "output.shard_rows": rows}

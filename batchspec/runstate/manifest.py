@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,6 +19,18 @@ VERSION = 2
 SHORT = 64
 LATER_KEYS = ("model.quantization", "model.tensors")
 """Of the fingerprint: jobs begun before these keys existed lack them, and are compared without them."""
+MANY_SHARDS = 2048
+MAX_SHARD_ROWS = 8192
+
+
+def default_shard_rows(num_rows: int) -> int:
+    """Rows of a shard if output.shard_rows is not set. It depends only on the input, so that all runs have the same shards.
+
+    It grows with the input: up to 512 for a million rows, then so that there are about MANY_SHARDS shards, up to MAX_SHARD_ROWS
+    (a run holds several shards in memory). Large shards do not make a kill expensive: finished rows are journaled.
+    """
+    few = min(max(num_rows // 256, 16), 512)
+    return max(few, min(-(-num_rows // MANY_SHARDS), MAX_SHARD_ROWS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,3 +113,16 @@ def _shown(value: str | None) -> str:
     if value is None:
         return "(none)"
     return value if len(value) <= 24 else value[:21] + "..."
+
+
+def first_job(path: str, compared: Mapping[str, str]) -> str:
+    """The id of the first job of a folder, the same in all runs that begin it at the same time: with the publishing method
+    `rename`, either run's manifest may be the one that remains.
+    """
+    return uuid.uuid5(uuid.NAMESPACE_OID, json.dumps([path, compared], sort_keys=True)).hex
+
+
+def compared_facts(fingerprint: Mapping[str, str], num_rows: int, shard_rows: int | None) -> dict[str, str]:
+    """The fingerprint, and the two numbers that determine which rows a shard holds."""
+    rows = str(shard_rows or default_shard_rows(num_rows))
+    return {**fingerprint, "input.rows": str(num_rows), "output.shard_rows": rows}

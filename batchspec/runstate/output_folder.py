@@ -20,46 +20,34 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
-import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchspec.errors import BatchspecError, OutputError, StorageError
-from batchspec.runstate.adapted_heads import HeadFiles
 from batchspec.runstate.attempts import FOLDER as ATTEMPTS
-from batchspec.runstate.attempts import Attempts
 from batchspec.runstate.claims import FOLDER as CLAIMS
 from batchspec.runstate.footers import identity, part_name, read_shard_file
 from batchspec.runstate.generations import FOLDER as RETRIES
 from batchspec.runstate.generations import unfinished
-from batchspec.runstate.heartbeats import HeartbeatFiles
-from batchspec.runstate.job_folder import JobFolder
 from batchspec.runstate.journal import FOLDER as JOURNAL
-from batchspec.runstate.journal import Journal
 from batchspec.runstate.overwrite import read_manifest
+from batchspec.runstate.run_folder import RunFolder
 from batchspec.runstate.scan import scan, scanning
 from batchspec.runstate.shard_sums import ShardSums
 from batchspec.runstate.shard_writer import UnpublishedFile, WrittenFile
 
-KV_SCALES = "_batchspec/kv_scales.json"
-WEIGHTS = "_batchspec/weights.json"
-SETTLE_S = 1.0
-"""Without hard links, the sums of a run that began at the same moment may replace a run's own, but not after so long."""
 MAX_TRIES = 20
 """Maximum number of tries to publish a shard while runs of another job publish it too."""
 
 
-class OutputFolder(JobFolder):
-    """The output of one job: its shards, and the files of its runs under _batchspec/."""
+class OutputFolder(RunFolder):
+    """The output of one job: its shards, its card, and the files of its runs under _batchspec/."""
 
     def __init__(self, path: Path | str) -> None:
         super().__init__(path)
@@ -217,87 +205,9 @@ class OutputFolder(JobFolder):
             elif index in faults:
                 yield str(faults[index])
 
-    def attempts(self) -> Attempts:
-        """The records of what runs were computing when they crashed."""
-        return Attempts(self._work, self.attempt)
-
-    def heartbeats(self) -> HeartbeatFiles:
-        """The heartbeats of all runs."""
-        return HeartbeatFiles(self._store, self.attempt)
-
-    def journal(self) -> Journal:
-        """The journal of shards that are not committed."""
-        manifest = self.manifest
-
-        def holds(shard: int, row: int) -> bool:
-            return 0 <= shard < manifest.num_shards and row in manifest.rows_of(shard)
-
-        return Journal(self._work, self.attempt, manifest.job, self.check_own, holds)
-
-    def head(self, name: str) -> HeadFiles:
-        """A draft head that runs of this job trained."""
-        return HeadFiles(self._store, name)
-
-    def kv_scales(self) -> bytes | None:
-        """The K/V scales that all runs of the job use; None if no run has kept them yet."""
-        return self._store.read(KV_SCALES) if self._store.exists(KV_SCALES) else None
-
-    def keep_kv_scales(self, own: bytes) -> bytes:
-        """Keep a run's scales if no other run was first; returns those that are kept. Raises as `check_own` does."""
-        self._put_own(KV_SCALES, own, once=True)
-        return self._store.read(KV_SCALES)
-
-    def weight_sums(self) -> bytes | None:
-        """The sums of the weights that all runs of the job load; None if no run has kept them yet."""
-        return self._store.read(WEIGHTS) if self._store.exists(WEIGHTS) else None
-
-    def keep_weight_sums(self, own: bytes) -> bytes:
-        """Keep a run's sums if no other run was first; returns those that are kept. Raises as `check_own` does."""
-        self._put_own(WEIGHTS, own, once=True)
-        if self._store.method == "rename":
-            time.sleep(SETTLE_S)
-        return self._store.read(WEIGHTS)
-
-    def log_run(self, facts: Mapping[str, Any]) -> None:
-        """Store the summary of a run that has ended. Raises StorageError, and OutputError as `check_own`."""
-        self._put_own(f"_batchspec/logs/run-{self.attempt}.json", (json.dumps(dict(facts)) + "\n").encode())
-
-    def log_timeline(self, text: str) -> None:
-        """Store the run's timeline so far, unless the folder holds another job now. Raises StorageError."""
-        with suppress(OutputError):
-            self._put_own(f"_batchspec/logs/run-{self.attempt}.timeline.jsonl", text.encode())
-
-    def logs(self, ending: str) -> Iterator[str]:
-        """The logs of all runs with this ending: `.timeline.jsonl`, or `.json` for the summaries."""
-        for name in self._store.list("_batchspec/logs"):
-            if re.fullmatch(r"run-[0-9a-f]+" + re.escape(ending), name):
-                yield self._store.read(f"_batchspec/logs/{name}").decode("utf-8", "replace")
-
     def put_report(self, page: str) -> None:
         """Write report.html. Raises as `check_own` does."""
         self._put_own("report.html", page.encode())
-
-    def _put_own(self, name: str, data: bytes, *, once: bool = False) -> None:
-        """Write a file of the job. If the folder holds another job afterwards (because the run was suspended), the file is
-        deleted again; the next run of that job writes its card if it is missing. Raises as `check_own` does.
-
-        once  a file that is there already stays
-        """
-        self.check_own()
-        written = True
-        if once:
-            written = self._store.put_if_absent(name, data)
-        else:
-            self._store.put(name, data)
-        try:
-            self.check_own()
-        except OutputError:
-            if not written:
-                raise
-            version = self._store.version(name)
-            if self._store.read(name) == data:
-                self._store.delete(name, version)
-            raise
 
     def tidy(self) -> None:
         """Delete journal, claims and attempts of a complete job. Raises as `check_own` does."""

@@ -18,11 +18,12 @@ from batchspec.dataset.schema import output_schema
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.errors import CapacityError, EngineInUse, InputError
 from batchspec.model.tokenizer import Tokenizer
+from batchspec.packed_batch import PackedBatch
 from batchspec.packing.constraints import Constraints
 from batchspec.packing.feed import Feed
 from batchspec.packing.predict import LengthPredictor
 from batchspec.prepare import Job, JobModel, job_of
-from batchspec.records import Completion, PackedBatch, Request
+from batchspec.records import Completion, Request
 from batchspec.runner.oom_fallback import OutOfMemoryGuard
 from batchspec.runner.shard_work import ShardWork
 from batchspec.warm.stream import Stream
@@ -41,7 +42,7 @@ class Decoder(Protocol):
     batch: PackedBatch
     on_round: Callable[[EngineTotals], None] | None
 
-    def run(self, requests: Iterator[Request | None]) -> Generator[Completion]:
+    def run(self, requests: Iterator[Request | None], *, num_ready: Callable[[], int] | None = None) -> Generator[Completion]:
         """As `engine.Engine.run`."""
 
 
@@ -70,9 +71,8 @@ class Call:
         self._num_unfinished = 0
         """Number of requests that the engine has, including those of later turns."""
 
-    def requests(self, slots: int) -> Iterator[Request | None]:
-        """The requests of all rows, admitted a window at a time, in a job's decoding order, except that requests whose automata
-        are being compiled come later. None: no request is ready at present.
+    def feed(self, slots: int) -> Feed:
+        """The requests of all rows, as a job feeds them to its engine.
 
         slots  of the batch
         """
@@ -82,7 +82,7 @@ class Call:
             job.source.shards(job.shard_rows), ShardWork.of(job, ATTEMPT).admitted, rows=self._with_bad_rows_noted,
             predicted=job.admission.predicted, num_shards=num_shards, shard_rows=job.shard_rows, slots=slots,
             compiling=job.admission.compiling, busy=lambda: self._num_unfinished > 0, refused=self._bad.append,
-        ).requests()  # fmt: skip
+        )  # fmt: skip
 
     def _with_bad_rows_noted(
         self, shard: InputShard, admitted: Iterator[Request | Completion]
@@ -99,9 +99,12 @@ class Call:
         Raises Cancelled at the next round after `give_up`, and CapacityError if memory runs out; the engine can then be used
         again.
         """
-        requests = self.requests(engine.batch.num_slots) if requests is None else requests
+        num_ready = None
+        if requests is None:
+            feed = self.feed(engine.batch.num_slots)
+            requests, num_ready = feed.requests(), lambda: feed.num_ready
         engine.on_round = self.check
-        with OutOfMemoryGuard() as guard, closing(engine.run(self._checked(requests))) as completions:
+        with OutOfMemoryGuard() as guard, closing(engine.run(self._checked(requests), num_ready=num_ready)) as completions:
             try:
                 for completion in completions:
                     self._num_unfinished -= 1

@@ -107,7 +107,7 @@ class Conversations:
 
         Raises what `next_turn` raises, after cancelling the other conversations.
         """
-        first = self.call.requests(engine.batch.num_slots)
+        first = self.call.feed(engine.batch.num_slots).requests()
         pool = ThreadPoolExecutor(self._threads, thread_name_prefix="next_turn")
         try:
             for completion in self.call.run(engine, self._requests(first)):

@@ -33,10 +33,11 @@ from batchspec.model.lora import adapted
 from batchspec.model.quant.base import Weights
 from batchspec.model.spec import load_spec
 from batchspec.model.weights import Checkpoint, judge_model
+from batchspec.packed_batch import PackedBatch
 from batchspec.packing.predict import LengthPredictor
 from batchspec.packing.unused import check_samples
 from batchspec.prepare import JobModel, open_model
-from batchspec.records import Completion, PackedBatch
+from batchspec.records import Completion
 from batchspec.warm.call import Call, empty_frame
 from batchspec.warm.conversations import Conversations, NextTurn, with_turns
 from batchspec.warm.loading import load, open_warm

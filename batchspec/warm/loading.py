@@ -13,6 +13,7 @@ from batchspec.errors import CapacityError
 from batchspec.load import load_engine
 from batchspec.packing.planner import GPU_SLOTS, Demand
 from batchspec.packing.predict import LengthPredictor
+from batchspec.packing.survey import Survey
 from batchspec.packing.unused import check_keys_of_engine
 from batchspec.prepare import Job, JobModel, check_gpu, fetch_weights, job_of, open_tokenizer
 from batchspec.report.progress_bar import ProgressBar
@@ -40,7 +41,7 @@ def open_warm(model: JobModel) -> Job:
 def load(job: Job) -> Engine:
     """The engine with its weights. Raises CheckpointError and CapacityError."""
     with OutOfMemoryGuard() as guard:
-        engine = load_engine(job, expected_demand(job), ProgressBar(0), shares_prefix=job.config.decode.n > 1)
+        engine = load_engine(job, expected_demand(job), ProgressBar(0), Survey(shares_prefix=job.config.decode.n > 1))
         engine.keeps_prefixes = True
         return engine
     raise CapacityError(

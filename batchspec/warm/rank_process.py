@@ -122,7 +122,7 @@ class Leader:
 
     def __init__(self, job: Job, engine: Engine, group: Group, pipe: Connection, watchdog: Watchdog) -> None:
         self._job, self._engine, self._group, self._pipe, self._watchdog = job, engine, group, pipe, watchdog
-        self._progress_sent_at = 0.0
+        self._progress_sent_at, self._num_given = 0.0, 0
 
     def serve(self) -> None:
         """Serve until the engine is closed. Raises EOFError or BrokenPipeError then, and RankLost and DivergedError."""
@@ -143,7 +143,7 @@ class Leader:
     def _run(self) -> None:
         self._engine.on_round = self._look
         try:
-            with closing(self._engine.steps(self._requests())) as steps:
+            with closing(self._engine.steps(self._requests(), num_ready=lambda: self._num_given)) as steps:
                 while True:
                     message = self._receive()
                     if isinstance(message, Stop):
@@ -170,7 +170,9 @@ class Leader:
             for automaton in message.automata:
                 assert vocabulary is not None
                 automata.append(replace(automaton, vocabulary=vocabulary))
+            self._num_given = sum(request is not None for request in message.requests)
             for request, number in zip(message.requests, message.follows, strict=True):
+                self._num_given -= request is not None
                 yield request if request is None or number < 0 else replace(request, automaton=automata[number])
 
     def _look(self, totals: EngineTotals) -> None:

@@ -28,8 +28,10 @@ from batchspec.distributed.channel import Channel, make_meeting, make_memory, pa
 from batchspec.distributed.seat import Seat, ending
 from batchspec.distributed.silent_ranks import SilentRanks
 from batchspec.engine.output_processor import EngineTotals
+from batchspec.engine.prefetch import Prefetcher
 from batchspec.errors import EngineInUse, RankLost
-from batchspec.records import Completion, PackedBatch, Request
+from batchspec.packed_batch import PackedBatch
+from batchspec.records import Completion, Request
 from batchspec.supervise.watchdog import limit_s
 from batchspec.token_automaton import TokenAutomaton, TokenSymbols
 from batchspec.warm.wire import (
@@ -96,14 +98,17 @@ class EngineOfRanks:
             self.close()
             raise
 
-    def run(self, requests: Iterator[Request | None]) -> Generator[Completion]:
+    def run(
+        self, requests: Iterator[Request | None], *, num_ready: Callable[[], int] | None = None
+    ) -> Generator[Completion]:  # fmt: skip
         """As `Engine.run` of `engine/engine.py`. Raises RankLost if a rank has ended or hangs; the engine has ended then."""
         self._send(Run())
         runs, self._automata = True, {}
+        ahead = Prefetcher(requests, num_ready, most=REQUESTS)
         try:
             while runs:
                 self._send(GoOn())
-                ended = self._answer(Ended, requests)
+                ended = self._answer(Ended, ahead)
                 runs = not ended.over
                 yield from ended.completions
         finally:
@@ -131,7 +136,7 @@ class EngineOfRanks:
             self.close()
             raise
 
-    def _answer(self, kind: type[M], requests: Iterator[Request | None] | None = None) -> M:
+    def _answer(self, kind: type[M], requests: Prefetcher | None = None) -> M:
         """The leader's next message of this type; other messages are answered meanwhile."""
         while True:
             message = self._receive()
@@ -145,6 +150,7 @@ class EngineOfRanks:
                 case Ask():
                     assert requests is not None
                     self._send(self._given(requests))
+                    requests.take(REQUESTS)  # while the leader decodes
                 case Failed(error, text):
                     if issubclass(error, RankLost):  # because another rank ended
                         self._lose()

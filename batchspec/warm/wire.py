@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.errors import BatchspecError
-from batchspec.records import Completion, PackedBatch, Request
+from batchspec.packed_batch import PackedBatch
+from batchspec.records import Completion, Request
 from batchspec.token_automaton import TokenAutomaton
 
 

@@ -22,7 +22,7 @@ from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
-from batchspec.kernels.kv_cache.slot_mapping import slot_of
+from batchspec.kernels.kv_cache.slot_mapping import slot_of, slot_of_reference
 
 
 @triton.jit(do_not_specialize=["num_rows", "max_tokens", "max_pages"])
@@ -122,10 +122,9 @@ def prepare_chain_draft_inputs_reference(
     out_draft_len.copy_(alive * width)
     out_kv_len.copy_((num_tokens + width - 2).clamp(max=max_tokens) * alive)
     positions = (num_tokens - 1 + torch.arange(width - 1, device=live.device)[:, None]) * alive
-    page = positions // page_size
-    table = page_table.t().gather(0, page.clamp(max=page_table.shape[1] - 1).long()).long()
     out_positions.copy_(positions)
-    out_slot_mapping.copy_(torch.where(alive & (page < page_table.shape[1]), table * page_size + positions % page_size, 0))
+    rows = torch.arange(len(live), device=live.device)
+    out_slot_mapping.copy_(slot_of_reference(page_table, rows, positions, alive, page_size))
 
 
 def main() -> None:

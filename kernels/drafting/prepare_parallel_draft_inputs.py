@@ -24,7 +24,7 @@ from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import FLOATS, check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
-from batchspec.kernels.kv_cache.slot_mapping import slot_of
+from batchspec.kernels.kv_cache.slot_mapping import slot_of, slot_of_reference
 
 VALUES_PER_THREAD = 16
 
@@ -165,11 +165,9 @@ def prepare_parallel_draft_inputs_reference(
     fed[:, 1:] = mask_hidden
     fed[:, 0] = hidden
     positions = (num_tokens[:, None] - 2 + torch.arange(k, device=live.device)) * alive[:, None]
-    page = positions // page_size
-    known = alive[:, None] & (page < page_table.shape[1])
-    location = page_table.gather(1, page.clamp(max=page_table.shape[1] - 1).long()).long() * page_size + positions % page_size
     out_positions.copy_(positions.flatten())
-    out_slot_mapping.copy_(torch.where(known, location, 0).flatten())
+    rows = torch.arange(num_rows, device=live.device)[:, None]
+    out_slot_mapping.copy_(slot_of_reference(page_table, rows, positions, alive[:, None], page_size).flatten())
     out_kv_len.copy_((num_tokens + k - 2).clamp(max=tokens.shape[1]) * alive)
     out_draft_len.copy_(alive * k)
 

@@ -23,8 +23,7 @@ from batchspec.kernels.gemm.fp8_tiles import Fp8Tile
 from batchspec.kernels.gemm.fp8_tokens import Fp8Tokens
 from batchspec.kernels.gemm.split_k import MAX_TILES, counters, join_parts
 from batchspec.kernels.moe.blocks import add_bias_and_gate, store_rows
-from batchspec.kernels.moe.experts_fp8 import fp8_product_reference
-from batchspec.kernels.moe.fp8_steps import apply_row_scales, sum_blocks
+from batchspec.kernels.moe.fp8_steps import apply_row_scales, fp8_product_reference, sum_blocks
 from batchspec.kernels.moe.quantise import GROUP, Fp8Rows
 from batchspec.kernels.moe.units import place_of
 

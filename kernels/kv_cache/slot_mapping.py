@@ -36,6 +36,13 @@ def slot_of(page_table, row, position, inside, max_pages, page_size):
     return tl.where(known, location + position % page_size, 0)
 
 
+def slot_of_reference(page_table: Tensor, row: Tensor, position: Tensor, inside: Tensor, page_size: int) -> Tensor:
+    """`slot_of` in plain torch, for tensors that broadcast against each other. page_table int32 [R, P]."""
+    page, width = position // page_size, page_table.shape[1]
+    location = page_table[row, page.clamp(min=0, max=width - 1).long()].long() * page_size
+    return torch.where(inside & (page < width), location + position % page_size, 0)
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_flat_tokens"])
 def compute_slot_mapping_kernel(
     start, q_len, page_table, out_cu_seqlens_q, out_row_ids, out_positions, out_slot_mapping, num_rows, num_flat_tokens,
@@ -145,15 +152,10 @@ def compute_slot_mapping_reference(
     for out, values in (
         (out_row_ids, rows),
         (out_positions, positions),
-        (out_slot_mapping, _slots_reference(page_table, rows, positions, inside, page_size)),
+        (out_slot_mapping, slot_of_reference(page_table, rows, positions, inside, page_size)),
     ):
         out[: len(rows)] = values
         out[len(rows) :] = 0
-
-
-def _slots_reference(page_table: Tensor, rows: Tensor, positions: Tensor, inside: Tensor, page_size: int) -> Tensor:
-    pages = page_table[rows, (positions // page_size).clamp_(max=page_table.shape[1] - 1)]
-    return torch.where(inside, pages.long() * page_size + positions % page_size, 0)
 
 
 def main() -> None:

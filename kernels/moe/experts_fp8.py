@@ -25,7 +25,7 @@ from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.e4m3 import E4M3, magnitude
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.moe.blocks import add_bias_and_gate, blocks_of, check_launch, narrowest, rows_of_tokens, store_rows
-from batchspec.kernels.moe.fp8_steps import apply_row_scales, sum_blocks, sum_blocks_of_tokens
+from batchspec.kernels.moe.fp8_steps import apply_row_scales, fp8_product_reference, sum_blocks, sum_blocks_of_tokens
 from batchspec.kernels.moe.gate import SWIGLU, Gate
 from batchspec.kernels.moe.quantise import GROUP, Fp8Rows, quantise_rows_reference, to_e4m3
 from batchspec.kernels.moe.tiles import ExpertTile
@@ -274,27 +274,6 @@ def _product(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, routing: Routin
         y[own] = fp8_product_reference(picked, weight.values[expert], weight.scales[expert], gated=gated)
         if bias is not None:
             y[own] += bias[expert].to(y.dtype)
-    return y
-
-
-def fp8_product_reference(x: Fp8Rows, values: Tensor, scales: Tensor, *, gated: bool) -> Tensor:
-    """R rows times one weight, in plain torch: [R, N] in the dtype of x.scales (fp32 or fp64).
-
-    values  e4m3 [N, K]
-    scales  [row blocks, ceil(K / 128)] of blocks, [N] of rows, or [] of the whole weight
-    gated   gate rows and up rows have blocks of scales of their own
-    """
-    (num_rows, k), wide = values.shape, x.scales.dtype
-    if scales.dim() < 2:
-        return x.values.to(wide) @ values.to(wide).T * x.scales.T * scales.to(wide)
-    parts = 2 if gated else 1
-    of_row = torch.arange(num_rows // parts, device=values.device) // GROUP
-    of_row = torch.cat([of_row + part * (len(scales) // parts) for part in range(parts)])
-    y = torch.zeros(len(x.values), num_rows, dtype=wide, device=values.device)
-    for block in range(-(-k // GROUP)):
-        part = slice(block * GROUP, (block + 1) * GROUP)
-        dot = x.values[:, part].to(wide) @ values[:, part].to(wide).T
-        y += dot * x.scales[block, :, None] * scales[of_row, block].to(wide)
     return y
 
 

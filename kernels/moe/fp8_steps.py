@@ -12,10 +12,13 @@ might do in some tiles only.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from batchspec.kernels.moe.blocks import load_row_blocks, load_rows, load_tokens
+from batchspec.kernels.moe.quantise import GROUP, Fp8Rows
 
 
 @triton.jit
@@ -125,3 +128,24 @@ def apply_row_scales(acc, own_scales, w_scales, expert, count, first, w_rows, la
     rows = tl.minimum(first + tl.arange(0, HALF), last) * scale_stride
     own = w_scales + expert * (w_rows * scale_stride + 1 - scale_stride)
     return acc * x_scale * tl.load(own + rows)[:, None]
+
+
+def fp8_product_reference(x: Fp8Rows, values: Tensor, scales: Tensor, *, gated: bool) -> Tensor:
+    """R rows times one weight, in plain torch: [R, N] in the dtype of x.scales (fp32 or fp64).
+
+    values  e4m3 [N, K]
+    scales  [row blocks, ceil(K / 128)] of blocks, [N] of rows, or [] of the whole weight
+    gated   gate rows and up rows have blocks of scales of their own
+    """
+    (num_rows, k), wide = values.shape, x.scales.dtype
+    if scales.dim() < 2:
+        return x.values.to(wide) @ values.to(wide).T * x.scales.T * scales.to(wide)
+    parts = 2 if gated else 1
+    of_row = torch.arange(num_rows // parts, device=values.device) // GROUP
+    of_row = torch.cat([of_row + part * (len(scales) // parts) for part in range(parts)])
+    y = torch.zeros(len(x.values), num_rows, dtype=wide, device=values.device)
+    for block in range(-(-k // GROUP)):
+        part = slice(block * GROUP, (block + 1) * GROUP)
+        dot = x.values[:, part].to(wide) @ values[:, part].to(wide).T
+        y += dot * x.scales[block, :, None] * scales[of_row, block].to(wide)
+    return y

@@ -20,7 +20,7 @@ from torch import Tensor
 from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
-from batchspec.kernels.kv_cache.slot_mapping import slot_of
+from batchspec.kernels.kv_cache.slot_mapping import slot_of, slot_of_reference
 
 
 @triton.jit(do_not_specialize=["max_pages", "max_tokens"])
@@ -121,11 +121,9 @@ def prepare_verify_inputs_reference(
     out_draft_len.copy_((limit - num_tokens - 1).clamp(min=0, max=width - 1) * live)
     out_kv_len.copy_((num_tokens + width - 1).clamp(max=tokens.shape[1]) * live)
     places = (num_tokens[:, None] - 1 + torch.arange(width, device=tokens.device)) * live[:, None]
-    page = places // page_size
-    known = (page < page_table.shape[1]) & (live[:, None] != 0)
-    location = page_table.gather(1, page.clamp(max=page_table.shape[1] - 1).long()).long() * page_size + places % page_size
     out_positions.copy_(places.flatten())
-    out_slot_mapping.copy_(torch.where(known, location, 0).flatten())
+    rows = torch.arange(len(live), device=live.device)[:, None]
+    out_slot_mapping.copy_(slot_of_reference(page_table, rows, places, live[:, None] != 0, page_size).flatten())
 
 
 def main() -> None:

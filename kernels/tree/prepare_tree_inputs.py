@@ -23,7 +23,7 @@ from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
-from batchspec.kernels.kv_cache.slot_mapping import slot_of
+from batchspec.kernels.kv_cache.slot_mapping import slot_of, slot_of_reference
 
 MAX_NODES = 64
 """Maximum number of nodes in a row's tree, including the root: the tree mask has 64 bits."""
@@ -138,12 +138,9 @@ def prepare_tree_inputs_reference(
         depth += has_parent
         ancestor = torch.where(has_parent, parents.gather(1, ancestor.clamp(min=0)).long(), ancestor)
     start = ((num_tokens - 1) * (live != 0))[:, None].long()
-    index = start + node
-    page = index // page_size
-    known = alive & (page < page_table.shape[1])
-    table = page_table.gather(1, page.clamp(max=page_table.shape[1] - 1)).long()
+    rows = torch.arange(num_rows, device=parents.device)[:, None]
     out_positions.copy_(((start + depth) * alive).flatten())
-    out_slot_mapping.copy_(torch.where(known, table * page_size + index % page_size, 0).flatten())
+    out_slot_mapping.copy_(slot_of_reference(page_table, rows, start + node, alive, page_size).flatten())
     out_ancestors.copy_(torch.where(alive, masks, own).flatten())
     out_kv_len.copy_((num_tokens - 1 + num_nodes).clamp(max=page_table.shape[1] * page_size) * (live != 0))
 

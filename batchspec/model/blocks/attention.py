@@ -10,10 +10,8 @@ from torch import Tensor
 
 from batchspec.errors import ConfigError
 from batchspec.model.blocks.base import (
-    PLAIN_NORM,
     Gemm,
-    GroupedSpec,
-    NormForm,
+    NormedSpec,
     ProductSpec,
     Projection,
     Shard,
@@ -27,15 +25,12 @@ from batchspec.model.fused import rms_norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSpec:
+class AttentionSpec(NormedSpec):
     """The shape of an attention block."""
 
-    hidden_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    eps: float
-    """epsilon of its norms"""
     window: int | None = None
     """Number of keys that a query attends to at most, itself included; None: all."""
     input_size: int | None = None
@@ -54,10 +49,6 @@ class AttentionSpec:
     """Whether the file holds q, k and v as one projection, `qkv_proj`, their rows one after another."""
     name: str = "self_attn"
     norm: str | None = "input_layernorm"
-    """name of the norm of the residual stream; None: the input is not normed"""
-    post_norm: str | None = None
-    """name of the norm of the block's output; None: it is not normed"""
-    norms: NormForm = PLAIN_NORM
 
     @property
     def inner_size(self) -> int:
@@ -90,15 +81,10 @@ class AttentionSpec:
         return self.qkv, self.out
 
     @property
-    def grouped(self) -> tuple[GroupedSpec, ...]:
-        return ()
-
-    @property
     def vectors(self) -> tuple[TensorSpec, ...]:
-        norms = [(name, self.hidden_size) for name in (self.norm, self.post_norm) if name is not None]
-        norms += [(f"{self.name}.{x}_norm", size) for x, size in self._qk_norms.items()]
+        norms = (self.norms.tensor(f"{self.name}.{x}_norm", size) for x, size in self._qk_norms.items())
         sinks = (TensorSpec(f"{self.name}.sinks", (self.num_heads,), "bias", wide=True),) if self.sinks else ()
-        return *(self.norms.tensor(name, size) for name, size in norms), *sinks
+        return *self.stream_norms, *norms, *sinks
 
     @property
     def _qk_norms(self) -> dict[str, int]:
@@ -118,15 +104,7 @@ class AttentionSpec:
 
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
         into = ("linear", "norm_linear") if self.norms_in_kernel else ("linear",)
-        return (
-            Gemm(product=self.qkv, ops=into),
-            Gemm(product=self.out, ops=("linear", "linear_add") if self.post_norm is None else ("linear",)),
-        )
-
-    @property
-    def norms_in_kernel(self) -> bool:
-        """Whether kernels that norm their input can compute its norm."""
-        return self.norm is not None and self.norms == PLAIN_NORM
+        return Gemm(product=self.qkv, ops=into), self.gemm_of_output(self.out)
 
     def heads_of(self, shard: Shard) -> slice:
         """The query heads of a rank; all ranks have equally many."""

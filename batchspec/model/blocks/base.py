@@ -231,6 +231,38 @@ class Gemm:
         return self.product.rows * self.product.k
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormedSpec:
+    """A block whose input, the residual stream, or whose output may be normed."""
+
+    hidden_size: int
+    eps: float
+    """epsilon of its norms"""
+    norm: str | None
+    """name of the norm of the residual stream; None: the input is not normed"""
+    post_norm: str | None = None
+    """name of the norm of the block's output; None: it is not normed"""
+    norms: NormForm = PLAIN_NORM
+
+    @property
+    def grouped(self) -> tuple[GroupedSpec, ...]:
+        return ()
+
+    @property
+    def stream_norms(self) -> tuple[TensorSpec, ...]:
+        """The weights of these norms."""
+        return tuple(self.norms.tensor(name, self.hidden_size) for name in (self.norm, self.post_norm) if name is not None)
+
+    @property
+    def norms_in_kernel(self) -> bool:
+        """Whether kernels that norm their input can compute its norm."""
+        return self.norm is not None and self.norms == PLAIN_NORM
+
+    def gemm_of_output(self, product: ProductSpec) -> Gemm:
+        """The block's last product. A kernel can add it to the stream unless its output is normed first."""
+        return Gemm(product=product, ops=("linear", "linear_add") if self.post_norm is None else ("linear",))
+
+
 class BlockSpec(Protocol):
     """The shape of a block. Instances are frozen dataclasses; the `build(source)` of each makes the block that computes."""
 

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.model.blocks.base import (
-    PLAIN_NORM,
     Gemm,
-    GroupedSpec,
-    NormForm,
+    NormedSpec,
     ProductSpec,
     Projection,
     Shard,
@@ -26,23 +24,16 @@ from batchspec.model.fused import activation_quantised, gelu_tanh_and_mul, rms_n
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatedMlpSpec:
+class GatedMlpSpec(NormedSpec):
     """The shape of a gated MLP."""
 
-    hidden_size: int
     inner_size: int
-    eps: float
-    """epsilon of its norm"""
     bias: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
     fused_gate_up: bool = False
     """Whether the file holds gate and up as one projection, `gate_up_proj`, their rows one after another."""
     name: str = "mlp"
     norm: str | None = "post_attention_layernorm"
-    """name of the norm of the residual stream; None: the input is not normed"""
-    post_norm: str | None = None
-    """name of the norm of the block's output; None: it is not normed"""
-    norms: NormForm = PLAIN_NORM
 
     @property
     def gate_up(self) -> ProductSpec:
@@ -60,12 +51,8 @@ class GatedMlpSpec:
         return self.gate_up, self.down
 
     @property
-    def grouped(self) -> tuple[GroupedSpec, ...]:
-        return ()
-
-    @property
     def vectors(self) -> tuple[TensorSpec, ...]:
-        return tuple(self.norms.tensor(name, self.hidden_size) for name in (self.norm, self.post_norm) if name is not None)
+        return self.stream_norms
 
     @property
     def activation_size(self) -> int:
@@ -76,15 +63,7 @@ class GatedMlpSpec:
         gated: tuple[str, ...] = ("linear", "swiglu") if self.activation == "silu" else ("linear",)
         if self.norms_in_kernel:
             gated += ("norm_swiglu" if self.activation == "silu" else "norm_linear",)
-        return (
-            Gemm(product=self.gate_up, ops=gated),
-            Gemm(product=self.down, ops=("linear", "linear_add") if self.post_norm is None else ("linear",)),
-        )
-
-    @property
-    def norms_in_kernel(self) -> bool:
-        """Whether kernels that norm their input can compute its norm."""
-        return self.norm is not None and self.norms == PLAIN_NORM
+        return Gemm(product=self.gate_up, ops=gated), self.gemm_of_output(self.down)
 
     def _inner(self, shard: Shard, unit: int) -> slice:
         return shard.of("intermediate_size", self.inner_size, unit)

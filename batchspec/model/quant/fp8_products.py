@@ -27,6 +27,7 @@ from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens, quantise_token
 from batchspec.kernels.gemm.scaled_mm import library_scales, scaled_mm
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.kernels.moe import experts_fp8 as kernels
+from batchspec.kernels.moe.fp8_steps import fp8_product_reference
 from batchspec.kernels.moe.quantise import Fp8Rows, quantise_rows, quantise_rows_reference
 from batchspec.kernels.moe.units import Routing
 from batchspec.model.blocks.base import Clamp, GroupedSpec
@@ -233,7 +234,7 @@ class Fp8Experts(PlainExperts):
 
     def product(self, expert: int, x: Tensor) -> Tensor:
         values, scales = self.weight.values[expert], self.weight.scales[expert]
-        out = kernels.fp8_product_reference(self._quantised(x), values, scales, gated=self._gated)
+        out = fp8_product_reference(self._quantised(x), values, scales, gated=self._gated)
         return (out if self._bias is None else out + self._bias[expert]).to(x.dtype)
 
     def _quantised(self, x: Tensor) -> Fp8Rows:
