@@ -17,7 +17,7 @@ from typing import IO
 from batchspec import terminal
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import to_json
-from batchspec.distributed.channel import Channel, make_meeting, make_memory, path_of
+from batchspec.distributed.channel import Channel, make_memory, make_rendezvous, path_of
 from batchspec.distributed.seat import Seat, ending
 from batchspec.distributed.silent_ranks import SilentRanks
 from batchspec.errors import Interrupted
@@ -77,17 +77,17 @@ class Crew:
         if self._ranks == 1:
             yield self._start(number, devices[0])
             return
-        handle, meeting = make_memory(), make_meeting()
+        handle, rendezvous = make_memory(), make_rendezvous()
         try:
             for rank in range(self._ranks):
-                seat = Seat(rank, self._ranks, handle, path_of(meeting))
-                worker = self._start(number, devices[rank], seat, devices, (handle, meeting))
+                seat = Seat(rank, self._ranks, handle, path_of(rendezvous))
+                worker = self._start(number, devices[rank], seat, devices, (handle, rendezvous))
                 worker.group = Channel(handle, None, self._ranks)
                 yield worker
             self._silent[number] = SilentRanks(Channel(handle, None, self._ranks), self._watchdog_s)
         finally:
             os.close(handle)
-            os.close(meeting)
+            os.close(rendezvous)
 
     def _start(
         self, number: int, device: str | None, seat: Seat | None = None, devices: Sequence[str | None] = (),

@@ -50,10 +50,10 @@ def make_memory() -> int:
     return handle
 
 
-def make_meeting() -> int:
-    """File descriptor of an empty file in memory, the rendezvous of a group's ranks. If all processes are killed, nothing of it
-    is left on disk."""
-    return os.memfd_create("batchspec meeting", 0)
+def make_rendezvous() -> int:
+    """File descriptor of an empty file in memory, in which the ranks of a group find each other. If all processes are killed,
+    nothing of it is left on disk."""
+    return os.memfd_create("batchspec rendezvous", 0)
 
 
 def path_of(handle: int) -> Path:
