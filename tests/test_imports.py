@@ -25,6 +25,7 @@ EVERYONE = {
     "terminal",
     "token_automaton",
     "lazy_automaton",
+    "load_progress",
     "constrained_text",
     "error_rows",
     "__version__",
@@ -32,7 +33,7 @@ EVERYONE = {
 
 # Package (or top module) -> what of batchspec it may import, besides itself and what everyone may.
 MAY_IMPORT: dict[str, set[str]] = {
-    "run": {"config", "commands.reference", "early_start", "job", "cli", "cluster", "distributed.group"},
+    "run": {"config", "commands.reference", "early_start", "job", "cli", "cluster", "supervise.watchdog"},
     "early_start": {"kernels.common.compiler_hash"},
     "cli": {"arguments", "commands"},
     "__main__": {"cli"},
@@ -51,6 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engine",
         "report",
         "commands",
+        "supervise.watchdog",
     },
     "warm": {
         "cli",
@@ -82,6 +84,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "runstate",
         "packing",
         "report",
+        "supervise.watchdog",
     },
     "identity": {
         "dataset.schema",

@@ -79,10 +79,11 @@ class EngineOfRanks:
         self._end = weakref.finalize(self, _end, self._processes, self._pipe)
         try:
             devices = devices_of(replace(config, cluster=replace(config.cluster, workers=1)))
-            self._silent = SilentRanks(self._channel, limit_s(config.cluster.watchdog_s, gpu=devices[0] is not None))
             for rank in range(ranks):
                 seat = Seat(rank, ranks, handle, path_of(rendezvous))
                 self._processes.append(_start(config, seat, devices, [handle, rendezvous], other if rank == 0 else None))
+            watchdog_s = limit_s(config.cluster.watchdog_s, gpu=devices[0] is not None)
+            self._silent = SilentRanks(self._channel, watchdog_s, [process.pid for process in self._processes])
         except BaseException:
             self.close()
             raise
