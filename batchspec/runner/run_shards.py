@@ -102,7 +102,8 @@ class ShardRunner:
                     self._committed(done)
         finally:
             monitor.ended()
-            self.work.settle()  # from here on only this thread uses claims and journal
+            self.work.settle()
+            self._claims.settle()  # from here on only this thread uses claims and journal
         self._watchdog.pause()
         if guard.message:
             # Ranks of a group are in the middle of an exchange: it is unknown whether they agree on unfinished rows.
