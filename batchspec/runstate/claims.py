@@ -6,10 +6,10 @@ A run renews its claims: it writes them again with a higher counter. A thread do
 operation, but only when the engine's thread asks for it: a run that hangs renews nothing, and loses its shards.
 
 A claim is stale, and anyone may take the shard, when it has not changed for `stale_s` seconds of the observer's own clock; no
-clock of another machine is trusted. It is stale at once when the observer can see that its owner is gone: its process does not
-exist on this machine any more (process ids of other containers are ignored), or the owner was an earlier start of the observer's
-own batch task. If a run is suspended, or could not renew a claim in time, and continues after its claim was taken over, at worst its commit
-is refused; nothing is written twice.
+clock of another machine is trusted. It is stale at once when the observer can see that its owner is gone: its process does
+not exist on this machine any more (process ids of other containers are ignored), or the owner was an earlier start of the
+observer's own batch task. If a run is suspended, or could not renew a claim in time, and continues after its claim was taken
+over, at worst its commit is refused; nothing is written twice.
 
 A run that ends by itself, also by an error, releases its claims (owner ""). A stale claim with an owner means that its run
 crashed or was killed.
