@@ -7,6 +7,7 @@ nothing moves (`supervise/watchdog.py`). Used CPU time is no movement: a thread 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 MOVED_BYTES = 1 << 18
@@ -26,41 +27,49 @@ def num_steps() -> int:
 
 
 class Activity:
-    """Shows whether a process moves bytes: pages of mapped files that come into memory, and what it reads and writes.
+    """Shows whether a process moves anything: pages of mapped files that come into memory, bytes that it reads and writes, and of
+    this process also the work of its children.
 
-    Bytes of weights come as pages of mapped files, from any file system; compiled kernels and downloads are written to files.
-    Where /proc is missing, or shows nothing of the process, there is never a movement.
+    Weights come as pages of mapped files. Compiled kernels and downloads are written to files. Children, which compile and
+    tokenise, compute nothing while they wait. Where /proc is missing, or shows nothing of the process, there is no movement.
     """
 
     def __init__(self, pid: int | None = None) -> None:
         """pid: None is this process"""
         self._folder = Path("/proc", "self" if pid is None else str(pid))
         self._is_self, self._own_bytes = pid is None, 0
-        self._faults, self._bytes, self._resident = -1, 0, 0
+        self._before: list[int] = []
 
     def moved(self) -> bool:
         """Whether there was a movement since the last call that found one; the first call finds one."""
         try:
-            faults, num_bytes, resident = self._look()
+            now = self._look()
         except (OSError, ValueError, IndexError, KeyError):
             return False
-        self._resident = min(self._resident, resident)  # memory that the system takes back is no movement
-        if (
-            faults == self._faults
-            and num_bytes - self._bytes < MOVED_BYTES
-            and resident - self._resident < MOVED_BYTES // _PAGE_BYTES
-        ):
+        # What has become less, as memory that the system takes back, is counted from there.
+        self._before = [min(pair) for pair in zip(self._before, now, strict=False)]
+        least = (1, MOVED_BYTES, MOVED_BYTES // _PAGE_BYTES, _TICKS)
+        if self._before and all(new - old < much for new, old, much in zip(now, self._before, least, strict=True)):
             return False
-        self._faults, self._bytes, self._resident = faults, num_bytes, resident
+        self._before = now
         return True
 
-    def _look(self) -> tuple[int, int, int]:
-        """Page faults that waited for a disk, bytes read and written without those of this function, pages in memory."""
-        faults = int(self._read("stat").rpartition(")")[2].split()[9])
-        resident = int(self._read("statm").split()[1])
-        before = self._own_bytes
+    def _look(self) -> list[int]:
+        """Page faults that waited for a disk; bytes read and written without those of this function; pages in memory, which alone
+        show what comes from a file system in user space; clock ticks that the children have computed."""
+        faults, resident = int(_fields(self._read("stat"))[9]), int(self._read("statm").split()[1])
+        children = self._children_ticks() if self._is_self else 0
+        own_bytes = self._own_bytes
         totals = dict(line.split(": ") for line in self._read("io").splitlines())
-        return faults, int(totals["rchar"]) + int(totals["wchar"]) - before, resident
+        return [faults, int(totals["rchar"]) + int(totals["wchar"]) - own_bytes, resident, children]
+
+    def _children_ticks(self) -> int:
+        total = 0
+        for listed in self._folder.glob("task/*/children"):
+            with suppress(OSError, ValueError, IndexError):  # a thread or a child has ended meanwhile
+                for child in self._read(str(listed)).split():
+                    total += sum(map(int, _fields(self._read(f"/proc/{child}/stat"))[11:13]))
+        return total
 
     def _read(self, name: str) -> str:
         text = (self._folder / name).read_text(encoding="ascii", errors="replace")
@@ -68,4 +77,9 @@ class Activity:
         return text
 
 
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+def _fields(stat: str) -> list[str]:
+    """Fields of /proc/PID/stat, from the state on: a name, which may hold anything, precedes it."""
+    return stat.rpartition(")")[2].split()
+
+
+_PAGE_BYTES, _TICKS = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -231,6 +232,22 @@ def test_a_process_that_was_stopped_gets_the_whole_limit_again(monkeypatch: pyte
                 skipped[0] = before + 7200.0
 
         assert not watched(dog, 2.0, partial(suspend, time.monotonic(), skipped[0]))
+
+
+def test_what_children_compute_is_a_movement() -> None:
+    """As of those that compile, or admit the rows of the first shard."""
+    activity, program = Activity(), "import sys\nfor line in sys.stdin: print(sum(range(int(line))), flush=True)"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        for number, expected in ((3 * 10**7, True), (10, False)):
+            while activity.moved():
+                pass
+            for _ in range(5):
+                print(number, file=child.stdin, flush=True)
+                assert child.stdout.readline()
+            assert activity.moved() is expected
+        child.stdin.close()
 
 
 def test_bytes_that_come_are_movements_and_busy_threads_are_none(tmp_path: Path) -> None:

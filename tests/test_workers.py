@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -317,6 +318,27 @@ def test_a_job_whose_only_worker_does_not_run_is_resumed(
     assert supervised(monkeypatch, "os.kill(os.getpid(), signal.SIGSTOP)", 1, watchdog_s=1.0) == 75
     assert time.monotonic() - began < 60
     assert "worker 0 has not run for more than 1 s (cluster.watchdog_s)" in capfd.readouterr().err
+
+
+class Unkillable(subprocess.Popen[str]):
+    """As of a process that waits for a disk which never answers: no signal ends it."""
+
+    def send_signal(self, sig: int) -> None:
+        assert sig in (signal.SIGABRT, signal.SIGCONT, signal.SIGKILL)
+
+
+def test_a_worker_that_not_even_sigkill_ends_does_not_keep_the_command_from_ending(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(silent_ranks, "LATER_S", 0.2)
+    monkeypatch.setattr(silent_ranks, "START_S", 1.0)
+    for name in ("STACKS_S", "UNKILLABLE_S"):
+        monkeypatch.setattr(crew, name, 0.3)
+    monkeypatch.setattr(crew, "Popen", Unkillable)
+    assert supervised(monkeypatch, "print(os.getpid(), flush=True); time.sleep(600)", 1, watchdog_s=1.0) == 75
+    out, said = capfd.readouterr()
+    os.kill(int(out), signal.SIGKILL)
+    assert f"worker 0 cannot be killed: process {int(out)} waits; left" in said
 
 
 def in_a_group_of_its_own() -> None:

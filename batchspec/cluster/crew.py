@@ -32,6 +32,9 @@ LEADER_END_S, FOLLOWER_END_S, STACKS_S = 30.0, 3.0, 2.0
 """Seconds that the other processes of a group have to end by themselves after one has ended: the leader saves its work, followers
 have nothing to save. Then SIGABRT makes them print their stacks, and SIGKILL ends them after the same time again."""
 
+UNKILLABLE_S = 60.0
+"""Seconds after SIGKILL in which a process ends, unless the system itself keeps it waiting, as for a disk that never answers. It
+never runs again, so the run goes on without it."""
 STATES = {
     "R": "runs", "S": "waits", "D": "waits for a device or a file system", "T": "was stopped by a signal",
     "t": "was stopped by a debugger",
@@ -175,6 +178,9 @@ class Crew:
             if worker.abort_at is not None:
                 if now - worker.abort_at > STACKS_S:
                     worker.process.kill()
+                if now - worker.abort_at > STACKS_S + UNKILLABLE_S:
+                    worker.code, worker.ended_at = -signal.SIGKILL, now
+                    notice(f"{worker.name()} cannot be killed: process {worker.process.pid} {state_of(worker.process.pid)}; left")
                 continue
             ended = [mate.ended_at for mate in self._mates(worker) if mate.code is not None]
             if worker.rank in silent.get(worker.number, ()):
