@@ -10,8 +10,9 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-MOVED_BYTES = 1 << 18
-"""Fewer bytes are no movement: progress lines of a process that hangs come to less in hours."""
+READ_BYTES, WRITTEN_BYTES, RESIDENT_BYTES = 1 << 12, 1 << 18, 1 << 16
+"""Fewer bytes are no movement. A process that hangs reads nothing, but its progress lines come to some kilobytes an hour, and the
+memory that its other threads use changes a little."""
 _num_steps = 0
 
 
@@ -48,20 +49,20 @@ class Activity:
             return False
         # What has become less, as memory that the system takes back, is counted from there.
         self._before = [min(pair) for pair in zip(self._before, now, strict=False)]
-        least = (1, MOVED_BYTES, MOVED_BYTES // _PAGE_BYTES, _TICKS)
+        least = (1, READ_BYTES, WRITTEN_BYTES, RESIDENT_BYTES // _PAGE_BYTES, _TICKS)
         if self._before and all(new - old < much for new, old, much in zip(now, self._before, least, strict=True)):
             return False
         self._before = now
         return True
 
     def _look(self) -> list[int]:
-        """Page faults that waited for a disk; bytes read and written without those of this function; pages in memory, which alone
-        show what comes from a file system in user space; clock ticks that the children have computed."""
+        """Page faults that waited for a disk; bytes read, without those of this function; bytes written; pages in memory, which
+        alone show what is mapped from a file system in user space; clock ticks that the children have computed."""
         faults, resident = int(_fields(self._read("stat"))[9]), int(self._read("statm").split()[1])
         children = self._children_ticks() if self._is_self else 0
         own_bytes = self._own_bytes
         totals = dict(line.split(": ") for line in self._read("io").splitlines())
-        return [faults, int(totals["rchar"]) + int(totals["wchar"]) - own_bytes, resident, children]
+        return [faults, int(totals["rchar"]) - own_bytes, int(totals["wchar"]), resident, children]
 
     def _children_ticks(self) -> int:
         total = 0

@@ -21,7 +21,7 @@ from torch import Tensor
 from batchspec import load_progress, run
 from batchspec.distributed import group
 from batchspec.engine.engine import Engine
-from batchspec.load_progress import MOVED_BYTES, Activity
+from batchspec.load_progress import RESIDENT_BYTES, WRITTEN_BYTES, Activity
 from batchspec.model.weights import Checkpoint
 from batchspec.supervise import watchdog
 from batchspec.supervise.watchdog import LOADING, Watchdog
@@ -253,24 +253,24 @@ def test_what_children_compute_is_a_movement() -> None:
 def test_bytes_that_come_are_movements_and_busy_threads_are_none(tmp_path: Path) -> None:
     """Bytes of a mapped file that come into memory, from the disk or not, bytes that are read, and bytes that are written."""
     large = tmp_path / "large"
-    large.write_bytes(os.urandom(16 * MOVED_BYTES))
+    large.write_bytes(os.urandom(64 * RESIDENT_BYTES))
     activity = Activity()
     assert activity.moved()
     ends, total = time.monotonic() + 0.5, 0
     while time.monotonic() < ends:
         total += 1
-    for _ in range(1000):  # its own reading of /proc would add up to more than MOVED_BYTES
+    for _ in range(1000):  # its own reading of /proc would add up to more than READ_BYTES
         activity.moved()
     assert not activity.moved()
     with large.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
         for part in range(2):
-            for place in range(part * 8 * MOVED_BYTES, (part + 1) * 8 * MOVED_BYTES, 4096):
+            for place in range(part * 32 * RESIDENT_BYTES, (part + 1) * 32 * RESIDENT_BYTES, 4096):
                 total += mapped[place]
             assert activity.moved()
             assert not activity.moved()
     large.read_bytes()
     assert activity.moved()
-    (tmp_path / "copy").write_bytes(bytes(2 * MOVED_BYTES))
+    (tmp_path / "copy").write_bytes(bytes(2 * WRITTEN_BYTES))
     assert activity.moved()
     assert not activity.moved()
     assert not Activity(-1).moved(), "of no process"
