@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -30,7 +31,9 @@ from tests.forked import run_python
 from tests.runs import put, run_apart
 
 ROWS = 12
-LIMIT_S = 2
+LIMIT_S = 3
+SLOW = 16
+"""Number of tensors whose reading takes twice the limit together; the model has some more."""
 SAID = f"batchspec: while loading, nothing moved for {LOADING * LIMIT_S:g} s (3 times cluster.watchdog_s); the stacks above show"
 
 
@@ -60,12 +63,12 @@ def stuck() -> None:
 
 
 def at_tensor(number: int, rank: int, act: Callable[[], None], every: bool = False) -> None:
-    """A patch: this process of the run does so before it reads its third tensor, or each."""
+    """A patch: this process of the run does so before it reads its third tensor, or each of the first SLOW."""
     stored, count = Checkpoint.stored, [0]
 
     def patched(self: Checkpoint, name: str) -> Tensor:
         count[0] += 1
-        if is_process(number, rank) and (every or count[0] == 3):
+        if is_process(number, rank) and (count[0] <= SLOW if every else count[0] == 3):
             act()
         return stored(self, name)
 
@@ -85,19 +88,19 @@ def test_a_run_that_hangs_while_it_reads_weights_ends_with_its_stack(
 
 
 def a_while() -> None:
-    time.sleep(0.1 * LIMIT_S * LOADING)
+    time.sleep(2.0 * LIMIT_S * LOADING / SLOW)
 
 
 def test_a_load_that_takes_several_times_the_limit_goes_on_while_it_moves(
     command: list[str], expected: dict[str, list[int]], tmp_path: Path
 ) -> None:
-    """There are two dozen tensors. The other rank of a group waits for the slow one longer than the limit."""
+    """The other rank of a group waits for the slow one longer than the limit."""
     for name, more, rank in (("alone", [], 0), ("group", ["cluster.tensor_parallel=2"], 1)):
         began = time.monotonic()
         words = [*command, *more, f"output.dir={tmp_path / name}"]
         code, said = run_apart(words, tmp_path / "log", partial(at_tensor, 0, rank, a_while, every=True))
         assert code == 0, said
-        assert time.monotonic() - began > 1.5 * LIMIT_S * LOADING
+        assert time.monotonic() - began > 2.0 * LIMIT_S * LOADING
         assert tokens(tmp_path / name, ROWS) == expected
 
 
@@ -143,25 +146,39 @@ def absent(rank: int) -> None:
     put(group, "joined", patched)
 
 
+def dead(rank: int) -> None:
+    """A patch: this rank is killed before it comes to the rendezvous."""
+    joined = group.joined
+
+    def patched(*rest: object, **named: object) -> object:
+        if is_process(0, rank):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return joined(*rest, **named)  # type: ignore[arg-type]
+
+    put(group, "joined", patched)
+    put(watchdog, "LOST_S", 1.0)
+
+
 @pytest.mark.parametrize(
-    ("hang", "found"),
+    ("hang", "found", "frame"),
     [
-        (partial(at_tensor, 0, 1, stuck), SAID),
-        (partial(at_tensor, 0, 0, stuck), SAID),
-        (partial(hangs_in_engine, 1), f"no round ended for {LIMIT_S} s"),  # the leader has begun its rounds
-        (partial(absent, 1), SAID),
+        (partial(at_tensor, 0, 1, stuck), SAID, "in stuck"),
+        (partial(at_tensor, 0, 0, stuck), SAID, "in stuck"),
+        (partial(hangs_in_engine, 1), f"no round ended for {LIMIT_S} s", "in stuck"),  # the leader has begun its rounds
+        (partial(absent, 1), SAID, "in stuck"),
+        (partial(dead, 1), "a rank of this group is gone, and this one waits for it", "in init_process_group"),
     ],
-    ids=["a follower reads", "the leader reads", "a follower builds", "before the rendezvous"],
+    ids=["a follower reads", "the leader reads", "a follower builds", "before the rendezvous", "dead before it"],
 )
 def test_a_rank_that_hangs_while_it_loads_ends_its_group(
-    hang: Callable[[], None], found: str, command: list[str], expected: dict[str, list[int]], tmp_path: Path
+    hang: Callable[[], None], found: str, frame: str, command: list[str], expected: dict[str, list[int]], tmp_path: Path
 ) -> None:
     """The other rank waits for it in an exchange, or in the rendezvous, for which there is no limit but this."""
     words = [*command, f"output.dir={tmp_path / 'out'}"]
     code, said = run_apart([*words, "cluster.tensor_parallel=2"], tmp_path / "log", hang)
     assert code == 75, said
     assert found in said
-    assert "in stuck" in said
+    assert frame in said
     assert run.main([*words, "cluster.watchdog_s=0"]) == 0
     assert tokens(tmp_path / "out", ROWS) == expected
 

@@ -31,7 +31,6 @@ PROGRAM = ("-m", "batchspec.cluster.worker")
 LEADER_END_S, FOLLOWER_END_S, STACKS_S = 30.0, 3.0, 2.0
 """Seconds that the other processes of a group have to end by themselves after one has ended: the leader saves its work, followers
 have nothing to save. Then SIGABRT makes them print their stacks, and SIGKILL ends them after the same time again."""
-
 UNKILLABLE_S = 60.0
 """Seconds after SIGKILL in which a process ends, unless the system itself keeps it waiting, as for a disk that never answers. It
 never runs again, so the run goes on without it."""
