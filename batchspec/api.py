@@ -24,6 +24,7 @@ from batchspec.runner.run_shards import check_errors
 from batchspec.runner.shard_work import ShardWork
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
+from batchspec.supervise.watchdog import Watchdog, limit_s
 
 _OF_FILES = dict.fromkeys(("input.path", "input.config_name", "input.split"), "the call brings its own rows")
 _OF_OUTPUT = dict.fromkeys(
@@ -57,7 +58,9 @@ def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()
         )
     source = table_source(table_of(data), config.input.limit)
     if config.output.dir is not None:
-        run_job(config, source)
+        limit = limit_s(config.cluster.watchdog_s, gpu=choose_device(config.device).type == "cuda")
+        with Watchdog(limit).watching() as watchdog:
+            run_job(config, source, watchdog=watchdog)
         with scanning(config.output.dir):
             return OutputFolder(config.output.dir).scan().collect()
     if config.draft.adapt.every_shards:

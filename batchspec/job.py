@@ -50,18 +50,24 @@ from batchspec.runner.weight_sums import keep_sums, with_kept_sums
 from batchspec.runstate.generations import Generation
 from batchspec.runstate.journal import Journaled, saved_rows
 from batchspec.runstate.output_folder import OutputFolder
+from batchspec.supervise.watchdog import Watchdog
 from batchspec.text import counted
 
 MOST_WORKERS = 4
 """Default number of processes that admit rows and make tables: enough for about 6,000 short chats a second."""
 
 
-def run_job(config: RunConfig, source: Source | None = None, *, group: Group | None = None) -> None:
+def run_job(
+    config: RunConfig, source: Source | None = None, *, group: Group | None = None, watchdog: Watchdog | None = None
+) -> None:
     """Run a job to its end, or continue it where an earlier run of the same command stopped.
 
-    source  replaces the dataset at input.path
-    group   the processes that compute the target together; this one leads them
+    source    replaces the dataset at input.path
+    group     the processes that compute the target together; this one leads them
+    watchdog  watches this process; None: nothing ends a run that hangs
     """
+    watchdog = watchdog or Watchdog(0.0)
+    watchdog.load()
     start_up = StartUp()
     start_up.done("imports and configuration")
     check_push_key(config.output)
@@ -76,7 +82,7 @@ def run_job(config: RunConfig, source: Source | None = None, *, group: Group | N
         say(f"{output.path}: already complete: {size_of(job, output)}{nothing_to_retry(config)}")
     else:
         try:
-            compute(job, output, finished, retry=retry, start_up=start_up)
+            compute(job, output, finished, retry=retry, start_up=start_up, watchdog=watchdog)
         except TooManyErrors:
             if output.missing():
                 raise  # if it came after the last shard, the job is complete: write card and report first
@@ -84,6 +90,7 @@ def run_job(config: RunConfig, source: Source | None = None, *, group: Group | N
             say(f"{output.path}: this run's part is done; other runs work on {len(others)} of {output.num_shards} shards")
             return
         say(f"{output.path}: done, {size_of(job, output)}")
+    watchdog.close()
     stats = finish(output, again=not complete)
     if config.output.push_to_hub is not None:
         say(push_output(output, config.output.push_to_hub, private=config.output.push_private).line())
@@ -111,13 +118,14 @@ def nothing_to_retry(config: RunConfig) -> str:
 
 def compute(
     job: Job, output: OutputFolder, finished: set[int], make: MakeEngine = make_engine, retry: Generation | None = None,
-    start_up: StartUp | None = None,
+    start_up: StartUp | None = None, watchdog: Watchdog | None = None,
 ) -> None:  # fmt: skip
     """Decode and commit every shard that is not `finished` and that no other run works on; print and log the speed.
 
     make      makes the engine; called when every check has passed
     retry     begins a retry: only its shards are computed
     start_up  the phases of the run so far
+    watchdog  as of `run_job`
     Raises what `ShardRunner.run` raises.
     """
     began, start_up = time.perf_counter(), start_up or StartUp()
@@ -149,7 +157,8 @@ def compute(
         elif finished or journaled.num_rows:
             saved = saved_rows(journaled.num_rows, journaled.snapshots.values())
             progress.phase(f"{len(finished)} of {output.num_shards} shards are committed already, {saved}; the rest is computed")
-        ShardRunner(job, output, plan, work, holder, seen, progress, journaled, num_errors, adaptation).run()
+        watchdog = watchdog or Watchdog(0.0)
+        ShardRunner(job, output, plan, work, holder, seen, progress, journaled, num_errors, adaptation, watchdog).run()
     seconds = time.perf_counter() - began - start_up_s
     report_speed(output, holder.engine.totals, start_up, seconds=seconds, start_up_s=start_up_s)
 

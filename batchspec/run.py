@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,9 @@ from batchspec.garbage import imports_frozen, no_garbage_collection
 
 if TYPE_CHECKING:
     from batchspec.config.schema import RunConfig
+    from batchspec.distributed.channel import Channel
     from batchspec.distributed.group import Group
+    from batchspec.supervise.watchdog import Watchdog
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,10 +60,14 @@ def run(config: RunConfig) -> int:
     return code
 
 
-def run_here(config: RunConfig, group: Group | None = None) -> None:
+def run_here(
+    config: RunConfig, group: Group | None = None, *, watchdog: Watchdog | None = None, parent: Channel | None = None
+) -> None:
     """Run one checked job in this process. Torch is imported only here, after the checks of the configuration.
 
-    group  the processes that compute the model together, which this one leads
+    group     the processes that compute the model together, which this one leads
+    watchdog  watches this process already; None: one is made
+    parent    of a process without a group, the channel on which its parent sees whether it runs
     Raises ConfigError if the job needs a GPU and there is none, and as `run_job` does.
     """
     if config.requires_gpu:
@@ -74,11 +81,18 @@ def run_here(config: RunConfig, group: Group | None = None) -> None:
     if config.device != "cpu" and group is None:
         begin_context()
     with no_garbage_collection():
+        import torch
+
         from batchspec.job import run_job
+        from batchspec.supervise.watchdog import Watchdog, limit_s
+    if parent is not None:  # only now, because importing torch may hold Python's lock for longer than the watchdog's limit
+        parent.start_liveness_thread()
     if config.device != "cpu":
         begin_compiler_hash()
-    with imports_frozen():
-        run_job(config, group=group)
+    gpu = config.device != "cpu" and torch.cuda.is_available()
+    own = watchdog or Watchdog(limit_s(config.cluster.watchdog_s, gpu=gpu), has_parent=parent is not None)
+    with imports_frozen(), nullcontext() if watchdog else own.watching():
+        run_job(config, group=group, watchdog=own)
 
 
 def _name(config: RunConfig) -> str:

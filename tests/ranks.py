@@ -117,7 +117,7 @@ def _rank(rank: int, count: int, call: Callable[[Collectives, Path], object], fo
     torch.set_num_threads(1)
     code = 0
     try:
-        call(GlooCollectives(rank, count, folder / "meeting", limit_s=60), folder)
+        call(GlooCollectives(rank, count, folder / "rendezvous", limit_s=60), folder)
     except BaseException:
         traceback.print_exc()
         code = 1

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from batchspec.errors import StorageError
 from batchspec.runstate import claims as module
 from batchspec.runstate.claims import FOLDER, RENEW_S, STALE_S, Claims, _started, owner_is_gone, this_process
+from batchspec.runstate.output_folder import OutputFolder
 from batchspec.storage.local_store import LocalStore
+from tests.io_samples import new_folder, tables
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,6 +46,12 @@ def open_claims(root: Path, attempt: str, clock: Clock | None = None, **who: Any
     return claims
 
 
+def renewed(claims: Claims) -> None:
+    """Renew, and wait until it is done."""
+    claims.renew()
+    claims.settle()
+
+
 ELSEWHERE: dict[str, Any] = {"host": "another machine", "task": ""}
 
 
@@ -52,7 +69,7 @@ def test_an_owner_that_renews_its_lease_keeps_its_shard_and_a_silent_one_loses_i
     assert one.take(0)
     for _ in range(20):
         clock.now += RENEW_S
-        one.renew()
+        renewed(one)
         assert not other.take(0)
     clock.now += STALE_S - 1
     assert not other.take(0)
@@ -67,7 +84,7 @@ def test_a_stopped_owner_that_continues_finds_that_its_shard_has_another_owner(t
     assert not other.take(0)
     clock.now += STALE_S
     assert other.take(0)
-    one.renew()
+    renewed(one)
     assert json.loads((tmp_path / FOLDER / "00000.json").read_text())["owner"] == "b"
     assert not one.take(0)
 
@@ -217,7 +234,7 @@ def test_a_run_renews_its_claims_at_most_once_per_heartbeat(tmp_path: Path, monk
     monkeypatch.setattr(LocalStore, "put", noted)
     for _ in range(10 * 3):
         clock.now += RENEW_S / 10
-        one.renew()
+        renewed(one)
     assert written == pytest.approx([RENEW_S, 2 * RENEW_S, 3 * RENEW_S])
 
 
@@ -272,3 +289,202 @@ def test_the_folder_goes_when_the_job_is_complete(tmp_path: Path) -> None:
     claims._store.delete_tree(FOLDER)
     assert not (tmp_path / FOLDER).exists()
     assert module.STALE_S > 2 * 60
+
+
+def test_rounds_go_on_while_the_store_takes_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's thread asks after every round; one renewal at a time is under way."""
+    clock, answers, asked = Clock(), threading.Event(), list[str]()
+    one = open_claims(tmp_path, "a", clock)
+    assert one.take(0)
+    read = LocalStore.read
+
+    def slow(self: LocalStore, name: str) -> bytes:
+        asked.append(name)
+        answers.wait(60)
+        return read(self, name)
+
+    monkeypatch.setattr(LocalStore, "read", slow)
+    for _ in range(10):
+        clock.now += RENEW_S
+        one.renew()
+    assert counter_of(tmp_path, 0) == 0
+    answers.set()
+    one.settle()
+    assert asked == [f"{FOLDER}/00000.json"]
+    assert counter_of(tmp_path, 0) == 1
+    renewed(one)
+    assert counter_of(tmp_path, 0) == 2, "it was overdue"
+
+
+def test_the_claim_on_a_shard_that_is_committed_during_a_renewal_is_not_taken_up_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, answers = Clock(), threading.Event()
+    one = open_claims(tmp_path, "a", clock)
+    assert one.take(0)
+    assert one.take(1)
+    read = LocalStore.read
+    monkeypatch.setattr(LocalStore, "read", lambda self, name: (answers.wait(60), read(self, name))[1])
+    clock.now += RENEW_S
+    one.renew()
+    one.forget(0)
+    assert one.take(2)
+    answers.set()
+    one.settle()
+    assert one.own == [1, 2]
+    assert [counter_of(tmp_path, shard) for shard in range(3)] == [0, 1, 0]
+
+
+def counter_of(root: Path, shard: int) -> int:
+    return int(json.loads((root / FOLDER / f"{shard:05d}.json").read_text())["counter"])
+
+
+def test_an_error_of_a_renewal_ends_the_run_after_the_next_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    one = open_claims(tmp_path, "a", clock)
+    assert one.take(0)
+
+    def full(self: LocalStore, name: str, data: bytes) -> None:
+        raise StorageError("no space left")
+
+    clock.now += RENEW_S
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "put", full)
+        renewed(one)
+        with pytest.raises(StorageError, match="no space left"):
+            one.renew()
+    one.release()
+    assert owner_of(tmp_path, 0) == ""
+
+
+class Turns:
+    """Threads that wait for their turn before each operation of a store. `play` gives one turn after the other."""
+
+    def __init__(self) -> None:
+        self._changed, self._own, self._turn = threading.Condition(), threading.local(), ""
+        self._states: dict[str, str] = {}
+
+    def start(self, name: str, task: Callable[[], None]) -> None:
+        def run() -> None:
+            self._own.name = name
+            try:
+                task()
+            finally:
+                self._become("done")
+
+        self._states[name] = "runs"
+        threading.Thread(target=run, daemon=True).start()
+
+    def wait(self) -> None:
+        """Of a thread that was not started here, nothing."""
+        if not hasattr(self._own, "name") or getattr(self._own, "at_once", False):
+            return
+        self._become("waits")
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._turn == self._own.name, 60)
+            self._turn = ""
+
+    def at_once(self, act: Callable[[], T]) -> T:
+        """What `act` does, in one turn."""
+        self.wait()
+        self._own.at_once = True
+        try:
+            return act()
+        finally:
+            self._own.at_once = False
+
+    def blocked(self, act: Callable[[], T]) -> T:
+        """`act` waits for another of the threads."""
+        self._become("blocked")
+        try:
+            return act()
+        finally:
+            self._become("runs")
+
+    def play(self, choices: Sequence[int]) -> None:
+        """Until all have ended. The choices say whose turn it is, of those that wait; then they are repeated."""
+        for choice in itertools.cycle(choices):
+            with self._changed:
+                assert self._changed.wait_for(self._is_still, 60), self._states
+                ready = sorted(name for name, state in self._states.items() if state == "waits")
+                if not ready:
+                    return
+                self._turn = ready[choice % len(ready)]
+                self._states[self._turn] = "runs"
+                self._changed.notify_all()
+
+    def _is_still(self) -> bool:
+        states = set(self._states.values())
+        return "runs" not in states and ("waits" in states or states == {"done"})
+
+    def _become(self, state: str) -> None:
+        with self._changed:
+            if hasattr(self._own, "name"):
+                self._states[self._own.name] = state
+            self._changed.notify_all()
+
+
+@given(choices=st.lists(st.integers(0, 5), min_size=1, max_size=30))
+@settings(deadline=None, max_examples=60)
+def test_in_whatever_order_a_renewal_and_a_takeover_come_each_row_is_there_once_and_nothing_seems_crashed(
+    choices: list[int],
+) -> None:
+    """One run renews in a thread while it commits shard 0 and ends; another one finds its claims stale and takes shard 0 over.
+
+    A claim that was not renewed in time does not keep its run from computing: the commit that comes second is refused.
+    """
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        first = new_folder(Path(folder) / "out", 6, 2)
+        second, clock, turns = OutputFolder(first.path), Clock(), Turns()
+        one, other = first.claims(), second.claims()
+        one._process |= ELSEWHERE
+        one._clock = other._clock = clock
+        one._renewed_at = clock.now
+        assert one.take(0)
+        assert one.take(1)
+        assert not other.take(0)
+        clock.now += STALE_S
+        settle, won = Claims.settle, list[bool]()
+
+        def in_turns(task: Callable[[], None]) -> Future[None]:
+            ended: Future[None] = Future()
+
+            def run() -> None:
+                task()
+                ended.set_result(None)
+
+            turns.start("renewal", run)
+            return ended
+
+        for name in ("list", "read", "put", "put_if_absent"):
+            patch.setattr(LocalStore, name, gated(getattr(LocalStore, name), turns))
+        patch.setattr(module, "_begun", in_turns)
+        patch.setattr(Claims, "settle", lambda self: turns.blocked(lambda: settle(self)))
+
+        def run_first() -> None:
+            one.renew()
+            won.append(turns.at_once(lambda: first.commit(0, tables()[0])))
+            one.forget(0)
+            one.release()
+
+        def run_second() -> None:
+            if other.take(0):
+                won.append(turns.at_once(lambda: second.commit(0, tables()[0])))
+                other.forget(0)
+            other.release()
+
+        turns.start("first", run_first)
+        turns.start("second", run_second)
+        turns.play(choices)
+        assert won.count(True) == 1
+        assert second.written(0)[0]["row_index"].to_pylist() == tables()[0]["row_index"].to_pylist()
+        assert (one.own, other.own) == ([], [])
+        assert owner_of(Path(first.path), 1) == "", "the shard that it released looks as if it had crashed"
+
+
+def gated(operation: Callable[..., Any], turns: Turns) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        turns.wait()
+        return operation(*arguments)
+
+    return call

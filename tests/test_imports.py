@@ -26,6 +26,7 @@ EVERYONE = {
     "terminal",
     "token_automaton",
     "lazy_automaton",
+    "load_progress",
     "constrained_text",
     "error_rows",
     "__version__",
@@ -33,7 +34,7 @@ EVERYONE = {
 
 # Package (or top module) -> what of batchspec it may import, besides itself and what everyone may.
 MAY_IMPORT: dict[str, set[str]] = {
-    "run": {"config", "commands.reference", "early_start", "job", "cli", "cluster", "distributed.group"},
+    "run": {"config", "commands.reference", "early_start", "job", "cli", "cluster", "supervise.watchdog"},
     "early_start": {"kernels.common.compiler_hash"},
     "cli": {"arguments", "commands"},
     "__main__": {"cli"},
@@ -52,6 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engine",
         "report",
         "commands",
+        "supervise.watchdog",
     },
     "warm": {
         "cli",
@@ -83,6 +85,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "runstate",
         "packing",
         "report",
+        "supervise.watchdog",
     },
     "identity": {
         "dataset.schema",

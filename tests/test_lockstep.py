@@ -206,6 +206,9 @@ class Pulse:
     def beat(self) -> None:
         self.read.append(self._end.progress(1).results % RUN)
 
+    def load(self) -> None:
+        self.read.append(-2)
+
     def pause(self) -> None:
         self.read.append(-1)
 

@@ -15,6 +15,7 @@ from batchspec import run
 from batchspec.config.compose import _sweep_folder, compose
 from batchspec.config.schema import RunConfig
 from batchspec.errors import ConfigError, InputError, Interrupted
+from batchspec.supervise.watchdog import Watchdog
 
 GIVEN = ["model.path=m", "input.path=i.parquet", "output.dir=o"]
 
@@ -26,7 +27,8 @@ class Jobs:
         self.ran: list[RunConfig] = []
         self.does: Callable[[RunConfig], None] = lambda config: None
 
-    def run_job(self, config: RunConfig, group: None = None) -> None:
+    def run_job(self, config: RunConfig, group: None = None, watchdog: Watchdog | None = None) -> None:
+        assert watchdog is not None, "it watches before anything is loaded"
         self.ran.append(config)
         self.does(config)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -11,13 +13,16 @@ from hypothesis import strategies as st
 
 from batchspec.distributed import silent_ranks
 from batchspec.distributed.channel import _LIVENESS, Channel, make_memory
-from batchspec.distributed.silent_ranks import LATER_S, START_S, SilentRanks
+from batchspec.distributed.silent_ranks import LATER_S, PAUSE_S, START_S, SilentRanks
 
 
 class Clock:
     now = 100.0
 
-    def monotonic(self) -> float:
+    CLOCK_BOOTTIME = 7
+
+    def clock_gettime(self, clock: int) -> float:
+        assert clock == self.CLOCK_BOOTTIME
         return self.now
 
 
@@ -29,6 +34,8 @@ def clock() -> Iterator[Clock]:
         yield made
 
 
+NOBODY = [-1, -1]
+"""Numbers of no process."""
 PHASES = st.tuples(st.sampled_from([0.1, 0.9, 1.0, 600.0]), st.sampled_from([1, 4, 8, 9, 605, 700]), st.booleans(), st.booleans())
 
 
@@ -36,10 +43,13 @@ PHASES = st.tuples(st.sampled_from([0.1, 0.9, 1.0, 600.0]), st.sampled_from([1, 
 def test_a_rank_is_silent_after_the_limit_unless_its_parent_did_not_run_either(
     phases: list[tuple[float, int, bool, bool]], watched: bool, clock: Clock
 ) -> None:
-    """phases: seconds before each call, number of calls, which of two ranks count before each. A pause counts at most 1 s."""
+    """phases: seconds before each call, number of calls, which of two ranks count before each.
+
+    A pause counts at most 1 s, and a long one starts the limit anew: the ranks may need longer than the parent to go on.
+    """
     looks = [(seconds, lives) for seconds, count, *lives in phases for _ in range(count)]
     handle, limit_s = make_memory(), 3.0 if watched else 0.0
-    silent, ranks = SilentRanks(Channel(handle, None, 2), limit_s), [Channel(handle, rank, 2) for rank in range(2)]
+    silent, ranks = SilentRanks(Channel(handle, None, 2), limit_s, NOBODY), [Channel(handle, rank, 2) for rank in range(2)]
     os.close(handle)
     waited, started = [0.0, 0.0], [False, False]
     for seconds, lives in looks:
@@ -48,7 +58,7 @@ def test_a_rank_is_silent_after_the_limit_unless_its_parent_did_not_run_either(
             if lives_on:
                 ranks[rank]._line(rank)[_LIVENESS] += 1
             started[rank] |= lives_on
-            waited[rank] = 0.0 if lives_on else waited[rank] + min(seconds, 1.0)
+            waited[rank] = 0.0 if lives_on or seconds > PAUSE_S else waited[rank] + min(seconds, 1.0)
         found = silent.find()
         for rank in range(2):
             most_s = LATER_S + (limit_s if started[rank] else START_S)
@@ -66,3 +76,31 @@ def test_a_rank_increments_its_liveness_counter() -> None:
     rank.start_liveness_thread()
     parent.wait(lambda: parent.liveness_count(1) > 1)
     assert parent.liveness_count(0) == 0
+
+
+READS = "import sys; file = open('/dev/zero', 'rb')\nfor line in sys.stdin: print(len(file.read(int(line))), flush=True)"
+
+
+def test_a_rank_that_reads_is_not_silent_although_no_thread_of_it_counts(clock: Clock) -> None:
+    """As one that copies a large tensor from a slow disk, by a call that lets no other thread run."""
+    handle = make_memory()
+    channel = Channel(handle, None, 1)
+    os.close(handle)
+    channel._line(0)[_LIVENESS] = 1
+    with subprocess.Popen([sys.executable, "-c", READS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        silent = SilentRanks(channel, 10.0, [process.pid])
+
+        def found_within(seconds: int, num_bytes: int) -> bool:
+            for _ in range(seconds):
+                print(num_bytes, file=process.stdin, flush=True)
+                assert process.stdout.readline() == f"{num_bytes}\n"  # type: ignore[union-attr]
+                clock.now += 1.0
+                if silent.find():
+                    return True
+            return False
+
+        assert not found_within(60, 1 << 20)
+        assert found_within(20, 10), "lines of a process that hangs are no movement"
+        process.stdin.close()

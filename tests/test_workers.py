@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +19,11 @@ from batchspec import run
 from batchspec.cluster import crew, devices, workers
 from batchspec.config.schema import RunConfig
 from batchspec.distributed import silent_ranks
+from batchspec.engine.round import Round
 from batchspec.errors import ConfigError
+from batchspec.supervise import watchdog
 from tests.crews import ended, journals, make_job, owners, tokens, wait_for_end, wait_until, workers_of
-from tests.runs import new_interpreters, run_apart, start_apart
+from tests.runs import new_interpreters, put, run_apart, start_apart
 
 ROWS = 48
 
@@ -235,7 +241,8 @@ def test_a_rank_that_hangs_after_another_has_ended_is_killed(
     assert supervised(monkeypatch, program, 2, tensor_parallel=2) == 75
     assert time.monotonic() - began < 20
     said = capsys.readouterr().err
-    assert f"rank {hangs} of worker 0 does not end: it has begun 0 of 0 steps and read 0 results; killed\n" in said
+    assert f"rank {hangs} of worker 0 does not end: process " in said
+    assert "has begun 0 of 0 steps and read 0 results; killed\n" in said
     assert f"[{'0.1' if hangs else '0'}] Fatal Python error: Aborted" in said
 
 
@@ -249,12 +256,121 @@ def test_a_rank_that_does_not_run_at_all_is_killed_and_shows_its_stack(
     program = f"\n{RANK}\nend.start_liveness_thread()\nif rank == {stopped}:\n    {stop}\nwait_for_loss()"
     assert supervised(monkeypatch, program, 2, tensor_parallel=2, watchdog_s=1.5) == 75
     said = capsys.readouterr().err
-    assert (
-        f"rank {stopped} of worker 0 has not run for more than 1.5 s (cluster.watchdog_s): it has begun 0 of 0 steps and read 0 "
-        "results; killed\n"
-    ) in said
+    assert re.search(
+        rf"rank {stopped} of worker 0 has not run for more than 1\.5 s \(cluster\.watchdog_s\): process \d+ was stopped by a "
+        r"signal, has begun 0 of 0 steps and read 0 results; killed\n",
+        said,
+    )
     assert f"[{'0.1' if stopped else '0'}] Fatal Python error: Aborted" in said
     assert f"rank {stopped} of this group is gone" in said
+
+
+def silent_soon() -> None:
+    """A patch: of a worker that does not run the parent knows half a second after the limit."""
+    put(silent_ranks, "LATER_S", 0.5)
+
+
+def holds_the_interpreter() -> None:
+    """A patch: in its 20th round worker 1 calls what lets no thread run, as C code may that keeps Python's lock."""
+    silent_soon()
+    run_round, count = Round.run, [0]
+
+    def patched(self: Round, *rest: Any, **named: Any) -> Any:
+        count[0] += 1
+        if sys.argv[1] == "1" and count[0] == 20:
+            ctypes.PyDLL(None).sleep(600)
+        return run_round(self, *rest, **named)
+
+    Round.run = patched  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("patch", "state"), [(silent_soon, "was stopped by a signal"), (holds_the_interpreter, "waits")], ids=["SIGSTOP", "lock"]
+)
+def test_a_worker_that_does_not_run_at_all_is_killed_and_the_other_does_its_shards(
+    patch: Callable[[], None], state: str, command: list[str], tmp_path: Path
+) -> None:
+    out, log = tmp_path / "out", tmp_path / "log"
+    words = [*command, f"output.dir={out}", "device=cpu", "cluster.workers=2", "cluster.watchdog_s=4"]
+    parent = start_apart(words, log, patch)
+    if patch is silent_soon:
+        wait_until(lambda: len(owners(out)) == 2, parent)  # both have begun
+        os.kill(workers_of(parent)[1], signal.SIGSTOP)
+    code, said = ended(parent), log.read_text()
+    assert code == 0, said
+    assert re.search(
+        rf"batchspec: worker 1 has not run for more than 4 s \(cluster\.watchdog_s\): process \d+ {state}; killed; 1 other takes "
+        r"its shards over\n",
+        said,
+    ), said
+    assert "[1] Fatal Python error: Aborted" in said  # its stacks
+    assert run.main([*command, f"output.dir={tmp_path / 'one'}"]) == 0
+    assert tokens(out, ROWS) == tokens(tmp_path / "one", ROWS)
+
+
+def test_a_job_whose_only_worker_does_not_run_is_resumed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As in a task of Slurm; also if it was stopped before it had imported anything."""
+    monkeypatch.setattr(silent_ranks, "LATER_S", 0.2)
+    monkeypatch.setattr(silent_ranks, "START_S", 1.0)
+    began = time.monotonic()
+    assert supervised(monkeypatch, "os.kill(os.getpid(), signal.SIGSTOP)", 1, watchdog_s=1.0) == 75
+    assert time.monotonic() - began < 60
+    assert "worker 0 has not run for more than 1 s (cluster.watchdog_s)" in capfd.readouterr().err
+
+
+class Unkillable(subprocess.Popen[str]):
+    """As of a process that waits for a disk which never answers: no signal ends it."""
+
+    def send_signal(self, sig: int) -> None:
+        assert sig in (signal.SIGABRT, signal.SIGCONT, signal.SIGKILL)
+
+
+def test_a_worker_that_not_even_sigkill_ends_does_not_keep_the_command_from_ending(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(silent_ranks, "LATER_S", 0.2)
+    monkeypatch.setattr(silent_ranks, "START_S", 1.0)
+    for name in ("STACKS_S", "UNKILLABLE_S"):
+        monkeypatch.setattr(crew, name, 0.3)
+    monkeypatch.setattr(crew, "Popen", Unkillable)
+    assert supervised(monkeypatch, "print(os.getpid(), flush=True); time.sleep(600)", 1, watchdog_s=1.0) == 75
+    out, said = capfd.readouterr()
+    os.kill(int(out), signal.SIGKILL)
+    assert f"worker 0 cannot be killed: process {int(out)} waits; left" in said
+
+
+def in_a_group_of_its_own() -> None:
+    """A patch: the run is what a terminal has in the foreground. Pauses of two seconds are long."""
+    os.setpgid(0, 0)
+    silent_soon()
+    put(silent_ranks, "PAUSE_S", 2.0)
+    put(watchdog, "PAUSE_S", 2.0)
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["Ctrl-Z and fg", "the machine is suspended"])
+def test_workers_outlive_a_pause_of_their_parent(everything: bool, command: list[str], tmp_path: Path) -> None:
+    """It is much longer than the limit. Workers that were stopped too go on a second after their parent."""
+    out, log = tmp_path / "out", tmp_path / "log"
+    words = [*command, f"output.dir={out}", "device=cpu", "cluster.workers=2", "cluster.watchdog_s=4"]
+    parent = start_apart(words, log, in_a_group_of_its_own)
+    wait_until(lambda: len(owners(out)) == 2, parent)
+    assert parent.pid is not None
+    stopped, pid = workers_of(parent) if everything else [], parent.pid
+    os.killpg(pid, signal.SIGTSTP)
+    wait_until(lambda: crew.state_of(pid) == "was stopped by a signal", parent)
+    for worker in stopped:
+        os.kill(worker, signal.SIGSTOP)
+    time.sleep(7.0)
+    os.killpg(pid, signal.SIGCONT)
+    time.sleep(1.0 if stopped else 0.0)
+    for worker in stopped:
+        os.kill(worker, signal.SIGCONT)
+    code, said = ended(parent), log.read_text()
+    assert code == 0, said
+    assert "killed" not in said
+    assert len(tokens(out, ROWS)) == ROWS
 
 
 def test_only_the_leader_gets_the_signals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,13 +11,14 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
 from typing import IO
 
 from batchspec import terminal
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import to_json
-from batchspec.distributed.channel import Channel, make_meeting, make_memory, path_of
+from batchspec.distributed.channel import Channel, make_memory, make_rendezvous, path_of
 from batchspec.distributed.seat import Seat, ending
 from batchspec.distributed.silent_ranks import SilentRanks
 from batchspec.errors import Interrupted
@@ -30,6 +31,13 @@ PROGRAM = ("-m", "batchspec.cluster.worker")
 LEADER_END_S, FOLLOWER_END_S, STACKS_S = 30.0, 3.0, 2.0
 """Seconds that the other processes of a group have to end by themselves after one has ended: the leader saves its work, followers
 have nothing to save. Then SIGABRT makes them print their stacks, and SIGKILL ends them after the same time again."""
+UNKILLABLE_S = 60.0
+"""Seconds after SIGKILL in which a process ends, unless the system itself keeps it waiting, as for a disk that never answers. It
+never runs again, so the run goes on without it."""
+STATES = {
+    "R": "runs", "S": "waits", "D": "waits for a device or a file system", "T": "was stopped by a signal",
+    "t": "was stopped by a debugger",
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -37,19 +45,19 @@ class Worker:
     number: int
     device: str | None
     process: Popen[str]
+    group: Channel
+    """Its group, which may be this worker alone."""
+    rank: int
+    """Its rank in its group."""
     code: int | None = None
     """Exit code as in Popen: negative for the signal that ended the worker."""
-    rank: int = 0
-    """Its rank in its group."""
-    group: Channel | None = None
-    """Its group; None: it computes the model alone."""
     ended_at: float = 0.0
     """Time when its end was noticed, by the monotonic clock."""
     abort_at: float | None = None
-    """Time when the parent sent SIGABRT, because another rank of its group has ended and this one has not."""
+    """Time when the parent sent SIGABRT, because it does not run, or another rank of its group has ended and this one has not."""
 
     def name(self) -> str:
-        rank = "" if self.group is None else f"rank {self.rank} of "
+        rank = "" if self.group.ranks == 1 else f"rank {self.rank} of "
         return f"{rank}worker {self.number}" + ("" if self.device is None else f" (GPU {self.device})")
 
 
@@ -74,33 +82,30 @@ class Crew:
 
     def _start_group(self, number: int, devices: Sequence[str | None]) -> Iterator[Worker]:
         """The processes that compute one model."""
-        if self._ranks == 1:
-            yield self._start(number, devices[0])
-            return
-        handle, meeting = make_memory(), make_meeting()
+        handle, rendezvous = make_memory(), make_rendezvous()
         try:
+            channel, pids = Channel(handle, None, self._ranks), list[int]()
             for rank in range(self._ranks):
-                seat = Seat(rank, self._ranks, handle, path_of(meeting))
-                worker = self._start(number, devices[rank], seat, devices, (handle, meeting))
-                worker.group = Channel(handle, None, self._ranks)
-                yield worker
-            self._silent[number] = SilentRanks(Channel(handle, None, self._ranks), self._watchdog_s)
+                seat = Seat(rank, self._ranks, handle, path_of(rendezvous))
+                process = self._start(number, devices[rank], seat, devices, (handle, rendezvous))
+                pids.append(process.pid)
+                yield Worker(number, devices[rank], process, channel, rank)
+            self._silent[number] = SilentRanks(channel, self._watchdog_s, pids)
         finally:
             os.close(handle)
-            os.close(meeting)
+            os.close(rendezvous)
 
     def _start(
-        self, number: int, device: str | None, seat: Seat | None = None, devices: Sequence[str | None] = (),
-        handles: Sequence[int] = (),
-    ) -> Worker:  # fmt: skip
+        self, number: int, device: str | None, seat: Seat, devices: Sequence[str | None], handles: Sequence[int]
+    ) -> Popen[str]:
         env = {**os.environ, CREW: self._name}
         if device is not None:  # ranks must see all GPUs of their group, each once: they read each other's memory
-            env["CUDA_VISIBLE_DEVICES"] = device if seat is None else ",".join(dict.fromkeys(str(name) for name in devices))
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(str(name) for name in devices))
         elif self._num > 1:
             env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._num)))
         # A session of its own: Ctrl-C reaches the workers once, through the parent. A single worker has the parent's output.
         process = Popen(
-            [sys.executable, *PROGRAM, str(number), str(self._num if device is None else 1), *(seat.words() if seat else ())],
+            [sys.executable, *PROGRAM, str(number), str(self._num if device is None else 1), *seat.words()],
             env=env,
             pass_fds=handles,
             stdin=PIPE,
@@ -114,7 +119,7 @@ class Crew:
         with suppress(BrokenPipeError):
             process.stdin.write(self._text + "\n")
             process.stdin.flush()  # left open: when it closes, the worker knows that the parent is gone
-        return Worker(number, device, process, rank=0 if seat is None else seat.rank)
+        return process
 
     def _follow(self, worker: Worker) -> threading.Thread:
         assert worker.process.stdout is not None
@@ -150,40 +155,46 @@ class Crew:
         # Killed workers first: other ranks of their group end because of them, often before the next call of this function.
         for worker, code in sorted(ended, key=lambda one: one[1] >= 0):
             worker.code, worker.ended_at = code, time.monotonic()
-            first = worker.group is not None and all(mate.code is None for mate in self._mates(worker))
-            if first and worker.group is not None and (worker.rank > 0 or worker.code != 0):
+            first = all(mate.code is None for mate in self._mates(worker))
+            if first and (worker.rank > 0 or worker.code != 0):
                 worker.group.lose(worker.rank)
             if worker.code in (0, Interrupted.exit_code) or worker.abort_at is not None or self.asked is not None:
                 continue
-            died = worker.code < 0
-            left = sum(other.rank == 0 and other.number != worker.number for other in self.live())
-            others = f"; {left} other{'s take' if left > 1 else ' takes'} its shards over" if left else ""
-            if (self._num > 1 or died) and (worker.group is None or first):
-                notice(f"{worker.name()} {ending(worker.code)}{'; its group ends' * first}{others}")
+            if (self._num > 1 or worker.code < 0) and first:
+                group = "; its group ends" if self._ranks > 1 else ""
+                notice(f"{worker.name()} {ending(worker.code)}{group}{self._heirs(worker)}")
 
-    def end_groups(self) -> None:
-        """Kill ranks whose processes do not run at all (`SilentRanks`). Some time after a rank has ended, kill the other ranks of
-        its group: they wait for it, or hang."""
+    def _heirs(self, worker: Worker) -> str:
+        """The end of a message that the worker is lost: how many others take over."""
+        left = sum(other.rank == 0 and other.number != worker.number for other in self.live())
+        return f"; {left} other{'s take' if left > 1 else ' takes'} its shards over" if left else ""
+
+    def end_hanging(self) -> None:
+        """Kill workers whose processes do not run at all (`SilentRanks`). Some time after a rank has ended, kill the other ranks
+        of its group: they wait for it, or hang."""
         now, silent = time.monotonic(), {number: ranks.find() for number, ranks in self._silent.items()}
         for worker in self.live():
             if worker.abort_at is not None:
                 if now - worker.abort_at > STACKS_S:
                     worker.process.kill()
+                if now - worker.abort_at > STACKS_S + UNKILLABLE_S:
+                    worker.code, worker.ended_at = -signal.SIGKILL, now
+                    notice(f"{worker.name()} cannot be killed: process {worker.process.pid} {state_of(worker.process.pid)}; left")
                 continue
             ended = [mate.ended_at for mate in self._mates(worker) if mate.code is not None]
             if worker.rank in silent.get(worker.number, ()):
-                self._abort(worker, f"has not run for more than {self._watchdog_s:g} s (cluster.watchdog_s)")
+                why = f"has not run for more than {self._watchdog_s:g} s (cluster.watchdog_s)"
+                self._abort(worker, why, self._heirs(worker))
             elif ended and now - min(ended) > (FOLLOWER_END_S if worker.rank else LEADER_END_S):
                 self._abort(worker, "does not end")
 
-    def _abort(self, worker: Worker, why: str) -> None:
-        """Make the worker print its stacks; `end_groups` kills it STACKS_S seconds later."""
-        assert worker.group is not None
+    def _abort(self, worker: Worker, why: str, heirs: str = "") -> None:
+        """Make the worker print its stacks; `end_hanging` kills it STACKS_S seconds later."""
         own, leader = worker.group.progress(worker.rank), worker.group.progress(0)
-        notice(
-            f"{worker.name()} {why}: it has begun {own.messages} of {leader.messages} steps and read "
-            f"{own.results % (1 << 32)} results; killed"
-        )
+        known = f"process {worker.process.pid} {state_of(worker.process.pid)}"
+        if worker.group.ranks > 1:
+            known += f", has begun {own.messages} of {leader.messages} steps and read {own.results % (1 << 32)} results"
+        notice(f"{worker.name()} {why}: {known}; killed{heirs}")
         worker.abort_at = time.monotonic()
         for number in (signal.SIGABRT, signal.SIGCONT):  # a stopped process handles SIGABRT only after SIGCONT
             worker.process.send_signal(number)
@@ -202,3 +213,12 @@ class Crew:
                     worker.process.stdin.close()
         for reader in self._readers:
             reader.join(5)
+
+
+def state_of(pid: int) -> str:
+    """What a child process is doing, for people: by the letter of its state in /proc."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        letter = "?"
+    return STATES.get(letter, f"is in state {letter}")

@@ -1,8 +1,7 @@
-"""One worker process: `python -m batchspec.cluster.worker NUMBER SHARING [SEAT]`, started by crew.py.
+"""One worker process: `python -m batchspec.cluster.worker NUMBER SHARING SEAT`, started by crew.py.
 
 NUMBER is for readers of `ps`; SHARING is the number of processes whose K/V pages share the main memory (1 on GPUs). SEAT is the
-process's place in the group that computes the model, four words (`distributed/seat.py`); without it, it computes the model
-alone.
+process's place in the group that computes the model, four words (`distributed/seat.py`); the group may be this process alone.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from batchspec.errors import Interrupted, RankLost
 from batchspec.run import run_here
 from batchspec.supervise.leave import leave
 from batchspec.supervise.signals import SIGNALS
-from batchspec.supervise.watchdog import limit_s, nccl_s
+from batchspec.supervise.watchdog import Watchdog, limit_s, nccl_s
 
 if TYPE_CHECKING:
     from batchspec.config.schema import RunConfig
@@ -37,22 +36,23 @@ ORPHAN_S = 60.0
 def main() -> int:
     """Run the job whose configuration is the first line of standard input; returns the exit code."""
     config = from_json(sys.stdin.readline())
-    sharing, seat = int(sys.argv[2]), sys.argv[3:]
+    sharing, seat = int(sys.argv[2]), Seat.of(sys.argv[3:])
     if sharing > 1 and config.packing.memory_gb is None:
         from batchspec.packing.planner import host_share
 
         config.packing.memory_gb = host_share() / sharing / 1e9
-    follows = bool(seat) and seat[0] != "0"
-    if seat:
-        faulthandler.enable()  # SIGABRT prints the stacks
+    follows = seat.rank > 0
+    faulthandler.enable()  # SIGABRT prints the stacks
     if follows:  # the leader ends when it is asked to, and then ends its group
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_watch, args=(follows,), daemon=True).start()
-    return reported(lambda: run_rank(config, seat)) if seat else reported(lambda: run_here(config))
+    if seat.ranks == 1:
+        return reported(lambda: run_here(config, parent=Channel.of(seat)))
+    return reported(lambda: run_rank(config, seat))
 
 
-def run_rank(config: RunConfig, words: list[str]) -> int:
+def run_rank(config: RunConfig, seat: Seat) -> int:
     """Lead or follow; returns the exit code."""
     import torch
 
@@ -61,16 +61,19 @@ def run_rank(config: RunConfig, words: list[str]) -> int:
     from batchspec.engine.messages import End
     from batchspec.runner.follower import run_follower
 
-    seat, gpu = Seat.of(words), config.device != "cpu" and torch.cuda.is_available()
+    gpu, channel = config.device != "cpu" and torch.cuda.is_available(), Channel.of(seat)
     # Only now, because importing torch may hold Python's lock for longer than the watchdog's limit.
-    Channel.of(seat).start_liveness_thread()
+    channel.start_liveness_thread()
+    watchdog_s = limit_s(config.cluster.watchdog_s, gpu=gpu)
+    watchdog = Watchdog(watchdog_s, lost=channel.is_lost, loads=channel, has_parent=True)
+    watchdog.load()  # the ranks wait for each other without a limit of their own
     try:
-        with joined(seat, gpu=gpu, nccl_s=nccl_s(limit_s(config.cluster.watchdog_s, gpu=gpu))) as group:
+        with watchdog.watching(), joined(seat, gpu=gpu, nccl_s=nccl_s(watchdog_s)) as group:
             if seat.rank:
-                run_follower(config, group)
+                run_follower(config, group, watchdog)
                 return 0
             try:
-                run_here(config, group)
+                run_here(config, group, watchdog=watchdog)
             finally:
                 with suppress(RankLost):
                     Lead(group.channel).send(End())

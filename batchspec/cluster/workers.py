@@ -3,9 +3,9 @@
 With cluster.tensor_parallel a worker is a group of processes that compute one model together. Its leader, rank 0, does all that a
 single worker process does: it claims, writes and gets the signals. When one process of a group ends, the group ends.
 
-The parent computes nothing and does not need torch: it starts the workers, passes signals on, reports a worker that died, and
-ends with one exit code. In a Slurm task it also runs with a single worker, so that it can report whatever kills the worker and
-requeue the task.
+The parent computes nothing and does not need torch: it starts the workers, passes signals on, reports a worker that died, kills
+one that does not run any more, and ends with one exit code. In a Slurm task it also runs with a single worker, so that it can
+report whatever kills the worker and requeue the task.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def supervise(config: RunConfig, devices: Sequence[str | None]) -> int:
         while crew.live():
             time.sleep(POLL_S)
             crew.reap()
-            crew.end_groups()
+            crew.end_hanging()
             if any(worker.code == TooManyErrors.exit_code for worker in crew.workers) and crew.asked is None:
                 _ask(crew, signal.SIGTERM)
             if crew.asked is not None and time.monotonic() - crew.asked_at > SAVING * config.cluster.signal_s:

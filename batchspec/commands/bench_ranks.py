@@ -37,7 +37,7 @@ POLL_S, GRACE_S, END_S = 0.1, 3.0, 10.0
 def lead(ranks: int, argv: Sequence[str], device: torch.device, measure: Callable[[Group], None]) -> NoReturn:
     """Call `measure` with the group of this process and the followers that it starts, report errors, and end the process."""
     with TemporaryDirectory(prefix="batchspec-") as folder:
-        code = _lead(Seat(0, ranks, make_memory(), Path(folder) / "meeting"), argv, device, measure)
+        code = _lead(Seat(0, ranks, make_memory(), Path(folder) / "rendezvous"), argv, device, measure)
     leave(code)  # tearing NCCL and the shared memory of the GPUs down may hang
 
 
@@ -71,8 +71,8 @@ class Followers:
 
     def __init__(self, seat: Seat, argv: Sequence[str]) -> None:
         self._channel = Channel(seat.handle, None, seat.ranks)
-        self._folder, self._over = seat.meeting.parent, threading.Event()
-        seats = [Seat(rank, seat.ranks, seat.handle, seat.meeting) for rank in range(1, seat.ranks)]
+        self._folder, self._over = seat.rendezvous.parent, threading.Event()
+        seats = [Seat(rank, seat.ranks, seat.handle, seat.rendezvous) for rank in range(1, seat.ranks)]
         # In sessions of their own: Ctrl-C reaches the leader alone, which ends them.
         self._processes = [
             subprocess.Popen(

@@ -1,8 +1,9 @@
 """Shared memory of a group's processes: the leader's messages to the other ranks, and what each rank reports about itself.
 
 The leader (rank 0) writes a stream of frames into a ring buffer; every follower reads all of them. Each rank has a line of words
-that only it writes: how far it has read, a counter that shows that its process runs, and digests of its newest results. This
-module does not import torch: the parent of the ranks creates the memory, and marks it when a rank has died.
+that only it writes: how far it has read, a counter that shows that its process runs, how its loading moves, and digests of its
+newest results. A worker that computes the model alone is a group of one, of which the parent reads the counter. This module does
+not import torch: the parent of the ranks creates the memory, and marks it when a rank has died.
 
 A frame is a length, a checksum and at most FRAME bytes; a message is as many frames as it needs. The checksum is compared because
 a processor may show the new position of the ring before the bytes (x86 does not).
@@ -35,7 +36,7 @@ _HEADER = struct.Struct("<IIQ")
 """Header of a frame: checksum of the rest, bytes in the frame, bytes of the message that follow in later frames."""
 _LINE = 2 * KEPT + 8
 _WRITTEN, _LOST = 0, 1
-_READ, _RESULTS, _MESSAGES, _LIVENESS = 0, 1, 2, 3
+_READ, _RESULTS, _MESSAGES, _LIVENESS, _MOVES = 0, 1, 2, 3, 4
 _WORDS = 8 + MAX_RANKS * _LINE
 SPINS = 200
 LONGEST_SLEEP_S = 1e-3
@@ -50,10 +51,10 @@ def make_memory() -> int:
     return handle
 
 
-def make_meeting() -> int:
-    """File descriptor of an empty file in memory, the rendezvous of a group's ranks. If all processes are killed, nothing of it
-    is left on disk."""
-    return os.memfd_create("batchspec meeting", 0)
+def make_rendezvous() -> int:
+    """File descriptor of an empty file in memory, in which the ranks of a group find each other. If all processes are killed,
+    nothing of it is left on disk."""
+    return os.memfd_create("batchspec rendezvous", 0)
 
 
 def path_of(handle: int) -> Path:
@@ -166,6 +167,14 @@ class Channel:
     def liveness_count(self, rank: int) -> int:
         """The rank's liveness counter; 0 while its process starts."""
         return int(self._line(rank)[_LIVENESS])
+
+    def tell_moves(self, number: int) -> None:
+        """Tell how many movements of its loading this rank has found (`supervise/watchdog.py`)."""
+        self._line(self.rank)[_MOVES] = number
+
+    def moves(self) -> list[int]:
+        """The number of movements of each rank."""
+        return [int(self._line(rank)[_MOVES]) for rank in range(self.ranks)]
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Wait until `ready()`: at first without sleeping, then in sleeps of at most a millisecond. Raises RankLost."""

@@ -100,16 +100,16 @@ class GlooCollectives(Collectives):
     Raises RankLost when a rank is gone or does not come within the time limit.
     """
 
-    def __init__(self, rank: int, ranks: int, meeting: Path, *, limit_s: float) -> None:
+    def __init__(self, rank: int, ranks: int, rendezvous: Path, *, limit_s: float) -> None:
         """
-        meeting  rendezvous file of the group, on a local disk or in memory
-        limit_s  seconds that an exchange may take
+        rendezvous  the file in which the ranks find each other, on a local disk or in memory
+        limit_s     seconds that an exchange may take
         """
         super().__init__(rank, ranks)
         limit = timedelta(seconds=limit_s)
         with _reported(rank):
             dist.init_process_group(
-                "gloo", init_method=f"file://{meeting.absolute()}", rank=rank, world_size=ranks, timeout=limit
+                "gloo", init_method=f"file://{rendezvous.absolute()}", rank=rank, world_size=ranks, timeout=limit
             )
 
     def gather(self, x: Tensor) -> Tensor:

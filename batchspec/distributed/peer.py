@@ -47,7 +47,7 @@ class Lane:
 class PeerCollectives(Collectives):
     """Of ranks with tensors on GPUs. Exchanges of tensors on the CPU, and what is not reserved, go other ways.
 
-    Made by all ranks after they have met over gloo, which is the default process group.
+    Made by all ranks after their rendezvous over gloo, which is the default process group.
     """
 
     def __init__(self, host: Collectives, device: torch.device, *, wait_s: float = WAIT_S, nccl_s: float) -> None:

@@ -20,13 +20,13 @@ class Seat:
     ranks: int
     handle: int
     """File descriptor of the channel's memory."""
-    meeting: Path
+    rendezvous: Path
     """File by which the ranks find each other."""
 
     def words(self) -> list[str]:
-        return [str(self.rank), str(self.ranks), str(self.handle), str(self.meeting)]
+        return [str(self.rank), str(self.ranks), str(self.handle), str(self.rendezvous)]
 
     @classmethod
     def of(cls, words: list[str]) -> Seat:
-        rank, ranks, handle, meeting = words
-        return cls(int(rank), int(ranks), int(handle), Path(meeting))
+        rank, ranks, handle, rendezvous = words
+        return cls(int(rank), int(ranks), int(handle), Path(rendezvous))

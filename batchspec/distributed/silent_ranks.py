@@ -1,4 +1,4 @@
-"""Finds the ranks of a group whose processes do not run at all, for the parent of the ranks.
+"""Finds processes that do not run at all, for the parent that started them: ranks of a group, or a worker, a group of one.
 
 A signal has stopped such a process, or a call lets none of its threads run. It cannot end itself, and if it is the leader, the
 other ranks just wait for its next message. If only the main thread of a rank hangs, the rank's own watchdog ends it.
@@ -7,39 +7,56 @@ other ranks just wait for its next message. If only the main thread of a rank ha
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from batchspec.distributed.channel import LIVENESS_S, Channel
+from batchspec.load_progress import Activity
 
 LATER_S = 5.0
 """Seconds that the parent waits after the watchdog's limit: a rank's own watchdog goes first, because it saves the work."""
 START_S = 600.0
 """Minimum limit in seconds for a process that is starting: its liveness thread runs only after the imports."""
+PAUSE_S = 10.0
+"""If the caller did not run for so many seconds, it was stopped, or the machine was suspended: all ranks get the whole limit
+again, because they may need longer than the caller to go on."""
 
 
 class SilentRanks:
     """Watches the liveness counters of one group's ranks."""
 
-    def __init__(self, channel: Channel, watchdog_s: float) -> None:
-        """watchdog_s: limit of the ranks' watchdogs in seconds; 0: `find` finds nothing"""
-        self._channel, self._watchdog_s = channel, watchdog_s
+    def __init__(self, channel: Channel, watchdog_s: float, pids: Sequence[int]) -> None:
+        """
+        watchdog_s  limit of the ranks' watchdogs in seconds; 0: `find` finds nothing
+        pids        the ranks' processes
+        """
+        self._channel, self._watchdog_s, self._activities = channel, watchdog_s, [Activity(pid) for pid in pids]
         self._counts, self._silent_s = [0] * channel.ranks, [0.0] * channel.ranks
-        self._looked_at = time.monotonic()
+        self._looked_at = _now()
 
     def find(self) -> list[int]:
-        """The ranks whose liveness counter has not changed for LATER_S longer than the limit of their watchdogs.
+        """The ranks whose liveness counter has not changed for LATER_S longer than the limit of their watchdogs, while they
+        neither read nor wrote: a call that lets no thread run may read a large tensor from a slow disk.
 
-        Call it several times a second. A longer pause between two calls counts as one second, because whatever stopped the caller
-        may have stopped the ranks too.
+        Call it several times a second. A pause between two calls counts as one second, one of more than PAUSE_S starts all
+        limits anew.
         """
-        now = time.monotonic()
-        passed_s, self._looked_at = min(now - self._looked_at, 2 * LIVENESS_S), now
+        now = _now()
+        passed_s, self._looked_at = now - self._looked_at, now
         if not self._watchdog_s:
             return []
         for rank in range(self._channel.ranks):
             count = self._channel.liveness_count(rank)
-            self._silent_s[rank] = self._silent_s[rank] + passed_s if count == self._counts[rank] else 0.0
+            self._silent_s[rank] += min(passed_s, 2 * LIVENESS_S)
+            is_late = self._silent_s[rank] > 2 * LIVENESS_S
+            if count != self._counts[rank] or passed_s > PAUSE_S or (is_late and self._activities[rank].moved()):
+                self._silent_s[rank] = 0.0
             self._counts[rank] = count
         return [rank for rank, silent_s in enumerate(self._silent_s) if silent_s >= self._limit_s(rank)]
 
     def _limit_s(self, rank: int) -> float:
         return (self._watchdog_s if self._counts[rank] else max(self._watchdog_s, START_S)) + LATER_S
+
+
+def _now() -> float:
+    """Seconds by a clock that goes on while the machine is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from batchspec.garbage import no_garbage_collection
+from batchspec.load_progress import step
 
 T = TypeVar("T")
 
@@ -36,4 +37,5 @@ class GraphPool:
         ):
             result = run()
         self._pool = self._pool or graph.pool()
+        step()
         return graph, result

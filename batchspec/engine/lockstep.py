@@ -151,6 +151,9 @@ class Beats(Protocol):
     def pause(self) -> None:
         """It is done, and the rank waits for more."""
 
+    def load(self) -> None:
+        """Kernels are compiled, graphs captured or weights read."""
+
 
 @torch.inference_mode()
 def follow(
@@ -168,8 +171,8 @@ def follow(
         if watchdog is not None:
             watchdog.pause()
         message = decode(channel.receive())
-        if watchdog is not None and isinstance(message, Step | TeacherPass | NewHead):
-            watchdog.beat()
+        if watchdog is not None:
+            (watchdog.beat if isinstance(message, Step | TeacherPass | NewHead) else watchdog.load)()
         match message:
             case Step(step, number):
                 num_steps += 1

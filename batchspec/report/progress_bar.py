@@ -15,7 +15,7 @@ from typing import Any, Self, TextIO
 
 from tqdm import tqdm
 
-from batchspec import terminal
+from batchspec import load_progress, terminal
 from batchspec.report.start_up import StartUp
 
 WINDOW_S = 60.0
@@ -139,6 +139,7 @@ class ProgressBar:
 
     def phase(self, note: str) -> None:
         """Print a line about the present phase of the run; in a log file again while it lasts, until the first round."""
+        load_progress.step()
         self._phase = note, self.clock()
         terminal.say(note, stream=self.stream)
 

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from batchspec import load_progress
+
 
 def process_age_s() -> float:
     """Seconds since this process began, accurate to a hundredth; if /proc is missing, the CPU time that it has used."""
@@ -54,6 +56,7 @@ class StartUp:
 
     def done(self, phase: str, parts: Mapping[str, float] | None = None) -> None:
         """End the phase, unless the start-up is over; its `parts` are listed under their own names."""
+        load_progress.step()
         if self.over:
             return
         now, parts = self._age_s(), parts or {}

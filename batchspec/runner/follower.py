@@ -20,19 +20,20 @@ from batchspec.model.target import Target
 from batchspec.model.weight_files import weight_files
 from batchspec.prepare import JobModel, open_model
 from batchspec.runner.oom_fallback import OutOfMemoryGuard
-from batchspec.runner.run_shards import watchdog_s
 from batchspec.supervise.watchdog import Watchdog
 from batchspec.tuning.table import adopt
 
 
-def run_follower(config: RunConfig, group: Group) -> None:
+def run_follower(config: RunConfig, group: Group, watchdog: Watchdog) -> None:
     """Load this rank's part and execute until the leader ends the run.
 
     The model's files are opened when the leader has them, because it downloads and checks them for all ranks. Raises what
     `open_model` raises, CapacityError when memory runs out, and RankLost.
+
+    watchdog  watches this process, which loads
     """
     with OutOfMemoryGuard() as guard:
-        _follow(config, group)
+        _follow(config, group, watchdog)
     if guard.message:
         raise CapacityError(
             f"rank {group.rank}: out of memory ({guard.message}); free the machine's memory or set packing.memory_gb, "
@@ -40,7 +41,7 @@ def run_follower(config: RunConfig, group: Group) -> None:
         )
 
 
-def _follow(config: RunConfig, group: Group) -> None:
+def _follow(config: RunConfig, group: Group, watchdog: Watchdog) -> None:
     message = decode(group.channel.receive())
     if isinstance(message, End):
         return
@@ -70,13 +71,11 @@ def _follow(config: RunConfig, group: Group) -> None:
     assert isinstance(message, Build), message
     drafter = model.drafter.build(weights, target, slots=message.batch.num_slots)
     engine = build_engine(config, target, drafter, message.batch, vocabulary=message.vocabulary)
-    watchdog = Watchdog(watchdog_s(model), lambda: 0)
     gc.freeze()  # a collection that traverses all of torch's objects would keep the other ranks waiting
-    with watchdog.watching():
-        follow(
-            group.channel, engine, watchdog, teacher_pass=partial(take_part, target),
-            new_weights=lambda message: _rewrite(model, target, Path(message.folder)),
-        )  # fmt: skip
+    follow(
+        group.channel, engine, watchdog, teacher_pass=partial(take_part, target),
+        new_weights=lambda message: _rewrite(model, target, Path(message.folder)),
+    )  # fmt: skip
 
 
 def _rewrite(model: JobModel, target: Target, folder: Path) -> None:

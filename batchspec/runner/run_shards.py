@@ -6,12 +6,13 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
+from batchspec import load_progress
 from batchspec.cluster import slurm
 from batchspec.dataset.reader import InputShard
 from batchspec.errors import InputError, Interrupted, RankLost, TooManyErrors, WorkerLost
 from batchspec.packing.survey import Survey
 from batchspec.packing.work_plan import DecodedShard, WorkPlan
-from batchspec.prepare import Job, JobModel
+from batchspec.prepare import Job
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.report.timeline import Timeline
 from batchspec.runner.adaptation import Adaptation
@@ -29,7 +30,7 @@ from batchspec.supervise.deadline import Deadline
 from batchspec.supervise.leases import claim_shards, released_at_end
 from batchspec.supervise.poison_rows import SuspectShards
 from batchspec.supervise.signals import ending
-from batchspec.supervise.watchdog import Watchdog, limit_s
+from batchspec.supervise.watchdog import Watchdog
 
 
 class ShardRunner:
@@ -40,11 +41,12 @@ class ShardRunner:
     holder      the run's engine
     journaled   saved work of earlier runs on the coming shards
     num_errors  committed input rows with at least one error completion
+    watchdog    of this process, which watches its loading so far
     """
 
     def __init__(
         self, job: Job, output: OutputFolder, plan: WorkPlan, work: ShardWork | ShardWorkers, holder: EngineWithFallback,
-        seen: Survey, progress: ProgressBar, journaled: Journaled, num_errors: int, adaptation: Adaptation,
+        seen: Survey, progress: ProgressBar, journaled: Journaled, num_errors: int, adaptation: Adaptation, watchdog: Watchdog,
     ) -> None:  # fmt: skip
         self.job, self.output, self.plan, self.work, self.holder, self.progress = job, output, plan, work, holder, progress
         self.num_errors, self._adaptation = num_errors, adaptation
@@ -52,8 +54,7 @@ class ShardRunner:
         self._unread: set[int] = set()
         """Shards that the reader has not yet returned in this pass."""
         self._claims, self._attempts, self._journal = output.claims(), output.attempts(), output.journal()
-        lost = None if job.group is None else job.group.channel.is_lost
-        self._watchdog = Watchdog(watchdog_s(job), self._journal.flush, lost)
+        self._watchdog, watchdog.save = watchdog, self._journal.flush
         self._deadline = job_deadline(job, holder)
 
     def run(self) -> None:
@@ -68,7 +69,7 @@ class ShardRunner:
             timeline = stack.enter_context(closing(Timeline(self.output.log_timeline, slots=slots)))
             asked = stack.enter_context(ending(self.holder.stop))
             stack.enter_context(released_at_end(self._claims, self._attempts))
-            stack.enter_context(self._watchdog.watching())
+            stack.callback(self._watchdog.close)
             stack.enter_context(self._adaptation.kept())
             try:
                 while not asked.name and (others := self._left_out()) is not None:
@@ -90,6 +91,7 @@ class ShardRunner:
     def _pass(self, others: set[int], timeline: Timeline) -> None:
         """Decode and commit every shard that can be claimed, except `others`. After running out of memory, the next pass has a
         smaller batch."""
+        self._watchdog.load()  # until the first row begins
         totals, beat = self.holder.engine.totals, self._watchdog.beat
         monitor = RunMonitor(self.progress, self._mean_output, totals, timeline, self._claims, beat, self._deadline)
         decoded = with_commits(self.plan, self.work, self._decoded(others, monitor))
@@ -100,12 +102,14 @@ class ShardRunner:
                     self._committed(done)
         finally:
             monitor.ended()
-            self.work.settle()  # from here on only this thread uses claims and journal
+            self.work.settle()
+            self._claims.settle()  # from here on only this thread uses claims and journal
         self._watchdog.pause()
         if guard.message:
             # Ranks of a group are in the middle of an exchange: it is unknown whether they agree on unfinished rows.
             self._journal.flush([] if self.job.group is not None else self.holder.engine.unfinished())
             self._adaptation.leave()
+            self._watchdog.load()
             self.holder.shrink(guard.message)
             self._adaptation.serve(self.holder.engine)
             self._journaled = self._journal.read(self.output.finished())
@@ -174,6 +178,7 @@ class ShardRunner:
             if time.monotonic() - waited_from > self._claims.stale_s + RENEW_S:
                 return None
             time.sleep(max(1.0, took_s))  # listing thousands of files loads the file system
+            load_progress.step()
             looked_from = time.monotonic()
         return None
 
@@ -214,8 +219,3 @@ def job_deadline(job: Job, holder: EngineWithFallback) -> Deadline:
         keeps_tokens=config.output.logprobs is None,
         stop=holder.stop,
     )
-
-
-def watchdog_s(job: JobModel) -> float:
-    """Seconds without a round after which the run counts as hung; 0 is never."""
-    return limit_s(job.config.cluster.watchdog_s, gpu=job.device.type == "cuda")

@@ -2,11 +2,14 @@
 
 _batchspec/claims/00042.json   {"owner": attempt, "counter": n, "host", "space", "pid", "started", "task", "restart"}
 
-A run renews its claims: it writes them again with a higher counter. A claim is stale, and anyone may take the shard, when it has
-not changed for `stale_s` seconds of the observer's own clock; no clock of another machine is trusted. It is stale at once when
-the observer can see that its owner is gone: its process does not exist on this machine any more (process ids of other
-containers are ignored), or the owner was an earlier start of the observer's own batch task. If a run is suspended and continues
-after its claim was taken over, at worst its commit is refused; nothing is written twice.
+A run renews its claims: it writes them again with a higher counter. A thread does so, because a store may take seconds for an
+operation, but only when the engine's thread asks for it: a run that hangs renews nothing, and loses its shards.
+
+A claim is stale, and anyone may take the shard, when it has not changed for `stale_s` seconds of the observer's own clock; no
+clock of another machine is trusted. It is stale at once when the observer can see that its owner is gone: its process does
+not exist on this machine any more (process ids of other containers are ignored), or the owner was an earlier start of the
+observer's own batch task. If a run is suspended, or could not renew a claim in time, and continues after its claim was taken
+over, at worst its commit is refused; nothing is written twice.
 
 A run that ends by itself, also by an error, releases its claims (owner ""). A stale claim with an owner means that its run
 crashed or was killed.
@@ -18,8 +21,10 @@ import json
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Container, Mapping, Set
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -54,19 +59,21 @@ class Claims:
         self.inherited = False
         """Whether a shard that this run took had an earlier owner, whose rows may be in the journal."""
         self._held: dict[int, int] = {}
+        """Shard -> counter. Changed under the lock: by the thread that takes shards, the one that renews, the engine's own."""
+        self._lock = threading.Lock()
+        self._renewal: Future[None] | None = None
+        """The renewal that is under way, or has ended since the last call of `renew`."""
         self._seen: dict[int, tuple[tuple[str, int], float]] = {}
         self._renewed_at = clock()
         self._process = this_process()
 
     def take(self, shard: int) -> bool:
-        """Claim a shard; returns whether this run holds it now. Another thread may do so than the one that renews. Raises
-        StorageError.
-        """
+        """Claim a shard; returns whether this run holds it now. Raises StorageError."""
         if shard in self._held:
             return True
         name = _name(shard)
         if self._store.put_if_absent(name, self._claim(0)):
-            self._held[shard] = 0
+            self._hold(shard)
             return True
         before = self._read(name)
         if not self._is_stale(shard, before):
@@ -75,7 +82,7 @@ class Claims:
         self._store.put(name, self._claim(0))
         if self._read(name).get("owner") != self.attempt:
             return False
-        self._held[shard] = 0
+        self._hold(shard)
         self.inherited = True
         if re.fullmatch(r"\w{1,64}", before.get("owner", "")):
             self.crashed_owners[shard] = before["owner"]
@@ -84,18 +91,24 @@ class Claims:
     @property
     def own(self) -> list[int]:
         """Shards that this run holds."""
-        return sorted(self._held)
+        with self._lock:
+            return sorted(self._held)
 
     def release(self) -> None:
-        """Release all claims of this run, so that other runs can take the shards at once. Raises StorageError."""
+        """Release all claims of this run, so that other runs can take the shards at once. Raises StorageError.
+
+        Waits for a renewal that is under way: it would write a claim again that is released by then, and the shard would look as
+        if its owner had crashed.
+        """
+        self.settle()
         for shard in self.own:
-            del self._held[shard]
+            self.forget(shard)
             if self._read(_name(shard)).get("owner") == self.attempt:
                 self._store.put(_name(shard), json.dumps({"owner": ""}).encode())
 
     def held(self, shards: Set[int]) -> set[int]:
         """Those of these shards for which another run has a claim that is not stale. Raises StorageError."""
-        claims = self.owners(shards - self._held.keys())
+        claims = self.owners(shards - set(self.own))
         return {shard for shard, claim in claims.items() if not self._is_stale(shard, claim)}
 
     def living(self, shards: Container[int]) -> list[tuple[int, dict[str, Any], float]]:
@@ -114,21 +127,48 @@ class Claims:
         return dict(zip(wanted, for_each(self._store, [*map(_name, wanted)], self._read), strict=True))
 
     def renew(self) -> None:
-        """Renew the claims, at most every RENEW_S seconds; drop those that another run took over. Raises StorageError."""
-        if self._clock() - self._renewed_at < RENEW_S:
-            return
-        self._renewed_at = self._clock()
-        before = dict(self._held)  # another thread may take shards meanwhile, which stay as they are
-        ours = [shard for shard, claim in self.owners(before).items() if claim.get("owner") == self.attempt]
-        for shard in before.keys() - ours:
-            self.forget(shard)
-        self._held.update((shard, before[shard] + 1) for shard in ours)
-        for _ in for_each(self._store, ours, lambda shard: self._store.put(_name(shard), self._claim(before[shard] + 1))):
-            pass
+        """Begin to renew the claims in a thread, at most every RENEW_S seconds; those that another run took over are dropped.
+
+        Does not wait for the store. Raises the StorageError of the renewal before.
+        """
+        if self._renewal is not None:
+            if not self._renewal.done():
+                return
+            ended, self._renewal = self._renewal, None
+            ended.result()
+        if self._clock() - self._renewed_at >= RENEW_S:
+            self._renewed_at = self._clock()
+            self._renewal = _begun(self._renew)
+
+    def settle(self) -> None:
+        """Wait until no renewal is under way. The next call of `renew` raises its error."""
+        if self._renewal is not None:
+            wait([self._renewal])
 
     def forget(self, shard: int) -> None:
         """Stop renewing the claim of a committed shard."""
-        self._held.pop(shard, None)
+        with self._lock:
+            self._held.pop(shard, None)
+
+    def _hold(self, shard: int) -> None:
+        with self._lock:
+            self._held[shard] = 0
+
+    def _renew(self) -> None:
+        with self._lock:
+            before = dict(self._held)  # shards that are taken meanwhile stay as they are
+        ours = [shard for shard, claim in self.owners(before).items() if claim.get("owner") == self.attempt]
+        for shard in before.keys() - ours:
+            self.forget(shard)
+        for _ in for_each(self._store, ours, lambda shard: self._renew_one(shard, before[shard] + 1)):
+            pass
+
+    def _renew_one(self, shard: int, counter: int) -> None:
+        with self._lock:
+            if shard not in self._held:  # committed meanwhile
+                return
+            self._held[shard] = counter
+        self._store.put(_name(shard), self._claim(counter))
 
     def _read(self, name: str) -> dict[str, Any]:
         """A claim; {} if it was deleted: the run that completes the job deletes them all."""
@@ -151,6 +191,22 @@ class Claims:
 
     def _claim(self, counter: int) -> bytes:
         return json.dumps({"owner": self.attempt, "counter": counter, **self._process}).encode()
+
+
+def _begun(task: Callable[[], None]) -> Future[None]:
+    """The task's end, in a thread of its own, which does not keep the process from ending."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            task()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=run, name="claims", daemon=True).start()
+    return future
 
 
 def this_process() -> dict[str, Any]:

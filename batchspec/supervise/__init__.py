@@ -2,7 +2,7 @@
 
 signals.py       SIGTERM, Ctrl-C: finish the round, save, end
 deadline.py      the time limit of the batch system: which rows still begin before it
-watchdog.py      a run that hangs ends itself
+watchdog.py      a run that hangs ends itself, in rounds and while it loads
 leave.py         how a process that is one of several ends
 leases.py        claims are taken and released; a crash makes its shards suspect
 poison_rows.py   rows that crash the process are found by isolated retries

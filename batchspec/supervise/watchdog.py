@@ -1,6 +1,7 @@
 """The watchdog: when no round ends for a long time, the process prints its stacks, saves its work and exits with 75.
 
-It does the same if another rank of its group is gone and the main thread waits for it: on a GPU it would wait for ever.
+It does the same if nothing moves for a long time while the model is loaded (`load_progress.py`), however long loading takes as a
+whole, and if another rank of its group is gone and the main thread waits for it: on a GPU it would wait for ever.
 """
 
 from __future__ import annotations
@@ -12,12 +13,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol, Self
 
-from batchspec import terminal
+from batchspec import load_progress, terminal
 from batchspec.errors import BatchspecError, Interrupted
+from batchspec.load_progress import Activity
 
 NUM_CHECKS = 20
 """Number of checks within the limit."""
+LOADING = 3.0
+"""While the model is loaded nothing may move for so many times the limit: compiling a large kernel, or the start of a
+communication library, takes longer than a round."""
+PAUSE_S = 10.0
+"""If the watchdog's thread did not run for so many seconds, the process or the machine was stopped: counting begins anew."""
 LOST_S = 10.0
 """Seconds in which the main thread may end by itself after a rank is gone."""
 SAVE_S = 180.0
@@ -37,69 +45,132 @@ def nccl_s(watchdog_s: float) -> float:
 
     The watchdog must end the process first, because it saves the run's work. torch counts from the launch of the exchange, the
     watchdog from the last finished round, which may be later by up to its own limit: so the result is at least twice that limit,
-    and the time of saving. Before the first round only torch counts.
+    and the time of saving. While the model is loaded either may be first, as there is nothing to save.
     """
     return max(NCCL_S, 2 * watchdog_s + SAVE_S) if watchdog_s else math.inf
 
 
+class Loads(Protocol):
+    """Where the ranks of a group tell each other how their loading moves."""
+
+    def tell_moves(self, number: int) -> None:
+        """Tell the others how many movements this rank has found."""
+
+    def moves(self) -> list[int]:
+        """The number of movements of each rank."""
+
+
 class Watchdog:
-    """Ends the process if `beat`, which reports progress, is not called in time. It has its own thread, because a hanging thread
-    cannot end itself."""
+    """Ends the process if it makes no progress. It has its own thread, because a hanging thread cannot end itself.
+
+    In rounds `beat` reports progress. In loading the thread finds it, of this process or of another rank of its group, for which
+    this one may wait. At first, and after `pause`, none is expected.
+    """
 
     def __init__(
-        self, limit_s: float, save: Callable[[], object], lost: Callable[[], bool] | None = None, *,
+        self, limit_s: float, *, lost: Callable[[], bool] | None = None, loads: Loads | None = None, has_parent: bool = False,
         advice: str = "run the same command again to go on",
     ) -> None:  # fmt: skip
         """
-        limit_s  seconds without `beat`; 0 is off
-        save     called before the process ends, while the main thread hangs
-        lost     whether a rank of this process's group is gone; None: there is no group
-        advice   the end of its last message
+        limit_s     seconds without progress in rounds, a LOADING-th of those in loading; 0 is off
+        lost        whether a rank of this process's group is gone; None: there is no group
+        loads       the channel of the group
+        has_parent  its parent ends this process if the interpreter does not run (`distributed/silent_ranks.py`)
+        advice      the end of its last message
         """
-        self._limit_s, self._save, self._lost, self._advice = limit_s, save, lost, advice
-        self._beaten_at, self._lost_at = math.inf, math.inf
+        self.save: Callable[[], object] = lambda: 0
+        """Called before the process ends, while the main thread hangs; returns the number of rows that it saved."""
+        self._limit_s, self._lost, self._loads, self._has_parent, self._advice = limit_s, lost, loads, has_parent, advice
+        self._expected = (math.inf, False)
+        """Time of the last beat by the monotonic clock, infinite if none is expected, and whether the process loads."""
+        self._over = threading.Event()
 
     def beat(self) -> None:
-        self._beaten_at = time.monotonic()
+        self._expected = (time.monotonic(), False)
+
+    def load(self) -> None:
+        """The process loads until the next call of `beat` or `pause`."""
+        self._expected = (time.monotonic(), True)
 
     def pause(self) -> None:
-        """Expect no beat until the next call of `beat`."""
-        self._beaten_at = math.inf
+        """Expect no progress until the next call of `beat` or `load`."""
+        self._expected = (math.inf, False)
+
+    def close(self) -> None:
+        """Watch no longer. May be called several times."""
+        self._over.set()
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> Iterator[Self]:
+        """Watch within this block, until `close`."""
         if not self._limit_s:
-            yield
+            yield self
             return
-        over = threading.Event()
-        thread = threading.Thread(target=self._watch, args=(over,), daemon=True, name="watchdog")
+        thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
         thread.start()
         try:
-            yield
+            yield self
         finally:
-            over.set()
+            self.close()
             thread.join()
 
-    def _watch(self, over: threading.Event) -> None:
-        # Code that hangs while it holds the GIL stops this thread too. faulthandler's timer, reset at each check, ends the
-        # process then.
-        late_s, every_s = self._limit_s + self._limit_s / NUM_CHECKS + SAVE_S, self._limit_s / NUM_CHECKS
-        while not over.wait(every_s if self._lost is None else min(1.0, every_s)):
-            faulthandler.dump_traceback_later(late_s, exit=True)
-            if time.monotonic() - self._beaten_at >= self._limit_s:
-                self._end(f"no round ended for {self._limit_s:g} s (cluster.watchdog_s)")
+    def _watch(self) -> None:
+        every_s = self._limit_s / NUM_CHECKS if self._lost is None else min(1.0, self._limit_s / NUM_CHECKS)
+        moves, looked_at, progress_at, lost_at = _Moves(self._loads), time.monotonic(), 0.0, math.inf
+        while not self._over.wait(every_s):
+            now = time.monotonic()
+            if now - looked_at > every_s + PAUSE_S:
+                progress_at, lost_at = now, math.inf
+            looked_at, (beaten_at, loading) = now, self._expected
+            limit_s = self._limit_s * (LOADING if loading else 1.0)
+            if not self._has_parent:
+                # Code that hangs while it holds the GIL stops this thread too. faulthandler's timer, reset at each check, ends
+                # the process then.
+                faulthandler.dump_traceback_later(limit_s + limit_s / NUM_CHECKS + SAVE_S, exit=True)
+            if loading and moves.found():
+                progress_at = now
+            if now - max(beaten_at, progress_at) >= limit_s:
+                self._end(_why(limit_s, loading=loading))
             if self._lost is not None and self._lost():
-                self._lost_at = min(self._lost_at, time.monotonic())
-                if time.monotonic() - self._lost_at >= LOST_S:
+                lost_at = min(lost_at, now)
+                if now - lost_at >= LOST_S:
                     self._end("a rank of this group is gone, and this one waits for it")
-        faulthandler.cancel_dump_traceback_later()
+        if not self._has_parent:
+            faulthandler.cancel_dump_traceback_later()
 
     def _end(self, why: str) -> None:
         faulthandler.dump_traceback_later(SAVE_S, exit=True)
         faulthandler.dump_traceback(all_threads=True)
         try:
-            saved = f"{self._save()} more rows are saved"
+            saved = f"{self.save()} more rows are saved"
         except BatchspecError as error:
             saved = str(error)
         terminal.fail(f"{why}; the stacks above show where it hangs; {saved}; {self._advice}")
         os._exit(Interrupted.exit_code)
+
+
+def _why(limit_s: float, *, loading: bool) -> str:
+    if loading:
+        return f"while loading, nothing moved for {limit_s:g} s ({LOADING:g} times cluster.watchdog_s)"
+    return f"no round ended for {limit_s:g} s (cluster.watchdog_s)"
+
+
+class _Moves:
+    """Finds the movements of this process's loading, and those that the other ranks of its group have found of theirs."""
+
+    def __init__(self, loads: Loads | None) -> None:
+        self._loads, self._activity = loads, Activity()
+        self._num_steps, self._number, self._of_all = -1, 0, list[int]()
+
+    def found(self) -> bool:
+        """Whether anything has moved since the last call."""
+        num_steps = load_progress.num_steps()
+        own = self._activity.moved() or num_steps != self._num_steps
+        self._num_steps = num_steps
+        self._number += own
+        if self._loads is None:
+            return own
+        if own:
+            self._loads.tell_moves(self._number)
+        before, self._of_all = self._of_all, self._loads.moves()
+        return self._of_all != before

@@ -39,7 +39,6 @@ from batchspec.prepare import Job, open_model
 from batchspec.records import Request
 from batchspec.runner.follower import run_follower
 from batchspec.runner.oom_fallback import OutOfMemoryGuard
-from batchspec.runner.run_shards import watchdog_s
 from batchspec.supervise.leave import leave
 from batchspec.supervise.watchdog import Watchdog, limit_s, nccl_s
 from batchspec.token_automaton import TokenAutomaton
@@ -73,19 +72,26 @@ def main() -> int:
     """Lead or follow until the engine is closed; returns the exit code."""
     config, seat = from_json(sys.stdin.readline()), Seat.of(sys.argv[1:5])
     faulthandler.enable()  # SIGABRT prints the stacks
-    Channel.of(seat).start_liveness_thread()
+    channel = Channel.of(seat)
+    channel.start_liveness_thread()
     threading.Thread(target=_watch, daemon=True).start()
     gpu = config.device != "cpu" and torch.cuda.is_available()
     if not gpu and config.packing.memory_gb is None:
         config.packing.memory_gb = host_share() / seat.ranks / 1e9
     pipe = Connection(int(sys.argv[5])) if seat.rank == 0 else None
 
+    watchdog_s = limit_s(config.cluster.watchdog_s, gpu=gpu)
+    watchdog = Watchdog(
+        watchdog_s, lost=channel.is_lost, loads=channel, has_parent=True, advice="the engine ends: make another one"
+    )
+
     def run() -> None:
-        with joined(seat, gpu=gpu, nccl_s=nccl_s(limit_s(config.cluster.watchdog_s, gpu=gpu))) as group:
+        watchdog.load()
+        with watchdog.watching(), joined(seat, gpu=gpu, nccl_s=nccl_s(watchdog_s)) as group:
             if pipe is None:
-                return run_follower(config, group)
+                return run_follower(config, group, watchdog)
             with OutOfMemoryGuard() as guard:
-                _lead(config, group, pipe)
+                _lead(config, group, pipe, watchdog)
             if guard.message:
                 raise CapacityError(
                     f"rank 0: out of memory ({guard.message}); make an engine with a lower packing.max_num_seqs, "
@@ -105,13 +111,10 @@ def main() -> int:
     return 0
 
 
-def _lead(config: RunConfig, group: Group, pipe: Connection) -> None:
+def _lead(config: RunConfig, group: Group, pipe: Connection, watchdog: Watchdog) -> None:
     lead, job = Lead(group.channel), open_warm(open_model(config, group=group))
-    watchdog = Watchdog(watchdog_s(job), lambda: 0, lost=group.channel.is_lost, advice="the engine ends: make another one")
     try:
-        engine = load(job)
-        with watchdog.watching():
-            Leader(job, engine, group, pipe, watchdog).serve()
+        Leader(job, load(job), group, pipe, watchdog).serve()
     finally:
         with suppress(RankLost):
             lead.send(End())
@@ -132,7 +135,7 @@ class Leader:
                 case Run():
                     self._run()
                 case Weights(folder, is_checkpoint):
-                    self._watchdog.pause()  # a large checkpoint on a slow disk takes its time
+                    self._watchdog.load()
                     self._rewrite(Path(folder), is_checkpoint=is_checkpoint)
                     self._send(Rewritten())
                 case Stop():  # it was sent before the run's end had arrived

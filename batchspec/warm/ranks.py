@@ -24,7 +24,7 @@ from typing import TypeVar
 from batchspec.cluster.devices import devices_of
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import to_json
-from batchspec.distributed.channel import Channel, make_meeting, make_memory, path_of
+from batchspec.distributed.channel import Channel, make_memory, make_rendezvous, path_of
 from batchspec.distributed.seat import Seat, ending
 from batchspec.distributed.silent_ranks import SilentRanks
 from batchspec.engine.output_processor import EngineTotals
@@ -76,21 +76,22 @@ class EngineOfRanks:
         """By id: (number in this run, automaton). The entry keeps the automaton alive, so that no other one gets its id."""
         self._processes: list[subprocess.Popen[str]] = []
         self._pipe, other = Pipe()
-        ranks, handle, meeting = config.cluster.tensor_parallel, make_memory(), make_meeting()
+        ranks, handle, rendezvous = config.cluster.tensor_parallel, make_memory(), make_rendezvous()
         self._channel = Channel(handle, None, ranks)
         self._end = weakref.finalize(self, _end, self._processes, self._pipe)
         try:
             devices = devices_of(replace(config, cluster=replace(config.cluster, workers=1)))
-            self._silent = SilentRanks(self._channel, limit_s(config.cluster.watchdog_s, gpu=devices[0] is not None))
             for rank in range(ranks):
-                seat = Seat(rank, ranks, handle, path_of(meeting))
-                self._processes.append(_start(config, seat, devices, [handle, meeting], other if rank == 0 else None))
+                seat = Seat(rank, ranks, handle, path_of(rendezvous))
+                self._processes.append(_start(config, seat, devices, [handle, rendezvous], other if rank == 0 else None))
+            watchdog_s = limit_s(config.cluster.watchdog_s, gpu=devices[0] is not None)
+            self._silent = SilentRanks(self._channel, watchdog_s, [process.pid for process in self._processes])
         except BaseException:
             self.close()
             raise
         finally:
             os.close(handle)
-            os.close(meeting)
+            os.close(rendezvous)
             other.close()
         try:
             self.batch: PackedBatch = self._answer(Loaded).batch

@@ -55,7 +55,7 @@ def graph_us(call: Call, calls: int = 40, repeats: int = 7) -> float:
     times = []
     for _ in range(repeats):
         dist.barrier()
-        graph.replay()  # the ranks meet here
+        graph.replay()  # the ranks wait for each other here
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
@@ -120,7 +120,7 @@ def work(rank: int, ranks: int, folder: str, one_gpu: bool) -> None:
     os.environ.update(ENVIRONMENT | ({"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"} if one_gpu else {}))
     device = torch.device("cuda", 0 if one_gpu else rank)
     torch.cuda.set_device(device)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
     group = dist.group.WORLD
     assert group is not None
     began = time.perf_counter()

@@ -1,0 +1,293 @@
+"""A process that hangs while it loads ends, with its stack; one that loads slowly does not, however long it takes.
+
+The processes are real, and so are their hangs. What a patch changes in the parent, the workers that are forked from it have too.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch import Tensor
+
+from batchspec import load_progress, run
+from batchspec.distributed import group
+from batchspec.engine.engine import Engine
+from batchspec.load_progress import RESIDENT_BYTES, WRITTEN_BYTES, Activity
+from batchspec.model.weights import Checkpoint
+from batchspec.supervise import watchdog
+from batchspec.supervise.watchdog import LOADING, Watchdog
+from tests.crews import make_job, tokens
+from tests.forked import run_python
+from tests.runs import put, run_apart
+
+ROWS = 12
+LIMIT_S = 3
+SLOW = 16
+"""Number of tensors whose reading takes twice the limit together; the model has some more."""
+SAID = f"batchspec: while loading, nothing moved for {LOADING * LIMIT_S:g} s (3 times cluster.watchdog_s); the stacks above show"
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return [
+        *make_job(tmp_path_factory.mktemp("job"), rows=ROWS, new_tokens=8, slots=2), "device=cpu",
+        f"cluster.watchdog_s={LIMIT_S}",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+    out = tmp_path_factory.mktemp("alone") / "out"
+    assert run.main([*command, f"output.dir={out}", "cluster.watchdog_s=0"]) == 0
+    return tokens(out, ROWS)
+
+
+def is_process(number: int, rank: int) -> bool:
+    """Whether this is the worker of this number, and the rank of it; a run without workers is worker 0."""
+    words = sys.argv[1:4] if sys.argv[0].endswith("worker.py") else ["0", "", "0"]
+    return (number, rank) == (int(words[0]), int(words[2]))
+
+
+def stuck() -> None:
+    time.sleep(600)
+
+
+def at_tensor(number: int, rank: int, act: Callable[[], None], every: bool = False) -> None:
+    """A patch: this process of the run does so before it reads its third tensor, or each of the first SLOW."""
+    stored, count = Checkpoint.stored, [0]
+
+    def patched(self: Checkpoint, name: str) -> Tensor:
+        count[0] += 1
+        if is_process(number, rank) and (count[0] <= SLOW if every else count[0] == 3):
+            act()
+        return stored(self, name)
+
+    Checkpoint.stored = patched  # type: ignore[method-assign]
+
+
+def test_a_run_that_hangs_while_it_reads_weights_ends_with_its_stack(
+    command: list[str], expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    words = [*command, f"output.dir={tmp_path / 'out'}"]
+    code, said = run_apart(words, tmp_path / "log", partial(at_tensor, 0, 0, stuck))
+    assert code == 75, said
+    assert SAID in said
+    assert "in stuck" in said
+    assert run.main([*words, "cluster.watchdog_s=0"]) == 0
+    assert tokens(tmp_path / "out", ROWS) == expected
+
+
+def a_while() -> None:
+    time.sleep(2.0 * LIMIT_S * LOADING / SLOW)
+
+
+def test_a_load_that_takes_several_times_the_limit_goes_on_while_it_moves(
+    command: list[str], expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    """The other rank of a group waits for the slow one longer than the limit."""
+    for name, more, rank in (("alone", [], 0), ("group", ["cluster.tensor_parallel=2"], 1)):
+        began = time.monotonic()
+        words = [*command, *more, f"output.dir={tmp_path / name}"]
+        code, said = run_apart(words, tmp_path / "log", partial(at_tensor, 0, rank, a_while, every=True))
+        assert code == 0, said
+        assert time.monotonic() - began > 2.0 * LIMIT_S * LOADING
+        assert tokens(tmp_path / name, ROWS) == expected
+
+
+def test_a_worker_that_hangs_while_it_loads_ends_and_the_other_does_the_job(
+    command: list[str], expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    words = [*command, f"output.dir={tmp_path / 'out'}", "cluster.workers=2"]
+    code, said = run_apart(words, tmp_path / "log", wait_for_the_hanging_one)
+    assert code == 0, said
+    assert f"[1] {SAID}" in said
+    assert "[1]   File" in said
+    assert "in stuck" in said
+    assert tokens(tmp_path / "out", ROWS) == expected
+
+
+def wait_for_the_hanging_one() -> None:
+    """A patch: worker 1 hangs, and worker 0 still loads when that one ends."""
+    at_tensor(1, 0, stuck)
+    at_tensor(0, 0, a_while, every=True)
+
+
+def hangs_in_engine(rank: int) -> None:
+    """A patch: this rank never finishes its engine, as if a kernel or a graph were never done."""
+    begin = Engine.__init__
+
+    def patched(self: Engine, *rest: object, **named: object) -> None:
+        if is_process(0, rank):
+            stuck()
+        begin(self, *rest, **named)  # type: ignore[arg-type]
+
+    Engine.__init__ = patched  # type: ignore[method-assign]
+
+
+def absent(rank: int) -> None:
+    """A patch: this rank lives, but does not come to the rendezvous."""
+    joined = group.joined
+
+    def patched(*rest: object, **named: object) -> object:
+        if is_process(0, rank):
+            stuck()
+        return joined(*rest, **named)  # type: ignore[arg-type]
+
+    put(group, "joined", patched)
+
+
+def dead(rank: int) -> None:
+    """A patch: this rank is killed before it comes to the rendezvous."""
+    joined = group.joined
+
+    def patched(*rest: object, **named: object) -> object:
+        if is_process(0, rank):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return joined(*rest, **named)  # type: ignore[arg-type]
+
+    put(group, "joined", patched)
+    put(watchdog, "LOST_S", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("hang", "found", "frame"),
+    [
+        (partial(at_tensor, 0, 1, stuck), SAID, "in stuck"),
+        (partial(at_tensor, 0, 0, stuck), SAID, "in stuck"),
+        (partial(hangs_in_engine, 1), f"no round ended for {LIMIT_S} s", "in stuck"),  # the leader has begun its rounds
+        (partial(absent, 1), SAID, "in stuck"),
+        (partial(dead, 1), "a rank of this group is gone, and this one waits for it", "in init_process_group"),
+    ],
+    ids=["a follower reads", "the leader reads", "a follower builds", "before the rendezvous", "dead before it"],
+)
+def test_a_rank_that_hangs_while_it_loads_ends_its_group(
+    hang: Callable[[], None], found: str, frame: str, command: list[str], expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    """The other rank waits for it in an exchange, or in the rendezvous, for which there is no limit but this."""
+    words = [*command, f"output.dir={tmp_path / 'out'}"]
+    code, said = run_apart([*words, "cluster.tensor_parallel=2"], tmp_path / "log", hang)
+    assert code == 75, said
+    assert found in said
+    assert frame in said
+    assert run.main([*words, "cluster.watchdog_s=0"]) == 0
+    assert tokens(tmp_path / "out", ROWS) == expected
+
+
+def test_a_hang_that_lets_no_thread_run_ends_a_load_without_a_parent() -> None:
+    """The interpreter's lock is held: the watchdog's thread does not run either."""
+    done = run_python(["-c", """import ctypes, time
+from batchspec.supervise import watchdog
+watchdog.SAVE_S = 0.5
+dog = watchdog.Watchdog(0.2)
+with dog.watching():
+    dog.load()
+    time.sleep(0.1)
+    ctypes.PyDLL(None).sleep(60)
+"""])  # fmt: skip
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr
+    assert "in <module>" in done.stderr
+
+
+class Ended(Exception):
+    """The watchdog has ended the process."""
+
+
+def watched(dog: Watchdog, seconds: float, act: Callable[[], object] = lambda: None) -> bool:
+    """Whether the watchdog ends the process within so many seconds, in which `act` is called again and again."""
+    ended: list[str] = []
+    dog._end = lambda why: (ended.append(why), dog.close())  # type: ignore[method-assign,assignment,func-returns-value]
+    with dog.watching():
+        ends = time.monotonic() + seconds
+        while not ended and time.monotonic() < ends:
+            act()
+            time.sleep(0.01)
+    return bool(ended)
+
+
+@pytest.mark.parametrize("load", [True, False])
+def test_steps_keep_a_load_alive_and_no_round(load: bool) -> None:
+    dog = Watchdog(0.5)
+    (dog.load if load else dog.beat)()
+    assert watched(dog, 4.0, load_progress.step) is not load
+    if load:
+        dog = Watchdog(0.5)
+        dog.load()
+        assert watched(dog, 60.0)
+
+
+def test_nothing_is_expected_of_a_process_that_waits() -> None:
+    dog = Watchdog(0.2)
+    assert not watched(dog, 1.0)
+    dog = Watchdog(0.2)
+    dog.load()
+    dog.pause()
+    assert not watched(dog, 1.0)
+
+
+def test_a_process_that_was_stopped_gets_the_whole_limit_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hours pass between two checks of the watchdog: the machine was suspended."""
+    monkeypatch.setattr(watchdog, "PAUSE_S", 5.0)
+    skipped = [0.0]
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + skipped[0]))
+    for begin in ("load", "beat"):
+        dog = Watchdog(3.0)
+        getattr(dog, begin)()
+
+        def suspend(began: float, before: float) -> None:
+            if time.monotonic() > began + 0.5:
+                skipped[0] = before + 7200.0
+
+        assert not watched(dog, 2.0, partial(suspend, time.monotonic(), skipped[0]))
+
+
+def test_what_children_compute_is_a_movement() -> None:
+    """As of those that compile, or admit the rows of the first shard."""
+    activity, program = Activity(), "import sys\nfor line in sys.stdin: print(sum(range(int(line))), flush=True)"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        for number, expected in ((3 * 10**7, True), (10, False)):
+            while activity.moved():
+                pass
+            for _ in range(5):
+                print(number, file=child.stdin, flush=True)
+                assert child.stdout.readline()
+            assert activity.moved() is expected
+        child.stdin.close()
+
+
+def test_bytes_that_come_are_movements_and_busy_threads_are_none(tmp_path: Path) -> None:
+    """Bytes of a mapped file that come into memory, from the disk or not, bytes that are read, and bytes that are written."""
+    large = tmp_path / "large"
+    large.write_bytes(os.urandom(64 * RESIDENT_BYTES))
+    activity = Activity()
+    assert activity.moved()
+    ends, total = time.monotonic() + 0.5, 0
+    while time.monotonic() < ends:
+        total += 1
+    for _ in range(1000):  # its own reading of /proc would add up to more than READ_BYTES
+        activity.moved()
+    assert not activity.moved()
+    with large.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        for part in range(2):
+            for place in range(part * 32 * RESIDENT_BYTES, (part + 1) * 32 * RESIDENT_BYTES, 4096):
+                total += mapped[place]
+            assert activity.moved()
+            assert not activity.moved()
+    large.read_bytes()
+    assert activity.moved()
+    (tmp_path / "copy").write_bytes(bytes(2 * WRITTEN_BYTES))
+    assert activity.moved()
+    assert not activity.moved()
+    assert not Activity(-1).moved(), "of no process"
