@@ -25,6 +25,7 @@ from batchspec.model.kv_calibration import give_scales
 from batchspec.model.lora import adapted
 from batchspec.model.target import Target
 from batchspec.model.tokenizer import Tokenizer
+from batchspec.model.unread_keys import unread_note
 from batchspec.model.weight_files import weight_files
 from batchspec.model.weights import Checkpoint
 from batchspec.packing.constraints import asked_by
@@ -153,8 +154,9 @@ def load_engine(
     check_memory(job)
     on = job.device.type if job.group is None else f"{job.group.ranks} x {job.device.type}"
     progress.phase(f"loading {config.model.path} in {dtype} on {on}")
-    if advice := sampling_advice(config.decode, job.spec.generation):
-        progress.phase(advice)
+    for note in (unread_note(job.spec.unread), sampling_advice(config.decode, job.spec.generation)):
+        if note:
+            progress.phase(note)
     lead = None if job.group is None else Lead(job.group.channel)
     if lead is not None:
         lead.send(load_message(job.device, None if job.dummy else job.folder))

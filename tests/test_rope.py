@@ -75,6 +75,22 @@ def test_the_rope_s_own_factor_counts_before_that_of_the_config(config: dict[str
     assert read_rope(ConfigReader(config, "config.json"), 4096, head_dim=64).rotary_dim == rotary_dim
 
 
+@pytest.mark.parametrize(
+    ("kind", "factor", "max_len", "longest"),
+    [
+        ("yarn", 4.0, 40_960, 131_072),  # Qwen3 with the rope_scaling of its model card and no other change
+        ("yarn", 4.0, 131_072, 131_072),
+        ("yarn", 1e6, 40_960, 2**31 - 1),
+        ("linear", 4.0, 16_384, 16_384),  # a file says the length with the extension
+    ],
+)
+def test_yarn_makes_rows_longer_even_if_the_length_was_left_as_it_is(
+    kind: str, factor: float, max_len: int, longest: int
+) -> None:
+    rope = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": 32_768}
+    assert read_rope(ConfigReader({"rope_scaling": rope}, "config.json"), max_len).longest(max_len) == longest
+
+
 @pytest.mark.parametrize(("original", "theta"), [(6, 1e4), (600, 10.0)])
 def test_yarn_s_ramp_between_dimensions_at_an_end_of_the_head_is_that_of_transformers(original: int, theta: float) -> None:
     """Both ends of the ramp at dimension 0, where its width is not 0; and its second end beyond the last dimension."""

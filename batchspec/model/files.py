@@ -107,6 +107,10 @@ def weight_names(files: ModelFiles) -> tuple[str, ...]:
             raise CheckpointError(
                 f"{files.where}: {len(absent)} of {len(names)} weight files missing: {listed(absent)}; download again"
             )
+        if SINGLE in present and SINGLE not in names:
+            raise CheckpointError(
+                f"{files.where}: weights of two models: {SINGLE}, and the files of {INDEX}; delete what does not belong to it"
+            )
         return tuple(names)
     if SINGLE in present:
         return (SINGLE,)

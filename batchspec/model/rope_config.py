@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from batchspec.model.config_values import ConfigReader
+from batchspec.model.config_values import INTEGERS, ConfigReader
 
 USUAL_THETA = 10_000.0
+MAX_LEN = INTEGERS["max_position_embeddings"][1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +42,11 @@ class RopeSpec:
     """longrope: the divisor of each frequency."""
 
     def longest(self, max_len: int) -> int:
-        """The longest row for which it is correct, in a model that gives `max_len`."""
-        return min(max_len, self.original_max_len) if self.type == "longrope" else max_len
+        """The longest row for which it is correct, in a model that gives `max_len`. With yarn `max_len` may be the length without
+        it: who adds yarn to a model of Qwen or GLM changes no other key, as their model cards say."""
+        if self.type == "longrope":
+            return min(max_len, self.original_max_len)
+        return max(max_len, min(int(self.factor * self.original_max_len), MAX_LEN)) if self.type == "yarn" else max_len
 
     @property
     def of_heads(self) -> RopeSpec:

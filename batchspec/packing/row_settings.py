@@ -9,6 +9,8 @@ from batchspec.config.schema import DecodeConfig, RunConfig
 from batchspec.config.values import violation
 from batchspec.dataset.columns import ColumnMap
 from batchspec.errors import ConfigError
+from batchspec.model.config_values import short_json
+from batchspec.model.generation_config import NOT_FOLLOWED
 from batchspec.model.thinking import find_think_tokens
 from batchspec.packing.cells import BadRow, bias_cell, checked_biases, number_cell
 from batchspec.records import MAX_STOP_IDS, Ids, SamplingParams, Thinking
@@ -164,12 +166,19 @@ class RowSettings:
 
 
 def sampling_advice(decode: DecodeConfig, generation: Mapping[str, Any]) -> str:
-    """One line about a greedy job of a model that is meant to be sampled; empty for every other job.
+    """One line about what the model's generation_config.json recommends and the job does not do; empty if there is nothing.
 
-    generation  what the model's generation_config.json has about sampling (`ModelSpec.generation`), which jobs do not follow:
-                the same command gives the same tokens with every copy of a model
+    generation  what that file sets (`ModelSpec.generation`), which jobs do not follow: the same command gives the same tokens
+                with every copy of a model
     """
-    if decode.temperature > 0 or decode.max_new_tokens == 0 or not generation.get("do_sample"):
+    if decode.max_new_tokens == 0:
         return ""
-    keys = " ".join(f"decode.{key}={generation[key]}" for key in _RECOMMENDED if key in generation)
-    return f"decoding is greedy (decode.temperature=0); the model's generation_config.json recommends {keys}" if keys else ""
+    greedy = decode.temperature <= 0 and bool(generation.get("do_sample"))
+    keys = [key for key in _RECOMMENDED if greedy and key in generation]
+    if decode.repetition_penalty == 1 and generation.get("repetition_penalty", 1) != 1:
+        keys.append("repetition_penalty")
+    said = "decoding is greedy (decode.temperature=0); " * (greedy and bool(keys))
+    recommended = " ".join(f"decode.{key}={short_json(generation[key])}" for key in keys)
+    ignored = ", ".join(f"{key}={short_json(generation[key])}" for key in NOT_FOLLOWED if key in generation)
+    parts = [f"recommends {recommended}"] * bool(keys) + [f"sets {ignored}, which jobs do not follow"] * bool(ignored)
+    return f"{said}the model's generation_config.json {' and '.join(parts)}" if parts else ""

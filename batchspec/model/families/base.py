@@ -20,11 +20,12 @@ NOT_BUILT = (
     "attention_chunk_size", "dual_chunk_attention_config", "no_rope_layers", "no_rope_layer_interval", "kv_lora_rank",
     "q_lora_rank", "rope_local_base_freq", "layer_block_types", "block_configs", "vision_config", "text_config", "alibi",
     "parallel_attn", "use_parallel_residual", "use_qk_norm", "qk_layernorm", "use_mrope", "is_encoder_decoder",
-    "per_layer_config",
+    "per_layer_config", "rope_interleave", "rope_interleaved", "attn_temperature_tuning", "n_shared_experts",
+    "num_shared_experts", "shared_expert_intermediate_size", "logits_soft_cap", "use_mup",
 )  # fmt: skip
 NOT_BUILT_SCALES = (
     "logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "scale_emb",
-    "scale_depth", "partial_rotary_factor", "rotary_pct",
+    "scale_depth", "partial_rotary_factor", "rotary_pct", "routed_scaling_factor", "n_group", "rope_ratio",
 )  # fmt: skip
 NOT_BUILT_IF_FALSE = ("is_causal",)
 EXPERT_COUNTS: Ranges = {"num_experts": (1, 2**16), "num_local_experts": (1, 2**16), "num_experts_per_tok": (1, 2**16)}
@@ -132,6 +133,11 @@ def read_num_experts(config: ConfigReader) -> tuple[int, int]:
 def refuses_windows(config: ConfigReader) -> list[str]:
     """`Family.refuses` for a family whose layers all read all keys."""
     return [f"{config.shown('sliding_window')} in a {config.text('model_type')}"] if config.given("sliding_window") else []
+
+
+def refuses_plain_heads(config: ConfigReader) -> list[str]:
+    """`Family.refuses` for a family that always norms q and k: some of its published files say so (Qwen3-Coder)."""
+    return [config.shown("use_qk_norm")] if config.differs("use_qk_norm", None, True) else []
 
 
 def refuses_layer_types(config: ConfigReader) -> list[str]:
