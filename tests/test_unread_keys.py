@@ -54,6 +54,29 @@ def test_both_ropes_of_gemma_are_read_to_the_end() -> None:
     assert unread(**gemma, rope_parameters=ropes) == ("rope_parameters.sliding_attention.beta_fast=3.0",)
 
 
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "SmolLM2": {
+        "is_llama_config": True, "rope_interleaved": False, "pretraining_tp": 1, "initializer_range": 0.041666666666666664,
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}, "torch_dtype": "bfloat16",
+    },
+    "Phi-4-mini": {
+        "model_type": "phi3", "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "resid_pdrop": 0.0,
+        "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
+        "partial_rotary_factor": 0.75, "original_max_position_embeddings": 1024,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6},
+    },
+    "Gemma 3": {
+        "model_type": "gemma3_text", "_sliding_window_pattern": 6, "layer_types": ["sliding_attention", "full_attention"],
+        "cache_implementation": "hybrid", "num_key_value_heads": 2, "sliding_window": 64,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_keys_of_published_files_are_known(name: str) -> None:
+    assert unread(**PUBLISHED[name]) == ()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_keys_that_transformers_saves_are_known(family: str) -> None:
     from transformers import AutoConfig
