@@ -25,7 +25,7 @@ from batchspec.errors import CapacityError, ConfigError, InputError
 from batchspec.model.generation_config import read_generation
 from batchspec.packing.cost import H200
 from batchspec.packing.memory import prefill_graph_bytes, reserve_bytes
-from batchspec.packing.row_settings import sampling_advice
+from batchspec.packing.model_notes import sampling_advice
 from batchspec.tuning import policy
 from tests.models import write_weights
 from tests.stand_ins import ByteTokenizer
@@ -124,6 +124,28 @@ def test_a_key_of_the_config_that_nothing_reads_is_pointed_out(job: RunConfig) -
     assert "\nnot read " not in planned(job).text()
     path.write_text(json.dumps({**json.loads(path.read_text()), "attn_gate_scale": 0.5}))
     assert "\nnot read     config.json: nothing reads attn_gate_scale=0.5; if that changes" in planned(job).text()
+
+
+@pytest.mark.parametrize(
+    ("decode", "said"),
+    [
+        ({}, "\nno end       no token ends a row: none is named by"),
+        ({"stop": ["x"]}, "rows end at a stop string or max_new_tokens\n"),
+        ({"stop_ids": [3]}, None),
+        ({"ignore_eos": True}, None),
+    ],
+)
+def test_a_model_without_an_end_token_is_pointed_out(job: RunConfig, decode: dict[str, Any], said: str | None) -> None:
+    write(job, prompt=["x"])
+    folder = Path(job.input.path or "").parent / "model"
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "eos_token_id": None}))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    for key, value in decode.items():
+        setattr(job.decode, key, value)
+    text = planned(job).text()
+    assert ("no token ends a row" in text) == (said is not None)
+    assert said is None or said in text
 
 
 def test_the_shape_is_what_the_rows_need(job: RunConfig) -> None:

@@ -145,7 +145,7 @@ class ConfigReader:
             return default
         if not _is_number(value, low, high):
             raise self._wrong(key, value, f"a number in {low:g} .. {high:g}")
-        return float(value)  # type: ignore[arg-type]
+        return float(value)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         """A list of so many numbers; refused if it is missing."""

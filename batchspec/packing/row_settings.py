@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from batchspec.config.schema import DecodeConfig, RunConfig
+from batchspec.config.schema import RunConfig
 from batchspec.config.values import violation
 from batchspec.dataset.columns import ColumnMap
 from batchspec.errors import ConfigError
-from batchspec.model.config_values import short_json
-from batchspec.model.generation_config import NOT_FOLLOWED
 from batchspec.model.thinking import find_think_tokens
 from batchspec.packing.cells import BadRow, bias_cell, checked_biases, number_cell
 from batchspec.records import MAX_STOP_IDS, Ids, SamplingParams, Thinking
@@ -24,8 +22,6 @@ SAMPLING = (
     "seed", "n",
 )  # fmt: skip
 """Numbers of `decode` that a row may replace by its own."""
-_RECOMMENDED = ("temperature", "top_k", "top_p", "min_p")
-"""Keys of generation_config.json that are those of `decode`."""
 
 
 class RowSettings:
@@ -163,22 +159,3 @@ class RowSettings:
         if think is None:
             return None
         return think.of_row(prompt_ids, budget, self.closing)
-
-
-def sampling_advice(decode: DecodeConfig, generation: Mapping[str, Any]) -> str:
-    """One line about what the model's generation_config.json recommends and the job does not do; empty if there is nothing.
-
-    generation  what that file sets (`ModelSpec.generation`), which jobs do not follow: the same command gives the same tokens
-                with every copy of a model
-    """
-    if decode.max_new_tokens == 0:
-        return ""
-    greedy = decode.temperature <= 0 and bool(generation.get("do_sample"))
-    keys = [key for key in _RECOMMENDED if greedy and key in generation]
-    if decode.repetition_penalty == 1 and generation.get("repetition_penalty", 1) != 1:
-        keys.append("repetition_penalty")
-    said = "decoding is greedy (decode.temperature=0); " * (greedy and bool(keys))
-    recommended = " ".join(f"decode.{key}={short_json(generation[key])}" for key in keys)
-    ignored = ", ".join(f"{key}={short_json(generation[key])}" for key in NOT_FOLLOWED if key in generation)
-    parts = [f"recommends {recommended}"] * bool(keys) + [f"sets {ignored}, which jobs do not follow"] * bool(ignored)
-    return f"{said}the model's generation_config.json {' and '.join(parts)}" if parts else ""
