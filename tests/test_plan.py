@@ -23,9 +23,10 @@ from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.config.schema import DecodeConfig, RunConfig
 from batchspec.errors import CapacityError, ConfigError, InputError
 from batchspec.model.generation_config import read_generation
+from batchspec.model.spec import read_spec
 from batchspec.packing.cost import H200
 from batchspec.packing.memory import prefill_graph_bytes, reserve_bytes
-from batchspec.packing.model_notes import sampling_advice
+from batchspec.packing.model_notes import model_notes, sampling_advice
 from batchspec.tuning import policy
 from tests.models import write_weights
 from tests.stand_ins import ByteTokenizer
@@ -127,25 +128,19 @@ def test_a_key_of_the_config_that_nothing_reads_is_pointed_out(job: RunConfig) -
 
 
 @pytest.mark.parametrize(
-    ("decode", "said"),
+    ("decode", "end_ids", "said"),
     [
-        ({}, "\nno end       no token ends a row: none is named by"),
-        ({"stop": ["x"]}, "rows end at a stop string or max_new_tokens\n"),
-        ({"stop_ids": [3]}, None),
-        ({"ignore_eos": True}, None),
+        (DecodeConfig(), set(), "tokenizer_config.json and decode.stop_ids; rows end at max_new_tokens"),
+        (DecodeConfig(stop=["x"]), set(), "rows end at a stop string or max_new_tokens"),
+        (DecodeConfig(), {2}, None),
+        (DecodeConfig(ignore_eos=True), set(), None),
+        (DecodeConfig(max_new_tokens=0), set(), None),
     ],
-)
-def test_a_model_without_an_end_token_is_pointed_out(job: RunConfig, decode: dict[str, Any], said: str | None) -> None:
-    write(job, prompt=["x"])
-    folder = Path(job.input.path or "").parent / "model"
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**values, "eos_token_id": None}))
-    (folder / "generation_config.json").unlink(missing_ok=True)
-    for key, value in decode.items():
-        setattr(job.decode, key, value)
-    text = planned(job).text()
-    assert ("no token ends a row" in text) == (said is not None)
-    assert said is None or said in text
+)  # fmt: skip
+def test_a_model_without_an_end_token_is_pointed_out(decode: DecodeConfig, end_ids: set[int], said: str | None) -> None:
+    notes = dict(model_notes(decode, read_spec(MODEL, "config.json"), end_ids))
+    assert ("no end" in notes) == (said is not None)
+    assert said is None or notes["no end"].endswith(said)
 
 
 def test_the_shape_is_what_the_rows_need(job: RunConfig) -> None:
