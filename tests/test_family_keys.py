@@ -158,6 +158,7 @@ OF_OTHER_MODELS: dict[str, Any] = {
     "residual_multiplier": 0.22, "attention_multiplier": 0.0156, "scale_emb": 12, "scale_depth": 1.4, "rotary_pct": 0.25,
     "hidden_act": "relu", "rope_interleave": True, "attn_temperature_tuning": True, "n_shared_experts": 1,
     "shared_expert_intermediate_size": 64, "routed_scaling_factor": 2.5, "n_group": 8, "rope_ratio": 500, "use_mup": True,
+    "hidden_activation": "gelu", "scoring_func": "sigmoid_of_another_kind",
 }  # fmt: skip
 OF_SOME_FAMILIES: dict[str, Any] = {
     "moe_intermediate_size": 8, "query_pre_attn_scalar": 256, "rope_local_base_freq": 1e4, "use_qk_norm": True,

@@ -28,6 +28,8 @@ NOT_BUILT_SCALES = (
     "scale_depth", "partial_rotary_factor", "rotary_pct", "routed_scaling_factor", "n_group", "rope_ratio",
 )  # fmt: skip
 NOT_BUILT_IF_FALSE = ("is_causal",)
+BUILT_NAMES = {"hidden_act": ("silu", "swish"), "hidden_activation": ("silu", "swish"), "scoring_func": ("softmax",)}
+"""Key -> the values that are built where a family does not compute others; the first one is what a missing key means."""
 EXPERT_COUNTS: Ranges = {"num_experts": (1, 2**16), "num_local_experts": (1, 2**16), "num_experts_per_tok": (1, 2**16)}
 """The integer ranges of a family with experts, for `read_num_experts`."""
 
@@ -66,7 +68,7 @@ class Family:
     """form of the final norm"""
     embedding_scale: Callable[[ConfigReader], float | None] = lambda config: None
     computes: frozenset[str] = frozenset()
-    """Keys among NOT_BUILT, NOT_BUILT_SCALES and hidden_act whose computation this family's blocks implement."""
+    """Keys among NOT_BUILT, NOT_BUILT_SCALES and BUILT_NAMES whose computation this family's blocks implement."""
     refuses: Callable[[ConfigReader], list[str]] = lambda config: []
     """What this family refuses in addition to NOT_BUILT, as `key=value`."""
     window_switch: bool = False
@@ -77,8 +79,8 @@ class Family:
         found = [config.shown(key) for key in NOT_BUILT if key not in self.computes and config.differs(key, None, False, {})]
         found += [config.shown(key) for key in NOT_BUILT_SCALES if key not in self.computes and config.differs(key, None, 1.0)]
         found += [config.shown(key) for key in NOT_BUILT_IF_FALSE if config.differs(key, None, True)]
-        if "hidden_act" not in self.computes and config.text("hidden_act", "silu") not in ("silu", "swish"):
-            found.append(config.shown("hidden_act"))
+        named = {key: names for key, names in BUILT_NAMES.items() if key not in self.computes}
+        found += [config.shown(key) for key, names in named.items() if config.text(key, names[0]) not in names]
         found += self.refuses(config)
         if found:
             raise config.refusal(f"not supported: {', '.join(found)}; use a checkpoint without them")

@@ -75,7 +75,7 @@ MINIMAX_M2 = Family(
     },
     integers={**EXPERT_COUNTS, "rotary_dim": (2, 2**16), "attn_type_list": (0, 2**16)},
     rope=_rope,
-    computes=frozenset({*EXPERT_COUNTS, "use_qk_norm", "partial_rotary_factor"}),
+    computes=frozenset({*EXPERT_COUNTS, "use_qk_norm", "scoring_func", "partial_rotary_factor"}),
     refuses=_refuses,
     config_ends=False,
 )  # fmt: skip
