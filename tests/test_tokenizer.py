@@ -168,6 +168,19 @@ def test_tokens_that_the_config_declares_are_tokens_as_for_transformers(keys: di
     assert tokenizer.decode(tokenizer.encode(text)) == theirs.decode(theirs(text).input_ids, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("declared", [None, {"2": token("<|im_end|>", special=False)}])
+def test_a_token_with_a_name_is_special_whatever_its_flag(declared: Any, folder: Path) -> None:
+    """So the end of an answer is not in its text. Its other flags stay."""
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["added_tokens"][2] |= {"special": False, "rstrip": True}
+    path.write_text(json.dumps(content))
+    theirs = oracle(folder if declared is None else changed(folder, added_tokens_decoder=declared))
+    tokenizer, text = Tokenizer(folder), "a <|im_end|>  b<|im_start|>"
+    assert tokenizer.encode(text) == theirs(text).input_ids
+    assert tokenizer.decode([67, 2]) == theirs.decode([67, 2], skip_special_tokens=True) == "a"
+
+
 def test_older_files_declare_tokens_too(folder: Path) -> None:
     (folder / "added_tokens.json").write_text(json.dumps({"<|new|>": 320, "<|im_end|>": 2}))
     (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|new|>"}))

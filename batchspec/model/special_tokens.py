@@ -40,7 +40,8 @@ def special_tokens(config: Json) -> dict[str, Any]:
 
 
 def add_declared(tokenizer: tokenizers.Tokenizer, folder: Path, config: Json, special: Json) -> bool:
-    """Add the tokens that are declared and missing; whether there was one.
+    """Add the tokens that are declared and missing, and make those special that have a name, such as eos_token; whether there was
+    one.
 
     special  of `special_tokens`; these have no declared ids
     Raises CheckpointError for malformed declarations, and for a missing token that does not get its declared id.
@@ -61,7 +62,11 @@ def add_declared(tokenizer: tokenizers.Tokenizer, folder: Path, config: Json, sp
                 f"{shown(folder)}: the token {short_json(token.content)} is declared as {index}, but with tokenizer.json it is "
                 f"{found}; save the tokenizer again with transformers"
             )
-    return bool(added)
+    named = {special[key] for key in _NAMED if key in special}
+    plain = [token for token in tokenizer.get_added_tokens_decoder().values() if token.content in named and not token.special]
+    if plain:
+        tokenizer.add_special_tokens([_token(**{**_flags(token), "special": True}) for token in plain])
+    return bool(added or plain)
 
 
 def _declared(folder: Path, config: Json, names: Collection[str], present: Collection[str]) -> dict[int, AddedToken]:
@@ -79,8 +84,12 @@ def _token(content: str, **flags: Any) -> AddedToken:
     return AddedToken(content, **{key: bool(value) for key, value in flags.items() if key in _FLAGS})
 
 
+def _flags(token: AddedToken) -> dict[str, Any]:
+    return {name: getattr(token, name) for name in ("content", *_FLAGS)}
+
+
 def _facts(token: AddedToken) -> tuple[Any, ...]:
-    return token.content, *(getattr(token, flag) for flag in _FLAGS)
+    return tuple(_flags(token).values())
 
 
 def _content(token: Any) -> str:
