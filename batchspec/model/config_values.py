@@ -55,6 +55,7 @@ NUMBERS: dict[str, tuple[float, float]] = {
     "beta_fast": (1e-3, 1e6),
     "beta_slow": (1e-3, 1e6),
     "attention_factor": (1e-3, 1e3),
+    "attn_factor": (1e-3, 1e3),
     "mscale": (0.0, 1e3),
     "mscale_all_dim": (0.0, 1e3),
     "swiglu_alpha": (1e-3, 1e3),

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from batchspec.model.config_values import INTEGERS, ConfigReader
 
 USUAL_THETA = 10_000.0
+_YARN_BUILT = {"extrapolation_factor": 1.0, "apply_yarn_scaling": True}
+"""Keys of yarn in vLLM -> the value that is built."""
 MAX_LEN = INTEGERS["max_position_embeddings"][1]
 
 
@@ -106,6 +108,10 @@ def read_part(config: ConfigReader, rope: ConfigReader, max_len: int | None, the
         wrong.append(f"rope_type {kind[:60]!r} (supported: default, linear, llama3, yarn)")
     wrong += [rope.shown(key) for key in ("partial_rotary_factor",) if not partial and rope.differs(key, None, 1.0)]
     wrong += [rope.shown(key) for key in ("mrope_section",) if rope.given(key)]
+    if kind == "yarn":
+        wrong += [rope.shown(key) for key, usual in _YARN_BUILT.items() if rope.differs(key, None, usual)]
+        if rope.given("attn_factor") and rope.given("attention_factor"):
+            wrong.append(f"attn_factor beside {rope.shown('attention_factor')}")
     if wrong:
         raise config.refusal(f"rotary embedding not supported: {', '.join(wrong)}")
     if kind == "default":
@@ -141,12 +147,17 @@ def _yarn(rope: ConfigReader, theta: float, original: int, max_len: int | None) 
 
 
 def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
-    """YaRN section 3.4 (arXiv 2309.00071): 0.1 ln(factor) + 1; DeepSeek's mscale keys replace 0.1 by a ratio."""
+    """YaRN section 3.4 (arXiv 2309.00071): 0.1 ln(factor) + 1; DeepSeek's mscale keys replace 0.1 by a ratio.
+
+    attn_factor multiplies that, as in vLLM and SGLang: DeepSeek-R1-0528-Qwen3-8B sets it so that nothing is left of the factor.
+    transformers ignores it, and warns.
+    """
     if rope.given("attention_factor"):
         return rope.number("attention_factor")
+    own = rope.number("attn_factor", 1.0)
     if factor <= 1:
-        return 1.0
+        return own
     mscale, mscale_all = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
     if mscale and mscale_all:
-        return (0.1 * mscale * math.log(factor) + 1) / (0.1 * mscale_all * math.log(factor) + 1)
-    return 0.1 * math.log(factor) + 1
+        return own * (0.1 * mscale * math.log(factor) + 1) / (0.1 * mscale_all * math.log(factor) + 1)
+    return own * (0.1 * math.log(factor) + 1)
