@@ -40,7 +40,7 @@ def test_keys_of_a_part_are_named_with_it() -> None:
 
 def test_a_part_that_another_one_hides_is_named_whole() -> None:
     hidden = {"rope_type": "default", "rope_theta": 5e5}
-    assert unread(rope_scaling=YARN, rope_parameters=hidden) == (f"rope_parameters={json.dumps(hidden)}",)
+    assert unread(rope_scaling=YARN, rope_parameters=hidden, rope_theta=5e5) == (f"rope_parameters={json.dumps(hidden)}",)
 
 
 def test_both_ropes_of_gemma_are_read_to_the_end() -> None:

@@ -194,6 +194,11 @@ class ConfigReader:
             raise self._wrong(key, value, "an object")
         return ConfigReader(value or {}, self.where, prefix=f"{self._prefix}{key}.", asked=self._asked)
 
+    def hidden(self, part: str, key: str) -> Any:
+        """The unchecked value of a key of an object that does not count, for a comparison; None if it is missing."""
+        found = self._values.get(part)
+        return found.get(key) if isinstance(found, Mapping) else None
+
     def objects(self) -> list[str]:
         """Keys whose values are objects."""
         return [key for key, value in self._values.items() if isinstance(value, Mapping)]

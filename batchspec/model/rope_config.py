@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from batchspec.model.config_values import INTEGERS, ConfigReader
+from batchspec.model.config_values import INTEGERS, ConfigReader, short_json
 
 USUAL_THETA = 10_000.0
 _YARN_BUILT = {"extrapolation_factor": 1.0, "apply_yarn_scaling": True}
@@ -72,8 +72,21 @@ def read_rope(config: ConfigReader, max_len: int | None, *, head_dim: int | None
 
 def rope_part(config: ConfigReader) -> ConfigReader:
     """`rope_scaling` if it is not empty, and then nothing of `rope_parameters`, as in transformers 5 (modeling_rope_utils.py,
-    convert_rope_params_to_dict)."""
-    return config.part("rope_scaling") if config.differs("rope_scaling", None, {}) else config.part("rope_parameters")
+    convert_rope_params_to_dict).
+
+    Raises CheckpointError if that hides another rope_theta than the one that counts then: transformers would compute with its
+    default for a file that it saved itself, and to which somebody added the rope_scaling of a model card.
+    """
+    if not config.differs("rope_scaling", None, {}):
+        return config.part("rope_parameters")
+    scaling = config.part("rope_scaling")
+    theta, hidden = read_theta(config, scaling), config.hidden("rope_parameters", "rope_theta")
+    if hidden not in (None, theta):
+        raise config.refusal(
+            f"rope_scaling hides rope_parameters.rope_theta={short_json(hidden)}, and rope_theta would be {theta:g}; move the "
+            "keys of rope_scaling into rope_parameters"
+        )
+    return scaling
 
 
 def rope_kind(rope: ConfigReader) -> str:
