@@ -35,7 +35,7 @@ def special_tokens(config: Json) -> dict[str, Any]:
     if isinstance(additional, list) and additional:
         found["additional_special_tokens"] = [_content(token) for token in additional]
     if isinstance(additional, dict):  # named ones, such as image_token
-        found |= {name: _content(token) for name, token in additional.items()}
+        found = {name: _content(token) for name, token in additional.items() if name != "additional_special_tokens"} | found
     return found
 
 
@@ -52,8 +52,13 @@ def add_declared(tokenizer: tokenizers.Tokenizer, folder: Path, config: Json, sp
     declared = _declared(folder, config, names, {content for content, *_ in present})
     missing = {index: token for index, token in sorted(declared.items()) if _facts(token) not in present}
     known = {content for content, *_ in present} | {token.content for token in missing.values()}
-    others = [AddedToken(name, special=True, normalized=False) for name in dict.fromkeys(names) if name and name not in known]
-    added = [*missing.values(), *others]
+    others = [name for name in dict.fromkeys(names) if name and name not in known]
+    try:
+        added = [*missing.values(), *(AddedToken(name, special=True, normalized=False) for name in others)]
+    except UnicodeEncodeError:
+        raise CheckpointError(
+            f"{shown(folder)}: a special token of tokenizer_config.json is not valid text; correct it"
+        ) from None
     if added:
         tokenizer.add_tokens(added)
     for index, token in missing.items():
@@ -93,4 +98,5 @@ def _facts(token: AddedToken) -> tuple[Any, ...]:
 
 
 def _content(token: Any) -> str:
-    return str(token.get("content", "") if isinstance(token, dict) else token)
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""
