@@ -217,15 +217,21 @@ def test_a_declaration_that_cannot_be_followed_is_refused_in_one_line(declared: 
     assert str(caught.value).isprintable()
 
 
-@pytest.mark.parametrize("key", ["eos_token", "pad_token", "additional_special_tokens"])
-@pytest.mark.parametrize("value", ["\ud800", ["\ud800", 5, None, {}], {"content": 5}, {"content": ["x"]}, 5, [], {}, ""])
-def test_any_value_of_a_special_token_is_read_or_refused_in_one_line(key: str, value: Any, folder: Path) -> None:
+NAMES = pytest.mark.parametrize("key", ["eos_token", "pad_token", "additional_special_tokens"])
+
+
+@NAMES
+@pytest.mark.parametrize("value", [{"content": 5}, {"content": ["x"]}, 5, [], {}, [5, None, {}], ""])
+def test_a_special_token_that_is_no_text_is_none(key: str, value: Any, folder: Path) -> None:
     before = Tokenizer(folder).encode("a 5 ['x'] {}")
-    try:
-        assert Tokenizer(changed(folder, **{key: value})).encode("a 5 ['x'] {}") == before
-    except CheckpointError as error:
-        assert "is not valid text; correct it" in str(error)
-        assert "ud800" in json.dumps(value)
+    assert Tokenizer(changed(folder, **{key: value})).encode("a 5 ['x'] {}") == before
+
+
+@NAMES
+def test_a_special_token_that_cannot_be_encoded_is_refused_in_one_line(key: str, folder: Path) -> None:
+    value = ["\ud800"] if key.startswith("additional") else "\ud800"
+    with pytest.raises(CheckpointError, match="is no valid text; correct it"):
+        Tokenizer(changed(folder, **{key: value}))
 
 
 # --- chats

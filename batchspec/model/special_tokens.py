@@ -56,9 +56,7 @@ def add_declared(tokenizer: tokenizers.Tokenizer, folder: Path, config: Json, sp
     try:
         added = [*missing.values(), *(AddedToken(name, special=True, normalized=False) for name in others)]
     except UnicodeEncodeError:
-        raise CheckpointError(
-            f"{shown(folder)}: a special token of tokenizer_config.json is not valid text; correct it"
-        ) from None
+        raise CheckpointError(f"{shown(folder)}: a special token in tokenizer_config.json is no valid text; correct it") from None
     if added:
         tokenizer.add_tokens(added)
     for index, token in missing.items():
