@@ -32,8 +32,8 @@ from batchspec.packing.constraints import asked_by
 from batchspec.packing.cost import Rates, device_rates
 from batchspec.packing.feed import window_shards
 from batchspec.packing.memory import graph_tokens, prefill_graph_bytes
+from batchspec.packing.model_notes import model_notes
 from batchspec.packing.planner import GPU_PREFILL, PAGE_SIZE, Demand, choose_batch, free_memory
-from batchspec.packing.row_settings import sampling_advice
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, JobModel
 from batchspec.report.progress_bar import ProgressBar
@@ -156,8 +156,8 @@ def load_engine(
     check_memory(job)
     on = job.device.type if job.group is None else f"{job.group.ranks} x {job.device.type}"
     progress.phase(f"loading {config.model.path} in {dtype} on {on}")
-    if advice := sampling_advice(config.decode, job.spec.generation):
-        progress.phase(advice)
+    for _, note in model_notes(config.decode, job.spec, job.admission.settings.end_ids):
+        progress.phase(note)
     lead = None if job.group is None else Lead(job.group.channel)
     if lead is not None:
         lead.send(load_message(job.device, None if job.dummy else job.folder))

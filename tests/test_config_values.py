@@ -135,7 +135,9 @@ def test_what_is_read_is_what_transformers_reads(config: dict[str, Any]) -> None
     assert (spec.num_heads, spec.num_kv_heads) == (made.num_attention_heads, made.num_key_value_heads)
     # Qwen2 knows no head_dim of its own but takes it from the file where it is there.
     assert spec.head_dim == (getattr(made, "head_dim", None) or made.hidden_size // made.num_attention_heads)
-    assert (spec.rms_eps, spec.tie, spec.max_len) == (made.rms_norm_eps, made.tie_word_embeddings, made.max_position_embeddings)
+    assert (spec.rms_eps, spec.tie) == (made.rms_norm_eps, made.tie_word_embeddings)
+    extended = int(spec.rope.factor * spec.rope.original_max_len) if spec.rope.type == "yarn" else 0
+    assert spec.max_len == max(made.max_position_embeddings, extended)
     attention, mlp = spec.layers[0].blocks
     assert isinstance(attention, AttentionSpec)
     assert isinstance(mlp, GatedMlpSpec)
@@ -161,10 +163,22 @@ def test_usual_configs_are_read_by_both(family: str, rope: dict[str, Any]) -> No
 
 
 def test_rope_scaling_hides_all_of_rope_parameters() -> None:
-    both = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {**YARN, "rope_theta": 5e5}}
+    both = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": YARN}
     spec = ours({**LLAMA, **both})
     assert spec is not None
     assert (spec.rope.type, spec.rope.factor, spec.rope.theta) == ("linear", 2.0, 10_000.0)
+
+
+def test_the_only_theta_is_not_hidden_in_silence() -> None:
+    """A file of transformers 5 with the rope_scaling of a model card added: transformers would compute with theta 10000."""
+    saved = {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    with pytest.raises(CheckpointError, match=r"hides rope_parameters\.rope_theta=1000000\.0, and rope_theta would be 10000"):
+        read_spec({**saved, "rope_scaling": scaling}, "config.json")
+    for more in ({"rope_scaling": {**scaling, "rope_theta": 1e6}}, {"rope_scaling": scaling, "rope_theta": 1e6}):
+        spec = ours({**saved, **more})
+        assert spec is not None
+        assert (spec.rope.type, spec.rope.theta) == ("yarn", 1e6)
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
@@ -198,9 +212,11 @@ ODD_VALUES: list[Any] = [
 ODD_NUMBERS: tuple[Any, ...] = (0, -1, math.nan, math.inf, True, "1", [], 1e30, 10**400)
 KINDS = ("linear", "llama3", "yarn")
 ROPE_ODD = [{"rope_type": kind, key: value} for kind in KINDS for key in config_values.NUMBERS for value in ODD_NUMBERS]
-READ = sorted(
-    {*LLAMA, *KEYS, "architectures", "rope_scaling", "rope_parameters", "hidden_act", "quantization_config", "logit_scale"}
-)
+OTHERS = (
+    "architectures", "auto_map", "scoring_func", "rope_scaling", "rope_parameters", "hidden_act", "quantization_config",
+    "logit_scale",
+)  # fmt: skip
+READ = sorted({*LLAMA, *KEYS, *OTHERS})
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -156,7 +156,9 @@ OF_OTHER_MODELS: dict[str, Any] = {
     "alibi": True, "parallel_attn": True, "use_parallel_residual": True, "qk_layernorm": True, "use_mrope": True,
     "is_encoder_decoder": True, "logit_scale": 0.0625, "logits_scaling": 8.0, "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22, "attention_multiplier": 0.0156, "scale_emb": 12, "scale_depth": 1.4, "rotary_pct": 0.25,
-    "hidden_act": "relu",
+    "hidden_act": "relu", "rope_interleave": True, "attn_temperature_tuning": True, "n_shared_experts": 1,
+    "shared_expert_intermediate_size": 64, "routed_scaling_factor": 2.5, "n_group": 8, "rope_ratio": 500, "use_mup": True,
+    "hidden_activation": "gelu", "scoring_func": "sigmoid_of_another_kind",
 }  # fmt: skip
 OF_SOME_FAMILIES: dict[str, Any] = {
     "moe_intermediate_size": 8, "query_pre_attn_scalar": 256, "rope_local_base_freq": 1e4, "use_qk_norm": True,
@@ -164,7 +166,7 @@ OF_SOME_FAMILIES: dict[str, Any] = {
 }  # fmt: skip
 OF_OTHER_MINIMAX: dict[str, Any] = {
     "scoring_func": "softmax", "use_routing_bias": False, "use_qk_norm": False, "qk_norm_type": "per_head",
-    "shared_intermediate_size": 8, "routed_scaling_factor": 2.5, "layernorm_full_attention_alpha": 3.5,
+    "shared_intermediate_size": 8, "layernorm_full_attention_alpha": 3.5,
     "layernorm_full_attention_beta": 2.0, "layernorm_mlp_alpha": 3.5, "layernorm_mlp_beta": 2.0, "sliding_window": 9,
     "attn_window_size": 9, "num_expert_group": 8, "topk_group": 4, "attn_type_list": [1, 0, 1],
 }  # fmt: skip

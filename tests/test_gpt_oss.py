@@ -184,6 +184,7 @@ def test_published_experts_are_cut_in_whole_blocks_on_2_4_and_8_ranks(ranks: int
 
 def test_published_configs_are_read() -> None:
     spec = read_spec(GPT_OSS_20B, "config.json", {"eos_token_id": [200_002, 199_999, 200_012]}, "generation_config.json")
+    assert spec.unread == ()
     assert spec.eos_ids == (200_002, 199_999, 200_012)
     assert spec.windows == (128, None) * 12
     assert not spec.rope.truncate

@@ -138,7 +138,7 @@ def test_code_in_model_folders_never_runs(model: Path, tmp_path: Path, capsys: p
         (folder / name).write_bytes(pickled)
     for name in ("modeling_canary.py", "tokenization_canary.py", "__init__.py", "conftest.py", "sitecustomize.py"):
         (folder / name).write_text(f"import pathlib; pathlib.Path({str(sung)!r}).touch()\n")
-    auto = {"AutoConfig": "modeling_canary.Canary", "AutoModelForCausalLM": "modeling_canary.Canary"}
+    auto = {"AutoConfig": "modeling_canary.Canary", "AutoModelForCausalLM": "modeling_canary.LlamaForCausalLM"}
     for name, more in (("config.json", auto), ("tokenizer_config.json", {"AutoTokenizer": ["tokenization_canary.Canary", None]})):
         values = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps(values | {"auto_map": more, "trust_remote_code": True}))

@@ -190,8 +190,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "packing": {
         "dataset",
+        "model.config_values",
+        "model.generation_config",
         "model.quant.fp8_products",
         "model.spec",
+        "model.unread_keys",
         "structured.channels",
         "structured.compiler",
         "model.text_bytes",

@@ -516,6 +516,20 @@ def test_bad_input_is_one_line_exit_code_2_and_nothing_is_written(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_run_says_what_the_model_s_files_ask_for_and_it_does_not_do(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "attn_gate_scale": 0.5}))
+    (folder / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.05, "suppress_tokens": [7]}))
+    assert run.main(arguments(folder, data, tmp_path / "out", "input.limit=1", "decode.max_new_tokens=2")) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if line.startswith("config.json: nothing reads attn_gate_scale=0.5; ")]
+    said = "recommends decode.repetition_penalty=1.05 and sets suppress_tokens=[7], which jobs do not follow"
+    assert f"the model's generation_config.json {said}" in lines
+
+
 def test_the_shape_is_chosen_from_the_first_rows_when_the_input_is_long(
     model: Path, data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ def test_the_tensors_are_those_that_transformers_saves(family: str, tmp_path: Pa
 
 def test_published_minimax_is_read_with_the_ends_of_its_generation_config_and_without_mtp_layers() -> None:
     spec = read_spec(MINIMAX_M2, "config.json", {"eos_token_id": 200_020}, "generation_config.json")
+    assert spec.unread == ()
     assert spec.eos_ids == (200_020,)
     assert read_spec(MINIMAX_M2, "config.json").eos_ids == (2,)
     assert (spec.num_layers, spec.rope.rotary_dim, spec.rope.theta) == (62, 64, 5e6)

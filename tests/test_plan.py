@@ -20,10 +20,13 @@ from batchspec.commands import plan_text
 from batchspec.commands.plan import plan
 from batchspec.commands.plan_text import Plan, histogram
 from batchspec.commands.shapes import COMMON, SHAPES
-from batchspec.config.schema import RunConfig
+from batchspec.config.schema import DecodeConfig, RunConfig
 from batchspec.errors import CapacityError, ConfigError, InputError
+from batchspec.model.generation_config import read_generation
+from batchspec.model.spec import read_spec
 from batchspec.packing.cost import H200
 from batchspec.packing.memory import prefill_graph_bytes, reserve_bytes
+from batchspec.packing.model_notes import model_notes, sampling_advice
 from batchspec.tuning import policy
 from tests.models import write_weights
 from tests.stand_ins import ByteTokenizer
@@ -86,6 +89,58 @@ def test_a_greedy_job_of_a_model_that_recommends_sampling_is_pointed_out(
     text = planned(job).text()
     assert ("\nsampling     decoding is greedy" in text) == (said is not None)
     assert said is None or f"the model's generation_config.json recommends {said}" in text
+
+
+@pytest.mark.parametrize(
+    ("temperature", "generation", "said"),
+    [
+        (0.0, {"do_sample": True, "temperature": 0.7, "repetition_penalty": 1.05},
+         "decoding is greedy (decode.temperature=0); the model's generation_config.json recommends decode.temperature=0.7 "
+         "decode.repetition_penalty=1.05"),
+        (0.7, {"do_sample": True, "temperature": 0.7, "repetition_penalty": 1.05},
+         "the model's generation_config.json recommends decode.repetition_penalty=1.05"),
+        (0.0, {"repetition_penalty": 1.0, "min_length": 0, "num_beams": 1, "typical_p": 1.0, "bad_words_ids": None}, ""),
+        (0.7, {"suppress_tokens": [3, 4], "no_repeat_ngram_size": 3},
+         "the model's generation_config.json sets suppress_tokens=[3, 4], no_repeat_ngram_size=3, which jobs do not follow"),
+        (0.0, {"repetition_penalty": 1.2, "forced_eos_token_id": 2},
+         "the model's generation_config.json recommends decode.repetition_penalty=1.2 and sets forced_eos_token_id=2, which jobs "
+         "do not follow"),
+    ],
+)  # fmt: skip
+def test_what_a_generation_config_says_and_the_job_does_not_do_is_one_line(
+    temperature: float, generation: dict[str, Any], said: str
+) -> None:
+    assert sampling_advice(DecodeConfig(temperature=temperature), read_generation(generation)) == said
+
+
+def test_a_penalty_that_the_job_sets_itself_and_a_job_that_scores_need_no_advice() -> None:
+    generation = read_generation({"repetition_penalty": 1.05, "suppress_tokens": [3]})
+    assert sampling_advice(DecodeConfig(repetition_penalty=1.1), {"repetition_penalty": 1.05}) == ""
+    assert sampling_advice(DecodeConfig(max_new_tokens=0), generation) == ""
+
+
+def test_a_key_of_the_config_that_nothing_reads_is_pointed_out(job: RunConfig) -> None:
+    write(job, prompt=["x"])
+    path = Path(job.input.path or "").parent / "model" / "config.json"
+    assert "\nnot read " not in planned(job).text()
+    path.write_text(json.dumps({**json.loads(path.read_text()), "attn_gate_scale": 0.5}))
+    assert "\nnot read     config.json: nothing reads attn_gate_scale=0.5; if that changes" in planned(job).text()
+
+
+@pytest.mark.parametrize(
+    ("decode", "end_ids", "said"),
+    [
+        (DecodeConfig(), set(), "tokenizer_config.json and decode.stop_ids; rows end at max_new_tokens"),
+        (DecodeConfig(stop=["x"]), set(), "rows end at a stop string or max_new_tokens"),
+        (DecodeConfig(), {2}, None),
+        (DecodeConfig(ignore_eos=True), set(), None),
+        (DecodeConfig(max_new_tokens=0), set(), None),
+    ],
+)  # fmt: skip
+def test_a_model_without_an_end_token_is_pointed_out(decode: DecodeConfig, end_ids: set[int], said: str | None) -> None:
+    notes = dict(model_notes(decode, read_spec(MODEL, "config.json"), end_ids))
+    assert ("no end" in notes) == (said is not None)
+    assert said is None or notes["no end"].endswith(said)
 
 
 def test_the_shape_is_what_the_rows_need(job: RunConfig) -> None:

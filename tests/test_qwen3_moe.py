@@ -107,11 +107,20 @@ def test_experts_that_compute_a_pair_of_each_token_give_what_they_give_on_their_
         ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be an integer in 1 .. 4096"),
         ({"use_sliding_window": True, "sliding_window": 4096}, "not supported: use_sliding_window=true"),
         ({"n_routed_experts": 4}, "n_routed_experts=4"),
+        ({"use_qk_norm": False}, "use_qk_norm=false"),
+        ({"shared_expert_intermediate_size": 768}, "shared_expert_intermediate_size=768"),
     ],
 )
 def test_what_is_not_built_is_refused(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=named):
         read_spec({**QWEN3_30B, **changes}, "config.json")
+
+
+def test_the_keys_that_qwen3_coder_has_in_addition_change_nothing() -> None:
+    more = {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0}
+    spec = read_spec({**QWEN3_30B, **more}, "config.json")
+    assert spec == read_spec(QWEN3_30B, "config.json")
+    assert spec.unread == ()
 
 
 def test_costs_tell_what_is_stored_from_what_is_read_and_used() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -73,6 +74,54 @@ def test_norms_of_whole_rows_come_before_the_rotation(dtype: torch.dtype) -> Non
 )
 def test_the_rope_s_own_factor_counts_before_that_of_the_config(config: dict[str, Any], rotary_dim: int | None) -> None:
     assert read_rope(ConfigReader(config, "config.json"), 4096, head_dim=64).rotary_dim == rotary_dim
+
+
+YARN_OF_DEEPSEEK = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768, "attn_factor": 0.8782488562869419,
+}  # fmt: skip
+
+
+def yarn_factor(**keys: Any) -> float:
+    rope = {key: value for key, value in {**YARN_OF_DEEPSEEK, **keys}.items() if value is not None}
+    return read_rope(ConfigReader({"rope_scaling": rope}, "config.json"), 131_072).attention_factor
+
+
+def test_deepseek_s_attn_factor_takes_back_that_of_yarn() -> None:
+    """DeepSeek-R1-0528-Qwen3-8B. transformers ignores the key and multiplies cos and sin by 1.14; vLLM and SGLang read it."""
+    assert yarn_factor() == pytest.approx(1.0, abs=1e-12)
+    assert yarn_factor(attn_factor=None) == pytest.approx(0.1 * math.log(4) + 1, abs=1e-12)
+    assert yarn_factor(factor=1.0, attn_factor=0.5) == 0.5
+    assert yarn_factor(mscale=0.7, mscale_all_dim=0.7, attn_factor=0.5) == pytest.approx(0.5)
+    assert yarn_factor(extrapolation_factor=1, apply_yarn_scaling=True) == pytest.approx(1.0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"extrapolation_factor": 0.5}, "rope_scaling.extrapolation_factor=0.5"),
+        ({"apply_yarn_scaling": False}, "rope_scaling.apply_yarn_scaling=false"),
+        ({"attention_factor": 1.2}, "attn_factor beside rope_scaling.attention_factor=1.2"),
+    ],
+)
+def test_keys_of_yarn_that_are_not_built_are_refused(keys: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=f"not supported: {named}"):
+        yarn_factor(**keys)
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor", "max_len", "longest"),
+    [
+        ("yarn", 4.0, 40_960, 131_072),  # Qwen3 with the rope_scaling of its model card and no other change
+        ("yarn", 4.0, 131_072, 131_072),
+        ("yarn", 1e6, 40_960, 2**31 - 1),
+        ("linear", 4.0, 16_384, 16_384),  # a file says the length with the extension
+    ],
+)
+def test_yarn_makes_rows_longer_even_if_the_length_was_left_as_it_is(
+    kind: str, factor: float, max_len: int, longest: int
+) -> None:
+    rope = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": 32_768}
+    assert read_rope(ConfigReader({"rope_scaling": rope}, "config.json"), max_len).longest(max_len) == longest
 
 
 @pytest.mark.parametrize(("original", "theta"), [(6, 1e4), (600, 10.0)])

@@ -242,9 +242,15 @@ def test_neutral_values_of_those_keys_are_fine(folder: Path) -> None:
 
 def test_code_that_the_folder_names_is_not_run(folder: Path) -> None:
     (folder / "evil.py").write_text(f"open({str(folder / 'executed')!r}, 'w')")
-    named = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    named = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.LlamaForCausalLM"}
     assert spec_of(folder, {**LLAMA, "auto_map": named}) == spec_of(folder, LLAMA)
     assert not (folder / "executed").exists()
+
+
+def test_a_model_with_code_of_another_class_is_refused(folder: Path) -> None:
+    """Phi-3 names code of Phi3ForCausalLM, which is the family's computation; other classes compute what nothing here knows."""
+    message = refusal(folder, {**LLAMA, "auto_map": {"AutoModelForCausalLM": "modeling_mine.MyLlamaForCausalLM"}})
+    assert 'auto_map.AutoModelForCausalLM="modeling_mine.MyLlamaForCausalLM"' in message
 
 
 def test_a_folder_without_a_config(folder: Path) -> None:

@@ -138,6 +138,102 @@ def test_a_tokenizer_without_an_end_token(folder: Path) -> None:
     assert (tokenizer.eos_ids, tokenizer.has_chat_template) == ((), False)
 
 
+def changed(folder: Path, **keys: Any) -> Path:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+    return folder
+
+
+def token(content: str, **flags: bool) -> dict[str, Any]:
+    plain = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+    return {"content": content, **plain, "special": True, **flags}
+
+
+DECLARED: list[dict[str, Any]] = [
+    {"added_tokens_decoder": {"320": token("<|new|>")}},
+    {"added_tokens_decoder": {"321": token("<|b|>"), "320": token("<|new|>", special=False)}},
+    {"added_tokens_decoder": {"2": token("<|im_end|>", lstrip=True, rstrip=True)}},
+    {"added_tokens_decoder": {"2": token("<|im_end|>", special=False)}},
+    {"additional_special_tokens": ["<|new|>"]},
+    {"extra_special_tokens": {"image_token": "<|new|>"}},
+    {"pad_token": "<|new|>"},
+]
+
+
+@pytest.mark.parametrize("keys", DECLARED)
+def test_tokens_that_the_config_declares_are_tokens_as_for_transformers(keys: dict[str, Any], folder: Path) -> None:
+    text, theirs = "a <|new|> b <|im_end|>  c", oracle(changed(folder, **keys))
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.encode(text) == theirs(text).input_ids
+    assert tokenizer.decode(tokenizer.encode(text)) == theirs.decode(theirs(text).input_ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("declared", [None, {"2": token("<|im_end|>", special=False)}])
+def test_a_token_with_a_name_is_special_whatever_its_flag(declared: Any, folder: Path) -> None:
+    """So the end of an answer is not in its text. Its other flags stay."""
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["added_tokens"][2] |= {"special": False, "rstrip": True}
+    path.write_text(json.dumps(content))
+    theirs = oracle(folder if declared is None else changed(folder, added_tokens_decoder=declared))
+    tokenizer, text = Tokenizer(folder), "a <|im_end|>  b<|im_start|>"
+    assert tokenizer.encode(text) == theirs(text).input_ids
+    assert tokenizer.decode([67, 2]) == theirs.decode([67, 2], skip_special_tokens=True) == "a"
+
+
+def test_older_files_declare_tokens_too(folder: Path) -> None:
+    (folder / "added_tokens.json").write_text(json.dumps({"<|new|>": 320, "<|im_end|>": 2}))
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|new|>"}))
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.encode("a<|new|>b") == oracle(folder)("a<|new|>b").input_ids
+    assert tokenizer.eos_ids == (oracle(folder).eos_token_id,) == (320,)
+    older = Tokenizer(changed(folder, added_tokens_decoder={}))
+    assert older.eos_ids == (oracle(folder).eos_token_id,) == (2,)
+
+
+def test_a_declared_token_changes_the_fingerprint(folder: Path) -> None:
+    before = Tokenizer(folder).fingerprint
+    assert Tokenizer(changed(folder, added_tokens_decoder={"2": token("<|im_end|>")})).fingerprint == before
+    assert Tokenizer(changed(folder, added_tokens_decoder={"320": token("<|new|>")})).fingerprint != before
+
+
+@pytest.mark.parametrize(
+    ("declared", "said"),
+    [
+        (
+            {"330": token("<|new|>")},
+            'the token "<|new|>" is declared as 330, but with tokenizer.json it is 320; save the tokenizer',
+        ),
+        ({"x": token("<|new|>")}, "added_tokens_decoder or added_tokens.json is malformed"),
+        ({"320": "<|new|>"}, "added_tokens_decoder or added_tokens.json is malformed"),
+        ({"320": {"special": True}}, "added_tokens_decoder or added_tokens.json is malformed"),
+        ([1], "added_tokens_decoder or added_tokens.json is malformed"),
+    ],
+)
+def test_a_declaration_that_cannot_be_followed_is_refused_in_one_line(declared: Any, said: str, folder: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        Tokenizer(changed(folder, added_tokens_decoder=declared))
+    assert said in str(caught.value)
+    assert str(caught.value).isprintable()
+
+
+NAMES = pytest.mark.parametrize("key", ["eos_token", "pad_token", "additional_special_tokens"])
+
+
+@NAMES
+@pytest.mark.parametrize("value", [{"content": 5}, {"content": ["x"]}, 5, [], {}, [5, None, {}], ""])
+def test_a_special_token_that_is_no_text_is_none(key: str, value: Any, folder: Path) -> None:
+    before = Tokenizer(folder).encode("a 5 ['x'] {}")
+    assert Tokenizer(changed(folder, **{key: value})).encode("a 5 ['x'] {}") == before
+
+
+@NAMES
+def test_a_special_token_that_cannot_be_encoded_is_refused_in_one_line(key: str, folder: Path) -> None:
+    value = ["\ud800"] if key.startswith("additional") else "\ud800"
+    with pytest.raises(CheckpointError, match="is no valid text; correct it"):
+        Tokenizer(changed(folder, **{key: value}))
+
+
 # --- chats
 
 

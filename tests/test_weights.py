@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from batchspec.errors import CheckpointError
+from batchspec.model.files import LocalFiles, weight_names
 from batchspec.model.spec import load_spec
 from batchspec.model.weight_files import weight_files
 from batchspec.model.weights import Checkpoint, DummyWeights, expected_shapes
@@ -107,6 +109,18 @@ def test_shards_are_found_through_the_index(folder: Path) -> None:
 
     (folder / "model-00002-of-00002.safetensors").unlink()
     assert "1 of 2 weight files missing: model-00002-of-00002.safetensors" in refusal(folder)
+
+
+def test_one_file_beside_the_shards_of_an_index_is_refused(folder: Path) -> None:
+    """transformers would load the one file, vLLM the shards; an index that names that file is no second model."""
+    weight_map = dict.fromkeys(load_file(folder / "model.safetensors"), "model.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert weight_names(LocalFiles(folder)) == ("model.safetensors",)
+    shutil.copy(folder / "model.safetensors", folder / "model-00001-of-00001.safetensors")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(weight_map, "model-00001-of-00001.safetensors")}))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors and model\.safetensors\.index\.json with"):
+        weight_names(LocalFiles(folder))
 
 
 def test_everything_that_does_not_fit_is_listed_at_once(folder: Path) -> None:

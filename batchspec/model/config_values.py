@@ -55,6 +55,7 @@ NUMBERS: dict[str, tuple[float, float]] = {
     "beta_fast": (1e-3, 1e6),
     "beta_slow": (1e-3, 1e6),
     "attention_factor": (1e-3, 1e3),
+    "attn_factor": (1e-3, 1e3),
     "mscale": (0.0, 1e3),
     "mscale_all_dim": (0.0, 1e3),
     "swiglu_alpha": (1e-3, 1e3),
@@ -71,20 +72,43 @@ NUMBERS: dict[str, tuple[float, float]] = {
 class ConfigReader:
     """One JSON object of a checkpoint. A key that is null counts as missing.
 
-    Every method raises CheckpointError, in one line, with the file, the key, its value and what is allowed.
+    Every method raises CheckpointError, in one line, with the file, the key, its value and what is allowed. A reader, and those
+    made from it, remember together which keys were asked for: `unread`.
     """
 
-    def __init__(self, values: Json, where: str, *, prefix: str = "", integers: Ranges = INTEGERS) -> None:
+    def __init__(
+        self, values: Json, where: str, *, prefix: str = "", integers: Ranges = INTEGERS, asked: set[str] | None = None,
+        also: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
         """where   the file, for messages; prefix  of its keys, where the object is a part of another one
         integers   the ranges of integers, where a family adds some to INTEGERS
+        asked      the keys that were asked for, with prefix; it grows
+        also       the prefixes of further objects whose values it has (`over`)
         """
         self._values, self.where, self._prefix, self._integers = values, where, prefix, integers
+        self._asked: set[str] = set() if asked is None else asked
+        self._also = also
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 
+    def __contains__(self, key: str) -> bool:
+        self._get(key)
+        return key in self._values
+
     def given(self, key: str) -> bool:
-        return self._values.get(key) is not None
+        return self._get(key) is not None
+
+    def unread(self) -> list[tuple[str, Any]]:
+        """Keys that nothing has asked for, with their values; those of each object that was read too, `object.key`."""
+        found: list[tuple[str, Any]] = []
+        for key, value in self._values.items():
+            name = f"{self._prefix}{key}"
+            if name not in self._asked:
+                found.append((name, value))
+            elif isinstance(value, Mapping) and any(asked.startswith(f"{name}.") for asked in self._asked):
+                found += self.part(key).unread()
+        return found
 
     def replaced(self, **values: Any) -> ConfigReader:
         """The same with other values of some keys."""
@@ -96,58 +120,63 @@ class ConfigReader:
 
     def over(self, other: ConfigReader) -> ConfigReader:
         """The same with the values of another object for keys that are not there."""
-        return self.filled(other._values)
+        return self._with({**other._values, **self._values}, also=(*self._also, other._prefix))
 
     def ranged(self, integers: Ranges) -> ConfigReader:
         """The same with the ranges of further keys."""
-        return ConfigReader(self._values, self.where, prefix=self._prefix, integers={**self._integers, **integers})
+        return self._with(self._values, integers={**self._integers, **integers})
 
-    def _with(self, values: Json) -> ConfigReader:
-        return ConfigReader(values, self.where, prefix=self._prefix, integers=self._integers)
+    def _with(self, values: Json, **changes: Any) -> ConfigReader:
+        own = {"prefix": self._prefix, "integers": self._integers, "asked": self._asked, "also": self._also}
+        return ConfigReader(values, self.where, **{**own, **changes})
+
+    def _get(self, key: str) -> Any:
+        self._asked.update(f"{prefix}{key}" for prefix in (self._prefix, *self._also))
+        return self._values.get(key)
 
     def integer(self, key: str, default: int | None = None) -> int:
         """An integer; refused if it is missing and has no default."""
-        value = self._values.get(key)
+        value = self._get(key)
         return default if value is None and default is not None else self._integer(key, value)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number; refused if it is missing and has no default."""
-        value, (low, high) = self._values.get(key), NUMBERS[key]
+        value, (low, high) = self._get(key), NUMBERS[key]
         if value is None and default is not None:
             return default
         if not _is_number(value, low, high):
             raise self._wrong(key, value, f"a number in {low:g} .. {high:g}")
-        return float(value)  # type: ignore[arg-type]
+        return float(value)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         """A list of so many numbers; refused if it is missing."""
-        value, (low, high) = self._values.get(key), NUMBERS[key]
+        value, (low, high) = self._get(key), NUMBERS[key]
         if not (isinstance(value, list) and len(value) == count and all(_is_number(item, low, high) for item in value)):
             raise self._wrong(key, value, f"a list of {count} numbers in {low:g} .. {high:g}")
         return tuple(float(item) for item in value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        value = self._values.get(key)
+        value = self._get(key)
         if not isinstance(value, bool | None):
             raise self._wrong(key, value, "true or false")
         return default if value is None else value
 
     def text(self, key: str, default: str = "") -> str:
-        value = self._values.get(key)
+        value = self._get(key)
         if not isinstance(value, str | None):
             raise self._wrong(key, value, "a string")
         return default if value is None else value
 
     def texts(self, key: str) -> tuple[str, ...] | None:
         """A list of strings; None if it is missing."""
-        value = self._values.get(key)
+        value = self._get(key)
         if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
             raise self._wrong(key, value, "a list of strings")
         return None if value is None else tuple(value)
 
     def integers(self, key: str) -> tuple[int, ...] | None:
         """A list of integers; None where it is missing."""
-        value, (low, high) = self._values.get(key), self._integers[key]
+        value, (low, high) = self._get(key), self._integers[key]
         if value is not None and not (isinstance(value, list) and all(_is_integer(item, low, high) for item in value)):
             raise self._wrong(key, value, f"a list of integers in {low} .. {high}")
         return None if value is None else tuple(value)
@@ -160,10 +189,15 @@ class ConfigReader:
 
     def part(self, key: str) -> ConfigReader:
         """A nested object; an empty one if it is missing."""
-        value = self._values.get(key)
+        value = self._get(key)
         if not isinstance(value, Mapping | None):
             raise self._wrong(key, value, "an object")
-        return ConfigReader(value or {}, self.where, prefix=f"{self._prefix}{key}.")
+        return ConfigReader(value or {}, self.where, prefix=f"{self._prefix}{key}.", asked=self._asked)
+
+    def hidden(self, part: str, key: str) -> Any:
+        """The unchecked value of a key of an object that does not count, for a comparison; None if it is missing."""
+        found = self._values.get(part)
+        return found.get(key) if isinstance(found, Mapping) else None
 
     def objects(self) -> list[str]:
         """Keys whose values are objects."""
@@ -171,7 +205,7 @@ class ConfigReader:
 
     def differs(self, key: str, *neutral: Any) -> bool:
         """Whether the value of an unsupported key is none of `neutral`, the values that need no support."""
-        return self._values.get(key) not in neutral
+        return self._get(key) not in neutral
 
     def shown(self, key: str, *, prefix: bool = True) -> str:
         """key=value, for messages; with the name of the object that it is in, unless prefix is False."""

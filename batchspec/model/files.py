@@ -107,6 +107,10 @@ def weight_names(files: ModelFiles) -> tuple[str, ...]:
             raise CheckpointError(
                 f"{files.where}: {len(absent)} of {len(names)} weight files missing: {listed(absent)}; download again"
             )
+        if SINGLE in present and SINGLE not in names:
+            raise CheckpointError(
+                f"{files.where}: {SINGLE} and {INDEX} with other files, of which programs load the one or the other; delete one"
+            )
         return tuple(names)
     if SINGLE in present:
         return (SINGLE,)

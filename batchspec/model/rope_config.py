@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from batchspec.model.config_values import ConfigReader
+from batchspec.model.config_values import INTEGERS, ConfigReader, short_json
 
 USUAL_THETA = 10_000.0
+_YARN_BUILT = {"extrapolation_factor": 1.0, "apply_yarn_scaling": True}
+"""Keys of yarn in vLLM -> the value that is built."""
+MAX_LEN = INTEGERS["max_position_embeddings"][1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +44,11 @@ class RopeSpec:
     """longrope: the divisor of each frequency."""
 
     def longest(self, max_len: int) -> int:
-        """The longest row for which it is correct, in a model that gives `max_len`."""
-        return min(max_len, self.original_max_len) if self.type == "longrope" else max_len
+        """The longest row for which it is correct, in a model that gives `max_len`. With yarn `max_len` may be the length without
+        it: who adds yarn to a model of Qwen or GLM changes no other key, as their model cards say."""
+        if self.type == "longrope":
+            return min(max_len, self.original_max_len)
+        return max(max_len, min(int(self.factor * self.original_max_len), MAX_LEN)) if self.type == "yarn" else max_len
 
     @property
     def of_heads(self) -> RopeSpec:
@@ -66,8 +72,21 @@ def read_rope(config: ConfigReader, max_len: int | None, *, head_dim: int | None
 
 def rope_part(config: ConfigReader) -> ConfigReader:
     """`rope_scaling` if it is not empty, and then nothing of `rope_parameters`, as in transformers 5 (modeling_rope_utils.py,
-    convert_rope_params_to_dict)."""
-    return config.part("rope_scaling") if config.differs("rope_scaling", None, {}) else config.part("rope_parameters")
+    convert_rope_params_to_dict).
+
+    Raises CheckpointError if that hides another rope_theta than the one that counts then: transformers would compute with its
+    default for a file that it saved itself, and to which somebody added the rope_scaling of a model card.
+    """
+    if not config.differs("rope_scaling", None, {}):
+        return config.part("rope_parameters")
+    scaling = config.part("rope_scaling")
+    theta, hidden = read_theta(config, scaling), config.hidden("rope_parameters", "rope_theta")
+    if hidden not in (None, theta):
+        raise config.refusal(
+            f"rope_scaling hides rope_parameters.rope_theta={short_json(hidden)}, and rope_theta would be {theta:g}; move the "
+            "keys of rope_scaling into rope_parameters"
+        )
+    return scaling
 
 
 def rope_kind(rope: ConfigReader) -> str:
@@ -102,6 +121,10 @@ def read_part(config: ConfigReader, rope: ConfigReader, max_len: int | None, the
         wrong.append(f"rope_type {kind[:60]!r} (supported: default, linear, llama3, yarn)")
     wrong += [rope.shown(key) for key in ("partial_rotary_factor",) if not partial and rope.differs(key, None, 1.0)]
     wrong += [rope.shown(key) for key in ("mrope_section",) if rope.given(key)]
+    if kind == "yarn":
+        wrong += [rope.shown(key) for key, usual in _YARN_BUILT.items() if rope.differs(key, None, usual)]
+        if rope.given("attn_factor") and rope.given("attention_factor"):
+            wrong.append(f"attn_factor beside {rope.shown('attention_factor')}")
     if wrong:
         raise config.refusal(f"rotary embedding not supported: {', '.join(wrong)}")
     if kind == "default":
@@ -137,12 +160,17 @@ def _yarn(rope: ConfigReader, theta: float, original: int, max_len: int | None) 
 
 
 def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
-    """YaRN section 3.4 (arXiv 2309.00071): 0.1 ln(factor) + 1; DeepSeek's mscale keys replace 0.1 by a ratio."""
+    """YaRN section 3.4 (arXiv 2309.00071): 0.1 ln(factor) + 1; DeepSeek's mscale keys replace 0.1 by a ratio.
+
+    attn_factor multiplies that, as in vLLM and SGLang: DeepSeek-R1-0528-Qwen3-8B sets it so that nothing is left of the factor.
+    transformers ignores it, and warns.
+    """
     if rope.given("attention_factor"):
         return rope.number("attention_factor")
+    own = rope.number("attn_factor", 1.0)
     if factor <= 1:
-        return 1.0
+        return own
     mscale, mscale_all = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
     if mscale and mscale_all:
-        return (0.1 * mscale * math.log(factor) + 1) / (0.1 * mscale_all * math.log(factor) + 1)
-    return 0.1 * math.log(factor) + 1
+        return own * (0.1 * mscale * math.log(factor) + 1) / (0.1 * mscale_all * math.log(factor) + 1)
+    return own * (0.1 * math.log(factor) + 1)

@@ -16,14 +16,15 @@ from batchspec.model.blocks.base import PLAIN_NORM, WHOLE, BlockSpec, Gemm, Norm
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.config_values import ConfigReader, Json, read_json, shown
 from batchspec.model.families.registry import family_of
+from batchspec.model.generation_config import read_generation
 from batchspec.model.lora_shape import LoraShape
 from batchspec.model.quant.formats import ALL_PLAIN, Formats
 from batchspec.model.quant.modelopt import CONFIG_FILE, of_file
 from batchspec.model.quant.registry import read_formats
 from batchspec.model.rope_config import RopeSpec
+from batchspec.model.unread_keys import unread_keys
 
 EMBEDDING, FINAL_NORM, OUTPUT = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-_GENERATION_KEYS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,9 @@ class ModelSpec:
     dtype: str
     """The checkpoint's dtype: float32, bfloat16, float64 or float16."""
     generation: Json = field(hash=False)
-    """The sampling defaults that generation_config.json sets."""
+    """What generation_config.json sets about the choice of tokens."""
+    unread: tuple[str, ...] = field(default=(), compare=False)
+    """`key=value` of config.json that nothing reads and that may change what another program computes: told to the user."""
     shard: Shard = WHOLE
     """The part that this describes: `layers` are those of one rank, all other fields the model's."""
     whole: ModelSpec | None = None
@@ -259,9 +262,9 @@ def load_spec(folder: Path) -> ModelSpec:
 
 def read_spec(values: Json, where: str, generation: Json | None = None, generation_where: str = "") -> ModelSpec:
     """The shape of a model from the content of its two files; `where` is for messages. Raises CheckpointError as `load_spec`."""
-    config = ConfigReader(values, where)
-    family = family_of(config)
-    config = config.filled({"rms_norm_eps": 1e-6, **family.defaults}).ranged(family.integers)
+    own = ConfigReader(values, where)
+    family = family_of(own)
+    config = own.filled({"rms_norm_eps": 1e-6, **family.defaults}).ranged(family.integers)
     formats = read_formats(config)
     family.check(config)
     ends = ConfigReader(generation or {}, generation_where).integer_or_integers("eos_token_id")
@@ -285,7 +288,8 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
         eos_ids=tuple(dict.fromkeys(ends)),
         max_len=rope.longest(config.integer("max_position_embeddings")),
         dtype=_dtype(config),
-        generation={key: value for key in _GENERATION_KEYS if (value := (generation or {}).get(key)) is not None},
+        generation=read_generation(generation or {}),
+        unread=unread_keys(own),  # at last: everything has been read
     )
 
 

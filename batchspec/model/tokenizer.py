@@ -18,6 +18,7 @@ import tokenizers
 from batchspec.config.schema import TEMPLATE_DATE
 from batchspec.errors import CheckpointError
 from batchspec.model.config_values import Json, read_json, read_text, shown
+from batchspec.model.special_tokens import add_declared, special_tokens, tokenizer_config
 from batchspec.model.template_process import Limit
 from batchspec.model.templates import Templates
 from batchspec.model.text_bytes import LongText, text_bound
@@ -32,7 +33,6 @@ _WRITES_ARGUMENTS = re.compile(r"\barguments\s*\|\s*(tojson|items|dictsort)|\bar
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Fields of an assistant's message that hold its thought, as servers and templates call them."""
 _MARK = "BATCHSPECTHEANSWERGOESONHERE"
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
@@ -60,11 +60,13 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{shown(path)}: tokenizers {tokenizers.__version__} cannot read it ({error})") from None
-        self._bound = text_bound(json.loads(text))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        config = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
-        self._variables = _special_tokens(config)
+        config = tokenizer_config(folder)
+        self._variables = special_tokens(config)
+        if add_declared(self._tokenizer, folder, config, self._variables):
+            text = self._tokenizer.to_str()
+        self._bound = text_bound(json.loads(text))
         sources = _template_sources(folder, config, chat_template)
         self._templates = Templates(sources, shown(folder), date=date)
         added = self._tokenizer.get_added_tokens_decoder()
@@ -257,21 +259,6 @@ def _decoded(call: Mapping[str, Any]) -> dict[str, Any]:
             found = json.loads(text)
             decoded["arguments"] = found if isinstance(found, dict) else text
     return decoded
-
-
-def _special_tokens(config: Json) -> dict[str, Any]:
-    """bos_token, eos_token and so on as plain strings, which templates can use."""
-    found: dict[str, Any] = {name: _content(config[name]) for name in _NAMED if config.get(name) is not None}
-    additional = config.get("additional_special_tokens") or config.get("extra_special_tokens")
-    if isinstance(additional, list) and additional:
-        found["additional_special_tokens"] = [_content(token) for token in additional]
-    if isinstance(additional, dict):  # named ones, such as image_token
-        found |= {name: _content(token) for name, token in additional.items()}
-    return found
-
-
-def _content(token: Any) -> str:
-    return str(token.get("content", "") if isinstance(token, dict) else token)
 
 
 def _template_sources(folder: Path, config: Json, chat_template: Path | None) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from batchspec.config.schema import DecodeConfig, RunConfig
+from batchspec.config.schema import RunConfig
 from batchspec.config.values import violation
 from batchspec.dataset.columns import ColumnMap
 from batchspec.errors import ConfigError
@@ -22,8 +22,6 @@ SAMPLING = (
     "seed", "n",
 )  # fmt: skip
 """Numbers of `decode` that a row may replace by its own."""
-_RECOMMENDED = ("temperature", "top_k", "top_p", "min_p")
-"""Keys of generation_config.json that are those of `decode`."""
 
 
 class RowSettings:
@@ -161,15 +159,3 @@ class RowSettings:
         if think is None:
             return None
         return think.of_row(prompt_ids, budget, self.closing)
-
-
-def sampling_advice(decode: DecodeConfig, generation: Mapping[str, Any]) -> str:
-    """One line about a greedy job of a model that is meant to be sampled; empty for every other job.
-
-    generation  what the model's generation_config.json has about sampling (`ModelSpec.generation`), which jobs do not follow:
-                the same command gives the same tokens with every copy of a model
-    """
-    if decode.temperature > 0 or decode.max_new_tokens == 0 or not generation.get("do_sample"):
-        return ""
-    keys = " ".join(f"decode.{key}={generation[key]}" for key in _RECOMMENDED if key in generation)
-    return f"decoding is greedy (decode.temperature=0); the model's generation_config.json recommends {keys}" if keys else ""

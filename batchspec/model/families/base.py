@@ -20,13 +20,16 @@ NOT_BUILT = (
     "attention_chunk_size", "dual_chunk_attention_config", "no_rope_layers", "no_rope_layer_interval", "kv_lora_rank",
     "q_lora_rank", "rope_local_base_freq", "layer_block_types", "block_configs", "vision_config", "text_config", "alibi",
     "parallel_attn", "use_parallel_residual", "use_qk_norm", "qk_layernorm", "use_mrope", "is_encoder_decoder",
-    "per_layer_config",
+    "per_layer_config", "rope_interleave", "rope_interleaved", "attn_temperature_tuning", "n_shared_experts",
+    "num_shared_experts", "shared_expert_intermediate_size", "logits_soft_cap", "use_mup",
 )  # fmt: skip
 NOT_BUILT_SCALES = (
     "logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "scale_emb",
-    "scale_depth", "partial_rotary_factor", "rotary_pct",
+    "scale_depth", "partial_rotary_factor", "rotary_pct", "routed_scaling_factor", "n_group", "rope_ratio",
 )  # fmt: skip
 NOT_BUILT_IF_FALSE = ("is_causal",)
+BUILT_NAMES = {"hidden_act": ("silu", "swish"), "hidden_activation": ("silu", "swish"), "scoring_func": ("softmax",)}
+"""Key -> the values that are built where a family does not compute others; the first one is what a missing key means."""
 EXPERT_COUNTS: Ranges = {"num_experts": (1, 2**16), "num_local_experts": (1, 2**16), "num_experts_per_tok": (1, 2**16)}
 """The integer ranges of a family with experts, for `read_num_experts`."""
 
@@ -65,7 +68,7 @@ class Family:
     """form of the final norm"""
     embedding_scale: Callable[[ConfigReader], float | None] = lambda config: None
     computes: frozenset[str] = frozenset()
-    """Keys among NOT_BUILT, NOT_BUILT_SCALES and hidden_act whose computation this family's blocks implement."""
+    """Keys among NOT_BUILT, NOT_BUILT_SCALES and BUILT_NAMES whose computation this family's blocks implement."""
     refuses: Callable[[ConfigReader], list[str]] = lambda config: []
     """What this family refuses in addition to NOT_BUILT, as `key=value`."""
     window_switch: bool = False
@@ -76,8 +79,8 @@ class Family:
         found = [config.shown(key) for key in NOT_BUILT if key not in self.computes and config.differs(key, None, False, {})]
         found += [config.shown(key) for key in NOT_BUILT_SCALES if key not in self.computes and config.differs(key, None, 1.0)]
         found += [config.shown(key) for key in NOT_BUILT_IF_FALSE if config.differs(key, None, True)]
-        if "hidden_act" not in self.computes and config.text("hidden_act", "silu") not in ("silu", "swish"):
-            found.append(config.shown("hidden_act"))
+        named = {key: names for key, names in BUILT_NAMES.items() if key not in self.computes}
+        found += [config.shown(key) for key, names in named.items() if config.text(key, names[0]) not in names]
         found += self.refuses(config)
         if found:
             raise config.refusal(f"not supported: {', '.join(found)}; use a checkpoint without them")
@@ -132,6 +135,11 @@ def read_num_experts(config: ConfigReader) -> tuple[int, int]:
 def refuses_windows(config: ConfigReader) -> list[str]:
     """`Family.refuses` for a family whose layers all read all keys."""
     return [f"{config.shown('sliding_window')} in a {config.text('model_type')}"] if config.given("sliding_window") else []
+
+
+def refuses_plain_heads(config: ConfigReader) -> list[str]:
+    """`Family.refuses` for a family that always norms q and k: some of its published files say so (Qwen3-Coder)."""
+    return [config.shown("use_qk_norm")] if config.differs("use_qk_norm", None, True) else []
 
 
 def refuses_layer_types(config: ConfigReader) -> list[str]:

@@ -87,6 +87,6 @@ GEMMA3_TEXT = Family(
     local_rope=_local_rope,
     norms=_NORMS,
     embedding_scale=lambda config: config.integer("hidden_size") ** 0.5,
-    computes=frozenset({"query_pre_attn_scalar", "rope_local_base_freq", "hidden_act"}),
+    computes=frozenset({"query_pre_attn_scalar", "rope_local_base_freq", "hidden_act", "hidden_activation"}),
     refuses=_refuses,
 )  # fmt: skip

@@ -19,7 +19,7 @@ from batchspec.model.rope_config import RopeSpec, read_rope, rope_part
 
 _BUILT: dict[str, tuple[Any, ...]] = {
     "scoring_func": ("sigmoid",), "use_routing_bias": (True,), "use_qk_norm": (True,), "qk_norm_type": ("per_layer",),
-    "shared_intermediate_size": (0,), "routed_scaling_factor": (1.0,), "layernorm_full_attention_alpha": (1.0,),
+    "shared_intermediate_size": (0,), "layernorm_full_attention_alpha": (1.0,),
     "layernorm_full_attention_beta": (1.0,), "layernorm_mlp_alpha": (1.0,), "layernorm_mlp_beta": (1.0,),
     "sliding_window": (), "attn_window_size": (), "num_expert_group": (0, 1), "topk_group": (0, 1),
 }  # fmt: skip
@@ -75,7 +75,7 @@ MINIMAX_M2 = Family(
     },
     integers={**EXPERT_COUNTS, "rotary_dim": (2, 2**16), "attn_type_list": (0, 2**16)},
     rope=_rope,
-    computes=frozenset({*EXPERT_COUNTS, "use_qk_norm", "partial_rotary_factor"}),
+    computes=frozenset({*EXPERT_COUNTS, "use_qk_norm", "scoring_func", "partial_rotary_factor"}),
     refuses=_refuses,
     config_ends=False,
 )  # fmt: skip

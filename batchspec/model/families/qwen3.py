@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.config_values import ConfigReader
-from batchspec.model.families.base import Family, dense_layers, read_attentions, read_mlp
+from batchspec.model.families.base import Family, dense_layers, read_attentions, read_mlp, refuses_plain_heads
 
 
 def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
@@ -17,5 +17,7 @@ QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     layers=_layers,
     defaults={"head_dim": 128, "num_key_value_heads": 32, "sliding_window": 4096},
+    computes=frozenset({"use_qk_norm"}),
+    refuses=refuses_plain_heads,
     window_switch=True,
 )

@@ -10,7 +10,14 @@ from batchspec.model.blocks.base import ExpertsSpec
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.blocks.moe import MoeSpec, RouterSpec
 from batchspec.model.config_values import ConfigReader
-from batchspec.model.families.base import EXPERT_COUNTS, Family, read_attentions, read_mlp, read_num_experts
+from batchspec.model.families.base import (
+    EXPERT_COUNTS,
+    Family,
+    read_attentions,
+    read_mlp,
+    read_num_experts,
+    refuses_plain_heads,
+)
 
 
 def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
@@ -34,7 +41,8 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
 
 
 def _refuses(config: ConfigReader) -> list[str]:
-    return [config.shown("use_sliding_window")] if config.flag("use_sliding_window") else []
+    found = [config.shown("use_sliding_window")] if config.flag("use_sliding_window") else []
+    return found + refuses_plain_heads(config)
 
 
 QWEN3_MOE = Family(
@@ -48,6 +56,6 @@ QWEN3_MOE = Family(
     integers={
         **EXPERT_COUNTS, "moe_intermediate_size": (1, 2**24), "decoder_sparse_step": (1, 4096), "mlp_only_layers": (0, 4096),
     },
-    computes=frozenset({*EXPERT_COUNTS, "moe_intermediate_size"}),
+    computes=frozenset({*EXPERT_COUNTS, "moe_intermediate_size", "use_qk_norm"}),
     refuses=_refuses,
 )  # fmt: skip

@@ -44,7 +44,20 @@ def family_of(config: ConfigReader) -> Family:
     architectures = config.texts("architectures") or (family.architecture,)
     if architectures != (family.architecture,):
         raise config.refusal(f"{config.shown('architectures')} is not supported; {family.name} needs {family.architecture}")
+    _check_code(config, family)
     return family
+
+
+def _check_code(config: ConfigReader, family: Family) -> None:
+    """Raises CheckpointError if the folder names model code of another class than the family's. Code is never run; folders that
+    were published before transformers had their family name code of the family's own class."""
+    named = config.part("auto_map") if "auto_map" in config.objects() else ConfigReader({}, config.where)
+    code = named.text("AutoModelForCausalLM")
+    if code and code.rpartition(".")[2] != family.architecture:
+        raise config.refusal(
+            f"{named.shown('AutoModelForCausalLM')}: the model has code of its own, and code is never run; if it computes as a "
+            f"plain {family.architecture} does, remove auto_map"
+        )
 
 
 def has_window_switch(model_type: str) -> bool:

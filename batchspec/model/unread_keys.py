@@ -1,0 +1,65 @@
+"""Keys of a config.json that no code reads: those that cannot change a logit are known by name, the others are told to the user.
+
+A key of a computation that batchspec does not have is refused by name (`families/base.py`). New models bring keys that no list
+can hold; transformers and vLLM ignore such keys in silence, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from batchspec.model.config_values import ConfigReader, short_json
+from batchspec.model.files import listed
+
+_OF_ANY_MODEL = frozenset({
+    "_name_or_path", "transformers_version", "auto_map", "model_type", "torch_dtype", "use_cache", "name_or_path",
+    "initializer_range", "initializer_factor", "attention_dropout", "attention_probs_dropout_prob", "hidden_dropout",
+    "hidden_dropout_prob", "residual_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "classifier_dropout", "eos_token_id",
+    "bos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "unk_token_id", "decoder_start_token_id", "tokenizer_class",
+    "id2label", "label2id", "num_labels", "problem_type", "return_dict", "output_hidden_states", "output_attentions",
+    "output_router_logits", "output_past", "torchscript", "use_bfloat16", "pruned_heads", "tie_encoder_decoder",
+    "chunk_size_feed_forward", "finetuning_task", "task_specific_params", "return_dict_in_generate", "output_scores",
+    "gradient_checkpointing", "pretraining_tp", "attn_implementation", "_attn_implementation", "_attn_implementation_autoset",
+    "cache_implementation", "experts_implementation", "base_model_tp_plan", "base_model_pp_plan", "base_model_ep_plan",
+    "router_aux_loss_coef", "router_jitter_noise", "router_z_loss_coef", "neftune_noise_alpha", "transformers.js_config",
+    "unsloth_fixed", "unsloth_version", "model_max_length", "seq_length", "max_sequence_length", "quantization_config",
+})  # fmt: skip
+"""Names, paths, dropout and losses of training, outputs that nobody asks for, special tokens whose ids other files give."""
+_OF_GENERATION = frozenset({
+    "max_length", "min_length", "max_new_tokens", "min_new_tokens", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
+    "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "min_p", "repetition_penalty", "length_penalty",
+    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_return_sequences", "remove_invalid_values",
+})  # fmt: skip
+"""Older versions of transformers saved what generation_config.json has today here, with its usual values."""
+_OF_FAMILIES = frozenset({
+    "is_llama_config",  # SmolLM2
+    "max_window_layers", "max_position_embeddings", "original_max_position_embeddings", "intermediate_size",  # where unused
+    "sliding_window_pattern", "_sliding_window_pattern",  # Gemma 3 with layer_types
+    "type", "partial_rotary_factor",  # where rope_type, or the factor of rope_parameters, goes before it
+    "long_factor",  # longrope is supported up to its first length only
+    "full_attn_mod", "interpolate_factor",  # Phi-4-mini
+    "experts_per_token", "initial_context_length",  # gpt-oss, which has the same numbers under their usual names
+    "mlp_intermediate_size", "shared_moe_mode", "layernorm_linear_attention_alpha", "layernorm_linear_attention_beta",
+    "mtp_transformer_layers", "num_mtp_modules", "use_mtp", "num_nextn_predict_layers",  # layers that no file holds, or refused
+})  # fmt: skip
+HARMLESS = _OF_ANY_MODEL | _OF_GENERATION | _OF_FAMILIES
+"""Keys that change no logit of the supported families; of a key in an object its last part."""
+_OBJECTS = ("auto_map.", "quantization_config.")
+"""Objects that have checks of their own: of the classes that they name, and of the tensors that they describe."""
+_EMPTY: tuple[Any, ...] = (None, False, "", [], {})  # 0 equals False
+
+
+def unread_keys(config: ConfigReader) -> tuple[str, ...]:
+    """`key=value` for each key that may mean something and that nothing has read, after a family has read its own."""
+    return tuple(
+        f"{name[:60]}={short_json(value)}"
+        for name, value in config.unread()
+        if not {name, name.rpartition(".")[2]} & HARMLESS and not name.startswith(_OBJECTS) and value not in _EMPTY
+    )
+
+
+def unread_note(unread: tuple[str, ...]) -> str:
+    """One line about the keys that `unread_keys` found; empty if there are none."""
+    if not unread:
+        return ""
+    return f"config.json: nothing reads {listed(unread)}; if that changes what the model computes, its output here is wrong"

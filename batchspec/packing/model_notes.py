@@ -1,0 +1,55 @@
+"""What the user should know about a model before its job: what its files say and the job does not do, each in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from batchspec.config.schema import DecodeConfig
+from batchspec.model.config_values import short_json
+from batchspec.model.generation_config import NOT_FOLLOWED
+from batchspec.model.unread_keys import unread_note
+
+if TYPE_CHECKING:
+    from batchspec.model.spec import ModelSpec
+
+_RECOMMENDED = ("temperature", "top_k", "top_p", "min_p")
+"""Keys of generation_config.json that are those of `decode`."""
+
+
+def model_notes(decode: DecodeConfig, spec: ModelSpec, end_ids: Collection[int]) -> list[tuple[str, str]]:
+    """(label, line) of each thing. end_ids: the tokens that end any row."""
+    notes = [
+        ("not read", unread_note(spec.unread)),
+        ("sampling", sampling_advice(decode, spec.generation)),
+        ("no end", _end_note(decode, end_ids)),
+    ]
+    return [(label, line) for label, line in notes if line]
+
+
+def sampling_advice(decode: DecodeConfig, generation: Mapping[str, Any]) -> str:
+    """One line about what the model's generation_config.json recommends and the job does not do; empty if there is nothing.
+
+    generation  what that file sets (`ModelSpec.generation`), which jobs do not follow: the same command gives the same tokens
+                with every copy of a model
+    """
+    if decode.max_new_tokens == 0:
+        return ""
+    greedy = decode.temperature <= 0 and bool(generation.get("do_sample"))
+    keys = [key for key in _RECOMMENDED if greedy and key in generation]
+    if decode.repetition_penalty == 1 and generation.get("repetition_penalty", 1) != 1:
+        keys.append("repetition_penalty")
+    said = "decoding is greedy (decode.temperature=0); " * (greedy and bool(keys))
+    recommended = " ".join(f"decode.{key}={short_json(generation[key])}" for key in keys)
+    ignored = ", ".join(f"{key}={short_json(generation[key])}" for key in NOT_FOLLOWED if key in generation)
+    parts = [f"recommends {recommended}"] * bool(keys) + [f"sets {ignored}, which jobs do not follow"] * bool(ignored)
+    return f"{said}the model's generation_config.json {' and '.join(parts)}" if parts else ""
+
+
+def _end_note(decode: DecodeConfig, end_ids: Collection[int]) -> str:
+    if end_ids or decode.ignore_eos or decode.max_new_tokens == 0:
+        return ""
+    return (
+        "no token ends a row: none is named by generation_config.json, config.json, tokenizer_config.json and decode.stop_ids; "
+        f"rows end at {'a stop string or ' * bool(decode.stop)}max_new_tokens"
+    )
