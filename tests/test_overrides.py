@@ -16,7 +16,10 @@ from batchspec.train.settings import TrainRun
 
 HOME = Path("~").expanduser()
 KWARGS = {"enable_thinking": False, "x": {"y": [1]}}
-SCHEMA = {"properties": {"a b": {"$ref": "#/$defs/é"}, 'c"d': {"const": "it's ${x}"}}, "$defs": {"é": {"enum": [None, True, 1.5]}}}
+SCHEMA = {
+    "properties": {"a b": {"$ref": "#/$defs/é"}, 'c"d': {"const": "it's ${x}"}},
+    "$defs": {"é": {"enum": [None, True, 1.5]}},
+}
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,9 @@ def _map(key: str, value: Mapping[Any, Any]) -> str:
         return _text(json.dumps(value))
     for name in _names(value):
         if not _NAME.fullmatch(str(name)):
-            raise ConfigError(f"{key}: the name {str(name)!r} can be given in a recipe only; write the map there, or change the name")
+            raise ConfigError(
+                f"{key}: the name {str(name)!r} can be given in a recipe only; write the map there, or change the name"
+            )
     return _text(value)
 
 

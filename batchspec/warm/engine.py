@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 import weakref
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -35,7 +36,7 @@ from batchspec.model.spec import load_spec
 from batchspec.model.weights import Checkpoint, judge_model
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.predict import LengthPredictor
-from batchspec.packing.unused import check_samples
+from batchspec.packing.unused import check_samples, columns_advice
 from batchspec.prepare import JobModel, open_model
 from batchspec.records import Completion
 from batchspec.warm.call import Call, empty_frame
@@ -214,6 +215,8 @@ class Engine:
     def _call(self, table: pa.Table, *, samples: bool = False) -> Call:
         """samples: refuse several completions of a row that would be equal. Conversations may begin with equal answers."""
         call = Call(self._model, self._tokenizer, self._predictor, table, self._constraints)
+        if advice := columns_advice(call.job.columns, call.job.source):
+            warnings.warn(advice, stacklevel=3)  # once for each place of the program that calls
         if samples:
             check_samples(call.job.config, call.job.columns, call.job.source)
         return call
