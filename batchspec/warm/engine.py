@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import warnings
 import weakref
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -22,6 +21,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from batchspec import terminal
 from batchspec.config.overrides import overrides_of
 from batchspec.dataset.in_memory import table_of
 from batchspec.engine.engine import Engine as BatchEngine
@@ -67,6 +67,7 @@ class Engine:
         config = warm_config([*given, *overrides_of(keys)] if keys else given, job)
         self._in_use, self._half_loaded = threading.Lock(), False
         self._running: Call | None = None
+        self._advised = set[str]()
         self._predictor = LengthPredictor()
         self._model: JobModel = open_model(config)
         opened = open_warm(self._model)
@@ -215,8 +216,10 @@ class Engine:
     def _call(self, table: pa.Table, *, samples: bool = False) -> Call:
         """samples: refuse several completions of a row that would be equal. Conversations may begin with equal answers."""
         call = Call(self._model, self._tokenizer, self._predictor, table, self._constraints)
-        if advice := columns_advice(call.job.columns, call.job.source):
-            warnings.warn(advice, stacklevel=3)  # once for each place of the program that calls
+        advice = columns_advice(call.job.columns, call.job.source)
+        if advice and advice not in self._advised:  # said once, not in each call
+            self._advised.add(advice)
+            terminal.notice(advice)
         if samples:
             check_samples(call.job.config, call.job.columns, call.job.source)
         return call
