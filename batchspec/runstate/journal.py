@@ -130,7 +130,8 @@ class Journal:
         committed  shards whose rows are not counted
         """
         found = Journaled()
-        for row in (*earlier.completions.values(), *earlier.snapshots.values(), *self._saved, *snapshots):
+        rows: list[Completion | Snapshot] = [*earlier.completions.values(), *earlier.snapshots.values(), *self._saved, *snapshots]
+        for row in rows:
             _take(row, found, committed)
         found.finish()
         return found
