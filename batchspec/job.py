@@ -155,8 +155,8 @@ def compute(
         if is_retry:
             progress.phase(f"{len(output.missing())} of {output.num_shards} shards are written anew; the other rows stay")
         elif finished or journaled.num_rows:
-            saved = saved_rows(journaled.num_rows, journaled.snapshots.values())
-            progress.phase(f"{len(finished)} of {output.num_shards} shards are committed already, {saved}; the rest is computed")
+            shards = f"{len(finished)} of {output.num_shards} shards are committed already"
+            progress.phase(f"{shards}, {saved_rows(journaled)}; the rest is computed")
         watchdog = watchdog or Watchdog(0.0)
         ShardRunner(job, output, plan, work, holder, seen, progress, journaled, num_errors, adaptation, watchdog).run()
     seconds = time.perf_counter() - began - start_up_s

@@ -14,6 +14,7 @@ from typing import Any
 import polars as pl
 
 import batchspec
+from batchspec.errors import BatchspecError
 from batchspec.warm.conversations import Turn
 
 OPTIONS = ["model.path=smollm2-135m", "model.max_len=1024", "decode.max_new_tokens=64", "decode.n=4", "decode.temperature=0.9"]
@@ -48,5 +49,12 @@ def run(options: Sequence[str] = (), questions: Sequence[str] = QUESTIONS) -> pl
 
 
 if __name__ == "__main__":
+    if "--help" in sys.argv:
+        print(__doc__)
+        sys.exit()
+    try:
+        found = run(sys.argv[1:])
+    except BatchspecError as error:
+        sys.exit(f"best_of_n.py: {error}")
     with pl.Config(fmt_str_lengths=400, tbl_width_chars=120):
-        print(run(sys.argv[1:]).select("question", "score", "completion"))
+        print(found.select("question", "score", "completion"))

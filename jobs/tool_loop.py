@@ -16,6 +16,7 @@ from typing import Any
 import polars as pl
 
 import batchspec
+from batchspec.errors import BatchspecError
 from batchspec.warm.conversations import Turn
 
 OPTIONS = ["model.path=smollm2-135m", "model.max_len=1024", "decode.max_new_tokens=96"]
@@ -62,5 +63,12 @@ def run(options: Sequence[str] = (), questions: Sequence[str] = QUESTIONS) -> pl
 
 
 if __name__ == "__main__":
+    if "--help" in sys.argv:
+        print(__doc__)
+        sys.exit()
+    try:
+        found = run(sys.argv[1:])
+    except BatchspecError as error:
+        sys.exit(f"tool_loop.py: {error}")
     with pl.Config(fmt_str_lengths=400, tbl_width_chars=120):
-        print(run(sys.argv[1:]).select("turn", "completion"))
+        print(found.select("turn", "completion"))

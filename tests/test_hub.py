@@ -105,6 +105,15 @@ def test_an_error_of_the_hub_is_one_line(kind: type[Exception], text: str, said:
     assert said in message
 
 
+def test_a_misspelt_name_of_the_packaged_model_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> str:
+        raise errors.LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    assert refusal("smolm2-135m").endswith("; did you mean smollm2-135m?")
+    assert "did you mean" not in refusal("gpt2")
+
+
 # --- the packaged model
 
 

@@ -189,6 +189,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tuning",
     },
     "packing": {
+        "config.vllm_names",
         "dataset",
         "model.config_values",
         "model.generation_config",

@@ -16,7 +16,7 @@ from typing_extensions import TypeAliasType
 
 from batchspec.records import Completion, RowError, RowStats, Snapshot
 from batchspec.runstate import journal_rows
-from batchspec.runstate.journal import FOLDER, VERSION, Journal
+from batchspec.runstate.journal import FOLDER, VERSION, Journal, saved_rows
 from batchspec.runstate.journal_rows import fits
 from batchspec.storage.local_store import LocalStore
 
@@ -276,3 +276,23 @@ def test_a_segment_that_cannot_be_read_costs_its_rows_alone(
     assert caplog.messages == [
         f"{tmp_path}/{FOLDER}/a-000000.json cannot be read (Input/output error): the rows in it are computed again"
     ]
+
+
+def test_a_run_that_ends_counts_what_the_next_one_will_read(tmp_path: Path) -> None:
+    """Rows of every segment of this run and of earlier ones: not the last segment's alone, and each row once."""
+    first = journal(tmp_path, "a")
+    first.add(FULL)
+    first.flush([LEFT, replace(LEFT, row_index=10)])
+    earlier = first.read(())
+    second = journal(tmp_path, "b")
+    second.add(SCORED)
+    second.flush()
+    second.add(replace(FULL, row_index=10, sample_index=0))  # unfinished before
+    second.add(replace(FULL, row_index=20, shard=3))
+    more = replace(LEFT, tokens=(4, 5, 6))
+    second.flush([more])
+    second.forget(3)
+    said, read = second.saved(earlier, [more], {3}), second.read({3})
+    assert saved_rows(said) == "4 more rows are saved, 1 of them unfinished with 3 tokens"
+    assert (said.completions.keys(), said.snapshots) == (read.completions.keys(), read.snapshots)
+    assert saved_rows(second.saved(earlier, (), {2})) == "0 more rows are saved"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,24 @@ def load(name: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.parametrize("name", ["tool_loop", "judge_loop", "best_of_n"])
+def test_an_example_explains_itself_and_reports_a_mistake_in_one_line(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main(*words: str) -> object:
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(JOBS / f"{name}.py"), run_name="__main__")
+        return ended.value.code
+
+    assert main("--help") is None
+    assert f"python jobs/{name}.py [model.path=MODEL]" in capsys.readouterr().out
+    assert main("decode.max_tokens=3") == (
+        f"{name}.py: decode.max_tokens is not a key of the configuration; batchspec calls it decode.max_new_tokens, "
+        "see `batchspec run --help`"
+    )
 
 
 def turn(text: str, number: int = 0, **row: Any) -> Turn:

@@ -469,11 +469,12 @@ def test_stops_in_csv_are_a_json_list_or_one_text(tmp_path: Path, cell: str, sto
     assert Read(tmp_path / "in.csv").requests[0].stop == stop
 
 
-def test_the_error_of_an_unclosed_quote_tells_how_much_text_it_swallowed(tmp_path: Path) -> None:
-    (tmp_path / "in.csv").write_text('id,prompt\n1,a\n2,"b\n3,c\n4,d\n')
+@pytest.mark.parametrize(("rest", "lines"), [("3,c\n", "1 line"), ("3,c\n4,d\n", "2 lines")])
+def test_the_error_of_an_unclosed_quote_tells_how_much_text_it_swallowed(tmp_path: Path, rest: str, lines: str) -> None:
+    (tmp_path / "in.csv").write_text(f'id,prompt\n1,a\n2,"b\n{rest}')
     read = Read(tmp_path / "in.csv")
     assert read.ids == ["1", "in.csv:1"]
-    assert "a quote in it is never closed, and takes in 2 lines after it" in read.errors["in.csv:1"]
+    assert f"a quote in it is never closed, and takes in {lines} after it" in read.errors["in.csv:1"]
 
 
 def test_half_a_surrogate_pair_costs_the_row_only_where_it_is_the_prompt(tmp_path: Path) -> None:
@@ -645,3 +646,13 @@ def test_a_file_name_that_is_no_text_is_one_line(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"bad\xff.jsonl")).write_bytes((tmp_path / "good.jsonl").read_bytes())
     with pytest.raises(InputError, match=r"the name of 'bad\\udcff\.jsonl' is not valid Unicode; rename the file"):
         open_source(InputConfig(path=str(tmp_path)))
+
+
+def test_an_empty_cell_of_csv_asks_for_nothing_and_is_copied_as_empty_text(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("id,prompt,seed,stop,note\n1,Hi,,,\n2,,,,x\n")
+    read = Read(tmp_path / "in.csv")
+    (request, _) = read.made
+    assert isinstance(request, Request)
+    assert request.stop == ()
+    assert [row["note"] for row in read.output()] == ["", "x"]
+    assert {name: said.partition(":")[0] for name, said in read.errors.items()} == {"2": "empty_prompt"}

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batchspec.config.compose import compose, composed
-from batchspec.config.overrides import LISTS, for_hydra
+from batchspec.config.overrides import LISTS, for_hydra, overrides_of
 from batchspec.config.values import value_of
 from batchspec.errors import ConfigError
 from batchspec.train.settings import TrainRun
 
 HOME = Path("~").expanduser()
+KWARGS = {"enable_thinking": False, "x": {"y": [1]}}
+SCHEMA = {
+    "properties": {"a b": {"$ref": "#/$defs/é"}, 'c"d': {"const": "it's ${x}"}},
+    "$defs": {"é": {"enum": [None, True, 1.5]}},
+}
 
 
 @pytest.mark.parametrize(
@@ -33,6 +39,14 @@ HOME = Path("~").expanduser()
         ("input.columns={prompt: q, id: null}", "input.columns", {"prompt": "q", "id": None}),
         ("input.columns.prompt=q", "input.columns", {"prompt": "q"}),
         ("input.template_kwargs={enable_thinking:false}", "input.template_kwargs", {"enable_thinking": False}),
+        ("input.columns={'id': 'q'}".replace("'", '"'), "input.columns", {"id": "q"}),
+        ('input.template_kwargs={"enable_thinking": false, "x": {"y": [1]}}', "input.template_kwargs", KWARGS),
+        ('model.adapters={"a/b": "/x y/z", "v1.5": "c"}', "model.adapters", {"a/b": "/x y/z", "v1.5": "c"}),
+        ('decode.logit_bias={"17": -100, "5": 2.5}', "decode.logit_bias", {17: -100, 5: 2.5}),
+        ('decode.schema={"enum": ["it\'s", "${x}", "a\\\\b"]}', "decode.schema", '{"enum": ["it\'s", "${x}", "a\\\\b"]}'),
+        ("decode.regex=[A-E]", "decode.regex", "[A-E]"),
+        ("decode.regex=[A-E]{3}'s", "decode.regex", "[A-E]{3}'s"),
+        ('decode.regex="[A-E]"', "decode.regex", "[A-E]"),
         ("input.path=~/in.jsonl", "input.path", f"{HOME}/in.jsonl"),
         ("input.path=[~/a.csv,b.csv]", "input.path", [f"{HOME}/a.csv", "b.csv"]),
         ("input.path='~/in put.jsonl'", "input.path", f"{HOME}/in put.jsonl"),
@@ -68,3 +82,22 @@ def test_a_bracket_or_quote_that_is_not_closed_is_no_text(override: str) -> None
 @pytest.mark.parametrize("text", ["<it's>", "<a\\", "<\\'>", "<a b>", "#", "<\\n>", "ü,ö", "</a>='b'"])
 def test_text_that_hydra_has_no_place_for_is_taken_as_it_is(text: str) -> None:
     assert compose([f"decode.stop={text}"]).decode.stop == [text]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_python_dictionaries_may_hold_maps(nested: bool) -> None:
+    """A map is the value of its key: the names in it are no keys of the configuration."""
+    maps = {"schema": SCHEMA, "logit_bias": {17: -100, "5": 2.5}}
+    given = {"decode": maps} if nested else {f"decode.{name}": value for name, value in maps.items()}
+    more = {"model.adapters": {"a/b": "x", "v1.5": "y"}, "input.template_kwargs": KWARGS, "decode.n": 1}
+    config = compose(overrides_of({**given, **more}))
+    assert json.loads(config.decode.schema) == SCHEMA
+    assert config.decode.logit_bias == {17: -100, 5: 2.5}
+    assert (config.model.adapters, config.input.template_kwargs) == ({"a/b": "x", "v1.5": "y"}, KWARGS)
+
+
+@pytest.mark.parametrize("name", ["it's", 'a"b', "a:b", "a,b", "{", "é", ""])
+def test_a_name_that_hydra_cannot_read_is_refused_with_the_place_for_it(name: str) -> None:
+    for options in (overrides_of, lambda given: for_hydra([f"{key}={json.dumps(value)}" for key, value in given.items()])):
+        with pytest.raises(ConfigError, match=r"^model.adapters: the name .* can be given in a recipe only"):
+            options({"model.adapters": {name: "x"}})

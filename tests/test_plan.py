@@ -143,6 +143,20 @@ def test_a_model_without_an_end_token_is_pointed_out(decode: DecodeConfig, end_i
     assert said is None or notes["no end"].endswith(said)
 
 
+def test_columns_with_names_of_other_programs_are_pointed_out(job: RunConfig) -> None:
+    """Rows of vLLM's users name their limits max_tokens: copied to the output and read by nothing, in silence."""
+    write(job, prompt=["x"], max_tokens=[3], stop_token_ids=[[1]], max_new_tokens=[4], tensor_parallel_size=[2])
+    (line,) = [line for line in planned(job).text().splitlines() if line.startswith("columns ")]
+    assert line == (
+        "columns      column 'max_tokens' has no effect: batchspec's name is 'max_new_tokens'; map it, "
+        "input.columns.max_new_tokens=max_tokens; column 'stop_token_ids' has no effect: batchspec's name is the key "
+        "decode.stop_ids, for all rows"
+    )
+    write(job, prompt=["x"], max_tokens=[3])
+    job.input.columns = {"max_new_tokens": "max_tokens"}
+    assert "columns " not in planned(job).text()
+
+
 def test_the_shape_is_what_the_rows_need(job: RunConfig) -> None:
     write(job, prompt=["x" * 10, "y" * 24])
     made = planned(job)

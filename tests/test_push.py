@@ -215,6 +215,17 @@ def test_a_private_push_never_goes_to_a_public_dataset(hub: PushHub, out: Path) 
         command.main([str(out), REPO])
 
 
+def test_a_public_push_to_a_private_dataset_says_that_it_stays_private(
+    hub: PushHub, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for options in ([], ["--public"]):
+        assert command.main([str(out), REPO, *options]) == 0
+        said.append(capsys.readouterr().out)
+    assert hub.datasets[REPO].private
+    assert ["stays so: make it public on its page" in line for line in said] == [False, True]
+
+
 @pytest.mark.parametrize(("status", "kind"), [(401, ConfigError), (403, ConfigError), (400, StorageError)])
 def test_what_trying_again_does_not_mend_is_said_at_once(hub: PushHub, out: Path, status: int, kind: type[Exception]) -> None:
     hub.fault = lambda method, path: status if "/commit/" in path else None

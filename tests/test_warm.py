@@ -125,6 +125,20 @@ def test_a_list_of_texts_is_the_column_prompt(shared: batchspec.Engine) -> None:
         shared.generate(texts[0])
 
 
+def test_a_list_of_texts_may_lack_some(shared: batchspec.Engine) -> None:
+    with_gap = shared.generate(["ab ba", None, ""])
+    assert with_gap["status"].to_list()[1:] == ["error", "error"]
+    assert [error["code"] for error in with_gap["error"].to_list()[1:]] == ["null_prompt", "empty_prompt"]
+    assert with_gap["token_ids"].to_list()[0] == shared.generate(["ab ba"])["token_ids"].to_list()[0]
+
+
+def test_a_column_with_a_name_of_vllm_is_pointed_out_once(shared: batchspec.Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        shared.generate([{"prompt": "ab", "max_tokens": 2}])
+    said = "batchspec: column 'max_tokens' has no effect: batchspec's name is 'max_new_tokens'; map it, "
+    assert capsys.readouterr().err.count(said) == 1
+
+
 def test_dictionaries_may_hold_objects_as_json_lines_do(shared: batchspec.Engine) -> None:
     schema = {"type": "object", "properties": {"sea": {"const": None}}, "required": ["sea"]}
     form = {"type": "json_schema", "json_schema": {"name": "sea", "schema": schema}}

@@ -54,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--from-openai", metavar="FILE.jsonl", type=Path, help="OpenAI batch requests to convert to an input")
     parser.add_argument("--status", help=f"rows to write, comma-separated: {', '.join(STATUSES)}; default ok, openai: all")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
-    parser.add_argument("--drop", metavar="KEY", action="append", default=[], help="--from-openai: ignore this key of the body")
+    parser.add_argument(
+        "--drop", metavar="KEYS", action="append", default=[], help="--from-openai: ignore these keys, comma-separated"
+    )
     args = parser.parse_intermixed_args(argv)
     source, paths = args.from_openai, args.paths
     if (args.to is None) == (source is None) or len(paths) != (2 if source is None else 1):
@@ -64,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     form = "openai's requests" if source is not None else args.to
     target = target_file(paths[-1], args.overwrite, SUFFIXES[form], form)
     if source is not None:
-        terminal.show_line(from_openai(source, target, args.drop))
+        terminal.show_line(from_openai(source, target, [key for keys in args.drop for key in keys.split(",")]))
     else:
         terminal.show_line(export(OutputFolder(paths[0]), target, args.to, _statuses(args.status, args.to)))
     return 0

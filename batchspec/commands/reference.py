@@ -102,10 +102,11 @@ PAGE_HEAD = """\
 
 `python -m batchspec.commands.reference` makes this page from `batchspec/config/schema.py` and `batchspec/train/settings.py`.
 
-A key is written as `key=value` on the command line, or in YAML in a recipe. A group is a folder of this directory:
-`draft=eagle3` takes the values of `draft/eagle3.yaml`. A recipe is a file of `job/`, taken by `+job=NAME`. The command line
-has precedence over a recipe, a recipe over groups, groups over the defaults below. `--config-dir mine` adds a folder of your
-own with the same structure: `mine/job/NAME.yaml`, `mine/model/NAME.yaml` and so on. A recipe looks like this:
+A key is written as `key=value` on the command line, or in YAML in a recipe. A map is `'key={name: value}'` or JSON text,
+`'key={"name": "value"}'`. A group is a folder of this directory: `draft=eagle3` takes the values of `draft/eagle3.yaml`. A
+recipe is a file of `job/`, taken by `+job=NAME`. The command line has precedence over a recipe, a recipe over groups, groups
+over the defaults below. `--config-dir mine` adds a folder of your own with the same structure: `mine/job/NAME.yaml`,
+`mine/model/NAME.yaml` and so on. A recipe looks like this:
 
 ```yaml
 # @package _global_

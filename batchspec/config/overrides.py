@@ -1,11 +1,12 @@
 """Turns overrides as users write them into the form that Hydra reads.
 
-Text that Hydra's grammar does not allow is quoted, a single value for a key that takes a list becomes a list, and dictionaries
-that accept any key need no `+`.
+Text that Hydra's grammar does not allow is quoted, a single value for a key that takes a list becomes a list, dictionaries that
+accept any key need no `+`, and a map may be JSON text.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -21,6 +22,11 @@ from batchspec.errors import ConfigError
 
 OPEN = ("input.columns", "input.template_kwargs", "model.adapters")
 """Dictionaries that accept any key."""
+SCHEMA = "decode.schema"
+MAPS = (*OPEN, SCHEMA, "decode.logit_bias")
+"""Keys whose value is a map: what such a map holds are no keys of the configuration."""
+_NAME = re.compile(r"[\w/+.$%*@?| -]+", re.ASCII)
+"""The names in a map that Hydra's grammar has a place for; it has none for quotes."""
 _PLAIN_LIST = re.compile(r"\[([^\[\]{}'\"]*)\]")
 
 
@@ -33,10 +39,15 @@ def for_hydra(overrides: Sequence[str]) -> list[str]:
 
 
 def overrides_of(options: Mapping[str, Any]) -> list[str]:
-    """Options as Python values, turned into overrides: {"model.path": "MODEL", "draft": "eagle3", "decode": {"n": 2}}."""
+    """Options as Python values, turned into overrides: {"model.path": "MODEL", "draft": "eagle3", "decode": {"n": 2}}.
+
+    Raises ConfigError for a map whose names Hydra cannot read.
+    """
     found: list[str] = []
     for key, value in options.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and key.lstrip("+") in MAPS:
+            found.append(f"{key}={_map(key.lstrip('+'), value)}")
+        elif isinstance(value, Mapping):
             found += overrides_of({f"{key}.{name}": item for name, item in value.items()})
         else:
             found.append(f"{key}={value if key.lstrip('+') in OPTIONS else _text(value)}")
@@ -51,9 +62,38 @@ def _text(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, int | float):
         return repr(value)
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{name}:{_text(item)}' for name, item in value.items())}}}"
     if isinstance(value, Sequence) and not isinstance(value, str):
         return f"[{','.join(map(_text, value))}]"
     return QuotedString(str(value).replace("${", "\\${"), Quote.single).with_quotes()
+
+
+def _map(key: str, value: Mapping[Any, Any]) -> str:
+    """The map of a key in Hydra's grammar; a schema as JSON text, which any name fits into. Raises ConfigError."""
+    if key == SCHEMA:
+        return _text(json.dumps(value))
+    for name in _names(value):
+        if not _NAME.fullmatch(str(name)):
+            raise ConfigError(
+                f"{key}: the name {str(name)!r} can be given in a recipe only; write the map there, or change the name"
+            )
+    return _text(value)
+
+
+def _names(value: Any) -> list[Any]:
+    """The names in a map and in the maps that it holds."""
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return [*(value if isinstance(value, Mapping) else ()), *(name for item in inner for name in _names(item))]
+
+
+def _json_map(value: str) -> dict[str, Any] | None:
+    """The map that is written as JSON; None if it is anything else."""
+    try:
+        found = json.loads(value) if value.startswith("{") else None
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _one(override: str) -> str:
@@ -65,8 +105,11 @@ def _one(override: str) -> str:
         raise ConfigError(f"{override} is not a choice of the group {bare}; choices: {', '.join(OPTIONS[bare])}")
     if bare in OPEN or bare.startswith(tuple(f"{name}." for name in OPEN)):
         key = f"++{bare}" if not key.startswith("~") else key
-    if not _reads(f"{key}={value}"):
-        value = _quoted(value)
+    if bare in TEXTS and value.startswith(("[", "{")):
+        value = _in_quotes(value)  # no list or map fits the key: it is text, such as the regular expression [A-E]
+    elif not _reads(f"{key}={value}"):
+        written = _json_map(value) if bare in MAPS else None
+        value = _quoted(value) if written is None else _map(bare, written)
     if bare in LISTS and value and value != "null" and not value.startswith(("[", "${")):
         value = f"[{value}]"
     return f"{key}={value}"
@@ -89,13 +132,17 @@ def _quoted(value: str) -> str:
         return f"[{','.join(_quoted(item.strip()) for item in listed[1].split(','))}]"
     if value.startswith(("'", '"', "[", "{")) or "${" in value:
         return value
+    return _in_quotes(value)
+
+
+def _in_quotes(value: str) -> str:
     # Backslashes before a quote are doubled, also before the closing one.
     escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
     return f"'{escaped}'"
 
 
 def list_keys(config: Any, prefix: str = "", kind: str = "list[") -> list[str]:
-    """Keys whose value is a list; with kind `list[str]` only those of text."""
+    """Keys whose value is a list; with kind `list[str]` only those of text. Any other `kind`: keys whose type begins with it."""
     found: list[str] = []
     hints = get_type_hints(type(config))
     for item in fields(config):
@@ -110,3 +157,5 @@ def list_keys(config: Any, prefix: str = "", kind: str = "list[") -> list[str]:
 OPTIONS = options()
 """Group -> its options."""
 LISTS = frozenset(list_keys(RunConfig()))
+TEXTS = frozenset(key for kind in ("str |", "<class 'str'>") for key in list_keys(RunConfig(), kind=kind))
+"""Keys whose value is text alone."""

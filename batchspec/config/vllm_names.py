@@ -1,9 +1,10 @@
-"""The names that vLLM and distilabel use for keys of batchspec: errors about such a name give batchspec's key."""
+"""The names that vLLM, OpenAI and distilabel use for keys of batchspec: messages about such a name give batchspec's key."""
 
 from __future__ import annotations
 
 NAMES: dict[str, str] = {
     "max_tokens": "decode.max_new_tokens",
+    "max_completion_tokens": "decode.max_new_tokens",
     "min_tokens": "decode.min_new_tokens",
     "stop_token_ids": "decode.stop_ids",
     "best_of": "decode.n",

@@ -20,6 +20,7 @@ from batchspec.dataset.formats import TextStream
 from batchspec.dataset.untyped_columns import CSV_MARK, text_array
 from batchspec.errors import InputError
 from batchspec.storage.places import Place
+from batchspec.text import counted
 
 BAD_CSV = "bad_csv"
 MAX_CELL_CHARS = 1 << 26
@@ -118,7 +119,7 @@ def _rows(lines: Iterator[bytes]) -> Iterator[list[bytes] | str]:
         except csv.Error as error:
             count, first_line = reader.line_num - first_line, reader.line_num
             if "end of data" in str(error) or "field limit" in str(error):
-                yield f"a quote in it is never closed, and takes in {count - 1:,} lines after it"
+                yield f"a quote in it is never closed, and takes in {counted(count - 1, 'line')} after it"
             else:
                 yield f"it is not valid CSV ({error})"
             continue

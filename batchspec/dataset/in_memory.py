@@ -19,13 +19,13 @@ def table_of(data: Any) -> pa.Table:
     """A polars, pyarrow or pandas table, a list of dictionaries or of prompts, or anything that polars.DataFrame accepts.
 
     A list of dictionaries is read as JSON lines are: a column with dictionaries, lists of lists or values of several kinds keeps
-    each cell's JSON text, so that no row changes another row's value. A list of strings becomes the column `prompt`.
-    Raises InputError.
+    each cell's JSON text, so that no row changes another row's value. A list of strings becomes the column `prompt`; some
+    of them may be None. Raises InputError.
     """
     if isinstance(data, str | bytes):
         raise InputError("rows are one text; give a list of texts, [TEXT], a table or a list of dictionaries")
     rows = data if isinstance(data, list | tuple) else ()
-    if rows and all(isinstance(row, str) for row in rows):
+    if any(isinstance(row, str) for row in rows) and all(isinstance(row, str | None) for row in rows):
         return _typed({"prompt": list(rows)})
     if rows and all(isinstance(row, Mapping) for row in rows):
         return _of_dictionaries(rows)

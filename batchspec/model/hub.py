@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -144,7 +145,8 @@ def _hub_errors(hub_id: str, revision: str | None, key: str) -> Iterator[None]:
         problem = "no such folder, and the hub cannot be reached; check the network, or give a local folder"
     except Exception as error:  # errors of requests and httpx have no common base class
         problem = f"the download from the hub failed ({_first_line(error)}); try again, or give a local folder"
-    raise CheckpointError(f"{key}={hub_id}: {problem}")
+    meant = f"; did you mean {NAME}?" if difflib.get_close_matches(hub_id, [NAME], cutoff=0.8) else ""
+    raise CheckpointError(f"{key}={hub_id}: {problem}{meant}")
 
 
 def _first_line(error: Exception) -> str:

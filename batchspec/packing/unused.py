@@ -1,7 +1,7 @@
 """Keys and columns that would have no effect with this input, model, drafter or device are refused by name.
 
 The user set it for a reason, and the output would not show that it changed nothing. A job that an earlier version of batchspec
-began with such a key goes on.
+began with such a key goes on. A column with another program's name for such a value is pointed out: it may be data.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import pyarrow.compute as pc
 
 from batchspec.config.schema import RunConfig
 from batchspec.config.values import value_of
-from batchspec.dataset.columns import ColumnMap
+from batchspec.config.vllm_names import NAMES
+from batchspec.dataset.columns import TYPES, ColumnMap
 from batchspec.dataset.reader import Source
 from batchspec.errors import ConfigError, InputError
 from batchspec.records import LEAST_TEMPERATURE
@@ -37,6 +38,20 @@ def check_columns(config: RunConfig, columns: ColumnMap, source: Source) -> None
         _refuse(columns, source, CHAT_COLUMNS, "applies to chats, and the prompts of this input are prompt_ids")
     if config.decode.max_new_tokens == 0:
         _refuse(columns, source, DECODED_COLUMNS, "applies to answers, and decode.max_new_tokens=0 only scores prompts")
+
+
+def columns_advice(columns: ColumnMap, source: Source) -> str:
+    """One line about columns that have a name of vLLM's or OpenAI's, such as max_tokens, and that no row reads; else empty."""
+    read = set(columns.names.values())
+    said = []
+    for column in source.schema.names:
+        ours = NAMES.get(column, "")
+        if not ours.startswith("decode.") or column in read:
+            continue
+        name = ours.removeprefix("decode.")
+        there = f"{name!r}; map it, input.columns.{name}={column}" if name in TYPES else f"the key {ours}, for all rows"
+        said.append(f"column {column!r} has no effect: batchspec's name is {there}")
+    return "; ".join(said)
 
 
 def _refuse(columns: ColumnMap, source: Source, names: tuple[str, ...], why: str) -> None:

@@ -80,12 +80,16 @@ class ShardRunner:
                 self._journal.flush()
                 raise
             except KeyboardInterrupt:  # the second Ctrl-C: the engine may be in the middle of anything, its rows are not saved
-                saved = saved_rows(self._journal.flush(), ())
+                left = []
+                self._journal.flush()
             else:
                 left = self.holder.engine.unfinished() if asked.name else []
-                saved = saved_rows(self._journal.flush(left) if asked.name else 0, left)
+                if asked.name:
+                    self._journal.flush(left)
             if asked.name is not None and self.output.missing():
-                shards = f"{len(self.output.finished())} of {self.output.num_shards} shards are committed"
+                finished = self.output.finished()
+                shards = f"{len(finished)} of {self.output.num_shards} shards are committed"
+                saved = saved_rows(self._journal.saved(self._journaled, left, finished))
                 raise Interrupted(f"{asked.name}: {shards}, {saved}; run the same command again to go on")
 
     def _pass(self, others: set[int], timeline: Timeline) -> None:

@@ -15,7 +15,7 @@ import logging
 import re
 import time
 import zlib
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field, replace
 
 from batchspec.errors import StorageError
@@ -43,6 +43,11 @@ class Journaled:
     def num_rows(self) -> int:
         return len(self.completions) + len(self.snapshots)
 
+    def finish(self) -> None:
+        """Drop the saved tokens of finished rows."""
+        for key in self.completions:
+            self.snapshots.pop(key, None)
+
     def known(self, entry: Request | Completion) -> Request | Completion:
         """The saved state of an admitted row: the finished row, the request with its saved tokens, or `entry` if nothing is
         saved."""
@@ -53,11 +58,12 @@ class Journaled:
         return self.completions.get(key) or (entry if snapshot is None else replace(entry, resumed=snapshot))
 
 
-def saved_rows(num_rows: int, unfinished: Collection[Snapshot]) -> str:
-    """A message about the number of saved rows; `unfinished` are the unfinished ones among them."""
+def saved_rows(journaled: Journaled) -> str:
+    """A message about the number of saved rows, and of the unfinished ones among them."""
+    unfinished = journaled.snapshots.values()
     tokens = sum(len(snapshot.tokens) for snapshot in unfinished)
     some = f", {len(unfinished):,} of them unfinished with {tokens:,} tokens" if unfinished else ""
-    return f"{num_rows:,} more rows are saved{some}"
+    return f"{journaled.num_rows:,} more rows are saved{some}"
 
 
 class Journal:
@@ -80,6 +86,8 @@ class Journal:
         self._number = 0
         self._known: set[str] = set()
         self._waiting: list[Completion] = []
+        self._saved: list[Completion] = []
+        """Rows of this run's segments whose shard it has not committed."""
         self._flushed_at = time.monotonic()
 
     def add(self, completion: Completion) -> None:
@@ -87,8 +95,9 @@ class Journal:
         self._waiting.append(completion)
 
     def forget(self, shard: int) -> None:
-        """Drop the unsaved rows of a committed shard."""
+        """Drop the rows of a committed shard."""
         self._waiting = [completion for completion in self._waiting if completion.shard != shard]
+        self._saved = [completion for completion in self._saved if completion.shard != shard]
 
     def flush_every(self, seconds: float) -> None:
         """`flush` if the last flush was at least `seconds` ago. Raises StorageError."""
@@ -109,8 +118,23 @@ class Journal:
             self._check_own()
             self._store.put_if_absent(name, json.dumps(header).encode() + b"\n" + body)
             self._number += 1
+            self._saved += self._waiting
             self._waiting = []
         return len(lines)
+
+    def saved(self, earlier: Journaled, snapshots: Iterable[Snapshot], committed: Container[int]) -> Journaled:
+        """What the next run will read: the rows of this run's segments and those of earlier runs.
+
+        earlier    what this run read
+        snapshots  the unfinished rows of the last flush
+        committed  shards whose rows are not counted
+        """
+        found = Journaled()
+        rows: list[Completion | Snapshot] = [*earlier.completions.values(), *earlier.snapshots.values(), *self._saved, *snapshots]
+        for row in rows:
+            _take(row, found, committed)
+        found.finish()
+        return found
 
     def read(self, skip: Container[int]) -> Journaled:
         """The rows of all segments, except those of the shards in `skip`."""
@@ -131,8 +155,7 @@ class Journal:
                 continue
             for row in rows:
                 _take(row, found, skip)
-        for key in found.completions:
-            found.snapshots.pop(key, None)
+        found.finish()
 
     def _row(self, line: bytes) -> Completion | Snapshot:
         """One line of a segment. Raises one of several errors if it is not a row of this job."""

@@ -44,13 +44,16 @@ class Pushed:
     num_sent: int
     """Files that the hub did not have."""
     num_deleted: int
+    stays_private: bool
+    """A public dataset was asked for, and the one that is there is private."""
 
     def line(self) -> str:
         """One line about it for the terminal."""
+        private = "; the dataset was private and stays so: make it public on its page" if self.stays_private else ""
         if not (self.num_sent or self.num_deleted):
-            return f"{self.url}: has all of it already"
+            return f"{self.url}: has all of it already{private}"
         deleted = f", {self.num_deleted:,} old ones deleted" if self.num_deleted else ""
-        return f"{self.url}: {counted(self.num_sent, 'file')} sent{deleted}"
+        return f"{self.url}: {counted(self.num_sent, 'file')} sent{deleted}{private}"
 
 
 def check_push(repo: str) -> None:
@@ -115,7 +118,7 @@ def push(
 
     if operations:
         hub.tried("committing to", commit)
-    return Pushed(url=str(made), num_sent=num_sent, num_deleted=len(stale))
+    return Pushed(url=str(made), num_sent=num_sent, num_deleted=len(stale), stays_private=is_private and not private)
 
 
 def _groups(files: Sequence[PushedFile]) -> Iterator[list[PushedFile]]:

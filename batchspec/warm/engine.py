@@ -21,6 +21,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from batchspec import terminal
 from batchspec.config.overrides import overrides_of
 from batchspec.dataset.in_memory import table_of
 from batchspec.engine.engine import Engine as BatchEngine
@@ -35,7 +36,7 @@ from batchspec.model.spec import load_spec
 from batchspec.model.weights import Checkpoint, judge_model
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.predict import LengthPredictor
-from batchspec.packing.unused import check_samples
+from batchspec.packing.unused import check_samples, columns_advice
 from batchspec.prepare import JobModel, open_model
 from batchspec.records import Completion
 from batchspec.warm.call import Call, empty_frame
@@ -66,6 +67,7 @@ class Engine:
         config = warm_config([*given, *overrides_of(keys)] if keys else given, job)
         self._in_use, self._half_loaded = threading.Lock(), False
         self._running: Call | None = None
+        self._advised = set[str]()
         self._predictor = LengthPredictor()
         self._model: JobModel = open_model(config)
         opened = open_warm(self._model)
@@ -214,6 +216,10 @@ class Engine:
     def _call(self, table: pa.Table, *, samples: bool = False) -> Call:
         """samples: refuse several completions of a row that would be equal. Conversations may begin with equal answers."""
         call = Call(self._model, self._tokenizer, self._predictor, table, self._constraints)
+        advice = columns_advice(call.job.columns, call.job.source)
+        if advice and advice not in self._advised:  # said once, not in each call
+            self._advised.add(advice)
+            terminal.notice(advice)
         if samples:
             check_samples(call.job.config, call.job.columns, call.job.source)
         return call
