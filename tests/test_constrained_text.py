@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import batchspec
 from batchspec.constrained_text import checked_text
 from batchspec.dataset.columns import map_columns
 from batchspec.dataset.reader import table_source
@@ -28,7 +29,7 @@ from batchspec.structured.json_schema.schema import schema_rules
 from batchspec.token_automaton import OTHER, TokenSymbols
 from tests.automata import BEGIN, END, EOS, TOKENS, VOCABULARY, automaton, constrained_tokens
 from tests.engines import request
-from tests.models import make_tokenizer
+from tests.models import make_checkpoint, make_tokenizer
 from tests.stand_ins import small_spec
 from tests.test_admit import job
 from tests.test_json_schema import schemas
@@ -158,6 +159,16 @@ def test_an_answer_that_begins_with_a_space_keeps_it(spaces: Path, defers_text: 
     work = ShardWork(admission=admission, columns=columns, input=config.input, output=config.output, attempt="a")
     assert (done.text, done.text_due, done.constraint) == (None if defers_text else " Hello", defers_text, "choice")
     assert work.table(shard, [done])["completion"].to_pylist() == [" Hello"]
+
+
+@pytest.mark.parametrize(("stop", "cut"), [("lo", " Hel"), (" H", ""), ("H", " ")])
+def test_a_stop_string_is_searched_for_in_the_text_of_the_bytes(tmp_path: Path, stop: str, cut: str) -> None:
+    """The space that the decoder drops stays before a stop string, and a stop string may begin with it."""
+    folder = byte_fallback(make_checkpoint(tmp_path, "llama", vocab=269, num_hidden_layers=1))
+    options = [f"model.path={folder}", "decode.choice=[' Hello']", "decode.max_new_tokens=12", "model.max_len=32"]
+    rows = {"prompt_ids": [[4, 5]], "stop": [[stop]]}
+    found = batchspec.generate(rows, overrides=options)
+    assert found.select("completion", "stop_reason").rows() == [(cut, stop)]
 
 
 def test_the_table_has_an_error_row_where_a_text_is_no_json(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from batchspec.constrained_text import checked_text
 from batchspec.engine.request_state import RequestState
-from batchspec.engine.stop_strings import UNFINISHED, Decode
+from batchspec.engine.stop_strings import UNFINISHED, Decode, decode_of_answer
 from batchspec.engine.thinking import Parts, split_thoughts
 from batchspec.engine.tool_calls import tool_calls
 from batchspec.error_rows import error_row
@@ -172,7 +172,7 @@ def _texts(state: RequestState, decode: Decode | None, vocabulary: TokenSymbols 
     White space between thought and answer is dropped (`_after_thought`). An empty line separates the messages of an answer.
     """
     thinking = state.request.thinking
-    of_answer = decode if state.request.automaton is None or vocabulary is None or decode is None else vocabulary.text
+    of_answer = decode_of_answer(state.request, decode, vocabulary)
     found = state.finder.text if state.finder is not None and state.stop_string is not None else None
     without_stop = state.tokens[:-1] if state.stop_id is not None else state.tokens
     if thinking is None:
