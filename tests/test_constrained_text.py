@@ -26,7 +26,7 @@ from batchspec.packing.admit import Admission
 from batchspec.records import CONSTRAINT_VIOLATED, Completion, Request, RowError, RowStats, Thinking
 from batchspec.runner.shard_work import ShardWork
 from batchspec.structured.json_schema.schema import schema_rules
-from batchspec.token_automaton import OTHER, TokenSymbols
+from batchspec.token_automaton import BREAKS_AFTER_THOUGHT, OTHER, TokenSymbols
 from tests.automata import BEGIN, END, EOS, TOKENS, VOCABULARY, automaton, constrained_tokens
 from tests.engines import request
 from tests.models import make_checkpoint, make_tokenizer
@@ -210,14 +210,15 @@ def test_the_kind_of_a_constraint_is_told_with_its_completion(finish: int) -> No
 @pytest.mark.parametrize(
     ("pattern", "written", "answer"),
     [
-        ("\\na", "\na", "\na"), ("\\na", "\n\na", "\na"), ("\\n?a", "\na", "a"), ("\\nab|abc", "\nab", "\nab"),
+        ("\\na", "\na", "\na"), ("\\na", "\n\na", "\na"), ("\\na", "\n\n\na", "\na"), ("\\n?a", "\na", "a"),
+        ("\\nab|abc", "\nab", "\nab"),
         ("(ab|c)*d", "\nd", "d"), ("[a-d]{3}", "abc", "abc"),
     ],
 )  # fmt: skip
 def test_a_line_break_after_the_thought_is_left_out_where_the_answer_matches_without_it(
     pattern: str, written: str, answer: str
 ) -> None:
-    made = automaton(pattern, thinks=True)
+    made = automaton(pattern, thinks=True, breaks=BREAKS_AFTER_THOUGHT)
     tokens = [END, *(TOKENS.index(char.encode()) for char in written), EOS]
     how = Thinking(begin_id=BEGIN, end_id=END, opened=True, budget=None, closing=(END,))
     req = request(0, [5, 9], cap=14, stop_ids=(EOS,))

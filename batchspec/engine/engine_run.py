@@ -95,7 +95,7 @@ class EngineRun:
         lazy = None
         if shared.expanding is not None and shared.vocabulary is not None and shared.lazy_places is not None:
             lazy = LazyStates(shared.expanding, shared.vocabulary, shared.lazy_places)
-        self.lazy, self._check = lazy, LastCheck(shared.expanding)
+        self.lazy, self._check = lazy, LastCheck(shared.expanding, shared.vocabulary)
         self.taken: dict[RequestState, None] = {}
         """Requests that were taken from the stream and whose completions the caller does not have yet: they wait, are in a slot,
         are preempted, or have ended and are not checked. A dict, because it keeps their order."""
