@@ -95,11 +95,15 @@ class Ask:
 
 
 class Recheck(NamedTuple):
-    """Asks how many of these tokens, the whole output of a row, are allowed from `state` on, in which the output begins."""
+    """Asks how many of these tokens, the whole output of a row, are allowed from `state` on, in which the output begins.
+
+    num_left_out  of the first bytes of the tokens, so many are not read: whether an answer matches without them
+    """
 
     automaton: LazyAutomaton
     state: int
     tokens: tuple[int, ...]
+    num_left_out: int = 0
 
 
 class MachineError(str):

@@ -12,7 +12,7 @@ from batchspec.model.target import Target
 from batchspec.records import Request
 from batchspec.structured.dfa import Dfa, dfa_of
 from batchspec.structured.regex import regex_node
-from batchspec.structured.regular import optional, text
+from batchspec.structured.regular import Repeat, text
 from batchspec.structured.token_masks import over_tokens
 from batchspec.token_automaton import BEGIN_THOUGHT, END_THOUGHT, OTHER, TokenAutomaton, TokenSymbols
 from tests.engines import VOCAB, _draw, full_logits, tiny_target
@@ -42,15 +42,16 @@ def written(tokens: Sequence[int]) -> bytes:
 
 
 @cache
-def dfa(pattern: str) -> Dfa:
+def dfa(pattern: str, breaks: int = 1) -> Dfa:
+    """breaks: maximum number of line breaks between thought and answer."""
     present = np.zeros(256, bool)
     present[[token[0] for token in TOKENS if isinstance(token, bytes) and len(token) == 1]] = True
-    return dfa_of(regex_node(pattern), optional(text("\n")), present)
+    return dfa_of(regex_node(pattern), Repeat(text("\n"), 0, breaks), present)
 
 
 @cache
-def automaton(pattern: str, *, thinks: bool = False) -> TokenAutomaton:
-    return over_tokens(dfa(pattern), VOCABULARY, (EOS,), thinks=thinks, may_begin=thinks)
+def automaton(pattern: str, *, thinks: bool = False, breaks: int = 1) -> TokenAutomaton:
+    return over_tokens(dfa(pattern, breaks), VOCABULARY, (EOS,), thinks=thinks, may_begin=thinks)
 
 
 def state_after(pattern: str, data: bytes, *, after_thought: bool = False) -> int:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import batchspec
 from batchspec.constrained_text import checked_text
 from batchspec.dataset.columns import map_columns
 from batchspec.dataset.reader import table_source
@@ -25,10 +26,10 @@ from batchspec.packing.admit import Admission
 from batchspec.records import CONSTRAINT_VIOLATED, Completion, Request, RowError, RowStats, Thinking
 from batchspec.runner.shard_work import ShardWork
 from batchspec.structured.json_schema.schema import schema_rules
-from batchspec.token_automaton import OTHER, TokenSymbols
+from batchspec.token_automaton import BREAKS_AFTER_THOUGHT, OTHER, TokenSymbols
 from tests.automata import BEGIN, END, EOS, TOKENS, VOCABULARY, automaton, constrained_tokens
 from tests.engines import request
-from tests.models import make_tokenizer
+from tests.models import make_checkpoint, make_tokenizer
 from tests.stand_ins import small_spec
 from tests.test_admit import job
 from tests.test_json_schema import schemas
@@ -160,6 +161,16 @@ def test_an_answer_that_begins_with_a_space_keeps_it(spaces: Path, defers_text: 
     assert work.table(shard, [done])["completion"].to_pylist() == [" Hello"]
 
 
+@pytest.mark.parametrize(("stop", "cut"), [("lo", " Hel"), (" H", ""), ("H", " ")])
+def test_a_stop_string_is_searched_for_in_the_text_of_the_bytes(tmp_path: Path, stop: str, cut: str) -> None:
+    """The space that the decoder drops stays before a stop string, and a stop string may begin with it."""
+    folder = byte_fallback(make_checkpoint(tmp_path, "llama", vocab=269, num_hidden_layers=1))
+    options = [f"model.path={folder}", "decode.choice=[' Hello']", "decode.max_new_tokens=12", "model.max_len=32"]
+    rows = {"prompt_ids": [[4, 5]], "stop": [[stop]]}
+    found = batchspec.generate(rows, overrides=options)
+    assert found.select("completion", "stop_reason").rows() == [(cut, stop)]
+
+
 def test_the_table_has_an_error_row_where_a_text_is_no_json(tmp_path: Path) -> None:
     tokenizer = Tokenizer(make_tokenizer(tmp_path))
     table = pa.table({"prompt_ids": pa.array([[4, 5], [6]], pa.list_(pa.int32()))})
@@ -199,14 +210,15 @@ def test_the_kind_of_a_constraint_is_told_with_its_completion(finish: int) -> No
 @pytest.mark.parametrize(
     ("pattern", "written", "answer"),
     [
-        ("\\na", "\na", "\na"), ("\\na", "\n\na", "\na"), ("\\n?a", "\na", "a"), ("\\nab|abc", "\nab", "\nab"),
+        ("\\na", "\na", "\na"), ("\\na", "\n\na", "\na"), ("\\na", "\n\n\na", "\na"), ("\\n?a", "\na", "a"),
+        ("\\nab|abc", "\nab", "\nab"),
         ("(ab|c)*d", "\nd", "d"), ("[a-d]{3}", "abc", "abc"),
     ],
 )  # fmt: skip
 def test_a_line_break_after_the_thought_is_left_out_where_the_answer_matches_without_it(
     pattern: str, written: str, answer: str
 ) -> None:
-    made = automaton(pattern, thinks=True)
+    made = automaton(pattern, thinks=True, breaks=BREAKS_AFTER_THOUGHT)
     tokens = [END, *(TOKENS.index(char.encode()) for char in written), EOS]
     how = Thinking(begin_id=BEGIN, end_id=END, opened=True, budget=None, closing=(END,))
     req = request(0, [5, 9], cap=14, stop_ids=(EOS,))

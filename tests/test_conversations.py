@@ -102,6 +102,37 @@ def test_a_turn_may_be_another_chat_with_columns_of_its_own(engine: batchspec.En
     assert [len(messages) for messages in frame["messages"]] == [2, 2]
 
 
+ASKED = {"role": "user", "content": "Hi"}
+PART = [{"type": "text", "text": "Well"}]
+
+
+@pytest.mark.parametrize(
+    ("given", "prompt"),
+    [
+        ({"messages": [ASKED, {"role": "assistant", "content": "Well"}], "final_assistant": "drop"}, ["Hi"]),
+        ({"messages": [ASKED, {"role": "assistant", "content": "Well"}], "final_assistant": "continue"}, ["Hi", "Well"]),
+        ({"messages": [ASKED, {"role": "assistant", "content": PART}], "final_assistant": "continue"}, ["Hi", "Well"]),
+        ({"messages": [ASKED], "system": "Be brief."}, ["Be brief.", "Hi"]),
+        ({"messages": [{"from": "human", "value": "Hi"}]}, ["Hi"]),
+    ],
+)  # fmt: skip
+def test_messages_after_a_turn_are_those_of_its_prompt_and_the_answer(
+    given: dict[str, Any], prompt: list[str], engine: batchspec.Engine
+) -> None:
+    """Whether its last turn was dropped or continued, a system turn was added, or the chat came in another form."""
+    seen: list[list[str]] = []
+
+    def reply(turn: Turn) -> Any:
+        seen.append([message["content"] for message in turn.messages])
+        return None if turn.number else given
+
+    (last,) = engine.converse(chats(1), reply).filter(turn=1).iter_rows(named=True)
+    (alone,) = engine.generate([given]).iter_rows(named=True)
+    assert (last["prompt_ids"], last["token_ids"]) == (alone["prompt_ids"], alone["token_ids"])
+    answer = [prompt[-1] + last["completion"]] if prompt[-1] == "Well" else [prompt[-1], last["completion"]]
+    assert seen[1] == [message["content"] for message in last["messages"]] == [*prompt[:-1], *answer]
+
+
 @pytest.mark.parametrize("name", ["response_format", "regex", "choice", "schema", "grammar"])
 def test_a_turn_may_bring_a_constraint_though_the_rows_have_none(name: str, engine: batchspec.Engine) -> None:
     given = {

@@ -152,6 +152,24 @@ def test_tool_calls_are_kept(
     assert (calls, found_answers, texts, inside) == (expected, answers, [], False)
 
 
+@pytest.mark.parametrize(
+    ("text", "arguments", "answers"),
+    [
+        ("7}<|call|>", "7}", [""]),
+        ("7} sun", "7} sun", [""]),  # cut off
+        ("<|call|>", "", [""]),
+        (f"7}}<|end|>{FINAL}rain<|return|>", "7}", ["rain"]),
+        ("7}<|channel|>final<|message|>rain<|return|>", "7}", ["rain"]),  # an end token is missing
+    ],
+)
+def test_a_tool_call_that_the_prompt_begins_goes_on_in_the_output(
+    think: ThinkTokens, tokenizer: Tokenizer, text: str, arguments: str, answers: list[str]
+) -> None:
+    prompt = f'{ASKED} to=functions.add<|channel|>commentary json<|message|>{{"a": '
+    expected = [call("add", arguments, "functions.add", "json")]
+    assert said(think, tokenizer, text, prompt) == ([], answers, expected, [], False)
+
+
 def test_text_that_only_looks_like_a_call_stays_text(think: ThinkTokens, tokenizer: Tokenizer) -> None:
     assert said(think, tokenizer, " to be or not<|return|>")[2:4] == (None, ["to be or not"])
 
@@ -179,7 +197,8 @@ def test_every_token_of_text_is_in_exactly_one_part(think: ThinkTokens, tokenize
     ids = [tokenizer.encode_part(f"<|{name}|>")[0] for name in SPECIAL] + [tokenizer.encode_part(name)[0] for name in names]
     drawn = data.draw(st.lists(st.one_of(st.sampled_from(ids), st.none()), max_size=40))
     tokens = [1000 + place if token is None else token for place, token in enumerate(drawn)]  # each text token once
-    prompt = data.draw(st.sampled_from([ASKED, "Hi", f"{ASKED}<|channel|>analysis<|message|>", f"{ASKED}<|channel|>"]))
+    begun = ["", "<|channel|>analysis<|message|>", "<|channel|>", " to=functions.", " to=functions.add<|message|>"]
+    prompt = data.draw(st.sampled_from(["Hi", *(f"{ASKED}{header}" for header in begun)]))
     how = after(think, tokenizer, prompt)
     parts = split_thoughts(tokens, how)
     found = [token for ids in (*parts.thoughts, parts.answer) for token in ids]

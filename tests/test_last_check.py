@@ -17,16 +17,19 @@ from torch import Tensor
 from batchspec import token_automaton
 from batchspec.batch.automata import Automata, AutomataCapacity, AutomatonUpload, ConstraintOffsets
 from batchspec.engine.automaton_places import AutomatonPlaces
+from batchspec.engine.completion import completion_of
 from batchspec.engine.engine import Engine
-from batchspec.engine.last_check import LastCheck
+from batchspec.engine.last_check import Ended, LastCheck
 from batchspec.engine.lazy_places import LazyPlaces
+from batchspec.engine.request_state import RequestState
+from batchspec.kernels.rounds.accept import FULL, STOPPED
 from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Ask, Expansion, LazyAutomaton, Recheck
-from batchspec.records import CONSTRAINT_VIOLATED, Completion, Request, Snapshot
+from batchspec.records import CONSTRAINT_VIOLATED, Completion, Request, Snapshot, Thinking
 from batchspec.structured.compile_pool import LimitedProcess
 from batchspec.structured.expander import Expander
 from batchspec.token_automaton import NEXT, TokenAutomaton
 from tests import grammars
-from tests.automata import EOS, PATTERNS_OF_LETTERS, VOCABULARY, automaton, constrained_tokens, may_follow
+from tests.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, TOKENS, VOCABULARY, automaton, constrained_tokens, may_follow
 from tests.engines import DEVICE, VOCAB, packed, request, tiny_target
 from tests.grammars import GRAMMARS, ExpandLate, Grammar, ScarceProcess, grammar_tokens, lazy, work
 from tests.test_constrained import SAMPLINGS, constrained, mixed_job, tokens
@@ -383,3 +386,36 @@ def test_no_completion_is_made_of_a_row_that_was_not_checked(monkeypatch: pytest
     monkeypatch.setattr(LastCheck, "add", lambda self, ended: self._done.append(ended))
     with pytest.raises(AssertionError, match="was not checked"):
         run_finite([constrained(request(0, [5, 9], cap=4), "[a-d]{9,11}")], ALL["none"]())
+
+
+@pytest.mark.parametrize(
+    ("root", "written", "answer"),
+    [
+        ('"\\n" x', "\na", "\na"), ('"\\n" x', "\n\na", "\na"), ('"\\n" x', "\n\n\na", "\na"), ('"\\n"? x', "\na", "a"),
+        ('"\\n"? x', "\n\n\na", "\na"), ("x", "\n\nbab", "bab"), ("x", "a", "a"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("finish", [STOPPED, FULL])
+def test_a_line_break_that_a_recursive_grammar_asks_for_is_part_of_the_answer(
+    root: str, written: str, answer: str, finish: int
+) -> None:
+    """Up to two line breaks may separate thought and answer, and only such are left out without which the answer matches."""
+    automaton = LazyAutomaton("grammar", f'root ::= {root}\nx ::= "a" | "b" x "b"')
+    spelled = [END, *(TOKENS.index(char.encode()) for char in written), *([EOS] if finish == STOPPED else [])]
+    how = Thinking(begin_id=BEGIN, end_id=END, opened=True, budget=None, closing=(END,))
+    one = replace(
+        request(0, [5, 9], cap=14, stop_ids=(EOS,)), automaton=automaton, automaton_state=automaton.thought, thinking=how
+    )
+    state = RequestState.of(one, 0, None)
+    state.tokens = spelled
+    state.end(finish)
+    check = LastCheck(ExpandLate(0, thinks=True), VOCABULARY)
+    check.add(Ended(state, 0, 0.0))
+    while not (taken := list(check.take())):
+        assert not check.is_idle
+    assert [one.state for one in taken] == [state]
+    assert check.is_idle
+    done = completion_of(
+        state, decode=VOCABULARY.text, drafter="none", eos_ids=frozenset({EOS}), slot=0, now=0.0, vocabulary=VOCABULARY
+    )  # fmt: skip
+    assert (done.text, done.reasoning, done.error) == (answer, "", None)

@@ -32,6 +32,10 @@ class ChannelTracker(Tracker):
         for token in header:
             self.push(token)
 
+    @property
+    def in_call(self) -> bool:
+        return self._text is Kind.CALL and not self._in_header
+
     def push(self, token: int) -> Kind:
         channels = self._channels
         repeated = not self._in_header or channels.channel_id in self.header

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from batchspec.constrained_text import checked_text
 from batchspec.engine.request_state import RequestState
-from batchspec.engine.stop_strings import UNFINISHED, Decode
+from batchspec.engine.stop_strings import UNFINISHED, Decode, decode_of_answer
 from batchspec.engine.thinking import Parts, split_thoughts
 from batchspec.engine.tool_calls import tool_calls
 from batchspec.error_rows import error_row
@@ -172,7 +172,7 @@ def _texts(state: RequestState, decode: Decode | None, vocabulary: TokenSymbols 
     White space between thought and answer is dropped (`_after_thought`). An empty line separates the messages of an answer.
     """
     thinking = state.request.thinking
-    of_answer = decode if state.request.automaton is None or vocabulary is None or decode is None else vocabulary.text
+    of_answer = decode_of_answer(state.request, decode, vocabulary)
     found = state.finder.text if state.finder is not None and state.stop_string is not None else None
     without_stop = state.tokens[:-1] if state.stop_id is not None else state.tokens
     if thinking is None:
@@ -196,23 +196,23 @@ def _texts(state: RequestState, decode: Decode | None, vocabulary: TokenSymbols 
 def _after_thought(text: str, state: RequestState) -> str:
     """An answer without the white space that separates it from the thought: chat templates add their own.
 
-    If the answer follows a constraint, white space at its beginning is kept: without it the answer would not match.
+    If the answer follows a constraint, all white space is kept but the line breaks without which it matches.
     """
-    request = state.request
-    if request.automaton is None:
+    automaton, thinking = state.request.automaton, state.request.thinking
+    if automaton is None:
         return text.lstrip()
-    if request.thinking is not None and request.thinking.channels is None:
-        for _ in range(BREAKS_AFTER_THOUGHT):
-            if not (text.startswith("\n") and _matches(text[1:], state)):
-                break
-            text = text[1:]
-    return text
+    if thinking is None or thinking.channels is not None:
+        return text
+    leading = len(text) - len(text.lstrip("\n"))
+    if not isinstance(automaton, TokenAutomaton):
+        return text[min(leading, state.num_breaks) :]
+    counts = range(min(leading, BREAKS_AFTER_THOUGHT), 0, -1)
+    return text[next((count for count in counts if _matches(text[count:], state, automaton)), 0) :]
 
 
-def _matches(text: str, state: RequestState) -> bool:
-    """Whether a text may be the answer. Asked where a line break was left out, so true if no answer begins with one."""
-    automaton = state.request.automaton
-    if not isinstance(automaton, TokenAutomaton) or automaton.read(automaton.answer, b"\n") == DEAD:
+def _matches(text: str, state: RequestState, automaton: TokenAutomaton) -> bool:
+    """Whether a text may be the answer. Asked where line breaks were left out, so true if no answer begins with one."""
+    if automaton.read(automaton.answer, b"\n") == DEAD:
         return True
     after = automaton.read(automaton.answer, text.rstrip(UNFINISHED).encode())
     return after != DEAD and (state.stop_id is None or automaton.allows(after, state.stop_id))

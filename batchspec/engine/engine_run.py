@@ -30,7 +30,7 @@ from batchspec.engine.scheduler import REST_S, RoundHook, Scheduler
 from batchspec.engine.scoring import PromptScores
 from batchspec.engine.slots import SlotTable
 from batchspec.engine.step import ScheduledStep
-from batchspec.engine.stop_strings import Decode, StopFinder
+from batchspec.engine.stop_strings import Decode, StopFinder, decode_of_answer
 from batchspec.kernels.rounds.accept import WAITING
 from batchspec.lazy_automaton import Expanding
 from batchspec.packed_batch import MOST_ROUNDS_BEFORE_REFILL, PackedBatch
@@ -95,7 +95,7 @@ class EngineRun:
         lazy = None
         if shared.expanding is not None and shared.vocabulary is not None and shared.lazy_places is not None:
             lazy = LazyStates(shared.expanding, shared.vocabulary, shared.lazy_places)
-        self.lazy, self._check = lazy, LastCheck(shared.expanding)
+        self.lazy, self._check = lazy, LastCheck(shared.expanding, shared.vocabulary)
         self.taken: dict[RequestState, None] = {}
         """Requests that were taken from the stream and whose completions the caller does not have yet: they wait, are in a slot,
         are preempted, or have ended and are not checked. A dict, because it keeps their order."""
@@ -111,6 +111,7 @@ class EngineRun:
                 self.taken,
                 self._ended_at_once,
                 decode=shared.decode,
+                vocabulary=shared.vocabulary,
                 draft_len=drafter.max_len,
                 num_top=round_.options.logprobs,
                 follows=lambda request: lazy is None or lazy.follows(request),
@@ -215,6 +216,7 @@ def _states(
     ended_at_once: list[RequestState],
     *,
     decode: Decode | None,
+    vocabulary: TokenSymbols | None,
     draft_len: int,
     num_top: int | None,
     follows: Callable[[Request], bool],
@@ -227,7 +229,8 @@ def _states(
             continue
         if request.resumed is not None and not follows(request):
             request = replace(request, resumed=None)  # another version compiled it differently: decode the row anew
-        finder = StopFinder(decode, request.stop) if request.stop and decode else None
+        of_answer = decode_of_answer(request, decode, vocabulary)
+        finder = StopFinder(of_answer, request.stop) if request.stop and of_answer else None
         state = RequestState.of(request, draft_len, finder, num_top=num_top)
         taken[state] = None
         if state.finish_reason is None:

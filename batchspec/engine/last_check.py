@@ -12,9 +12,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
 from batchspec.engine.request_state import RequestState
-from batchspec.lazy_automaton import Expanding, Recheck
+from batchspec.engine.thinking import split_thoughts
+from batchspec.lazy_automaton import Expanding, LazyAutomaton, Recheck
 from batchspec.records import CONSTRAINT_VIOLATED, RowError
-from batchspec.token_automaton import TokenAutomaton
+from batchspec.token_automaton import BREAKS_AFTER_THOUGHT, TokenAutomaton, TokenSymbols
 
 CAUSE = "which only an error of the program or of the GPU can cause"
 ADVICE = "decode the row again (resume=error), and report it if it comes again"
@@ -32,11 +33,11 @@ class Ended:
 class LastCheck:
     """Every request that has ended goes in by `add` and comes out of `take`. One that breaks its constraint has failed then."""
 
-    def __init__(self, expanding: Expanding | None) -> None:
-        """expanding: as of `Engine`."""
-        self._expanding = expanding
+    def __init__(self, expanding: Expanding | None, vocabulary: TokenSymbols | None) -> None:
+        """expanding, vocabulary: as of `Engine`."""
+        self._expanding, self._vocabulary = expanding, vocabulary
         self._done: list[Ended] = []
-        self._asked: list[tuple[Ended, Future[int | str]]] = []
+        self._asked: list[tuple[Ended, Recheck, Future[int | str]]] = []
 
     @property
     def is_idle(self) -> bool:
@@ -50,9 +51,7 @@ class LastCheck:
         elif isinstance(request.automaton, TokenAutomaton):
             self._judge(ended, request.automaton.num_allowed(request.automaton_state, state.tokens))
         else:
-            assert self._expanding is not None, "the engine was made for requests without lazy automata"
-            asked = Recheck(request.automaton, request.automaton_state, tuple(state.tokens))
-            self._asked.append((ended, self._expanding.recheck(asked)))
+            self._ask(ended, Recheck(request.automaton, request.automaton_state, tuple(state.tokens)))
 
     def take(self, wait_s: float = 0.0) -> Iterator[Ended]:
         """Those that are checked, once each.
@@ -60,15 +59,21 @@ class LastCheck:
         wait_s  longest wait for an answer, in seconds, where none is checked
         """
         if not self._done and self._asked:
-            wait([answer for _, answer in self._asked], wait_s, FIRST_COMPLETED)
+            wait([answer for *_, answer in self._asked], wait_s, FIRST_COMPLETED)
         asked, self._asked = self._asked, []
-        for ended, answer in asked:
-            if answer.done():
-                self._judge(ended, answer.result())
+        for ended, question, answer in asked:
+            if not answer.done():
+                self._asked.append((ended, question, answer))
+            elif question.num_left_out:
+                self._note_breaks(ended, question, answer.result())
             else:
-                self._asked.append((ended, answer))
+                self._judge(ended, answer.result())
         done, self._done = self._done, []
         yield from done
+
+    def _ask(self, ended: Ended, question: Recheck) -> None:
+        assert self._expanding is not None, "the engine was made for requests without lazy automata"
+        self._asked.append((ended, question, self._expanding.recheck(question)))
 
     def _judge(self, ended: Ended, found: int | str) -> None:
         """found: the number of its first tokens that are allowed, or the reason why that is unknown."""
@@ -76,11 +81,33 @@ class LastCheck:
         problem = _problem(state, found)
         if problem is None:
             state.constraint_checked = True
+            if (question := self._without_breaks(state, BREAKS_AFTER_THOUGHT)) is not None:
+                return self._ask(ended, question)
         elif state.finish_reason != "error" or isinstance(found, int):
             state.fail(RowError(
                 code=CONSTRAINT_VIOLATED, stage="decode", retryable=True,
                 message=f"{state.request.constraint_kind or 'constraint'}: {problem}; {ADVICE}",
             ))  # fmt: skip
+        self._done.append(ended)
+
+    def _without_breaks(self, state: RequestState, most: int) -> Recheck | None:
+        """Asks whether the answer matches without the line breaks at its beginning, at most so many, which may separate it from
+        the thought. None if the automaton is not lazy, or there are none."""
+        automaton, thinking = state.request.automaton, state.request.thinking
+        if not isinstance(automaton, LazyAutomaton) or thinking is None or thinking.channels is not None:
+            return None
+        assert self._vocabulary is not None, "lazy automata need a vocabulary"
+        parts = split_thoughts(state.tokens, thinking)
+        text = self._vocabulary.text(parts.answer[:most])
+        count = min(most, len(text) - len(text.lstrip("\n")))
+        return Recheck(automaton, automaton.answer, tuple(parts.answer), count) if parts.thoughts and count else None
+
+    def _note_breaks(self, ended: Ended, question: Recheck, found: int | str) -> None:
+        """found: the answer to `_without_breaks`; a text says that it cannot be found, and then these breaks are kept."""
+        if found == len(question.tokens):
+            ended.state.num_breaks = question.num_left_out
+        elif (other := self._without_breaks(ended.state, question.num_left_out - 1)) is not None:
+            return self._ask(ended, other)
         self._done.append(ended)
 
 

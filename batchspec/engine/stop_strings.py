@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from batchspec.records import Request
+from batchspec.token_automaton import TokenSymbols
+
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens left out."""
 UNFINISHED = "\ufffd"
 """Replacement characters at the end of a text: bytes of its last character are still missing."""
+
+
+def decode_of_answer(request: Request, decode: Decode | None, vocabulary: TokenSymbols | None) -> Decode | None:
+    """How the tokens of a row's answer become text. With a constraint it is their very bytes: `decode` may drop a space that the
+    constraint asks for. None without a tokenizer."""
+    return decode if request.automaton is None or vocabulary is None or decode is None else vocabulary.text
 
 
 class StopFinder:

@@ -49,6 +49,11 @@ class Tracker(ABC):
     def __init__(self) -> None:
         self.inside, self.header = False, []
 
+    @property
+    def in_call(self) -> bool:
+        """Whether the next token is one of a tool call's arguments, unless it is a mark."""
+        return False
+
     @abstractmethod
     def push(self, token: int) -> Kind:
         """The kind of the next token of the output."""

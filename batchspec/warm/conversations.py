@@ -203,7 +203,10 @@ class Conversations:
         usual = next(self._job.admission.cells(self._shard(first.row_index)))
         values = {name: cell for name, cell in usual.items() if name not in OF_FIRST_TURN} | own | {self._kind: list(chat)}
         admitted = self._job.admission.admit_turn(values, first)
-        if isinstance(admitted, Completion) or own.get("seed") is not None:
+        if isinstance(admitted, Completion):
+            return admitted
+        conversation.chat = self._chat(chat, values)
+        if own.get("seed") is not None:
             return admitted
         return replace(admitted, seed=hash64(first.seed, "turn", conversation.number))
 
@@ -211,7 +214,10 @@ class Conversations:
         """The chat of an admitted row."""
         values = next(self._job.admission.cells(self._shard(row_index)))
         prompt = values[self._kind]
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return self._chat([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, values)
+
+    def _chat(self, messages: Any, values: Mapping[str, Any]) -> list[Message]:
+        """The turns that the prompt of an admitted chat has. values: the other cells of its row."""
         return read_chat(messages, values.get("system"), values.get("final_assistant") or self._job.config.input.final_assistant)
 
     def _with_answer(self, chat: list[Message], completion: Completion) -> list[Message]:
