@@ -154,7 +154,9 @@ def test_a_row_that_cannot_be_read_says_nothing_about_the_columns(model: Path, t
     path, torn = tmp_path / "in.jsonl", '{"prompt": "Sa'
     words = [f"model.path={model}", f"input.path={path}", "decode.max_new_tokens=4", "draft=none", "model.dtype=float64"]
     path.write_text("\n".join(['{"prompt": "Say", "n": 2, "temperature": 0}', torn]))
-    with pytest.raises(InputError, match=r"column 'n' \(n\) asks for several completions of a row: decode.temperature=0 is greedy"):
+    with pytest.raises(
+        InputError, match=r"column 'n' \(n\) asks for several completions of a row: decode.temperature=0 is greedy"
+    ):
         open_job(compose(words))
     path.write_text("\n".join(['{"prompt": "Say", "temperature": 0}', torn]))
     with pytest.raises(ConfigError, match=r"decode.n=2: decode.temperature=0 is greedy"):
