@@ -193,7 +193,7 @@ class Forgetful:
 
     def __init__(self, source: Source, keeps: int) -> None:
         self.num_rows, self.files, self.schema = source.num_rows, source.files, source.schema
-        self.check, self.column = source.check, source.column
+        self.check, self.column, self.ids = source.check, source.column, source.ids
         self._source, self._keeps, self._reads = source, keeps, 0
 
     def shards(self, shard_rows: int, skip: Container[int] = ()) -> Iterator[InputShard]:
