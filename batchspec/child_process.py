@@ -16,6 +16,24 @@ from contextlib import contextmanager
 
 BLOCKED_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
 """Signals that a batch system or a terminal sends to all processes of a job."""
+START = """
+import sys
+root, paths, option, program = sys.argv[1:5]
+del sys.argv[1:5]
+sys.path[:] = eval(paths)
+import runpy
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+found = PathFinder.find_spec("batchspec", [root])
+sys.modules["batchspec"] = package = module_from_spec(found)
+found.loader.exec_module(package)
+if option == "-m":
+    runpy.run_module(program, run_name="__main__", alter_sys=True)
+else:
+    exec(program, {"__name__": "__main__"})
+"""
+"""What a child process of batchspec begins with. The folder that holds the package batchspec is given, not searched for: if that
+is the working directory, another version may be installed."""
 PASSED_ENVIRONMENT = ("PATH", "TZ", "PYTHON", "LD_LIBRARY_PATH", "LANG", "LC_")
 """Prefixes of the environment variables that a process that computes from input gets: credentials are not passed on."""
 
@@ -30,16 +48,32 @@ def signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def start_module(module: str, **environment: str) -> subprocess.Popen[bytes]:
-    """Start `python -m module`, which computes from input, with pipes to its input and output.
+def python(option: str, program: str, *arguments: str) -> list[str]:
+    """The words that start `python -m PROGRAM` or `python -c PROGRAM`; more arguments of the program may follow.
 
-    It imports modules from where this process does, and has `environment` besides the variables of PASSED_ENVIRONMENT.
+    It imports batchspec from where this process did, and other modules from where this process does, but from the working
+    directory and the folder of a main script last: a file named like a module of Python or of a dependency has no effect.
+    """
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return [sys.executable, "-P", "-c", START, root, repr(import_paths()), option, program, *arguments]
+
+
+def import_paths() -> list[str]:
+    """`sys.path`, with the working directory and the folder of the main script at its end."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    last = {os.path.realpath("")} | ({os.path.dirname(os.path.realpath(script))} if script else set())
+    return [os.path.abspath(path) for path in sorted(sys.path, key=lambda path: os.path.realpath(path) in last)]
+
+
+def start_module(module: str, **environment: str) -> subprocess.Popen[bytes]:
+    """Start a module, which computes from input, with pipes to its input and output.
+
+    It has `environment` besides the variables of PASSED_ENVIRONMENT.
     """
     environ = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ENVIRONMENT)}
-    environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     with signals_blocked():
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            python("-m", module), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             env=environ | environment,
         )  # fmt: skip
 

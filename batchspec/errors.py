@@ -14,7 +14,8 @@ BatchspecError            1   base class; never raised itself
     RankLost             75   a rank of the group that computes the model is gone; the same command continues
     WorkerLost           75   a shard killed the processes that admit rows and make tables; the same command continues
 
-A message is one line and says what is wrong, where, the value, the limit and what to do.
+A message is one line and says what is wrong, where, the value, the limit and what to do. RendererKilled is not shown: admission
+makes an error row of it.
 """
 
 from __future__ import annotations
@@ -70,3 +71,7 @@ class RankLost(Interrupted):
 
 class WorkerLost(Interrupted):
     """Counts as a crash like RankLost: the next run finds the row that kills a process (`supervise/poison_rows.py`)."""
+
+
+class RendererKilled(ValueError):
+    """The process that renders chat templates was killed from outside, twice: the machine is the cause, not the chat."""

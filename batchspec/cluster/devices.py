@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 from batchspec import terminal
+from batchspec.child_process import python
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import to_json
 from batchspec.errors import ConfigError
@@ -45,7 +45,7 @@ def choose_ranks(config: RunConfig) -> int:
     if num_gpus < 2:
         return 1
     asked = subprocess.run(
-        [sys.executable, "-m", "batchspec.commands.ranks", str(num_gpus)], input=to_json(config), capture_output=True, text=True,
+        [*python("-m", "batchspec.commands.ranks"), str(num_gpus)], input=to_json(config), capture_output=True, text=True,
         check=False,
     )  # fmt: skip
     if asked.returncode != 0:

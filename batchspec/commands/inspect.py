@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import polars as pl
+import pyarrow as pa
 
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def inspect(output: OutputFolder, request_id: str, sample: int = 0) -> str:
-    """The request as text. Reads the ids of the committed shards until it is found, and one row in full. Raises
+    """The request as text. Reads the ids of the committed shards until it is found, and then its shard in full. Raises
     OutputError if there is none."""
     done = sorted(output.committed())
     for index in done:
@@ -55,13 +56,24 @@ def inspect(output: OutputFolder, request_id: str, sample: int = 0) -> str:
             there = ", ".join(map(str, samples))
             raise OutputError(f"{request_id} has no sample {sample}; --sample may be {there}")
         number = found["row"][samples.index(sample)]
-        row = _collected(output, output.scan([index]).slice(number, 1)).row(0, named=True)
+        table, _ = output.written(index)  # by Arrow, as polars refuses or changes values of some types
+        row = {name: _value(table.column(name).slice(number, 1)) for name in table.column_names}
         return "\n\n".join(_blocks(row, samples, f"data/{part_name(index)} row {number}", output.manifest))
     among = f"{len(done)} of {output.num_shards} shards are committed"
     among += "" if len(done) == output.num_shards else ", the others not written yet"
     near = _nearest(output, done, request_id)
     hint = f"the most similar ids are {', '.join(near)}" if near else f"no id is similar{_example(output, done)}"
     raise OutputError(f"{output.path} has no request {request_id!r} ({among}); {hint}")
+
+
+def _value(cell: pa.ChunkedArray) -> Any:
+    """The value of a column of one row; Arrow's text of it if Python has no such value: nanoseconds, dates after the year
+    9999."""
+    try:
+        return cell[0].as_py()
+    except (ValueError, OverflowError):
+        text: str = cell.combine_chunks().to_string(window=FACT_CHARS, skip_new_lines=True)
+        return text.removeprefix("[").removesuffix("]")
 
 
 def _nearest(output: OutputFolder, shards: list[int], request_id: str) -> list[str]:

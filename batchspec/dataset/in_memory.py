@@ -106,7 +106,7 @@ def _typed(data: Any) -> pa.Table:
     _refuse_wide_decimals(data)
     try:
         frame = data if isinstance(data, pl.DataFrame) else pl.DataFrame(data, infer_schema_length=None)
-    except (TypeError, ValueError, pl.exceptions.PolarsError) as error:
+    except (TypeError, ValueError, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
         said = " ".join(str(error).split())
         raise InputError(
             f"rows of type {type(data).__name__} do not make a table ({said}); give a table or a list of dictionaries"

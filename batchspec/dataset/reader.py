@@ -92,7 +92,10 @@ class Source(Protocol):
         """
 
     def column(self, name: str) -> Iterator[pa.Array]:
-        """The column in pieces; other columns are not read. An unreadable row without a value gets its `derived_id`."""
+        """The column in pieces of its type; other columns are not read. An unreadable row may have no value."""
+
+    def ids(self, name: str) -> Iterator[pa.Array]:
+        """As `column`, of the ids: an unreadable row without a value is a piece of its own, the text of its `derived_id`."""
 
 
 def open_source(config: InputConfig, output_dir: str | None = None) -> Source:
@@ -196,9 +199,16 @@ class _FileSource:
             file.check()
 
     def column(self, name: str) -> Iterator[pa.Array]:
-        for first, batch, why in self._batches([name], lambda first, stop: True):
-            unnamed = why is not None and batch.column(0).null_count
-            yield pa.array([derived_id(self.files, first)]) if unnamed else batch.column(0)
+        return (column for _, column, _ in self._pieces(name))
+
+    def ids(self, name: str) -> Iterator[pa.Array]:
+        for first, column, why in self._pieces(name):
+            unnamed = why is not None and column.null_count
+            yield pa.array([derived_id(self.files, first)]) if unnamed else column
+
+    def _pieces(self, name: str) -> Iterator[tuple[int, pa.Array, Unreadable | None]]:
+        """One column of `_batches`."""
+        return ((first, batch.column(0), why) for first, batch, why in self._batches([name], lambda first, stop: True))
 
     def _batches(
         self, names: list[str], wanted: Callable[[int, int], bool]

@@ -42,7 +42,7 @@ def check_ids(source: Source, columns: ColumnMap) -> None:
 
 def _id_arrays(source: Source, name: str) -> Iterator[pa.Array]:
     field = source.schema.field(name)
-    return (as_text(array, field) for array in source.column(name))
+    return (as_text(array, field) for array in source.ids(name))
 
 
 def _first_bad_id(array: pa.Array) -> tuple[int, str] | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from functools import cache
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from batchspec.config.schema import OutputConfig
 from batchspec.dataset.columns import ColumnMap
@@ -142,10 +144,19 @@ def _passthrough(input_schema: pa.Schema, columns: ColumnMap, wish: str | Sequen
 
 def _copied_field(field: pa.Field, names: Sequence[str]) -> pa.Field:
     try:
-        return pa.field(field.name, plain_type(field.type))
-    except ValueError:
+        copied = pa.field(field.name, plain_type(field.type))
+        _try_copy(field.type, copied.type)
+    except (ValueError, pa.ArrowNotImplementedError) as error:
         others = ",".join(name for name in names if name != field.name)
         raise InputError(
-            f"column {field.name!r} has type {field.type}: views of lists, and structs without fields, cannot be copied to the "
-            f"output; cast it, or leave it out: output.passthrough=[{others}]"
+            f"column {field.name!r} has type {field.type}: {error}; cast it, or leave it out: output.passthrough=[{others}]"
         ) from None
+    return copied
+
+
+@cache
+def _try_copy(kind: pa.DataType, copied: pa.DataType) -> None:
+    """Do what the writer does with a column of this type, without rows: if Arrow cannot, it raises ArrowNotImplementedError here
+    and not after rows were computed."""
+    column = pa.nulls(0, kind).cast(copied).take(pa.array([], pa.int64()))
+    pq.write_table(pa.table({"column": column}), pa.BufferOutputStream())

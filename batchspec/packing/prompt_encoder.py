@@ -12,6 +12,7 @@ import pyarrow as pa
 from batchspec.config.schema import InputConfig
 from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.messages import FINAL, BadChat, read_chat
+from batchspec.errors import RendererKilled
 from batchspec.model.text_bytes import LongText
 from batchspec.packing.cells import BadRow, json_cell
 from batchspec.records import Ids
@@ -118,11 +119,14 @@ class PromptEncoder:
 
 @contextmanager
 def _refused_as(who: str) -> Iterator[None]:
-    """Within this block any exception of the chat template or the tokenizer becomes a BadRow."""
+    """Within this block any exception of the chat template or the tokenizer becomes a BadRow, but for those about the machine: no
+    memory, or no process for the template."""
     try:
         yield
-    except BadRow:
+    except (BadRow, MemoryError, OSError):
         raise
+    except RendererKilled as error:
+        raise BadRow("template_error", f"the chat was not rendered ({error}); try resume=error", retryable=True) from error
     except UnicodeError as error:
         raise BadRow("bad_text", f"the prompt is not valid Unicode ({error}); correct it") from error
     except Exception as error:  # a template may raise anything

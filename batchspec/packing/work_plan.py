@@ -17,6 +17,8 @@ from batchspec.dataset.reader import InputShard
 from batchspec.records import Completion, Request
 from batchspec.runstate.shard_writer import UnpublishedFile, WrittenFile
 
+Commit = Callable[[Callable[[], None]], None]
+"""Publishes a shard; see `WorkPlan.begin_commit`."""
 PlanRows = Callable[[InputShard, Iterator[Request | Completion]], Iterator[Request | Completion | None]]
 """`WorkPlan.rows`."""
 
@@ -113,9 +115,10 @@ class WorkPlan(Protocol):
     def carries_over(self, shard: int) -> bool:
         """Whether rows of this shard that get no completion are carried over from the present output."""
 
-    def begin_commit(self, work: RowWriter, done: DecodedShard) -> Callable[[], object]:
+    def begin_commit(self, work: RowWriter, done: DecodedShard) -> Commit:
         """A function that publishes the shard's file once, with the completions and the rows carried over.
 
         done  has a completion for every row that is not carried over
-        The function raises what `OutputFolder.publish` raises.
+        The function takes another one, which it calls when the rows are written, and which may refuse the shard by an error: no
+        file is left then. It raises that error, and what `OutputFolder.publish` raises.
         """

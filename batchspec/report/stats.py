@@ -42,6 +42,8 @@ SPEC = {
 NUM_EXTREMES = 5
 READ_ROWS = 32768
 """Rows in memory at a time."""
+TEXT_KINDS = (pl.String, pl.Boolean, pl.Date, pl.Time, pl.Datetime, pl.Categorical, pl.Enum, pl.Null)
+"""Types besides numbers whose values polars can write as text."""
 DECIMAL_DIGITS = 38
 """Maximum precision of a decimal that polars can read."""
 
@@ -211,9 +213,9 @@ def _check_column(schema: pl.Schema, by: str | None) -> None:
 
 
 def _has_text(kind: pl.DataType) -> bool:
-    """Whether a column of this type holds plain values that polars can write as text."""
+    """Whether a column of this type holds plain values that polars can write as text: no bytes, durations or extensions."""
     too_wide = isinstance(kind, pl.Decimal) and (kind.precision or 0) > DECIMAL_DIGITS
-    return not (kind.is_nested() or kind == pl.Binary or too_wide)
+    return (kind.is_numeric() and not too_wide) or kind in TEXT_KINDS
 
 
 def _read(folder: OutputFolder, shards: list[int], by: str | None) -> Iterator[pl.DataFrame]:

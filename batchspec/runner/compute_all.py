@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from batchspec.dataset.reader import InputShard
-from batchspec.packing.work_plan import DecodedShard, RowWriter, all_rows
+from batchspec.packing.work_plan import Commit, DecodedShard, RowWriter, all_rows
 from batchspec.records import Completion, Request
 from batchspec.runstate.output_folder import OutputFolder
+from batchspec.runstate.shard_writer import WrittenFile
 
 
 class ComputeAll:
@@ -24,13 +26,27 @@ class ComputeAll:
         """Never: the output has no row of the shard."""
         return False
 
-    def begin_commit(self, work: RowWriter, done: DecodedShard) -> Callable[[], object]:
+    def begin_commit(self, work: RowWriter, done: DecodedShard) -> Commit:
         """As `WorkPlan.begin_commit`."""
         return begin_new_file(self._output, work, done)
 
 
-def begin_new_file(output: OutputFolder, work: RowWriter, done: DecodedShard) -> Callable[[], object]:
+def begin_new_file(output: OutputFolder, work: RowWriter, done: DecodedShard) -> Commit:
     """`WorkPlan.begin_commit` of a shard that keeps no old rows: `work` writes its file, and this process publishes it."""
     index = done.shard.index
     write = work.begin_file(done.shard, done.completions, output.unpublished(index))
-    return lambda: output.publish(index, write)
+
+    def commit(check: Callable[[], None]) -> None:
+        def checked() -> WrittenFile:
+            made = write()
+            try:
+                check()
+            except BaseException:
+                with suppress(OSError):
+                    made.path.unlink(missing_ok=True)
+                raise
+            return made
+
+        output.publish(index, checked)
+
+    return commit

@@ -8,7 +8,7 @@ from contextlib import closing
 from batchspec.dataset.reader import InputShard
 from batchspec.engine.engine import Engine
 from batchspec.packing.feed import Feed
-from batchspec.packing.work_plan import DecodedShard, PlanRows, WorkPlan, all_rows
+from batchspec.packing.work_plan import Commit, DecodedShard, PlanRows, WorkPlan, all_rows
 from batchspec.prepare import Job
 from batchspec.runner.run_monitor import RunMonitor
 from batchspec.runner.shard_work import ShardWork
@@ -67,13 +67,12 @@ def decode_shards(
 
 def with_commits(
     plan: WorkPlan, work: ShardWork | ShardWorkers, decoded: Iterable[DecodedShard]
-) -> Iterator[tuple[DecodedShard, Callable[[], object]]]:
+) -> Iterator[tuple[DecodedShard, Commit]]:
     """The same shards, each with the function that commits it (`WorkPlan.begin_commit`)."""
     for done in decoded:
         yield done, plan.begin_commit(work, done)
 
 
-def commit_shard(job: Job, done: DecodedShard, commit: Callable[[], object]) -> None:
-    """Publish the shard's file. Raises InputError if the shard's input has changed since it was read."""
-    job.source.check(done.shard.first_row, done.shard.first_row + done.shard.table.num_rows)
-    commit()
+def commit_shard(job: Job, done: DecodedShard, commit: Commit) -> None:
+    """Publish the shard's file. Raises InputError, and leaves no file, if the shard's input has changed since it was read."""
+    commit(lambda: job.source.check(done.shard.first_row, done.shard.first_row + done.shard.table.num_rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -40,7 +41,11 @@ class OutOfMemoryGuard:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        short = isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS))
+        short = (
+            isinstance(error, MemoryError)
+            or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS))
+            or (isinstance(error, OSError) and error.errno == errno.ENOMEM)  # no process could be started
+        )
         if short:
             self.message = (str(error).strip() or type(error).__name__).splitlines()[0]
         return short

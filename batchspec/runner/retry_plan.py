@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from batchspec.dataset.reader import InputShard
 from batchspec.engine.thinking import num_closing_tokens
-from batchspec.packing.work_plan import DecodedShard, RowWriter
+from batchspec.packing.work_plan import Commit, DecodedShard, RowWriter
 from batchspec.records import Completion, Request, Snapshot
 from batchspec.runner.compute_all import begin_new_file
 from batchspec.runstate.generations import Generation
@@ -90,13 +90,19 @@ class RetryPlan:
             return None
         return replace(entry, resumed=_snapshot(entry, row)) if isinstance(entry, Request) else entry
 
-    def begin_commit(self, work: RowWriter, done: DecodedShard) -> Callable[[], object]:
+    def begin_commit(self, work: RowWriter, done: DecodedShard) -> Commit:
         """As `WorkPlan.begin_commit`: a file with the new rows and the old versions of all others replaces the old file in one
         step."""
         if not self.carries_over(done.shard.index):
             return begin_new_file(self._output, work, done)
         table = work.begin_table(done.shard, done.completions) if done.completions else None
-        return lambda: self._replace(done, None if table is None else table())
+
+        def commit(check: Callable[[], None]) -> None:
+            new = None if table is None else table()
+            check()
+            self._replace(done, new)
+
+        return commit
 
     def _replace(self, done: DecodedShard, table: pa.Table | None) -> None:
         shard = done.shard.index

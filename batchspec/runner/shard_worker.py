@@ -29,7 +29,7 @@ from batchspec.records import Completion, Request, RowStats, SamplingParams
 from batchspec.runner.shard_work import ShardWork
 from batchspec.runstate.shard_writer import UnpublishedFile, WrittenFile
 
-COMMAND = "import sys; sys.path[:] = eval(sys.argv[1]); from batchspec.runner.shard_worker import main; main()"
+COMMAND = "from batchspec.runner.shard_worker import main; main()"
 LENGTH_BYTES = 8
 PART_ROWS = 16
 """Number of admitted rows in a pickle. The thread that launches the rounds unpickles it when it needs the first of these rows; a

@@ -11,7 +11,6 @@ import logging
 import os
 import queue
 import subprocess
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ from typing import Any, cast
 
 import pyarrow as pa
 
-from batchspec.child_process import signals_blocked
+from batchspec.child_process import python, signals_blocked
 from batchspec.dataset.reader import InputShard
 from batchspec.errors import WorkerLost
 from batchspec.packing.work_plan import AdmittedShard, AdmittedShards
@@ -177,7 +176,7 @@ class _Process:
     def __init__(self, first_message: bytes) -> None:
         with signals_blocked():
             self._process = subprocess.Popen(
-                [sys.executable, "-c", COMMAND, repr(sys.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                python("-c", COMMAND), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
             )  # fmt: skip
         self._greeting: bytes | None = first_message

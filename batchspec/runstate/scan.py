@@ -9,7 +9,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from batchspec.errors import StorageError
+from batchspec.errors import OutputError, StorageError
 from batchspec.storage.retry import reason
 from batchspec.storage.store import Store
 
@@ -26,8 +26,11 @@ def scan(store: Store, names: Sequence[str]) -> pl.LazyFrame:
 
 @contextmanager
 def scanning(where: str) -> Iterator[None]:
-    """Raise errors of polars and Arrow about files under a root as a StorageError in one line."""
+    """Raise errors of polars and Arrow about files under a root as a StorageError in one line, and panics of polars, which has
+    them for some values, as an OutputError."""
     try:
         yield
     except (pl.exceptions.ComputeError, pl.exceptions.InvalidOperationError, pa.ArrowException, OSError) as error:
         raise StorageError(f"reading {where} failed: {reason(error)}; run the same command again after the repair") from error
+    except pl.exceptions.PanicException as error:
+        raise OutputError(f"{where}: polars cannot process a value ({reason(error)}); read the files with pyarrow") from error

@@ -1,0 +1,81 @@
+"""Files in the working directory that are named like modules of Python or of a dependency: no process of a run imports them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from batchspec.child_process import import_paths, python
+from batchspec.model.templates import Templates
+from tests.runs import make_model
+
+ROOT = Path(__file__).parents[1]
+DEPENDENCIES = ("numpy", "torch", "polars", "pyarrow", "hydra", "omegaconf", "jinja2", "tokenizers", "safetensors", "msgspec")
+BEFORE = {"abc", "codecs", "collections", "contextlib", "functools", "io", "keyword", "operator", "os", "reprlib", "runpy",
+          "site", "stat", "sys", "threading", "types", "warnings"}  # fmt: skip
+"""Modules that `python -m` itself may import before it imports batchspec: nobody but the user can keep it from it (-P)."""
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a file for each module of Python and for each dependency, which ends the process that imports it."""
+    folder = tmp_path_factory.mktemp("hostile")
+    there = [name for name in sys.stdlib_module_names if find_spec(name) is not None]  # others are Windows's
+    for name in (*there, *DEPENDENCIES, "batchspec"):
+        (folder / f"{name}.py").write_text(f"raise SystemExit('{name} was imported from the working directory')\n")
+    return folder
+
+
+@pytest.fixture
+def within(hostile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is in the folder, and has it first in `sys.path`, as `python -c` and notebooks have it."""
+    monkeypatch.chdir(hostile)
+    monkeypatch.setattr(sys, "path", ["", str(hostile), *sys.path])
+
+
+def test_a_child_process_imports_nothing_from_the_working_directory(within: None) -> None:
+    code = "import random, json, queue, inspect, types, numpy, batchspec, sys; print(batchspec.__file__, sys.argv)"
+    done = subprocess.run([*python("-c", code), "more"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{ROOT}/batchspec/__init__.py ['-c', 'more']\n"
+
+
+def test_a_template_is_rendered(within: None) -> None:
+    assert Templates({"default": "{{ text }}"}, "here").render("default", {"text": "hello"}) == "hello"
+
+
+def test_what_only_the_working_directory_has_is_found_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dependency may lie in it, or batchspec itself, whatever version is installed."""
+    (tmp_path / "of_my_own.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    assert import_paths()[-1] == str(tmp_path)
+    subprocess.run([*python("-c", "import of_my_own")], check=True)
+
+
+@pytest.mark.parametrize("program", ["batchspec.run", "batchspec"])
+def test_a_whole_run_works_in_such_a_folder(program: str, hostile: Path, tmp_path: Path) -> None:
+    """Two processes with workers of their own, a chat template, a schema, and each way to start it."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    for file in hostile.iterdir():
+        if file.stem not in BEFORE | {"batchspec"} and not file.stem.startswith("_"):
+            (folder / file.name).write_bytes(file.read_bytes())
+    messages = [[{"role": "user", "content": f"Say {i}"}] for i in range(3)]
+    pl.DataFrame({"messages": messages}).write_parquet(tmp_path / "in.parquet")
+    words = [
+        f"model.path={make_model(tmp_path / 'model')}", f"input.path={tmp_path / 'in.parquet'}", f"output.dir={tmp_path / 'out'}",
+        "decode.choice=[yes,no]", "decode.max_new_tokens=8", "output.shard_rows=1", "draft=none", "model.dtype=float64",
+        "input.num_workers=1", "cluster.workers=2", "device=cpu",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", program, *(["run"] if program == "batchspec" else []), *words]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert set(pl.read_parquet(tmp_path / "out/data")["status"]) <= {"ok", "truncated"}
