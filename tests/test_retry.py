@@ -121,13 +121,13 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     given: list[Request] = []
     run_engine = Engine.run
 
-    def noted(engine: Engine, requests: Iterator[Request]) -> Any:
+    def noted(engine: Engine, requests: Iterator[Request], **options: Any) -> Any:
         def note() -> Iterator[Request]:
             for request in requests:
                 given.append(request)
                 yield request
 
-        return run_engine(engine, note())
+        return run_engine(engine, note(), **options)
 
     monkeypatch.setattr(Engine, "run", noted)
     return given
@@ -408,7 +408,7 @@ def test_rows_with_a_temporary_error_are_computed_again(
     """q8 fails for a passing reason in the first run; q4, which has no prompt, is not tried again."""
     out, run_engine = tmp_path / "out", Engine.run
 
-    def failing(engine: Engine, requests: Iterator[Request]) -> Any:
+    def failing(engine: Engine, requests: Iterator[Request], **options: Any) -> Any:
         error = RowError(code="crash", stage="decode", message="died", retryable=True)
         given = list(requests)
         yield from run_engine(engine, iter([r for r in given if r.request_id != "q8"]))

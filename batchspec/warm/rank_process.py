@@ -125,7 +125,9 @@ class Leader:
 
     def __init__(self, job: Job, engine: Engine, group: Group, pipe: Connection, watchdog: Watchdog) -> None:
         self._job, self._engine, self._group, self._pipe, self._watchdog = job, engine, group, pipe, watchdog
-        self._progress_sent_at, self._num_given = 0.0, 0
+        self._progress_sent_at = 0.0
+        self._num_given = 0
+        """Number of requests that have come from the engine's process and that the engine has not taken."""
 
     def serve(self) -> None:
         """Serve until the engine is closed. Raises EOFError or BrokenPipeError then, and RankLost and DivergedError."""
@@ -144,7 +146,7 @@ class Leader:
                     raise AssertionError(message)
 
     def _run(self) -> None:
-        self._engine.on_round = self._look
+        self._engine.on_round, self._num_given = self._look, 0
         try:
             with closing(self._engine.steps(self._requests(), num_ready=lambda: self._num_given)) as steps:
                 while True:
