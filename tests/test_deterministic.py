@@ -45,7 +45,7 @@ Tokens = dict[str, tuple[list[int], list[float]]]
 
 @pytest.fixture(autouse=True)
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Parts of 64 keys, so that rows of two hundred tokens have several; products in one order, which a GPU has by itself."""
+    """Parts of 64 keys, so that rows of a hundred tokens have several; products in one order, which a GPU has by itself."""
     monkeypatch.setattr(ordered_prefill, "PART", PART)
     monkeypatch.setattr(settings, "PART", PART)
     monkeypatch.setattr(expected_pages, "SHORT_CAP_TOKENS", 4)
@@ -73,7 +73,7 @@ def requests() -> list[Request]:
             i, (common if i % 3 == 0 else []) + rng.integers(0, 61, length).tolist(), cap=int(rng.integers(4, 9)),
             sampling=SAMPLINGS[i % len(SAMPLINGS)], predicted=3,
         )
-        for i, length in enumerate((1, 65, 90, 130, 7))
+        for i, length in enumerate((1, 65, 20, 75, 7))
     ]  # fmt: skip
 
 
@@ -129,8 +129,8 @@ def test_tokens_and_logprobs_are_those_of_the_row_alone_with_any_drafter(name: s
 def test_preemption_changes_no_bit() -> None:
     """Generated positions are prefilled again then: prefill and rounds agree. Nor does the size of pages."""
     rng = np.random.default_rng(4)
-    asked = [request(i, rng.integers(0, 61, 66).tolist(), cap=36, predicted=3) for i in range(2)]
-    found, done = run(asked, shape(2, prefill_tokens=256, page_size=4, num_pages=45), NoDrafter(), target())
+    asked = [request(i, rng.integers(0, 61, 60).tolist(), cap=20, predicted=3) for i in range(2)]
+    found, done = run(asked, shape(2, prefill_tokens=256, page_size=4, num_pages=40), NoDrafter(), target())
     assert sum(one.stats.num_prefills for one in done if one.stats is not None) > len(done)
     assert found == run(asked, shape(1, prefill_tokens=256), NoDrafter(), target())[0]
 
