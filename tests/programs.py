@@ -49,12 +49,12 @@ class ForkedPopen(subprocess.Popen[str]):
         sys.stderr.flush()
 
         def instead_of_exec() -> None:
-            _become_program(words[1:], env, pass_fds)
+            become_program(words[1:], env, pass_fds)
 
         super().__init__(words, env=env, pass_fds=pass_fds, preexec_fn=instead_of_exec, **rest)
 
 
-def _become_program(words: Sequence[str], env: Mapping[str, str], handles: Collection[int]) -> None:
+def become_program(words: Sequence[str], env: Mapping[str, str], handles: Collection[int]) -> None:
     """Do what exec and the interpreter's start would, but for the imports. Does not return."""
     code = 1
     try:
