@@ -103,9 +103,7 @@ def test_ranks_follow_the_schema_of_each_row(command: list[str], model: Path, tm
     assert two["status"].to_list().count("ok") > 5
 
 
-def test_rows_with_adapters_on_two_ranks(
-    model: Path, command: list[str], expected: dict[str, list[int]], tmp_path: Path
-) -> None:
+def test_rows_with_adapters_on_two_ranks(model: Path, command: list[str], expected: dict[str, list[int]], tmp_path: Path) -> None:
     """Each rank has its part of every adapter, and learns from the leader which row has which."""
     targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
     folders = [make_adapter(tmp_path / name, model, targets, seed=seed) for seed, name in enumerate(("a", "b"))]
