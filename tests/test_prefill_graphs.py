@@ -59,7 +59,7 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_s
 GREEDY = SamplingMode()
 
 
-@settings(deadline=None, max_examples=20, suppress_health_check=SLOW)
+@settings(deadline=None, max_examples=40, suppress_health_check=SLOW)
 @given(requests=requests_of_a_job(), data=st.data())
 def test_jobs_with_padded_passes_have_the_tokens_of_plain_decoding(requests: list[Request], data: st.DataObject) -> None:
     """Every drafter, sampling, number of slots, pages and chunks, K/V in e4m3, rows with common beginnings, preempted rows."""
