@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing import reduction
 from pathlib import Path
-from subprocess import CompletedProcess
+from subprocess import CompletedProcess, TimeoutExpired
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
 from batchspec.packing import cost
-from tests.programs import run_program
+from tests.programs import become_program, program_words, run_program
 from tests.runs import fork_context, make_jobs_quick, put
 
 
@@ -54,6 +58,62 @@ def _child(words: list[str], environ: dict[str, str], cwd: str, out: Path, err: 
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+class ServedPopen:
+    """`Popen([sys.executable, *words])` of a process with threads, which cannot fork itself: the server forks the child.
+
+    stdin is a pipe, stdout is left out, stderr is that of this process.
+    """
+
+    def __init__(self, words: Sequence[str], *, env: Mapping[str, str], pass_fds: Collection[int], **_: Any) -> None:
+        begin, end = os.pipe()
+        handles = [_Handle(number, number) for number in pass_fds] + [_Handle(begin, 0), _Handle(2, 2)]
+        self._process = fork_context().Process(target=_become, args=(list(program_words(words)), dict(env), handles))
+        self._process.start()
+        os.close(begin)
+        self.stdin = os.fdopen(end, "w")
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise TimeoutExpired(str(self.pid), timeout or 0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self._process.exitcode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class _Handle:
+    """A file descriptor, and the number that it has in the child."""
+
+    def __init__(self, own: int, number: int) -> None:
+        self.own, self.number = own, number
+
+    def __reduce__(self) -> Any:
+        return _received, (reduction.DupFd(self.own), self.number)
+
+
+def _received(sent: Any, number: int) -> _Handle:
+    return _Handle(sent.detach(), number)
+
+
+def _become(words: list[str], environ: dict[str, str], handles: list[_Handle]) -> None:
+    high = [fcntl.fcntl(handle.own, fcntl.F_DUPFD, 500) for handle in handles]  # no number is taken before it is moved
+    for place, handle in zip(high, handles, strict=True):
+        os.dup2(place, handle.number)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.setsid()
+    become_program(words, environ, [handle.number for handle in handles])
 
 
 _CLIENT = """#!{python} -IS

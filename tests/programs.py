@@ -38,7 +38,13 @@ def run_program(words: Sequence[str]) -> int:
     return 0
 
 
-# The child has the modules of its server, and need not find them: `START` is left out.
+def program_words(words: Sequence[str]) -> Sequence[str]:
+    """Those of [sys.executable, *words] that name the program and its arguments: `START` sets the paths of modules that a forked
+    child has already."""
+    assert words[0] == sys.executable
+    return words[words.index(START) + 3 :] if START in words else words[1:]
+
+
 class ForkedPopen(subprocess.Popen[str]):
     """`Popen([sys.executable, *words])` of a process without other threads: a child that is forked, and does not start anew.
 
@@ -46,18 +52,17 @@ class ForkedPopen(subprocess.Popen[str]):
     """
 
     def __init__(self, words: Sequence[str], *, env: Mapping[str, str], pass_fds: Collection[int], **rest: Any) -> None:
-        assert words[0] == sys.executable
         assert len(os.listdir("/proc/self/task")) == 1, "a thread may hold a lock, which the child would wait for"
         sys.stdout.flush()
         sys.stderr.flush()
 
         def instead_of_exec() -> None:
-            _become_program(words[words.index(START) + 3 :] if START in words else words[1:], env, pass_fds)
+            become_program(program_words(words), env, pass_fds)
 
         super().__init__(words, env=env, pass_fds=pass_fds, preexec_fn=instead_of_exec, **rest)
 
 
-def _become_program(words: Sequence[str], env: Mapping[str, str], handles: Collection[int]) -> None:
+def become_program(words: Sequence[str], env: Mapping[str, str], handles: Collection[int]) -> None:
     """Do what exec and the interpreter's start would, but for the imports. Does not return."""
     code = 1
     try:

@@ -23,7 +23,7 @@ from tests.engines import tiny_target
 from tests.heads import random_tensors, tiny_design, write_head
 from tests.models import make_checkpoint
 
-NUM_PROMPTS, NUM_ROWS, CAP = 16, 384, 20
+NUM_PROMPTS, NUM_ROWS, CAP = 16, 256, 20
 LEARNS = ["draft.adapt.every_shards=2", "draft.adapt.time_share=1", "draft.adapt.lr=5e-3"]
 
 
@@ -56,7 +56,7 @@ def mean_length(frame: pl.DataFrame) -> float:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny fp64 model, an input that repeats each prompt 32 times, and two half-trained heads: eagle3 and parallel."""
+    """A tiny fp64 model, an input that repeats each prompt 16 times, and two half-trained heads: eagle3 and parallel."""
     folder = tmp_path_factory.mktemp("adapt")
     make_checkpoint(folder / "model", "llama", vocab=96, hidden_size=32, intermediate_size=48, dtype=torch.float64)
     rng = np.random.default_rng(0)
@@ -144,10 +144,10 @@ def test_a_job_that_begins_anew_deletes_what_was_learnt(made: Path, learnt: tupl
 def test_trees_and_heads_combined_with_lookup_are_trained_too(
     made: Path, tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert job(made, tmp_path / "out", *words, f"draft.path={made / 'eagle3'}", "input.limit=256", *LEARNS) == 0
+    assert job(made, tmp_path / "out", *words, f"draft.path={made / 'eagle3'}", "input.limit=128", *LEARNS) == 0
     assert re.search(r"changed the head [1-9]\d* times; it is in _batchspec/heads/", capsys.readouterr().err)
     plain = frame_of(made / "plain")["token_ids"].to_list()
-    assert frame_of(tmp_path / "out")["token_ids"].to_list() == plain * 16
+    assert frame_of(tmp_path / "out")["token_ids"].to_list() == plain * 8
 
 
 def test_a_failing_disk_or_short_memory_ends_the_learning_and_not_the_job(
@@ -169,7 +169,7 @@ def test_a_failing_disk_or_short_memory_ends_the_learning_and_not_the_job(
         put(store, name, data)
 
     monkeypatch.setattr(LocalStore, "put", full)
-    assert job(made, tmp_path / "disk", *head[:2], "input.limit=256", *LEARNS) == 0
+    assert job(made, tmp_path / "disk", *head[:2], "input.limit=128", *LEARNS) == 0
     assert "draft.adapt: the head is not saved: writing model.safetensors failed" in capsys.readouterr().err
 
 

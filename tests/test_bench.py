@@ -38,7 +38,7 @@ from tests.waiting_requests import count_waiting
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 TINY: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "vocab_size": 320, "max_position_embeddings": 512,
 }  # fmt: skip
 

@@ -45,7 +45,7 @@ Tokens = dict[str, tuple[list[int], list[float]]]
 
 @pytest.fixture(autouse=True)
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Parts of 64 keys, so that rows of two hundred tokens have several; products in one order, which a GPU has by itself."""
+    """Parts of 64 keys, so that rows of a hundred tokens have several; products in one order, which a GPU has by itself."""
     monkeypatch.setattr(ordered_prefill, "PART", PART)
     monkeypatch.setattr(settings, "PART", PART)
     monkeypatch.setattr(expected_pages, "SHORT_CAP_TOKENS", 4)
@@ -73,7 +73,7 @@ def requests() -> list[Request]:
             i, (common if i % 3 == 0 else []) + rng.integers(0, 61, length).tolist(), cap=int(rng.integers(4, 9)),
             sampling=SAMPLINGS[i % len(SAMPLINGS)], predicted=3,
         )
-        for i, length in enumerate((1, 65, 90, 130, 7))
+        for i, length in enumerate((1, 65, 20, 75, 7))
     ]  # fmt: skip
 
 

@@ -76,7 +76,6 @@ def test_the_source_distribution_runs_its_tests(sources: Path) -> None:
     some = [
         "test_pages.py",
         "test_schema.py",
-        "test_groups.py",
         "kernels/test_argmax.py::test_no_rows_is_no_work",
         "test_tree.py",
     ]

@@ -36,6 +36,7 @@ from batchspec.model.target import Target
 from batchspec.model.vocabulary import greedy_of_ranks
 from batchspec.records import Completion, Request, SamplingParams
 from tests.engines import DEVICE, VOCAB, decode, packed, request, tiny_spec
+from tests.kernels.covering import covering
 from tests.ranks import Table, on_ranks, part_of, whole_of
 from tests.test_sampling import make_rows
 from tests.test_shard import SPECS
@@ -189,8 +190,11 @@ def completions(target: Target, name: str, kind: str) -> dict[str, Completion]:
     return {done.request_id: done for done in engine.run(iter(requests(kind)))}
 
 
-@pytest.mark.parametrize("name", ["none", "lookup", "window", "eagle3", "shared head", "parallel", "tree", "hybrid", "pard"])
-@pytest.mark.parametrize("kind", ["greedy", "drawn", "filtered", "penalised", "biased"])
+DRAFTERS = ("none", "lookup", "window", "eagle3", "shared head", "parallel", "tree", "hybrid", "pard")
+KINDS = ("greedy", "drawn", "filtered", "penalised", "biased")
+
+
+@pytest.mark.parametrize(("name", "kind"), covering(DRAFTERS, KINDS))
 def test_an_engine_of_ranks_emits_the_same_tokens(name: str, kind: str) -> None:
     spec = tiny_spec(5)
     expected = completions(whole_of(spec, Loud), name, kind)

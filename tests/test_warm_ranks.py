@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from batchspec.warm.rank_process import Leader
 from batchspec.warm.ranks import EngineOfRanks
 from batchspec.warm.wire import Ask, Ended, Given, GoOn
 from tests.engines import request
-from tests.forked import run_python
+from tests.forked import ServedPopen, run_python
 from tests.models import make_checkpoint
 from tests.test_warm import model, other, rows, same, words
 
@@ -41,8 +42,16 @@ RANKS = ["cluster.tensor_parallel=2", "device=cpu"]
 CHAT = [{"messages": [{"role": "user", "content": "Name a sea."}]}, {"messages": [{"role": "user", "content": "Name a river."}]}]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def ranks_start_at_once() -> Iterator[None]:
+    """They are forked, not started by an interpreter of their own, but for those of the engine whose process ends."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks_module, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": ServedPopen}))
+        yield
+
+
 @pytest.fixture(scope="module")
-def shared(words: list[str]) -> Iterator[batchspec.Engine]:
+def shared(ranks_start_at_once: None, words: list[str]) -> Iterator[batchspec.Engine]:
     with batchspec.Engine([*words, *RANKS]) as engine:
         yield engine
 

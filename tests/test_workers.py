@@ -88,7 +88,9 @@ def test_an_error_that_all_workers_raise_is_printed_once(
 def test_how_to_inspect_a_finished_job_is_said_once(command: list[str], tmp_path: Path) -> None:
     """Also where another folder was meant by the name, which the workers say in its short form."""
     for out in (f"{tmp_path}/./out/", f"{tmp_path}/out"):
-        code, text = run_apart([*command, f"output.dir={out}", "cluster.workers=2", "device=cpu"], tmp_path / "log")
+        code, text = run_apart(
+            [*command, f"output.dir={out}", "cluster.workers=2", "device=cpu", "input.limit=12"], tmp_path / "log"
+        )
         said = [re.sub(r"^\[[01]\] ", "", line) for line in text.splitlines()]
         assert code == 0
         closing = [line for line in said if str(tmp_path / "out") in line]

@@ -132,23 +132,46 @@ assert cubins() == ahead
 """
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        pytest.param(AHEAD, id="launches compile nothing that was compiled ahead"),
-        pytest.param(KNOWN, id="kernels on disk are loaded, and the other runs left out"),
-        pytest.param(ENDED, id="a run that ends early is compiled up to there"),
-        pytest.param(DYING, id="what threads fail to compile is compiled at its launch"),
-        pytest.param(WRONG, id="a kernel that cannot be compiled fails at its launch"),
-        pytest.param(NO_THREADS, id="without threads launches compile as usual"),
-        pytest.param(SAME_BITS, id="the machine code is the same"),
-    ],
-)
-def test_compiling_ahead(body: str, tmp_path: Path) -> None:
-    """Each script runs in a process of its own, because other tests interpret kernels."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.replace("    SCRIPT_BODY", "\n".join(f"    {line}" for line in body.strip().splitlines())))
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+BODIES = {
+    "launches compile nothing that was compiled ahead": AHEAD,
+    "kernels on disk are loaded, and the other runs left out": KNOWN,
+    "a run that ends early is compiled up to there": ENDED,
+    "what threads fail to compile is compiled at its launch": DYING,
+    "a kernel that cannot be compiled fails at its launch": WRONG,
+    "without threads launches compile as usual": NO_THREADS,
+    "the machine code is the same": SAME_BITS,
+}
+FORKING = """
+import os, runpy, sys, traceback
+import torch, triton  # once, and not in each process
+for script in sys.argv[1:]:
+    if os.fork() == 0:
+        os.environ["TRITON_CACHE_DIR"] = script + ".cache"
+        code = 0
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except BaseException:
+            traceback.print_exc(file=open(script + ".error", "w"))
+            code = 1
+        os._exit(code)
+    open(script + ".code", "w").write(str(os.waitstatus_to_exitcode(os.wait()[1])))
+"""
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Each has run in a process of its own, because other tests interpret kernels."""
+    folder = tmp_path_factory.mktemp("scripts")
+    found = {name: folder / f"{number}.py" for number, name in enumerate(BODIES)}
+    for name, path in found.items():
+        body = "\n".join(f"    {line}" for line in BODIES[name].strip().splitlines())
+        path.write_text(SCRIPT.replace("    SCRIPT_BODY", body))
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", FORKING, *map(str, found.values())], env=env, check=True)
+    return found
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_compiling_ahead(name: str, scripts: dict[str, Path]) -> None:
+    error = scripts[name].with_suffix(".py.error")
+    assert scripts[name].with_suffix(".py.code").read_text() == "0", error.read_text() if error.exists() else "it died"

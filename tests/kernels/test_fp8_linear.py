@@ -14,6 +14,7 @@ from batchspec.kernels.gemm.fp8_tiles import Fp8Tile, candidates, fp8_tile, orde
 from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens, quantise_tokens
 from batchspec.kernels.gemm.split_k import counters
 from tests.interpreter import dots_of_one_order
+from tests.kernels.covering import covering
 from tests.kernels.moe_cases import assert_near, fp8_tolerance, noise
 
 TILE = Fp8Tile(16, 64, 2, 4)
@@ -143,8 +144,7 @@ def test_the_rule_fills_an_h200_at_few_tokens(rows: int, k: int, programs: int) 
     assert -(-rows // tile.block_n) * tile.split == programs
 
 
-@pytest.mark.parametrize("scales_of", SCALES)
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("scales_of", "with_bias"), covering(SCALES, [False, True]))
 def test_a_token_has_the_same_bits_in_every_number_of_tokens_and_in_any_order(
     scales_of: str, with_bias: bool, device: torch.device
 ) -> None:

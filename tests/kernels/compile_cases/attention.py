@@ -151,4 +151,8 @@ CASES.seldom |= {
     "verify_kernel bf16 D=64, tile 64, window 128, grouped False, tree False, early True, sinks True",
     "verify_kernel e4m3 D=128, tile 64, window 0, grouped True, tree False, early True, sinks False",
     "verify_kernel e4m3 D=128, tile 16, window 0, grouped False, tree False, early True, sinks False",
+    "verify_kernel e4m3 D=64, tile 128, window 0, grouped True, tree False, early False, sinks False",
+    "ordered_attention_kernel bf16 D=128, tile 64, window 0, grouped True",
+    "ordered_attention_kernel fp8e4nv D=128, tile 16, window 0, grouped False",
+    "ordered_prefill_kernel bf16 D=128, window 0, parted True",
 }

@@ -70,5 +70,8 @@ CASES.seldom |= {
     "linear_kernel linear bf16, TMA False, split True",
     "linear_kernel swiglu bf16, TMA False, split False",
     "fp8_linear_kernel blocked True, split False, 128 tokens x 64, 4 warps",
+    "fp8_linear_kernel blocked True, split False, 16 tokens x 128, 4 warps",
+    "fp8_linear_kernel blocked False, split False, 128 tokens x 64, 4 warps",
+    "fp8_linear_kernel blocked False, split False, 64 tokens x 64, 4 warps",
     "fp8_linear_kernel blocked True, split True, 64 tokens x 128, 8 warps",
 }
