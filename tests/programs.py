@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from batchspec.child_process import START
+from batchspec.child_process import BOOTSTRAP
 
 
 def run_program(words: Sequence[str]) -> int:
@@ -38,7 +38,7 @@ def run_program(words: Sequence[str]) -> int:
     return 0
 
 
-# The child has the modules of its server, and need not find them: `START` is left out.
+# `BOOTSTRAP` is left out: the forked child has the modules of its server already.
 class ForkedPopen(subprocess.Popen[str]):
     """`Popen([sys.executable, *words])` of a process without other threads: a child that is forked, and does not start anew.
 
@@ -52,7 +52,7 @@ class ForkedPopen(subprocess.Popen[str]):
         sys.stderr.flush()
 
         def instead_of_exec() -> None:
-            _become_program(words[words.index(START) + 3 :] if START in words else words[1:], env, pass_fds)
+            _become_program(words[words.index(BOOTSTRAP) + 3 :] if BOOTSTRAP in words else words[1:], env, pass_fds)
 
         super().__init__(words, env=env, pass_fds=pass_fds, preexec_fn=instead_of_exec, **rest)
 
