@@ -39,8 +39,8 @@ def run_program(words: Sequence[str]) -> int:
 
 
 def program_words(words: Sequence[str]) -> Sequence[str]:
-    """Those of [sys.executable, *words] that name the program and its arguments: `BOOTSTRAP` sets the paths of modules that a forked
-    child has already."""
+    """Those of [sys.executable, *words] that name the program and its arguments. `BOOTSTRAP` is left out: a forked child has the
+    modules of its server already."""
     assert words[0] == sys.executable
     return words[words.index(BOOTSTRAP) + 3 :] if BOOTSTRAP in words else words[1:]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 from hypothesis import given
@@ -69,6 +70,44 @@ def test_a_stream_that_ends_early_yields_every_request_that_was_taken() -> None:
     ahead = Prefetcher(iter(asked), lambda: 100, most=10)
     ahead.take(8)
     assert list(ahead) == asked
+
+
+def test_a_stream_that_has_ended_is_freed() -> None:
+    """An engine keeps its last run until the next one begins; it shall not keep the rows of that run's caller."""
+
+    class Stream(Iterator[Request]):
+        def __next__(self) -> Request:
+            raise StopIteration
+
+        def num_ready(self) -> int:
+            return 1
+
+    for takes in (True, False):
+        stream = Stream()
+        alive, ahead = weakref.ref(stream), Prefetcher(stream, stream.num_ready, most=1)
+        del stream
+        assert alive() is not None
+        if takes:
+            ahead.take(1)
+        else:
+            assert next(ahead, None) is None
+        assert alive() is None
+
+
+def test_no_more_is_taken_than_ready_when_one_request_uses_up_several() -> None:
+    """Rows for which no time is left are dropped when the stream is asked for the next one."""
+    left = list(range(5))
+
+    def stream() -> Iterator[Request]:
+        while left:
+            one = left.pop()
+            if left:
+                left.pop()
+            yield request(one, [1], cap=1)
+
+    ahead = Prefetcher(stream(), lambda: len(left) - 1, most=10)
+    ahead.take(10)
+    assert ahead.num_taken == 2
 
 
 @given(

@@ -22,7 +22,7 @@ from batchspec.engine.engine_run import EngineRun
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.waiting import WaitingRequests
 from batchspec.errors import EngineInUse
-from batchspec.records import Request
+from batchspec.records import Request, Snapshot
 from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_target
 from tests.moe_models import ids_of
 
@@ -82,6 +82,40 @@ def test_no_prefix_is_kept_over_new_weights_or_scales() -> None:
     with engine.changing_target():
         pass
     assert {done.cached_tokens for done in engine.run(iter(rows()))} == {0}
+
+
+def test_requests_that_end_at_once_make_the_engine_prefetch_none_that_is_not_ready() -> None:
+    """They need no slot, so others could enter in their place; but to ask for those might wait."""
+    ended = Snapshot(
+        row_index=0, sample_index=0, shard=0, tokens=(5, 6), num_prefills=1, cached_tokens=0, accepted=(1,), drafted=(1,),
+        prefill_s=0, decode_s=0,
+    )  # fmt: skip
+    first = [request(i, [1, 2], cap=9) for i in range(8)]
+    at_once = [replace(request(8 + i, [1, 2], cap=2), resumed=replace(ended, row_index=8 + i)) for i in range(4)]
+    asked, num_ready, num_given, prefetching = [*first, *at_once, request(12, [1, 2], cap=2)], 12, 0, False
+    too_early = list[str]()
+
+    def stream() -> Iterator[Request]:
+        nonlocal num_given
+        for one in asked:
+            if prefetching and num_given >= num_ready:
+                too_early.append(one.request_id)
+            num_given += 1
+            yield one
+
+    engine, take_ahead = Engine(tiny_target(), NoDrafter(), packed(slots=3), device=DEVICE), EngineRun.take_ahead
+
+    def noted(run: EngineRun) -> None:
+        nonlocal prefetching
+        prefetching = True
+        take_ahead(run)
+        prefetching = False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineRun, "take_ahead", noted)
+        done = list(engine.run(stream(), num_ready=lambda: max(0, num_ready - num_given)))
+    assert sorted(one.row_index for one in done) == list(range(len(asked)))
+    assert too_early == []
 
 
 class Chains:

@@ -135,7 +135,11 @@ class EngineRun:
         """Prefetch some requests, if their stream gives them without waiting, and prepare those that the next refills need, so
         that a refill takes the host less time. Call it after each result, while the device computes."""
         self._requests.take(PREFETCHED_PER_ROUND)
-        self._allocator.take_ahead(min(PREFETCHED_PER_ROUND, self._requests.num_taken))
+        self._requests.only_taken = True  # the allocator asks for another request where one ends at once and needs no slot
+        try:
+            self._allocator.take_ahead(PREFETCHED_PER_ROUND)
+        finally:
+            self._requests.only_taken = False
 
     def process(
         self, launch: Launch, result: PendingResult, slots: Slots, log: RoundLog, now: float

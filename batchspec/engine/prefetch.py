@@ -28,9 +28,13 @@ class Prefetcher(Iterator[Request | None]):
     def __init__(self, requests: Iterator[Request | None], num_ready: Callable[[], int] | None, *, most: int) -> None:
         self._requests, self._num_ready, self._most = requests, num_ready or partial(operator.length_hint, requests), most
         self._taken: deque[Request | None] = deque()
+        self.only_taken = False
+        """While set, `__next__` returns None instead of a request that is not prefetched."""
 
     def __next__(self) -> Request | None:
-        return self._taken.popleft() if self._taken else next(self._requests)
+        if self._taken:
+            return self._taken.popleft()
+        return None if self.only_taken else self._next()
 
     @property
     def num_taken(self) -> int:
@@ -39,8 +43,17 @@ class Prefetcher(Iterator[Request | None]):
 
     def take(self, count: int) -> None:
         """Prefetch up to `count` requests, within the limit, and only requests that are ready."""
-        for _ in range(min(count, self._most - len(self._taken), self._num_ready())):
+        for _ in range(min(count, self._most - len(self._taken))):
+            if self._num_ready() <= 0:  # one request may use up several: rows for which no time is left
+                return
             try:
-                self._taken.append(next(self._requests))
+                self._taken.append(self._next())
             except StopIteration:  # the stream also ends when the run has no time for more rows
                 return
+
+    def _next(self) -> Request | None:
+        try:
+            return next(self._requests)
+        except StopIteration:  # free what the stream holds, such as the rows of a call: an engine keeps its last run
+            self._requests, self._num_ready = iter(()), lambda: 0
+            raise
