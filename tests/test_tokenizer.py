@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from batchspec.errors import CheckpointError
 from batchspec.model import templates
@@ -191,10 +192,35 @@ def test_older_files_declare_tokens_too(folder: Path) -> None:
     assert older.eos_ids == (oracle(folder).eos_token_id,) == (2,)
 
 
+class OtherVersion:
+    """The package tokenizers, but for the form in which it writes a tokenizer."""
+
+    __version__ = "9"
+
+    class Tokenizer:
+        def __init__(self, same: Any) -> None:
+            self._same = same
+
+        @classmethod
+        def from_str(cls, text: str) -> OtherVersion.Tokenizer:
+            return cls(tokenizers.Tokenizer.from_str(text))
+
+        def to_str(self) -> str:
+            return json.dumps(json.loads(self._same.to_str()), indent=3)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._same, name)
+
+
 def test_a_declared_token_changes_the_fingerprint(folder: Path) -> None:
     before = Tokenizer(folder).fingerprint
     assert Tokenizer(changed(folder, added_tokens_decoder={"2": token("<|im_end|>")})).fingerprint == before
-    assert Tokenizer(changed(folder, added_tokens_decoder={"320": token("<|new|>")})).fingerprint != before
+    after = Tokenizer(changed(folder, added_tokens_decoder={"320": token("<|new|>")})).fingerprint
+    assert after != before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_module, "tokenizers", OtherVersion)
+        assert Tokenizer(folder).fingerprint == after, "another version of tokenizers writes the same tokenizer in another form"
+    assert Tokenizer(changed(folder, added_tokens_decoder={"320": token("<|new|>", rstrip=True)})).fingerprint != after
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,10 @@ def special_tokens(config: Json) -> dict[str, Any]:
     return found
 
 
-def add_declared(tokenizer: tokenizers.Tokenizer, folder: Path, config: Json, special: Json) -> bool:
-    """Add the tokens that are declared and missing, and mark those as special that have a name, such as eos_token. Returns
-    whether that changed the tokenizer.
+def add_declared(tokenizer: tokenizers.Tokenizer, folder: Path, config: Json, special: Json) -> list[Any]:
+    """Add the tokens that are declared and missing, and mark those as special that have a name, such as eos_token.
+
+    Returns (content, flags) of the changed tokens, empty if tokenizer.json has all.
 
     special  the result of `special_tokens`: tokens without declared ids
     Raises CheckpointError for malformed declarations, and for a missing token that does not get its declared id.
@@ -69,7 +70,7 @@ def add_declared(tokenizer: tokenizers.Tokenizer, folder: Path, config: Json, sp
     plain = [token for token in tokenizer.get_added_tokens_decoder().values() if token.content in named and not token.special]
     if plain:
         tokenizer.add_special_tokens([_token(**{**_flags(token), "special": True}) for token in plain])
-    return bool(added or plain)
+    return [_facts(token) for token in (*added, *plain)]
 
 
 def _declared(folder: Path, config: Json, names: Collection[str], present: Collection[str]) -> dict[int, AddedToken]:

@@ -64,9 +64,8 @@ class Tokenizer:
         self._tokenizer.no_padding()
         config = tokenizer_config(folder)
         self._variables = special_tokens(config)
-        if add_declared(self._tokenizer, folder, config, self._variables):
-            text = self._tokenizer.to_str()
-        self._bound = text_bound(json.loads(text))
+        added_later = add_declared(self._tokenizer, folder, config, self._variables)
+        self._bound = text_bound(json.loads(self._tokenizer.to_str() if added_later else text))
         sources = _template_sources(folder, config, chat_template)
         self._templates = Templates(sources, shown(folder), date=date)
         added = self._tokenizer.get_added_tokens_decoder()
@@ -74,7 +73,8 @@ class Tokenizer:
         self.added_ids = {token.content: index for index, token in added.items()}
         eos = self._tokenizer.token_to_id(self._variables.get("eos_token", ""))
         self.eos_ids = () if eos is None else (eos,)
-        self.fingerprint = sha256(json.dumps([text, self._variables, sources], sort_keys=True).encode()).hexdigest()
+        defined = [text, self._variables, sources, *added_later]  # of files, so that it outlives a version of tokenizers
+        self.fingerprint = sha256(json.dumps(defined, sort_keys=True).encode()).hexdigest()
 
     @property
     def has_chat_template(self) -> bool:
