@@ -7,8 +7,8 @@ import sys
 __version__ = "0.2.0"
 
 
-def _locates() -> bool:
-    """Whether this is `python -m batchspec...`, which imports this package to locate its module."""
+def _imported_by_dash_m() -> bool:
+    """Whether `python -m batchspec...` imports this package in order to find the module that it will run."""
     words = sys.orig_argv
     return (
         sys.argv[:1] == ["-m"]
@@ -18,8 +18,8 @@ def _locates() -> bool:
     )
 
 
-if _locates():  # before any other import
-    # -m puts the working directory first: a file random.py in it would be imported for Python's own.
+if _imported_by_dash_m():  # before any other import
+    # -m puts the working directory first in sys.path: a file random.py there would be imported instead of Python's module.
     sys.path.append(sys.path.pop(0))
 
 from typing import TYPE_CHECKING, Any  # noqa: E402

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 BLOCKED_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
 """Signals that a batch system or a terminal sends to all processes of a job."""
-START = """
+BOOTSTRAP = """
 import sys
 root, paths, option, program = sys.argv[1:5]
 del sys.argv[1:5]
@@ -32,8 +32,8 @@ if option == "-m":
 else:
     exec(program, {"__name__": "__main__"})
 """
-"""What a child process of batchspec begins with. The folder that holds the package batchspec is given, not searched for: if that
-is the working directory, another version may be installed."""
+"""The program that each child process runs first: it sets `sys.path` and imports batchspec from its parent's folder. That folder
+is an argument, because a search that has the working directory last might find another version, which is installed."""
 PASSED_ENVIRONMENT = ("PATH", "TZ", "PYTHON", "LD_LIBRARY_PATH", "LANG", "LC_")
 """Prefixes of the environment variables that a process that computes from input gets: credentials are not passed on."""
 
@@ -48,14 +48,14 @@ def signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def python(option: str, program: str, *arguments: str) -> list[str]:
-    """The words that start `python -m PROGRAM` or `python -c PROGRAM`; more arguments of the program may follow.
+def python_command(option: str, program: str, *arguments: str) -> list[str]:
+    """The command that starts `python -m PROGRAM` or `python -c PROGRAM`; the caller may append arguments of the program.
 
-    It imports batchspec from where this process did, and other modules from where this process does, but from the working
-    directory and the folder of a main script last: a file named like a module of Python or of a dependency has no effect.
+    The child imports batchspec from the same folder as this process, and other modules by this process's `sys.path`, but with
+    the working directory and the main script's folder last: files there do not shadow modules of Python or of a dependency.
     """
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    return [sys.executable, "-P", "-c", START, root, repr(import_paths()), option, program, *arguments]
+    return [sys.executable, "-P", "-c", BOOTSTRAP, root, repr(import_paths()), option, program, *arguments]
 
 
 def import_paths() -> list[str]:
@@ -66,14 +66,14 @@ def import_paths() -> list[str]:
 
 
 def start_module(module: str, **environment: str) -> subprocess.Popen[bytes]:
-    """Start a module, which computes from input, with pipes to its input and output.
+    """Start a module that processes the job's input, with pipes to its standard input and output.
 
-    It has `environment` besides the variables of PASSED_ENVIRONMENT.
+    Its environment is `environment` and the variables of PASSED_ENVIRONMENT.
     """
     environ = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ENVIRONMENT)}
     with signals_blocked():
         return subprocess.Popen(
-            python("-m", module), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            python_command("-m", module), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             env=environ | environment,
         )  # fmt: skip
 

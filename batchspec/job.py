@@ -67,7 +67,7 @@ def run_job(
     watchdog  watches this process; None: nothing ends a run that hangs
     """
     watchdog = watchdog or Watchdog(0.0)
-    watchdog.load()
+    watchdog.begin_loading()
     start_up = StartUp()
     start_up.done("imports and configuration")
     check_push_key(config.output)
@@ -125,7 +125,7 @@ def compute(
     make      makes the engine; called when every check has passed
     retry     begins a retry: only its shards are computed
     start_up  the phases of the run so far
-    watchdog  as of `run_job`
+    watchdog  as for `run_job`
     Raises what `ShardRunner.run` raises.
     """
     began, start_up = time.perf_counter(), start_up or StartUp()

@@ -97,13 +97,13 @@ class Ask:
 class Recheck(NamedTuple):
     """Asks how many of these tokens, the whole output of a row, are allowed from `state` on, in which the output begins.
 
-    num_left_out  of the first bytes of the tokens, so many are not read: whether an answer matches without them
+    num_skipped_bytes  number of bytes at the beginning of the tokens that are not read: does the answer match without them?
     """
 
     automaton: LazyAutomaton
     state: int
     tokens: tuple[int, ...]
-    num_left_out: int = 0
+    num_skipped_bytes: int = 0
 
 
 class MachineError(str):

@@ -202,11 +202,11 @@ def load_engine(
 def prepare_engine(
     engine: Engine, mode: SamplingMode, seen: Survey, num_rows: int, window_rows: int, *, most_rounds: int | None = None
 ) -> None:
-    """On a GPU, compile the kernels, and capture and time the graphs, that rows like those of a survey will most likely need.
+    """On a GPU, compile the kernels and capture and time the graphs that rows like the surveyed ones will most likely need.
 
-    seen                  the survey; if it is empty, only its `shares_prefix` counts
-    num_rows, window_rows  as of `Survey.expected_rows`
-    most_rounds           as of `Engine.prepare`
+    seen                   the survey; if it is empty, only its `shares_prefix` counts
+    num_rows, window_rows  as for `Survey.expected_rows`
+    most_rounds            as for `Engine.prepare`
     """
     if engine.target.device.type == "cuda":
         expected = seen.expected_rows(num_rows, window_rows)

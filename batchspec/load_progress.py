@@ -1,7 +1,7 @@
-"""Whether the loading of a model still moves: steps that this process counts, and what the system shows of any process.
+"""Whether loading a model makes progress: steps that this process counts, and the activity of any process, which /proc shows.
 
-Loading takes a second or a day, as disks, networks and compilers have it. So nothing limits its duration, only the time in which
-nothing moves (`supervise/watchdog.py`). Used CPU time is no movement: a thread that waits for a GPU in a loop uses it too.
+Loading takes a second or a day, depending on disks, networks and compilers. So its duration has no limit; only the time without
+progress has one (`supervise/watchdog.py`). CPU time is not progress: a thread that polls a GPU uses it too.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from contextlib import suppress
 from pathlib import Path
 
 READ_BYTES, WRITTEN_BYTES, RESIDENT_BYTES = 1 << 12, 1 << 18, 1 << 16
-"""Fewer bytes are no movement. A process that hangs reads nothing, but its progress lines come to some kilobytes an hour, and the
-memory that its other threads use changes a little."""
+"""Fewer bytes are not progress. A process that hangs reads nothing, but it still writes progress lines, some kilobytes an hour,
+and the memory of its other threads changes a little."""
 _num_steps = 0
 
 
 def step() -> None:
     """Count a step of loading: a tensor was read, a graph was captured, a phase has ended. Any thread may call it."""
     global _num_steps
-    _num_steps += 1  # if two threads count at once, one step is lost; the number has changed all the same
+    _num_steps += 1  # even if two threads count at once and one step is lost, the number has changed
 
 
 def num_steps() -> int:
-    """Number of steps so far. It counts none of a long step's parts, which `Activity` shows."""
+    """Number of steps so far. Within a long step only `Activity` shows progress."""
     return _num_steps
 
 
 class Activity:
-    """Shows whether a process moves anything: pages of mapped files that come into memory, bytes that it reads and writes, and of
-    this process also the work of its children.
+    """Detects progress of a process by page faults, resident memory, and bytes read and written; of this process also by the CPU
+    time of its children.
 
-    Weights come as pages of mapped files. Compiled kernels and downloads are written to files. Children, which compile and
-    tokenise, compute nothing while they wait. Where /proc is missing, or shows nothing of the process, there is no movement.
+    Weights are pages of mapped files. Compiled kernels and downloads are written to files. Children, which compile and tokenise,
+    use no CPU time while they wait. If /proc is missing or does not show the process, no progress is found.
     """
 
     def __init__(self, pid: int | None = None) -> None:
@@ -41,13 +41,13 @@ class Activity:
         self._is_self, self._own_bytes = pid is None, 0
         self._before: list[int] = []
 
-    def moved(self) -> bool:
-        """Whether there was a movement since the last call that found one; the first call finds one."""
+    def made_progress(self) -> bool:
+        """Whether there was progress since the last call that found some; the first call finds some."""
         try:
-            now = self._look()
+            now = self._read_counters()
         except (OSError, ValueError, IndexError, KeyError):
             return False
-        # What has become less, as memory that the system takes back, is counted from there.
+        # A counter may fall: the system reclaims memory, children end. Progress is then counted from the lower value.
         self._before = [min(pair) for pair in zip(self._before, now, strict=False)]
         least = (1, READ_BYTES, WRITTEN_BYTES, RESIDENT_BYTES // _PAGE_BYTES, _TICKS)
         if self._before and all(new - old < much for new, old, much in zip(now, self._before, least, strict=True)):
@@ -55,9 +55,9 @@ class Activity:
         self._before = now
         return True
 
-    def _look(self) -> list[int]:
-        """Page faults that waited for a disk; bytes read, without those of this function; bytes written; pages in memory, which
-        alone show what is mapped from a file system in user space; clock ticks that the children have computed."""
+    def _read_counters(self) -> list[int]:
+        """Major page faults; bytes read, without those that this method reads; bytes written; resident pages, which alone show
+        reads of files that are mapped from a file system in user space; CPU time of the children in clock ticks."""
         faults, resident = int(_fields(self._read("stat"))[9]), int(self._read("statm").split()[1])
         children = self._children_ticks() if self._is_self else 0
         own_bytes = self._own_bytes

@@ -67,7 +67,7 @@ def run_here(
 
     group     the processes that compute the model together, which this one leads
     watchdog  watches this process already; None: one is made
-    parent    of a process without a group, the channel on which its parent sees whether it runs
+    parent    channel on which the parent of a process without a group reads its liveness counter; None: no parent watches it
     Raises ConfigError if the job needs a GPU and there is none, and as `run_job` does.
     """
     if config.requires_gpu:
@@ -85,7 +85,7 @@ def run_here(
 
         from batchspec.job import run_job
         from batchspec.supervise.watchdog import Watchdog, limit_s
-    if parent is not None:  # only now, because importing torch may hold Python's lock for longer than the watchdog's limit
+    if parent is not None:  # not earlier: importing torch may hold the GIL for longer than the watchdog's limit
         parent.start_liveness_thread()
     if config.device != "cpu":
         begin_compiler_hash()

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from batchspec.child_process import START
+from batchspec.child_process import BOOTSTRAP
 
 
 def run_program(words: Sequence[str]) -> int:
@@ -39,10 +39,10 @@ def run_program(words: Sequence[str]) -> int:
 
 
 def program_words(words: Sequence[str]) -> Sequence[str]:
-    """Those of [sys.executable, *words] that name the program and its arguments: `START` sets the paths of modules that a forked
-    child has already."""
+    """The part of [sys.executable, *words] that names the program and its arguments, without `BOOTSTRAP`: a forked child has the
+    modules already."""
     assert words[0] == sys.executable
-    return words[words.index(START) + 3 :] if START in words else words[1:]
+    return words[words.index(BOOTSTRAP) + 3 :] if BOOTSTRAP in words else words[1:]
 
 
 class ForkedPopen(subprocess.Popen[str]):

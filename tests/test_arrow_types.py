@@ -123,7 +123,7 @@ def test_a_column_is_in_the_output_as_it_was_in_the_input(job: Path, name: str) 
     assert found.equals(expected)
 
 
-def test_commands_take_a_job_with_columns_of_every_type(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_accepts_columns_of_every_type(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, few = str(job / "out"), tmp_path / "few"
     exports = [
         ["export", out, "--status", "ok,truncated", "--to", to, str(tmp_path / f"{to}.jsonl")] for to in ("chat", "openai")

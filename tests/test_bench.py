@@ -272,7 +272,7 @@ def test_requests_that_outnumber_the_slots_stream_through_them(shape: Path, tmp_
     assert "decode_tok_s" not in row
 
 
-def test_the_engine_is_prepared_and_fed_as_that_of_a_job(shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_is_prepared_and_fed_as_in_a_job(shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken, prepared = count_waiting(monkeypatch), list[tuple[SamplingMode, Survey, int, int]]()
 
     def note(engine: Engine, mode: SamplingMode, seen: Survey, num_rows: int, window_rows: int) -> None:

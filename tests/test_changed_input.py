@@ -116,8 +116,8 @@ def test_an_input_that_changes_ends_the_run_before_a_row_of_it_is_committed(
 def test_the_commit_checks_the_input_once_more(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:  # fmt: skip
-    """All is read at once and right; then the file changes, before anything is committed. A shard's file that was written
-    meanwhile, by a worker process too, does not stay."""
+    """All rows are read before the file changes, and nothing is committed by then. A shard's file that was written meanwhile,
+    also one of a worker process, is deleted."""
     path = tmp_path / "in.parquet"
     path.write_bytes(as_parquet())
     commit = decode_shards.commit_shard

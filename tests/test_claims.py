@@ -291,7 +291,7 @@ def test_the_folder_goes_when_the_job_is_complete(tmp_path: Path) -> None:
     assert module.STALE_S > 2 * 60
 
 
-def test_rounds_go_on_while_the_store_takes_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_do_not_wait_for_a_slow_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's thread asks after every round; one renewal at a time is under way."""
     clock, answers, asked = Clock(), threading.Event(), list[str]()
     one = open_claims(tmp_path, "a", clock)
@@ -316,7 +316,7 @@ def test_rounds_go_on_while_the_store_takes_its_time(tmp_path: Path, monkeypatch
     assert counter_of(tmp_path, 0) == 2, "it was overdue"
 
 
-def test_the_claim_on_a_shard_that_is_committed_during_a_renewal_is_not_taken_up_again(
+def test_the_claim_on_a_shard_that_is_committed_during_a_renewal_is_not_renewed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, answers = Clock(), threading.Event()
@@ -358,7 +358,7 @@ def test_an_error_of_a_renewal_ends_the_run_after_the_next_round(tmp_path: Path,
 
 
 class Turns:
-    """Threads that wait for their turn before each operation of a store. `play` gives one turn after the other."""
+    """Runs threads in a chosen order: each waits for its turn before each operation of a store; `play` gives the turns."""
 
     def __init__(self) -> None:
         self._changed, self._own, self._turn = threading.Condition(), threading.local(), ""
@@ -376,7 +376,7 @@ class Turns:
         threading.Thread(target=run, daemon=True).start()
 
     def wait(self) -> None:
-        """Of a thread that was not started here, nothing."""
+        """Wait for this thread's turn; a thread that was not started here does not wait."""
         if not hasattr(self._own, "name") or getattr(self._own, "at_once", False):
             return
         self._become("waits")
@@ -385,7 +385,7 @@ class Turns:
             self._turn = ""
 
     def at_once(self, act: Callable[[], T]) -> T:
-        """What `act` does, in one turn."""
+        """Call `act`, with all its operations in one turn."""
         self.wait()
         self._own.at_once = True
         try:
@@ -394,7 +394,7 @@ class Turns:
             self._own.at_once = False
 
     def blocked(self, act: Callable[[], T]) -> T:
-        """`act` waits for another of the threads."""
+        """Call `act`, which waits for another of the threads."""
         self._become("blocked")
         try:
             return act()
@@ -402,7 +402,7 @@ class Turns:
             self._become("runs")
 
     def play(self, choices: Sequence[int]) -> None:
-        """Until all have ended. The choices say whose turn it is, of those that wait; then they are repeated."""
+        """Give turns until all threads have ended. Each choice picks one of the waiting threads; the choices are repeated."""
         for choice in itertools.cycle(choices):
             with self._changed:
                 assert self._changed.wait_for(self._is_still, 60), self._states
@@ -426,7 +426,7 @@ class Turns:
 
 @given(choices=st.lists(st.integers(0, 5), min_size=1, max_size=30))
 @settings(deadline=None, max_examples=60)
-def test_in_whatever_order_a_renewal_and_a_takeover_come_each_row_is_there_once_and_nothing_seems_crashed(
+def test_in_any_order_of_renewal_and_takeover_each_row_is_written_once_and_no_claim_looks_crashed(
     choices: list[int],
 ) -> None:
     """One run renews in a thread while it commits shard 0 and ends; another one finds its claims stale and takes shard 0 over.
@@ -458,7 +458,7 @@ def test_in_whatever_order_a_renewal_and_a_takeover_come_each_row_is_there_once_
 
         for name in ("list", "read", "put", "put_if_absent"):
             patch.setattr(LocalStore, name, gated(getattr(LocalStore, name), turns))
-        patch.setattr(module, "_begun", in_turns)
+        patch.setattr(module, "_in_thread", in_turns)
         patch.setattr(Claims, "settle", lambda self: turns.blocked(lambda: settle(self)))
 
         def run_first() -> None:

@@ -169,7 +169,7 @@ def test_rope_scaling_hides_all_of_rope_parameters() -> None:
     assert (spec.rope.type, spec.rope.factor, spec.rope.theta) == ("linear", 2.0, 10_000.0)
 
 
-def test_the_only_theta_is_not_hidden_in_silence() -> None:
+def test_a_rope_theta_that_rope_scaling_hides_is_refused() -> None:
     """A file of transformers 5 with the rope_scaling of a model card added: transformers would compute with theta 10000."""
     saved = {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}

@@ -162,7 +162,7 @@ def test_an_answer_that_begins_with_a_space_keeps_it(spaces: Path, defers_text: 
 
 
 @pytest.mark.parametrize(("stop", "cut"), [("lo", " Hel"), (" H", ""), ("H", " ")])
-def test_a_stop_string_is_searched_for_in_the_text_of_the_bytes(tmp_path: Path, stop: str, cut: str) -> None:
+def test_stop_strings_of_a_constrained_answer_are_found_in_its_exact_bytes(tmp_path: Path, stop: str, cut: str) -> None:
     """The space that the decoder drops stays before a stop string, and a stop string may begin with it."""
     folder = byte_fallback(make_checkpoint(tmp_path, "llama", vocab=269, num_hidden_layers=1))
     options = [f"model.path={folder}", "decode.choice=[' Hello']", "decode.max_new_tokens=12", "model.max_len=32"]

@@ -382,7 +382,7 @@ def test_a_key_that_the_user_drops_is_left_out(tmp_path: Path) -> None:
     assert pl.read_parquet(tmp_path / "x.parquet").columns == ["id", "messages"]
 
 
-def test_keys_to_drop_may_be_separated_by_commas_as_statuses_are(tmp_path: Path) -> None:
+def test_keys_to_drop_may_be_separated_by_commas(tmp_path: Path) -> None:
     source = written(tmp_path / "in.jsonl", [request(logprobs=True, top_logprobs=2, tool_choice="none")])
     drop = ["--drop", "logprobs,top_logprobs", "--drop", "tool_choice"]
     assert main(["--from-openai", str(source), str(tmp_path / "x.parquet"), *drop]) == 0

@@ -1,6 +1,6 @@
 """A process that hangs while it loads ends, with its stack; one that loads slowly does not, however long it takes.
 
-The processes are real, and so are their hangs. What a patch changes in the parent, the workers that are forked from it have too.
+The processes are real, and so are their hangs. Workers are forked from the parent, so a patch in the parent changes them too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from batchspec.engine.engine import Engine
 from batchspec.load_progress import RESIDENT_BYTES, WRITTEN_BYTES, Activity
 from batchspec.model.weights import Checkpoint
 from batchspec.supervise import watchdog
-from batchspec.supervise.watchdog import LOADING, Watchdog
+from batchspec.supervise.watchdog import LOAD_FACTOR, Watchdog
 from tests.crews import make_job, tokens
 from tests.forked import run_python
 from tests.runs import put, run_apart
@@ -34,7 +34,7 @@ ROWS = 12
 LIMIT_S = 3
 SLOW = 16
 """Number of tensors whose reading takes twice the limit together; the model has some more."""
-SAID = f"batchspec: while loading, nothing moved for {LOADING * LIMIT_S:g} s (3 times cluster.watchdog_s); the stacks above show"
+SAID = f"batchspec: loading made no progress for {LOAD_FACTOR * LIMIT_S:g} s (3 times cluster.watchdog_s); the stacks above show"
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def stuck() -> None:
 
 
 def at_tensor(number: int, rank: int, act: Callable[[], None], every: bool = False) -> None:
-    """A patch: this process of the run does so before it reads its third tensor, or each of the first SLOW."""
+    """A patch: this process of the run calls `act` before it reads its third tensor, or before each of the first SLOW."""
     stored, count = Checkpoint.stored, [0]
 
     def patched(self: Checkpoint, name: str) -> Tensor:
@@ -88,19 +88,19 @@ def test_a_run_that_hangs_while_it_reads_weights_ends_with_its_stack(
 
 
 def a_while() -> None:
-    time.sleep(2.0 * LIMIT_S * LOADING / SLOW)
+    time.sleep(2.0 * LIMIT_S * LOAD_FACTOR / SLOW)
 
 
-def test_a_load_that_takes_several_times_the_limit_goes_on_while_it_moves(
+def test_a_load_that_takes_several_times_the_limit_goes_on_while_it_makes_progress(
     command: list[str], expected: dict[str, list[int]], tmp_path: Path
 ) -> None:
-    """The other rank of a group waits for the slow one longer than the limit."""
+    """In a group, the other rank waits for the slow one for longer than the limit."""
     for name, more, rank in (("alone", [], 0), ("group", ["cluster.tensor_parallel=2"], 1)):
         began = time.monotonic()
         words = [*command, *more, f"output.dir={tmp_path / name}"]
         code, said = run_apart(words, tmp_path / "log", partial(at_tensor, 0, rank, a_while, every=True))
         assert code == 0, said
-        assert time.monotonic() - began > 2.0 * LIMIT_S * LOADING
+        assert time.monotonic() - began > 2.0 * LIMIT_S * LOAD_FACTOR
         assert tokens(tmp_path / name, ROWS) == expected
 
 
@@ -173,7 +173,7 @@ def dead(rank: int) -> None:
 def test_a_rank_that_hangs_while_it_loads_ends_its_group(
     hang: Callable[[], None], found: str, frame: str, command: list[str], expected: dict[str, list[int]], tmp_path: Path
 ) -> None:
-    """The other rank waits for it in an exchange, or in the rendezvous, for which there is no limit but this."""
+    """The other rank waits for it in an exchange or in the rendezvous, which only the watchdog limits."""
     words = [*command, f"output.dir={tmp_path / 'out'}"]
     code, said = run_apart([*words, "cluster.tensor_parallel=2"], tmp_path / "log", hang)
     assert code == 75, said
@@ -190,7 +190,7 @@ from batchspec.supervise import watchdog
 watchdog.SAVE_S = 0.5
 dog = watchdog.Watchdog(0.2)
 with dog.watching():
-    dog.load()
+    dog.begin_loading()
     time.sleep(0.1)
     ctypes.PyDLL(None).sleep(60)
 """])  # fmt: skip
@@ -216,21 +216,21 @@ def watched(dog: Watchdog, seconds: float, act: Callable[[], object] = lambda: N
 
 
 @pytest.mark.parametrize("load", [True, False])
-def test_steps_keep_a_load_alive_and_no_round(load: bool) -> None:
+def test_steps_are_progress_of_a_load_but_not_of_a_round(load: bool) -> None:
     dog = Watchdog(0.5)
-    (dog.load if load else dog.beat)()
+    (dog.begin_loading if load else dog.beat)()
     assert watched(dog, 4.0, load_progress.step) is not load
     if load:
         dog = Watchdog(0.5)
-        dog.load()
+        dog.begin_loading()
         assert watched(dog, 60.0)
 
 
-def test_nothing_is_expected_of_a_process_that_waits() -> None:
+def test_no_progress_is_expected_at_first_and_after_a_pause() -> None:
     dog = Watchdog(0.2)
     assert not watched(dog, 1.0)
     dog = Watchdog(0.2)
-    dog.load()
+    dog.begin_loading()
     dog.pause()
     assert not watched(dog, 1.0)
 
@@ -240,7 +240,7 @@ def test_a_process_that_was_stopped_gets_the_whole_limit_again(monkeypatch: pyte
     monkeypatch.setattr(watchdog, "PAUSE_S", 5.0)
     skipped = [0.0]
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + skipped[0]))
-    for begin in ("load", "beat"):
+    for begin in ("begin_loading", "beat"):
         dog = Watchdog(3.0)
         getattr(dog, begin)()
 
@@ -251,43 +251,43 @@ def test_a_process_that_was_stopped_gets_the_whole_limit_again(monkeypatch: pyte
         assert not watched(dog, 2.0, partial(suspend, time.monotonic(), skipped[0]))
 
 
-def test_what_children_compute_is_a_movement() -> None:
-    """As of those that compile, or admit the rows of the first shard."""
+def test_cpu_time_of_children_is_progress() -> None:
+    """Such as children that compile, or that admit the rows of the first shard."""
     activity, program = Activity(), "import sys\nfor line in sys.stdin: print(sum(range(int(line))), flush=True)"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin is not None
         assert child.stdout is not None
         for number, expected in ((3 * 10**7, True), (10, False)):
-            while activity.moved():
+            while activity.made_progress():
                 pass
             for _ in range(5):
                 print(number, file=child.stdin, flush=True)
                 assert child.stdout.readline()
-            assert activity.moved() is expected
+            assert activity.made_progress() is expected
         child.stdin.close()
 
 
-def test_bytes_that_come_are_movements_and_busy_threads_are_none(tmp_path: Path) -> None:
+def test_bytes_read_and_written_are_progress_and_busy_threads_are_not(tmp_path: Path) -> None:
     """Bytes of a mapped file that come into memory, from the disk or not, bytes that are read, and bytes that are written."""
     large = tmp_path / "large"
     large.write_bytes(os.urandom(64 * RESIDENT_BYTES))
     activity = Activity()
-    assert activity.moved()
+    assert activity.made_progress()
     ends, total = time.monotonic() + 0.5, 0
     while time.monotonic() < ends:
         total += 1
     for _ in range(1000):  # its own reading of /proc would add up to more than READ_BYTES
-        activity.moved()
-    assert not activity.moved()
+        activity.made_progress()
+    assert not activity.made_progress()
     with large.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
         for part in range(2):
             for place in range(part * 32 * RESIDENT_BYTES, (part + 1) * 32 * RESIDENT_BYTES, 4096):
                 total += mapped[place]
-            assert activity.moved()
-            assert not activity.moved()
+            assert activity.made_progress()
+            assert not activity.made_progress()
     large.read_bytes()
-    assert activity.moved()
+    assert activity.made_progress()
     (tmp_path / "copy").write_bytes(bytes(2 * WRITTEN_BYTES))
-    assert activity.moved()
-    assert not activity.moved()
-    assert not Activity(-1).moved(), "of no process"
+    assert activity.made_progress()
+    assert not activity.made_progress()
+    assert not Activity(-1).made_progress(), "of no process"

@@ -517,7 +517,7 @@ def test_bad_input_is_one_line_exit_code_2_and_nothing_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_says_what_the_model_s_files_ask_for_and_it_does_not_do(
+def test_a_run_tells_what_it_does_not_follow_of_the_model_s_files(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = shutil.copytree(model, tmp_path / "model")

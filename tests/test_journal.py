@@ -279,7 +279,7 @@ def test_a_segment_that_cannot_be_read_costs_its_rows_alone(
 
 
 def test_a_run_that_ends_counts_what_the_next_one_will_read(tmp_path: Path) -> None:
-    """Rows of every segment of this run and of earlier ones: not the last segment's alone, and each row once."""
+    """It counts the rows of all segments, of this run and of earlier ones, and each row once."""
     first = journal(tmp_path, "a")
     first.add(FULL)
     first.flush([LEFT, replace(LEFT, row_index=10)])

@@ -1,4 +1,4 @@
-"""What a job's engine is prepared for before its first row: the mode of its usual rows, and the passes of those surveyed."""
+"""What an engine is prepared for before its first row: the sampling mode of usual rows, the prefill passes of surveyed rows."""
 
 from __future__ import annotations
 

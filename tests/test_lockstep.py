@@ -206,7 +206,7 @@ class Pulse:
     def beat(self) -> None:
         self.read.append(self._end.progress(1).results % RUN)
 
-    def load(self) -> None:
+    def begin_loading(self) -> None:
         self.read.append(-2)
 
     def pause(self) -> None:

@@ -474,7 +474,7 @@ def test_the_error_of_an_unclosed_quote_tells_how_much_text_it_swallowed(tmp_pat
     (tmp_path / "in.csv").write_text(f'id,prompt\n1,a\n2,"b\n{rest}')
     read = Read(tmp_path / "in.csv")
     assert read.ids == ["1", "in.csv:1"]
-    assert f"a quote in it is never closed, and takes in {lines} after it" in read.errors["in.csv:1"]
+    assert f"a quote in it is never closed: {lines} after it became part of its text" in read.errors["in.csv:1"]
 
 
 def test_half_a_surrogate_pair_costs_the_row_only_where_it_is_the_prompt(tmp_path: Path) -> None:

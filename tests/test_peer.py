@@ -251,10 +251,13 @@ def test_ranks_of_a_job_tell_nccl_the_limit_of_their_watchdog(
         raise RankLost("enough")
 
     monkeypatch.setattr(group, "joined", joined)
-    shows_life = SimpleNamespace(
-        start_liveness_thread=lambda: told.append(-1), is_lost=lambda: False, tell_moves=lambda number: None, moves=lambda: [0, 0]
+    channel = SimpleNamespace(
+        start_liveness_thread=lambda: told.append(-1),
+        is_lost=lambda: False,
+        tell_load_progress=lambda number: None,
+        load_progress=lambda: [0, 0],
     )
-    monkeypatch.setattr(Channel, "of", lambda seat: shows_life)
+    monkeypatch.setattr(Channel, "of", lambda seat: channel)
     assert worker.run_rank(RunConfig(cluster=ClusterConfig(watchdog_s=own)), Seat(1, 2, 9, Path("rendezvous"))) == 75
     assert told == [-1, expected], "it shows life before it joins"
 

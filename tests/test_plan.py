@@ -107,7 +107,7 @@ def test_a_greedy_job_of_a_model_that_recommends_sampling_is_pointed_out(
          "do not follow"),
     ],
 )  # fmt: skip
-def test_what_a_generation_config_says_and_the_job_does_not_do_is_one_line(
+def test_what_the_job_does_not_follow_of_generation_config_is_one_line(
     temperature: float, generation: dict[str, Any], said: str
 ) -> None:
     assert sampling_advice(DecodeConfig(temperature=temperature), read_generation(generation)) == said
@@ -144,7 +144,7 @@ def test_a_model_without_an_end_token_is_pointed_out(decode: DecodeConfig, end_i
 
 
 def test_columns_with_names_of_other_programs_are_pointed_out(job: RunConfig) -> None:
-    """Rows of vLLM's users name their limits max_tokens: copied to the output and read by nothing, in silence."""
+    """A column max_tokens, as vLLM's users name it, would only be copied to the output, without a message."""
     write(job, prompt=["x"], max_tokens=[3], stop_token_ids=[[1]], max_new_tokens=[4], tensor_parallel_size=[2])
     (line,) = [line for line in planned(job).text().splitlines() if line.startswith("columns ")]
     assert line == (

@@ -52,8 +52,8 @@ def numbers(found: list[Request | None]) -> list[int | None]:
     return [None if one is None else one.row_index for one in found]
 
 
-def test_a_feed_whose_requests_wait_for_their_automata_calls_none_of_them_ready() -> None:
-    """Which request is next depends on the automata that are compiled by then, so none is taken ahead."""
+def test_no_request_is_ready_if_requests_wait_for_their_automata() -> None:
+    """Which request is next depends on which automata are compiled by then, so none is prefetched."""
     made = feed([9] * 8, shard_rows=4, slots=2, compiling=Compiles())
     found = made.requests()
     assert next(found) is not None

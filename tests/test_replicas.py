@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from batchspec.child_process import python
+from batchspec.child_process import python_command
 from batchspec.cluster import devices
 from batchspec.commands import plan as plan_command
 from batchspec.commands import ranks as ranks_command
@@ -280,7 +280,7 @@ def test_auto_asks_plan_in_a_process_of_its_own(
 
     monkeypatch.setattr(subprocess, "run", answer)
     assert devices.choose_ranks(config) == 2
-    assert asked == [[*python("-m", "batchspec.commands.ranks"), "2"]]
+    assert asked == [[*python_command("-m", "batchspec.commands.ranks"), "2"]]
     assert "cluster.tensor_parallel=auto: 2 of 2 GPUs for each copy of the model" in capsys.readouterr().err
     refused = subprocess.CompletedProcess([], 2, "", "a warning\nbatchspec: the weights take 300 GB\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: refused)

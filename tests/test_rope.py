@@ -86,7 +86,7 @@ def yarn_factor(**keys: Any) -> float:
     return read_rope(ConfigReader({"rope_scaling": rope}, "config.json"), 131_072).attention_factor
 
 
-def test_deepseek_s_attn_factor_takes_back_that_of_yarn() -> None:
+def test_deepseek_s_attn_factor_cancels_that_of_yarn() -> None:
     """DeepSeek-R1-0528-Qwen3-8B. transformers ignores the key and multiplies cos and sin by 1.14; vLLM and SGLang read it."""
     assert yarn_factor() == pytest.approx(1.0, abs=1e-12)
     assert yarn_factor(attn_factor=None) == pytest.approx(0.1 * math.log(4) + 1, abs=1e-12)
@@ -114,10 +114,10 @@ def test_keys_of_yarn_that_are_not_built_are_refused(keys: dict[str, Any], named
         ("yarn", 4.0, 40_960, 131_072),  # Qwen3 with the rope_scaling of its model card and no other change
         ("yarn", 4.0, 131_072, 131_072),
         ("yarn", 1e6, 40_960, 2**31 - 1),
-        ("linear", 4.0, 16_384, 16_384),  # a file says the length with the extension
+        ("linear", 4.0, 16_384, 16_384),  # max_position_embeddings is the extended length
     ],
 )
-def test_yarn_makes_rows_longer_even_if_the_length_was_left_as_it_is(
+def test_yarn_extends_the_length_even_if_max_position_embeddings_was_not_changed(
     kind: str, factor: float, max_len: int, longest: int
 ) -> None:
     rope = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": 32_768}

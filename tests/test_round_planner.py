@@ -406,7 +406,7 @@ def test_the_first_round_of_a_run_has_the_draft_length_of_its_own_rows(monkeypat
     assert [chosen(one, 4, np.arange(4), np.full(4, 9)).draft_len for _ in range(2)] == [0] * 2
 
 
-def test_the_time_between_two_runs_is_that_of_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_between_two_runs_is_not_the_time_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.03, token=1e-6, replay=1e-3))
     monkeypatch.setattr(PendingResult, "seconds_since", lambda result, began: result.arrived - began)
     one = planner(packed(4), 1)

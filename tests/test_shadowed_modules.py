@@ -11,7 +11,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from batchspec.child_process import import_paths, python
+from batchspec.child_process import import_paths, python_command
 from batchspec.model.templates import Templates
 from tests.runs import make_model
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 DEPENDENCIES = ("numpy", "torch", "polars", "pyarrow", "hydra", "omegaconf", "jinja2", "tokenizers", "safetensors", "msgspec")
 BEFORE = {"abc", "codecs", "collections", "contextlib", "functools", "io", "keyword", "operator", "os", "reprlib", "runpy",
           "site", "stat", "sys", "threading", "types", "warnings"}  # fmt: skip
-"""Modules that `python -m` itself may import before it imports batchspec: nobody but the user can keep it from it (-P)."""
+"""Modules that `python -m` may import before it imports batchspec: only the user can prevent that, by python -P."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def within(hostile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_child_process_imports_nothing_from_the_working_directory(within: None) -> None:
     code = "import random, json, queue, inspect, types, numpy, batchspec, sys; print(batchspec.__file__, sys.argv)"
-    done = subprocess.run([*python("-c", code), "more"], capture_output=True, text=True, check=False)
+    done = subprocess.run([*python_command("-c", code), "more"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"{ROOT}/batchspec/__init__.py ['-c', 'more']\n"
 
@@ -50,13 +50,13 @@ def test_a_template_is_rendered(within: None) -> None:
     assert Templates({"default": "{{ text }}"}, "here").render("default", {"text": "hello"}) == "hello"
 
 
-def test_what_only_the_working_directory_has_is_found_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dependency may lie in it, or batchspec itself, whatever version is installed."""
+def test_a_module_that_only_the_working_directory_has_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dependency may be in it, or batchspec itself, even if another version is installed."""
     (tmp_path / "of_my_own.py").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     assert import_paths()[-1] == str(tmp_path)
-    subprocess.run([*python("-c", "import of_my_own")], check=True)
+    subprocess.run([*python_command("-c", "import of_my_own")], check=True)
 
 
 @pytest.mark.parametrize("program", ["batchspec.run", "batchspec"])

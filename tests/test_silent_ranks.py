@@ -82,7 +82,7 @@ READS = "import sys; file = open('/dev/zero', 'rb')\nfor line in sys.stdin: prin
 
 
 def test_a_rank_that_reads_is_not_silent_although_no_thread_of_it_counts(clock: Clock) -> None:
-    """As one that copies a large tensor from a slow disk, by a call that lets no other thread run."""
+    """Such as one that copies a large tensor from a slow disk by a call that holds the GIL."""
     handle = make_memory()
     channel = Channel(handle, None, 1)
     os.close(handle)
@@ -102,5 +102,5 @@ def test_a_rank_that_reads_is_not_silent_although_no_thread_of_it_counts(clock: 
             return False
 
         assert not found_within(60, 1 << 20)
-        assert found_within(20, 10), "lines of a process that hangs are no movement"
+        assert found_within(20, 10), "the progress lines of a process that hangs are not progress"
         process.stdin.close()

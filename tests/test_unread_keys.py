@@ -1,4 +1,4 @@
-"""Keys of config.json that nothing reads: those that may mean something are told, those of real files are all known."""
+"""Keys of config.json that nothing reads: the user is told about unknown ones; all keys of published files are known."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def test_keys_of_a_part_are_named_with_it() -> None:
     assert unread(rope_scaling={"rope_type": "linear", "factor": 2.0, "beta_fast": 32.0}) == ("rope_scaling.beta_fast=32.0",)
 
 
-def test_a_part_that_another_one_hides_is_named_whole() -> None:
+def test_an_object_that_another_one_hides_is_named_as_a_whole() -> None:
     hidden = {"rope_type": "default", "rope_theta": 5e5}
     assert unread(rope_scaling=YARN, rope_parameters=hidden, rope_theta=5e5) == (f"rope_parameters={json.dumps(hidden)}",)
 
 
-def test_both_ropes_of_gemma_are_read_to_the_end() -> None:
+def test_every_key_of_both_ropes_of_gemma_is_read_or_named() -> None:
     gemma = {"model_type": "gemma3_text", "head_dim": 16, "num_key_value_heads": 2}
     ropes = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},

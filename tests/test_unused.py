@@ -149,8 +149,8 @@ def test_several_completions_of_a_row_need_a_temperature_above_0(model: Path) ->
             opened(model, "prompt", "decode.n=2", **more)
 
 
-def test_a_row_that_cannot_be_read_says_nothing_about_the_columns(model: Path, tmp_path: Path) -> None:
-    """It has no value in any column: neither a temperature above 0, nor a value that no row can use."""
+def test_an_unreadable_row_does_not_count_in_the_checks_of_columns(model: Path, tmp_path: Path) -> None:
+    """It has no value in any column: neither a temperature above 0, nor a value without effect."""
     path, torn = tmp_path / "in.jsonl", '{"prompt": "Sa'
     words = [f"model.path={model}", f"input.path={path}", "decode.max_new_tokens=4", "draft=none", "model.dtype=float64"]
     path.write_text("\n".join(['{"prompt": "Say", "n": 2, "temperature": 0}', torn]))

@@ -125,7 +125,7 @@ def test_a_list_of_texts_is_the_column_prompt(shared: batchspec.Engine) -> None:
         shared.generate(texts[0])
 
 
-def test_a_list_of_texts_may_lack_some(shared: batchspec.Engine) -> None:
+def test_a_list_of_texts_may_hold_none(shared: batchspec.Engine) -> None:
     with_gap = shared.generate(["ab ba", None, ""])
     assert with_gap["status"].to_list()[1:] == ["error", "error"]
     assert [error["code"] for error in with_gap["error"].to_list()[1:]] == ["null_prompt", "empty_prompt"]
@@ -161,7 +161,7 @@ def test_dictionaries_may_hold_objects_as_json_lines_do(shared: batchspec.Engine
             assert any(turn.get(name) == row.get(name) for turn in seen), name
 
 
-def test_rows_are_taken_ahead_as_in_a_job(shared: batchspec.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_are_prefetched_as_in_a_job(shared: batchspec.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = count_waiting(monkeypatch)
     shared.generate(rows())
     assert max(taken) > 1

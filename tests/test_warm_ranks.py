@@ -101,7 +101,7 @@ def test_many_rows_reach_the_leader_in_parts(shared: batchspec.Engine, alone: ba
     assert same(shared.generate(many), alone.generate(many))
 
 
-def test_the_leader_may_take_ahead_what_it_was_given_and_never_asks_for_more() -> None:
+def test_the_leader_prefetches_only_requests_that_it_was_given() -> None:
     given = [request(i, [1], cap=1) for i in range(3)]
     answers: list[Any] = [GoOn(), Given([*given[:2], None], [-1] * 3, [], False), Given(given[2:], [-1], [], True)]
     sent: list[Any] = []

@@ -119,7 +119,7 @@ def test_one_file_beside_the_shards_of_an_index_is_refused(folder: Path) -> None
     assert weight_names(LocalFiles(folder)) == ("model.safetensors",)
     shutil.copy(folder / "model.safetensors", folder / "model-00001-of-00001.safetensors")
     index.write_text(json.dumps({"weight_map": dict.fromkeys(weight_map, "model-00001-of-00001.safetensors")}))
-    with pytest.raises(CheckpointError, match=r"model\.safetensors and model\.safetensors\.index\.json with"):
+    with pytest.raises(CheckpointError, match=r"has model\.safetensors, and model\.safetensors\.index\.json names"):
         weight_names(LocalFiles(folder))
 
 

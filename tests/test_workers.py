@@ -268,12 +268,12 @@ def test_a_rank_that_does_not_run_at_all_is_killed_and_shows_its_stack(
 
 
 def silent_soon() -> None:
-    """A patch: of a worker that does not run the parent knows half a second after the limit."""
+    """A patch: the parent finds a worker that does not run half a second after the limit."""
     put(silent_ranks, "LATER_S", 0.5)
 
 
 def holds_the_interpreter() -> None:
-    """A patch: in its 20th round worker 1 calls what lets no thread run, as C code may that keeps Python's lock."""
+    """A patch: in its 20th round worker 1 calls a C function that holds the GIL, so that none of its threads runs."""
     silent_soon()
     run_round, count = Round.run, [0]
 
@@ -313,7 +313,7 @@ def test_a_worker_that_does_not_run_at_all_is_killed_and_the_other_does_its_shar
 def test_a_job_whose_only_worker_does_not_run_is_resumed(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As in a task of Slurm; also if it was stopped before it had imported anything."""
+    """Such as in a task of Slurm. It is found even if it was stopped before it had imported anything."""
     monkeypatch.setattr(silent_ranks, "LATER_S", 0.2)
     monkeypatch.setattr(silent_ranks, "START_S", 1.0)
     began = time.monotonic()
@@ -323,13 +323,13 @@ def test_a_job_whose_only_worker_does_not_run_is_resumed(
 
 
 class Unkillable(subprocess.Popen[str]):
-    """As of a process that waits for a disk which never answers: no signal ends it."""
+    """A process that no signal ends, such as one that waits for a disk that never answers."""
 
     def send_signal(self, sig: int) -> None:
         assert sig in (signal.SIGABRT, signal.SIGCONT, signal.SIGKILL)
 
 
-def test_a_worker_that_not_even_sigkill_ends_does_not_keep_the_command_from_ending(
+def test_the_command_ends_although_sigkill_does_not_end_a_worker(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(silent_ranks, "LATER_S", 0.2)
@@ -340,11 +340,11 @@ def test_a_worker_that_not_even_sigkill_ends_does_not_keep_the_command_from_endi
     assert supervised(monkeypatch, "print(os.getpid(), flush=True); time.sleep(600)", 1, watchdog_s=1.0) == 75
     out, said = capfd.readouterr()
     os.kill(int(out), signal.SIGKILL)
-    assert f"worker 0 cannot be killed: process {int(out)} waits; left" in said
+    assert f"worker 0 cannot be killed: process {int(out)} waits; the run goes on without it" in said
 
 
 def in_a_group_of_its_own() -> None:
-    """A patch: the run is what a terminal has in the foreground. Pauses of two seconds are long."""
+    """A patch: the run has a process group of its own, as in a shell's foreground, and pauses of two seconds are long."""
     os.setpgid(0, 0)
     silent_soon()
     put(silent_ranks, "PAUSE_S", 2.0)
@@ -353,7 +353,7 @@ def in_a_group_of_its_own() -> None:
 
 @pytest.mark.parametrize("everything", [False, True], ids=["Ctrl-Z and fg", "the machine is suspended"])
 def test_workers_outlive_a_pause_of_their_parent(everything: bool, command: list[str], tmp_path: Path) -> None:
-    """It is much longer than the limit. Workers that were stopped too go on a second after their parent."""
+    """The pause is longer than the limit. Workers that were stopped too continue a second after their parent."""
     out, log = tmp_path / "out", tmp_path / "log"
     words = [*command, f"output.dir={out}", "device=cpu", "cluster.workers=2", "cluster.watchdog_s=4"]
     parent = start_apart(words, log, in_a_group_of_its_own)

@@ -1,4 +1,4 @@
-"""How many requests wait for a slot of an engine: apart from `engines.py`, which must not import the scheduler."""
+"""Counts the requests that wait for a slot. Not in `engines.py`, because that must not import the scheduler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from batchspec.engine.engine_run import EngineRun
 
 def count_waiting(patch: pytest.MonkeyPatch) -> list[int]:
     """A list that gets, after each result of every engine of this process, the number of requests that wait for a slot: 0 or 1
-    if none are taken ahead."""
+    if none are prefetched."""
     counts, take_ahead = list[int](), EngineRun.take_ahead
 
     def counted(run: EngineRun) -> None:

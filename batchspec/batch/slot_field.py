@@ -1,4 +1,4 @@
-"""How one field of `DeviceBatch` is declared: its type and width, and what a slot's row of it begins with."""
+"""Declares a field of `DeviceBatch`: its type, its width, and the values with which a slot's row begins."""
 
 from __future__ import annotations
 

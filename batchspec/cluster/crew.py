@@ -15,7 +15,7 @@ from subprocess import PIPE, STDOUT, Popen
 from typing import IO
 
 from batchspec import terminal
-from batchspec.child_process import python
+from batchspec.child_process import python_command
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import to_json
 from batchspec.distributed.channel import Channel, make_memory, make_rendezvous, path_of
@@ -32,8 +32,8 @@ LEADER_END_S, FOLLOWER_END_S, STACKS_S = 30.0, 3.0, 2.0
 """Seconds that the other processes of a group have to end by themselves after one has ended: the leader saves its work, followers
 have nothing to save. Then SIGABRT makes them print their stacks, and SIGKILL ends them after the same time again."""
 UNKILLABLE_S = 60.0
-"""Seconds after SIGKILL in which a process ends, unless the system itself keeps it waiting, as for a disk that never answers. It
-never runs again, so the run goes on without it."""
+"""Seconds after SIGKILL until the run goes on without a process that has not ended. The system keeps it, for example while a disk
+does not answer; it never runs again."""
 STATES = {
     "R": "runs", "S": "waits", "D": "waits for a device or a file system", "T": "was stopped by a signal",
     "t": "was stopped by a debugger",
@@ -46,7 +46,7 @@ class Worker:
     device: str | None
     process: Popen[str]
     group: Channel
-    """Its group, which may be this worker alone."""
+    """The channel of its group; a worker that computes a model alone is a group of one."""
     rank: int
     """Its rank in its group."""
     code: int | None = None
@@ -54,7 +54,7 @@ class Worker:
     ended_at: float = 0.0
     """Time when its end was noticed, by the monotonic clock."""
     abort_at: float | None = None
-    """Time when the parent sent SIGABRT, because it does not run, or another rank of its group has ended and this one has not."""
+    """Time when the parent sent SIGABRT: the worker did not run, or it did not end after another rank of its group."""
 
     def name(self) -> str:
         rank = "" if self.group.ranks == 1 else f"rank {self.rank} of "
@@ -105,7 +105,7 @@ class Crew:
             env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._num)))
         # A session of its own: Ctrl-C reaches the workers once, through the parent. A single worker has the parent's output.
         process = Popen(
-            [*python(*PROGRAM), str(number), str(self._num if device is None else 1), *seat.words()],
+            [*python_command(*PROGRAM), str(number), str(self._num if device is None else 1), *seat.words()],
             env=env,
             pass_fds=handles,
             stdin=PIPE,
@@ -162,10 +162,10 @@ class Crew:
                 continue
             if (self._num > 1 or worker.code < 0) and first:
                 group = "; its group ends" if self._ranks > 1 else ""
-                notice(f"{worker.name()} {ending(worker.code)}{group}{self._heirs(worker)}")
+                notice(f"{worker.name()} {ending(worker.code)}{group}{self._takeover(worker)}")
 
-    def _heirs(self, worker: Worker) -> str:
-        """The end of a message that the worker is lost: how many others take over."""
+    def _takeover(self, worker: Worker) -> str:
+        """The end of the message about a lost worker: how many other workers take over its shards."""
         left = sum(other.rank == 0 and other.number != worker.number for other in self.live())
         return f"; {left} other{'s take' if left > 1 else ' takes'} its shards over" if left else ""
 
@@ -179,22 +179,23 @@ class Crew:
                     worker.process.kill()
                 if now - worker.abort_at > STACKS_S + UNKILLABLE_S:
                     worker.code, worker.ended_at = -signal.SIGKILL, now
-                    notice(f"{worker.name()} cannot be killed: process {worker.process.pid} {state_of(worker.process.pid)}; left")
+                    what = f"process {worker.process.pid} {state_of(worker.process.pid)}"
+                    notice(f"{worker.name()} cannot be killed: {what}; the run goes on without it")
                 continue
             ended = [mate.ended_at for mate in self._mates(worker) if mate.code is not None]
             if worker.rank in silent.get(worker.number, ()):
                 why = f"has not run for more than {self._watchdog_s:g} s (cluster.watchdog_s)"
-                self._abort(worker, why, self._heirs(worker))
+                self._abort(worker, why, self._takeover(worker))
             elif ended and now - min(ended) > (FOLLOWER_END_S if worker.rank else LEADER_END_S):
                 self._abort(worker, "does not end")
 
-    def _abort(self, worker: Worker, why: str, heirs: str = "") -> None:
+    def _abort(self, worker: Worker, why: str, takeover: str = "") -> None:
         """Make the worker print its stacks; `end_hanging` kills it STACKS_S seconds later."""
         own, leader = worker.group.progress(worker.rank), worker.group.progress(0)
         known = f"process {worker.process.pid} {state_of(worker.process.pid)}"
         if worker.group.ranks > 1:
             known += f", has begun {own.messages} of {leader.messages} steps and read {own.results % (1 << 32)} results"
-        notice(f"{worker.name()} {why}: {known}; killed{heirs}")
+        notice(f"{worker.name()} {why}: {known}; killed{takeover}")
         worker.abort_at = time.monotonic()
         for number in (signal.SIGABRT, signal.SIGCONT):  # a stopped process handles SIGABRT only after SIGCONT
             worker.process.send_signal(number)
@@ -216,7 +217,7 @@ class Crew:
 
 
 def state_of(pid: int) -> str:
-    """What a child process is doing, for people: by the letter of its state in /proc."""
+    """What a process is doing, in words, by the letter of its state in /proc/PID/stat."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):

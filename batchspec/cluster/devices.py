@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 from batchspec import terminal
-from batchspec.child_process import python
+from batchspec.child_process import python_command
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import to_json
 from batchspec.errors import ConfigError
@@ -45,7 +45,7 @@ def choose_ranks(config: RunConfig) -> int:
     if num_gpus < 2:
         return 1
     asked = subprocess.run(
-        [*python("-m", "batchspec.commands.ranks"), str(num_gpus)], input=to_json(config), capture_output=True, text=True,
+        [*python_command("-m", "batchspec.commands.ranks"), str(num_gpus)], input=to_json(config), capture_output=True, text=True,
         check=False,
     )  # fmt: skip
     if asked.returncode != 0:

@@ -1,7 +1,8 @@
 """One worker process: `python -m batchspec.cluster.worker NUMBER SHARING SEAT`, started by crew.py.
 
-NUMBER is for readers of `ps`; SHARING is the number of processes whose K/V pages share the main memory (1 on GPUs). SEAT is the
-process's place in the group that computes the model, four words (`distributed/seat.py`); the group may be this process alone.
+NUMBER is for readers of `ps`; SHARING is the number of processes whose K/V pages share the main memory (1 on GPUs). SEAT, four
+arguments, is the process's rank in the group that computes the model, and how it reaches the other ranks (`distributed/seat.py`).
+A group may have one process.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ def run_rank(config: RunConfig, seat: Seat) -> int:
     from batchspec.runner.follower import run_follower
 
     gpu, channel = config.device != "cpu" and torch.cuda.is_available(), Channel.of(seat)
-    # Only now, because importing torch may hold Python's lock for longer than the watchdog's limit.
+    # Not earlier: importing torch may hold the GIL for longer than the watchdog's limit.
     channel.start_liveness_thread()
     watchdog_s = limit_s(config.cluster.watchdog_s, gpu=gpu)
     watchdog = Watchdog(watchdog_s, lost=channel.is_lost, loads=channel, has_parent=True)
-    watchdog.load()  # the ranks wait for each other without a limit of their own
+    watchdog.begin_loading()  # the ranks wait for each other without a limit of their own
     try:
         with watchdog.watching(), joined(seat, gpu=gpu, nccl_s=nccl_s(watchdog_s)) as group:
             if seat.rank:

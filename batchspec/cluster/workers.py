@@ -4,8 +4,8 @@ With cluster.tensor_parallel a worker is a group of processes that compute one m
 single worker process does: it claims, writes and gets the signals. When one process of a group ends, the group ends.
 
 The parent computes nothing and does not need torch: it starts the workers, passes signals on, reports a worker that died, kills
-one that does not run any more, and ends with one exit code. In a Slurm task it also runs with a single worker, so that it can
-report whatever kills the worker and requeue the task.
+one whose process does not run any more, and ends with one exit code. In a Slurm task it also runs with a single worker, so that
+it can report whatever kills the worker and requeue the task.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The variants in which `batchspec bench` runs a workload: drafter, draft length, temperature and options, as a job's config.
 
 Drafters and engines are made from that config as a job makes them (`draft/spec.py`, `load.build_engine`), and prepared and fed as
-those of a job (`load.prepare_engine`, `Engine.run`). Only the shape of the batch is given, so that no row waits for memory.
+those of a job (`load.prepare_engine`, `Engine.run`). Only the shape of the batch comes from the arguments and
+not from the planner, so that no row waits for memory.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import numpy as np
 
 from batchspec.engine.engine import Engine
 from batchspec.engine.output_processor import EngineTotals
-from batchspec.engine.prefetch import TAKEN_A_ROUND, Prefetcher
+from batchspec.engine.prefetch import PREFETCHED_PER_ROUND, Prefetcher
 from batchspec.garbage import older_objects_frozen
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.survey import Survey
@@ -139,7 +139,7 @@ class StandInEngine:
             totals.rounds += 1
             if self.on_round is not None:
                 self.on_round(totals)
-            self._ahead.take(TAKEN_A_ROUND)
+            self._ahead.take(PREFETCHED_PER_ROUND)
             before, reported = reported, time.thread_time()
             self.pauses_s.append(reported - before)
         self.round_s += reported - began

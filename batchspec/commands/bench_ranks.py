@@ -19,7 +19,7 @@ from typing import NoReturn
 import torch
 
 from batchspec import terminal
-from batchspec.child_process import python
+from batchspec.child_process import python_command
 from batchspec.config.compose import reported
 from batchspec.distributed.channel import Channel, make_memory
 from batchspec.distributed.group import Group, joined
@@ -76,7 +76,7 @@ class Followers:
         # In sessions of their own: Ctrl-C reaches the leader alone, which ends them.
         self._processes = [
             subprocess.Popen(
-                [*python(*PROGRAM), *each.words(), *argv],
+                [*python_command(*PROGRAM), *each.words(), *argv],
                 pass_fds=(each.handle,),
                 stdin=subprocess.PIPE,  # never written to; when it closes, the follower knows that the leader is gone
                 stdout=subprocess.DEVNULL,

@@ -83,7 +83,7 @@ class EngineVariant:
         if self._engine is not None:
             return {}
         engine, num_rows = self.build(), len(self._requests)
-        # Without `most_rounds`: the engine runs again after its last row, with all row buckets.
+        # Without `most_rounds`: the engine runs all rows several times and needs the graphs of all row buckets.
         prepare_engine(engine, self._mode, survey_of(self._requests), num_rows, window_rows=num_rows)
         if automata := self._bench.automata(self._spec):
             self._requests = [following(one, automata[i % len(automata)]) for i, one in enumerate(self._requests)]

@@ -56,7 +56,7 @@ def inspect(output: OutputFolder, request_id: str, sample: int = 0) -> str:
             there = ", ".join(map(str, samples))
             raise OutputError(f"{request_id} has no sample {sample}; --sample may be {there}")
         number = found["row"][samples.index(sample)]
-        table, _ = output.written(index)  # by Arrow, as polars refuses or changes values of some types
+        table, _ = output.written(index)  # read by Arrow: polars refuses or changes values of some types
         row = {name: _value(table.column(name).slice(number, 1)) for name in table.column_names}
         return "\n\n".join(_blocks(row, samples, f"data/{part_name(index)} row {number}", output.manifest))
     among = f"{len(done)} of {output.num_shards} shards are committed"
@@ -67,8 +67,8 @@ def inspect(output: OutputFolder, request_id: str, sample: int = 0) -> str:
 
 
 def _value(cell: pa.ChunkedArray) -> Any:
-    """The value of a column of one row; Arrow's text of it if Python has no such value: nanoseconds, dates after the year
-    9999."""
+    """The Python value of a column with one row; Arrow's text of it if Python cannot represent it, such as nanoseconds or
+    dates after the year 9999."""
     try:
         return cell[0].as_py()
     except (ValueError, OverflowError):

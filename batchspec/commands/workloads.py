@@ -65,7 +65,7 @@ def make_workload(args: argparse.Namespace, device: torch.device, group: Group |
 
 
 def survey_of(requests: Sequence[Request]) -> Survey:
-    """What a job's survey finds about these requests, each of them a row of its own."""
+    """The survey of these requests, each of which counts as one input row."""
     seen = Survey()
     seen.add(len(requests), requests)
     return seen

@@ -24,9 +24,9 @@ OPEN = ("input.columns", "input.template_kwargs", "model.adapters")
 """Dictionaries that accept any key."""
 SCHEMA = "decode.schema"
 MAPS = (*OPEN, SCHEMA, "decode.logit_bias")
-"""Keys whose value is a map: what such a map holds are no keys of the configuration."""
+"""Keys whose value is a map. The names in such a map are not keys of the configuration."""
 _NAME = re.compile(r"[\w/+.$%*@?| -]+", re.ASCII)
-"""The names in a map that Hydra's grammar has a place for; it has none for quotes."""
+"""The names that Hydra's grammar allows in a map; it does not allow quoted names."""
 _PLAIN_LIST = re.compile(r"\[([^\[\]{}'\"]*)\]")
 
 
@@ -39,7 +39,7 @@ def for_hydra(overrides: Sequence[str]) -> list[str]:
 
 
 def overrides_of(options: Mapping[str, Any]) -> list[str]:
-    """Options as Python values, turned into overrides: {"model.path": "MODEL", "draft": "eagle3", "decode": {"n": 2}}.
+    """Turn options with Python values into overrides: {"model.path": "MODEL", "draft": "eagle3", "decode": {"n": 2}}.
 
     Raises ConfigError for a map whose names Hydra cannot read.
     """
@@ -70,13 +70,14 @@ def _text(value: Any) -> str:
 
 
 def _map(key: str, value: Mapping[Any, Any]) -> str:
-    """The map of a key in Hydra's grammar; a schema as JSON text, which any name fits into. Raises ConfigError."""
+    """The map of a key in Hydra's grammar; a schema as JSON text, which may have any names. Raises ConfigError."""
     if key == SCHEMA:
         return _text(json.dumps(value))
     for name in _names(value):
         if not _NAME.fullmatch(str(name)):
             raise ConfigError(
-                f"{key}: the name {str(name)!r} can be given in a recipe only; write the map there, or change the name"
+                f"{key}: Hydra cannot read the name {str(name)!r} in an override; write the map in a recipe, or use a name of "
+                "ASCII letters, digits, spaces and _/+.$%*@?|-"
             )
     return _text(value)
 
@@ -88,7 +89,7 @@ def _names(value: Any) -> list[Any]:
 
 
 def _json_map(value: str) -> dict[str, Any] | None:
-    """The map that is written as JSON; None if it is anything else."""
+    """The map that the text holds as JSON; None if it holds anything else."""
     try:
         found = json.loads(value) if value.startswith("{") else None
     except (ValueError, RecursionError):
@@ -142,7 +143,7 @@ def _in_quotes(value: str) -> str:
 
 
 def list_keys(config: Any, prefix: str = "", kind: str = "list[") -> list[str]:
-    """Keys whose value is a list; with kind `list[str]` only those of text. Any other `kind`: keys whose type begins with it."""
+    """Keys whose type, as text, begins with `kind`: by default lists; `list[str]`: lists of text."""
     found: list[str] = []
     hints = get_type_hints(type(config))
     for item in fields(config):

@@ -275,8 +275,8 @@ class ClusterConfig:
     signal_s: int = 120
     """Seconds before the time limit at which Slurm signals a task, and in which a run saves its state."""
     watchdog_s: float | None = None
-    """Seconds without a finished round after which a run counts as hung and exits with code 75. While it loads, it is three
-    times as many in which nothing is read, compiled or captured. 0 is never; null is 600 on a GPU and 3600 on a CPU."""
+    """Seconds without a finished round after which a run counts as hung and exits with code 75. While it loads, the limit is
+    three times as long, without anything read, written, compiled or captured. 0: no limit; null: 600 on a GPU, 3600 on a CPU."""
     tasks: int = 1
     """submit: number of tasks of the array. They share the shards; the next submission may have another number."""
     gpus: int = 1

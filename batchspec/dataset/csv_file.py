@@ -119,7 +119,7 @@ def _rows(lines: Iterator[bytes]) -> Iterator[list[bytes] | str]:
         except csv.Error as error:
             count, first_line = reader.line_num - first_line, reader.line_num
             if "end of data" in str(error) or "field limit" in str(error):
-                yield f"a quote in it is never closed, and takes in {counted(count - 1, 'line')} after it"
+                yield f"a quote in it is never closed: {counted(count - 1, 'line')} after it became part of its text"
             else:
                 yield f"it is not valid CSV ({error})"
             continue

@@ -92,10 +92,10 @@ class Source(Protocol):
         """
 
     def column(self, name: str) -> Iterator[pa.Array]:
-        """The column in pieces of its type; other columns are not read. An unreadable row may have no value."""
+        """The column in arrays of its type; other columns are not read. An unreadable row may be null."""
 
     def ids(self, name: str) -> Iterator[pa.Array]:
-        """As `column`, of the ids: an unreadable row without a value is a piece of its own, the text of its `derived_id`."""
+        """As `column`, for the column of ids. An unreadable row without an id is a text array of its own: its `derived_id`."""
 
 
 def open_source(config: InputConfig, output_dir: str | None = None) -> Source:

@@ -156,7 +156,7 @@ def _copied_field(field: pa.Field, names: Sequence[str]) -> pa.Field:
 
 @cache
 def _try_copy(kind: pa.DataType, copied: pa.DataType) -> None:
-    """Do what the writer does with a column of this type, without rows: if Arrow cannot, it raises ArrowNotImplementedError here
-    and not after rows were computed."""
+    """Cast, select and write an empty column of this type, as the writer will do with rows. Raises ArrowNotImplementedError if
+    Arrow cannot, before any row is computed."""
     column = pa.nulls(0, kind).cast(copied).take(pa.array([], pa.int64()))
     pq.write_table(pa.table({"column": column}), pa.BufferOutputStream())

@@ -9,7 +9,7 @@ from batchspec.dataset.columns import is_text
 
 
 def valid_text(array: pa.Array) -> pa.Array:
-    """The same values in the same type, with U+FFFD for bytes that are not UTF-8 at any depth; the array itself if all are."""
+    """The same values in the same type, with U+FFFD for invalid UTF-8 at any depth; the array itself if all is valid."""
     try:
         array.validate(full=True)
         return array
@@ -40,7 +40,7 @@ def valid_text(array: pa.Array) -> pa.Array:
 
 
 def _offsets(lists: pa.Array) -> pa.Array:
-    """Where each list begins and ends among the items of `lists.flatten()`."""
+    """int32 or int64 [lists + 1]: where each list begins in `lists.flatten()`, and where the last one ends."""
     lengths = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
     width = pa.int64() if pa.types.is_large_list(lists.type) else pa.int32()
     return pa.array(np.concatenate([[0], np.cumsum(lengths)]), width)

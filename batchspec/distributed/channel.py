@@ -1,9 +1,9 @@
 """Shared memory of a group's processes: the leader's messages to the other ranks, and what each rank reports about itself.
 
 The leader (rank 0) writes a stream of frames into a ring buffer; every follower reads all of them. Each rank has a line of words
-that only it writes: how far it has read, a counter that shows that its process runs, how its loading moves, and digests of its
-newest results. A worker that computes the model alone is a group of one, of which the parent reads the counter. This module does
-not import torch: the parent of the ranks creates the memory, and marks it when a rank has died.
+that only it writes: how far it has read, a liveness counter (its process runs), a counter of its progress in loading, and digests
+of its newest results. A worker that computes the model alone is a group of one: its parent reads the liveness counter. This
+module does not import torch: the parent of the ranks creates the memory, and marks it when a rank has died.
 
 A frame is a length, a checksum and at most FRAME bytes; a message is as many frames as it needs. The checksum is compared because
 a processor may show the new position of the ring before the bytes (x86 does not).
@@ -36,7 +36,7 @@ _HEADER = struct.Struct("<IIQ")
 """Header of a frame: checksum of the rest, bytes in the frame, bytes of the message that follow in later frames."""
 _LINE = 2 * KEPT + 8
 _WRITTEN, _LOST = 0, 1
-_READ, _RESULTS, _MESSAGES, _LIVENESS, _MOVES = 0, 1, 2, 3, 4
+_READ, _RESULTS, _MESSAGES, _LIVENESS, _LOAD_PROGRESS = 0, 1, 2, 3, 4
 _WORDS = 8 + MAX_RANKS * _LINE
 SPINS = 200
 LONGEST_SLEEP_S = 1e-3
@@ -52,8 +52,8 @@ def make_memory() -> int:
 
 
 def make_rendezvous() -> int:
-    """File descriptor of an empty file in memory, in which the ranks of a group find each other. If all processes are killed,
-    nothing of it is left on disk."""
+    """File descriptor of an empty file in memory, by which the ranks of a group find each other. Nothing of it is left on disk,
+    even if all processes are killed."""
     return os.memfd_create("batchspec rendezvous", 0)
 
 
@@ -168,13 +168,13 @@ class Channel:
         """The rank's liveness counter; 0 while its process starts."""
         return int(self._line(rank)[_LIVENESS])
 
-    def tell_moves(self, number: int) -> None:
-        """Tell how many movements of its loading this rank has found (`supervise/watchdog.py`)."""
-        self._line(self.rank)[_MOVES] = number
+    def tell_load_progress(self, number: int) -> None:
+        """Tell how many times this rank has found progress of its loading (`supervise/watchdog.py`)."""
+        self._line(self.rank)[_LOAD_PROGRESS] = number
 
-    def moves(self) -> list[int]:
-        """The number of movements of each rank."""
-        return [int(self._line(rank)[_MOVES]) for rank in range(self.ranks)]
+    def load_progress(self) -> list[int]:
+        """That number of each rank."""
+        return [int(self._line(rank)[_LOAD_PROGRESS]) for rank in range(self.ranks)]
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Wait until `ready()`: at first without sleeping, then in sleeps of at most a millisecond. Raises RankLost."""

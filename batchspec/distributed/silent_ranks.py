@@ -1,4 +1,4 @@
-"""Finds processes that do not run at all, for the parent that started them: ranks of a group, or a worker, a group of one.
+"""Finds, for their parent, processes that do not run at all: ranks of a group. A worker without other ranks is a group of one.
 
 A signal has stopped such a process, or a call lets none of its threads run. It cannot end itself, and if it is the leader, the
 other ranks just wait for its next message. If only the main thread of a rank hangs, the rank's own watchdog ends it.
@@ -17,8 +17,8 @@ LATER_S = 5.0
 START_S = 600.0
 """Minimum limit in seconds for a process that is starting: its liveness thread runs only after the imports."""
 PAUSE_S = 10.0
-"""If the caller did not run for so many seconds, it was stopped, or the machine was suspended: all ranks get the whole limit
-again, because they may need longer than the caller to go on."""
+"""If two calls of `find` are more than this many seconds apart, the caller was stopped or the machine was suspended: the limits
+of all ranks begin anew, because a rank may continue later than the caller."""
 
 
 class SilentRanks:
@@ -35,10 +35,10 @@ class SilentRanks:
 
     def find(self) -> list[int]:
         """The ranks whose liveness counter has not changed for LATER_S longer than the limit of their watchdogs, while they
-        neither read nor wrote: a call that lets no thread run may read a large tensor from a slow disk.
+        neither read nor wrote: a call that holds the GIL may be reading a large tensor from a slow disk.
 
-        Call it several times a second. A pause between two calls counts as one second, one of more than PAUSE_S starts all
-        limits anew.
+        Call it several times a second. The time between two calls counts as at most one second; if it is longer than PAUSE_S,
+        all limits begin anew.
         """
         now = _now()
         passed_s, self._looked_at = now - self._looked_at, now
@@ -48,7 +48,7 @@ class SilentRanks:
             count = self._channel.liveness_count(rank)
             self._silent_s[rank] += min(passed_s, 2 * LIVENESS_S)
             is_late = self._silent_s[rank] > 2 * LIVENESS_S
-            if count != self._counts[rank] or passed_s > PAUSE_S or (is_late and self._activities[rank].moved()):
+            if count != self._counts[rank] or passed_s > PAUSE_S or (is_late and self._activities[rank].made_progress()):
                 self._silent_s[rank] = 0.0
             self._counts[rank] = count
         return [rank for rank, silent_s in enumerate(self._silent_s) if silent_s >= self._limit_s(rank)]

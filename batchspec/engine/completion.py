@@ -196,7 +196,7 @@ def _texts(state: RequestState, decode: Decode | None, vocabulary: TokenSymbols 
 def _after_thought(text: str, state: RequestState) -> str:
     """An answer without the white space that separates it from the thought: chat templates add their own.
 
-    If the answer follows a constraint, all white space is kept but the line breaks without which it matches.
+    If the answer follows a constraint, only leading line breaks are removed, and only if it matches without them.
     """
     automaton, thinking = state.request.automaton, state.request.thinking
     if automaton is None:
@@ -211,7 +211,7 @@ def _after_thought(text: str, state: RequestState) -> str:
 
 
 def _matches(text: str, state: RequestState, automaton: TokenAutomaton) -> bool:
-    """Whether a text may be the answer. Asked where line breaks were left out, so true if no answer begins with one."""
+    """Whether a text, from which leading line breaks were removed, matches. True if no answer may begin with a line break."""
     if automaton.read(automaton.answer, b"\n") == DEAD:
         return True
     after = automaton.read(automaton.answer, text.rstrip(UNFINISHED).encode())

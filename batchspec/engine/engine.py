@@ -158,7 +158,7 @@ class Engine:
 
         requests   the engine asks for the next request while slots are free. None: there is none at present, but completions may
                    bring more. If no request is unfinished, the iterator itself must wait and not return None
-        num_ready  as of `Prefetcher`: so many may be taken before slots are free
+        num_ready  as for `Prefetcher`: how many requests may be taken before slots are free
         """
         with closing(self.steps(requests, num_ready=num_ready)) as steps:
             for done in steps:

@@ -21,7 +21,7 @@ from batchspec.engine.launch import Launch
 from batchspec.engine.lazy_places import LazyPlaces
 from batchspec.engine.lazy_states import LazyStates
 from batchspec.engine.output_processor import EngineTotals, OutputProcessor
-from batchspec.engine.prefetch import TAKEN_A_ROUND, Prefetcher
+from batchspec.engine.prefetch import PREFETCHED_PER_ROUND, Prefetcher
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.results import PendingResult, RoundLog, Slots
@@ -80,7 +80,7 @@ class EngineRun:
         prefill_cost: PrefillCost | None = None,
     ) -> None:
         """
-        num_ready     as of `Prefetcher`
+        num_ready     as for `Prefetcher`
         pools         of an earlier run, whose prefixes can be found; None: new ones
         prefill_cost  as of `SlotAllocator`
         """
@@ -132,10 +132,10 @@ class EngineRun:
         return self.scheduler.drain() if stopping else next(self._steps)
 
     def take_ahead(self) -> None:
-        """Take some requests that their stream can give without waiting, and prepare those that the next refills need, so that a
-        refill takes the host less time. Call it after each result, while the device computes."""
-        self._requests.take(TAKEN_A_ROUND)
-        self._allocator.take_ahead(min(TAKEN_A_ROUND, self._requests.num_taken))
+        """Prefetch some requests, if their stream gives them without waiting, and prepare those that the next refills need, so
+        that a refill takes the host less time. Call it after each result, while the device computes."""
+        self._requests.take(PREFETCHED_PER_ROUND)
+        self._allocator.take_ahead(min(PREFETCHED_PER_ROUND, self._requests.num_taken))
 
     def process(
         self, launch: Launch, result: PendingResult, slots: Slots, log: RoundLog, now: float

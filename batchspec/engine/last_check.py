@@ -31,10 +31,10 @@ class Ended:
 
 
 class LastCheck:
-    """Every request that has ended goes in by `add` and comes out of `take`. One that breaks its constraint has failed then."""
+    """`add` takes every request that has ended, and `take` returns it; if it breaks its constraint, it has failed by then."""
 
     def __init__(self, expanding: Expanding | None, vocabulary: TokenSymbols | None) -> None:
-        """expanding, vocabulary: as of `Engine`."""
+        """expanding, vocabulary: as for `Engine`."""
         self._expanding, self._vocabulary = expanding, vocabulary
         self._done: list[Ended] = []
         self._asked: list[tuple[Ended, Recheck, Future[int | str]]] = []
@@ -64,7 +64,7 @@ class LastCheck:
         for ended, question, answer in asked:
             if not answer.done():
                 self._asked.append((ended, question, answer))
-            elif question.num_left_out:
+            elif question.num_skipped_bytes:
                 self._note_breaks(ended, question, answer.result())
             else:
                 self._judge(ended, answer.result())
@@ -91,8 +91,8 @@ class LastCheck:
         self._done.append(ended)
 
     def _without_breaks(self, state: RequestState, most: int) -> Recheck | None:
-        """Asks whether the answer matches without the line breaks at its beginning, at most so many, which may separate it from
-        the thought. None if the automaton is not lazy, or there are none."""
+        """The question whether the answer matches without its leading line breaks, at most `most`, which may only separate it
+        from the thought. None if the automaton is not lazy, or if there are none."""
         automaton, thinking = state.request.automaton, state.request.thinking
         if not isinstance(automaton, LazyAutomaton) or thinking is None or thinking.channels is not None:
             return None
@@ -103,10 +103,10 @@ class LastCheck:
         return Recheck(automaton, automaton.answer, tuple(parts.answer), count) if parts.thoughts and count else None
 
     def _note_breaks(self, ended: Ended, question: Recheck, found: int | str) -> None:
-        """found: the answer to `_without_breaks`; a text says that it cannot be found, and then these breaks are kept."""
+        """found: the reply to `_without_breaks`; a text says why there is none. If it does not match, ask with one less."""
         if found == len(question.tokens):
-            ended.state.num_breaks = question.num_left_out
-        elif (other := self._without_breaks(ended.state, question.num_left_out - 1)) is not None:
+            ended.state.num_breaks = question.num_skipped_bytes
+        elif (other := self._without_breaks(ended.state, question.num_skipped_bytes - 1)) is not None:
             return self._ask(ended, other)
         self._done.append(ended)
 

@@ -151,8 +151,8 @@ class Beats(Protocol):
     def pause(self) -> None:
         """It is done, and the rank waits for more."""
 
-    def load(self) -> None:
-        """Kernels are compiled, graphs captured or weights read."""
+    def begin_loading(self) -> None:
+        """The rank compiles kernels, captures graphs or reads weights."""
 
 
 @torch.inference_mode()
@@ -172,7 +172,7 @@ def follow(
             watchdog.pause()
         message = decode(channel.receive())
         if watchdog is not None:
-            (watchdog.beat if isinstance(message, Step | TeacherPass | NewHead) else watchdog.load)()
+            (watchdog.beat if isinstance(message, Step | TeacherPass | NewHead) else watchdog.begin_loading)()
         match message:
             case Step(step, number):
                 num_steps += 1

@@ -13,7 +13,7 @@ from functools import partial
 
 from batchspec.records import Request
 
-TAKEN_A_ROUND = 8
+PREFETCHED_PER_ROUND = 8
 """Requests prefetched after each result: twice as many as end in a round of 256 rows that take 60 rounds each."""
 
 

@@ -88,9 +88,9 @@ class PrefillGraphs:
         """Capture the shapes that passes of these rows will most likely have; returns their number.
 
         For each number of tokens that at least CAPTURE_AT passes are expected to have, one shape is captured. The run would
-        capture it too, but later. If PREPARED_SHARE or PREPARE_S do not allow all, the most frequent ones are captured. The
-        other bounds of a shape are those of all its passes, because larger bounds cost little. The largest is captured first:
-        later graphs reuse its memory.
+        capture it too, but later. If PREPARED_SHARE or PREPARE_S allow fewer, the most frequent ones are captured. The other
+        bounds of a shape are those of all its passes, because larger bounds cost little. The largest is captured first: later
+        graphs reuse its memory.
 
         round_s  seconds of a round over all slots
         Only after `learn`, and while no row is live and all page tables are zero.

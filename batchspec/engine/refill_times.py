@@ -1,5 +1,5 @@
-"""Learns from the times of a run how long a round takes, and the fixed time of a refill: what is left without the time that
-grows with its tokens.
+"""Learns from the measured times of a run how long a round takes, and the fixed part of a refill's time: the part that does not
+grow with its tokens.
 
 A refill is worth it once slots have been idle for as long as its fixed time. That time cannot be known before the run: it
 includes the gap on the device while the host prepares the refill, which other threads and processes lengthen.

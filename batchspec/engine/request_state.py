@@ -75,7 +75,7 @@ class RequestState:
     constraint_checked: bool = False
     """Its tokens were walked through its automaton once more, which allows them (`last_check.py`)."""
     num_breaks: int = 0
-    """With a lazy automaton: number of line breaks between thought and answer, without which the answer matches."""
+    """With a lazy automaton: number of line breaks after the thought that are not part of the answer: it matches without them."""
     budget: ThinkingBudget | None = field(init=False)
     _thought: Tracker | None = field(init=False)
     """The state after the last of `tokens`; used for stop strings only."""

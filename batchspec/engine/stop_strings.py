@@ -14,8 +14,8 @@ UNFINISHED = "\ufffd"
 
 
 def decode_of_answer(request: Request, decode: Decode | None, vocabulary: TokenSymbols | None) -> Decode | None:
-    """How the tokens of a row's answer become text. With a constraint it is their very bytes: `decode` may drop a space that the
-    constraint asks for. None without a tokenizer."""
+    """The function that turns the tokens of a row's answer into text. With a constraint the text is their exact bytes, because
+    `decode` may drop a space that the constraint asks for. None without a tokenizer."""
     return decode if request.automaton is None or vocabulary is None or decode is None else vocabulary.text
 
 

@@ -142,7 +142,7 @@ def split_thoughts(tokens: Sequence[int], thinking: Thinking) -> Parts:
     tracker, parts = tracker_of(thinking), Parts()
     if tracker.inside:
         parts.thoughts.append([])
-    if tracker.in_call:  # the prompt has begun it
+    if tracker.in_call:  # the prompt begins the call
         parts.calls.append(Call(tracker.header))
     for token in tokens:
         was_inside = tracker.inside

@@ -72,8 +72,8 @@ NUMBERS: dict[str, tuple[float, float]] = {
 class ConfigReader:
     """One JSON object of a checkpoint. A key that is null counts as missing.
 
-    Every method raises CheckpointError, in one line, with the file, the key, its value and what is allowed. A reader, and those
-    made from it, remember together which keys were asked for: `unread`.
+    Every method raises CheckpointError, in one line, with the file, the key, its value and what is allowed. A reader and
+    those made from it share a record of the keys that were read, for `unread`.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class ConfigReader:
     ) -> None:  # fmt: skip
         """where   the file, for messages; prefix  of its keys, where the object is a part of another one
         integers   the ranges of integers, where a family adds some to INTEGERS
-        asked      the keys that were asked for, with prefix; it grows
-        also       the prefixes of further objects whose values it has (`over`)
+        asked      the keys that were read so far, with prefix; it grows
+        also       the prefixes of the objects whose values `over` has added
         """
         self._values, self.where, self._prefix, self._integers = values, where, prefix, integers
         self._asked: set[str] = set() if asked is None else asked
@@ -100,7 +100,7 @@ class ConfigReader:
         return self._get(key) is not None
 
     def unread(self) -> list[tuple[str, Any]]:
-        """Keys that nothing has asked for, with their values; those of each object that was read too, `object.key`."""
+        """Keys that nothing has read, with their values; also those in each object of which a key was read, as `object.key`."""
         found: list[tuple[str, Any]] = []
         for key, value in self._values.items():
             name = f"{self._prefix}{key}"
@@ -194,8 +194,8 @@ class ConfigReader:
             raise self._wrong(key, value, "an object")
         return ConfigReader(value or {}, self.where, prefix=f"{self._prefix}{key}.", asked=self._asked)
 
-    def hidden(self, part: str, key: str) -> Any:
-        """The unchecked value of a key of an object that does not count, for a comparison; None if it is missing."""
+    def unchecked(self, part: str, key: str) -> Any:
+        """The unchecked value of a key of a nested object that is not used, for a comparison; None if it is missing."""
         found = self._values.get(part)
         return found.get(key) if isinstance(found, Mapping) else None
 

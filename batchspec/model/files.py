@@ -109,7 +109,7 @@ def weight_names(files: ModelFiles) -> tuple[str, ...]:
             )
         if SINGLE in present and SINGLE not in names:
             raise CheckpointError(
-                f"{files.where}: {SINGLE} and {INDEX} with other files, of which programs load the one or the other; delete one"
+                f"{files.where}: has {SINGLE}, and {INDEX} names other files; programs differ in which they load: delete one"
             )
         return tuple(names)
     if SINGLE in present:

@@ -1,4 +1,4 @@
-"""generation_config.json: what a model's authors recommend about the choice of tokens. Jobs do not follow it, but name it."""
+"""generation_config.json: the sampling that a model's authors recommend. Jobs do not follow it (`packing/model_notes.py`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "epsilon_cutoff": (), "eta_cutoff": (), "exponential_decay_length_penalty": (), "stop_strings": (), "guidance_scale": (1,),
     "num_beams": (1,), "penalty_alpha": (), "watermarking_config": (),
 }  # fmt: skip
-"""Further keys that change tokens in transformers -> values, besides null, 0 and empty ones, that change none."""
+"""Further keys that change tokens in transformers -> their neutral values, besides null, 0 and empty ones."""
 
 
 def read_generation(values: Json) -> Json:

@@ -9,7 +9,7 @@ from batchspec.model.config_values import INTEGERS, ConfigReader, short_json
 
 USUAL_THETA = 10_000.0
 _YARN_BUILT = {"extrapolation_factor": 1.0, "apply_yarn_scaling": True}
-"""Keys of yarn in vLLM -> the value that is built."""
+"""Keys of yarn in vLLM -> the only value that is supported."""
 MAX_LEN = INTEGERS["max_position_embeddings"][1]
 
 
@@ -44,8 +44,8 @@ class RopeSpec:
     """longrope: the divisor of each frequency."""
 
     def longest(self, max_len: int) -> int:
-        """The longest row for which it is correct, in a model that gives `max_len`. With yarn `max_len` may be the length without
-        it: who adds yarn to a model of Qwen or GLM changes no other key, as their model cards say."""
+        """Tokens of the longest row for which it is correct. max_len: the model's max_position_embeddings, which with yarn may be
+        the length without it: model cards of Qwen and GLM say to add rope_scaling, and to change no other key."""
         if self.type == "longrope":
             return min(max_len, self.original_max_len)
         return max(max_len, min(int(self.factor * self.original_max_len), MAX_LEN)) if self.type == "yarn" else max_len
@@ -74,13 +74,14 @@ def rope_part(config: ConfigReader) -> ConfigReader:
     """`rope_scaling` if it is not empty, and then nothing of `rope_parameters`, as in transformers 5 (modeling_rope_utils.py,
     convert_rope_params_to_dict).
 
-    Raises CheckpointError if that hides another rope_theta than the one that counts then: transformers would compute with its
-    default for a file that it saved itself, and to which somebody added the rope_scaling of a model card.
+    Raises CheckpointError if the hidden rope_parameters has another rope_theta than the one that is read. That happens to a file
+    that transformers 5 saved and to which somebody added the rope_scaling of a model card: transformers would compute with its
+    default rope_theta.
     """
     if not config.differs("rope_scaling", None, {}):
         return config.part("rope_parameters")
     scaling = config.part("rope_scaling")
-    theta, hidden = read_theta(config, scaling), config.hidden("rope_parameters", "rope_theta")
+    theta, hidden = read_theta(config, scaling), config.unchecked("rope_parameters", "rope_theta")
     if hidden not in (None, theta):
         raise config.refusal(
             f"rope_scaling hides rope_parameters.rope_theta={short_json(hidden)}, and rope_theta would be {theta:g}; move the "
@@ -162,8 +163,8 @@ def _yarn(rope: ConfigReader, theta: float, original: int, max_len: int | None) 
 def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
     """YaRN section 3.4 (arXiv 2309.00071): 0.1 ln(factor) + 1; DeepSeek's mscale keys replace 0.1 by a ratio.
 
-    attn_factor multiplies that, as in vLLM and SGLang: DeepSeek-R1-0528-Qwen3-8B sets it so that nothing is left of the factor.
-    transformers ignores it, and warns.
+    attn_factor multiplies that, as in vLLM and SGLang: DeepSeek-R1-0528-Qwen3-8B sets it so that the product is 1. transformers
+    ignores attn_factor, with a warning.
     """
     if rope.given("attention_factor"):
         return rope.number("attention_factor")

@@ -61,9 +61,9 @@ class ModelSpec:
     dtype: str
     """The checkpoint's dtype: float32, bfloat16, float64 or float16."""
     generation: Json = field(hash=False)
-    """What generation_config.json sets about the choice of tokens."""
+    """The keys of generation_config.json that change tokens (`read_generation`)."""
     unread: tuple[str, ...] = field(default=(), compare=False)
-    """`key=value` of config.json that nothing reads and that may change what another program computes: told to the user."""
+    """`key=value` for each key of config.json that nothing reads and that may change what the model computes, for the user."""
     shard: Shard = WHOLE
     """The part that this describes: `layers` are those of one rank, all other fields the model's."""
     whole: ModelSpec | None = None
@@ -289,7 +289,7 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
         max_len=rope.longest(config.integer("max_position_embeddings")),
         dtype=_dtype(config),
         generation=read_generation(generation or {}),
-        unread=unread_keys(own),  # at last: everything has been read
+        unread=unread_keys(own),  # last: by now every other key has been read
     )
 
 

@@ -1,7 +1,7 @@
 """The special and the added tokens that a tokenizer's folder declares beside tokenizer.json.
 
-transformers adds those that tokenizer.json lacks, or has with other flags, so a text is split at them; in tokenizer.json alone
-they are text like any other.
+transformers adds those that tokenizer.json lacks, or has with other flags, and splits text at them. A tokenizer that reads
+tokenizer.json alone would split them like any other text.
 Source: transformers, tokenization_utils_base.py (_from_pretrained), tokenization_utils_tokenizers.py (TokenizersBackend).
 """
 
@@ -23,7 +23,7 @@ _DECLARED = "added_tokens_decoder"
 
 
 def tokenizer_config(folder: Path) -> Json:
-    """tokenizer_config.json. The older special_tokens_map.json goes before it, unless it declares added tokens itself."""
+    """tokenizer_config.json. Values of the older special_tokens_map.json replace its own, unless it declares added tokens."""
     config = read_json(folder / "tokenizer_config.json")
     return config if _DECLARED in config else config | read_json(folder / "special_tokens_map.json")
 
@@ -40,10 +40,10 @@ def special_tokens(config: Json) -> dict[str, Any]:
 
 
 def add_declared(tokenizer: tokenizers.Tokenizer, folder: Path, config: Json, special: Json) -> bool:
-    """Add the tokens that are declared and missing, and make those special that have a name, such as eos_token; whether there was
-    one.
+    """Add the tokens that are declared and missing, and mark those as special that have a name, such as eos_token. Returns
+    whether that changed the tokenizer.
 
-    special  of `special_tokens`; these have no declared ids
+    special  the result of `special_tokens`: tokens without declared ids
     Raises CheckpointError for malformed declarations, and for a missing token that does not get its declared id.
     """
     names = [name for key, name in special.items() if key != "additional_special_tokens"]
@@ -62,8 +62,8 @@ def add_declared(tokenizer: tokenizers.Tokenizer, folder: Path, config: Json, sp
     for index, token in missing.items():
         if (found := tokenizer.token_to_id(token.content)) != index:
             raise CheckpointError(
-                f"{shown(folder)}: the token {short_json(token.content)} is declared as {index}, but with tokenizer.json it is "
-                f"{found}; save the tokenizer again with transformers"
+                f"{shown(folder)}: the token {short_json(token.content)} is declared with id {index}, but with tokenizer.json it "
+                f"has {found}; save the tokenizer again with transformers"
             )
     named = {special[key] for key in _NAMED if key in special}
     plain = [token for token in tokenizer.get_added_tokens_decoder().values() if token.content in named and not token.special]

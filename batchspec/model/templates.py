@@ -128,7 +128,7 @@ class Templates:
         assert process is not None
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                with suppress(BrokenPipeError):  # what it has not read is still to be written
+                with suppress(BrokenPipeError):  # close() writes what the process has not read
                     pipe.close()
         return process.wait()
 

@@ -1,7 +1,7 @@
-"""Keys of a config.json that no code reads: those that cannot change a logit are known by name, the others are told to the user.
+"""Keys of config.json that no code reads: those that cannot change a logit are listed here, the user is told about the others.
 
-A key of a computation that batchspec does not have is refused by name (`families/base.py`). New models bring keys that no list
-can hold; transformers and vLLM ignore such keys in silence, too.
+A key of a computation that batchspec does not support is refused by name (`families/base.py`). New models bring keys that are in
+no list yet; transformers and vLLM ignore such keys without a message.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OF_GENERATION = frozenset({
     "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "min_p", "repetition_penalty", "length_penalty",
     "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_return_sequences", "remove_invalid_values",
 })  # fmt: skip
-"""Older versions of transformers saved what generation_config.json has today here, with its usual values."""
+"""Keys of generation_config.json, which older versions of transformers saved in config.json with default values."""
 _OF_FAMILIES = frozenset({
     "is_llama_config",  # SmolLM2
     "max_window_layers", "max_position_embeddings", "original_max_position_embeddings", "intermediate_size",  # where unused
@@ -43,9 +43,9 @@ _OF_FAMILIES = frozenset({
     "mtp_transformer_layers", "num_mtp_modules", "use_mtp", "num_nextn_predict_layers",  # layers that no file holds, or refused
 })  # fmt: skip
 HARMLESS = _OF_ANY_MODEL | _OF_GENERATION | _OF_FAMILIES
-"""Keys that change no logit of the supported families; of a key in an object its last part."""
+"""Keys that change no logit of the supported families; a key of a nested object is listed by its last part."""
 _OBJECTS = ("auto_map.", "quantization_config.")
-"""Objects that have checks of their own: of the classes that they name, and of the tensors that they describe."""
+"""Objects that other code checks: the classes that auto_map names, the tensors that quantization_config describes."""
 _EMPTY: tuple[Any, ...] = (None, False, "", [], {})  # 0 equals False
 
 
@@ -62,4 +62,4 @@ def unread_note(unread: tuple[str, ...]) -> str:
     """One line about the keys that `unread_keys` found; empty if there are none."""
     if not unread:
         return ""
-    return f"config.json: nothing reads {listed(unread)}; if that changes what the model computes, its output here is wrong"
+    return f"config.json: nothing reads {listed(unread)}; if that changes what the model computes, the job's output is wrong"

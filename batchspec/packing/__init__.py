@@ -7,7 +7,7 @@ Rows to requests:
   prompt_encoder.py   its prompt's token ids
   constraints.py      what its answer must match
   unused.py           keys and columns that would have no effect
-  model_notes.py      what the model's files say and the job does not do
+  model_notes.py      lines for the user about a model's files: unread keys, recommended sampling, no end token
 The stream:
   work_plan.py        what a run does with each output row
   order.py            the order in which requests enter; predict.py: predicted output lengths

@@ -1,4 +1,4 @@
-"""What the user should know about a model before its job: what its files say and the job does not do, each in one line."""
+"""Lines for the user about a model's files: unread keys, recommended sampling that the job does not follow, no end token."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from batchspec.model.spec import ModelSpec
 
 _RECOMMENDED = ("temperature", "top_k", "top_p", "min_p")
-"""Keys of generation_config.json that are those of `decode`."""
+"""Keys of generation_config.json that `decode` has too."""
 
 
 def model_notes(decode: DecodeConfig, spec: ModelSpec, end_ids: Collection[int]) -> list[tuple[str, str]]:
-    """(label, line) of each thing. end_ids: the tokens that end any row."""
+    """(label, line) of each note that applies. end_ids: the tokens that end every row."""
     notes = [
         ("not read", unread_note(spec.unread)),
         ("sampling", sampling_advice(decode, spec.generation)),

@@ -119,8 +119,8 @@ class PromptEncoder:
 
 @contextmanager
 def _refused_as(who: str) -> Iterator[None]:
-    """Within this block any exception of the chat template or the tokenizer becomes a BadRow, but for those about the machine: no
-    memory, or no process for the template."""
+    """Within this block any exception of the chat template or the tokenizer becomes a BadRow, except those that the machine
+    causes: no memory, or no process for the template."""
     try:
         yield
     except (BadRow, MemoryError, OSError):

@@ -1,7 +1,8 @@
 """Keys and columns that would have no effect with this input, model, drafter or device are refused by name.
 
 The user set it for a reason, and the output would not show that it changed nothing. A job that an earlier version of batchspec
-began with such a key goes on. A column with another program's name for such a value is pointed out: it may be data.
+began with such a key goes on. A column named like an option of vLLM or OpenAI is not refused, because it may be data:
+the user is told.
 """
 
 from __future__ import annotations

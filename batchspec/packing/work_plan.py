@@ -119,6 +119,6 @@ class WorkPlan(Protocol):
         """A function that publishes the shard's file once, with the completions and the rows carried over.
 
         done  has a completion for every row that is not carried over
-        The function takes another one, which it calls when the rows are written, and which may refuse the shard by an error: no
-        file is left then. It raises that error, and what `OutputFolder.publish` raises.
+        The function takes a check, which it calls after the rows are made and before it publishes them. If the check raises an
+        error, no file is left. The function raises that error, and what `OutputFolder.publish` raises.
         """

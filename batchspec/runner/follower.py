@@ -30,7 +30,7 @@ def run_follower(config: RunConfig, group: Group, watchdog: Watchdog) -> None:
     The model's files are opened when the leader has them, because it downloads and checks them for all ranks. Raises what
     `open_model` raises, CapacityError when memory runs out, and RankLost.
 
-    watchdog  watches this process, which loads
+    watchdog  watches this process; it expects loading at first
     """
     with OutOfMemoryGuard() as guard:
         _follow(config, group, watchdog)

@@ -41,7 +41,7 @@ class ShardRunner:
     holder      the run's engine
     journaled   saved work of earlier runs on the coming shards
     num_errors  committed input rows with at least one error completion
-    watchdog    of this process, which watches its loading so far
+    watchdog    of this process; it expects loading at first
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ShardRunner:
     def _pass(self, others: set[int], timeline: Timeline) -> None:
         """Decode and commit every shard that can be claimed, except `others`. After running out of memory, the next pass has a
         smaller batch."""
-        self._watchdog.load()  # until the first row begins
+        self._watchdog.begin_loading()  # until the first row begins
         totals, beat = self.holder.engine.totals, self._watchdog.beat
         monitor = RunMonitor(self.progress, self._mean_output, totals, timeline, self._claims, beat, self._deadline)
         decoded = with_commits(self.plan, self.work, self._decoded(others, monitor))
@@ -113,7 +113,7 @@ class ShardRunner:
             # Ranks of a group are in the middle of an exchange: it is unknown whether they agree on unfinished rows.
             self._journal.flush([] if self.job.group is not None else self.holder.engine.unfinished())
             self._adaptation.leave()
-            self._watchdog.load()
+            self._watchdog.begin_loading()
             self.holder.shrink(guard.message)
             self._adaptation.serve(self.holder.engine)
             self._journaled = self._journal.read(self.output.finished())

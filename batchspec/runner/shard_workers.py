@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import pyarrow as pa
 
-from batchspec.child_process import python, signals_blocked
+from batchspec.child_process import python_command, signals_blocked
 from batchspec.dataset.reader import InputShard
 from batchspec.errors import WorkerLost
 from batchspec.packing.work_plan import AdmittedShard, AdmittedShards
@@ -176,7 +176,7 @@ class _Process:
     def __init__(self, first_message: bytes) -> None:
         with signals_blocked():
             self._process = subprocess.Popen(
-                python("-c", COMMAND), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                python_command("-c", COMMAND), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
             )  # fmt: skip
         self._greeting: bytes | None = first_message

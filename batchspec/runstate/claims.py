@@ -2,8 +2,8 @@
 
 _batchspec/claims/00042.json   {"owner": attempt, "counter": n, "host", "space", "pid", "started", "task", "restart"}
 
-A run renews its claims: it writes them again with a higher counter. A thread does so, because a store may take seconds for an
-operation, but only when the engine's thread asks for it: a run that hangs renews nothing, and loses its shards.
+A claim is a lease. A run renews its claims: it writes them again with a higher counter. A thread does so, because an operation of
+a store may take seconds, but only when the engine's thread asks for it: a run that hangs renews nothing, and loses its shards.
 
 A claim is stale, and anyone may take the shard, when it has not changed for `stale_s` seconds of the observer's own clock; no
 clock of another machine is trusted. It is stale at once when the observer can see that its owner is gone: its process does
@@ -59,7 +59,7 @@ class Claims:
         self.inherited = False
         """Whether a shard that this run took had an earlier owner, whose rows may be in the journal."""
         self._held: dict[int, int] = {}
-        """Shard -> counter. Changed under the lock: by the thread that takes shards, the one that renews, the engine's own."""
+        """Shard -> counter. Three threads change it, under the lock: one takes shards, one renews claims, one is the engine's."""
         self._lock = threading.Lock()
         self._renewal: Future[None] | None = None
         """The renewal that is under way, or has ended since the last call of `renew`."""
@@ -97,7 +97,7 @@ class Claims:
     def release(self) -> None:
         """Release all claims of this run, so that other runs can take the shards at once. Raises StorageError.
 
-        Waits for a renewal that is under way: it would write a claim again that is released by then, and the shard would look as
+        Waits for a renewal that is under way. It could write a claim again that is already released, and the shard would look as
         if its owner had crashed.
         """
         self.settle()
@@ -129,7 +129,7 @@ class Claims:
     def renew(self) -> None:
         """Begin to renew the claims in a thread, at most every RENEW_S seconds; those that another run took over are dropped.
 
-        Does not wait for the store. Raises the StorageError of the renewal before.
+        Does not wait for the store. Raises the StorageError of the previous renewal.
         """
         if self._renewal is not None:
             if not self._renewal.done():
@@ -138,7 +138,7 @@ class Claims:
             ended.result()
         if self._clock() - self._renewed_at >= RENEW_S:
             self._renewed_at = self._clock()
-            self._renewal = _begun(self._renew)
+            self._renewal = _in_thread(self._renew)
 
     def settle(self) -> None:
         """Wait until no renewal is under way. The next call of `renew` raises its error."""
@@ -193,8 +193,8 @@ class Claims:
         return json.dumps({"owner": self.attempt, "counter": counter, **self._process}).encode()
 
 
-def _begun(task: Callable[[], None]) -> Future[None]:
-    """The task's end, in a thread of its own, which does not keep the process from ending."""
+def _in_thread(task: Callable[[], None]) -> Future[None]:
+    """Run the task in a thread of its own, a daemon; the result gets its end or its error."""
     future: Future[None] = Future()
 
     def run() -> None:

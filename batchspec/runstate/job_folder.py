@@ -13,7 +13,7 @@ from batchspec.errors import OutputError
 from batchspec.runstate.claims import REMOTE_STALE_S, STALE_S, Claims
 from batchspec.runstate.footers import ShardFiles
 from batchspec.runstate.generations import Generation, Generations
-from batchspec.runstate.manifest import MANIFEST, Manifest, compared_facts, default_shard_rows, differences, first_job
+from batchspec.runstate.manifest import MANIFEST, Manifest, compared_facts, default_shard_rows, differences, first_job_id
 from batchspec.runstate.overwrite import READS, check_own, elected, read_manifest, refuse_living, settled, this_command
 from batchspec.storage.open_store import open_store
 from batchspec.storage.store import Store
@@ -189,7 +189,7 @@ class JobFolder:
                 shard_rows=shard_rows or default_shard_rows(num_rows),
                 publish=self._store.method,
                 files=tuple(files),
-                job=self._command.new_job() if anew else first_job(self.path, compared),
+                job=self._command.new_job() if anew else first_job_id(self.path, compared),
                 began=self._command.names,
             )
             if anew:

@@ -115,7 +115,7 @@ def _shown(value: str | None) -> str:
     return value if len(value) <= 24 else value[:21] + "..."
 
 
-def first_job(path: str, compared: Mapping[str, str]) -> str:
+def first_job_id(path: str, compared: Mapping[str, str]) -> str:
     """The id of the first job of a folder, the same in all runs that begin it at the same time: with the publishing method
     `rename`, either run's manifest may be the one that remains.
     """

@@ -19,7 +19,7 @@ from batchspec.runstate.journal import Journal
 KV_SCALES = "_batchspec/kv_scales.json"
 WEIGHTS = "_batchspec/weights.json"
 SETTLE_S = 1.0
-"""Without hard links, the sums of a run that began at the same moment may replace a run's own, but not after so long."""
+"""Seconds in which a run that began at the same moment may replace this run's sums, if the store has no hard links."""
 
 
 class RunFolder(JobFolder):

@@ -26,8 +26,8 @@ def scan(store: Store, names: Sequence[str]) -> pl.LazyFrame:
 
 @contextmanager
 def scanning(where: str) -> Iterator[None]:
-    """Raise errors of polars and Arrow about files under a root as a StorageError in one line, and panics of polars, which has
-    them for some values, as an OutputError."""
+    """Turn errors of polars and Arrow about files under a root into a StorageError of one line, and panics of polars, which some
+    values cause, into an OutputError."""
     try:
         yield
     except (pl.exceptions.ComputeError, pl.exceptions.InvalidOperationError, pa.ArrowException, OSError) as error:

@@ -110,13 +110,13 @@ class Work:
         return _or_reason(self._num_allowed, asked)
 
     def _num_allowed(self, asked: Recheck) -> int:
-        known, state, left_out = self._known_of(asked.automaton), asked.state, asked.num_left_out
+        known, state, skipped = self._known_of(asked.automaton), asked.state, asked.num_skipped_bytes
         for count, token in enumerate(asked.tokens):
             if token in self.end_ids:
                 return count + (count + 1 == len(asked.tokens) and known.dfa.is_final(state))
-            if left_out:
+            if skipped:
                 symbols = self.vocabulary.symbols_of((token,))[0].tolist()
-                state, left_out = known.dfa.after(state, symbols[left_out:]), max(0, left_out - len(symbols))
+                state, skipped = known.dfa.after(state, symbols[skipped:]), max(0, skipped - len(symbols))
             else:
                 state = known.after(state, token)
             if state == DEAD:

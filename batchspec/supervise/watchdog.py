@@ -1,7 +1,7 @@
 """The watchdog: when no round ends for a long time, the process prints its stacks, saves its work and exits with 75.
 
-It does the same if nothing moves for a long time while the model is loaded (`load_progress.py`), however long loading takes as a
-whole, and if another rank of its group is gone and the main thread waits for it: on a GPU it would wait for ever.
+It does the same if loading the model makes no progress for a long time (`load_progress.py`); loading as a whole has no limit. And
+it does the same if another rank of its group has ended and the main thread waits for it: on a GPU it would wait for ever.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from batchspec.load_progress import Activity
 
 NUM_CHECKS = 20
 """Number of checks within the limit."""
-LOADING = 3.0
-"""While the model is loaded nothing may move for so many times the limit: compiling a large kernel, or the start of a
+LOAD_FACTOR = 3.0
+"""While the model loads, the limit is this many times as long as for a round: compiling a large kernel, or starting a
 communication library, takes longer than a round."""
 PAUSE_S = 10.0
-"""If the watchdog's thread did not run for so many seconds, the process or the machine was stopped: counting begins anew."""
+"""If the watchdog's thread did not run for so many seconds, the process or the machine was stopped: the limit begins anew."""
 LOST_S = 10.0
 """Seconds in which the main thread may end by itself after a rank is gone."""
 SAVE_S = 180.0
@@ -50,29 +50,29 @@ def nccl_s(watchdog_s: float) -> float:
     return max(NCCL_S, 2 * watchdog_s + SAVE_S) if watchdog_s else math.inf
 
 
-class Loads(Protocol):
-    """Where the ranks of a group tell each other how their loading moves."""
+class LoadChannel(Protocol):
+    """By which the ranks of a group tell each other that their loading makes progress."""
 
-    def tell_moves(self, number: int) -> None:
-        """Tell the others how many movements this rank has found."""
+    def tell_load_progress(self, number: int) -> None:
+        """Tell the others how many times this rank has found progress."""
 
-    def moves(self) -> list[int]:
-        """The number of movements of each rank."""
+    def load_progress(self) -> list[int]:
+        """That number of each rank."""
 
 
 class Watchdog:
     """Ends the process if it makes no progress. It has its own thread, because a hanging thread cannot end itself.
 
-    In rounds `beat` reports progress. In loading the thread finds it, of this process or of another rank of its group, for which
-    this one may wait. At first, and after `pause`, none is expected.
+    Rounds report progress by `beat`. While the process loads, the thread looks for progress, of this process or of another rank
+    of its group, for which this one may wait. At first, and after `pause`, no progress is expected.
     """
 
     def __init__(
-        self, limit_s: float, *, lost: Callable[[], bool] | None = None, loads: Loads | None = None, has_parent: bool = False,
-        advice: str = "run the same command again to go on",
+        self, limit_s: float, *, lost: Callable[[], bool] | None = None, loads: LoadChannel | None = None,
+        has_parent: bool = False, advice: str = "run the same command again to go on",
     ) -> None:  # fmt: skip
         """
-        limit_s     seconds without progress in rounds, a LOADING-th of those in loading; 0 is off
+        limit_s     seconds without a round; LOAD_FACTOR times as many without progress in loading; 0: no limit
         lost        whether a rank of this process's group is gone; None: there is no group
         loads       the channel of the group
         has_parent  its parent ends this process if the interpreter does not run (`distributed/silent_ranks.py`)
@@ -88,8 +88,8 @@ class Watchdog:
     def beat(self) -> None:
         self._expected = (time.monotonic(), False)
 
-    def load(self) -> None:
-        """The process loads until the next call of `beat` or `pause`."""
+    def begin_loading(self) -> None:
+        """The process loads from now on, until the next call of `beat` or `pause`."""
         self._expected = (time.monotonic(), True)
 
     def pause(self) -> None:
@@ -116,18 +116,18 @@ class Watchdog:
 
     def _watch(self) -> None:
         every_s = self._limit_s / NUM_CHECKS if self._lost is None else min(1.0, self._limit_s / NUM_CHECKS)
-        moves, looked_at, progress_at, lost_at = _Moves(self._loads), time.monotonic(), 0.0, math.inf
+        progress, looked_at, progress_at, lost_at = _LoadProgress(self._loads), time.monotonic(), 0.0, math.inf
         while not self._over.wait(every_s):
             now = time.monotonic()
             if now - looked_at > every_s + PAUSE_S:
                 progress_at, lost_at = now, math.inf
             looked_at, (beaten_at, loading) = now, self._expected
-            limit_s = self._limit_s * (LOADING if loading else 1.0)
+            limit_s = self._limit_s * (LOAD_FACTOR if loading else 1.0)
             if not self._has_parent:
                 # Code that hangs while it holds the GIL stops this thread too. faulthandler's timer, reset at each check, ends
                 # the process then.
                 faulthandler.dump_traceback_later(limit_s + limit_s / NUM_CHECKS + SAVE_S, exit=True)
-            if loading and moves.found():
+            if loading and progress.found():
                 progress_at = now
             if now - max(beaten_at, progress_at) >= limit_s:
                 self._end(_why(limit_s, loading=loading))
@@ -151,26 +151,26 @@ class Watchdog:
 
 def _why(limit_s: float, *, loading: bool) -> str:
     if loading:
-        return f"while loading, nothing moved for {limit_s:g} s ({LOADING:g} times cluster.watchdog_s)"
+        return f"loading made no progress for {limit_s:g} s ({LOAD_FACTOR:g} times cluster.watchdog_s)"
     return f"no round ended for {limit_s:g} s (cluster.watchdog_s)"
 
 
-class _Moves:
-    """Finds the movements of this process's loading, and those that the other ranks of its group have found of theirs."""
+class _LoadProgress:
+    """Finds progress of this process's loading, and of that of the other ranks of its group, which tell it."""
 
-    def __init__(self, loads: Loads | None) -> None:
+    def __init__(self, loads: LoadChannel | None) -> None:
         self._loads, self._activity = loads, Activity()
         self._num_steps, self._number, self._of_all = -1, 0, list[int]()
 
     def found(self) -> bool:
-        """Whether anything has moved since the last call."""
+        """Whether there was progress since the last call."""
         num_steps = load_progress.num_steps()
-        own = self._activity.moved() or num_steps != self._num_steps
+        own = self._activity.made_progress() or num_steps != self._num_steps
         self._num_steps = num_steps
         self._number += own
         if self._loads is None:
             return own
         if own:
-            self._loads.tell_moves(self._number)
-        before, self._of_all = self._of_all, self._loads.moves()
+            self._loads.tell_load_progress(self._number)
+        before, self._of_all = self._of_all, self._loads.load_progress()
         return self._of_all != before

@@ -86,7 +86,7 @@ def main() -> int:
     )
 
     def run() -> None:
-        watchdog.load()
+        watchdog.begin_loading()
         with watchdog.watching(), joined(seat, gpu=gpu, nccl_s=nccl_s(watchdog_s)) as group:
             if pipe is None:
                 return run_follower(config, group, watchdog)
@@ -137,7 +137,7 @@ class Leader:
                 case Run():
                     self._run()
                 case Weights(folder, is_checkpoint):
-                    self._watchdog.load()
+                    self._watchdog.begin_loading()
                     self._rewrite(Path(folder), is_checkpoint=is_checkpoint)
                     self._send(Rewritten())
                 case Stop():  # it was sent before the run's end had arrived

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeVar
 
-from batchspec.child_process import python
+from batchspec.child_process import python_command
 from batchspec.cluster.devices import devices_of
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import to_json
@@ -260,7 +260,7 @@ def _start(
         env["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(named))
     else:
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // seat.ranks)))
-    words = [*python(*PROGRAM), *seat.words()]
+    words = [*python_command(*PROGRAM), *seat.words()]
     if pipe is not None:
         words.append(str(pipe.fileno()))
         handles.append(pipe.fileno())

@@ -29,7 +29,7 @@ NOT_BUILT_SCALES = (
 )  # fmt: skip
 NOT_BUILT_IF_FALSE = ("is_causal",)
 BUILT_NAMES = {"hidden_act": ("silu", "swish"), "hidden_activation": ("silu", "swish"), "scoring_func": ("softmax",)}
-"""Key -> the values that are built where a family does not compute others; the first one is what a missing key means."""
+"""Key -> the values that every family supports; the first is that of a missing key. A family with others has it in `computes`."""
 EXPERT_COUNTS: Ranges = {"num_experts": (1, 2**16), "num_local_experts": (1, 2**16), "num_experts_per_tok": (1, 2**16)}
 """The integer ranges of a family with experts, for `read_num_experts`."""
 
@@ -137,8 +137,8 @@ def refuses_windows(config: ConfigReader) -> list[str]:
     return [f"{config.shown('sliding_window')} in a {config.text('model_type')}"] if config.given("sliding_window") else []
 
 
-def refuses_plain_heads(config: ConfigReader) -> list[str]:
-    """`Family.refuses` for a family that always norms q and k: some of its published files say so (Qwen3-Coder)."""
+def refuses_unnormed_heads(config: ConfigReader) -> list[str]:
+    """`Family.refuses` for a family that always norms q and k: some published files set use_qk_norm=true (Qwen3-Coder)."""
     return [config.shown("use_qk_norm")] if config.differs("use_qk_norm", None, True) else []
 
 

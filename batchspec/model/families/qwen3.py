@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.config_values import ConfigReader
-from batchspec.model.families.base import Family, dense_layers, read_attentions, read_mlp, refuses_plain_heads
+from batchspec.model.families.base import Family, dense_layers, read_attentions, read_mlp, refuses_unnormed_heads
 
 
 def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
@@ -18,6 +18,6 @@ QWEN3 = Family(
     layers=_layers,
     defaults={"head_dim": 128, "num_key_value_heads": 32, "sliding_window": 4096},
     computes=frozenset({"use_qk_norm"}),
-    refuses=refuses_plain_heads,
+    refuses=refuses_unnormed_heads,
     window_switch=True,
 )

@@ -16,7 +16,7 @@ from batchspec.model.families.base import (
     read_attentions,
     read_mlp,
     read_num_experts,
-    refuses_plain_heads,
+    refuses_unnormed_heads,
 )
 
 
@@ -42,7 +42,7 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
 
 def _refuses(config: ConfigReader) -> list[str]:
     found = [config.shown("use_sliding_window")] if config.flag("use_sliding_window") else []
-    return found + refuses_plain_heads(config)
+    return found + refuses_unnormed_heads(config)
 
 
 QWEN3_MOE = Family(

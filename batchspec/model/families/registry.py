@@ -49,14 +49,14 @@ def family_of(config: ConfigReader) -> Family:
 
 
 def _check_code(config: ConfigReader, family: Family) -> None:
-    """Raises CheckpointError if the folder names model code of another class than the family's. Code is never run; folders that
-    were published before transformers had their family name code of the family's own class."""
+    """Raises CheckpointError if auto_map names code of another class than the family's. Code of a folder is never run. Folders
+    that were published before transformers had their family name code of the family's own class: these are accepted."""
     named = config.part("auto_map") if "auto_map" in config.objects() else ConfigReader({}, config.where)
     code = named.text("AutoModelForCausalLM")
     if code and code.rpartition(".")[2] != family.architecture:
         raise config.refusal(
-            f"{named.shown('AutoModelForCausalLM')}: the model has code of its own, and code is never run; if it computes as a "
-            f"plain {family.architecture} does, remove auto_map"
+            f"{named.shown('AutoModelForCausalLM')}: the model has code of its own, which batchspec never runs; if it computes "
+            f"what a plain {family.architecture} computes, remove auto_map"
         )
 
 

@@ -1,4 +1,4 @@
-"""Memory that runs out in the middle of a job, wherever: no row is lost, none comes twice, and no token differs."""
+"""Memory runs out at any place in the middle of a job: no row is lost, none is written twice, and no token differs."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ PLACES: dict[str, tuple[type, str, BaseException, int]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_run_goes_on_with_a_smaller_batch(
+def test_running_out_of_memory_once_makes_the_batch_smaller(
     model: Path, tmp_path: Path, place: str, expected: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -101,7 +101,7 @@ def test_a_run_goes_on_with_a_smaller_batch(
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_second_time_ends_the_run_and_the_same_command_goes_on(
+def test_running_out_of_memory_twice_ends_the_run_and_the_same_command_resumes_it(
     model: Path, tmp_path: Path, place: str, expected: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
