@@ -16,7 +16,7 @@ and the memory of its other threads changes a little."""
 _num_steps = 0
 
 
-def step() -> None:
+def count_step() -> None:
     """Count a step of loading: a tensor was read, a graph was captured, a phase has ended. Any thread may call it."""
     global _num_steps
     _num_steps += 1  # even if two threads count at once and one step is lost, the number has changed

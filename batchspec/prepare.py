@@ -19,7 +19,7 @@ from batchspec.dataset.schema import output_schema
 from batchspec.distributed.group import Group
 from batchspec.draft.spec import DrafterSpec, open_drafter
 from batchspec.errors import ConfigError
-from batchspec.load_progress import step
+from batchspec.load_progress import count_step
 from batchspec.model.blocks.base import Shard
 from batchspec.model.deterministic import in_one_order
 from batchspec.model.dtype import resolve_dtype
@@ -268,7 +268,7 @@ def survey_first(job: Job) -> Survey:
 
 def _begun(admission: Admission, admitted: Iterable[Request | Completion]) -> Iterator[Request | Completion]:
     for entry in admitted:
-        step()
+        count_step()
         if isinstance(entry, Request):
             admission.begin(entry)
         yield entry

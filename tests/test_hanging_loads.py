@@ -219,7 +219,7 @@ def watched(dog: Watchdog, seconds: float, act: Callable[[], object] = lambda: N
 def test_steps_are_progress_of_a_load_but_not_of_a_round(load: bool) -> None:
     dog = Watchdog(0.5)
     (dog.begin_loading if load else dog.beat)()
-    assert watched(dog, 4.0, load_progress.step) is not load
+    assert watched(dog, 4.0, load_progress.count_step) is not load
     if load:
         dog = Watchdog(0.5)
         dog.begin_loading()

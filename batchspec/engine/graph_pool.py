@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from batchspec.garbage import no_garbage_collection
-from batchspec.load_progress import step
+from batchspec.load_progress import count_step
 
 T = TypeVar("T")
 
@@ -37,5 +37,5 @@ class GraphPool:
         ):
             result = run()
         self._pool = self._pool or graph.pool()
-        step()
+        count_step()
         return graph, result

@@ -14,7 +14,7 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.graph_pool import GraphPool
 from batchspec.engine.round import Round, RoundResult
 from batchspec.engine.shared_prefix import PrefixGroupTables
-from batchspec.load_progress import step
+from batchspec.load_progress import count_step
 
 GRAPH_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """fp64, used by tests, has no verify attention that is planned on the device, so it cannot be captured."""
@@ -108,7 +108,7 @@ class Graphs:
         began = time.perf_counter()
         self._run(shape)
         warmed_up = time.perf_counter()
-        step()
+        count_step()
         captured = self.pool.capture(partial(self._run, shape))
         self.warm_up_s += warmed_up - began
         self.capture_s += time.perf_counter() - warmed_up

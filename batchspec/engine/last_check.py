@@ -81,7 +81,7 @@ class LastCheck:
         problem = _problem(state, found)
         if problem is None:
             state.constraint_checked = True
-            if (question := self._without_breaks(state, BREAKS_AFTER_THOUGHT)) is not None:
+            if (question := self._recheck_without_breaks(state, BREAKS_AFTER_THOUGHT)) is not None:
                 return self._ask(ended, question)
         elif state.finish_reason != "error" or isinstance(found, int):
             state.fail(RowError(
@@ -90,7 +90,7 @@ class LastCheck:
             ))  # fmt: skip
         self._done.append(ended)
 
-    def _without_breaks(self, state: RequestState, most: int) -> Recheck | None:
+    def _recheck_without_breaks(self, state: RequestState, most: int) -> Recheck | None:
         """The question whether the answer matches without its leading line breaks, at most `most`, which may only separate it
         from the thought. None if the automaton is not lazy, or if there are none."""
         automaton, thinking = state.request.automaton, state.request.thinking
@@ -103,10 +103,11 @@ class LastCheck:
         return Recheck(automaton, automaton.answer, tuple(parts.answer), count) if parts.thoughts and count else None
 
     def _note_breaks(self, ended: Ended, question: Recheck, found: int | str) -> None:
-        """found: the reply to `_without_breaks`; a text says why there is none. If it does not match, ask with one less."""
+        """found: the reply to `_recheck_without_breaks`; a text says why it is unknown. If the answer does not match without these
+        line breaks, ask about one break fewer."""
         if found == len(question.tokens):
             ended.state.num_breaks = question.num_skipped_bytes
-        elif (other := self._without_breaks(ended.state, question.num_skipped_bytes - 1)) is not None:
+        elif (other := self._recheck_without_breaks(ended.state, question.num_skipped_bytes - 1)) is not None:
             return self._ask(ended, other)
         self._done.append(ended)
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from batchspec.distributed.collectives import Collectives
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.kernels.common.e4m3 import LARGEST
-from batchspec.load_progress import step
+from batchspec.load_progress import count_step
 from batchspec.model.blocks.base import Shard
 from batchspec.model.calibration_texts import TEXTS
 from batchspec.model.files import ModelFiles, stored_tensors
@@ -124,7 +124,7 @@ def calibrate(target: Target, prompts: Iterable[list[int]]) -> KVScales:
     adapters = range(1) if spec.lora is None else spec.lora.numbers
     for ids, adapter in product(prompts, adapters):
         _, cache = forward_row(target, ids[: spec.max_len], fp8=False, kv_only=True, adapter=adapter)
-        step()
+        count_step()
         for layer, kv in enumerate(cache.layers):
             found = kv.pages.double().abs().nan_to_num(0.0, posinf=0.0).amax((1, 2, 4)).cpu()
             largest[layer] = torch.maximum(largest[layer], found)

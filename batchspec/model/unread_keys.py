@@ -33,14 +33,14 @@ _OF_GENERATION = frozenset({
 """Keys of generation_config.json, which older versions of transformers saved in config.json with default values."""
 _OF_FAMILIES = frozenset({
     "is_llama_config",  # SmolLM2
-    "max_window_layers", "max_position_embeddings", "original_max_position_embeddings", "intermediate_size",  # where unused
+    "max_window_layers", "max_position_embeddings", "original_max_position_embeddings", "intermediate_size",  # some ignore them
     "sliding_window_pattern", "_sliding_window_pattern",  # Gemma 3 with layer_types
-    "type", "partial_rotary_factor",  # where rope_type, or the factor of rope_parameters, goes before it
+    "type", "partial_rotary_factor",  # rope_type, or the factor of rope_parameters, replaces it
     "long_factor",  # longrope is supported up to its first length only
     "full_attn_mod", "interpolate_factor",  # Phi-4-mini
     "experts_per_token", "initial_context_length",  # gpt-oss, which has the same numbers under their usual names
     "mlp_intermediate_size", "shared_moe_mode", "layernorm_linear_attention_alpha", "layernorm_linear_attention_beta",
-    "mtp_transformer_layers", "num_mtp_modules", "use_mtp", "num_nextn_predict_layers",  # layers that no file holds, or refused
+    "mtp_transformer_layers", "num_mtp_modules", "use_mtp", "num_nextn_predict_layers",  # layers that are in no file, or refused
 })  # fmt: skip
 HARMLESS = _OF_ANY_MODEL | _OF_GENERATION | _OF_FAMILIES
 """Keys that change no logit of the supported families; a key of a nested object is listed by its last part."""

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from batchspec.errors import CheckpointError
-from batchspec.load_progress import step
+from batchspec.load_progress import count_step
 from batchspec.model.blocks.base import FLOATS, TensorSpec
 from batchspec.model.config_values import shown
 from batchspec.model.files import LocalFiles, ModelFiles, StoredTensor, listed, stored_tensors, weight_names
@@ -163,13 +163,13 @@ class Checkpoint:
         own, file = () if self._slices is None else self._slices.get(name), self._files[name]
         tensor: Tensor = taken(file.get_slice(name), own) if own else file.get_tensor(name)
         tensor = tensor.to(self.device)
-        step()
+        count_step()
         return torch.zeros_like(tensor) if own is None else tensor
 
     def entry(self, name: str, index: int) -> Tensor:
         self._sum(name)
         part: Tensor = self._files[name].get_slice(name)[(slice(index, index + 1), *_of_entry(self._slices, name))]
-        step()
+        count_step()
         return part[0].to(self.device)
 
     def sums(self) -> WeightSums:
@@ -270,7 +270,7 @@ class DummyWeights:
         return whole[own].clone() if own else whole
 
     def _noise(self, tensor: TensorSpec, shape: tuple[int, ...]) -> Tensor:
-        step()
+        count_step()
         if tensor.dtypes == ("U8",):
             low, high = _DUMMY_EXPONENTS if tensor.role == "scale" else (0, 256)
             return torch.randint(low, high, shape, dtype=torch.uint8, device=self.device, generator=self._generator)

@@ -139,7 +139,7 @@ class ProgressBar:
 
     def phase(self, note: str) -> None:
         """Print a line about the present phase of the run; in a log file again while it lasts, until the first round."""
-        load_progress.step()
+        load_progress.count_step()
         self._phase = note, self.clock()
         terminal.say(note, stream=self.stream)
 

@@ -56,7 +56,7 @@ class StartUp:
 
     def done(self, phase: str, parts: Mapping[str, float] | None = None) -> None:
         """End the phase, unless the start-up is over; its `parts` are listed under their own names."""
-        load_progress.step()
+        load_progress.count_step()
         if self.over:
             return
         now, parts = self._age_s(), parts or {}

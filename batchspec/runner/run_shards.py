@@ -182,7 +182,7 @@ class ShardRunner:
             if time.monotonic() - waited_from > self._claims.stale_s + RENEW_S:
                 return None
             time.sleep(max(1.0, took_s))  # listing thousands of files loads the file system
-            load_progress.step()
+            load_progress.count_step()
             looked_from = time.monotonic()
         return None
 

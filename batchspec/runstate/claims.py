@@ -194,7 +194,7 @@ class Claims:
 
 
 def _in_thread(task: Callable[[], None]) -> Future[None]:
-    """Run the task in a thread of its own, a daemon; the result gets its end or its error."""
+    """Run the task in a daemon thread; the future is done when the task ends, with the error that it raised."""
     future: Future[None] = Future()
 
     def run() -> None:

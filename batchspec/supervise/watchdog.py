@@ -93,7 +93,7 @@ class Watchdog:
         self._expected = (time.monotonic(), True)
 
     def pause(self) -> None:
-        """Expect no progress until the next call of `beat` or `load`."""
+        """Expect no progress until the next call of `beat` or `begin_loading`."""
         self._expected = (math.inf, False)
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ def _why(limit_s: float, *, loading: bool) -> str:
 
 
 class _LoadProgress:
-    """Finds progress of this process's loading, and of that of the other ranks of its group, which tell it."""
+    """Finds progress in loading: of this process, and of the other ranks of its group, which tell their own."""
 
     def __init__(self, loads: LoadChannel | None) -> None:
         self._loads, self._activity = loads, Activity()
