@@ -239,7 +239,7 @@ def test_a_machine_without_memory_is_no_reason_to_refuse_a_row(error: Exception,
     assert guard.message  # so a run goes on with a smaller batch
 
 
-def test_a_killed_renderer_is_started_again_and_a_row_that_it_costs_can_be_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_renderer_is_started_again_and_a_row_that_fails_by_it_can_be_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     templates, kills = Templates({"default": "{{ text }}"}, "here"), [1]
     ask = templates._ask
 

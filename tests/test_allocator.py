@@ -98,7 +98,7 @@ def test_refilled_slots_take_at_most_five_percent_more_rounds_than_the_ideal_kno
     assert rounds <= 1.05 * ideal, rounds / ideal
 
 
-def test_a_request_that_has_left_its_slot_has_none() -> None:
+def test_a_request_that_has_left_its_slot_has_no_slot() -> None:
     pools = pools_of(40)
     allocator = SlotAllocator(shape(2, 40), pools, map(progress, [request(i, [1], cap=8) for i in range(2)]))
     ended, preempted = allocator.refill()

@@ -183,8 +183,8 @@ def test_a_rank_that_hangs_while_it_loads_ends_its_group(
     assert tokens(tmp_path / "out", ROWS) == expected
 
 
-def test_a_hang_that_lets_no_thread_run_ends_a_load_without_a_parent() -> None:
-    """The interpreter's lock is held: the watchdog's thread does not run either."""
+def test_a_load_that_hangs_while_it_holds_the_gil_ends_without_a_parent() -> None:
+    """The watchdog's thread does not run either."""
     done = run_python(["-c", """import ctypes, time
 from batchspec.supervise import watchdog
 watchdog.SAVE_S = 0.5

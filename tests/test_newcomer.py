@@ -648,7 +648,7 @@ def test_a_file_name_that_is_no_text_is_one_line(tmp_path: Path) -> None:
         open_source(InputConfig(path=str(tmp_path)))
 
 
-def test_an_empty_cell_of_csv_asks_for_nothing_and_is_copied_as_empty_text(tmp_path: Path) -> None:
+def test_an_empty_csv_cell_is_null_as_an_option_and_empty_text_as_a_copied_value(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("id,prompt,seed,stop,note\n1,Hi,,,\n2,,,,x\n")
     read = Read(tmp_path / "in.csv")
     (request, _) = read.made

@@ -80,7 +80,7 @@ def test_rows_completions_and_bad_rows_are_counted(job: RunConfig) -> None:
         (0.0, {"do_sample": True}, None),
     ],
 )
-def test_a_greedy_job_of_a_model_that_recommends_sampling_is_pointed_out(
+def test_a_greedy_job_of_a_model_that_recommends_sampling_is_reported(
     job: RunConfig, temperature: float, generation: dict[str, Any], said: str | None
 ) -> None:
     write(job, prompt=["x"])
@@ -119,7 +119,7 @@ def test_a_penalty_that_the_job_sets_itself_and_a_job_that_scores_need_no_advice
     assert sampling_advice(DecodeConfig(max_new_tokens=0), generation) == ""
 
 
-def test_a_key_of_the_config_that_nothing_reads_is_pointed_out(job: RunConfig) -> None:
+def test_a_key_of_the_config_that_nothing_reads_is_reported(job: RunConfig) -> None:
     write(job, prompt=["x"])
     path = Path(job.input.path or "").parent / "model" / "config.json"
     assert "\nnot read " not in planned(job).text()
@@ -137,13 +137,13 @@ def test_a_key_of_the_config_that_nothing_reads_is_pointed_out(job: RunConfig) -
         (DecodeConfig(max_new_tokens=0), set(), None),
     ],
 )  # fmt: skip
-def test_a_model_without_an_end_token_is_pointed_out(decode: DecodeConfig, end_ids: set[int], said: str | None) -> None:
+def test_a_model_without_an_end_token_is_reported(decode: DecodeConfig, end_ids: set[int], said: str | None) -> None:
     notes = dict(model_notes(decode, read_spec(MODEL, "config.json"), end_ids))
     assert ("no end" in notes) == (said is not None)
     assert said is None or notes["no end"].endswith(said)
 
 
-def test_columns_with_names_of_other_programs_are_pointed_out(job: RunConfig) -> None:
+def test_columns_with_names_of_other_programs_are_reported(job: RunConfig) -> None:
     """A column max_tokens, as vLLM's users name it, would only be copied to the output, without a message."""
     write(job, prompt=["x"], max_tokens=[3], stop_token_ids=[[1]], max_new_tokens=[4], tensor_parallel_size=[2])
     (line,) = [line for line in planned(job).text().splitlines() if line.startswith("columns ")]

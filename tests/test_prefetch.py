@@ -52,7 +52,7 @@ def test_requests_come_in_their_order_however_many_were_taken_before(
     assert [one.row_index for one in found] == list(range(sum(sizes)))
 
 
-def test_all_that_is_left_of_a_list_is_ready_and_nothing_of_a_generator() -> None:
+def test_the_rest_of_a_list_is_ready_and_nothing_of_a_generator() -> None:
     asked = [request(i, [1], cap=1) for i in range(5)]
     for stream, ready in ((iter(asked), 5), ((one for one in asked), 0)):
         ahead = Prefetcher(stream, None, most=10)

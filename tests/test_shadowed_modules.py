@@ -46,7 +46,7 @@ def test_a_child_process_imports_nothing_from_the_working_directory(within: None
     assert done.stdout == f"{ROOT}/batchspec/__init__.py ['-c', 'more']\n"
 
 
-def test_a_template_is_rendered(within: None) -> None:
+def test_a_template_is_rendered_in_such_a_folder(within: None) -> None:
     assert Templates({"default": "{{ text }}"}, "here").render("default", {"text": "hello"}) == "hello"
 
 

@@ -132,7 +132,7 @@ def test_a_list_of_texts_may_hold_none(shared: batchspec.Engine) -> None:
     assert with_gap["token_ids"].to_list()[0] == shared.generate(["ab ba"])["token_ids"].to_list()[0]
 
 
-def test_a_column_with_a_name_of_vllm_is_pointed_out_once(shared: batchspec.Engine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_column_with_a_name_of_vllm_is_reported_once(shared: batchspec.Engine, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         shared.generate([{"prompt": "ab", "max_tokens": 2}])
     said = "batchspec: column 'max_tokens' has no effect: batchspec's name is 'max_new_tokens'; map it, "

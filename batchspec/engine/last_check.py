@@ -103,8 +103,8 @@ class LastCheck:
         return Recheck(automaton, automaton.answer, tuple(parts.answer), count) if parts.thoughts and count else None
 
     def _note_breaks(self, ended: Ended, question: Recheck, found: int | str) -> None:
-        """found: the reply to `_recheck_without_breaks`; a text says why it is unknown. If the answer does not match without these
-        line breaks, ask about one break fewer."""
+        """found: the reply to `_recheck_without_breaks`; a text says why it is unknown. If the answer does not match without
+        these line breaks, ask about one break fewer."""
         if found == len(question.tokens):
             ended.state.num_breaks = question.num_skipped_bytes
         elif (other := self._recheck_without_breaks(ended.state, question.num_skipped_bytes - 1)) is not None:
