@@ -276,7 +276,7 @@ class ClusterConfig:
     """Seconds before the time limit at which Slurm signals a task, and in which a run saves its state."""
     watchdog_s: float | None = None
     """Seconds without a finished round after which a run counts as hung and exits with code 75. While it loads, the limit is
-    three times as long, without anything read, written, compiled or captured. 0: no limit; null: 600 on a GPU, 3600 on a CPU."""
+    three times as long, from the last read, write, compilation or capture. 0: no limit; null: 600 on a GPU, 3600 on a CPU."""
     tasks: int = 1
     """submit: number of tasks of the array. They share the shards; the next submission may have another number."""
     gpus: int = 1
