@@ -7,10 +7,11 @@ huggingface_hub's: HF_TOKEN, or the one of `hf auth login`.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 from batchspec.errors import ConfigError, OutputError, StorageError
 from batchspec.storage.hub_files import HubFiles, may_pass, reason_of
 from batchspec.storage.remote_files import Stamp
-from batchspec.storage.retry import retried
+from batchspec.storage.retry import REQUEST_S, retried
 from batchspec.text import counted
 
 REPO = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}", re.ASCII)
@@ -56,6 +57,20 @@ class Pushed:
         return f"{self.url}: {counted(self.num_sent, 'file')} sent{deleted}{private}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Present:
+    """What a dataset holds."""
+
+    files: Mapping[str, Stamp]
+    is_private: bool
+    read: Callable[[str, int | None], bytes]
+    """Of a file the content, or so many bytes at its end; with retries."""
+
+
+Refusal = Callable[[Present], str | None]
+"""Says why the files of a dataset must not be replaced; None: they may be."""
+
+
 def check_push(repo: str) -> None:
     """Raises ConfigError for an invalid dataset name, without a token, and if huggingface_hub is offline."""
     from huggingface_hub import constants, get_token
@@ -68,35 +83,47 @@ def check_push(repo: str) -> None:
         raise ConfigError(f"{repo}: a push needs a token that may write; set HF_TOKEN, or log in (hf auth login)")
 
 
+def check_target(repo: str, *, private: bool, refusal: Refusal) -> Present | None:
+    """What the dataset holds; None if there is no such dataset. Only reads; raises as `push` with the same arguments."""
+    present = _Hub(repo).present_if_there()
+    if present is None:
+        return None
+    if private and not present.is_private:
+        raise ConfigError(f"{repo} is public on the hub; make it private there, or push to it as public")
+    if (why := refusal(present)) is not None:
+        raise OutputError(f"{repo}: {why}")
+    return present
+
+
 def push(
     repo: str,
     files: Sequence[PushedFile],
     *,
     private: bool,
-    refusal: Callable[[Mapping[str, Stamp], Callable[[str], bytes]], str | None],
+    refusal: Refusal,
     deletes: Callable[[str], bool],
     message: str,
 ) -> Pushed:
     """Create the dataset if it does not exist, and give it these files.
 
     private  whether a new dataset is private; an existing one must not be public then
-    refusal  called with the dataset's present files and a function that reads one; returns why they must not be replaced, or None
+    refusal  says why the present files must not be replaced, if so
     deletes  whether a present file that is not among `files` is deleted
-    Raises ConfigError and OutputError for errors that a retry cannot cure, StorageError for others.
+    Raises ConfigError and OutputError for errors that a retry cannot cure, StorageError for others. A refusal comes before
+    anything is sent.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-    hub = _Hub(repo)
-    api = HfApi()
-    made = hub.tried("making", lambda: api.create_repo(repo, repo_type="dataset", private=private, exist_ok=True))
-    there, is_private = hub.files()
-    if private and not is_private:
-        raise ConfigError(f"{repo} is public on the hub; make it private there, or push to it as public")
-    if (why := refusal(there, hub.read)) is not None:
-        raise OutputError(f"{repo}: {why}")
+    hub, api = _Hub(repo), HfApi()
+    present = check_target(repo, private=private, refusal=refusal)
+    if present is None:
+        hub.tried("making", lambda: api.create_repo(repo, repo_type="dataset", private=private, exist_ok=True))
+        present = hub.tried("listing", hub.present)
+    there = present.files
     names = {file.name for file in files}
     stale = [name for name in there if name not in names and deletes(name)]
     operations: list[Any] = [CommitOperationDelete(name) for name in stale]
+    with_xet = functools.cache(hub.has_xet)
     for group in _groups(files):
         new = []
         for file in group:
@@ -104,13 +131,14 @@ def push(
             if not _same(there.get(file.name), content):
                 new.append(CommitOperationAdd(file.name, content))
         if new:
-            hub.tried("sending files to", lambda new=new: api.preupload_lfs_files(repo, new, repo_type="dataset"))  # type: ignore[misc]
+            with nullcontext() if with_xet() else _without_xet():
+                hub.tried("sending files to", lambda new=new: api.preupload_lfs_files(repo, new, repo_type="dataset"))  # type: ignore[misc]
         operations += new
     num_sent, tries = len(operations) - len(stale), list[int]()
 
     def commit() -> None:
         """If the answer to an earlier try was lost, its commit may exist: files that it deleted cannot be deleted again."""
-        now = hub.listed()[0] if tries else there
+        now = hub.present().files if tries else there
         tries.append(1)
         gone = {name for name in stale if name not in now}
         left = [one for one in operations if one.path_in_repo not in gone]
@@ -118,7 +146,10 @@ def push(
 
     if operations:
         hub.tried("committing to", commit)
-    return Pushed(url=str(made), num_sent=num_sent, num_deleted=len(stale), stays_private=is_private and not private)
+    return Pushed(
+        url=f"{api.endpoint}/datasets/{repo}", num_sent=num_sent, num_deleted=len(stale),
+        stays_private=present.is_private and not private,
+    )  # fmt: skip
 
 
 def _groups(files: Sequence[PushedFile]) -> Iterator[list[PushedFile]]:
@@ -162,6 +193,21 @@ def _quiet() -> Iterator[None]:
             enable_progress_bars()
 
 
+@contextmanager
+def _without_xet() -> Iterator[None]:
+    """Within this block huggingface_hub uploads by LFS. To a server without Xet it would send nothing, and be silent about it for
+    minutes: hf_xet repeats its own request for a token, whatever the answer.
+    """
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_DISABLE_XET
+    constants.HF_HUB_DISABLE_XET = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_DISABLE_XET = before
+
+
 class _Hub:
     """Requests about one dataset, with retries."""
 
@@ -172,32 +218,58 @@ class _Hub:
         what = f"{doing} hf://datasets/{self._repo}"
         try:
             with _quiet():
-                return retried(what, act, lambda error: may_pass(_cause(error)), lambda error: reason_of(_cause(error)))
+                return retried(
+                    what, act, lambda error: may_pass(_cause(error)), lambda error: reason_of(_cause(error)), notice_s=0.0
+                )  # fmt: skip
         except (StorageError, ConfigError, OutputError):
             raise
         except Exception as error:  # huggingface_hub raises many kinds
             raise _refused(self._repo, what, _cause(error)) from error
 
-    def files(self) -> tuple[dict[str, Stamp], bool]:
-        """What the dataset holds now, by name, and whether it is private."""
-        return self.tried("listing", self.listed)
+    def has_xet(self) -> bool:
+        """Whether the server gives tokens for Xet, the protocol by which huggingface_hub uploads; a mirror may have none."""
+        from huggingface_hub import constants
+        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
 
-    def listed(self) -> tuple[dict[str, Stamp], bool]:
-        """`files` in a single try."""
+        if constants.HF_HUB_DISABLE_XET:
+            return False
+        url = f"{constants.ENDPOINT}/api/datasets/{self._repo}/xet-write-token/main"
+
+        def asked() -> bool:
+            answer: Any = get_session().get(url, headers=build_hf_headers(), timeout=REQUEST_S)
+            if answer.status_code in (404, 405, 501):
+                return False
+            hf_raise_for_status(answer)
+            return "X-Xet-Cas-Url" in answer.headers or b'"casUrl"' in answer.content
+
+        return self.tried("asking for a token of Xet for", asked)
+
+    def present_if_there(self) -> Present | None:
+        """What the dataset holds now; None if there is no such dataset. With retries."""
+        from huggingface_hub import errors
+
+        def listed() -> Present | None:
+            try:
+                return self.present()
+            except errors.RepositoryNotFoundError as error:
+                if error.response.status_code == 404:
+                    return None
+                raise
+
+        return self.tried("listing", listed)
+
+    def present(self) -> Present:
+        """What the dataset holds now, in a single try."""
         root = f"datasets/{self._repo}"
         hub = HubFiles(root, self._repo, None)
-        entries = hub.walk(root)
-        return {entry.path.removeprefix(f"{root}/"): hub.stamp(entry.path) for entry in entries}, hub.is_private
+        files = {entry.path.removeprefix(f"{root}/"): hub.stamp(entry.path) for entry in hub.walk(root)}
 
-    def read(self, name: str) -> bytes:
-        """The content of a small file."""
-        root = f"datasets/{self._repo}"
+        def read(name: str, last: int | None = None) -> bytes:
+            file = hub.open(f"{root}/{name}")
+            count = file.size() if last is None else min(last, file.size())
+            return self.tried("reading", lambda: file.read_at(count, file.size() - count)) if count else b""
 
-        def content() -> bytes:
-            file = HubFiles(root, self._repo, None).open(f"{root}/{name}")
-            return file.read_at(file.size(), 0) if file.size() else b""
-
-        return self.tried("reading", content)
+        return Present(files=files, is_private=hub.is_private, read=read)
 
 
 def _cause(error: Exception) -> Exception:
