@@ -228,7 +228,7 @@ class JobFolder:
         """The id of the job that `create` with these arguments would join or begin; empty if it would choose a new one."""
         if not self.begins_job(overwrite):
             return self.manifest.job
-        return "" if self.is_job() else first_job(self.path, compared_facts(fingerprint, num_rows, shard_rows))
+        return "" if self.is_job() else first_job_id(self.path, compared_facts(fingerprint, num_rows, shard_rows))
 
     def begins_anew(self, overwrite: bool) -> bool:
         """Whether a run with this output.overwrite deletes a job: one exists, and it was not begun by this run's command."""
