@@ -2,6 +2,7 @@
 
 open_job(config)        every check; nothing is written before all have passed                       prepare.py, dataset/, model/
 check_output(job)       the output folder: new, or that of an earlier run of this job                 runstate/
+check_target(job)       with output.push_to_hub: no other job's dataset has that name                 report/
 new_retry(job, output)  the retry that resume.retry asks for, if any                                  runner/new_retry.py
 compute(job, ...)       one run:
   survey_first(job)       read and admit the first rows                                               dataset/, packing/
@@ -33,7 +34,7 @@ from batchspec.prepare import Job, open_job, survey_first
 from batchspec.report.card import dataset_card
 from batchspec.report.page import NEEDS_EXTRA, can_draw, write_report
 from batchspec.report.progress_bar import ProgressBar
-from batchspec.report.push import check_push_key, push_output
+from batchspec.report.push import check_push_key, check_target_key, push_output
 from batchspec.report.start_up import StartUp
 from batchspec.report.stats import JobStats, job_stats
 from batchspec.report.summary import RunSummary
@@ -73,6 +74,7 @@ def run_job(
     check_push_key(config.output)
     job = open_job(config, source, group=group, is_new=is_new(config))
     output = check_output(job)
+    check_target(job)
     start_up.done("checks")
     retry = new_retry(job, output)
     resumes = not output.begins_job(config.output.overwrite)
@@ -240,6 +242,17 @@ def check_output(job: Job) -> OutputFolder:
         may_differ=MAY_DIFFER[job.config.resume.retry],
     )
     return output
+
+
+def check_target(job: Job) -> None:
+    """Ask the hub whether the push at the end of the job would be refused, if there is one. Raises as `push_output`."""
+    config = job.config.output
+    if config.push_to_hub is None:
+        return
+    of_job = "" if config.dir is None else OutputFolder(config.dir).id_of_job(
+        fingerprint=job_fingerprint(job), num_rows=job.source.num_rows, shard_rows=config.shard_rows, overwrite=config.overwrite
+    )  # fmt: skip
+    check_target_key(config, of_job)
 
 
 def create_output(job: Job, output: OutputFolder, retry: Generation | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -170,7 +171,7 @@ def test_a_changed_job_replaces_its_files_and_deletes_the_old_ones(
         "notes.txt": b"mine",
     }
     capsys.readouterr()
-    assert command.main([str(out), REPO]) == 0
+    assert command.main([str(out), REPO, "--overwrite"]) == 0
     assert capsys.readouterr().out.endswith(": 1 file sent, 1 old ones deleted\n")
     assert holds(hub, out)
     assert dataset.files["notes.txt"] == b"mine"
@@ -181,7 +182,7 @@ def test_a_commit_whose_answer_is_lost_is_not_made_twice(hub: PushHub, out: Path
     assert command.main([str(out), REPO]) == 0
     hub.datasets[REPO].files |= {"data/part-00077.parquet": b"of a longer job", "data/part-00001.parquet": b"other"}
     hub.fault = first_only("POST", "/commit/", CUT_AFTER)
-    assert command.main([str(out), REPO]) == 0
+    assert command.main([str(out), REPO, "--overwrite"]) == 0
     assert holds(hub, out)
 
 
@@ -196,6 +197,108 @@ def test_another_dataset_is_left_alone(hub: PushHub, out: Path, file: str) -> No
     assert dataset.files == before
     assert command.main([str(out), REPO, "--overwrite"]) == 0
     assert holds(hub, out)
+
+
+@pytest.fixture(scope="module")
+def another(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job of the same rows that writes more tokens."""
+    folder = tmp_path_factory.mktemp("another")
+    assert run.main(words(model, folder, folder / "out", "decode.max_new_tokens=4")) == 0
+    return folder / "out"
+
+
+def id_of(out: Path) -> str:
+    return OutputFolder(out).manifest.job
+
+
+def test_the_dataset_of_another_job_is_replaced_only_with_overwrite(hub: PushHub, out: Path, another: Path) -> None:
+    assert command.main([str(another), REPO]) == 0
+    before, requests = dict(hub.datasets[REPO].files), len(hub.requests)
+    with pytest.raises(OutputError) as caught:
+        command.main([str(out), REPO])
+    assert str(caught.value) == (
+        f"org/answers: it holds the rows of another job, {id_of(another)[:8]} "
+        f"(Completions by `{model_of(another)}`: 7 truncated); this one is {id_of(out)[:8]}: "
+        "give another name, or replace data/ and the card with: batchspec push OUT ORG/NAME --overwrite"
+    )
+    assert hub.datasets[REPO].files == before
+    assert all(one.startswith("GET ") for one in hub.requests[requests:])  # nothing was sent
+    assert command.main([str(out), REPO, "--overwrite"]) == 0
+    assert holds(hub, out)
+    assert command.main([str(out), REPO]) == 0  # it is this job's dataset now
+
+
+def model_of(out: Path) -> str:
+    return str(Path(OutputFolder(out).manifest.config["model"]["path"]).name)
+
+
+@pytest.mark.parametrize("place", ["data/part-00000.parquet", "data/part-00003.parquet"])
+@pytest.mark.parametrize("content", [b"no Parquet file", None])
+def test_files_that_name_no_job_are_replaced_only_with_overwrite(
+    hub: PushHub, out: Path, place: str, content: bytes | None
+) -> None:
+    """Early versions of batchspec wrote no id of the job: whose rows they are is unknown, and rows cannot be brought back."""
+    assert command.main([str(out), REPO]) == 0
+    if content is None:
+        pl.read_parquet(out / place).write_parquet(sink := io.BytesIO())
+        content = sink.getvalue()
+    hub.datasets[REPO].files[place] = content
+    with pytest.raises(OutputError, match=f"it holds {place}, which names no job and may be of another one .*--overwrite"):
+        command.main([str(out), REPO])
+    assert hub.datasets[REPO].files[place] == content
+    assert command.main([str(out), REPO, "--overwrite"]) == 0
+    assert holds(hub, out)
+
+
+def test_a_job_may_push_again_after_a_retry_has_changed_its_rows(hub: PushHub, model: Path, tmp_path: Path) -> None:
+    assert run.main(words(model, tmp_path, tmp_path / "out", f"output.push_to_hub={REPO}")) == 0
+    first = dict(hub.datasets[REPO].files)
+    more = ["resume=length", "decode.max_new_tokens=5", f"output.push_to_hub={REPO}"]
+    assert run.main(words(model, tmp_path, tmp_path / "out", *more)) == 0
+    assert hub.datasets[REPO].files.keys() == first.keys()
+    assert hub.datasets[REPO].files != first
+    assert holds(hub, tmp_path / "out")
+
+
+def test_a_job_whose_push_would_replace_another_one_is_refused_before_it_begins(
+    hub: PushHub, model: Path, another: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main([str(another), REPO]) == 0
+    before = dict(hub.datasets[REPO].files)
+    arguments = words(model, tmp_path, tmp_path / "out", f"output.push_to_hub={REPO}")
+    capsys.readouterr()
+    for name in ("run", "plan", "submit"):
+        assert cli([name, *arguments]) == 2
+        assert f"it holds the rows of another job, {id_of(another)[:8]}" in capsys.readouterr().err
+    assert cli(["plan", *(word for word in arguments if "output.dir" not in word)]) == 2
+    assert "this one is new: give another name" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert hub.datasets[REPO].files == before
+    assert cli(["plan", *arguments[:-1], "output.push_to_hub=org/free"]) == 0
+    assert "org/free" not in hub.datasets  # a check makes no dataset
+
+
+def test_a_job_that_overwrites_the_job_that_pushed_is_another_job(
+    hub: PushHub, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = words(model, tmp_path, tmp_path / "out", f"output.push_to_hub={REPO}")
+    assert run.main(arguments) == 0
+    done = shards(tmp_path / "out")
+    assert run.main([*arguments, "output.overwrite=true"]) == 2
+    assert "this one is new" in capsys.readouterr().err
+    assert shards(tmp_path / "out") == done  # the old job was not deleted
+    shutil.rmtree(tmp_path / "out")
+    assert run.main(arguments) == 0  # the same command in the same folder is the same job
+    assert holds(hub, tmp_path / "out")
+
+
+def test_a_public_dataset_is_refused_before_a_job_begins(
+    hub: PushHub, model: Path, another: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main([str(another), REPO, "--public"]) == 0
+    assert run.main(words(model, tmp_path, tmp_path / "out", f"output.push_to_hub={REPO}")) == 2
+    assert "org/answers is public on the hub" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_unfinished_job_is_pushed_only_on_demand(hub: PushHub, out: Path) -> None:

@@ -12,7 +12,7 @@ from batchspec.config.checks import AUTO, TENSOR_PARALLEL, check_ranks
 from batchspec.config.compose import launch
 from batchspec.config.schema import RunConfig
 from batchspec.distributed.group import check_reach
-from batchspec.job import is_new
+from batchspec.job import check_target, is_new
 from batchspec.load import check_memory, plan_batch
 from batchspec.model.blocks.base import Shard
 from batchspec.model.shard import part_of
@@ -73,6 +73,7 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
     """
     check_push_key(config.output)
     job = open_job(config, tokenizer=tokenizer, fetch=False, is_new=is_new(config))
+    check_target(job)
     seen = survey_rows(job, full=full)
     demand = seen.demand(job.source.num_rows, job.admission.max_len)
     rates = device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises)

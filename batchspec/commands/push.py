@@ -1,8 +1,8 @@
 """`batchspec push OUT ORG/NAME`: the rows and the card of a finished job as a dataset of the Hugging Face hub.
 
 The dataset is made if it is not there, private unless --public is given. All files come in one commit. After a kill or a failure
-the same command goes on: what the hub has is not sent again. The token is HF_TOKEN, or that of `hf auth login`.
-`output.push_to_hub=ORG/NAME` does the same at the end of a job.
+the same command goes on: what the hub has is not sent again. A dataset that another job made is replaced only with --overwrite.
+The token is HF_TOKEN, or that of `hf auth login`. `output.push_to_hub=ORG/NAME` does the same at the end of a job.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--public", action="store_true", help="make a public dataset, or push to one")
     parser.add_argument("--incomplete", action="store_true", help="push the shards of an unfinished job that are there")
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace data/ and the card of a dataset that is none of batchspec's"
+        "--overwrite", action="store_true", help="replace data/ and the card of a dataset that this job did not make"
     )
     args = parser.parse_args(argv)
     pushed = push_output(

@@ -35,12 +35,12 @@ def main(argv: Sequence[str]) -> int:
         if ranks != AUTO and 0 < gpus < ranks:
             raise ConfigError(f"cluster.gpus={gpus} is less than cluster.tensor_parallel={ranks}; raise cluster.gpus")
         if not unseen:
-            from batchspec.job import is_new  # imports torch, so only after the configuration was checked
+            from batchspec.job import check_target, is_new  # imports torch, so only after the configuration was checked
             from batchspec.prepare import open_job
             from batchspec.report.push import check_push_key
 
             check_push_key(config.output)
-            open_job(config, fetch=False, here=False, is_new=is_new(config))
+            check_target(open_job(config, fetch=False, here=False, is_new=is_new(config)))
         command = sbatch_line(config.cluster, overrides)
         terminal.show(shlex.join(command))
         if go:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from functools import partial
 
 from batchspec.config.schema import OutputConfig
 from batchspec.errors import OutputError
 from batchspec.report.card import dataset_card
 from batchspec.report.stats import job_stats
-from batchspec.runstate.footers import part_name
+from batchspec.runstate.footers import DamagedFooter, part_name, read_footer
 from batchspec.runstate.output_folder import OutputFolder
-from batchspec.storage.hub_push import Pushed, PushedFile, check_push, push
-from batchspec.storage.remote_files import Stamp
+from batchspec.storage.hub_push import Present, Pushed, PushedFile, check_push, check_target, push
+from batchspec.storage.store import Tail
+from batchspec.text import for_terminal
 
 _PART = re.compile(r"data/part-\d{5,18}\.parquet")
 _TAG = b"\n- batchspec\n"
+_CARD_LINES = (r"^# (Completions by .+)$", r"^\| Completions \| (.+) \|$")
+"""Of a job's card: the model, and the number of rows by status."""
+_INSTEAD = "give another name, or replace data/ and the card with: batchspec push OUT ORG/NAME --overwrite"
 
 
 def check_push_key(output: OutputConfig) -> None:
@@ -25,14 +29,25 @@ def check_push_key(output: OutputConfig) -> None:
         check_push(output.push_to_hub)
 
 
+def check_target_key(output: OutputConfig, job: str) -> None:
+    """Ask the hub whether output.push_to_hub, if it is given, may be replaced by the job of this id.
+
+    job  empty for a job that has no id yet: it may replace no other
+    Raises as `push_output` would at the end of the job.
+    """
+    if output.push_to_hub is not None:
+        check_target(output.push_to_hub, private=output.push_private, refusal=partial(_refusal, job=job, overwrite=False))
+
+
 def push_output(
     output: OutputFolder, repo: str, *, private: bool = True, incomplete: bool = False, overwrite: bool = False
 ) -> Pushed:
     """Push data/ and the card. The same call does nothing where the hub has all of it.
 
     incomplete  push the shards that are there
-    overwrite   replace a dataset that no job of batchspec made, data/ and card
-    Raises OutputError for a job that is not complete and for another dataset of that name; otherwise as `push`.
+    overwrite   replace a dataset that this job did not make, data/ and card
+    Raises OutputError for a job that is not complete, and for a dataset of that name that this job did not make; otherwise as
+    `push`.
     """
     missing = output.missing()
     check_push(repo)
@@ -48,7 +63,7 @@ def push_output(
     files = [PushedFile(name=name, content=content) for name, content in output.contents(names)]
     files.append(PushedFile(name="README.md", content=lambda: card))
     return push(
-        repo, files, private=private, refusal=partial(_refusal, overwrite=overwrite),
+        repo, files, private=private, refusal=partial(_refusal, job=output.manifest.job, overwrite=overwrite),
         message=f"Push {len(names):,} files of a job",
         deletes=lambda name: _PART.fullmatch(name) is not None or (overwrite and name.startswith("data/")),
     )  # fmt: skip
@@ -65,13 +80,43 @@ def _card(output: OutputFolder) -> bytes:
     return dataset_card(output.manifest, job_stats(output.path)).encode()
 
 
-def _refusal(there: Mapping[str, Stamp], read: Callable[[str], bytes], *, overwrite: bool) -> str | None:
-    """Why the dataset's present files must not be replaced: no job of batchspec made them. None: they may be."""
+def _refusal(present: Present, *, job: str, overwrite: bool) -> str | None:
+    """Why the dataset's present files must not be replaced: the job of this id did not make them. None: they may be."""
     if overwrite:
         return None
-    other = next((name for name in there if name.startswith("data/") and not _PART.fullmatch(name)), None)
-    if other is None and "README.md" in there and _TAG not in read("README.md"):
+    card = present.read("README.md", None) if "README.md" in present.files else b""
+    other = next((name for name in present.files if name.startswith("data/") and not _PART.fullmatch(name)), None)
+    if other is None and card and _TAG not in card:
         other = "README.md"
-    if other is None:
+    if other is not None:
+        return f"it holds {other}, which no job of batchspec made; {_INSTEAD}"
+    for name in _ends([name for name in present.files if _PART.fullmatch(name)]):
+        found = _job_of(name, present)
+        if not found:
+            return f"it holds {name}, which names no job and may be of another one{_described(card)}; {_INSTEAD}"
+        if found != job:
+            own = f"this one is {job[:8]}" if job else "this one is new"
+            return f"it holds the rows of another job, {for_terminal(found[:8])}{_described(card)}; {own}: {_INSTEAD}"
+    return None
+
+
+def _ends(names: Sequence[str]) -> list[str]:
+    """The first and the last of the files: a push replaces all of them in one commit, so these name the job of all."""
+    ordered = sorted(names, key=lambda name: (len(name), name))
+    return [*dict.fromkeys([*ordered[:1], *ordered[-1:]])]
+
+
+def _job_of(name: str, present: Present) -> str | None:
+    """The id of the job in the footer of a file; None where there is none: early versions of batchspec wrote no id."""
+    try:
+        file = read_footer(lambda count: Tail(present.read(name, count), ""))
+    except DamagedFooter:
         return None
-    return f"it holds {other}, which no job of batchspec made; give another name, or replace data/ and the card with --overwrite"
+    return None if file is None else file.job
+
+
+def _described(card: bytes) -> str:
+    """What the card of the dataset says of it, for a message."""
+    text = card.decode("utf-8", "replace")
+    said = [found[1] for line in _CARD_LINES if (found := re.search(line, text, re.MULTILINE))]
+    return f" ({for_terminal(': '.join(said))[:200]})" if said else ""

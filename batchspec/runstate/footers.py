@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from batchspec.errors import BatchspecError, OutputError, StorageError
 from batchspec.runstate.manifest import Manifest
-from batchspec.storage.store import Store, for_each
+from batchspec.storage.store import Store, Tail, for_each
 
 TAIL_BYTES = 64 << 10
 """Most footers are shorter, so that one request reads one."""
@@ -68,11 +68,26 @@ def identity(manifest: Manifest, generation: int, index: int, attempt: str) -> d
     }  # fmt: skip
 
 
+class DamagedFooter(Exception):
+    """The bytes at the end of a file are no footer of a Parquet file."""
+
+
 def read_shard_file(store: Store, name: str) -> ShardFile | None:
     """The footer of a file; None if there is no such file. Raises StorageError if the footer cannot be read."""
+    try:
+        return read_footer(lambda count: store.tail(name, count))
+    except DamagedFooter as error:
+        raise StorageError(f"{store.where}/{name}: its footer cannot be read ({error}); {ANEW}") from error
+
+
+def read_footer(read: Callable[[int], Tail | None]) -> ShardFile | None:
+    """The footer of a file by a function that reads so many bytes at its end, None if there is no such file.
+
+    Raises DamagedFooter, and what `read` raises.
+    """
     count, reason = TAIL_BYTES, "it is not a Parquet file"
     for _ in range(READS):
-        tail = store.tail(name, count)
+        tail = read(count)
         if tail is None:
             return None
         data = tail.data
@@ -84,7 +99,7 @@ def read_shard_file(store: Store, name: str) -> ShardFile | None:
             return _parsed(pq.read_metadata(pa.BufferReader(data)), tail.version)
         except (pa.ArrowException, OSError, ValueError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    raise StorageError(f"{store.where}/{name}: its footer cannot be read ({reason}); {ANEW}")
+    raise DamagedFooter(reason)
 
 
 def _parsed(footer: pq.FileMetaData, version: str) -> ShardFile:

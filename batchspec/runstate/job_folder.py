@@ -224,6 +224,12 @@ class JobFolder:
         """Whether a run with this output.overwrite begins a job, and does not go on with one of an earlier run."""
         return not self.is_job() or self.begins_anew(overwrite)
 
+    def id_of_job(self, *, fingerprint: Mapping[str, str], num_rows: int, shard_rows: int | None, overwrite: bool) -> str:
+        """The id of the job that `create` with these arguments would join or begin; empty if it would choose a new one."""
+        if not self.begins_job(overwrite):
+            return self.manifest.job
+        return "" if self.is_job() else first_job(self.path, compared_facts(fingerprint, num_rows, shard_rows))
+
     def begins_anew(self, overwrite: bool) -> bool:
         """Whether a run with this output.overwrite deletes a job: one exists, and it was not begun by this run's command."""
         if not (overwrite and self.is_job()):

@@ -56,6 +56,20 @@ class Pushed:
         return f"{self.url}: {counted(self.num_sent, 'file')} sent{deleted}{private}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Present:
+    """What a dataset holds."""
+
+    files: Mapping[str, Stamp]
+    is_private: bool
+    read: Callable[[str, int | None], bytes]
+    """Of a file the content, or so many bytes at its end; with retries."""
+
+
+Refusal = Callable[[Present], str | None]
+"""Says why the files of a dataset must not be replaced; None: they may be."""
+
+
 def check_push(repo: str) -> None:
     """Raises ConfigError for an invalid dataset name, without a token, and if huggingface_hub is offline."""
     from huggingface_hub import constants, get_token
@@ -68,32 +82,43 @@ def check_push(repo: str) -> None:
         raise ConfigError(f"{repo}: a push needs a token that may write; set HF_TOKEN, or log in (hf auth login)")
 
 
+def check_target(repo: str, *, private: bool, refusal: Refusal) -> Present | None:
+    """What the dataset holds; None if there is no such dataset. Only reads; raises as `push` with the same arguments."""
+    present = _Hub(repo).present_if_there()
+    if present is None:
+        return None
+    if private and not present.is_private:
+        raise ConfigError(f"{repo} is public on the hub; make it private there, or push to it as public")
+    if (why := refusal(present)) is not None:
+        raise OutputError(f"{repo}: {why}")
+    return present
+
+
 def push(
     repo: str,
     files: Sequence[PushedFile],
     *,
     private: bool,
-    refusal: Callable[[Mapping[str, Stamp], Callable[[str], bytes]], str | None],
+    refusal: Refusal,
     deletes: Callable[[str], bool],
     message: str,
 ) -> Pushed:
     """Create the dataset if it does not exist, and give it these files.
 
     private  whether a new dataset is private; an existing one must not be public then
-    refusal  called with the dataset's present files and a function that reads one; returns why they must not be replaced, or None
+    refusal  says why the present files must not be replaced, if so
     deletes  whether a present file that is not among `files` is deleted
-    Raises ConfigError and OutputError for errors that a retry cannot cure, StorageError for others.
+    Raises ConfigError and OutputError for errors that a retry cannot cure, StorageError for others. A refusal comes before
+    anything is sent.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-    hub = _Hub(repo)
-    api = HfApi()
-    made = hub.tried("making", lambda: api.create_repo(repo, repo_type="dataset", private=private, exist_ok=True))
-    there, is_private = hub.files()
-    if private and not is_private:
-        raise ConfigError(f"{repo} is public on the hub; make it private there, or push to it as public")
-    if (why := refusal(there, hub.read)) is not None:
-        raise OutputError(f"{repo}: {why}")
+    hub, api = _Hub(repo), HfApi()
+    present = check_target(repo, private=private, refusal=refusal)
+    if present is None:
+        hub.tried("making", lambda: api.create_repo(repo, repo_type="dataset", private=private, exist_ok=True))
+        present = hub.tried("listing", hub.present)
+    there = present.files
     names = {file.name for file in files}
     stale = [name for name in there if name not in names and deletes(name)]
     operations: list[Any] = [CommitOperationDelete(name) for name in stale]
@@ -110,7 +135,7 @@ def push(
 
     def commit() -> None:
         """If the answer to an earlier try was lost, its commit may exist: files that it deleted cannot be deleted again."""
-        now = hub.listed()[0] if tries else there
+        now = hub.present().files if tries else there
         tries.append(1)
         gone = {name for name in stale if name not in now}
         left = [one for one in operations if one.path_in_repo not in gone]
@@ -118,7 +143,10 @@ def push(
 
     if operations:
         hub.tried("committing to", commit)
-    return Pushed(url=str(made), num_sent=num_sent, num_deleted=len(stale), stays_private=is_private and not private)
+    return Pushed(
+        url=f"{api.endpoint}/datasets/{repo}", num_sent=num_sent, num_deleted=len(stale),
+        stays_private=present.is_private and not private,
+    )  # fmt: skip
 
 
 def _groups(files: Sequence[PushedFile]) -> Iterator[list[PushedFile]]:
@@ -178,26 +206,32 @@ class _Hub:
         except Exception as error:  # huggingface_hub raises many kinds
             raise _refused(self._repo, what, _cause(error)) from error
 
-    def files(self) -> tuple[dict[str, Stamp], bool]:
-        """What the dataset holds now, by name, and whether it is private."""
-        return self.tried("listing", self.listed)
+    def present_if_there(self) -> Present | None:
+        """What the dataset holds now; None if there is no such dataset. With retries."""
+        from huggingface_hub import errors
 
-    def listed(self) -> tuple[dict[str, Stamp], bool]:
-        """`files` in a single try."""
+        def listed() -> Present | None:
+            try:
+                return self.present()
+            except errors.RepositoryNotFoundError as error:
+                if error.response.status_code == 404:
+                    return None
+                raise
+
+        return self.tried("listing", listed)
+
+    def present(self) -> Present:
+        """What the dataset holds now, in a single try."""
         root = f"datasets/{self._repo}"
         hub = HubFiles(root, self._repo, None)
-        entries = hub.walk(root)
-        return {entry.path.removeprefix(f"{root}/"): hub.stamp(entry.path) for entry in entries}, hub.is_private
+        files = {entry.path.removeprefix(f"{root}/"): hub.stamp(entry.path) for entry in hub.walk(root)}
 
-    def read(self, name: str) -> bytes:
-        """The content of a small file."""
-        root = f"datasets/{self._repo}"
+        def read(name: str, last: int | None = None) -> bytes:
+            file = hub.open(f"{root}/{name}")
+            count = file.size() if last is None else min(last, file.size())
+            return self.tried("reading", lambda: file.read_at(count, file.size() - count)) if count else b""
 
-        def content() -> bytes:
-            file = HubFiles(root, self._repo, None).open(f"{root}/{name}")
-            return file.read_at(file.size(), 0) if file.size() else b""
-
-        return self.tried("reading", content)
+        return Present(files=files, is_private=hub.is_private, read=read)
 
 
 def _cause(error: Exception) -> Exception:
