@@ -353,6 +353,32 @@ def test_a_hub_that_fails_for_long_ends_the_command_with_74(
     assert hub.num("PUT", "/upload/") == 4
 
 
+@pytest.mark.parametrize("status", [404, None])
+def test_a_server_without_xet_gets_the_files_by_lfs(
+    hub: PushHub, out: Path, monkeypatch: pytest.MonkeyPatch, status: int | None
+) -> None:
+    """hf_xet would ask such a server for a token again and again, for minutes."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    hub.fault = lambda method, path: status if "/xet-write-token/" in path else None
+    assert command.main([str(out), REPO]) == 0
+    assert holds(hub, out)
+    assert hub.num("GET", "/xet-write-token/") == 1
+    assert not constants.HF_HUB_DISABLE_XET
+
+
+def test_the_first_try_that_fails_says_that_it_is_repeated_and_why(
+    hub: PushHub, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.fault = first_only("POST", "/commit/", 503)
+    assert command.main([str(out), REPO]) == 0
+    assert (
+        "committing to hf://datasets/org/answers fails (HTTP status 503; check the endpoint (HF_ENDPOINT where it is set) and "
+        "the hub's health); it is tried again for up to 20 s\n"
+    ) in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("repo", ["answers", "org/", "a/b/c", "org/a b", "org/a..b", "https://hub/org/name"])
 def test_a_name_that_no_dataset_has_is_refused(hub: PushHub, out: Path, repo: str) -> None:
     with pytest.raises(ConfigError, match="is not the name of a dataset; give ORG/NAME"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -430,6 +431,44 @@ def test_a_store_that_fails_for_long_is_reported_once(
     with pytest.raises(StorageError):
         retry.retried("reading x", fail, lambda error: True, str)
     assert capsys.readouterr().err.splitlines() == ["reading x fails (no route); it is tried again for up to 0 s"]
+
+
+def test_tries_that_are_slow_end_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No try begins that would end after the limit if it took as long as those before it."""
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr("time.sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+
+    def fail() -> None:
+        now[0] += 50.0
+        raise OSError("no route")
+
+    with pytest.raises(StorageError, match=r"failed for 10\d s"):
+        retry.retried("reading x", fail, lambda error: True, str)
+    assert 100 < now[0] <= retry.DEADLINE_S
+
+
+def test_without_a_network_the_hub_is_given_up_in_seconds(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A name that cannot be resolved before the hub has ever answered will not be in two minutes either."""
+    set_times(monkeypatch, deadline_s=60.0)
+    monkeypatch.setattr(retry, "UNRESOLVED_S", 1.0)
+    tries = []
+
+    def unresolved(host: object, *_: object, **__: object) -> None:
+        tries.append(host)
+        raise socket.gaierror(-3, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unresolved)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://hub.test")
+    monkeypatch.setattr("huggingface_hub.hf_api.ENDPOINT", "http://hub.test", raising=False)
+    began = time.monotonic()
+    said = refusal(StorageError, f"{NAME}/in")
+    assert time.monotonic() - began < 30.0
+    assert len(tries) > 1
+    assert "the name of its server cannot be resolved; check the network and the endpoint" in said
+    assert capsys.readouterr().err.splitlines()[0].endswith("it is tried again for up to 1 s")
 
 
 def test_a_hub_that_is_switched_off_is_said_at_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

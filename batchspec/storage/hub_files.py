@@ -6,6 +6,7 @@ Endpoint (HF_ENDPOINT) and token (HF_TOKEN, or the one of `hf auth login`) are t
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -92,8 +93,13 @@ class HubFiles:
             return
         from huggingface_hub import HfApi
 
-        with retry.noticed(f"asking the Hugging Face hub for hf://datasets/{self._repo}"):
-            info = HfApi().dataset_info(self._repo, revision=self._revision, files_metadata=True, timeout=retry.REQUEST_S)
+        what = f"asking the Hugging Face hub for hf://datasets/{self._repo}"
+
+        def ask() -> Any:
+            return HfApi().dataset_info(self._repo, revision=self._revision, files_metadata=True, timeout=retry.REQUEST_S)
+
+        with retry.noticed(what):
+            info = retry.retried(what, ask, _is_unresolved, reason_of, limit_s=retry.UNRESOLVED_S, notice_s=0.0)
         self._files = {
             each.rfilename: Stamp(int(each.size or 0), str(each.lfs.sha256 if each.lfs else each.blob_id))
             for each in info.siblings or ()
@@ -157,7 +163,16 @@ def reason_of(error: Exception) -> str:
         return f"access denied (HTTP status {status}); check {LOG_IN}"
     if status:
         return f"HTTP status {status}; check {ENDPOINT} and the hub's health"
+    if _is_unresolved(error):
+        return f"the name of its server cannot be resolved; check the network and {ENDPOINT}"
     return f"no complete answer ({type(error).__name__}); check {ENDPOINT} and the network"
+
+
+def _is_unresolved(error: BaseException | None) -> bool:
+    """Whether the name of the server could not be resolved, by the error or one that led to it."""
+    while error is not None and not isinstance(error, socket.gaierror):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def may_pass(error: Exception) -> bool:

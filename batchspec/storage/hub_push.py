@@ -7,10 +7,11 @@ huggingface_hub's: HF_TOKEN, or the one of `hf auth login`.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 from batchspec.errors import ConfigError, OutputError, StorageError
 from batchspec.storage.hub_files import HubFiles, may_pass, reason_of
 from batchspec.storage.remote_files import Stamp
-from batchspec.storage.retry import retried
+from batchspec.storage.retry import REQUEST_S, retried
 from batchspec.text import counted
 
 REPO = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}", re.ASCII)
@@ -122,6 +123,7 @@ def push(
     names = {file.name for file in files}
     stale = [name for name in there if name not in names and deletes(name)]
     operations: list[Any] = [CommitOperationDelete(name) for name in stale]
+    with_xet = functools.cache(hub.has_xet)
     for group in _groups(files):
         new = []
         for file in group:
@@ -129,7 +131,8 @@ def push(
             if not _same(there.get(file.name), content):
                 new.append(CommitOperationAdd(file.name, content))
         if new:
-            hub.tried("sending files to", lambda new=new: api.preupload_lfs_files(repo, new, repo_type="dataset"))  # type: ignore[misc]
+            with nullcontext() if with_xet() else _without_xet():
+                hub.tried("sending files to", lambda new=new: api.preupload_lfs_files(repo, new, repo_type="dataset"))  # type: ignore[misc]
         operations += new
     num_sent, tries = len(operations) - len(stale), list[int]()
 
@@ -190,6 +193,21 @@ def _quiet() -> Iterator[None]:
             enable_progress_bars()
 
 
+@contextmanager
+def _without_xet() -> Iterator[None]:
+    """Within this block huggingface_hub uploads by LFS. To a server without Xet it would send nothing, and be silent about it for
+    minutes: hf_xet repeats its own request for a token, whatever the answer.
+    """
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_DISABLE_XET
+    constants.HF_HUB_DISABLE_XET = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_DISABLE_XET = before
+
+
 class _Hub:
     """Requests about one dataset, with retries."""
 
@@ -200,11 +218,31 @@ class _Hub:
         what = f"{doing} hf://datasets/{self._repo}"
         try:
             with _quiet():
-                return retried(what, act, lambda error: may_pass(_cause(error)), lambda error: reason_of(_cause(error)))
+                return retried(
+                    what, act, lambda error: may_pass(_cause(error)), lambda error: reason_of(_cause(error)), notice_s=0.0
+                )  # fmt: skip
         except (StorageError, ConfigError, OutputError):
             raise
         except Exception as error:  # huggingface_hub raises many kinds
             raise _refused(self._repo, what, _cause(error)) from error
+
+    def has_xet(self) -> bool:
+        """Whether the server gives tokens for Xet, the protocol by which huggingface_hub uploads; a mirror may have none."""
+        from huggingface_hub import constants
+        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
+
+        if constants.HF_HUB_DISABLE_XET:
+            return False
+        url = f"{constants.ENDPOINT}/api/datasets/{self._repo}/xet-write-token/main"
+
+        def asked() -> bool:
+            answer: Any = get_session().get(url, headers=build_hf_headers(), timeout=REQUEST_S)
+            if answer.status_code in (404, 405, 501):
+                return False
+            hf_raise_for_status(answer)
+            return "X-Xet-Cas-Url" in answer.headers or b'"casUrl"' in answer.content
+
+        return self.tried("asking for a token of Xet for", asked)
 
     def present_if_there(self) -> Present | None:
         """What the dataset holds now; None if there is no such dataset. With retries."""

@@ -167,7 +167,7 @@ class RemotePlace:
         """Call `act` with retries. Raises InputError if the file is gone, StorageError for other errors."""
         remote, what = self.remote, f"{doing} {self}"
         try:
-            return retried(what, act, remote.passing(), remote.explain)
+            return retried(what, act, remote.passing(), remote.explain, notice_s=0.0 if remote.scheme == "hf" else None)
         except FileNotFoundError as error:
             raise InputError(GONE.format(name=self)) from error
         except remote.errors as error:

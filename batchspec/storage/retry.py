@@ -19,7 +19,9 @@ CONNECT_S = 10.0
 REQUEST_S = 30.0
 """Time limit without a byte from the store."""
 DEADLINE_S = 120.0
-"""No try begins later than this after the first."""
+"""All tries of a request together: none begins that would end later than this if it took as long as the longest before it."""
+UNRESOLVED_S = 10.0
+"""The same for the first request to a server whose name cannot be resolved: most often the machine has no network."""
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 8.0
 NOTICE_S = 10.0
@@ -38,31 +40,37 @@ def aws_explained(error: Exception) -> str:
 
 
 def retried(
-    what: str, act: Callable[[], T], passing: Callable[[Exception], bool], explain: Callable[[Exception], str] = aws_explained
-) -> T:
+    what: str, act: Callable[[], T], passing: Callable[[Exception], bool], explain: Callable[[Exception], str] = aws_explained,
+    *, limit_s: float | None = None, notice_s: float | None = None,
+) -> T:  # fmt: skip
     """The result of `act`, which is repeated, with growing pauses, after errors that are temporary according to `passing`.
 
-    `explain` tells what is wrong and what to check on this store, without credentials. After NOTICE_S one line on stderr says
-    that the request is still being tried.
+    explain   tells what is wrong and what to check on this store, without credentials
+    limit_s   seconds for all tries; default DEADLINE_S
+    notice_s  once the tries have failed for so long, one line on stderr says that the request is tried again, and why; default
+              NOTICE_S
 
-    Raises StorageError, beginning with `what`, after DEADLINE_S of such errors; any other error of `act` at once.
+    Raises StorageError, beginning with `what`, when the limit is reached; any other error of `act` at once.
     """
-    began, pause, noticed = time.monotonic(), FIRST_PAUSE_S, False
+    limit_s, notice_s = DEADLINE_S if limit_s is None else limit_s, NOTICE_S if notice_s is None else notice_s
+    began, pause, noticed, longest = time.monotonic(), FIRST_PAUSE_S, False, 0.0
     while True:
+        try_began = time.monotonic()
         try:
             return act()
         except Exception as error:
             if not passing(error):
                 raise
-            waited = time.monotonic() - began
-            if waited + pause > DEADLINE_S:
+            now = time.monotonic()
+            waited, longest = now - began, max(longest, now - try_began)
+            if waited + pause + longest > limit_s:
                 raise StorageError(
                     f"{what} failed for {waited:.0f} s ({explain(error)}); nothing committed is lost: run the same command again "
                     "after that"
                 ) from error
-            if waited + pause >= NOTICE_S and not noticed:
+            if waited + pause >= notice_s and not noticed:
                 noticed = True
-                terminal.say(f"{what} fails ({explain(error)}); it is tried again for up to {DEADLINE_S:.0f} s")
+                terminal.say(f"{what} fails ({explain(error)}); it is tried again for up to {limit_s:.0f} s")
         time.sleep(pause * random.uniform(0.5, 1.0))  # so that the tasks of an array do not retry all at once
         pause = min(2 * pause, LONGEST_PAUSE_S)
 
