@@ -87,7 +87,8 @@ def _command(arguments: list[str]) -> int:
         code: int = importlib.import_module(module).main(arguments[1:])
         return code
     if arguments and not arguments[0].startswith("-"):
-        close = difflib.get_close_matches(arguments[0], COMMANDS, 1)
+        swapped = [name for name in COMMANDS if sorted(name) == sorted(arguments[0])]  # stauts is nearer to stats by difflib
+        close = swapped or difflib.get_close_matches(arguments[0], COMMANDS, 1)
         hint = f"did you mean {close[0]}?" if close else f"commands: {', '.join(COMMANDS)}"
         raise ConfigError(f"{arguments[0]} is not a command; {hint}")
     lines = "\n".join(f"  {name:<8}{description}" for name, (_, description) in COMMANDS.items())

@@ -4,7 +4,8 @@
 
 OUT is the output folder of a job with `input.columns.schema=COLUMN` (and that column in the output, as by default) or with
 `decode.schema=FILE`. Counted are rows by status, and of those with status ok how many are valid. A row that a stop string ended
-may have been cut, and is counted by itself. Exit code 1 if a row with status ok is not valid. Needs `pip install jsonschema`.
+may have been cut, and is counted by itself; so is, unchecked, a row with a constraint of its own in a column `regex`, `choice`,
+`grammar` or `response_format`. Exit code 1 if a row with status ok is not valid. Needs `pip install jsonschema`.
 
 Ten thousand rows:
 
@@ -30,6 +31,8 @@ except ModuleNotFoundError:
     sys.exit("check_schemas.py: it validates with the package jsonschema, which is not installed; pip install jsonschema")
 
 SHOWN = 5
+OTHERS = ("regex", "choice", "grammar", "response_format")
+"""Columns that hold a row's own constraint of another kind."""
 
 
 @lru_cache(maxsize=1000)
@@ -39,10 +42,14 @@ def validator(schema: str) -> Validator:
 
 
 def verdict(row: dict[str, Any], schema: str | None) -> str:
-    """How a row is counted: its status, or valid, invalid, free (it has no schema) or stopped."""
+    """How a row is counted: its status, or valid, invalid, free (it has no schema), stopped, or the other kind of constraint that
+    it has of its own, which replaces a schema and is not checked here.
+    """
     if row["status"] != "ok":
         code = row["error"]["code"] if row["error"] else ""
         return f"{row['status']} {code}".strip()
+    if (other := next((name for name in OTHERS if row.get(name) is not None), None)) is not None:
+        return f"not checked: a {other} of its own"
     if schema is None:
         return "free"
     if row["finish_reason"] == "stop" and row["stop_reason"] is not None and not row["stop_reason"].isdigit():
@@ -57,7 +64,7 @@ def verdict(row: dict[str, Any], schema: str | None) -> str:
 def check(out: Path, column: str, usual: str | None) -> tuple[Counter[str], list[str]]:
     """The numbers of rows by verdict, and the first lines about invalid ones."""
     frame = pl.scan_parquet(out / "data")
-    own = [column] if column in frame.collect_schema().names() else []
+    own = [name for name in dict.fromkeys((column, *OTHERS)) if name in frame.collect_schema().names()]
     names = ["request_id", "status", "error", "finish_reason", "stop_reason", "completion", *own]
     counts, shown = Counter[str](), list[str]()
     for row in frame.select(names).collect().iter_rows(named=True):

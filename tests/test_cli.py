@@ -42,6 +42,8 @@ def test_an_error_of_a_command_is_one_line(heard: list[list[str]], capsys: pytes
 def test_an_unknown_command_is_refused_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["stast"]) == 2
     assert capsys.readouterr().err == "batchspec: stast is not a command; did you mean stats?\n"
+    assert cli.main(["stauts"]) == 2
+    assert capsys.readouterr().err == "batchspec: stauts is not a command; did you mean status?\n"
     assert cli.main(["xyzzy"]) == 2
     assert "commands: run, plan, status, stats, verify, bench, doctor" in capsys.readouterr().err
 
@@ -111,3 +113,21 @@ def test_every_command_s_module_can_be_imported() -> None:
     modules = [module for module, _ in cli.COMMANDS.values()]
     code = f"import importlib; assert all(callable(importlib.import_module(name).main) for name in {modules})"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("command", ["plan", "run", "submit"])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["max_tokens=5"], "max_tokens"),
+        (["model.path=m", "input.path=no/such.parquet", "output.dir=o"], "input.path no/such.parquet: does not exist"),
+    ],
+)
+def test_a_wrong_key_or_a_missing_input_is_refused_before_torch_is_imported(command: str, words: list[str], said: str) -> None:
+    code = (
+        f"import sys; from batchspec.cli import main; code = main({[command, *words]!r}); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr

@@ -356,3 +356,13 @@ def test_rows_do_not_wait_for_the_automata_of_other_rows(model: Path) -> None:
                 held.set_result(begin("schema", json.dumps({"enum": [0]})).result())
     assert sorted(order[:9]) == [index for index in range(12) if index % 4]
     assert sorted(order[9:]) == [0, 4, 8]
+
+
+@pytest.mark.parametrize(("kind", "own"), [("regex", "[A-E]"), ("choice", ["A", "B"]), ("grammar", 'root ::= "A"')])
+def test_rows_with_a_constraint_of_another_kind_are_no_invalid_ones(tmp_path: Path, kind: str, own: Any) -> None:
+    checks = load("check_schemas")
+    (tmp_path / "data").mkdir()
+    rows = {"request_id": ["a", "b"], "status": "ok", "error": None, "finish_reason": "stop", "stop_reason": None}
+    pl.DataFrame({**rows, "completion": ["A", "null"], kind: [own, None]}).write_parquet(tmp_path / "data/part-00000.parquet")
+    counts, _ = checks.check(tmp_path, "schema", json.dumps({"type": "null"}))
+    assert dict(counts) == {f"not checked: a {kind} of its own": 1, "valid": 1}

@@ -10,7 +10,7 @@ import torch
 
 from batchspec import load, prepare, run
 from batchspec.commands import decode_again, plan_text
-from batchspec.commands import plan as plan_command
+from batchspec.commands import planning as plan_command
 from batchspec.commands import verify as verify_command
 from batchspec.commands.bench_arguments import parse
 from batchspec.commands.shapes import COMMON, SHAPES

@@ -14,7 +14,7 @@ import torch
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.pages import KVCache
 from batchspec.commands.bench_engines import DRAFTS
-from batchspec.commands.plan import plan
+from batchspec.commands.planning import plan
 from batchspec.config.checks import check
 from batchspec.config.draft_checks import READ_BY
 from batchspec.config.draft_schema import DraftConfig

@@ -34,7 +34,7 @@ EVERYONE = {
 
 # Package (or top module) -> what of batchspec it may import, besides itself and what everyone may.
 MAY_IMPORT: dict[str, set[str]] = {
-    "run": {"config", "commands.reference", "early_start", "job", "cli", "cluster", "supervise.watchdog"},
+    "run": {"config", "commands.reference", "early_start", "job", "cli", "cluster", "dataset.input_paths", "supervise.watchdog"},
     "early_start": {"kernels.common.compiler_hash"},
     "cli": {"arguments", "commands"},
     "__main__": {"cli"},

@@ -17,8 +17,8 @@ import torch
 from batchspec import load, prepare
 from batchspec.commands import plan as command
 from batchspec.commands import plan_text
-from batchspec.commands.plan import plan
 from batchspec.commands.plan_text import Plan, histogram
+from batchspec.commands.planning import plan
 from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.config.schema import DecodeConfig, RunConfig
 from batchspec.errors import CapacityError, ConfigError, InputError
@@ -337,7 +337,7 @@ def test_the_command_prints_the_plan(job: RunConfig, capsys: pytest.CaptureFixtu
 
 PEAK = """
 import resource, sys
-from batchspec.commands.plan import plan
+from batchspec.commands.planning import plan
 from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.config.schema import RunConfig
 class Words:

@@ -15,7 +15,7 @@ import torch
 
 from batchspec.child_process import python_command
 from batchspec.cluster import devices
-from batchspec.commands import plan as plan_command
+from batchspec.commands import planning as plan_command
 from batchspec.commands import ranks as ranks_command
 from batchspec.commands import submit
 from batchspec.commands.plan_text import Plan

@@ -39,6 +39,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Jobs]:
     module = ModuleType("batchspec.job")
     module.run_job = made.run_job  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "batchspec.job", module)
+    monkeypatch.setattr("batchspec.dataset.input_paths.check_exist", lambda path: None)  # the inputs are names only
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr("tempfile.tempdir", None)  # or the one that was looked up before

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from batchspec.commands.plan import plan
 from batchspec.commands.plan_text import Plan
+from batchspec.commands.planning import plan
 from batchspec.config.schema import RunConfig
 from batchspec.engine import executor as executor_module
 from batchspec.packing.cost import H200, kv_read_bytes, prefill_seconds, round_seconds

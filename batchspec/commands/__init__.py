@@ -1,7 +1,7 @@
 """The subcommands of `batchspec`, one module each, named as the command; `cli.py` has the list.
 
 Parts of commands:
-  plan_text.py             the text of `plan`
+  planning.py              what `plan` computes; plan_text.py: its text
   decode_again.py          rows decoded again, for `verify`; verify_kv.py: `--kv`; verify_logprobs.py: log-probabilities
   probe.py                 `doctor --probe`
   ranks.py                 cluster.tensor_parallel=auto, before a run

@@ -3,112 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from batchspec import terminal
-from batchspec.cluster.devices import visible_gpus
-from batchspec.commands.plan_text import Plan
-from batchspec.config.checks import AUTO, TENSOR_PARALLEL, check_ranks
 from batchspec.config.compose import launch
 from batchspec.config.schema import RunConfig
-from batchspec.distributed.group import check_reach
-from batchspec.job import check_target, is_new
-from batchspec.load import check_memory, plan_batch
-from batchspec.model.blocks.base import Shard
-from batchspec.model.shard import part_of
-from batchspec.model.spec import ModelSpec
-from batchspec.model.tokenizer import Tokenizer
-from batchspec.packed_batch import PackedBatch
-from batchspec.packing.cost import Rates, device_rates
-from batchspec.packing.planner import Forecast, forecast
-from batchspec.packing.replicas import GpuLayout, best, gpu_layouts
-from batchspec.packing.survey import Survey
-from batchspec.prepare import Job, open_job
-from batchspec.report.push import check_push_key
-
-SAMPLE_ROWS = 10_000
-SHARD_ROWS = 500
 
 
 def main(argv: Sequence[str]) -> int:
     """Hydra overrides as for `run`, and `--full` to tokenise every row; returns the exit code."""
     full = "--full" in argv
     overrides = [item for item in argv if item != "--full"]
-    return launch(lambda config: terminal.show(plan(config, full=full).text()), overrides, require=("model.path", "input.path"))
 
+    def show(config: RunConfig) -> None:
+        from batchspec.dataset.input_paths import check_exist
 
-def layouts_of(job: Job, seen: Survey, rates: Rates, num_gpus: int) -> list[GpuLayout]:
-    """The ways to divide so many GPUs of this kind for the job, each predicted, or with the reason why a run would refuse it."""
-    whole = job.spec.whole or job.spec
-    demand = seen.demand(job.source.num_rows, job.admission.max_len)
+        check_exist(config.input.path)
+        from batchspec.commands.planning import plan  # imports torch, so only after these checks
 
-    def predict(ranks: int, replicas: int) -> tuple[PackedBatch, Forecast]:
-        check_ranks(job.config, ranks)
-        if job.device.type == "cuda":
-            for copy in range(replicas):
-                check_reach(range(ranks * copy, ranks * (copy + 1)))
-        part = _of_rank(job, whole, Shard(0, ranks))
-        share = replace(demand, num_completions=-(-demand.num_completions // replicas))
-        check_memory(part)
-        batch = plan_batch(part, share, rates)
-        return batch, forecast(
-            batch, part.spec, rates, share, dtype=job.dtype, accepted=job.drafter.assumed_accepted,
-            correlation=job.config.packing.expert_correlation,
-        )  # fmt: skip
+        terminal.show(plan(config, full=full).text())
 
-    workers = job.config.cluster.workers
-    return gpu_layouts(TENSOR_PARALLEL, num_gpus, predict, copies=None if workers == AUTO else workers)
-
-
-def _of_rank(job: Job, whole: ModelSpec, shard: Shard) -> Job:
-    """What one rank of the job computes. Raises ConfigError for a model, or a draft head, that cannot be cut."""
-    return replace(job, spec=part_of(whole, shard), drafter=job.drafter.of_rank(shard))
-
-
-def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = False) -> Plan:
-    """Read and admit a sample of about 10,000 rows spread over the input (`full`: every row), choose the shape, predict.
-
-    tokenizer  instead of the model folder's own
-    Raises InputError, CheckpointError, ConfigError or CapacityError as the run would.
-    """
-    check_push_key(config.output)
-    job = open_job(config, tokenizer=tokenizer, fetch=False, is_new=is_new(config))
-    check_target(job)
-    seen = survey_rows(job, full=full)
-    demand = seen.demand(job.source.num_rows, job.admission.max_len)
-    rates = device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises)
-    batch, ahead = None, None
-    num_gpus = len(visible_gpus()) if job.device.type == "cuda" else 1
-    found = layouts_of(job, seen, rates, num_gpus) if num_gpus > 1 and demand.num_completions else []
-    ranks = best(found).ranks if found and config.cluster.tensor_parallel == AUTO else config.cluster.tensor_parallel
-    if demand.num_completions:
-        if ranks not in (1, AUTO):
-            job = _of_rank(job, job.spec, Shard(0, ranks))
-        check_memory(job)
-        batch = plan_batch(job, demand, rates)
-        ahead = forecast(
-            batch, job.spec, rates, demand, dtype=job.dtype, accepted=job.drafter.assumed_accepted,
-            correlation=config.packing.expert_correlation,
-        )  # fmt: skip
-    return Plan(
-        job=job, survey=seen, rates=rates, num_completions=demand.num_completions, batch=batch, forecast=ahead, layouts=found
-    )  # fmt: skip
-
-
-def survey_rows(job: Job, *, full: bool) -> Survey:
-    """Admit every row, or every k-th stretch of 500 rows so that about 10,000 are read."""
-    seen = Survey()
-    stride = 1 if full else max(1, job.source.num_rows // SAMPLE_ROWS)
-    for shard in job.source.shards(SHARD_ROWS, skip=_AllBut(stride)):
-        seen.add(shard.table.num_rows, job.admission.admit_compiled(shard))
-    return seen
-
-
-class _AllBut:
-    """All shard numbers but every k-th."""
-
-    def __init__(self, stride: int) -> None:
-        self.stride = stride
-
-    def __contains__(self, index: object) -> bool:
-        return isinstance(index, int) and index % self.stride != 0
+    return launch(show, overrides, require=("model.path", "input.path"))

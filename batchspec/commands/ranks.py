@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from batchspec.commands.plan import layouts_of
+from batchspec.commands.planning import layouts_of
 from batchspec.config.compose import reported
 from batchspec.config.typed import from_json
 from batchspec.job import is_new

@@ -35,6 +35,9 @@ def main(argv: Sequence[str]) -> int:
         if ranks != AUTO and 0 < gpus < ranks:
             raise ConfigError(f"cluster.gpus={gpus} is less than cluster.tensor_parallel={ranks}; raise cluster.gpus")
         if not unseen:
+            from batchspec.dataset.input_paths import check_exist
+
+            check_exist(config.input.path)
             from batchspec.job import check_target, is_new  # imports torch, so only after the configuration was checked
             from batchspec.prepare import open_job
             from batchspec.report.push import check_push_key

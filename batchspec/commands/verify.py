@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     for difference in found.differences:
         terminal.show(line_of(difference))
     said = summary(found.differences, found.num_rows)
-    terminal.show(f"{found.num_rows} completions decoded again one at a time and without speculation: {said}")
+    terminal.show(f"{counted(found.num_rows, 'completion')} decoded again one at a time and without speculation: {said}")
     if found.num_refused:
         terminal.show(f"{found.num_refused} more were not: their rows are refused by the job as it is now, after a retry")
     if found.logprobs is not None:

@@ -48,6 +48,18 @@ def find_files(entries: list[Any], config_name: str | None = None, split: str | 
     return dict(sorted(names.items()))
 
 
+def entries_of(path: Any) -> list[Any]:
+    """The entries of input.path: one, or a list of them."""
+    return [path] if isinstance(path, str | os.PathLike) else list(path or ())
+
+
+def check_exist(path: Any) -> None:
+    """Raises InputError if a local entry of input.path does not exist: as `find_files`, without looking into any folder."""
+    for entry in map(str, entries_of(path)):
+        if "://" not in entry and not glob.has_magic(entry) and not (place := place_of(entry)).is_file() and not place.is_dir():
+            raise _missing(place, entry)
+
+
 def check_apart(entries: Sequence[Any], output_dir: str) -> None:
     """Raises ConfigError if an entry of input.path includes the files that the job writes: its next run would read them too."""
     written = (*_parts(output_dir), "data", "part-00000.parquet")
@@ -96,11 +108,15 @@ def _files_of(entry: str, config_name: str | None, split: str | None) -> tuple[P
         root, files = above.path, _data_files(above.path, matching)
     else:
         place.check_bucket()
-        raise InputError(f"input.path {entry}: does not exist; check the path{_hint_of(place, entry)}")
+        raise _missing(place, entry)
     if not files:
         place.check_bucket()
         raise InputError(f"input.path {entry}: no data file there; names end in one of {KNOWN}")
     return root, files
+
+
+def _missing(place: Place, entry: str) -> InputError:
+    return InputError(f"input.path {entry}: does not exist; check the path{_hint_of(place, entry)}")
 
 
 def _hint_of(place: Place, entry: str) -> str:

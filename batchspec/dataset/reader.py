@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from batchspec.config.schema import InputConfig
 from batchspec.dataset.csv_file import CsvFile
 from batchspec.dataset.files import DIGEST_BYTES, DataFile, MemoryFile, ParquetFile, Part, changed
 from batchspec.dataset.formats import format_of
-from batchspec.dataset.input_paths import check_apart, find_files
+from batchspec.dataset.input_paths import check_apart, entries_of, find_files
 from batchspec.dataset.json_lines import JsonLinesFile
 from batchspec.dataset.untyped_columns import Kinds, json_kinds, mark_of
 from batchspec.errors import ConfigError, InputError
@@ -109,7 +108,7 @@ def open_source(config: InputConfig, output_dir: str | None = None) -> Source:
     """
     if not config.path:
         raise ConfigError("input.path is not set; give a Parquet, JSON-lines or CSV file, a folder, a glob or a list of them")
-    entries = [config.path] if isinstance(config.path, str | os.PathLike) else list(config.path)
+    entries = entries_of(config.path)
     if output_dir is not None:
         check_apart(entries, output_dir)
     found = find_files(entries, config.config_name, config.split)

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from batchspec import load_progress, terminal
 from batchspec.report.start_up import StartUp
+from batchspec.text import counted
 
 WINDOW_S = 60.0
 """The rate shown is the mean over this time."""
@@ -173,7 +174,7 @@ class ProgressBar:
         left = self._eta_s()
         facts = [f"{self.done}/{self.total}", tqdm.format_interval(self.clock() - self._began_at)]
         facts += ["" if left is None else f"ETA {tqdm.format_interval(left)}", f"{self._rate(1):,.0f} tok/s", self._quiet()]
-        facts += [f"acceptance {1 + self.accepted / self.rounds:.2f}" if self.rounds else "", f"{self.live_rows} live rows"]
+        facts += [f"acceptance {1 + self.accepted / self.rounds:.2f}" if self.rounds else "", counted(self.live_rows, "live row")]
         facts = [fact for fact in facts if fact]
         percent = f"{int(100 * share):3}%"
         room = columns - 1  # a cursor after the last column would wrap
@@ -208,7 +209,7 @@ class ProgressBar:
         parts = [f"{self._rate(1):,.0f} tok/s"]
         if self.rounds:
             parts.append(f"mean acceptance length {1 + self.accepted / self.rounds:.2f}")
-        parts.append(f"{self.live_rows} live rows")
+        parts.append(counted(self.live_rows, "live row"))
         left = self._eta_s()
         if left is not None:
             parts.append(f"ETA {tqdm.format_interval(left)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack, closing
 
 from batchspec import load_progress
@@ -13,6 +13,7 @@ from batchspec.errors import InputError, Interrupted, RankLost, TooManyErrors, W
 from batchspec.packing.survey import Survey
 from batchspec.packing.work_plan import DecodedShard, WorkPlan
 from batchspec.prepare import Job
+from batchspec.records import Snapshot
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.report.timeline import Timeline
 from batchspec.runner.adaptation import Adaptation
@@ -54,7 +55,7 @@ class ShardRunner:
         self._unread: set[int] = set()
         """Shards that the reader has not yet returned in this pass."""
         self._claims, self._attempts, self._journal = output.claims(), output.attempts(), output.journal()
-        self._watchdog, watchdog.save = watchdog, self._journal.flush
+        self._watchdog, watchdog.save = watchdog, self._saved_by_watchdog
         self._deadline = job_deadline(job, holder)
 
     def run(self) -> None:
@@ -89,8 +90,17 @@ class ShardRunner:
             if asked.name is not None and self.output.missing():
                 finished = self.output.finished()
                 shards = f"{len(finished)} of {self.output.num_shards} shards are committed"
-                saved = saved_rows(self._journal.saved(self._journaled, left, finished))
+                saved = self._saved(left, finished)
                 raise Interrupted(f"{asked.name}: {shards}, {saved}; run the same command again to go on")
+
+    def _saved(self, unfinished: Sequence[Snapshot], finished: Container[int]) -> str:
+        """How many rows the next run will find saved, for a message."""
+        return saved_rows(self._journal.saved(self._journaled, unfinished, finished))
+
+    def _saved_by_watchdog(self) -> str:
+        """Save the finished rows, and say how many are saved in all. The engine may hang: its unfinished rows are left out."""
+        self._journal.flush()
+        return self._saved([], self.output.finished())
 
     def _pass(self, others: set[int], timeline: Timeline) -> None:
         """Decode and commit every shard that can be claimed, except `others`. After running out of memory, the next pass has a

@@ -63,7 +63,9 @@ def saved_rows(journaled: Journaled) -> str:
     unfinished = journaled.snapshots.values()
     tokens = sum(len(snapshot.tokens) for snapshot in unfinished)
     some = f", {len(unfinished):,} of them unfinished with {tokens:,} tokens" if unfinished else ""
-    return f"{journaled.num_rows:,} more rows are saved{some}"
+    number = journaled.num_rows
+    rows = "1 more row is" if number == 1 else f"{number:,} more rows are" if number else "no more rows are"
+    return f"{rows} saved{some}"
 
 
 class Journal:

@@ -78,8 +78,8 @@ class Watchdog:
         has_parent  its parent ends this process if the interpreter does not run (`distributed/silent_ranks.py`)
         advice      the end of its last message
         """
-        self.save: Callable[[], object] = lambda: 0
-        """Called before the process ends, while the main thread hangs; returns the number of rows that it saved."""
+        self.save: Callable[[], str] = lambda: "no more rows are saved"
+        """Called before the process ends, while the main thread hangs; saves rows and says how many are saved in all."""
         self._limit_s, self._lost, self._loads, self._has_parent, self._advice = limit_s, lost, loads, has_parent, advice
         self._expected = (math.inf, False)
         """Time of the last beat by the monotonic clock, infinite if none is expected, and whether the process loads."""
@@ -142,7 +142,7 @@ class Watchdog:
         faulthandler.dump_traceback_later(SAVE_S, exit=True)
         faulthandler.dump_traceback(all_threads=True)
         try:
-            saved = f"{self.save()} more rows are saved"
+            saved = self.save()
         except BatchspecError as error:
             saved = str(error)
         terminal.fail(f"{why}; the stacks above show where it hangs; {saved}; {self._advice}")
