@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchspec.child_process import start_module
 from batchspec.config.schema import RunConfig
 from batchspec.dataset.columns import map_columns
 from batchspec.dataset.reader import table_source
@@ -302,12 +303,12 @@ def test_a_renderer_that_cannot_start_again_fails_no_row_for_good(
     fate: Callable[[Popen[bytes]], Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The templates compiled at the job's start, in this process or in the one that started it."""
-    first, start, fates = Templates({"default": "{{ text }}"}, "here"), templates_module.start_module, list[Any]()
+    first, fates = Templates({"default": "{{ text }}"}, "here"), list[Any]()
     first.check()
     templates = copy.copy(first)
 
     def fated(module: str) -> Popen[bytes]:
-        process = start(module)
+        process = start_module(module)
         return fates.pop()(process) if fates else process
 
     monkeypatch.setattr(templates_module, "start_module", fated)
@@ -325,11 +326,11 @@ def test_a_renderer_that_cannot_start_again_fails_no_row_for_good(
 def test_a_renderer_that_is_killed_at_the_start_of_a_job_is_started_again_and_then_ends_it_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    start, kills = templates_module.start_module, [1]
+    kills = [1]
 
     def fated(module: str) -> Popen[bytes]:
         kills[0] -= 1
-        return killed_at_start(start(module)) if kills[0] >= 0 else start(module)
+        return killed_at_start(start_module(module)) if kills[0] >= 0 else start_module(module)
 
     monkeypatch.setattr(templates_module, "start_module", fated)
     Templates({"default": "{{ text }}"}, "here").check()
