@@ -7,12 +7,20 @@ progress has one (`supervise/watchdog.py`). CPU time is not progress: a thread t
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+WINDOW_S = 60.0
+"""Seconds within which activity must add up to the thresholds below. What a process that hangs still does never does."""
 READ_BYTES, WRITTEN_BYTES, RESIDENT_BYTES = 1 << 12, 1 << 18, 1 << 16
-"""Fewer bytes are not progress. A process that hangs reads nothing, but it still writes progress lines, some kilobytes an hour,
-and the memory of its other threads changes a little."""
+"""Thresholds within WINDOW_S. A process that hangs reads almost nothing, and the memory of its other threads changes a little.
+But it still draws its progress bar, up to 200 B/s, and writes heartbeats, up to 600 B/s with hundreds of open shards: 48 KB in
+WINDOW_S. A slow download that writes 10 KB/s writes 600 KB in it."""
+LOOK_S = 5.0
+"""Seconds between two looks at the files of a download."""
 _num_steps = 0
 
 
@@ -27,12 +35,49 @@ def num_steps() -> int:
     return _num_steps
 
 
+@contextmanager
+def steps_of_download(folder: Path) -> Iterator[None]:
+    """Within this block, count a step when a file in `folder` appears, changes its size or disappears.
+
+    The download may be another process's: the hub's client then waits for a file lock and itself reads and writes nothing. If the
+    process that holds the lock hangs too, its file stops growing, and no step is counted. The folder may be missing.
+    """
+    over = threading.Event()
+
+    def look() -> None:
+        before = _sizes(folder)
+        while not over.wait(LOOK_S):
+            now = _sizes(folder)
+            if now != before:
+                count_step()
+            before = now
+
+    thread = threading.Thread(target=look, daemon=True, name="download")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(LOOK_S)  # not for ever: a file system may hang
+
+
+def _sizes(folder: Path) -> dict[str, tuple[int, int]]:
+    """File -> size and blocks on the disk, which alone grow if the file gets its final size first."""
+    sizes = {}
+    with suppress(OSError):
+        for file in folder.iterdir():
+            with suppress(OSError):  # it is complete meanwhile, and has another name
+                found = file.stat()
+                sizes[file.name] = found.st_size, found.st_blocks
+    return sizes
+
+
 class Activity:
     """Detects progress of a process by page faults, resident memory, and bytes read and written; of this process also by the CPU
-    time of its children.
+    time of its descendants.
 
-    Weights are pages of mapped files. Compiled kernels and downloads are written to files. Children, which compile and tokenise,
-    use no CPU time while they wait. If /proc is missing or does not show the process, no progress is found.
+    Weights are pages of mapped files. Compiled kernels and downloads are written to files. Descendants, which compile and
+    tokenise, use no CPU time while they wait. If /proc is missing or does not show the process, no progress is found.
     """
 
     def __init__(self, pid: int | None = None) -> None:
@@ -40,9 +85,11 @@ class Activity:
         self._folder = Path("/proc", "self" if pid is None else str(pid))
         self._is_self, self._own_bytes = pid is None, 0
         self._before: list[int] = []
+        self._began_at = 0.0
 
     def made_progress(self) -> bool:
-        """Whether there was progress since the last call that found some; the first call finds some."""
+        """Whether there was progress since the last call that found some, within WINDOW_S; the first call finds some. Call it at
+        least once in WINDOW_S: what was counted between two calls always counts as within WINDOW_S."""
         try:
             now = self._read_counters()
         except (OSError, ValueError, IndexError, KeyError):
@@ -50,26 +97,32 @@ class Activity:
         # A counter may fall: the system reclaims memory, children end. Progress is then counted from the lower value.
         self._before = [min(pair) for pair in zip(self._before, now, strict=False)]
         least = (1, READ_BYTES, WRITTEN_BYTES, RESIDENT_BYTES // _PAGE_BYTES, _TICKS)
-        if self._before and all(new - old < much for new, old, much in zip(now, self._before, least, strict=True)):
-            return False
-        self._before = now
-        return True
+        found = not self._before or any(new - old >= much for new, old, much in zip(now, self._before, least, strict=True))
+        if found or time.monotonic() - self._began_at >= WINDOW_S:
+            self._before, self._began_at = now, time.monotonic()
+        return found
 
     def _read_counters(self) -> list[int]:
         """Major page faults; bytes read, without those that this method reads; bytes written; resident pages, which alone show
-        reads of files that are mapped from a file system in user space; CPU time of the children in clock ticks."""
-        faults, resident = int(_fields(self._read("stat"))[9]), int(self._read("statm").split()[1])
-        children = self._children_ticks() if self._is_self else 0
+        reads of files that are mapped from a file system in user space; CPU time of the descendants in clock ticks."""
+        stat, resident = _fields(self._read("stat")), int(self._read("statm").split()[1])
+        faults, descendants = int(stat[9]), 0
+        if self._is_self:
+            descendants = _ticks(stat[13:15]) + self._descendants_ticks(self._folder)
         own_bytes = self._own_bytes
         totals = dict(line.split(": ") for line in self._read("io").splitlines())
-        return [faults, int(totals["rchar"]) - own_bytes, int(totals["wchar"]), resident, children]
+        return [faults, int(totals["rchar"]) - own_bytes, int(totals["wchar"]), resident, descendants]
 
-    def _children_ticks(self) -> int:
+    def _descendants_ticks(self, parent: Path) -> int:
+        """CPU time of the processes below `parent`, and of ended ones for which their own parent has waited. (`ninja` waits for
+        `nvcc`, and that one for the compilers, each of which may end within a second.)"""
         total = 0
-        for listed in self._folder.glob("task/*/children"):
-            with suppress(OSError, ValueError, IndexError):  # a thread or a child has ended meanwhile
+        for listed in parent.glob("task/*/children"):
+            with suppress(OSError):  # a thread has ended meanwhile
                 for child in self._read(str(listed)).split():
-                    total += sum(map(int, _fields(self._read(f"/proc/{child}/stat"))[11:13]))
+                    with suppress(OSError, ValueError, IndexError):  # a child has ended meanwhile
+                        total += _ticks(_fields(self._read(f"/proc/{child}/stat"))[11:15])
+                        total += self._descendants_ticks(Path("/proc", child))
         return total
 
     def _read(self, name: str) -> str:
@@ -81,6 +134,10 @@ class Activity:
 def _fields(stat: str) -> list[str]:
     """Fields of /proc/PID/stat, from the state on: a name, which may hold anything, precedes it."""
     return stat.rpartition(")")[2].split()
+
+
+def _ticks(fields: list[str]) -> int:
+    return sum(map(int, fields))
 
 
 _PAGE_BYTES, _TICKS = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")

@@ -22,8 +22,12 @@ from torch import Tensor
 from batchspec import load_progress, run
 from batchspec.distributed import group
 from batchspec.engine.engine import Engine
-from batchspec.load_progress import RESIDENT_BYTES, WRITTEN_BYTES, Activity
+from batchspec.load_progress import RESIDENT_BYTES, WINDOW_S, WRITTEN_BYTES, Activity, steps_of_download
 from batchspec.model.weights import Checkpoint
+from batchspec.report import progress_bar
+from batchspec.report.progress_bar import TICK_S, ProgressBar
+from batchspec.runstate.heartbeats import BEAT_S, HeartbeatFiles
+from batchspec.storage.open_store import open_store
 from batchspec.supervise import watchdog
 from batchspec.supervise.watchdog import LOAD_FACTOR, Watchdog
 from tests.crews import make_job, tokens
@@ -251,9 +255,31 @@ def test_a_process_that_was_stopped_gets_the_whole_limit_again(monkeypatch: pyte
         assert not watched(dog, 2.0, partial(suspend, time.monotonic(), skipped[0]))
 
 
-def test_cpu_time_of_children_is_progress() -> None:
-    """Such as children that compile, or that admit the rows of the first shard."""
-    activity, program = Activity(), "import sys\nfor line in sys.stdin: print(sum(range(int(line))), flush=True)"
+def test_a_process_that_waits_for_the_download_of_another_one_ends_only_if_that_one_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's client waits for a file lock; it reads and writes nothing itself."""
+    monkeypatch.setattr(load_progress, "LOOK_S", 0.1)
+    folder = tmp_path / "blobs"
+    dog = Watchdog(0.5)
+    dog.begin_loading()
+    with steps_of_download(folder):  # the folder does not exist yet
+        folder.mkdir()
+        with (folder / "c0ffee.incomplete").open("wb", buffering=0) as file:
+            assert not watched(dog, 4.0, lambda: file.write(b"x"))
+        dog = Watchdog(0.5)
+        dog.begin_loading()
+        assert watched(dog, 60.0)
+
+
+COMPUTES = "import sys\nfor line in sys.stdin: print(sum(range(int(line))), flush=True)"
+WAITS = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {COMPUTES!r}])"
+
+
+@pytest.mark.parametrize("program", [COMPUTES, WAITS], ids=["child", "child of a child"])
+def test_cpu_time_of_descendants_is_progress(program: str) -> None:
+    """Such as children that admit the rows of the first shard, or compilers that a build tool runs."""
+    activity = Activity()
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin is not None
         assert child.stdout is not None
@@ -265,6 +291,63 @@ def test_cpu_time_of_children_is_progress() -> None:
                 assert child.stdout.readline()
             assert activity.made_progress() is expected
         child.stdin.close()
+
+
+def test_cpu_time_of_many_short_children_is_progress() -> None:
+    """None of them lives when the watchdog looks."""
+    activity = Activity()
+    while activity.made_progress():
+        pass
+    for _ in range(5):
+        subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.4: pass"], check=True)
+    assert activity.made_progress()
+
+
+@pytest.fixture
+def passed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds by the clock of `Activity`, which stands still."""
+    seconds = [0.0]
+    monkeypatch.setattr(load_progress, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    return seconds
+
+
+@pytest.mark.parametrize("every_s", [1, 30, 60])
+def test_neither_the_progress_bar_nor_heartbeats_are_progress(
+    every_s: int, passed: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bar on a terminal of 200 columns, and the heartbeats of 400 open shards, for half an hour."""
+    monkeypatch.setattr(progress_bar, "_columns", lambda stream: 200)
+    heartbeats = HeartbeatFiles(open_store(str(tmp_path), "_batchspec/work"), "a" * 32)
+    with Path(os.devnull).open("w", encoding="utf-8") as terminal:
+        monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+        with ProgressBar(1_000_000, stream=terminal) as bar:
+            bar.open_shards = [(shard, 1000) for shard in range(400)]
+            activity, found = Activity(), 0
+            while activity.made_progress():
+                pass
+            for second in range(1, 1801):
+                passed[0] += 1
+                if second % TICK_S == 0:
+                    bar._draw()
+                if second % BEAT_S == 0:
+                    heartbeats.write(bar.facts())
+                found += second % every_s == 0 and activity.made_progress()
+    assert not found
+
+
+@pytest.mark.parametrize("every_s", [1, 30, 60])
+@pytest.mark.parametrize("reads", [True, False])
+def test_ten_kilobytes_a_second_are_progress_at_any_time(every_s: int, reads: bool, passed: list[float]) -> None:
+    activity, file = Activity(), os.open("/dev/zero", os.O_RDWR)
+    assert activity.made_progress()
+    last = 0
+    for second in range(1, 601):
+        passed[0] += 1
+        _ = os.read(file, 10_000) if reads else os.write(file, bytes(10_000))
+        if second % every_s == 0 and activity.made_progress():
+            last = second
+        assert second - last <= WINDOW_S
+    os.close(file)
 
 
 def test_bytes_read_and_written_are_progress_and_busy_threads_are_not(tmp_path: Path) -> None:

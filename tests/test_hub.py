@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from dataclasses import replace
 from hashlib import sha256
@@ -18,6 +19,7 @@ import torch
 from huggingface_hub import errors
 from safetensors.torch import load_file
 
+from batchspec import load_progress
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model import packaged
 from batchspec.model.hub import find_model, resolve_model
@@ -80,6 +82,30 @@ def test_a_hub_id_is_downloaded_without_other_formats_the_weights_last(monkeypat
     assert seen == [("owner/name", "v1", ["*.json", "*.jinja"])]
     files.fetch()
     assert seen[1:] == [("owner/name", "c0ffee", ["model.safetensors"])]
+
+
+def test_a_download_counts_as_progress_of_each_process_that_waits_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The other process may have begun it: only its file in the cache shows that it goes on."""
+    blobs = tmp_path / "models--owner--name" / "blobs"
+    blobs.mkdir(parents=True)
+    monkeypatch.setattr(load_progress, "LOOK_S", 0.05)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    downloads = []
+
+    def wait_for_the_other_one(hub_id: str, **_: Any) -> str:
+        before, ends = load_progress.num_steps(), time.monotonic() + 30
+        while load_progress.num_steps() == before:
+            assert time.monotonic() < ends
+            with (blobs / "c0ffee.incomplete").open("ab") as file:
+                file.write(b"x")
+            time.sleep(0.01)
+        downloads.append(hub_id)
+        return str(tmp_path / "models--owner--name" / "snapshots" / "c0ffee")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", wait_for_the_other_one)
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *_, **__: ["config.json", "model.safetensors"])
+    find_model("owner/name").fetch()
+    assert downloads == ["owner/name"] * 2
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from batchspec.config.values import SHIPPED, shipped
 from batchspec.errors import CheckpointError, ConfigError
+from batchspec.load_progress import steps_of_download
 from batchspec.model.files import LocalFiles, ModelFiles, weight_names
 from batchspec.model.packaged import NAME, smollm2_folder
 
@@ -98,8 +99,16 @@ class HubFiles:
         from huggingface_hub import snapshot_download
 
         names = list(weight_names(self))
-        with _hub_errors(self.hub_id, self.commit, self.key):
+        with _hub_errors(self.hub_id, self.commit, self.key), steps_of_download(_blobs(self.hub_id)):
             snapshot_download(self.hub_id, revision=self.commit, allow_patterns=names)
+
+
+def _blobs(hub_id: str) -> Path:
+    """The folder of the hub's cache to which the files of a repository are downloaded, by this process or another one."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    return Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=hub_id, repo_type="model"), "blobs")
 
 
 def _shipped(path: str, key: str) -> Path:
@@ -115,7 +124,8 @@ def _on_hub(hub_id: str, revision: str | None, key: str) -> ModelFiles:
 
     with _hub_errors(hub_id, revision, key):
         # By branch or tag, not by commit: the cache then maps it to its commit when offline later.
-        folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=_SMALL, ignore_patterns=_OTHER_FORMATS))
+        with steps_of_download(_blobs(hub_id)):
+            folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=_SMALL, ignore_patterns=_OTHER_FORMATS))
         try:
             names = HfApi().list_repo_files(hub_id, revision=folder.name)
         except Exception:  # errors of requests and httpx have no common base class

@@ -17,15 +17,20 @@ from typing import Protocol, Self
 
 from batchspec import load_progress, terminal
 from batchspec.errors import BatchspecError, Interrupted
-from batchspec.load_progress import Activity
+from batchspec.load_progress import WINDOW_S, Activity
 
 NUM_CHECKS = 20
-"""Number of checks within the limit."""
+"""Minimum number of checks within the limit."""
 LOAD_FACTOR = 3.0
 """While the model loads, the limit is this many times as long as for a round: compiling a large kernel, or starting a
 communication library, takes longer than a round."""
 PAUSE_S = 10.0
-"""If the watchdog's thread did not run for so many seconds, the process or the machine was stopped: the limit begins anew."""
+"""If the watchdog's thread did not run for so many seconds, the process or the machine was stopped: the limit begins anew.
+
+With one exception: a process without parent that continues (SIGCONT, `fg`) after it was stopped for longer than its limit, 5 % of
+it and SAVE_S together may end at once, with its stacks and exit code 1; the same command resumes the run. The timer for calls that
+hold the GIL goes on while a process is stopped, and may expire before this thread runs. On a suspended machine it stops.
+"""
 LOST_S = 10.0
 """Seconds in which the main thread may end by itself after a rank is gone."""
 SAVE_S = 180.0
@@ -115,7 +120,7 @@ class Watchdog:
             thread.join()
 
     def _watch(self) -> None:
-        every_s = self._limit_s / NUM_CHECKS if self._lost is None else min(1.0, self._limit_s / NUM_CHECKS)
+        every_s = min(self._limit_s / NUM_CHECKS, WINDOW_S if self._lost is None else 1.0)
         progress, looked_at, progress_at, lost_at = _LoadProgress(self._loads), time.monotonic(), 0.0, math.inf
         while not self._over.wait(every_s):
             now = time.monotonic()
@@ -125,7 +130,7 @@ class Watchdog:
             limit_s = self._limit_s * (LOAD_FACTOR if loading else 1.0)
             if not self._has_parent:
                 # Code that hangs while it holds the GIL stops this thread too. faulthandler's timer, reset at each check, ends
-                # the process then.
+                # the process then. It cannot tell a hang from a stopped process, see PAUSE_S.
                 faulthandler.dump_traceback_later(limit_s + limit_s / NUM_CHECKS + SAVE_S, exit=True)
             if loading and progress.found():
                 progress_at = now
