@@ -293,8 +293,10 @@ def test_cpu_time_of_descendants_is_progress(program: str) -> None:
         child.stdin.close()
 
 
-def test_cpu_time_of_many_short_children_is_progress() -> None:
-    """None of them lives when the watchdog looks."""
+def test_cpu_time_of_many_short_children_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them lives when the watchdog looks. What this process needs to start them does not count here."""
+    for name in ("READ_BYTES", "WRITTEN_BYTES", "RESIDENT_BYTES"):
+        monkeypatch.setattr(load_progress, name, 1 << 60)
     activity = Activity()
     while activity.made_progress():
         pass

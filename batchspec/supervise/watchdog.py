@@ -28,8 +28,8 @@ PAUSE_S = 10.0
 """If the watchdog's thread did not run for so many seconds, the process or the machine was stopped: the limit begins anew.
 
 With one exception: a process without parent that continues (SIGCONT, `fg`) after it was stopped for longer than its limit, 5 % of
-it and SAVE_S together may end at once, with its stacks and exit code 1; the same command resumes the run. The timer for calls that
-hold the GIL goes on while a process is stopped, and may expire before this thread runs. On a suspended machine it stops.
+it and SAVE_S together may end at once, with its stacks and exit code 1; the same command resumes the run. The timer for calls
+that hold the GIL goes on while a process is stopped, and may expire before this thread runs. On a suspended machine it stops.
 """
 LOST_S = 10.0
 """Seconds in which the main thread may end by itself after a rank is gone."""
