@@ -335,6 +335,34 @@ def test_the_claim_on_a_shard_that_is_committed_during_a_renewal_is_not_renewed(
     assert [counter_of(tmp_path, shard) for shard in range(3)] == [0, 1, 0]
 
 
+def test_a_stopped_renewal_writes_no_other_claim_and_the_next_one_begins_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those who stop it do not wait; it ends after the operation of the store that is under way."""
+    clock, asked, answers = Clock(), threading.Event(), threading.Event()
+    one = open_claims(tmp_path, "a", clock)
+    assert all(one.take(shard) for shard in range(3))
+    put = LocalStore.put
+
+    def slow(self: LocalStore, name: str, data: bytes) -> None:
+        asked.set()
+        answers.wait(60)
+        put(self, name, data)
+
+    monkeypatch.setattr(LocalStore, "put", slow)
+    clock.now += RENEW_S
+    one.renew()
+    assert asked.wait(60)
+    one.stop_renewal()
+    answers.set()
+    one.settle()
+    assert [counter_of(tmp_path, shard) for shard in range(3)] == [1, 0, 0]
+    renewed(one)
+    assert [counter_of(tmp_path, shard) for shard in range(3)] == [2, 1, 1]
+    renewed(one)
+    assert [counter_of(tmp_path, shard) for shard in range(3)] == [2, 1, 1], "it was not overdue"
+
+
 def counter_of(root: Path, shard: int) -> int:
     return int(json.loads((root / FOLDER / f"{shard:05d}.json").read_text())["counter"])
 

@@ -7,8 +7,9 @@ import os
 import re
 import shutil
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,14 @@ from batchspec import prepare, run
 from batchspec.commands import verify
 from batchspec.commands.decode_again import Difference, summary
 from batchspec.engine.engine import Engine
+from batchspec.engine.output_processor import EngineTotals
 from batchspec.engine.round import Round, RoundResult
 from batchspec.errors import ConfigError, OutputError
+from batchspec.records import Snapshot
+from batchspec.runner.run_monitor import RunMonitor
+from batchspec.runstate import claims
+from batchspec.runstate.journal import Journal
+from batchspec.storage.local_store import LocalStore
 from tests.models import make_checkpoint, make_tokenizer
 from tests.runs import run_apart, signalled_after_commits, start_apart
 
@@ -200,6 +207,50 @@ def signalled_in_round(count: int, number: signal.Signals) -> None:
         return run_round(self, *rest, **named)
 
     Round.run = signalled  # type: ignore[method-assign]
+
+
+def signalled_while_a_renewal_waits(log: Path) -> None:
+    """SIGTERM arrives while the store holds up a claim's renewal, which ends only when rows are saved. Each renewal that is begun
+    writes a line: whether they were."""
+    put, flush, begun, saved = LocalStore.put, Journal.flush, threading.Event(), threading.Event()
+
+    def held_up(self: LocalStore, name: str, data: bytes) -> None:
+        if name.startswith(claims.FOLDER) and json.loads(data).get("counter"):
+            begun.set()
+            in_time = saved.wait(10)
+            with log.open("a") as lines:
+                print(in_time, file=lines)
+        put(self, name, data)
+
+    def flushed(self: Journal, snapshots: Iterable[Snapshot] = ()) -> int:
+        count = flush(self, snapshots)
+        if count:
+            saved.set()
+        return count
+
+    def when_begun(self: RunMonitor, totals: EngineTotals, call: Callable[..., None] = RunMonitor.__call__) -> None:
+        call(self, totals)
+        if totals.tokens > 20 and begun.wait(60):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    claims.RENEW_S = 0.0
+    LocalStore.put, Journal.flush, RunMonitor.__call__ = held_up, flushed, when_begun  # type: ignore[method-assign]
+
+
+def test_a_signal_saves_rows_while_the_store_holds_up_the_renewal_of_a_claim(
+    model: Path, data: Path, finished: Path, tmp_path: Path
+) -> None:
+    """A store may take minutes for an operation; a batch system kills a run 30 to 90 s after the signal."""
+    command = arguments(model, data, tmp_path / "out", "output.shard_rows=3", "packing.max_num_seqs=4")
+    patch = partial(signalled_while_a_renewal_waits, tmp_path / "renewals")
+    code, said = run_apart(command, tmp_path / "log", patch)
+    assert (code, "more rows are saved" in said) == (75, True), said
+    owners = [json.loads(path.read_text())["owner"] for path in (tmp_path / "out" / claims.FOLDER).iterdir()]
+    assert len(owners) > 1
+    assert set(owners) == {""}, "claims are released, and no renewal comes after that"
+    assert (tmp_path / "renewals").read_text() == "True\n", "of several claims no other one is renewed after the signal"
+    assert run.main(command) == 0
+    assert tokens(tmp_path / "out") == tokens(finished)
 
 
 def test_a_signal_saves_finished_and_unfinished_rows_and_the_next_run_resumes_them(

@@ -69,6 +69,7 @@ class ShardRunner:
             timeline = stack.enter_context(closing(Timeline(self.output.log_timeline, slots=slots)))
             asked = stack.enter_context(ending(self.holder.stop))
             stack.enter_context(released_at_end(self._claims, self._attempts))
+            stack.callback(self._settle)
             stack.callback(self._watchdog.close)
             stack.enter_context(self._adaptation.kept())
             try:
@@ -86,6 +87,7 @@ class ShardRunner:
                 left = self.holder.engine.unfinished() if asked.name else []
                 if asked.name:
                     self._journal.flush(left)
+            self._settle()
             if asked.name is not None and self.output.missing():
                 finished = self.output.finished()
                 shards = f"{len(finished)} of {self.output.num_shards} shards are committed"
@@ -95,6 +97,7 @@ class ShardRunner:
     def _pass(self, others: set[int], timeline: Timeline) -> None:
         """Decode and commit every shard that can be claimed, except `others`. After running out of memory, the next pass has a
         smaller batch."""
+        self._settle()
         self._watchdog.begin_loading()  # until the first row begins
         totals, beat = self.holder.engine.totals, self._watchdog.beat
         monitor = RunMonitor(self.progress, self._mean_output, totals, timeline, self._claims, beat, self._deadline)
@@ -106,12 +109,12 @@ class ShardRunner:
                     self._committed(done)
         finally:
             monitor.ended()
-            self.work.settle()
-            self._claims.settle()  # from here on only this thread uses claims and journal
+            self._claims.stop_renewal()  # but nothing waits for a slow store before the rows are saved
         self._watchdog.pause()
         if guard.message:
             # Ranks of a group are in the middle of an exchange: it is unknown whether they agree on unfinished rows.
             self._journal.flush([] if self.job.group is not None else self.holder.engine.unfinished())
+            self._settle()
             self._adaptation.leave()
             self._watchdog.begin_loading()
             self.holder.shrink(guard.message)
@@ -119,6 +122,14 @@ class ShardRunner:
             self._journaled = self._journal.read(self.output.finished())
         elif not (self.holder.stopping or self._deadline.reached):
             check_all_read(self._unread, self.output.num_shards)
+
+    def _settle(self) -> None:
+        """Wait for the threads of a pass: after this only the caller's thread uses claims, attempts and what earlier runs saved.
+
+        An operation of a store may take minutes, and a run that was asked to end is killed after 90 s: it saves its rows first.
+        """
+        self.work.settle()
+        self._claims.settle()
 
     def _committed(self, done: DecodedShard) -> None:
         self._journal.forget(done.shard.index)

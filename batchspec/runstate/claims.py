@@ -18,6 +18,7 @@ crashed or was killed.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import socket
@@ -63,6 +64,8 @@ class Claims:
         self._lock = threading.Lock()
         self._renewal: Future[None] | None = None
         """The renewal that is under way, or has ended since the last call of `renew`."""
+        self._stopped = False
+        """Whether the renewal that is under way is to end before it reads or writes another claim."""
         self._seen: dict[int, tuple[tuple[str, int], float]] = {}
         self._renewed_at = clock()
         self._process = this_process()
@@ -97,9 +100,10 @@ class Claims:
     def release(self) -> None:
         """Release all claims of this run, so that other runs can take the shards at once. Raises StorageError.
 
-        Waits for a renewal that is under way. It could write a claim again that is already released, and the shard would look as
-        if its owner had crashed.
+        Ends a renewal that is under way, and waits for it. It could write a claim again that is already released, and the shard
+        would look as if its owner had crashed.
         """
+        self.stop_renewal()
         self.settle()
         for shard in self.own:
             self.forget(shard)
@@ -140,10 +144,19 @@ class Claims:
             self._renewed_at = self._clock()
             self._renewal = _in_thread(self._renew)
 
+    def stop_renewal(self) -> None:
+        """Let a renewal that is under way end before its next read or write. Does not wait; `settle` must follow."""
+        self._stopped = True
+
     def settle(self) -> None:
-        """Wait until no renewal is under way. The next call of `renew` raises its error."""
+        """Wait until no renewal is under way. The next call of `renew` raises its error, and begins at once with the claims that
+        a stopped renewal left out.
+        """
         if self._renewal is not None:
             wait([self._renewal])
+            if self._stopped:
+                self._renewed_at = -math.inf
+        self._stopped = False
 
     def forget(self, shard: int) -> None:
         """Stop renewing the claim of a committed shard."""
@@ -157,15 +170,17 @@ class Claims:
     def _renew(self) -> None:
         with self._lock:
             before = dict(self._held)  # shards that are taken meanwhile stay as they are
-        ours = [shard for shard, claim in self.owners(before).items() if claim.get("owner") == self.attempt]
-        for shard in before.keys() - ours:
-            self.forget(shard)
-        for _ in for_each(self._store, ours, lambda shard: self._renew_one(shard, before[shard] + 1)):
+        for _ in for_each(self._store, [*before], lambda shard: self._renew_one(shard, before[shard] + 1)):
             pass
 
     def _renew_one(self, shard: int, counter: int) -> None:
+        if self._stopped:
+            return
+        is_ours = self._read(_name(shard)).get("owner") == self.attempt
         with self._lock:
-            if shard not in self._held:  # committed meanwhile
+            if not is_ours:
+                self._held.pop(shard, None)
+            if shard not in self._held or self._stopped:  # it may have been committed meanwhile
                 return
             self._held[shard] = counter
         self._store.put(_name(shard), self._claim(counter))
