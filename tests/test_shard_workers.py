@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import signal
@@ -30,6 +31,7 @@ from batchspec.packing.admit import Admission
 from batchspec.packing.work_plan import AdmittedShards
 from batchspec.records import Completion, Request, RowStats
 from batchspec.runner import shard_workers
+from batchspec.runner.oom_fallback import OutOfMemoryGuard
 from batchspec.runner.shard_work import ShardWork
 from batchspec.runner.shard_worker import PART_ROWS, from_bytes, to_bytes
 from batchspec.runner.shard_workers import ShardWorkers
@@ -244,6 +246,29 @@ def test_a_shard_that_kills_two_workers_ends_the_run_with_one_line() -> None:
         ):
             next(shards)
         assert next(shards).shard.index == 2
+
+
+def test_a_worker_that_cannot_be_replaced_for_lack_of_memory_is_replaced_when_there_is_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The run goes on with a smaller batch after such an error."""
+
+    def no_memory(first_message: bytes) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    work, source = make_work(prompts("a", "b"), KillingTokenizer())
+    with closing(ShardWorkers(work, 1)) as workers:
+        assert everything(workers.admitted(source.shards(1))) == everything(work.admitted(source.shards(1)))
+        for _ in range(2):
+            workers._all[0].kill()
+            with monkeypatch.context() as patch:
+                patch.setattr(shard_workers, "_Process", no_memory)
+                for _ in range(2):
+                    with OutOfMemoryGuard() as guard:
+                        next(workers.admitted(source.shards(1)))
+                    assert guard.message
+                    workers.settle()
+            assert everything(workers.admitted(source.shards(1))) == everything(work.admitted(source.shards(1)))
 
 
 @pytest.fixture(scope="module")

@@ -125,10 +125,10 @@ class ShardWorkers:
                 died = f"worker process {process.pid} ended with {process.code()} while it was to {what}"
                 if last or self._closed:
                     break
+                # If none can be started, the dead one stays, and is replaced at the next message.
+                started = _Process(self._first_message)
+                self._all[self._all.index(process)] = process = started
                 log.warning("%s: another one does it again", died)
-                self._all.remove(process)
-                process = _Process(self._first_message)
-                self._all.append(process)
             raise WorkerLost(
                 f"{died}, and so did one before it; look for a lack of memory, and run the same command again, or with "
                 "input.num_workers=0 to find the row"
