@@ -74,4 +74,5 @@ class WorkerLost(Interrupted):
 
 
 class RendererKilled(ValueError):
-    """The process that renders chat templates was killed twice at the same chat: the machine is the cause, not the chat."""
+    """The process that renders chat templates was killed twice at the same chat, or could not start again: the machine is
+    the cause, not the chat."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import signal
+import sys
+from collections.abc import Callable
 from dataclasses import replace
+from subprocess import PIPE, Popen
 from typing import Any, cast
 
 import numpy as np
@@ -14,13 +18,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchspec.child_process import start_module
 from batchspec.config.schema import RunConfig
 from batchspec.dataset.columns import map_columns
 from batchspec.dataset.reader import table_source
-from batchspec.errors import ConfigError, RendererKilled
+from batchspec.errors import CapacityError, ConfigError, RendererKilled
+from batchspec.model import templates as templates_module
 from batchspec.model.templates import Templates
 from batchspec.packing.admit import Admission, hash64
+from batchspec.packing.cells import BadRow
 from batchspec.packing.predict import PRIOR_ROWS, SHORT_TOKENS, LengthPredictor
+from batchspec.packing.prompt_encoder import _refused_as
 from batchspec.records import Completion, Request
 from batchspec.runner.oom_fallback import OutOfMemoryGuard
 from tests.stand_ins import ByteTokenizer, small_spec
@@ -264,6 +272,71 @@ def test_a_killed_renderer_is_started_again_and_a_row_that_fails_by_it_can_be_re
     bad = one_bad(prompts("x"))
     assert bad.error is not None
     assert (bad.error.code, bad.error.retryable) == ("template_error", True)
+
+
+def killed_at_start(process: Popen[bytes]) -> Popen[bytes]:
+    process.kill()
+    process.wait()
+    return process
+
+
+def without_memory(process: Popen[bytes]) -> Popen[bytes]:
+    """It ends as Python does when an import raises MemoryError."""
+    killed_at_start(process)
+    return Popen([sys.executable, "-c", "raise SystemExit(1)"], stdin=PIPE, stdout=PIPE)
+
+
+def killed_in_its_answer(process: Popen[bytes]) -> Popen[bytes]:
+    killed_at_start(process)
+    program = """
+import os, sys
+for answer in ('{"errors": {}}\\n', '{"text": "hel'):
+    sys.stdin.readline()
+    print(answer, end="", flush=True)
+os.kill(os.getpid(), 9)
+"""
+    return Popen([sys.executable, "-c", program], stdin=PIPE, stdout=PIPE)
+
+
+@pytest.mark.parametrize("fate", [killed_at_start, without_memory, killed_in_its_answer])
+def test_a_renderer_that_cannot_start_again_fails_no_row_for_good(
+    fate: Callable[[Popen[bytes]], Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The templates compiled at the job's start, in this process or in the one that started it."""
+    first, fates = Templates({"default": "{{ text }}"}, "here"), list[Any]()
+    first.check()
+    templates = copy.copy(first)
+
+    def fated(module: str) -> Popen[bytes]:
+        process = start_module(module)
+        return fates.pop()(process) if fates else process
+
+    monkeypatch.setattr(templates_module, "start_module", fated)
+    fates += [fate]
+    assert templates.render("default", {"text": "hello"}) == "hello"
+    killed_at_start(cast(Any, templates._process))
+    fates += [fate] * 4
+    with pytest.raises(BadRow) as caught, _refused_as("chat template"):
+        templates.render("default", {"text": "hello"})
+    assert (caught.value.retryable, "try resume=error" in str(caught.value)) == (True, True)
+    fates.clear()
+    assert templates.render("default", {"text": "hello"}) == "hello"
+
+
+def test_a_renderer_that_is_killed_at_the_start_of_a_job_is_started_again_and_then_ends_it_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kills = [1]
+
+    def fated(module: str) -> Popen[bytes]:
+        kills[0] -= 1
+        return killed_at_start(start_module(module)) if kills[0] >= 0 else start_module(module)
+
+    monkeypatch.setattr(templates_module, "start_module", fated)
+    Templates({"default": "{{ text }}"}, "here").check()
+    kills[0] = 2
+    with pytest.raises(CapacityError, match=r"here: .*could not start \(the machine has too little memory\); free the"):
+        Templates({"default": "{{ text }}"}, "here").check()
 
 
 def test_too_long_prompts_are_refused_cut_or_skipped_and_the_cap_is_never_lowered() -> None:

@@ -16,7 +16,7 @@ from jinja2 import TemplateSyntaxError
 
 from batchspec.child_process import start_module
 from batchspec.config.schema import TEMPLATE_DATE
-from batchspec.errors import CheckpointError, RendererKilled
+from batchspec.errors import CapacityError, CheckpointError, RendererKilled
 from batchspec.model import template_process
 from batchspec.model.template_process import Limit
 from batchspec.model.text_bytes import LongText
@@ -34,6 +34,8 @@ class Templates:
         self._sources, self._where, self._date = dict(sources), where, date
         self._process: subprocess.Popen[bytes] | None = None
         self._owner, self._lock = 0, threading.Lock()
+        self._compiled = False
+        """Whether all templates compiled in some process: if they do not in another one, the machine is the cause."""
         for name, source in self._sources.items():
             try:
                 template_process.environment(date).parse(source)
@@ -56,10 +58,15 @@ class Templates:
         return bool(self._sources)
 
     def check(self) -> None:
-        """Compile all templates. Raises CheckpointError if one does not compile."""
+        """Compile all templates. Raises CheckpointError if one does not compile, and CapacityError if the process is killed."""
         with self._lock:
-            if not self._running():
-                self._start()
+            try:
+                self._ensure_running()
+            except RendererKilled as error:
+                raise CapacityError(
+                    f"{self._where}: the process that renders chat templates could not start ({error}); free the machine's "
+                    "memory and run the same command again"
+                ) from None
 
     def source(self, name: str) -> str:
         return self._sources[name]
@@ -77,8 +84,7 @@ class Templates:
         line = json.dumps(request, default=str).encode() + b"\n"
         with self._lock:
             for _ in range(2):
-                if not self._running():
-                    self._start()
+                self._ensure_running()
                 answer = self._ask(line)
                 if not answer.get("killed"):
                     break
@@ -92,6 +98,18 @@ class Templates:
     def _running(self) -> bool:
         return self._process is not None and self._owner == os.getpid()
 
+    def _ensure_running(self) -> None:
+        """Start the process if there is none, and once more if the machine ends it.
+
+        Raises RendererKilled if it ends that one too, and CheckpointError if a template does not compile.
+        """
+        if self._running():
+            return
+        try:
+            self._start()
+        except RendererKilled:
+            self._start()
+
     def _start(self) -> None:
         self._process = start_module(template_process.__name__)
         self._owner = os.getpid()
@@ -102,7 +120,10 @@ class Templates:
         for name, problem in errors.items():
             if self._process is not None:
                 self._end()
+            if answer.get("killed") or self._compiled:
+                raise RendererKilled(problem)
             raise self._bad(name, f": {problem}")
+        self._compiled = True
 
     def _ask(self, line: bytes) -> dict[str, Any]:
         """The answer of the process; {"error": reason, "killed": whether by SIGKILL} if it dies."""
@@ -116,7 +137,7 @@ class Templates:
             answer = process.stdout.readline()
         except BrokenPipeError:
             answer = b""
-        if answer:
+        if answer.endswith(b"\n"):  # else it died while it wrote
             found: dict[str, Any] = json.loads(answer)
             return found
         code = self._end()
