@@ -11,7 +11,7 @@ import pytest
 from batchspec.config.schema import OutputConfig
 from batchspec.dataset.columns import map_columns
 from batchspec.dataset.schema import output_schema
-from batchspec.errors import ConfigError
+from batchspec.errors import ConfigError, InputError
 
 ALWAYS = [
     "request_id", "row_index", "sample_index", "status", "messages", "completion", "reasoning", "reasoning_truncated",
@@ -79,6 +79,12 @@ def test_collisions_and_unknown_names_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         names(fields, mapping, passthrough=passthrough)
+
+
+@pytest.mark.parametrize("kind", [pa.binary(0), pa.list_(pa.binary(0)), pa.month_day_nano_interval()], ids=str)
+def test_a_column_that_parquet_cannot_store_is_refused_in_one_line(kind: pa.DataType) -> None:
+    with pytest.raises(InputError, match=r"column 'key' has type .*; cast it, or leave it out: output\.passthrough=\[prompt\]"):
+        names({"prompt": pa.string(), "key": kind}, passthrough=["prompt", "key"])
 
 
 def test_a_list_or_none_chooses_the_columns() -> None:

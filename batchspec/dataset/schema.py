@@ -146,7 +146,7 @@ def _copied_field(field: pa.Field, names: Sequence[str]) -> pa.Field:
     try:
         copied = pa.field(field.name, plain_type(field.type))
         _try_copy(field.type, copied.type)
-    except (ValueError, pa.ArrowNotImplementedError) as error:
+    except (ValueError, pa.ArrowNotImplementedError, OSError) as error:
         others = ",".join(name for name in names if name != field.name)
         raise InputError(
             f"column {field.name!r} has type {field.type}: {error}; cast it, or leave it out: output.passthrough=[{others}]"
@@ -156,7 +156,7 @@ def _copied_field(field: pa.Field, names: Sequence[str]) -> pa.Field:
 
 @cache
 def _try_copy(kind: pa.DataType, copied: pa.DataType) -> None:
-    """Cast, select and write an empty column of this type, as the writer will do with rows. Raises ArrowNotImplementedError if
-    Arrow cannot, before any row is computed."""
+    """Cast, select and write an empty column of this type, as the writer will do with rows. Raises ArrowNotImplementedError or
+    OSError if Arrow cannot, before any row is computed."""
     column = pa.nulls(0, kind).cast(copied).take(pa.array([], pa.int64()))
     pq.write_table(pa.table({"column": column}), pa.BufferOutputStream())
