@@ -51,18 +51,25 @@ def signals_blocked() -> Iterator[None]:
 def python_command(option: str, program: str, *arguments: str) -> list[str]:
     """The command that starts `python -m PROGRAM` or `python -c PROGRAM`; the caller may append arguments of the program.
 
-    The child imports batchspec from the same folder as this process, and other modules by this process's `sys.path`, but with
-    the working directory and the main script's folder last: files there do not shadow modules of Python or of a dependency.
+    The child imports batchspec from the same folder as this process, and other modules by `import_paths`.
     """
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     return [sys.executable, "-P", "-c", BOOTSTRAP, root, repr(import_paths()), option, program, *arguments]
 
 
 def import_paths() -> list[str]:
-    """`sys.path`, with the working directory and the folder of the main script at its end."""
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    last = {os.path.realpath("")} | ({os.path.dirname(os.path.realpath(script))} if script else set())
-    return [os.path.abspath(path) for path in sorted(sys.path, key=lambda path: os.path.realpath(path) in last)]
+    """`sys.path`, but with what Python itself put first at its end: the working directory ("") or the main script's folder.
+
+    So files that happen to be there do not shadow modules of Python or of a dependency. Entries of PYTHONPATH stay where they
+    are, also those for the same folders: a child must not import another version of a tokenizer than this process does. So does
+    the first entry of `python -m`, which cannot be told from PYTHONPATH's; for this package's programs it is last already.
+    """
+    paths = sorted(sys.path, key=lambda path: not path)
+    main = sys.modules.get("__main__")
+    script = None if getattr(main, "__spec__", None) else getattr(main, "__file__", None)
+    if script and not sys.flags.safe_path and os.path.realpath(paths[0]) == os.path.dirname(os.path.realpath(script)):
+        paths.append(paths.pop(0))
+    return [os.path.abspath(path) for path in paths]
 
 
 def start_module(module: str, **environment: str) -> subprocess.Popen[bytes]:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from itertools import permutations
 from pathlib import Path
 
 import polars as pl
@@ -36,7 +37,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def within(hostile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is in the folder, and has it first in `sys.path`, as `python -c` and notebooks have it."""
     monkeypatch.chdir(hostile)
-    monkeypatch.setattr(sys, "path", ["", str(hostile), *sys.path])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
 
 
 def test_a_child_process_imports_nothing_from_the_working_directory(within: None) -> None:
@@ -57,6 +58,46 @@ def test_a_module_that_only_the_working_directory_has_is_imported(tmp_path: Path
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     assert import_paths()[-1] == str(tmp_path)
     subprocess.run([*python_command("-c", "import of_my_own")], check=True)
+
+
+SHOWS_BOTH = """
+import subprocess, sys, dependency
+print(dependency.__file__, flush=True)
+from batchspec.child_process import python_command
+again = "import subprocess; from batchspec.child_process import python_command; subprocess.run(python_command('-c', {0!r}))"
+show = "import dependency; print(dependency.__file__)"
+subprocess.run(python_command("-c", show), check=True)
+subprocess.run(python_command("-c", again.format(show)), check=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "start", [("program.py",), ("-m", "program"), ("-P", "program.py"), ("-m", "batchspec.run")], ids=" ".join
+)
+def test_a_process_and_its_children_import_a_module_from_the_same_file(start: tuple[str, ...], tmp_path: Path) -> None:
+    """PYTHONPATH has several versions of it, in any order: also in the working directory and in the main script's folder."""
+    folders = {name: tmp_path / name for name in ("here", "script", "other")}
+    for folder in folders.values():
+        folder.mkdir()
+        (folder / "dependency.py").write_text("")
+    script = folders["script"] / "program.py"
+    script.write_text(SHOWS_BOTH)
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library/program.py").write_text(SHOWS_BOTH)
+    (tmp_path / "library/hydra.py").write_text(SHOWS_BOTH + "raise SystemExit")  # batchspec.run imports it
+    words = [str(script) if word == "program.py" else word for word in start]
+    for order in permutations(folders.values()):
+        if start == ("program.py",) and order[0] != folders["script"]:
+            continue  # Python put it first, for this process alone
+        path = os.pathsep.join(map(str, (*order, tmp_path / "library", ROOT)))
+        done = subprocess.run(
+            [sys.executable, *words], cwd=folders["here"], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        files = done.stdout.splitlines()
+        assert len(files) == 3
+        assert len(set(files)) == 1, order
 
 
 @pytest.mark.parametrize("program", ["batchspec.run", "batchspec"])
