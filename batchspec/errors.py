@@ -5,7 +5,7 @@ BatchspecError            1   base class; never raised itself
   InputError              2   a problem with the input dataset
   CheckpointError         2   a problem with a model folder, a tokenizer or a drafter
   OutputError             2   the output folder cannot be used, for example because it belongs to another job
-  CapacityError           2   the job does not fit the machine's memory
+  CapacityError           2   the job does not fit the machine's memory; in the middle of a job finished rows stay
   EngineInUse             2   a call that a warm engine cannot take now: another one is running, or it is closed
   TooManyErrors           3   more error rows than input.max_error_fraction allows, or only error rows
   DivergedError          70   ranks that compute one model came to different tokens; nothing of it is saved
