@@ -101,7 +101,6 @@ def test_the_demo_has_everything_that_a_run_needs(jobs: Jobs) -> None:
         ([*GIVEN, "decode.stop=1e3"], "decode.stop: 1000.0 must be text"),
         ([*GIVEN, "cluster.workers=99999"], "cluster.workers=99999 must be auto or in 1 .. 128; auto is one a GPU"),
         ([*GIVEN, "cluster.tensor_parallel=[2]"], "cluster.tensor_parallel=[2] must be one value; "),
-        (["model.path=[a]"], "model.path=['a'] must be text"),
         (["decode.ignore_eos=maybe"], "decode.ignore_eos=maybe must be true or false"),
         ([*GIVEN, "output.shard_rows=0"], "output.shard_rows=0 must be in 1 .. 10000000; null lets batchspec choose"),
         (
