@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from batchspec import load, prepare
-from batchspec.commands import planning as command
 from batchspec.commands import plan_text
+from batchspec.commands import planning as command
 from batchspec.commands.plan_text import Plan, histogram
 from batchspec.commands.planning import plan
 from batchspec.commands.shapes import COMMON, SHAPES
