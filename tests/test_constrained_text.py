@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import batchspec
@@ -95,7 +95,7 @@ def test_texts_of_schemas_are_kept(schema: Any) -> None:
 @given(schemas())
 def test_texts_of_any_schema_are_kept(schema: Any) -> None:
     try:
-        schema_rules(schema)
+        assume(schema_rules(schema).inlined() is not None)  # one that refers to itself has no finite automaton
         dfa = schema_dfa(schema)
     except ValueError:
         return

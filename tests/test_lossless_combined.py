@@ -47,6 +47,11 @@ Rule = str | Grammar | None
 """A regular expression, a grammar, or nothing that a row must match."""
 
 
+def text(one: Request, output: list[int]) -> str:
+    """In which stop strings are searched for: with a constraint in the bytes that it allows."""
+    return decode(output) if one.automaton is None else VOCABULARY.text(output)
+
+
 def adjusted(logits: Tensor, prompt: list[int], output: list[int], params: SamplingParams) -> Tensor:
     """Biases and penalties by their definitions in jobs/README.md."""
     for token, bias in params.logit_bias:
@@ -80,7 +85,7 @@ def defined(one: Request, rule: Rule) -> list[int]:
         logits = adjusted(full_logits(target, prompt + output).clone(), prompt, output, one.sampling)
         logits[sorted(set(range(VOCAB)) - allowed_after(rule, output, one))] = -torch.inf
         output.append(_draw(logits, one.sampling, one.seed, len(prompt) + len(output)))
-        if output[-1] in one.stop_ids or any(stop in decode(output) for stop in one.stop):
+        if output[-1] in one.stop_ids or any(stop in text(one, output) for stop in one.stop):
             break
     return output
 
@@ -95,7 +100,7 @@ def jobs(draw: st.DrawFn) -> list[tuple[Request, Rule]]:
         one = request(
             index, beginning + own if draw(st.booleans()) else own, cap=cap, sampling=sampling,
             predicted=draw(st.integers(1, cap)), min_new_tokens=draw(st.sampled_from([0, 0, min(3, cap), cap])),
-            stop=tuple(draw(st.lists(st.sampled_from(["F", "GH", "K"]), max_size=1))), stop_ids=(EOS,),
+            stop=tuple(draw(st.lists(st.sampled_from(["F", "GH", "K", "b", "cd"]), max_size=1))), stop_ids=(EOS,),
         )  # fmt: skip
         rule: Rule = draw(st.sampled_from((None, *PATTERNS_OF_LETTERS[:4], *GRAMMARS)))
         if isinstance(rule, Grammar):
