@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from batchspec import load, prepare
-from batchspec.commands import plan_text
-from batchspec.commands import planning as command
+from batchspec.commands import plan as command
+from batchspec.commands import plan_text, planning
 from batchspec.commands.plan_text import Plan, histogram
 from batchspec.commands.planning import plan
 from batchspec.commands.shapes import COMMON, SHAPES
@@ -210,7 +210,7 @@ def test_the_memory_of_quantised_models_on_a_gpu(
     monkeypatch.setattr(prepare, "check_fp8_kv", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
     monkeypatch.setattr(policy, "is_hopper", lambda device: True)
-    monkeypatch.setattr(command, "device_rates", lambda *_, **__: H200)
+    monkeypatch.setattr(planning, "device_rates", lambda *_, **__: H200)
     (Path(str(job.model.path)) / "config.json").write_text(json.dumps(COMMON | SHAPES[shape]))
     job.model.load_format, job.cache.dtype, job.packing.max_num_seqs = "dummy", cache, 64
     job.decode.max_new_tokens, job.draft.name = 512, "none"
@@ -245,7 +245,7 @@ def test_pages_leave_memory_for_the_graphs_of_prefill(job: RunConfig, monkeypatc
     monkeypatch.setattr(prepare, "choose_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
     monkeypatch.setattr(policy, "is_hopper", lambda device: True)
-    monkeypatch.setattr(command, "device_rates", lambda *_, **__: H200)
+    monkeypatch.setattr(planning, "device_rates", lambda *_, **__: H200)
     (Path(str(job.model.path)) / "config.json").write_text(json.dumps(COMMON | SHAPES["llama8b-fp8"]))
     job.model.load_format, job.draft.name = "dummy", "none"
     job.packing.max_num_seqs, job.packing.max_num_batched_tokens, job.decode.max_new_tokens = 64, 16384, 512
@@ -276,7 +276,7 @@ def test_token_ids_need_no_tokenizer(job: RunConfig) -> None:
 
 
 def test_a_large_input_is_sampled_evenly_and_full_reads_it_all(job: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "SAMPLE_ROWS", 1000)
+    monkeypatch.setattr(planning, "SAMPLE_ROWS", 1000)
     write(job, prompt_ids=pa.array([[1] * (1 + row // 500) for row in range(5000)]))
     sampled, whole = planned(job), planned(job, full=True)
     assert sampled.survey.num_rows == 1000
