@@ -19,7 +19,7 @@
 # lossless           in these formats and with FP8 K/V: rows that differ between K = auto and no drafts, with gaps (ROWS=48)
 # deterministic      decode.deterministic: rows that differ between drafters, slots, kills; tok/s with and without it (no HEADS)
 # deterministic_formats   the rows that differ with each weight format and with FP8 K/V: eagle3, one slot, killed (ROWS=24)
-# deterministic_8b   the same rows of an 8B dummy shape with long prompts (ROWS; neither HEADS nor DATA)
+# deterministic_8b   the same rows of an 8B dummy shape, each drafter with a fixed K (ROWS; neither HEADS nor DATA)
 set -euo pipefail
 out=${1:?OUT SECTION..., such as out/figures long; the sections are listed at the top of this file}
 shift
@@ -271,17 +271,30 @@ in_format() { # NAME COMMAND...: run COMMAND with `common` set for this format o
         packing.memory_gb="${MEMORY_GB:-3}")
     "${@:2}"
 }
-figure_deterministic_8b() {
-    local folder=$out/deterministic-8b rows=${ROWS:-128} common pid
-    [ -e "$folder" ] || bench --make-job "$folder" --shape llama8b --requests "$rows" --prompt 2560 --gen 256 > /dev/null
-    common=(decode.deterministic=true decode=greedy decode.max_new_tokens=256 decode.ignore_eos=true model.path="$folder/model"
-        model.load_format=dummy model.max_len=2880 input.path="$folder/known.parquet" output=training
-        output.shard_rows=$((rows / 12 + 1)) packing.memory_gb=24)
-    same large draft=none packing.max_num_seqs=64
-    same large-lookup draft=lookup packing.max_num_seqs=100 &
-    stopped KILL large-killed "draft=eagle3 packing.max_num_seqs=40" &
+figure_deterministic_8b() { # prompts come twice, so that the corpus of finished rows drafts their tokens. On a CPU: SHAPE=FILE.json DTYPE=float64
+    local folder=$out/deterministic-8b rows=${ROWS:-512} common pid
+    [ -e "$folder" ] || bench --make-job "$folder" --shape "${SHAPE:-llama8b}" --requests $((rows / 2)) --prompt 768 --gen 128 > /dev/null
+    "$python" - "$folder" <<'PYTHON'
+import sys
+import polars as pl
+
+rows = pl.read_parquet(f"{sys.argv[1]}/known.parquet").with_columns(pl.col("id").cast(pl.String))
+pl.concat([rows, rows.with_columns(pl.col("id") + "-again")]).write_parquet(f"{sys.argv[1]}/twice.parquet")
+PYTHON
+    common=(decode.deterministic=true decode=greedy decode.max_new_tokens=128 decode.ignore_eos=true model.path="$folder/model"
+        model.load_format=dummy model.dtype="${DTYPE:-bfloat16}" model.max_len=1024 input.path="$folder/twice.parquet" output=training
+        output.shard_rows=$((rows / 16 + 1)) packing.memory_gb="${MEMORY_GB:-16}")
+    same large draft=none packing.max_num_seqs=256 packing.memory_gb="${LARGE_GB:-32}" # alone: it compiles the kernels
+    same large-corpus draft=lookup draft.adaptive=false draft.corpus_tokens=1000000 packing.max_num_seqs=100 &
+    same large-window draft=window draft.adaptive=false draft.window=128 packing.max_num_seqs=64 &
+    same large-eagle3 draft=eagle3 draft.adaptive=false packing.max_num_seqs=90 &
+    for pid in $(jobs -p); do wait "$pid"; done
+    stopped KILL large-killed "draft=window draft.adaptive=false draft.window=256 packing.max_num_seqs=60" &
+    same large-one-slot draft=none packing.max_num_seqs=1 input.limit="${FEW:-12}" &
+    same large-parallel draft=parallel draft.adaptive=false packing.max_num_seqs=80 &
     for pid in $(jobs -p); do wait "$pid"; done
     differences large
+    grep -ho 'mean acceptance length [0-9.]*' "$out"/large-corpus.log "$out"/large-window.log | tail -n 2
 }
 same() { # NAME KEY=VALUE...: the job `common` with these keys
     run "$1" "${common[@]}" "${@:2}" > "$out/$1.log" 2>&1 || { echo "$1 failed:"; tail -n 5 "$out/$1.log"; false; } >&2
