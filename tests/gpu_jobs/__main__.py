@@ -1,0 +1,45 @@
+"""python -m tests.gpu_jobs FIRST END [--seconds 400] [--workers 6]: random jobs FIRST .. END - 1, see the package."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several workers share the cores
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--work"]:
+        from tests.gpu_jobs.workers import work
+
+        work(Path(sys.argv[2]), gpu=sys.argv[3] == "cuda")
+        return 0
+    from tests.gpu_jobs.cases import GROUP
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("first", type=int)
+    parser.add_argument("end", type=int)
+    parser.add_argument("--seconds", type=float, default=400)
+    parser.add_argument("--workers", type=int, help="processes that share the GPU; on a CPU one")
+    parser.add_argument("--each", type=int, default=GROUP, help=f"cases of each group of {GROUP}: fewer of them are more models")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "batchspec-gpu-jobs", help="models and logs")
+    args = parser.parse_args()
+    import torch
+
+    from tests.gpu_jobs.workers import hunt
+
+    gpu = torch.cuda.is_available()
+    workers = args.workers or (min(6, max(1, (os.cpu_count() or 2) // 2)) if gpu else 1)
+    summary = hunt(
+        [case for case in range(args.first, args.end) if case % GROUP < args.each], seconds=args.seconds, workers=workers, folder=args.folder, gpu=gpu,
+        show=lambda text: print(text, flush=True),
+    )  # fmt: skip
+    print(summary)
+    return 1 if summary.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
