@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from tests.gpu_jobs.models import Model, make_model
-from tests.gpu_jobs.rows import Row, draw_rows
+from tests.gpu_jobs.rows import CONSTRAINTS, Row, draw_rows
 
 GROUP = 8
 """Cases of a group."""
@@ -118,8 +118,8 @@ class Case:
     """engine, job, generate, or killed (commands that are killed and resumed)."""
     runs: tuple[Keys, ...]
     """How the job is run: by one set of keys; of a killed job one for each run, the last of which ends it."""
-    short_cap: int
-    """engine.expected_pages.SHORT_CAP_TOKENS in this process: small numbers make preemption likely."""
+    eager: bool
+    """Requests enter slots as soon as there are pages for their prompts, so that many are preempted later (in this process)."""
     seed: int
 
     def __str__(self) -> str:
@@ -132,10 +132,12 @@ def draw_group(number: int, folder: Path, *, gpu: bool) -> Group:
     setting = settings[number % len(settings)]
     model = make_model(setting.model, folder)
     is_long = rng.random() < (0.4 if gpu else 0.15)
-    max_len, longest, cap = (3400, 3000, 160) if is_long else (900, 600, 160)
+    max_len, longest, cap = (3400, 3000, 160) if is_long else (900, 600, rng.choice([100, 250]))
     count = rng.choice([24, 40, 70, 300 if not is_long else 40])
     if not gpu:
-        max_len, longest, cap, count = (2400, 2200, 12, 6) if is_long else (260, 150, rng.choice([20, 60]), rng.choice([6, 12, 20]))
+        max_len, longest, cap, count = (
+            (2400, 2200, 12, 6) if is_long else (260, 150, rng.choice([20, 100]), rng.choice([6, 12, 20]))
+        )
     kind = rng.choice(["prompt", "prompt", "messages", "messages", "prompt_ids"])
     think = rng.random() < 0.25
     rows = draw_rows(
@@ -144,6 +146,7 @@ def draw_group(number: int, folder: Path, *, gpu: bool) -> Group:
     )  # fmt: skip
     filled = {name for row in rows for name, value in row.items() if value is not None}
     rows = [{name: value for name, value in row.items() if name in filled} for row in rows]
+    constrained = any(name in filled for name, _ in CONSTRAINTS)
     default = cap // 2
     keys: Keys = {
         "model.path": str(model.folder), "model.dtype": setting.dtype, "model.max_len": max_len,
@@ -154,9 +157,9 @@ def draw_group(number: int, folder: Path, *, gpu: bool) -> Group:
         **({"model.load_format": "dummy"} if setting.model == "dummy" else {}),
         **({"input.chat": True} if kind == "prompt" and rng.random() < 0.5 else {}),
         **({"decode.stop": rng.choice([["\n\n"], ["?", " is"]])} if rng.random() < 0.2 else {}),
-        **({"decode.stop_ids": [rng.randrange(3, model.vocab)]} if rng.random() < 0.2 else {}),
+        **({"decode.stop_ids": [1 if constrained else rng.randrange(3, model.vocab)]} if rng.random() < 0.2 else {}),
         **({"decode.min_new_tokens": min(default, rng.choice([1, 3, 8]))} if rng.random() < 0.25 else {}),
-        **({"decode.ignore_eos": True} if rng.random() < 0.3 else {}),
+        **({"decode.ignore_eos": True} if rng.random() < 0.3 and not constrained else {}),
         **({"output.logprobs": rng.choice([0, 2, 5])} if rng.random() < 0.5 else {}),
     }  # fmt: skip
     if setting.dtype == "float64" and setting.fp8_kv and setting.model == "dummy":
@@ -188,12 +191,16 @@ def draw_case(number: int, group: Group) -> Case:
     of_job = _of_job(rng, group) if door in ("job", "killed") else {}
     runs = tuple({**of_job, **_shape(rng, group, door)} for _ in range(count + (door == "killed")))
     return Case(
-        number=number, group=group, door=door, runs=runs, short_cap=rng.choice([512, 0, 0, 16]), seed=rng.randrange(1 << 40)
+        number=number, group=group, door=door, runs=runs, eager=rng.random() < 0.6, seed=rng.randrange(1 << 40)
     )  # fmt: skip
 
 
 def _of_job(rng: Random, group: Group) -> Keys:
-    return {"output.shard_rows": rng.choice([1, 3, 8, 50]), "input.num_workers": rng.choice([0, 0, 2]), "input.max_error_fraction": 1.0}
+    return {
+        "output.shard_rows": rng.choice([1, 3, 8, 50]),
+        "input.num_workers": rng.choice([0, 0, 2]),
+        "input.max_error_fraction": 1.0,
+    }
 
 
 def _shape(rng: Random, group: Group, door: str) -> Keys:
@@ -241,7 +248,7 @@ def _drafter(rng: Random, group: Group, door: str) -> Keys:
         keys["draft.head_len"] = rng.choice([1, 3, 5])
     if name == "tree":
         keys["draft.num_speculative_tokens"] = rng.choice([2, 3, 5])
-        keys |= {"draft.tree.topk": rng.choice([2, 3, 8]), "draft.tree.nodes": rng.choice([4, 15, 40])}
+        keys |= {"draft.tree.topk": rng.choice([2, 3, 8]), "draft.tree.nodes": rng.choice([None, 4, 6])}
     if name in ("eagle3", "hybrid", "parallel"):
         if rng.random() < 0.25:
             keys |= {"draft.window": rng.choice([3, 64]), "draft.sink_tokens": rng.choice([0, 4])}

@@ -18,14 +18,19 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
+import numpy as np
 import polars as pl
+import pytest
 import torch
 
 import batchspec
 from batchspec import run
+from batchspec.cache.page_tables import Counts, PagePools
 from batchspec.config.compose import compose
 from batchspec.config.overrides import overrides_of
-from batchspec.engine import expected_pages
+from batchspec.engine.expected_pages import ExpectedPages
+from batchspec.engine.request_state import RequestState
+from batchspec.engine.slots import SlotTable
 from batchspec.errors import BatchspecError, CapacityError, ConfigError
 from batchspec.warm.conversations import Turn
 from tests.gpu_jobs.cases import Case, Group, Keys
@@ -109,6 +114,19 @@ class Plain:
             self.engine.close()
 
 
+def of_prompt(self: ExpectedPages, state: RequestState) -> int:
+    """Pages for the tokens that there are, and few more."""
+    tokens = min(state.max_tokens, len(state.request.prompt_ids) + len(state.tokens) + 1)
+    return -(-(tokens + self._num_lookahead_slots) // self._page_size)
+
+
+def nothing(self: ExpectedPages, slots: SlotTable, pools: PagePools) -> Counts:
+    return np.zeros_like(_promised(self, slots, pools))
+
+
+_promised = ExpectedPages.promised
+
+
 def run_case(case: Case, plain: Plain) -> Outcome:
     """Raises what batchspec raises, but for keys that it refuses."""
     outcome, rng = Outcome(), Random(case.seed)
@@ -116,14 +134,15 @@ def run_case(case: Case, plain: Plain) -> Outcome:
     doors = {"engine": _engine, "job": _job, "generate": _generate, "killed": _killed}
     wanted = plain.rows
     assert wanted
-    before = expected_pages.SHORT_CAP_TOKENS
-    expected_pages.SHORT_CAP_TOKENS = case.short_cap
     try:
-        doors[case.door](case, plain, rng, outcome)
+        with pytest.MonkeyPatch.context() as patch:
+            if case.eager:
+                patch.setattr(ExpectedPages, "of_waiting", of_prompt)
+                patch.setattr(ExpectedPages, "promised", nothing)
+            doors[case.door](case, plain, rng, outcome)
     except ConfigError as error:
         outcome.refused = str(error)
     finally:
-        expected_pages.SHORT_CAP_TOKENS = before
         gc.collect()
         if case.group.gpu:
             torch.cuda.empty_cache()
@@ -294,4 +313,6 @@ def _command(words: list[str], folder: Path, sent: signal.Signals | None, delay:
 
 def is_fatal(error: BaseException) -> bool:
     """Whether the process cannot go on, as after an illegal access on the GPU."""
-    return not isinstance(error, BatchspecError) and bool(re.search(r"CUDA error|cudaError|CUDA driver|Triton Error", repr(error)))
+    return not isinstance(error, BatchspecError) and bool(
+        re.search(r"CUDA error|cudaError|CUDA driver|Triton Error", repr(error))
+    )

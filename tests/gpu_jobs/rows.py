@@ -15,12 +15,98 @@ from tests.gpu_jobs.models import Model
 from tests.test_grammar_jobs import SUMS, TREE, VALUES
 
 Row = dict[str, Any]
-WORDS = (
-    "The quick brown fox jumps over the lazy dog, and the dog sleeps on. In 2024 the city of Paris counted 2,102,650 people; "
-    "the capital of France is Paris. Three rivers meet there, and seven bridges cross them: who walks over each of them once, "
-    "and comes home again? def add(a, b): return a + b; print(add(1, 2)) Janet's ducks lay 16 eggs a day. She eats three for "
-    "breakfast and bakes muffins with four. How many are left? Answer in one sentence, then list the steps: 1. 2. 3."
-).split()
+WORDS = [
+    "The",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "the",
+    "lazy",
+    "dog,",
+    "and",
+    "the",
+    "dog",
+    "sleeps",
+    "on.",
+    "In",
+    "2024",
+    "the",
+    "city",
+    "of",
+    "Paris",
+    "counted",
+    "2,102,650",
+    "people;",
+    "the",
+    "capital",
+    "of",
+    "France",
+    "is",
+    "Paris.",
+    "Three",
+    "rivers",
+    "meet",
+    "there,",
+    "and",
+    "seven",
+    "bridges",
+    "cross",
+    "them:",
+    "who",
+    "walks",
+    "over",
+    "each",
+    "of",
+    "them",
+    "once,",
+    "and",
+    "comes",
+    "home",
+    "again?",
+    "def",
+    "add(a,",
+    "b):",
+    "return",
+    "a",
+    "+",
+    "b;",
+    "print(add(1,",
+    "2))",
+    "Janet's",
+    "ducks",
+    "lay",
+    "16",
+    "eggs",
+    "a",
+    "day.",
+    "She",
+    "eats",
+    "three",
+    "for",
+    "breakfast",
+    "and",
+    "bakes",
+    "muffins",
+    "with",
+    "four.",
+    "How",
+    "many",
+    "are",
+    "left?",
+    "Answer",
+    "in",
+    "one",
+    "sentence,",
+    "then",
+    "list",
+    "the",
+    "steps:",
+    "1.",
+    "2.",
+    "3.",
+]
 PERSON = {
     "type": "object", "properties": {
         "name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 150},
@@ -61,7 +147,9 @@ def words(rng: Random, chars: int) -> str:
     return " ".join(found)[: max(1, chars)]
 
 
-def draw_rows(rng: Random, model: Model, *, kind: str, count: int, cap: int, longest: int, think: bool, adapters: int) -> list[Row]:
+def draw_rows(
+    rng: Random, model: Model, *, kind: str, count: int, cap: int, longest: int, think: bool, adapters: int
+) -> list[Row]:
     """Rows r0, r1, ... with all columns of COLUMNS, most of them null.
 
     kind      prompt, messages or prompt_ids
@@ -70,7 +158,7 @@ def draw_rows(rng: Random, model: Model, *, kind: str, count: int, cap: int, lon
     think     some rows have a thinking budget
     adapters  number of adapters that rows may name: a0, a1, ...
     """
-    share = {name: rng.choice([0, 0.2, 0.5]) for name in COLUMNS} | {"max_new_tokens": 0.8}
+    share = {name: rng.choice([0, 0.1, 0.4]) for name in COLUMNS} | {"max_new_tokens": 0.8}
     share["constraint"] = rng.choice([0, 0, 0.2, 0.6])
     per_token = 4 if model.is_smol else 2
     common = [words(rng, per_token * rng.choice([16, 70, min(600, longest // 2)])) for _ in range(2)]
@@ -102,7 +190,7 @@ def _asks(rng: Random, model: Model, share: dict[str, float], *, cap: int, think
     """The columns of one row."""
     drawn = rng.random() < 0.5
     values: Row = {
-        "max_new_tokens": rng.choice([1, 2, rng.randint(1, cap), rng.randint(1, cap), cap]),
+        "max_new_tokens": rng.choice([rng.randint(1, 3), rng.randint(1, cap), rng.randint(1, cap), cap, cap]),
         "temperature": rng.choice([0.3, 0.7, 1.0, 1.0, 1.6]) if drawn else 0.0,
         "top_p": rng.choice([0.3, 0.9, 0.95]), "top_k": rng.choice([1, 5, 40]), "min_p": rng.choice([0.02, 0.2]),
         "repetition_penalty": rng.choice([1.1, 1.5, 0.8]), "presence_penalty": rng.choice([0.6, -0.5, 2.0]),
@@ -122,4 +210,4 @@ def _asks(rng: Random, model: Model, share: dict[str, float], *, cap: int, think
 def _biases(rng: Random, model: Model) -> str:
     """Of some tokens, and of the end token, so that rows end early."""
     found = {rng.randrange(model.vocab): rng.choice([-100, -5, 2.5, 8]) for _ in range(rng.randint(0, 6))}
-    return json.dumps(found | {2: rng.choice([-100, 3, 9])})
+    return json.dumps(found | {2: rng.choice([-100, 2, 5])})

@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 import pytest
 
+from batchspec.errors import ConfigError
 from tests.gpu_jobs.cases import GROUP, Case, draw_case, draw_group
 from tests.gpu_jobs.doors import ROOT, Plain, is_fatal, run_case
 
@@ -195,6 +196,8 @@ def work(folder: Path, *, gpu: bool) -> None:
                 result = asdict(outcome)
                 if outcome.lines:
                     result["failure"] = _told(case, outcome.lines)
+            except ConfigError as error:
+                result = {"refused": f"(plain) {error}"}
             except Exception as error:  # whatever it is, the next case is run
                 traceback.print_exc()
                 fatal = is_fatal(error)
@@ -215,7 +218,10 @@ def _told(case: Case, lines: list[str]) -> str:
     for line in lines[:MOST_LINES]:
         found = next((word.partition("/")[0] for word in line.split() if word.partition("/")[0] in rows), "")
         asks = {name: value for name, value in rows.get(found, {}).items() if value is not None and name != case.group.kind}
-        told += [f"  {line}", *([f"    asks {asks}, {len(str(rows[found][case.group.kind]))} characters of prompt"] if found else [])]
+        told += [
+            f"  {line}",
+            *([f"    asks {asks}, {len(str(rows[found][case.group.kind]))} characters of prompt"] if found else []),
+        ]
     plain = {key: value for key, value in case.group.keys.items() if key != "model.path"}
     told += [f"  job {plain}, prompts {case.group.kind}, {len(rows)} rows"]
-    return "\n".join([*told, f"  plain {case.group.plain}", f"  run {list(case.runs)}, short_cap {case.short_cap}"])
+    return "\n".join([*told, f"  plain {case.group.plain}", f"  run {list(case.runs)}, eager {case.eager}"])
