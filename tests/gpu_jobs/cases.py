@@ -215,7 +215,10 @@ def _shape(rng: Random, group: Group, door: str) -> Keys:
         "ablation.prefill_graphs": False, **({"ablation.overlap": True} if gpu else {}),
     }  # fmt: skip
     likely = {"packing.max_num_batched_tokens": 0.5, "packing.run_ahead": 0.4, "ablation.overlap": 0.3}
-    return keys | {name: value for name, value in options.items() if rng.random() < likely.get(name, 0.12)}
+    keys |= {name: value for name, value in options.items() if rng.random() < likely.get(name, 0.12)}
+    if "draft.adapt.every_shards" in keys:
+        keys.pop("ablation.overlap", None)  # they are refused together
+    return keys
 
 
 def _drafter(rng: Random, group: Group, door: str) -> Keys:

@@ -68,6 +68,8 @@ class Outcome:
     """Draft tokens."""
     preempted: int = 0
     """Rows that were prefilled more than once."""
+    resumed: int = 0
+    """Jobs that several runs wrote."""
     lines: list[str] = field(default_factory=list)
     """Of each row that differs what differs."""
     refused: str = ""
@@ -249,6 +251,7 @@ def _folder_of_job(case: Case, part: Sequence[Row]) -> Iterator[tuple[Path, Keys
 def _written(folder: Path, part: Sequence[Row], plain: Plain, outcome: Outcome) -> None:
     frame = pl.read_parquet(folder / "out/data/*.parquet")
     outcome.add(frame)
+    outcome.resumed += frame["perf"].struct.field("attempt").n_unique() > 1
     outcome.lines += differences(rows_of(frame, part[0]), _wanted(plain.rows, part), bits=plain.group.bits)
 
 

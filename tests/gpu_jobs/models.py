@@ -79,7 +79,7 @@ def make_model(name: str, folder: Path) -> Model:
     own = base
     if ":" in name:
         source = name.partition(":")[0]
-        made = _once(folder, f"{source}-formats", lambda to: upcycle.make(base, to, num_experts=4))
+        made = _once(folder, f"{source}-formats", lambda to: _formats(base, to))
         own = made / name.partition(":")[2]
     key = name.replace(":", "-")
     parallel = _once(folder, f"{_plain(name)}-parallel", lambda to: _head(base, to, parallel=True))
@@ -111,6 +111,13 @@ def _once(folder: Path, name: str, make: Callable[[Path], object]) -> Path:
             make(scratch)
             os.rename(scratch, wanted)
     return wanted
+
+
+def _formats(base: Path, folder: Path) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(8, os.cpu_count() or 1))
+    upcycle.make(base, folder, num_experts=4)
+    torch.set_num_threads(threads)
 
 
 def _tiny(name: str, folder: Path) -> None:

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -36,6 +37,7 @@ class Summary:
     tokens: int = 0
     accepted: int = 0
     preempted: int = 0
+    resumed: int = 0
     seconds: float = 0
     unfinished: int = 0
     """Cases that were not begun, or not ended, in the time."""
@@ -47,7 +49,7 @@ class Summary:
         return "\n".join([
             *lines,
             f"{self.cases} cases, {self.rows:,} rows, {self.tokens:,} tokens, {self.accepted:,} accepted drafts, "
-            f"{self.preempted:,} rows prefilled again, {self.seconds:.0f} s, {self.unfinished} cases not run, "
+            f"{self.preempted:,} rows prefilled again, {self.resumed} jobs resumed, {self.seconds:.0f} s, {self.unfinished} cases not run, "
             f"{len(self.failures)} failures",
         ])  # fmt: skip
 
@@ -130,7 +132,7 @@ class _Worker(threading.Thread):
         with _SUMMARY_LOCK:
             self._summary.cases += 1
             self._summary.unfinished -= 1
-            for name in ("rows", "tokens", "accepted", "preempted"):
+            for name in ("rows", "tokens", "accepted", "preempted", "resumed"):
                 setattr(self._summary, name, getattr(self._summary, name) + result.get(name, 0))
             if refused := result.get("refused"):
                 self._summary.refused[refused] += 1
@@ -154,10 +156,8 @@ class _Worker(threading.Thread):
     def _end(self) -> None:
         """Ends the process and those that it started."""
         if self._process is not None:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             self._process.wait()
             self._process = None
 
@@ -220,7 +220,7 @@ def _told(case: Case, lines: list[str]) -> str:
         asks = {name: value for name, value in rows.get(found, {}).items() if value is not None and name != case.group.kind}
         told += [
             f"  {line}",
-            *([f"    asks {asks}, {len(str(rows[found][case.group.kind]))} characters of prompt"] if found else []),
+            *([f"    asks {str(asks)[:500]}, {len(str(rows[found][case.group.kind]))} characters of prompt"] if found else []),
         ]
     plain = {key: value for key, value in case.group.keys.items() if key != "model.path"}
     told += [f"  job {plain}, prompts {case.group.kind}, {len(rows)} rows"]
