@@ -1,0 +1,266 @@
+"""A number -> a case: its group says what the job is (model, rows, keys of decoding), the case how it is run.
+
+All cases of a group have the same tokens, so the plainest run computes them once a group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tests.gpu_jobs.models import Model, make_model
+from tests.gpu_jobs.rows import CONSTRAINTS, Row, draw_rows
+
+GROUP = 8
+"""Cases of a group."""
+Keys = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Model and arithmetic of a group."""
+
+    model: str
+    dtype: str = "bfloat16"
+    fp8_kv: bool = False
+    keys: tuple[tuple[str, Any], ...] = ()
+    adapter: bool = False
+    """All rows have one adapter, which is merged into the weights."""
+    adapters: bool = False
+    """Rows name their adapters."""
+
+    def __str__(self) -> str:
+        more = [*(["fp8-kv"] if self.fp8_kv else []), *(f"{key}={value}" for key, value in self.keys)]
+        more += [name for name, given in (("merged adapter", self.adapter), ("adapters", self.adapters)) if given]
+        return " ".join([self.model, self.dtype, *more])
+
+
+_CONVERTED = (("model.activations", "dtype"),)
+ON_GPU = (
+    Setting(model="smol"),
+    Setting(model="gpt_oss"),
+    Setting(model="smol:fp8_block"),
+    Setting(model="llama", dtype="float64", adapters=True),
+    Setting(model="smol", fp8_kv=True),
+    Setting(model="gemma3"),
+    Setting(model="smol:gpt_oss_mxfp4"),
+    Setting(model="llama", fp8_kv=True),
+    Setting(model="smol:moe"),
+    Setting(model="mistral", adapter=True),
+    Setting(model="smol:fp8_channel", fp8_kv=True),
+    Setting(model="qwen3_moe"),
+    Setting(model="smol", adapter=True),
+    Setting(model="gpt_oss", dtype="float64"),
+    Setting(model="smol:moe_fp8_block"),
+    Setting(model="phi3"),
+    Setting(model="smol:fp8_channel", keys=_CONVERTED),
+    Setting(model="odd"),
+    Setting(model="smol:moe_fp8_channel"),
+    Setting(model="dummy"),
+    Setting(model="smol:gpt_oss_mxfp4", fp8_kv=True),
+    Setting(model="glm4", fp8_kv=True),
+    Setting(model="smol:gpt_oss"),
+    Setting(model="minimax_m2"),
+    Setting(model="qwen3", dtype="float64", fp8_kv=True, adapters=True),
+    Setting(model="mixtral"),
+    Setting(model="olmo2"),
+)
+ON_CPU = (
+    Setting(model="llama", dtype="float64", adapters=True),
+    Setting(model="gpt_oss", dtype="float64"),
+    Setting(model="tiny:fp8_block", dtype="float64"),
+    Setting(model="gemma3", dtype="float64", fp8_kv=True),
+    Setting(model="mistral", dtype="float64", adapter=True),
+    Setting(model="tiny:gpt_oss_mxfp4", dtype="float64", fp8_kv=True),
+    Setting(model="qwen3", dtype="float64", fp8_kv=True, adapters=True),
+    Setting(model="odd", dtype="float64"),
+    Setting(model="qwen3_moe", dtype="float64"),
+    Setting(model="dummy", dtype="float64"),
+    Setting(model="tiny:moe_fp8_channel", dtype="float64"),
+    Setting(model="phi3", dtype="float64", fp8_kv=True),
+    Setting(model="mixtral", dtype="float64"),
+    Setting(model="minimax_m2", dtype="float64"),
+    Setting(model="olmo2", dtype="float64", adapter=True),
+    Setting(model="glm4", dtype="float64"),
+    Setting(model="tiny:fp8_channel", dtype="float64", adapter=False),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """What the job is."""
+
+    number: int
+    setting: Setting
+    gpu: bool
+    model: Model
+    kind: str
+    """Column of the prompts."""
+    keys: Keys
+    plain: Keys
+    """How the plainest run is run."""
+    rows: list[Row]
+    max_len: int
+
+    @property
+    def bits(self) -> bool:
+        """Whether log-probabilities too are bit for bit the same."""
+        return self.setting.dtype == "bfloat16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    number: int
+    group: Group
+    door: str
+    """engine, job, generate, or killed (commands that are killed and resumed)."""
+    runs: tuple[Keys, ...]
+    """How the job is run: by one set of keys; of a killed job one for each run, the last of which ends it."""
+    eager: bool
+    """Requests enter slots as soon as there are pages for their prompts, so that many are preempted later (in this process)."""
+    seed: int
+
+    def __str__(self) -> str:
+        return f"case {self.number} [{self.group.setting}] {self.door}"
+
+
+def draw_group(number: int, folder: Path, *, gpu: bool) -> Group:
+    rng = Random(f"group {number}")
+    settings = ON_GPU if gpu else ON_CPU
+    setting = settings[number % len(settings)]
+    model = make_model(setting.model, folder)
+    is_long = rng.random() < (0.4 if gpu else 0.15)
+    max_len, longest, cap = (3400, 3000, 160) if is_long else (900, 600, rng.choice([100, 250]))
+    count = rng.choice([24, 40, 70, 300 if not is_long else 40])
+    if not gpu:
+        max_len, longest, cap, count = (
+            (2400, 2200, 12, 6) if is_long else (260, 150, rng.choice([20, 100]), rng.choice([6, 12, 20]))
+        )
+    kind = rng.choice(["prompt", "prompt", "messages", "messages", "prompt_ids"])
+    think = rng.random() < 0.25
+    rows = draw_rows(
+        rng, model, kind=kind, count=count, cap=cap, longest=longest, think=think,
+        adapters=len(model.adapters) if setting.adapters else 0,
+    )  # fmt: skip
+    filled = {name for row in rows for name, value in row.items() if value is not None}
+    rows = [{name: value for name, value in row.items() if name in filled} for row in rows]
+    constrained = any(name in filled for name, _ in CONSTRAINTS)
+    default = cap // 2
+    keys: Keys = {
+        "model.path": str(model.folder), "model.dtype": setting.dtype, "model.max_len": max_len,
+        "decode.max_new_tokens": default, "decode.seed": rng.randrange(1 << 30), **dict(setting.keys),
+        **({"decode.deterministic": True} if setting.dtype == "bfloat16" else {}),
+        **({"cache.dtype": "fp8", "cache.scales": "calibrate"} if setting.fp8_kv else {}),
+        **({"model.adapter": model.adapters[0]} if setting.adapter else {}),
+        **({"model.load_format": "dummy"} if setting.model == "dummy" else {}),
+        **({"input.chat": True} if kind == "prompt" and rng.random() < 0.5 else {}),
+        **({"decode.stop": rng.choice([["\n\n"], ["?", " is"]])} if rng.random() < 0.2 else {}),
+        **({"decode.stop_ids": [1 if constrained else rng.randrange(3, model.vocab)]} if rng.random() < 0.2 else {}),
+        **({"decode.min_new_tokens": min(default, rng.choice([1, 3, 8]))} if rng.random() < 0.25 else {}),
+        **({"decode.ignore_eos": True} if rng.random() < 0.3 and not constrained else {}),
+        **({"output.logprobs": rng.choice([0, 2, 5])} if rng.random() < 0.5 else {}),
+    }  # fmt: skip
+    if setting.dtype == "float64" and setting.fp8_kv and setting.model == "dummy":
+        del keys["cache.scales"]
+    if setting.adapters:
+        keys["model.adapters"] = {f"a{i}": folder for i, folder in enumerate(model.adapters)}
+    if think:
+        keys["model.think_tokens"] = rng.choice([[5], [5], [6, 5]])
+        keys |= {"decode.thinking_token_budget": rng.choice([3, 12])} if rng.random() < 0.5 else {}
+        if rng.random() < 0.5 and ("decode.thinking_token_budget" in keys or "thinking_token_budget" in filled):
+            keys["decode.thinking_closing"] = " So."
+    named = {name: name for name in ("schema", "regex", "choice", "grammar") if name in filled}
+    if named:
+        keys["input.columns"] = named
+    plain = {"draft": "none", "packing.max_num_seqs": 16 if count > 70 else rng.choice([1, 1, 2, 5]), **_memory(gpu)}
+    return Group(
+        number=number, setting=setting, gpu=gpu, model=model, kind=kind, keys=keys, plain=plain, rows=rows, max_len=max_len
+    )  # fmt: skip
+
+
+def _memory(gpu: bool) -> Keys:
+    return {"packing.memory_gb": 2.5 if gpu else 0.3}
+
+
+def draw_case(number: int, group: Group) -> Case:
+    rng = Random(f"case {number}")
+    door = rng.choice(["engine"] * 10 + ["job"] * 7 + ["generate"] + ["killed"] * 2)
+    count = rng.choice([1, 2, 2, 3]) if door == "killed" else 1
+    of_job = _of_job(rng, group) if door in ("job", "killed") else {}
+    runs = tuple({**of_job, **_shape(rng, group, door)} for _ in range(count + (door == "killed")))
+    return Case(
+        number=number, group=group, door=door, runs=runs, eager=rng.random() < 0.6, seed=rng.randrange(1 << 40)
+    )  # fmt: skip
+
+
+def _of_job(rng: Random, group: Group) -> Keys:
+    return {
+        "output.shard_rows": rng.choice([1, 3, 8, 50]),
+        "input.num_workers": rng.choice([0, 0, 2]),
+        "input.max_error_fraction": 1.0,
+    }
+
+
+def _shape(rng: Random, group: Group, door: str) -> Keys:
+    """How one run computes: drafter, slots, pages, passes, and what is switched off."""
+    gpu = group.gpu
+    slots = rng.choice([1, 2, 3, 5, 8, 16, 32, 64, 256] if gpu else [1, 2, 3, 5, 8, 16])
+    keys: Keys = {**_drafter(rng, group, door), "packing.max_num_seqs": slots}
+    keys |= {"packing.pages": rng.choice([2, 2, 2 * group.max_len // 16])} if rng.random() < 0.6 else _memory(gpu)
+    options: Keys = {
+        "packing.max_num_batched_tokens": rng.choice([16, 63, 257, 1024, 4096]), "packing.run_ahead": rng.choice([0, 1, 3]),
+        "ablation.dead_rows": False, "ablation.argmax": False, "ablation.uniform_slots": False,
+        "ablation.prefill_graphs": False, **({"ablation.overlap": True} if gpu else {}),
+    }  # fmt: skip
+    likely = {"packing.max_num_batched_tokens": 0.5, "packing.run_ahead": 0.4, "ablation.overlap": 0.3}
+    keys |= {name: value for name, value in options.items() if rng.random() < likely.get(name, 0.12)}
+    if "draft.adapt.every_shards" in keys:
+        keys.pop("ablation.overlap", None)  # they are refused together
+    return keys
+
+
+def _drafter(rng: Random, group: Group, door: str) -> Keys:
+    model, exact = group.model, group.setting.dtype == "float64"
+    is_dummy = group.setting.model == "dummy"
+    names = ["none", "lookup", "lookup", "eagle3", "eagle3", "eagle3", "hybrid", "parallel", "window", "window", "pard"]
+    if is_dummy:
+        names.remove("pard")
+    name = rng.choice(names + (["tree"] * 2 if exact else []))
+    keys: Keys = {"draft": name}
+    if name == "none":
+        return keys
+    keys["draft.num_speculative_tokens"] = rng.choice([1, 2, 3, 4, 7, 12])
+    if group.gpu and rng.random() < 0.6:
+        keys["draft.adaptive"] = False
+    if name in ("eagle3", "hybrid", "tree") and not is_dummy:
+        keys["draft.path"] = model.head
+    if name == "parallel" and not is_dummy:
+        keys["draft.path"] = model.parallel_head
+    if name == "pard":
+        keys["draft.path"] = model.small
+    if name == "window":
+        keys |= {"draft.window": rng.choice([1, 20, 300]), "draft.sink_tokens": rng.choice([0, 4])}
+    if name in ("lookup", "hybrid"):
+        lookup = {"draft.corpus_tokens": rng.choice([200, 100_000]), "draft.growth": rng.choice([1, 8])}
+        keys |= {key: value for key, value in lookup.items() if rng.random() < 0.4}
+        if rng.random() < 0.4:
+            keys |= {"draft.prompt_lookup_min": 1, "draft.prompt_lookup_max": rng.choice([1, 3])}
+    if name == "hybrid":
+        keys["draft.head_len"] = rng.choice([1, 3, 5])
+    if name == "tree":
+        keys["draft.num_speculative_tokens"] = rng.choice([2, 3, 5])
+        keys |= {"draft.tree.topk": rng.choice([2, 3, 8]), "draft.tree.nodes": rng.choice([None, 4, 6])}
+    if name in ("eagle3", "hybrid", "parallel"):
+        if rng.random() < 0.25:
+            keys |= {"draft.window": rng.choice([3, 64]), "draft.sink_tokens": rng.choice([0, 4])}
+        if rng.random() < 0.2 and not exact:
+            keys["draft.cache_dtype"] = "fp8"
+        if rng.random() < 0.15:
+            keys["ablation.dead_positions"] = False
+        if door in ("job", "killed") and rng.random() < 0.3 and not group.setting.adapters:
+            keys |= {"draft.adapt.every_shards": rng.choice([1, 2]), "draft.adapt.time_share": rng.choice([0.1, 1])}
+    if name in ("eagle3", "hybrid", "parallel", "window", "pard") and rng.random() < 0.2:
+        keys["draft.coupled"] = rng.choice([False, True])
+    return keys

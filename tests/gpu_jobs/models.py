@@ -1,0 +1,157 @@
+"""Models, draft heads and adapters of the random jobs, made once in a folder that all workers share."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from batchspec.model.packaged import smollm2_folder
+from batchspec.model.spec import load_spec
+from tests import upcycle
+from tests.heads import random_tensors, tiny_design, write_head
+from tests.models import make_checkpoint, make_tokenizer
+from tests.test_lora import make_adapter
+
+SHIPPED_HEAD = "pkg://smollm2-135m-eagle3"
+MAX_LEN = 4096
+_SHAPE: dict[str, Any] = {
+    "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": MAX_LEN, "initializer_range": 0.15,
+}  # fmt: skip
+_EXPERTS: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2}
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "odd": (
+        "llama",
+        {"hidden_size": 72, "intermediate_size": 88, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12},
+    ),
+    "mistral": ("mistral", {"sliding_window": 40}),
+    "qwen3": ("qwen3", {}),
+    "gemma3": ("gemma3_text", {"sliding_window": 24, "sliding_window_pattern": 3, "query_pre_attn_scalar": 20}),
+    "phi3": ("phi3", {"sliding_window": 33}),
+    "olmo2": ("olmo2", {}),
+    "glm4": ("glm4", {}),
+    "mixtral": ("mixtral", _EXPERTS),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": True},
+    ),
+    "gpt_oss": ("gpt_oss", {**_EXPERTS, "sliding_window": 32}),
+    "minimax_m2": ("minimax_m2", {**_EXPERTS, "rotary_dim": 16}),
+}
+"""Tiny random models: family and keys of config.json."""
+FORMATS = ("fp8_block", "fp8_channel", "moe", "moe_fp8_block", "moe_fp8_channel", "gpt_oss", "gpt_oss_mxfp4")
+"""What tests.upcycle makes, of SmolLM2 (`smol:NAME`) or of the tiny Llama (`tiny:NAME`)."""
+PROJECTIONS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    name: str
+    """A key of TINY, `dummy`, `smol`, or `smol:FORMAT` or `tiny:FORMAT`."""
+    folder: Path
+    other: Path
+    """The same shape, other weights."""
+    head: str
+    parallel_head: str
+    small: str
+    """A model with the same tokenizer (draft=pard)."""
+    adapters: tuple[str, ...]
+    vocab: int
+    is_smol: bool
+
+
+def make_model(name: str, folder: Path) -> Model:
+    """The model, made now if `folder` lacks it; safe in several processes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    is_smol = name.startswith("smol")
+    base = smollm2_folder() if is_smol else _once(folder, _plain(name), lambda to: _tiny(_plain(name), to))
+    own = base
+    if ":" in name:
+        source = name.partition(":")[0]
+        made = _once(folder, f"{source}-formats", lambda to: _formats(base, to))
+        own = made / name.partition(":")[2]
+    key = name.replace(":", "-")
+    parallel = _once(folder, f"{_plain(name)}-parallel", lambda to: _head(base, to, parallel=True))
+    head = SHIPPED_HEAD if is_smol else str(_once(folder, f"{_plain(name)}-head", lambda to: _head(base, to, parallel=False)))
+    adapters = (
+        tuple(str(_once(folder, f"{key}-adapter{i}", lambda to, i=i: _adapter(base, to, seed=i))) for i in range(3))
+        if name in ("smol", "llama", "odd", "mistral", "qwen3", "olmo2")
+        else ()
+    )
+    return Model(
+        name=name, folder=own, other=_once(folder, f"{key}-other", lambda to: _changed(own, to)), head=head,
+        parallel_head=str(parallel), small=str(base), adapters=adapters, vocab=load_spec(base).vocab_size, is_smol=is_smol,
+    )  # fmt: skip
+
+
+def _plain(name: str) -> str:
+    if name.startswith("smol"):
+        return "smol"
+    return "llama" if name == "dummy" or name.startswith("tiny") else name
+
+
+def _once(folder: Path, name: str, make: Callable[[Path], object]) -> Path:
+    """folder/name, which `make` fills if it is not there; others wait meanwhile."""
+    wanted = folder / name
+    with (folder / f".{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not wanted.exists():
+            scratch = Path(tempfile.mkdtemp(dir=folder)) / "made"
+            make(scratch)
+            os.rename(scratch, wanted)
+    return wanted
+
+
+def _formats(base: Path, folder: Path) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(8, os.cpu_count() or 1))
+    upcycle.make(base, folder, num_experts=4)
+    torch.set_num_threads(threads)
+
+
+def _tiny(name: str, folder: Path) -> None:
+    family, keys = TINY[name]
+    make_tokenizer(make_checkpoint(folder, family, dtype=torch.float64, **{**_SHAPE, **keys}))
+
+
+def _head(model: Path, folder: Path, *, parallel: bool) -> None:
+    """A random head: its drafts are hardly ever accepted."""
+    spec = load_spec(model)
+    taps = (2, spec.num_layers // 2, spec.num_layers - 3) if spec.num_layers > 5 else (0, 1, 2)
+    design = tiny_design(
+        spec, heads=4, kv_heads=2, head_dim=32, inner=64, draft_vocab=64, taps=taps,
+        mask_id=spec.vocab_size - 1 if parallel else None,
+    )  # fmt: skip
+    write_head(folder, design, random_tensors(design))
+
+
+def _adapter(model: Path, folder: Path, *, seed: int) -> None:
+    make_adapter(folder, model, PROJECTIONS[seed:], seed=seed, r=8, lora_alpha=4)
+
+
+def _changed(model: Path, folder: Path) -> None:
+    """The same tensors, but other norms."""
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    noise, tensors = torch.Generator().manual_seed(1), {}
+    for file in sorted(model.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            factor = 1 + 0.2 * torch.randn(tensor.shape, generator=noise) if "norm" in name else None
+            tensors[name] = tensor if factor is None else (tensor * factor).to(tensor.dtype)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def tokens_of(model: Model) -> tuple[int, ...]:
+    """EOS ids, as the configuration names them."""
+    found = json.loads((model.folder / "config.json").read_text())["eos_token_id"]
+    return tuple(found) if isinstance(found, list) else (found,)

@@ -1,0 +1,128 @@
+"""What the rows of a random job ask for: prompts, limits, sampling, ends, constraints, adapters."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import polars as pl
+
+import batchspec
+from tests.gpu_jobs.models import Model
+from tests.test_grammar_jobs import SUMS, TREE, VALUES
+
+Row = dict[str, Any]
+TEXT = (
+    "The quick brown fox jumps over the lazy dog, and the dog sleeps on. In 2024 the city of Paris counted 2,102,650 people; "
+    "the capital of France is Paris. Three rivers meet there, and seven bridges cross them: who walks over each of them once, "
+    "and comes home again? def add(a, b): return a + b; print(add(1, 2)) Janet's ducks lay 16 eggs a day. She eats three for "
+    "breakfast and bakes muffins with four. How many are left? Answer in one sentence, then list the steps: 1. 2. 3."
+)
+WORDS = TEXT.split()
+PERSON = {
+    "type": "object", "properties": {
+        "name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "bc", "def"]}, "maxItems": 3},
+    }, "required": ["name", "age"],
+}  # fmt: skip
+CONSTRAINTS: tuple[tuple[str, Any], ...] = (
+    ("regex", "[0-9]{2,6}"), ("regex", "(yes|no|perhaps)( [a-z]{1,5}){0,4}"), ("regex", r"[A-Z][a-z ,]{3,30}\."),
+    ("choice", ["yes", "no", "not at all"]), ("choice", ["12", "123", "1234567"]), ("schema", json.dumps(PERSON)),
+    ("schema", json.dumps({"type": "array", "items": {"type": "number"}, "minItems": 1, "maxItems": 4})),
+    ("schema", json.dumps(TREE)), ("grammar", SUMS), ("grammar", VALUES),
+    ("response_format", json.dumps({"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}})),
+    ("response_format", json.dumps({"type": "json_object"})),
+)  # fmt: skip
+STOPS = (".", " the", ", and", "\n\n", "e", "is", "1", "ing ", "?", "}")
+COLUMNS = (
+    "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "logit_bias", "seed", "n", "stop", "schema", "regex", "choice", "grammar", "response_format", "adapter",
+    "thinking_token_budget",
+)  # fmt: skip
+
+
+@cache
+def demo_texts() -> list[str]:
+    """The user turns of the package's demo."""
+    frame = pl.read_parquet(Path(batchspec.__file__).parent / "conf/prompts/demo.parquet")
+    found = [turns[-1]["content"] for turns in frame["messages"].to_list() if turns]
+    return [text for text in found if text]
+
+
+def words(rng: Random, chars: int) -> str:
+    """Random words, some of them again and again, so that lookup finds drafts; about `chars` characters."""
+    found: list[str] = []
+    while sum(map(len, found)) + len(found) < chars:
+        at, length = rng.randrange(len(WORDS)), rng.randint(1, 9)
+        piece = WORDS[at : at + length]
+        found += piece * rng.choice([1, 1, 1, 2, 5])
+    return " ".join(found)[: max(1, chars)]
+
+
+def draw_rows(
+    rng: Random, model: Model, *, kind: str, count: int, cap: int, longest: int, think: bool, adapters: int
+) -> list[Row]:
+    """Rows r0, r1, ... with all columns of COLUMNS, most of them null.
+
+    kind      prompt, messages or prompt_ids
+    cap       most output tokens of a row
+    longest   of a prompt, in tokens, about
+    think     some rows have a thinking budget
+    adapters  number of adapters that rows may name: a0, a1, ...
+    """
+    share = {name: rng.choice([0, 0.1, 0.4]) for name in COLUMNS} | {"max_new_tokens": 0.8}
+    share["constraint"] = rng.choice([0, 0, 0.2, 0.6])
+    per_token = 4 if model.is_smol else 2
+    common = [words(rng, per_token * rng.choice([16, 70, min(600, longest // 2)])) for _ in range(2)]
+    common_ids = [[rng.randrange(3, model.vocab) for _ in range(rng.choice([16, 70, min(600, longest // 2)]))] for _ in range(2)]
+    rows: list[Row] = []
+    for index in range(count):
+        if rows and rng.random() < 0.1:
+            prompt = rng.choice(rows)["prompt"]
+        elif kind == "prompt_ids":
+            prompt = [rng.randrange(3, model.vocab) for _ in range(_length(rng, longest))]
+            prompt = (rng.choice(common_ids) + prompt)[:longest] if rng.random() < 0.4 else prompt
+        else:
+            own = rng.choice(demo_texts()) if rng.random() < 0.3 else words(rng, per_token * _length(rng, longest))
+            prompt = (rng.choice(common) + own if rng.random() < 0.4 else own)[: per_token * longest]
+        rows.append({"id": f"r{index}", "prompt": prompt, **_asks(rng, model, share, cap=cap, think=think, adapters=adapters)})
+    for row in rows:
+        prompt = row.pop("prompt")
+        row[kind] = [{"role": "user", "content": prompt}] if kind == "messages" else prompt
+    return rows
+
+
+def _length(rng: Random, longest: int) -> int:
+    """Tokens of a prompt: most are short."""
+    most = rng.choice([1, 5, 40, 40, 130, 300, longest])
+    return rng.randint(1, min(most, longest))
+
+
+def _asks(rng: Random, model: Model, share: dict[str, float], *, cap: int, think: bool, adapters: int) -> Row:
+    """The columns of one row."""
+    drawn = rng.random() < 0.5
+    values: Row = {
+        "max_new_tokens": rng.choice([rng.randint(1, 3), rng.randint(1, cap), rng.randint(1, cap), cap, cap]),
+        "temperature": rng.choice([0.3, 0.7, 1.0, 1.0, 1.6]) if drawn else 0.0,
+        "top_p": rng.choice([0.3, 0.9, 0.95]), "top_k": rng.choice([1, 5, 40]), "min_p": rng.choice([0.02, 0.2]),
+        "repetition_penalty": rng.choice([1.1, 1.5, 0.8]), "presence_penalty": rng.choice([0.6, -0.5, 2.0]),
+        "frequency_penalty": rng.choice([0.3, 1.5, -0.3]), "logit_bias": _biases(rng, model), "seed": rng.randrange(1 << 40),
+        "n": rng.randint(2, 4) if drawn else 1, "stop": rng.sample(STOPS, rng.randint(1, 3)),
+        "thinking_token_budget": rng.choice([0, 1, 7, 30]) if think else None,
+        "adapter": f"a{rng.randrange(adapters)}" if adapters else None,
+    }  # fmt: skip
+    asked = {name: values.get(name) if rng.random() < share[name] else None for name in COLUMNS}
+    asked["temperature"] = values["temperature"]
+    if rng.random() < share["constraint"]:
+        name, value = rng.choice(CONSTRAINTS)
+        asked[name] = value
+    return asked
+
+
+def _biases(rng: Random, model: Model) -> str:
+    """Of some tokens, and of the end token, so that rows end early."""
+    found = {rng.randrange(model.vocab): rng.choice([-100, -5, 2.5, 8]) for _ in range(rng.randint(0, 6))}
+    return json.dumps(found | {2: rng.choice([-100, 2, 5])})

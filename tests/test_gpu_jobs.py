@@ -1,0 +1,70 @@
+"""Random whole jobs that combine features, on a GPU: in bf16 with decode.deterministic their rows are bit for bit those of the
+plainest run, without drafts in few slots.
+
+`GPU_JOBS=0:200 pytest tests/test_gpu_jobs.py` runs these cases, `python -m tests.gpu_jobs 0 200` tells more.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu_jobs.cases import GROUP
+from tests.gpu_jobs.compare import Rows, differences
+from tests.gpu_jobs.workers import hunt
+
+USUAL = [group * GROUP + case for group in (0, 1, 3, 4, 5, 7) for case in range(2)]
+"""Two cases of each of six models that are quickly made."""
+
+
+def asked() -> list[int]:
+    first, _, end = os.environ.get("GPU_JOBS", "").partition(":")
+    return list(range(int(first), int(end))) if end else USUAL
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_rows_of_random_jobs_are_bit_for_bit_those_of_the_plainest_run(tmp_path: Path) -> None:
+    cases = asked()
+    summary = hunt(cases, seconds=300 + 30 * len(cases), workers=6, folder=tmp_path, gpu=True)
+    assert not summary.failures, "\n".join(summary.failures)
+    assert not summary.refused
+    assert summary.cases == len(cases)
+    assert min(summary.tokens, summary.accepted, summary.preempted) > 0
+
+
+def rows(**changes: object) -> Rows:
+    row = {"status": "ok", "token_ids": [5, 6, 7], "logprobs": [-0.5, None, -2.0], "top_logprobs": [[{"id": 5, "logprob": -0.5}]]}
+    return {("r0", 0, 0): row | changes, ("r1", 0, 0): row}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"token_ids": [5, 9, 7]}, "r0/0: token_ids at 1 of 3: 9, plain (of 3) 6"),
+        ({"token_ids": [5, 6]}, "r0/0: token_ids at 2 of 2: its end, plain (of 3) 7"),
+        ({"status": "error"}, "r0/0: status 'error', plain 'ok'"),
+        ({"logprobs": [-0.5, None, -2.0000002]}, "r0/0: logprobs[2] -2.0000002, plain -2.0"),
+        ({"logprobs": [-0.5, -1.0, -2.0]}, "r0/0: logprobs[1] -1.0, plain None"),
+        ({"logprobs": None}, "r0/0: logprobs 'None', plain '[-0.5, None, -2.0]'"),
+    ],
+)
+def test_a_row_that_differs_is_told_with_its_first_difference(changes: dict[str, object], said: str) -> None:
+    assert differences(rows(), rows(), bits=True) == []
+    assert differences(rows(**changes), rows(), bits=True) == [said]
+
+
+def test_other_top_logprobs_missing_rows_and_rows_that_nobody_asked_for_are_told() -> None:
+    (line,) = differences(rows(top_logprobs=[[{"id": 4, "logprob": -0.5}]]), rows(), bits=True)
+    assert line.startswith("r0/0: top_logprobs[0] [{'id': 4")
+    one = {("r2", 1, 3): rows()["r0", 0, 0]}
+    assert differences(one, {}, bits=True) == ["r2/1 turn 3: nobody asked for this row"]
+    assert differences({}, one, bits=True) == ["r2/1 turn 3: the row is missing"]
+    assert differences({}, one, bits=True, whole=False) == []
+
+
+def test_in_float64_log_probabilities_may_differ_in_their_last_digits() -> None:
+    assert differences(rows(logprobs=[-0.5, None, -2.0000002]), rows(), bits=False) == []
+    assert differences(rows(logprobs=[-0.5, None, -2.001]), rows(), bits=False) != []
