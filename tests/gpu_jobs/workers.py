@@ -49,8 +49,8 @@ class Summary:
         return "\n".join([
             *lines,
             f"{self.cases} cases, {self.rows:,} rows, {self.tokens:,} tokens, {self.accepted:,} accepted drafts, "
-            f"{self.preempted:,} rows prefilled again, {self.resumed} jobs resumed, {self.seconds:.0f} s, {self.unfinished} cases not run, "
-            f"{len(self.failures)} failures",
+            f"{self.preempted:,} rows prefilled again, {self.resumed} jobs resumed, {self.seconds:.0f} s, "
+            f"{self.unfinished} cases not run, {len(self.failures)} failures",
         ])  # fmt: skip
 
 
