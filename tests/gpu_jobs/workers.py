@@ -144,7 +144,7 @@ class _Worker(threading.Thread):
     def _begin(self) -> subprocess.Popen[str]:
         arguments = [sys.executable, "-m", "tests.gpu_jobs", "--work", str(self._folder), "cuda" if self._gpu else "cpu"]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-        with self._log.open("w") as log:
+        with self._log.open("a") as log:
             self._process = subprocess.Popen(
                 arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=env, cwd=ROOT,
                 start_new_session=True,
