@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 """Tiny random models: family and keys of config.json."""
 FORMATS = ("fp8_block", "fp8_channel", "moe", "moe_fp8_block", "moe_fp8_channel", "gpt_oss", "gpt_oss_mxfp4")
 """What tests.upcycle makes, of SmolLM2 (`smol:NAME`) or of the tiny Llama (`tiny:NAME`)."""
+ADAPTED = ("smol", "llama", "odd", "mistral", "qwen3", "olmo2")
 PROJECTIONS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
 
 
@@ -84,14 +85,12 @@ def make_model(name: str, folder: Path) -> Model:
     key = name.replace(":", "-")
     parallel = _once(folder, f"{_plain(name)}-parallel", lambda to: _head(base, to, parallel=True))
     head = SHIPPED_HEAD if is_smol else str(_once(folder, f"{_plain(name)}-head", lambda to: _head(base, to, parallel=False)))
-    adapters = (
-        tuple(str(_once(folder, f"{key}-adapter{i}", lambda to, i=i: _adapter(base, to, seed=i))) for i in range(3))
-        if name in ("smol", "llama", "odd", "mistral", "qwen3", "olmo2")
-        else ()
-    )
+    adapters: list[str] = []
+    for seed in range(3) if name in ADAPTED else ():
+        adapters.append(str(_once(folder, f"{key}-adapter{seed}", partial(_adapter, base, seed=seed))))
     return Model(
         name=name, folder=own, other=_once(folder, f"{key}-other", lambda to: _changed(own, to)), head=head,
-        parallel_head=str(parallel), small=str(base), adapters=adapters, vocab=load_spec(base).vocab_size, is_smol=is_smol,
+        parallel_head=str(parallel), small=str(base), adapters=tuple(adapters), vocab=load_spec(base).vocab_size, is_smol=is_smol,
     )  # fmt: skip
 
 
@@ -149,9 +148,3 @@ def _changed(model: Path, folder: Path) -> None:
             factor = 1 + 0.2 * torch.randn(tensor.shape, generator=noise) if "norm" in name else None
             tensors[name] = tensor if factor is None else (tensor * factor).to(tensor.dtype)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
-def tokens_of(model: Model) -> tuple[int, ...]:
-    """EOS ids, as the configuration names them."""
-    found = json.loads((model.folder / "config.json").read_text())["eos_token_id"]
-    return tuple(found) if isinstance(found, list) else (found,)

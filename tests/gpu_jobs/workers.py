@@ -49,8 +49,8 @@ class Summary:
         return "\n".join([
             *lines,
             f"{self.cases} cases, {self.rows:,} rows, {self.tokens:,} tokens, {self.accepted:,} accepted drafts, "
-            f"{self.preempted:,} rows prefilled again, {self.resumed} jobs resumed, {self.seconds:.0f} s, {self.unfinished} cases not run, "
-            f"{len(self.failures)} failures",
+            f"{self.preempted:,} rows prefilled again, {self.resumed} jobs resumed, {self.seconds:.0f} s, "
+            f"{self.unfinished} cases not run, {len(self.failures)} failures",
         ])  # fmt: skip
 
 
@@ -144,7 +144,7 @@ class _Worker(threading.Thread):
     def _begin(self) -> subprocess.Popen[str]:
         arguments = [sys.executable, "-m", "tests.gpu_jobs", "--work", str(self._folder), "cuda" if self._gpu else "cpu"]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-        with self._log.open("w") as log:
+        with self._log.open("a") as log:
             self._process = subprocess.Popen(
                 arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=env, cwd=ROOT,
                 start_new_session=True,
