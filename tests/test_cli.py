@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 
 import pytest
 
 from batchspec import __version__, cli
-from batchspec.errors import OutputError
+from batchspec.errors import ConfigError, OutputError
 
 
 @pytest.fixture
@@ -131,3 +132,20 @@ def test_a_wrong_key_or_a_missing_input_is_refused_before_torch_is_imported(comm
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [(ConfigError("bad\x1b[2J\nkey"), r"mine.py: bad\x1b[2J\nkey"), (KeyboardInterrupt(), "mine.py: interrupted")],
+)
+def test_a_script_ends_with_one_line_after_an_error_or_ctrl_c(
+    raised: BaseException, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(words: Sequence[str]) -> None:
+        assert words == ["a=1"]
+        raise raised
+
+    monkeypatch.setattr(sys, "argv", ["jobs/mine.py", "a=1"])
+    with pytest.raises(SystemExit) as ended:
+        cli.script(fails, "what it does")
+    assert ended.value.code == said
