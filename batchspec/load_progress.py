@@ -20,7 +20,10 @@ READ_BYTES, WRITTEN_BYTES, RESIDENT_BYTES = 1 << 12, 1 << 18, 1 << 16
 But it still draws its progress bar, up to 200 B/s, and writes heartbeats, up to 600 B/s with hundreds of open shards: 48 KB in
 WINDOW_S. A slow download that writes 10 KB/s writes 600 KB in it."""
 LOOK_S = 5.0
-"""Seconds between two looks at the files of a download."""
+"""Seconds between two readings of the sizes of a download's files."""
+PAUSE_S = 10.0
+"""A thread that watches for progress and did not run for so many seconds more than usual was stopped itself, with its process or
+with the whole machine: it then gives whatever it watches the whole time limit again."""
 _num_steps = 0
 
 
