@@ -34,7 +34,7 @@ EVERYONE = {
 
 # Package (or top module) -> what of batchspec it may import, besides itself and what everyone may.
 MAY_IMPORT: dict[str, set[str]] = {
-    "run": {"config", "commands.reference", "early_start", "job", "cli", "cluster", "dataset.input_paths", "supervise.watchdog"},
+    "run": {"config", "commands.reference", "early_start", "job", "cli", "cluster", "supervise.watchdog"},
     "early_start": {"kernels.common.compiler_hash"},
     "cli": {"arguments", "commands"},
     "__main__": {"cli"},
@@ -225,7 +225,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "constrained_text": set(),
     "error_rows": set(),
     "storage": set(),
-    "config": {"arguments", "draft.registry"},
+    "config": {"arguments", "dataset.input_paths", "draft.registry"},
     "kernels": set(),
     "arguments": set(),
     "child_process": set(),
