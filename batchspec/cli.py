@@ -72,7 +72,7 @@ def script(run: Callable[[Sequence[str]], Found], explanation: str | None) -> Fo
     """
     words = sys.argv[1:]
     if "--help" in words:
-        print(explanation)
+        terminal.show(explanation or "")
         sys.exit()
     try:
         return run(words)
