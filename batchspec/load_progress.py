@@ -117,8 +117,11 @@ class Activity:
         return [faults, int(totals["rchar"]) - own_bytes, int(totals["wchar"]), resident, descendants]
 
     def _descendants_ticks(self, parent: Path) -> int:
-        """CPU time of the processes below `parent`, and of ended ones for which their own parent has waited. (`ninja` waits for
-        `nvcc`, and that one for the compilers, each of which may end within a second.)"""
+        """CPU time in clock ticks of all processes that descend from the one with the folder `parent` in /proc.
+
+        That of a process that has ended is included if its own parent has waited for it, because the system adds it to the
+        parent's. Compilers may end within a second: `nvcc` waits for them, and `ninja` for `nvcc`.
+        """
         total = 0
         for listed in parent.glob("task/*/children"):
             with suppress(OSError):  # a thread has ended meanwhile

@@ -142,7 +142,7 @@ def job_of(
     model: JobModel, source: Source, columns: ColumnMap, tokenizer: Tokenizer | None, constraints: Constraints | None = None,
     *, is_new: bool = True,
 ) -> Job:  # fmt: skip
-    """The job of this model over this input; constraints as of `Admission`, is_new as of `open_job`. Raises ConfigError where
+    """The job of this model over this input; constraints as for `Admission`, is_new as for `open_job`. Raises ConfigError where
     their configurations do not fit each other, and InputError for a column that no row can use.
     """
     config = model.config

@@ -1,6 +1,6 @@
 """`batchspec train draft=eagle3|parallel ...`: a draft head for a model from completions that batchspec itself generated with it.
 
-The same command again goes on with a training that was stopped or killed. Keys are Hydra overrides, as of `run`.
+The same command again goes on with a training that was stopped or killed. Keys are Hydra overrides, as for `run`.
 """
 
 from __future__ import annotations

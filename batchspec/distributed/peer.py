@@ -192,7 +192,7 @@ class PeerCollectives(Collectives):
         return takes_two_shots(self.ranks, x.numel() * x.element_size())
 
     def _library_sum(self, x: Tensor) -> Tensor:
-        """The same bits as of the kernels, of any size."""
+        """The sum of all ranks by NCCL or Gloo, for any size, with the same bits as the kernels' sum."""
         group = self._lane.group
         if group is None:
             return super().sum(x)
