@@ -225,7 +225,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "constrained_text": set(),
     "error_rows": set(),
     "storage": set(),
-    "config": {"arguments", "dataset.input_paths", "draft.registry"},
+    "config": {"arguments", "dataset.columns", "dataset.input_paths", "draft.registry"},
     "kernels": set(),
     "arguments": set(),
     "child_process": set(),
