@@ -116,16 +116,18 @@ def test_every_command_s_module_can_be_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("command", ["plan", "run", "submit"])
+GIVEN = ["model.path=m", "input.path=no/such.parquet", "output.dir=o"]
+MISSING = "input.path no/such.parquet: does not exist"
+
+
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("command", "words", "said"),
     [
-        (["max_tokens=5"], "max_tokens"),
-        (["model.path=m", "input.path=no/such.parquet", "output.dir=o"], "input.path no/such.parquet: does not exist"),
-        (
-            ["model.path=m", "input.path=no/such.parquet", "output.dir=o", "device=cpu", "cluster.workers=2"],
-            "input.path no/such.parquet: does not exist",
-        ),
+        *((command, ["max_tokens=5"], "max_tokens") for command in cli.TAKE_KEYS),
+        *((command, GIVEN, MISSING) for command in cli.TAKE_KEYS),
+        *((command, [*GIVEN, "device=cpu", "cluster.workers=2"], MISSING) for command in ("run", "plan", "submit")),
+        ("train", [*GIVEN, "train.lr=-1"], "train.lr=-1.0 must be"),
+        ("train", [*GIVEN, "draft=lookup"], "draft=lookup cannot be trained; use draft=eagle3 or draft=parallel"),
     ],
 )
 def test_a_wrong_key_or_a_missing_input_is_refused_before_torch_is_imported(command: str, words: list[str], said: str) -> None:
