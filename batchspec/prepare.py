@@ -34,6 +34,7 @@ from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.model.weight_sums import SumsOfJob
 from batchspec.model.weights import judge_model
+from batchspec.out_of_memory import admitting_rows
 from batchspec.packing.admit import Admission
 from batchspec.packing.constraints import Constraints
 from batchspec.packing.survey import Survey
@@ -257,12 +258,16 @@ def open_tokenizer(folder: Path, config: RunConfig, columns: ColumnMap) -> Token
 
 
 def survey_first(job: Job) -> Survey:
-    """Admit the first SURVEY_ROWS rows, as a sample of all. Their automata are compiled while the model is loaded."""
+    """Admit the first SURVEY_ROWS rows, as a sample of all. Their automata are compiled while the model is loaded.
+
+    Raises CapacityError if memory runs out.
+    """
     seen = Survey()
-    for shard in job.source.shards(job.shard_rows):
-        seen.add(shard.table.num_rows, _begun(job.admission, job.admission.admit(shard)))
-        if seen.num_rows >= SURVEY_ROWS:
-            break
+    with admitting_rows():
+        for shard in job.source.shards(job.shard_rows):
+            seen.add(shard.table.num_rows, _begun(job.admission, job.admission.admit(shard)))
+            if seen.num_rows >= SURVEY_ROWS:
+                break
     return seen
 
 
