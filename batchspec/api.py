@@ -8,6 +8,7 @@ from typing import Any
 import polars as pl
 import pyarrow as pa
 
+from batchspec.config.call_arguments import explains_arguments
 from batchspec.config.checks import AUTO
 from batchspec.config.compose import compose
 from batchspec.config.unread import refuse_unread
@@ -34,6 +35,7 @@ _OF_OUTPUT = dict.fromkeys(
 _OF_PROCESSES = {"cluster.workers": "it computes in its own process"}
 
 
+@explains_arguments("batchspec.generate", "overrides=[...]")
 def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()) -> pl.DataFrame:
     """Completions of every row of `data`, in input order, in the output schema.
 

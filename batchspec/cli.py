@@ -9,10 +9,14 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from batchspec import __version__, terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.errors import BatchspecError, ConfigError, Interrupted
+from batchspec.text import MESSAGE_CHARS, one_line
+
+Found = TypeVar("Found")
 
 COMMANDS = {
     "run": ("batchspec.run", "run a job: Hydra overrides, e.g. +job=demo"),
@@ -59,6 +63,23 @@ def guarded(command: Callable[[], int]) -> int:
     except Exception:  # the interpreter would print the traceback with unescaped data
         terminal.print_traceback(traceback.format_exc())
         return 1
+
+
+def script(run: Callable[[Sequence[str]], Found], explanation: str | None) -> Found:
+    """What the function of a script returns for the words of its command line. The scripts in jobs/ use it.
+
+    --help prints the explanation and ends the process; an error of batchspec, or Ctrl-C, ends it with one line.
+    """
+    words = sys.argv[1:]
+    if "--help" in words:
+        terminal.show(explanation or "")
+        sys.exit()
+    try:
+        return run(words)
+    except BatchspecError as error:
+        sys.exit(f"{os.path.basename(sys.argv[0])}: {one_line(error, MESSAGE_CHARS)}")
+    except KeyboardInterrupt:
+        sys.exit(f"{os.path.basename(sys.argv[0])}: interrupted")
 
 
 def console() -> int:

@@ -52,7 +52,7 @@ class Expansion:
 
     state      its number
 
-    mask       int32 [ceil(V / 32)]  as of `TokenAutomaton`
+    mask       int32 [ceil(V / 32)]  as in `TokenAutomaton`
     forced     the longest token of the bytes that must come next, -1 where more than one may, or ENDS
     states     int32 [S]     those that the symbols of any token lead to, itself included
     following  int32 [S, C]  of each of these the next state by class; DEAD also where no token of this state goes on
@@ -123,7 +123,7 @@ class Expanding(Protocol):
         """Answers about one automaton come in the order of the asks. `Expansion.of_dead()` if the tokens are not allowed."""
 
     def recheck(self, asked: Recheck) -> Future[int | str]:
-        """How many tokens are allowed, as of `TokenAutomaton.num_allowed`; a text says why that cannot be found."""
+        """How many tokens are allowed, as `TokenAutomaton.num_allowed`; a text says why that cannot be found."""
 
 
 def new_epoch() -> int:

@@ -56,7 +56,7 @@ def device_facts(device: torch.device) -> str:
 def load_message(device: torch.device, folder: Path | None = None) -> Load:
     """What rank 0 of a group tells the other ranks when the model's files are ready. Raises ConfigError as `table_in_use`.
 
-    folder  of the weights that all ranks load; None: the ranks do not compare them, as of dummy weights
+    folder  of the weights that all ranks load; None: the ranks do not compare them, for example because they are dummy weights
     """
     return Load(device_facts(device), table_in_use(device), "" if folder is None else weight_files(folder).state)
 
@@ -214,7 +214,7 @@ def prepare_engine(
 
 
 def load_weights(job: JobModel, *, summed: bool = False) -> tuple[Target, Any]:
-    """The target, and the drafter's weights, both in the device's memory. summed: as of `Target.load`."""
+    """The target, and the drafter's weights, both in the device's memory. summed: as for `Target.load`."""
     ranks = None if job.group is None else job.group.collectives
     target = Target.load(
         job.folder, job.spec, dtype=job.dtype, device=job.device, dummy=job.dummy, ranks=ranks, adapter=job.adapter,

@@ -20,7 +20,10 @@ READ_BYTES, WRITTEN_BYTES, RESIDENT_BYTES = 1 << 12, 1 << 18, 1 << 16
 But it still draws its progress bar, up to 200 B/s, and writes heartbeats, up to 600 B/s with hundreds of open shards: 48 KB in
 WINDOW_S. A slow download that writes 10 KB/s writes 600 KB in it."""
 LOOK_S = 5.0
-"""Seconds between two looks at the files of a download."""
+"""Seconds between two readings of the sizes of a download's files."""
+PAUSE_S = 10.0
+"""A thread that watches for progress and did not run for so many seconds more than usual was stopped itself, with its process or
+with the whole machine: it then gives whatever it watches the whole time limit again."""
 _num_steps = 0
 
 
@@ -114,8 +117,11 @@ class Activity:
         return [faults, int(totals["rchar"]) - own_bytes, int(totals["wchar"]), resident, descendants]
 
     def _descendants_ticks(self, parent: Path) -> int:
-        """CPU time of the processes below `parent`, and of ended ones for which their own parent has waited. (`ninja` waits for
-        `nvcc`, and that one for the compilers, each of which may end within a second.)"""
+        """CPU time in clock ticks of all processes that descend from the one with the folder `parent` in /proc.
+
+        That of a process that has ended is included if its own parent has waited for it, because the system adds it to the
+        parent's. Compilers may end within a second: `nvcc` waits for them, and `ninja` for `nvcc`.
+        """
         total = 0
         for listed in parent.glob("task/*/children"):
             with suppress(OSError):  # a thread has ended meanwhile

@@ -34,6 +34,7 @@ from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.model.weight_sums import SumsOfJob
 from batchspec.model.weights import judge_model
+from batchspec.out_of_memory import admitting_rows
 from batchspec.packing.admit import Admission
 from batchspec.packing.constraints import Constraints
 from batchspec.packing.survey import Survey
@@ -142,7 +143,7 @@ def job_of(
     model: JobModel, source: Source, columns: ColumnMap, tokenizer: Tokenizer | None, constraints: Constraints | None = None,
     *, is_new: bool = True,
 ) -> Job:  # fmt: skip
-    """The job of this model over this input; constraints as of `Admission`, is_new as of `open_job`. Raises ConfigError where
+    """The job of this model over this input; constraints as for `Admission`, is_new as for `open_job`. Raises ConfigError where
     their configurations do not fit each other, and InputError for a column that no row can use.
     """
     config = model.config
@@ -257,12 +258,16 @@ def open_tokenizer(folder: Path, config: RunConfig, columns: ColumnMap) -> Token
 
 
 def survey_first(job: Job) -> Survey:
-    """Admit the first SURVEY_ROWS rows, as a sample of all. Their automata are compiled while the model is loaded."""
+    """Admit the first SURVEY_ROWS rows, as a sample of all. Their automata are compiled while the model is loaded.
+
+    Raises CapacityError if memory runs out.
+    """
     seen = Survey()
-    for shard in job.source.shards(job.shard_rows):
-        seen.add(shard.table.num_rows, _begun(job.admission, job.admission.admit(shard)))
-        if seen.num_rows >= SURVEY_ROWS:
-            break
+    with admitting_rows():
+        for shard in job.source.shards(job.shard_rows):
+            seen.add(shard.table.num_rows, _begun(job.admission, job.admission.admit(shard)))
+            if seen.num_rows >= SURVEY_ROWS:
+                break
     return seen
 
 

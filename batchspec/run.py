@@ -68,11 +68,8 @@ def run_here(
     group     the processes that compute the model together, which this one leads
     watchdog  watches this process already; None: one is made
     parent    channel on which the parent of a process without a group reads its liveness counter; None: no parent watches it
-    Raises InputError if the input does not exist, ConfigError if the job needs a GPU and there is none, and as `run_job` does.
+    Raises ConfigError if the job needs a GPU and there is none, and as `run_job` does.
     """
-    from batchspec.dataset.input_paths import check_exist
-
-    check_exist(config.input.path)
     if config.requires_gpu:
         import torch
 

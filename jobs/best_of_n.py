@@ -7,14 +7,13 @@ and keep its score by (turn.completion.row_index, turn.completion.sample_index).
 """
 
 import re
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import polars as pl
 
 import batchspec
-from batchspec.errors import BatchspecError
+from batchspec.cli import script
 from batchspec.warm.conversations import Turn
 
 OPTIONS = ["model.path=smollm2-135m", "model.max_len=1024", "decode.max_new_tokens=64", "decode.n=4", "decode.temperature=0.9"]
@@ -49,12 +48,6 @@ def run(options: Sequence[str] = (), questions: Sequence[str] = QUESTIONS) -> pl
 
 
 if __name__ == "__main__":
-    if "--help" in sys.argv:
-        print(__doc__)
-        sys.exit()
-    try:
-        found = run(sys.argv[1:])
-    except BatchspecError as error:
-        sys.exit(f"best_of_n.py: {error}")
+    found = script(run, __doc__)
     with pl.Config(fmt_str_lengths=400, tbl_width_chars=120):
         print(found.select("question", "score", "completion"))

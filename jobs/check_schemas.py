@@ -3,9 +3,10 @@
     python jobs/check_schemas.py OUT [--column schema] [--schema FILE]
 
 OUT is the output folder of a job with `input.columns.schema=COLUMN` (and that column in the output, as by default) or with
-`decode.schema=FILE`. Counted are rows by status, and of those with status ok how many are valid. A row that a stop string ended
-may have been cut, and is counted by itself; so is, unchecked, a row with a constraint of its own in a column `regex`, `choice`,
-`grammar` or `response_format`. Exit code 1 if a row with status ok is not valid. Needs `pip install jsonschema`.
+`decode.schema=FILE`. Counted are rows by status, and of those with status ok how many are valid. A row with a constraint of its
+own in the column `response_format` is checked by that one, except for a regex or a grammar. Rows that have one of these, or a
+value in a column `regex`, `choice` or `grammar`, are counted as not checked. A row that a stop string ended may have been cut,
+and is counted by itself. Exit code 1 if a row with status ok is not valid. Needs `pip install jsonschema`.
 
 Ten thousand rows:
 
@@ -31,8 +32,9 @@ except ModuleNotFoundError:
     sys.exit("check_schemas.py: it validates with the package jsonschema, which is not installed; pip install jsonschema")
 
 SHOWN = 5
-OTHERS = ("regex", "choice", "grammar", "response_format")
-"""Columns that hold a row's own constraint of another kind."""
+OTHERS = ("regex", "choice", "grammar")
+"""Columns that may hold a row's own constraint of another kind than a schema: only a job with input.columns.NAME reads them."""
+FORMAT = "response_format"
 
 
 @lru_cache(maxsize=1000)
@@ -41,38 +43,63 @@ def validator(schema: str) -> Validator:
     return validator_for(made, default=Draft202012Validator)(made)
 
 
-def verdict(row: dict[str, Any], schema: str | None) -> str:
-    """How a row is counted: its status, or valid, invalid, free (it has no schema), stopped, or the other kind of constraint that
-    it has of its own, which replaces a schema and is not checked here.
+def constraint(row: dict[str, Any], column: str, usual: str | None) -> tuple[str, Any]:
+    """Kind and value of what the row's answer must match: of the row's own constraint, which replaces the job's, or of the job's
+    schema. A schema is JSON text, a choice a list of strings. Other kinds are the names by which such rows are counted.
+    """
+    for name in OTHERS:
+        if row.get(name) is not None:
+            return f"not checked: a {name} of its own", None
+    if row.get(column) is not None:
+        return "schema", row[column]
+    if row.get(FORMAT) is None:
+        return ("free" if usual is None else "schema"), usual
+    form = json.loads(row[FORMAT])
+    match form["type"]:
+        case "json_object":
+            return "schema", '{"type": "object"}'
+        case "json_schema":
+            return "schema", json.dumps(form["json_schema"]["schema"])
+        case "choice":
+            return "choice", form["choice"]
+        case "regex" | "grammar" as name:
+            return f"not checked: a {name} of its own", None
+    return "free", None
+
+
+def verdict(row: dict[str, Any], kind: str, wanted: Any) -> str:
+    """How a row is counted: its status, or valid, invalid, stopped, or the kind of a constraint that is not checked.
+
+    kind, wanted  as `constraint` returns them
     """
     if row["status"] != "ok":
         code = row["error"]["code"] if row["error"] else ""
         return f"{row['status']} {code}".strip()
-    if (other := next((name for name in OTHERS if row.get(name) is not None), None)) is not None:
-        return f"not checked: a {other} of its own"
-    if schema is None:
-        return "free"
+    if kind not in ("schema", "choice"):
+        return kind
     if row["finish_reason"] == "stop" and row["stop_reason"] is not None and not row["stop_reason"].isdigit():
         return "stopped"
+    if kind == "choice":
+        return "valid" if row["completion"] in wanted else "invalid"
     try:
         value = json.loads(row["completion"])
     except ValueError:
         return "invalid"
-    return "valid" if validator(schema).is_valid(value) else "invalid"
+    return "valid" if validator(wanted).is_valid(value) else "invalid"
 
 
 def check(out: Path, column: str, usual: str | None) -> tuple[Counter[str], list[str]]:
     """The numbers of rows by verdict, and the first lines about invalid ones."""
     frame = pl.scan_parquet(out / "data")
-    own = [name for name in dict.fromkeys((column, *OTHERS)) if name in frame.collect_schema().names()]
+    own = [name for name in dict.fromkeys((column, *OTHERS, FORMAT)) if name in frame.collect_schema().names()]
     names = ["request_id", "status", "error", "finish_reason", "stop_reason", "completion", *own]
     counts, shown = Counter[str](), list[str]()
     for row in frame.select(names).collect().iter_rows(named=True):
-        schema = row.get(column) or usual
-        found = verdict(row, schema)
+        kind, wanted = constraint(row, column, usual)
+        found = verdict(row, kind, wanted)
         counts[found] += 1
         if found == "invalid" and len(shown) < SHOWN:
-            shown.append(f"{row['request_id']}: {row['completion'][:200]!r} is not valid by {str(schema)[:200]}")
+            shown.append(f"{row['request_id']}: {row['completion'][:200]!r} is not valid by {str(wanted)[:200]}")
     return counts, shown
 
 

@@ -5,14 +5,13 @@
 Answer, verdict and correction are turns of one chat, so that each reuses the K/V of the turns before.
 """
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import polars as pl
 
 import batchspec
-from batchspec.errors import BatchspecError
+from batchspec.cli import script
 from batchspec.warm.conversations import Turn
 
 OPTIONS = ["model.path=smollm2-135m", "model.max_len=1024", "decode.max_new_tokens=96"]
@@ -47,12 +46,6 @@ def run(options: Sequence[str] = (), questions: Sequence[str] = QUESTIONS) -> pl
 
 
 if __name__ == "__main__":
-    if "--help" in sys.argv:
-        print(__doc__)
-        sys.exit()
-    try:
-        found = run(sys.argv[1:])
-    except BatchspecError as error:
-        sys.exit(f"judge_loop.py: {error}")
+    found = script(run, __doc__)
     with pl.Config(fmt_str_lengths=400, tbl_width_chars=120):
         print(found.select("corrections", "completion"))

@@ -9,14 +9,13 @@ The protocol is plain text, so that it works with any chat template. A template 
 import ast
 import operator
 import re
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import polars as pl
 
 import batchspec
-from batchspec.errors import BatchspecError
+from batchspec.cli import script
 from batchspec.warm.conversations import Turn
 
 OPTIONS = ["model.path=smollm2-135m", "model.max_len=1024", "decode.max_new_tokens=96"]
@@ -63,12 +62,6 @@ def run(options: Sequence[str] = (), questions: Sequence[str] = QUESTIONS) -> pl
 
 
 if __name__ == "__main__":
-    if "--help" in sys.argv:
-        print(__doc__)
-        sys.exit()
-    try:
-        found = run(sys.argv[1:])
-    except BatchspecError as error:
-        sys.exit(f"tool_loop.py: {error}")
+    found = script(run, __doc__)
     with pl.Config(fmt_str_lengths=400, tbl_width_chars=120):
         print(found.select("turn", "completion"))

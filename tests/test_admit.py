@@ -25,12 +25,12 @@ from batchspec.dataset.reader import table_source
 from batchspec.errors import CapacityError, ConfigError, RendererKilled
 from batchspec.model import templates as templates_module
 from batchspec.model.templates import Templates
+from batchspec.out_of_memory import OutOfMemoryGuard
 from batchspec.packing.admit import Admission, hash64
 from batchspec.packing.cells import BadRow
 from batchspec.packing.predict import PRIOR_ROWS, SHORT_TOKENS, LengthPredictor
 from batchspec.packing.prompt_encoder import _refused_as
 from batchspec.records import Completion, Request
-from batchspec.runner.oom_fallback import OutOfMemoryGuard
 from tests.stand_ins import ByteTokenizer, small_spec
 
 CHAT = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))

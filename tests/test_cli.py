@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 
 import pytest
 
 from batchspec import __version__, cli
-from batchspec.errors import OutputError
+from batchspec.errors import ConfigError, OutputError
 
 
 @pytest.fixture
@@ -115,12 +116,18 @@ def test_every_command_s_module_can_be_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("command", ["plan", "run", "submit"])
+GIVEN = ["model.path=m", "input.path=no/such.parquet", "output.dir=o"]
+MISSING = "input.path no/such.parquet: does not exist"
+
+
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("command", "words", "said"),
     [
-        (["max_tokens=5"], "max_tokens"),
-        (["model.path=m", "input.path=no/such.parquet", "output.dir=o"], "input.path no/such.parquet: does not exist"),
+        *((command, ["max_tokens=5"], "max_tokens") for command in cli.TAKE_KEYS),
+        *((command, GIVEN, MISSING) for command in cli.TAKE_KEYS),
+        *((command, [*GIVEN, "device=cpu", "cluster.workers=2"], MISSING) for command in ("run", "plan", "submit")),
+        ("train", [*GIVEN, "train.lr=-1"], "train.lr=-1.0 must be"),
+        ("train", [*GIVEN, "draft=lookup"], "draft=lookup cannot be trained; use draft=eagle3 or draft=parallel"),
     ],
 )
 def test_a_wrong_key_or_a_missing_input_is_refused_before_torch_is_imported(command: str, words: list[str], said: str) -> None:
@@ -130,4 +137,22 @@ def test_a_wrong_key_or_a_missing_input_is_refused_before_torch_is_imported(comm
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
-    assert said in done.stderr
+    (line,) = done.stderr.splitlines()  # none from workers: there are none yet
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [(ConfigError("bad\x1b[2J\nkey"), r"mine.py: bad\x1b[2J\nkey"), (KeyboardInterrupt(), "mine.py: interrupted")],
+)
+def test_a_script_ends_with_one_line_after_an_error_or_ctrl_c(
+    raised: BaseException, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(words: Sequence[str]) -> None:
+        assert words == ["a=1"]
+        raise raised
+
+    monkeypatch.setattr(sys, "argv", ["jobs/mine.py", "a=1"])
+    with pytest.raises(SystemExit) as ended:
+        cli.script(fails, "what it does")
+    assert ended.value.code == said

@@ -266,6 +266,37 @@ def test_every_completed_row_of_a_job_is_valid_whatever_drafts(
     assert " schemas = " in said or " schemas + " in said
 
 
+def test_a_row_s_own_response_format_is_what_its_answer_is_checked_by(model: Path, tmp_path: Path) -> None:
+    """With other answers the same rows are invalid, so that each of them is checked."""
+    forms = [
+        {"type": "json_schema", "json_schema": {"schema": {"type": "boolean"}}},
+        {"type": "json_object"},
+        {"type": "choice", "choice": ["yes", "no"]},
+        {"type": "text"},
+        {"type": "regex", "regex": "[ab]{3}"},
+        None,
+    ]
+    rows = [{"prompt": f"row {i}", "response_format": form and json.dumps(form)} for i, form in enumerate(forms)]
+    pl.DataFrame(rows).write_parquet(tmp_path / "in.parquet")
+    keys = ['decode.schema={"type":"null"}', "decode.temperature=1", "decode.max_new_tokens=200", "input.max_error_fraction=1"]
+    assert run.main([*arguments(model, tmp_path / "in.parquet", tmp_path / "out", "draft=none"), *keys]) == 0
+    checks, usual = load("check_schemas"), '{"type": "null"}'
+    frame = pl.read_parquet(tmp_path / "out" / "data").sort("row_index")
+    done = frame.filter(pl.col("row_index") != 3, status="ok").height
+    assert done >= 4
+    counts, shown = checks.check(tmp_path / "out", "schema", usual)
+    assert (counts["valid"], counts["not checked: a regex of its own"], counts["invalid"], shown) == (done - 1, 1, 0, [])
+    assert counts["free"] + counts["truncated"] >= 1
+    (tmp_path / "other" / "data").mkdir(parents=True)
+    others = pl.Series(["1", "[]", "maybe", "", "", "false"])
+    frame.with_columns(completion=others, status=pl.lit("ok")).write_parquet(tmp_path / "other" / "data" / "part.parquet")
+    counts, shown = checks.check(tmp_path / "other", "schema", usual)
+    assert (counts["valid"], counts["free"], counts["not checked: a regex of its own"], counts["invalid"]) == (0, 1, 1, 4)
+    assert [line.rpartition(" by ")[2] for line in shown] == [
+        '{"type": "boolean"}', '{"type": "object"}', "['yes', 'no']", '{"type": "null"}'
+    ]  # fmt: skip
+
+
 def test_a_stop_string_ends_an_answer_with_finish_reason_stop_and_a_minimum_holds(model: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"row {i}", "stop": ["b"] if i % 2 else None} for i in range(8)]
     pl.DataFrame(rows).write_parquet(tmp_path / "in.parquet")

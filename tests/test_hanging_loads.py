@@ -241,7 +241,7 @@ def test_no_progress_is_expected_at_first_and_after_a_pause() -> None:
 
 def test_a_process_that_was_stopped_gets_the_whole_limit_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hours pass between two checks of the watchdog: the machine was suspended."""
-    monkeypatch.setattr(watchdog, "PAUSE_S", 5.0)
+    monkeypatch.setattr(load_progress, "PAUSE_S", 5.0)
     skipped = [0.0]
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + skipped[0]))
     for begin in ("begin_loading", "beat"):

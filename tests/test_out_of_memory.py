@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 import torch
 
 from batchspec import run
+from batchspec.commands import plan
 from batchspec.engine.prefill_runner import PrefillRunner
 from batchspec.engine.round import Round
+from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.admit import Admission
 from batchspec.runner import shard_workers
 from batchspec.runner.oom_fallback import EngineWithFallback
@@ -112,6 +115,29 @@ def test_running_out_of_memory_twice_ends_the_run_and_the_same_command_resumes_i
     assert "out of memory again, with 2 slots" in said
     assert said.endswith("run the same command again: finished rows stay")
     assert run.main(arguments(model, tmp_path / "out")) == 0
+    assert rows_of(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("command", [run.main, plan.main], ids=["run", "plan"])
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")], ids=["memory", "fork"])
+def test_memory_that_runs_out_in_the_survey_ends_the_command_before_anything_is_written(
+    model: Path, tmp_path: Path, command: Callable[[list[str]], int], error: BaseException, expected: list[tuple[Any, ...]],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """There is no batch yet that could be made smaller."""
+    words = arguments(model, tmp_path / "out")
+
+    def fails(self: Tokenizer, *rest: Any, **named: Any) -> list[int]:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tokenizer, "encode", fails)
+        assert command(words) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("batchspec: out of memory while rows were read and tokenised (")
+    assert said.endswith("); free the machine's memory and run the same command again")
+    assert not (tmp_path / "out").exists()
+    assert run.main(words) == 0
     assert rows_of(tmp_path / "out") == expected
 
 

@@ -219,7 +219,7 @@ def test_the_dataset_of_another_job_is_replaced_only_with_overwrite(hub: PushHub
     assert str(caught.value) == (
         f"org/answers: it holds the rows of another job, {id_of(another)[:8]} "
         f"(Completions by `{model_of(another)}`: 7 truncated); this one is {id_of(out)[:8]}: "
-        "give another name, or replace data/ and the card with: batchspec push OUT ORG/NAME --overwrite"
+        f"give another name, or replace data/ and the card with: batchspec push {out} org/answers --overwrite"
     )
     assert hub.datasets[REPO].files == before
     assert all(one.startswith("GET ") for one in hub.requests[requests:])  # nothing was sent
@@ -278,18 +278,104 @@ def test_a_job_whose_push_would_replace_another_one_is_refused_before_it_begins(
     assert "org/free" not in hub.datasets  # a check makes no dataset
 
 
-def test_a_job_that_overwrites_the_job_that_pushed_is_another_job(
-    hub: PushHub, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def night(model: Path, folder: Path, cap: int, *more: str) -> list[str]:
+    """The command that a timer runs every night, with other outputs each time."""
+    return words(
+        model,
+        folder,
+        folder / "out",
+        f"output.push_to_hub={REPO}",
+        "output.overwrite=true",
+        f"decode.max_new_tokens={cap}",
+        *more,
+    )
+
+
+def test_a_job_that_overwrites_the_one_in_its_folder_replaces_what_the_folder_pushed(
+    hub: PushHub, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = words(model, tmp_path, tmp_path / "out", f"output.push_to_hub={REPO}")
-    assert run.main(arguments) == 0
-    done = shards(tmp_path / "out")
-    assert run.main([*arguments, "output.overwrite=true"]) == 2
+    """The second night fails before its push: the dataset is still of the first one in the third night."""
+    out, ids = tmp_path / "out", set()
+    assert run.main(night(model, tmp_path, 3)) == 0
+    ids.add(id_of(out))
+    first = dict(hub.datasets[REPO].files)
+    assert cli(["plan", *night(model, tmp_path, 4)]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(OutputFolder, "finish", lambda self, card: (_ for _ in ()).throw(StorageError("full")))
+        assert run.main(night(model, tmp_path, 4)) == 74
+    ids.add(id_of(out))
+    assert hub.datasets[REPO].files == first
+    assert run.main(night(model, tmp_path, 5)) == 0
+    ids.add(id_of(out))
+    assert len(ids) == 3, "three jobs"
+    assert holds(hub, out)
+    assert run.main(words(model, tmp_path, out, f"output.push_to_hub={REPO}", "decode.max_new_tokens=5")) == 0
+    assert hub.datasets[REPO].num_commits == 2, "the same rows again"
+    shutil.rmtree(out)
+    assert run.main(night(model, tmp_path, 6)) == 2, "what the folder pushed is no longer known"
+
+
+def test_a_job_that_overwrites_never_replaces_what_another_folder_pushed(
+    hub: PushHub, model: Path, another: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor what its own folder pushed to another name, nor what a copy of it pushed. The job in the folder stays."""
+    assert run.main(night(model, tmp_path, 3)) == 0
+    copy = shutil.copytree(tmp_path / "out", tmp_path / "copy")
+    assert command.main([str(copy), "org/copied"]) == 0
+    assert command.main([str(another), REPO, "--overwrite"]) == 0
+    before, done = dict(hub.datasets[REPO].files), shards(tmp_path / "out")
+    capsys.readouterr()
+    for name in ("run", "plan", "submit"):
+        assert cli([name, *night(model, tmp_path, 4)]) == 2
+        assert capsys.readouterr().err.endswith(
+            f"{id_of(another)[:8]} (Completions by `{model_of(another)}`: 7 truncated); this one is new: give another name, or "
+            f"run the job without output.push_to_hub and then: batchspec push {tmp_path}/out org/answers --overwrite\n"
+        )
+    assert run.main(night(model, tmp_path, 4, "output.push_to_hub=org/copied")) == 2
     assert "this one is new" in capsys.readouterr().err
-    assert shards(tmp_path / "out") == done  # the old job was not deleted
-    shutil.rmtree(tmp_path / "out")
-    assert run.main(arguments) == 0  # the same command in the same folder is the same job
+    assert (hub.datasets[REPO].files, shards(tmp_path / "out")) == (before, done)
+    assert run.main([word for word in night(model, tmp_path, 4) if "push_to_hub" not in word]) == 0
+    assert cli(["push", f"{tmp_path}/out", REPO, "--overwrite"]) == 0, "the command of the message"
     assert holds(hub, tmp_path / "out")
+    assert run.main(night(model, tmp_path, 5)) == 0, "from then on it is the folder's own push"
+    assert holds(hub, tmp_path / "out")
+
+
+def test_the_command_of_a_refusal_pushes_as_the_job_would(
+    hub: PushHub, model: Path, another: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main([str(another), REPO, "--public"]) == 0
+    (tmp_path / "my jobs").mkdir()
+    assert run.main(night(model, tmp_path / "my jobs", 3, "output.push_private=false")) == 2
+    said = capsys.readouterr().err
+    assert said.endswith(f"and then: batchspec push '{tmp_path}/my jobs/out' org/answers --overwrite --public\n")
+
+
+@pytest.mark.parametrize("record", [b"", b"{}", b"[1]", b'{"repo": "org/other", "job": "JOB"}', b"\xff", None])
+def test_a_damaged_or_missing_record_of_a_push_lets_nothing_be_replaced(
+    hub: PushHub, model: Path, tmp_path: Path, record: bytes | None
+) -> None:
+    out = tmp_path / "out"
+    assert run.main(night(model, tmp_path, 3)) == 0
+    (file,) = (out / "_batchspec" / "pushed").iterdir()
+    if record is None:
+        file.unlink()
+    else:
+        file.write_bytes(record.replace(b"JOB", id_of(out).encode()))
+    done = shards(out)
+    assert run.main(night(model, tmp_path, 4)) == 2
+    assert holds(hub, out)
+    assert shards(out) == done
+    assert run.main(words(model, tmp_path, out, f"output.push_to_hub={REPO}")) == 0, "the job that pushed may push again"
+
+
+def test_a_folder_that_cannot_be_written_is_pushed_too(hub: PushHub, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: OutputFolder, repo: str) -> None:
+        raise StorageError("read-only")
+
+    monkeypatch.setattr(OutputFolder, "keep_pushed", fails)
+    assert command.main([str(out), REPO]) == 0
+    assert holds(hub, out)
 
 
 def test_a_public_dataset_is_refused_before_a_job_begins(

@@ -100,7 +100,7 @@ def test_deepseek_s_attn_factor_cancels_that_of_yarn() -> None:
     [
         ({"extrapolation_factor": 0.5}, "rope_scaling.extrapolation_factor=0.5"),
         ({"apply_yarn_scaling": False}, "rope_scaling.apply_yarn_scaling=false"),
-        ({"attention_factor": 1.2}, "attn_factor beside rope_scaling.attention_factor=1.2"),
+        ({"attention_factor": 1.2}, "rope_scaling.attn_factor=0.8782488562869419 and rope_scaling.attention_factor=1.2 together"),
     ],
 )
 def test_keys_of_yarn_that_are_not_built_are_refused(keys: dict[str, Any], named: str) -> None:

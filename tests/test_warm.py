@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -406,6 +406,69 @@ def test_keys_that_a_call_has_no_use_for_are_refused(option: str, message: str) 
     with pytest.raises(ConfigError, match=rf"is not for batchspec.Engine: .*{message}.*; remove the key") as refused:
         warm_config(["model.path=model", *(["draft=eagle3", "draft.path=x"] if "adapt" in option else []), option])
     assert "\n" not in str(refused.value)
+
+
+TAKEN_BY_ENGINE = "which batchspec.Engine takes for all rows"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda engine: engine.generate(["a"], max_tokens=5),
+            "max_tokens is not an argument of Engine.generate: it is the key decode.max_new_tokens, "
+            f"{TAKEN_BY_ENGINE}; a value for each row is the column 'max_new_tokens'",
+        ),
+        (
+            lambda engine: engine.stream(["a"], stop_token_ids=[3]),
+            f"stop_token_ids is not an argument of Engine.stream: it is the key decode.stop_ids, {TAKEN_BY_ENGINE}",
+        ),
+        (
+            lambda engine: engine.converse(["a"], lambda turn: None, temperature=0.5),
+            "temperature is not an argument of Engine.converse: it is the key decode.temperature, "
+            f"{TAKEN_BY_ENGINE}; a value for each row is the column 'temperature'",
+        ),
+        (
+            lambda engine: engine.generate(["a"], response_format={}),
+            "response_format is not an argument of Engine.generate, which takes data; batchspec.Engine takes the keys of a job; "
+            "a value for each row is the column 'response_format'",
+        ),
+        (
+            lambda engine: engine.generate(prompts=["a"]),
+            "prompts is not an argument of Engine.generate: rows are its first argument, `data`",
+        ),
+        (
+            lambda engine: engine.generate(["a"], sampling_params={"n": 2}),
+            "sampling_params is not an argument of Engine.generate: its parameters are keys under `decode`, which "
+            "batchspec.Engine takes",
+        ),
+        (
+            lambda engine: engine.generate(["a"], {"n": 2}),
+            "Engine.generate: too many positional arguments; it takes data, and batchspec.Engine takes the keys of a job",
+        ),
+        (
+            lambda engine: engine.converse(["a"], lambda turn: None, thread=4),
+            "thread is not an argument of Engine.converse, which takes data, next_turn, threads; batchspec.Engine takes the keys "
+            "of a job: did you mean threads?",
+        ),
+        (
+            lambda engine: batchspec.generate(["a"], max_completion_tokens=5),  # type: ignore[call-arg]
+            "max_completion_tokens is not an argument of batchspec.generate: it is the key decode.max_new_tokens, which "
+            "overrides=[...] takes for all rows; a value for each row is the column 'max_new_tokens'",
+        ),
+    ],
+)
+def test_an_argument_of_vllm_is_answered_with_the_key_or_column_that_is_meant(
+    call: Callable[[Any], object], message: str, shared: batchspec.Engine
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        call(shared)
+    assert str(refused.value) == message
+
+
+def test_an_error_of_types_inside_a_call_stays_itself(shared: batchspec.Engine) -> None:
+    with pytest.raises(TypeError, match="next_turn returned int"):
+        shared.converse({"messages": [[{"role": "user", "content": "a"}]]}, lambda turn: 3)  # type: ignore[arg-type, return-value]
 
 
 def test_options_are_overrides_or_a_dictionary_nested_or_dotted() -> None:

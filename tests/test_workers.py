@@ -15,13 +15,12 @@ from typing import Any
 
 import pytest
 
-from batchspec import run
+from batchspec import load_progress, run
 from batchspec.cluster import crew, devices, workers
 from batchspec.config.schema import RunConfig
 from batchspec.distributed import silent_ranks
 from batchspec.engine.round import Round
 from batchspec.errors import ConfigError
-from batchspec.supervise import watchdog
 from tests.crews import ended, journals, make_job, owners, tokens, wait_for_end, wait_until, workers_of
 from tests.runs import new_interpreters, put, run_apart, start_apart
 
@@ -347,8 +346,7 @@ def in_a_group_of_its_own() -> None:
     """A patch: the run has a process group of its own, as in a shell's foreground, and pauses of two seconds are long."""
     os.setpgid(0, 0)
     silent_soon()
-    put(silent_ranks, "PAUSE_S", 2.0)
-    put(watchdog, "PAUSE_S", 2.0)
+    put(load_progress, "PAUSE_S", 2.0)
 
 
 @pytest.mark.parametrize("everything", [False, True], ids=["Ctrl-Z and fg", "the machine is suspended"])

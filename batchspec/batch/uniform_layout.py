@@ -28,7 +28,7 @@ class UniformLayout:
         """A batch of token_ids int32 [R, W], with positions and slot_mapping int64 [R * W] and kv_len int32 [R]; its fields are
         views.
 
-        max_kv, tree  as of `FlatBatch`
+        max_kv, tree  as for `FlatBatch`
         """
         num_rows, width = token_ids.shape
         return FlatBatch(

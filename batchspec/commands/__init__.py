@@ -2,6 +2,7 @@
 
 Parts of commands:
   planning.py              what `plan` computes; plan_text.py: its text
+  training.py              what `train` does
   decode_again.py          rows decoded again, for `verify`; verify_kv.py: `--kv`; verify_logprobs.py: log-probabilities
   probe.py                 `doctor --probe`
   ranks.py                 cluster.tensor_parallel=auto, before a run

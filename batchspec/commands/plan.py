@@ -15,10 +15,7 @@ def main(argv: Sequence[str]) -> int:
     overrides = [item for item in argv if item != "--full"]
 
     def show(config: RunConfig) -> None:
-        from batchspec.dataset.input_paths import check_exist
-
-        check_exist(config.input.path)
-        from batchspec.commands.planning import plan  # imports torch, so only after these checks
+        from batchspec.commands.planning import plan  # imports torch, so only after the checks of `launch`
 
         terminal.show(plan(config, full=full).text())
 

@@ -15,6 +15,7 @@ from batchspec.model.blocks.base import Shard
 from batchspec.model.shard import part_of
 from batchspec.model.spec import ModelSpec
 from batchspec.model.tokenizer import Tokenizer
+from batchspec.out_of_memory import admitting_rows
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.cost import Rates, device_rates
 from batchspec.packing.planner import Forecast, forecast
@@ -89,8 +90,9 @@ def survey_rows(job: Job, *, full: bool) -> Survey:
     """Admit every row, or every k-th stretch of 500 rows so that about 10,000 are read."""
     seen = Survey()
     stride = 1 if full else max(1, job.source.num_rows // SAMPLE_ROWS)
-    for shard in job.source.shards(SHARD_ROWS, skip=_AllBut(stride)):
-        seen.add(shard.table.num_rows, job.admission.admit_compiled(shard))
+    with admitting_rows():
+        for shard in job.source.shards(SHARD_ROWS, skip=_AllBut(stride)):
+            seen.add(shard.table.num_rows, job.admission.admit_compiled(shard))
     return seen
 
 

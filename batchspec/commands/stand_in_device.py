@@ -113,7 +113,7 @@ class StandInEngine(Engine):
     def run(
         self, requests: Iterator[Request | None], *, num_ready: Callable[[], int] | None = None
     ) -> Generator[Completion]:  # fmt: skip
-        """As of `Engine`."""
+        """See `Engine`."""
         with closing(super().run(requests, num_ready=num_ready)) as completions:
             for done in completions:
                 self.watch.lap("finish")
@@ -153,7 +153,7 @@ class StandInExecutor(Executor):
         self.num_refills = 0
 
     def execute(self, step: ScheduledStep) -> None:
-        """As of `Executor`."""
+        """See `Executor`."""
         kind = "refill" if step.prefill is not None else "round" if step.round is not None else "other"
         self._watch.lap(f"schedule {kind}")
         super().execute(step)
@@ -162,7 +162,7 @@ class StandInExecutor(Executor):
         self._watch.lap(f"launch {kind}")
 
     def read(self) -> PendingResult:
-        """As of `Executor`."""
+        """See `Executor`."""
         result = super().read()
         seconds = ROUND_S + K * DRAFT_S + (cast(float, PREFILL.replay) if self._after_pass else 0.0)
         self._after_pass = result.began is not None
@@ -207,7 +207,7 @@ class StandInPrefill(PrefillRunner):
         self._watch = watch
 
     def run(self, prefill: Prefill) -> list[PendingResult]:
-        """As of `PrefillRunner`."""
+        """See `PrefillRunner`."""
         self.place(prefill)
         self._watch.lap("launch refill")
         results = [PendingResult.send(self._pass(segments), 0.0) for segments in prefill.passes]

@@ -35,10 +35,7 @@ def main(argv: Sequence[str]) -> int:
         if ranks != AUTO and 0 < gpus < ranks:
             raise ConfigError(f"cluster.gpus={gpus} is less than cluster.tensor_parallel={ranks}; raise cluster.gpus")
         if not unseen:
-            from batchspec.dataset.input_paths import check_exist
-
-            check_exist(config.input.path)
-            from batchspec.job import check_target, is_new  # imports torch, so only after the configuration was checked
+            from batchspec.job import check_target, is_new  # imports torch, so only after the checks of `launch`
             from batchspec.prepare import open_job
             from batchspec.report.push import check_push_key
 
@@ -51,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             terminal.notice("nothing is submitted yet; the same command with --go submits it")
 
-    return launch(submit, overrides, require=("model.path", "input.path", "output.dir"))
+    return launch(submit, overrides, require=("model.path", "input.path", "output.dir"), reads_input=not unseen)
 
 
 def sbatch_line(cluster: ClusterConfig, overrides: Sequence[str]) -> list[str]:

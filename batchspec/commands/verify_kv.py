@@ -55,7 +55,7 @@ class KVComparison:
 
 
 def compare_kv(out: str | Path, num_rows: int, *, dtype: str | None = None, device: str | None = None) -> KVComparison:
-    """See the module's docstring; arguments and errors as of `verify`. An output without tokens is an OutputError."""
+    """See the module's docstring; arguments and errors as for `verify`. An output without tokens is an OutputError."""
     job, written = job_of(out, dtype, device, other_kv=True), written_tokens(out, num_rows)
     engine = plain_engine(job)
     target, model_dtype = engine.target, str(job.dtype).removeprefix("torch.")

@@ -65,7 +65,7 @@ def make_workload(args: argparse.Namespace, device: torch.device, group: Group |
 
 
 def survey_of(requests: Sequence[Request]) -> Survey:
-    """The survey of these requests, each of which counts as one input row."""
+    """What a job would know of its rows before it starts if these were its requests, each from one input row."""
     seen = Survey()
     seen.add(len(requests), requests)
     return seen

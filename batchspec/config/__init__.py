@@ -5,6 +5,6 @@ typed.py          Hydra's configuration -> dataclasses; overrides.py: what users
 checks.py         every check; draft_checks.py: of drafters; values.py: of single values
 renamed.py        old names of keys; vllm_names.py: names of other programs
 compose.py        overrides in, checked RunConfig out
-unread.py         keys that a call from Python does not read
+unread.py         keys that a call from Python does not read; call_arguments.py: arguments that it does not take
 reference.py      the reference of all keys
 """

@@ -83,9 +83,13 @@ def _composed(name: str, overrides: Sequence[str], known: Any) -> DictConfig:
         GlobalHydra.instance().hydra = state
 
 
-def launch(task: Callable[[RunConfig], int | None], overrides: Sequence[str], *, require: Iterable[str]) -> int:
+def launch(
+    task: Callable[[RunConfig], int | None], overrides: Sequence[str], *, require: Iterable[str], reads_input: bool = True
+) -> int:
     """Compose the configuration through Hydra's own command line (`--cfg`, `-m`, `--config-dir`), check it and call `task`.
 
+    require      keys that must be set, see `checks.check`
+    reads_input  whether input.path is to be on this machine: it is looked up before `task`, which may import torch
     Returns the exit code: that of `task`, or 0 if it returns None.
 
     An error of batchspec or Hydra is one line on stderr; any other exception is a crash and keeps its traceback. In a sweep
@@ -94,7 +98,7 @@ def launch(task: Callable[[RunConfig], int | None], overrides: Sequence[str], *,
     codes = [0]
 
     def body(cfg: DictConfig) -> None:
-        code = reported(lambda: _checked(task, cfg, require))
+        code = reported(lambda: task(_checked(cfg, require, reads_input=reads_input)))
         if HydraConfig.get().mode == RunMode.RUN:
             codes.append(code)
         elif code == Interrupted.exit_code:
@@ -132,10 +136,14 @@ def _check_options(words: Sequence[str]) -> Namespace:
     return options
 
 
-def _checked(task: Callable[[RunConfig], int | None], cfg: DictConfig, require: Iterable[str]) -> int | None:
+def _checked(cfg: DictConfig, require: Iterable[str], *, reads_input: bool) -> RunConfig:
     config = from_hydra(cfg)
     check(config, require=require)
-    return task(config)
+    if reads_input:
+        from batchspec.dataset import input_paths  # imports pyarrow: a wrong key is refused without it
+
+        input_paths.check_exist(config.input.path)
+    return config
 
 
 def reported(task: Callable[[], int | None]) -> int:

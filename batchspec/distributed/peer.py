@@ -45,7 +45,8 @@ class Lane:
 
 
 class PeerCollectives(Collectives):
-    """Of ranks with tensors on GPUs. Exchanges of tensors on the CPU, and what is not reserved, go other ways.
+    """Exchanges between ranks whose tensors are on GPUs. Those of tensors on the CPU, and those that no buffer is reserved for,
+    go through NCCL or main memory.
 
     Made by all ranks after their rendezvous over gloo, which is the default process group.
     """
@@ -76,7 +77,7 @@ class PeerCollectives(Collectives):
         """Make buffers for exchanges of rounds of at most so many bytes a rank, and for those of prefill.
 
         All ranks call it with the same number, before any graph is captured: later calls with more make the graphs invalid.
-        Takes 4 times the bytes of the GPU's memory, and 64 or 128 MiB for prefill.
+        Takes 4 * round_bytes of the GPU's memory, and 64 or 128 MiB for prefill.
         """
         for lane, num_bytes in ((self._rounds, round_bytes), (self._passes, LIBRARY_BYTES[self.ranks])):
             if lane.peers is None or lane.peers.num_bytes < num_bytes:
@@ -183,7 +184,10 @@ class PeerCollectives(Collectives):
         return out
 
     def _peers(self, x: Tensor, value_bytes: int | None = None) -> PeerMemory | None:
-        """The buffers that an exchange of x takes; None: it goes another way."""
+        """The buffers that an exchange of x uses; None: x is on the CPU, or larger than the buffers.
+
+        value_bytes  size of a value as it is exchanged, if it is not that of x
+        """
         peers = self._lane.peers
         size = x.numel() * (value_bytes or x.element_size())
         return peers if peers is not None and x.device.type == self._device.type and size <= peers.num_bytes else None
@@ -192,7 +196,7 @@ class PeerCollectives(Collectives):
         return takes_two_shots(self.ranks, x.numel() * x.element_size())
 
     def _library_sum(self, x: Tensor) -> Tensor:
-        """The same bits as of the kernels, of any size."""
+        """The sum of all ranks by NCCL or Gloo, for any size, with the same bits as the kernels' sum."""
         group = self._lane.group
         if group is None:
             return super().sum(x)
@@ -200,7 +204,7 @@ class PeerCollectives(Collectives):
             total = x.clone()
             dist.all_reduce(total, group=group)
             return total
-        # Its sum of more ranks has an order that depends on the place. So each rank adds up a part of all tensors by itself.
+        # With more ranks NCCL adds up each part of the tensor in another order. So each rank adds up one part of all tensors.
         width = -(-x.numel() // self.ranks)
         padded = torch.nn.functional.pad(x.view(-1), (0, width * self.ranks - x.numel()))
         parts = torch.empty_like(padded)

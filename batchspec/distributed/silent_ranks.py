@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from batchspec import load_progress
 from batchspec.distributed.channel import LIVENESS_S, Channel
 from batchspec.load_progress import Activity
 
@@ -16,9 +17,6 @@ LATER_S = 5.0
 """Seconds that the parent waits after the watchdog's limit: a rank's own watchdog goes first, because it saves the work."""
 START_S = 600.0
 """Minimum limit in seconds for a process that is starting: its liveness thread runs only after the imports."""
-PAUSE_S = 10.0
-"""If two calls of `find` are more than this many seconds apart, the caller was stopped or the machine was suspended: the limits
-of all ranks begin anew, because a rank may continue later than the caller."""
 
 
 class SilentRanks:
@@ -37,18 +35,20 @@ class SilentRanks:
         """The ranks whose liveness counter has not changed for LATER_S longer than the limit of their watchdogs, while they
         neither read nor wrote: a call that holds the GIL may be reading a large tensor from a slow disk.
 
-        Call it several times a second. The time between two calls counts as at most one second; if it is longer than PAUSE_S,
-        all limits begin anew.
+        Call it several times a second. The time between two calls counts as at most one second. If it is longer than PAUSE_S, the
+        caller was stopped or the machine was suspended, and every rank gets its whole limit again: a rank may continue later than
+        the caller.
         """
         now = _now()
         passed_s, self._looked_at = now - self._looked_at, now
+        paused = passed_s > load_progress.PAUSE_S
         if not self._watchdog_s:
             return []
         for rank in range(self._channel.ranks):
             count = self._channel.liveness_count(rank)
             self._silent_s[rank] += min(passed_s, 2 * LIVENESS_S)
             is_late = self._silent_s[rank] > 2 * LIVENESS_S
-            if count != self._counts[rank] or passed_s > PAUSE_S or (is_late and self._activities[rank].made_progress()):
+            if count != self._counts[rank] or paused or (is_late and self._activities[rank].made_progress()):
                 self._silent_s[rank] = 0.0
             self._counts[rank] = count
         return [rank for rank, silent_s in enumerate(self._silent_s) if silent_s >= self._limit_s(rank)]

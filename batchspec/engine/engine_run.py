@@ -40,7 +40,7 @@ from batchspec.token_automaton import TokenSymbols
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedByRuns:
-    """What the engine was made with, and what one run leaves to the next. Arguments as of `Engine`."""
+    """What the engine was made with, and what one run leaves to the next. Arguments as for `Engine`."""
 
     decode: Decode | None
     hook: RoundHook
@@ -82,7 +82,7 @@ class EngineRun:
         """
         num_ready     as for `Prefetcher`
         pools         of an earlier run, whose prefixes can be found; None: new ones
-        prefill_cost  as of `SlotAllocator`
+        prefill_cost  as for `SlotAllocator`
         """
         groups, round_, drafter = executor.cache.groups, executor.round, executor.drafter
         self._requests = Prefetcher(requests, num_ready, most=batch.num_slots // 2)
@@ -169,7 +169,7 @@ class EngineRun:
         return ended
 
     def end(self, state: RequestState, finish: int, now: float) -> None:
-        """Take a request that has ended out of its slot; it is checked next. Arguments as of `process`.
+        """Take a request that has ended out of its slot; it is checked next. Arguments as for `process`.
 
         If it ended with an error, later rows share no page of its prompt: an infinite key in one of them may be the cause.
         Nor do they share pages that other rows prefilled or read without an error: an infinite key makes the result of some

@@ -21,7 +21,7 @@ class ExpectedPages:
     returns."""
 
     def __init__(self, page_size: int, num_lookahead_slots: int) -> None:
-        """num_lookahead_slots: as of `SlotAllocator`."""
+        """num_lookahead_slots: as for `SlotAllocator`."""
         self._page_size, self._num_lookahead_slots = page_size, num_lookahead_slots
 
     def of_waiting(self, state: RequestState) -> int:

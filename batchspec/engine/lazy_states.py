@@ -45,7 +45,7 @@ class _Row:
 
 
 class LazyStates:
-    """All rows of a run that follow lazy automata. Arguments as of `Engine`."""
+    """All rows of a run that follow lazy automata. Arguments as for `Engine`."""
 
     def __init__(self, expanding: Expanding, vocabulary: TokenSymbols, places: LazyPlaces) -> None:
         """places: has the states that earlier runs of the engine found; those of this run are added."""

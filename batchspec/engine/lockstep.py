@@ -123,7 +123,7 @@ class HeadOfRanks:
         self._lead, self._head, self._ranks = lead, head, ranks
 
     def rewrite(self, tensors: Mapping[str, Tensor]) -> None:
-        """As of `Rewritable`, on every rank. Raises RankLost."""
+        """As `Rewritable.rewrite`, on every rank. Raises RankLost."""
         given = {name: tensor.contiguous() for name, tensor in tensors.items()}
         self._lead.send(NewHead([(name, list(tensor.shape)) for name, tensor in given.items()]))
         for tensor in given.values():
@@ -139,7 +139,7 @@ class Following(Protocol):
     drafter: Drafter
 
     def prepare(self, mode: SamplingMode, *, shared: bool = False) -> None:
-        """As of `Engine`."""
+        """See `Engine`."""
 
 
 class Beats(Protocol):

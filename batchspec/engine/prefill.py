@@ -122,7 +122,7 @@ def emit(
 def prefill_drafter(
     round_: Round, rows: DeviceBatch, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, mode: SamplingMode
 ) -> tuple[Tensor, ...]:
-    """The drafter's state of each row of the batch, after its tokens were committed, as of `Drafter.prefill`.
+    """The drafter's state of each row of the batch, after its tokens were committed: what `Drafter.prefill` returns.
 
     slot_ids int64 [R], aux_hidden_states [T, number of layers * H] or None
     """

@@ -25,8 +25,8 @@ class IdleSlots:
     def refill_is_due(self, num_free: int, row_tokens: int, *, waits: bool, round_s: float, refill_s: float | None) -> bool:
         """Add a round in which `num_free` slots are idle. Returns whether idle slots have cost as much as a refill by now.
 
-        row_tokens, waits  as of `PrefillCost.is_replayed`, of the request that waits longest
-        round_s, refill_s  as of `SlotAllocator.refill_is_due`
+        row_tokens, waits  as for `PrefillCost.is_replayed`, for the request that waits longest
+        round_s, refill_s  as for `SlotAllocator.refill_is_due`
         """
         self._idle += round_s * num_free / self._num_slots
         cost = self._cost

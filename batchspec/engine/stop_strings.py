@@ -35,8 +35,11 @@ class StopFinder:
     def restart(self) -> None:
         """Forget what was pushed."""
         self._ids: list[int] = []
-        self._begin = 0  # decoding starts one settled chunk back: tokenizers add spaces between tokens
         self._settled = 0
+        """Number of tokens whose text is final: it is in `text`."""
+        self._begin = 0
+        """Where decoding begins: some settled tokens earlier, because tokenizers put a space between tokens, but not before the
+        first one."""
         self.text = ""
 
     def push(self, token: int) -> str | None:

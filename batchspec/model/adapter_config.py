@@ -2,7 +2,7 @@
 
 A key that is not read here is refused unless it is neutral (null, false or empty), or known not to change what a finished adapter
 computes, because a newer PEFT may have keys that do.
-Source: LoraConfig, https://github.com/huggingface/peft (tuners/lora/config.py); patterns as of peft/utils/other.py.
+Source: LoraConfig, https://github.com/huggingface/peft (tuners/lora/config.py); patterns: peft/utils/other.py.
 """
 
 from __future__ import annotations

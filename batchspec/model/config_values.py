@@ -100,7 +100,11 @@ class ConfigReader:
         return self._get(key) is not None
 
     def unread(self) -> list[tuple[str, Any]]:
-        """Keys that nothing has read, with their values; also those in each object of which a key was read, as `object.key`."""
+        """The names and values of keys that nothing has read.
+
+        An object of which nothing was read is one key. Of an object of which some keys were read, the others are named
+        `object.key`.
+        """
         found: list[tuple[str, Any]] = []
         for key, value in self._values.items():
             name = f"{self._prefix}{key}"

@@ -125,7 +125,7 @@ def read_part(config: ConfigReader, rope: ConfigReader, max_len: int | None, the
     if kind == "yarn":
         wrong += [rope.shown(key) for key, usual in _YARN_BUILT.items() if rope.differs(key, None, usual)]
         if rope.given("attn_factor") and rope.given("attention_factor"):
-            wrong.append(f"attn_factor beside {rope.shown('attention_factor')}")
+            wrong.append(f"{rope.shown('attn_factor')} and {rope.shown('attention_factor')} together")
     if wrong:
         raise config.refusal(f"rotary embedding not supported: {', '.join(wrong)}")
     if kind == "default":

@@ -1,4 +1,4 @@
-"""The special and the added tokens that a tokenizer's folder declares beside tokenizer.json.
+"""The special and the added tokens that a tokenizer's folder declares in files other than tokenizer.json.
 
 transformers adds those that tokenizer.json lacks, or has with other flags, and splits text at them. A tokenizer that reads
 tokenizer.json alone would split them like any other text.

@@ -24,7 +24,8 @@ _OF_ANY_MODEL = frozenset({
     "router_aux_loss_coef", "router_jitter_noise", "router_z_loss_coef", "neftune_noise_alpha", "transformers.js_config",
     "unsloth_fixed", "unsloth_version", "model_max_length", "seq_length", "max_sequence_length", "quantization_config",
 })  # fmt: skip
-"""Names, paths, dropout and losses of training, outputs that nobody asks for, special tokens whose ids other files give."""
+"""Keys of any model: names and paths; dropout and loss terms, which only training uses; what transformers returns or how it
+computes; ids of special tokens and quantization_config, which other modules read."""
 _OF_GENERATION = frozenset({
     "max_length", "min_length", "max_new_tokens", "min_new_tokens", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
     "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "min_p", "repetition_penalty", "length_penalty",

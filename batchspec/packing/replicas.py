@@ -1,7 +1,7 @@
 """How the GPUs of a machine are divided: copies of the model, each on one GPU, or cut over several (tensor parallelism).
 
-A copy on one GPU needs no exchanges. A copy over R GPUs reads its weights once for R times the rows, and has for K/V pages the
-memory that R - 1 more copies of the weights would take. The cost model decides among the layouts that fit.
+A copy on one GPU exchanges nothing. A copy over R GPUs reads the weights once for R times as many rows, and has more memory for
+K/V pages: R copies on one GPU each would store the weights R times. The cost model decides among the layouts that fit.
 """
 
 from __future__ import annotations

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 from batchspec.config.schema import OutputConfig
-from batchspec.errors import OutputError
+from batchspec.errors import BatchspecError, OutputError
 from batchspec.report.card import dataset_card
 from batchspec.report.stats import job_stats
 from batchspec.runstate.footers import DamagedFooter, part_name, read_footer
@@ -20,7 +22,6 @@ _PART = re.compile(r"data/part-\d{5,18}\.parquet")
 _TAG = b"\n- batchspec\n"
 _CARD_LINES = (r"^# (Completions by .+)$", r"^\| Completions \| (.+) \|$")
 """Of a job's card: the model, and the number of rows by status."""
-_INSTEAD = "give another name, or replace data/ and the card with: batchspec push OUT ORG/NAME --overwrite"
 
 
 def check_push_key(output: OutputConfig) -> None:
@@ -32,11 +33,16 @@ def check_push_key(output: OutputConfig) -> None:
 def check_target_key(output: OutputConfig, job: str) -> None:
     """Ask the hub whether output.push_to_hub, if it is given, may be replaced by the job of this id.
 
-    job  empty for a job that has no id yet: it may replace no other
+    job  empty for a job that has no id yet: it may replace no other but the one that its folder pushed before
     Raises as `push_output` would at the end of the job.
     """
-    if output.push_to_hub is not None:
-        check_target(output.push_to_hub, private=output.push_private, refusal=partial(_refusal, job=job, overwrite=False))
+    repo = output.push_to_hub
+    if repo is None:
+        return
+    before = "" if output.dir is None else OutputFolder(output.dir).pushed_job(repo)
+    command = _command(output.dir or "OUT", repo, private=output.push_private)
+    instead = f"give another name, or run the job without output.push_to_hub and then: {command}"
+    check_target(repo, private=output.push_private, refusal=partial(_refusal, job=job, before=before, instead=instead))
 
 
 def push_output(
@@ -46,8 +52,8 @@ def push_output(
 
     incomplete  push the shards that are there
     overwrite   replace a dataset that this job did not make, data/ and card
-    Raises OutputError for a job that is not complete, and for a dataset of that name that this job did not make; otherwise as
-    `push`.
+    Raises OutputError for a job that is not complete, and for a dataset of that name that neither this job made nor an earlier
+    one in this folder, which was overwritten; otherwise as `push`.
     """
     missing = output.missing()
     check_push(repo)
@@ -62,11 +68,23 @@ def push_output(
     card = card_for(repo, output.card() if output.has_card() and not missing else _card(output))
     files = [PushedFile(name=name, content=content) for name, content in output.contents(names)]
     files.append(PushedFile(name="README.md", content=lambda: card))
-    return push(
-        repo, files, private=private, refusal=partial(_refusal, job=output.manifest.job, overwrite=overwrite),
+    command = _command(output.path, repo, private=private, incomplete=bool(missing))
+    instead = f"give another name, or replace data/ and the card with: {command}"
+    refusal = partial(_refusal, job=output.manifest.job, before=output.pushed_job(repo), instead=instead)
+    pushed = push(
+        repo, files, private=private, refusal=(lambda present: None) if overwrite else refusal,
         message=f"Push {len(names):,} files of a job",
         deletes=lambda name: _PART.fullmatch(name) is not None or (overwrite and name.startswith("data/")),
     )  # fmt: skip
+    with suppress(BatchspecError):  # a folder that cannot be written: then a later job in it may not replace this push
+        output.keep_pushed(repo)
+    return pushed
+
+
+def _command(out: str, repo: str, *, private: bool, incomplete: bool = False) -> str:
+    """The command that replaces a dataset of another job."""
+    options = ["--public"] * (not private) + ["--incomplete"] * incomplete
+    return shlex.join(["batchspec", "push", out, repo, "--overwrite", *options])
 
 
 def card_for(repo: str, card: bytes) -> bytes:
@@ -80,23 +98,26 @@ def _card(output: OutputFolder) -> bytes:
     return dataset_card(output.manifest, job_stats(output.path)).encode()
 
 
-def _refusal(present: Present, *, job: str, overwrite: bool) -> str | None:
-    """Why the dataset's present files must not be replaced: the job of this id did not make them. None: they may be."""
-    if overwrite:
-        return None
+def _refusal(present: Present, *, job: str, before: str, instead: str) -> str | None:
+    """Why the dataset's present files must not be replaced; None: they may be, because the job of this id made them, or an
+    earlier job in the same folder.
+
+    before   the job that the folder pushed to this dataset before; empty: none is known
+    instead  what the user can do
+    """
     card = present.read("README.md", None) if "README.md" in present.files else b""
     other = next((name for name in present.files if name.startswith("data/") and not _PART.fullmatch(name)), None)
     if other is None and card and _TAG not in card:
         other = "README.md"
     if other is not None:
-        return f"it holds {other}, which no job of batchspec made; {_INSTEAD}"
+        return f"it holds {other}, which no job of batchspec made; {instead}"
     for name in _ends([name for name in present.files if _PART.fullmatch(name)]):
         found = _job_of(name, present)
         if not found:
-            return f"it holds {name}, which names no job and may be of another one{_described(card)}; {_INSTEAD}"
-        if found != job:
+            return f"it holds {name}, which names no job and may be of another one{_described(card)}; {instead}"
+        if found not in (job, before):
             own = f"this one is {job[:8]}" if job else "this one is new"
-            return f"it holds the rows of another job, {for_terminal(found[:8])}{_described(card)}; {own}: {_INSTEAD}"
+            return f"it holds the rows of another job, {for_terminal(found[:8])}{_described(card)}; {own}: {instead}"
     return None
 
 

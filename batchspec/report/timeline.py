@@ -87,9 +87,8 @@ class Timeline:
         """
         now = self._clock()
         seconds, self._now = now - self._now, now
-        self._owed += (
-            totals.prefill_s - self._prefilled
-        )  # prefill time is reported late and may exceed the time since the last call
+        # Prefill time is reported late, and may exceed the time since the last call: the rest is counted in later ones.
+        self._owed += totals.prefill_s - self._prefilled
         self._prefilled = totals.prefill_s
         prefill_s = min(max(self._owed, 0.0), seconds)
         self._owed -= prefill_s

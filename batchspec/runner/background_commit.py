@@ -13,7 +13,8 @@ T = TypeVar("T")
 
 WAITING, MOST_WAITING = 2, 32
 """Maximum number of shards that are being committed or wait for it, for large and for small shards; decoding waits at the limit.
-Four or more shards of a window end almost together, so a limit of two would stop the engine."""
+The rows of several shards are ordered together (`packing/order.py`), so four or more shards end almost at the same time: with a
+limit of two the engine would wait for commits."""
 SMALL_BYTES = 100 << 20
 """Shards count as small while all uncommitted ones together take no more memory than this."""
 

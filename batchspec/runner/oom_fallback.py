@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Self
+from dataclasses import replace
 
 import torch
 
@@ -17,6 +14,7 @@ from batchspec.errors import CapacityError
 from batchspec.load import make_engine, plan_batch
 from batchspec.model.kv_scales import KVScales
 from batchspec.model.weight_sums import SumsOfJob
+from batchspec.out_of_memory import OutOfMemoryGuard
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.cost import device_rates
 from batchspec.packing.planner import PAGE_SIZE
@@ -25,30 +23,7 @@ from batchspec.prepare import Job
 from batchspec.report.progress_bar import ProgressBar
 
 MakeEngine = Callable[[Job, Survey, ProgressBar], Engine]
-SIGNS = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
-"""Parts of the messages of torch, CUDA and its libraries when memory runs out."""
 FEWEST_PREFILL = 512
-
-
-@dataclass(slots=True)
-class OutOfMemoryGuard:
-    """Within this block an error of running out of memory ends the block without an exception; other exceptions pass."""
-
-    message: str = ""
-    """First line of the error; empty if memory did not run out."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        short = (
-            isinstance(error, MemoryError)
-            or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS))
-            or (isinstance(error, OSError) and error.errno == errno.ENOMEM)  # no process could be started
-        )
-        if short:
-            self.message = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return short
 
 
 class EngineWithFallback:

@@ -10,6 +10,7 @@ from batchspec import load_progress
 from batchspec.cluster import slurm
 from batchspec.dataset.reader import InputShard
 from batchspec.errors import InputError, Interrupted, RankLost, TooManyErrors, WorkerLost
+from batchspec.out_of_memory import OutOfMemoryGuard
 from batchspec.packing.survey import Survey
 from batchspec.packing.work_plan import DecodedShard, WorkPlan
 from batchspec.prepare import Job
@@ -19,7 +20,7 @@ from batchspec.report.timeline import Timeline
 from batchspec.runner.adaptation import Adaptation
 from batchspec.runner.background_commit import commit_in_background
 from batchspec.runner.decode_shards import commit_shard, decode_shards, with_commits
-from batchspec.runner.oom_fallback import EngineWithFallback, OutOfMemoryGuard
+from batchspec.runner.oom_fallback import EngineWithFallback
 from batchspec.runner.run_monitor import RunMonitor
 from batchspec.runner.shard_work import ShardWork
 from batchspec.runner.shard_workers import ShardWorkers

@@ -4,7 +4,7 @@ Changes when a rule of resuming, retrying or committing changes, or a file under
 dataset/ for the shard's Parquet file.
 
   output_folder.py   the job's folder for a run: commits shards, writes card and report (`OutputFolder`)
-  run_folder.py      what runs keep beside the shards: K/V scales, sums of weights, logs; opens journal and attempts
+  run_folder.py      files of a job that are not shards: K/V scales, sums of weights, logs, the journal, attempts
   job_folder.py      which job the folder holds: created once, compared, joined, overwritten (`JobFolder`)
   manifest.py        what a job is: its fingerprint, configuration and shards, and how many rows a shard has
   overwrite.py       output.overwrite: which process deletes the old job, and how a run notices that its job is gone

@@ -211,7 +211,7 @@ class JobFolder:
         self._generations.delete()
         self._store.delete_tree("data")
         for name, version in self._store.versions("_batchspec").items():
-            if name in ("manifest.json", "tmp", "overwrite"):
+            if name in ("manifest.json", "tmp", "overwrite", "pushed"):
                 continue
             if name.endswith(".json"):  # a file
                 self._store.delete(f"_batchspec/{name}", version)

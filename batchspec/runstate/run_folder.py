@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import time
@@ -18,6 +19,7 @@ from batchspec.runstate.journal import Journal
 
 KV_SCALES = "_batchspec/kv_scales.json"
 WEIGHTS = "_batchspec/weights.json"
+PUSHED = "_batchspec/pushed"
 SETTLE_S = 1.0
 """Seconds in which a run that began at the same moment may replace this run's sums, if the store has no hard links."""
 
@@ -66,6 +68,20 @@ class RunFolder(JobFolder):
             time.sleep(SETTLE_S)
         return self._store.read(WEIGHTS)
 
+    def pushed_job(self, repo: str) -> str:
+        """The id of the job that this folder pushed last to a dataset of the hub, also if it was overwritten since; empty if none
+        is known."""
+        name = _pushed_name(repo)
+        try:
+            record = json.loads(self._store.read(name)) if self._store.exists(name) else {}
+            return str(record["job"]) if record["repo"] == repo else ""
+        except (ValueError, KeyError, TypeError):  # damaged: the push is then refused
+            return ""
+
+    def keep_pushed(self, repo: str) -> None:
+        """Record that the present job was pushed to this dataset. Raises StorageError, and OutputError as `check_own`."""
+        self._put_own(_pushed_name(repo), json.dumps({"repo": repo, "job": self.manifest.job}).encode())
+
     def log_run(self, facts: Mapping[str, Any]) -> None:
         """Store the summary of a run that has ended. Raises StorageError, and OutputError as `check_own`."""
         self._put_own(f"_batchspec/logs/run-{self.attempt}.json", (json.dumps(dict(facts)) + "\n").encode())
@@ -102,3 +118,7 @@ class RunFolder(JobFolder):
             if self._store.read(name) == data:
                 self._store.delete(name, version)
             raise
+
+
+def _pushed_name(repo: str) -> str:
+    return f"{PUSHED}/{hashlib.sha256(repo.encode()).hexdigest()}.json"

@@ -23,8 +23,9 @@ from batchspec.storage.store import STALE_S, Tail, storage_errors, storing
 TURNS = 20
 """Number of tries if one run deletes a folder while another one writes a file there."""
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES, errno.EXDEV, errno.EINVAL)
-
+"""Errors with which file systems without hard links refuse one."""
 BROKEN = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+"""Errors of a disk that is full, broken or out of reach: the same command may succeed later."""
 KINDS = {
     stat.S_IFREG: "a file",
     stat.S_IFCHR: "a device",

@@ -38,7 +38,7 @@ def compiled(
     kind: str, source: str, vocabulary: TokenSymbols, end_ids: tuple[int, ...], *, thinks: bool, may_begin: bool,
     channels: bool = False,
 ) -> TokenAutomaton:  # fmt: skip
-    """The automaton of a constraint; kind and source as of `rules_of`, the others as of `over_tokens`.
+    """The automaton of a constraint; kind and source as for `rules_of`, the others as for `over_tokens`.
 
     Raises BadSchema, BadGrammar, BadRegex, Impossible, TooLarge; Recursive where there is no finite automaton.
     """

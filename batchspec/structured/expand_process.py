@@ -57,7 +57,7 @@ class _Known:
     vocabulary: TokenSymbols
     answered: set[int] = field(default_factory=set)
     _steps: dict[int, int] = field(default_factory=dict)
-    """As of `TokenAutomaton`."""
+    """See `TokenAutomaton`."""
 
     def after(self, state: int, token: int) -> int:
         """The state after a token. Raises TooLarge."""
@@ -74,7 +74,7 @@ class _Known:
 
 @dataclass(eq=False)
 class Work:
-    """The lazy automata of a job; arguments as of `Compiler`."""
+    """The lazy automata of a job; arguments as for `Compiler`."""
 
     vocabulary: TokenSymbols
     end_ids: tuple[int, ...]

@@ -40,11 +40,11 @@ class Expander:
         weakref.finalize(self, _end, self._lanes)
 
     def submit(self, ask: Ask) -> Future[Answer]:
-        """As of `Expanding`."""
+        """See `Expanding`."""
         return self._answer_to(ask)
 
     def recheck(self, asked: Recheck) -> Future[int | str]:
-        """As of `Expanding`."""
+        """See `Expanding`."""
         return self._answer_to(asked)
 
     def _answer_to(self, asked: Ask | Recheck) -> Future[Any]:

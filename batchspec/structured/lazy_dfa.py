@@ -40,7 +40,7 @@ class LazyDfa:
     """
 
     def __init__(self, network: Network, *, thinks: bool, may_begin: bool, channels: bool = False) -> None:
-        """thinks, may_begin, channels: as of `over_tokens`."""
+        """thinks, may_begin, channels: as for `over_tokens`."""
         self._network, self._channels = network, channels
         edges = np.zeros(257, bool)
         edges[0] = True

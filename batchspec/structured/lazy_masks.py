@@ -20,22 +20,23 @@ from batchspec.structured.token_masks import MAX_FORCED_BYTES, Trie, tokens_of_b
 from batchspec.token_automaton import DEAD, ENDS, Ids, TokenSymbols
 
 FEWEST_PLAIN = 40
-"""Bytes that must lead on in the same way; with fewer, few tokens are allowed."""
+"""Smallest number of bytes that lead from a state to one and the same next state for which plain tokens are used. With fewer, so
+few tokens are allowed that walking them takes less time."""
 LONGEST_PLAIN = 256
-"""Bytes of a plain token; longer ones are walked."""
+"""Most bytes of a plain token; longer tokens are walked."""
 FEW = 8
-"""So many nodes of the trie are walked one by one, which takes less time than the calls of numpy for all of them."""
+"""Up to so many nodes of the trie are walked one by one in Python, which takes less time than numpy's calls."""
 KEPT = 50
-"""Sets of bytes whose tokens are kept."""
+"""Number of sets of bytes whose plain tokens are cached."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plain:
-    """The tokens of bytes of a set alone, and the trie of all others.
+    """The plain tokens of a set of bytes, which consist of these bytes alone, and the trie of all other tokens.
 
-    tokens, lengths  int64 [P]  the tokens, and their numbers of bytes
-    others           int64 [V - P]
-    allowed          bool [32 ceil(V / 32)]  which tokens they are
+    tokens, lengths  int64 [P]  the plain tokens, and their numbers of bytes
+    others           int64 [V - P]  the other tokens
+    allowed          bool [32 ceil(V / 32)]  whether a token is plain
     """
 
     tokens: NDArray[np.int64]

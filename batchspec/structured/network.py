@@ -34,7 +34,7 @@ class Loop:
 
 
 class Network(Nfa):
-    """`moves` and `free` as of an NFA.
+    """Several NFAs that call each other; `moves` and `free` are those of an NFA.
 
     calls      by state: (first state of the called rule, state after the call)
     loops      all counted loops

@@ -10,7 +10,8 @@ from batchspec.dataset.reader import InputShard
 from batchspec.records import Completion, Request
 
 PREFILLS = 10
-"""If tokens are kept, a row begins if at least this many times its prefill time is left: a second prefill then costs a tenth."""
+"""If tokens are kept, a row begins if at least this many times its prefill time is left. If it is not finished, the next run
+prefills it again, which then costs at most a tenth of the time that the row had in this run."""
 SHARE = 0.25
 """The reserve is at most this share of the time that the run had when it began."""
 

@@ -24,13 +24,6 @@ NUM_CHECKS = 20
 LOAD_FACTOR = 3.0
 """While the model loads, the limit is this many times as long as for a round: compiling a large kernel, or starting a
 communication library, takes longer than a round."""
-PAUSE_S = 10.0
-"""If the watchdog's thread did not run for so many seconds, the process or the machine was stopped: the limit begins anew.
-
-With one exception: a process without parent that continues (SIGCONT, `fg`) after it was stopped for longer than its limit, 5 % of
-it and SAVE_S together may end at once, with its stacks and exit code 1; the same command resumes the run. The timer for calls
-that hold the GIL goes on while a process is stopped, and may expire before this thread runs. On a suspended machine it stops.
-"""
 LOST_S = 10.0
 """Seconds in which the main thread may end by itself after a rank is gone."""
 SAVE_S = 180.0
@@ -70,6 +63,12 @@ class Watchdog:
 
     Rounds report progress by `beat`. While the process loads, the thread looks for progress, of this process or of another rank
     of its group, for which this one may wait. At first, and after `pause`, no progress is expected.
+
+    A process that was stopped gets its whole limit again when it continues (PAUSE_S), with one exception: a process without
+    parent that was stopped for longer than its limit, 5 % of it and SAVE_S together may end at once when it continues (SIGCONT,
+    `fg`), with its stacks and exit code 1; the same command resumes the run. For calls that hold the GIL there is a timer, which
+    runs while the process is stopped and may expire before the watchdog's thread runs. While the machine is suspended it does not
+    run.
     """
 
     def __init__(
@@ -124,13 +123,13 @@ class Watchdog:
         progress, looked_at, progress_at, lost_at = _LoadProgress(self._loads), time.monotonic(), 0.0, math.inf
         while not self._over.wait(every_s):
             now = time.monotonic()
-            if now - looked_at > every_s + PAUSE_S:
+            if now - looked_at > every_s + load_progress.PAUSE_S:
                 progress_at, lost_at = now, math.inf
             looked_at, (beaten_at, loading) = now, self._expected
             limit_s = self._limit_s * (LOAD_FACTOR if loading else 1.0)
             if not self._has_parent:
                 # Code that hangs while it holds the GIL stops this thread too. faulthandler's timer, reset at each check, ends
-                # the process then. It cannot tell a hang from a stopped process, see PAUSE_S.
+                # the process then. It cannot tell a hang from a stopped process, see the class's docstring.
                 faulthandler.dump_traceback_later(limit_s + limit_s / NUM_CHECKS + SAVE_S, exit=True)
             if loading and progress.found():
                 progress_at = now

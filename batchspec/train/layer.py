@@ -126,7 +126,7 @@ class GradientStream:
     """The residual stream, never changed in place."""
 
     live = None
-    """As of `Stream`."""
+    """See `Stream`."""
 
     def __init__(self, state: Tensor) -> None:
         self.state = state

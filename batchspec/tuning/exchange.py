@@ -22,10 +22,11 @@ rank; the first three columns are sums alone, the last three sums with the resid
 from __future__ import annotations
 
 ONE_SHOT_BYTES = {2: 1 << 62, 4: 384 << 10, 8: 96 << 10}
-"""Up to this many bytes each rank reads everything (one shot). Two ranks read as much in two shots as in one, with one more
-barrier. Four: for sums with a norm the best choice changes between 256 and 512 KB, for others just above 512 KB. Eight is
-computed from four: the reading that two shots save, 5.25 instead of 1.5 times the bytes, outweighs the same second barrier at 2 /
-7 of them."""
+"""Up to this many bytes a sum takes one shot: each rank reads the whole tensor of every other rank. In two shots it reads its
+share of each tensor, waits at a second barrier, and reads the sums of the others. Two ranks read as much in two shots as in one,
+so they never take two. Four ranks: for sums with a norm the faster choice changes between 256 and 512 KB, for others just above
+512 KB. The limit of eight is computed from that of four: two shots save 1.5 times the bytes of a tensor on four ranks and 5.25
+times on eight, so they make up for the second barrier at 2 / 7 of the bytes."""
 LIBRARY_BYTES = {2: 16 << 20, 4: 32 << 20, 8: 32 << 20}
 """Beyond this many bytes prefill uses the library; rounds do beyond their buffers, which are as large as their largest sum. The
 kernels are faster at all sizes above; but prefill's buffers take four times these bytes of a GPU's memory, hence the limit."""

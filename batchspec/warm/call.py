@@ -18,13 +18,13 @@ from batchspec.dataset.schema import output_schema
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.errors import CapacityError, EngineInUse, InputError
 from batchspec.model.tokenizer import Tokenizer
+from batchspec.out_of_memory import OutOfMemoryGuard
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.constraints import Constraints
 from batchspec.packing.feed import Feed
 from batchspec.packing.predict import LengthPredictor
 from batchspec.prepare import Job, JobModel, job_of
 from batchspec.records import Completion, Request
-from batchspec.runner.oom_fallback import OutOfMemoryGuard
 from batchspec.runner.shard_work import ShardWork
 from batchspec.warm.stream import Stream
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from batchspec import terminal
+from batchspec.config.call_arguments import explains_arguments
 from batchspec.config.overrides import overrides_of
 from batchspec.dataset.in_memory import table_of
 from batchspec.engine.engine import Engine as BatchEngine
@@ -46,6 +47,9 @@ from batchspec.warm.options import Options, warm_config
 from batchspec.warm.ranks import EngineOfRanks
 from batchspec.warm.stream import Stream
 from batchspec.warm.weights import check_scales, written
+
+KEYS = "batchspec.Engine"
+"""What takes the keys of a job, in messages about arguments of calls."""
 
 
 class Engine:
@@ -86,6 +90,7 @@ class Engine:
         """Rounds and tokens of all calls, added up while they run."""
         return self._loaded.totals
 
+    @explains_arguments("Engine.generate", KEYS)
     def generate(self, data: Any) -> pl.DataFrame:
         """Completions of every row, in the order of the rows, in the output columns of a job; bad rows are rows with an error.
 
@@ -103,6 +108,7 @@ class Engine:
         """The same for Arrow tables: what `map_batches` of Ray Data calls, with batch_format="pyarrow"."""
         return self.generate(table).to_arrow(compat_level=pl.CompatLevel.oldest())
 
+    @explains_arguments("Engine.stream", KEYS)
     def stream(self, data: Any) -> Stream:
         """The completions as they end, for `for` or `async for`, not in the order of the rows (`row_index`, `sample_index`).
 
@@ -121,6 +127,7 @@ class Engine:
         with self._exclusive(call) as engine:
             yield from call.run(engine)
 
+    @explains_arguments("Engine.converse", KEYS)
     def converse(self, data: Any, next_turn: NextTurn, *, threads: int = 1) -> pl.DataFrame:
         """Conversations that begin with these rows, all decoded as one stream; one row for each turn, with a column `turn`.
 

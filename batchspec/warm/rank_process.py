@@ -34,11 +34,11 @@ from batchspec.engine.output_processor import EngineTotals
 from batchspec.errors import BatchspecError, CapacityError, RankLost
 from batchspec.load import rewrite_weights, vocabulary_of
 from batchspec.model.kv_calibration import give_scales
+from batchspec.out_of_memory import OutOfMemoryGuard
 from batchspec.packing.planner import host_share
 from batchspec.prepare import Job, open_model
 from batchspec.records import Request
 from batchspec.runner.follower import run_follower
-from batchspec.runner.oom_fallback import OutOfMemoryGuard
 from batchspec.supervise.leave import leave
 from batchspec.supervise.watchdog import Watchdog, limit_s, nccl_s
 from batchspec.token_automaton import TokenAutomaton

@@ -21,7 +21,7 @@ PART = 2048
 """Keys of a part: every row is cut at the multiples of this number, whatever else is in the batch."""
 WARPS = {16: 4, 32: 4, 64: 4, 128: 8}
 """Warps for each number of lines of a tile."""
-ONES = tl.constexpr(16)  # the fewest columns of a product
+ONES = tl.constexpr(16)  # the smallest width of a product on tensor cores
 
 
 def block_of(head_dim: int) -> int:
@@ -35,7 +35,8 @@ def attend_block(
     WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     BLOCK: tl.constexpr, SEEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """(peak, mass, acc) with the keys at .. at + BLOCK - 1 added, and the pages of the next. SEEN: all queries attend to all."""
+    """(peak, mass, acc) after the keys at .. at + BLOCK - 1, and the pages of the BLOCK keys after those. SEEN: all queries
+    attend to all of these keys."""
     key = tl.arange(0, BLOCK)
     d = tl.arange(0, DIM)
     next_page = page_of(table, at + BLOCK + key, end, PAGE_SIZE)  # one step ahead, as in `verify_attention.py`

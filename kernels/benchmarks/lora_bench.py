@@ -2,10 +2,10 @@
 
     python -m batchspec.kernels.benchmarks.lora_bench [--rows 256] [--per-row 1 4] [--adapters 16] [--ranks 16 32 64] [--sweep]
 
-Every row has an adapter, and each as many rows. Each pair is checked against its reference first. A line has the
-microseconds of the base product (the library's), of the first and second low-rank product, of both in a row, and of both as a
-share of the base product; the last line of a table is the sum over a layer, times the layers of the model. `--sweep` times other
-splits of K and tiles of tokens. Without a GPU the references alone run, on small shapes.
+Every row has an adapter, and all adapters have the same number of rows. Each pair is checked against its reference first. A line
+has the microseconds of the base product (the library's), of the first and second low-rank product, of both in a row, and of both
+as a share of the base product; the last line of a table is the sum over a layer, times the layers of the model. `--sweep` times
+other splits of K and tiles of tokens. Without a GPU the references alone run, on small shapes.
 """
 
 from __future__ import annotations

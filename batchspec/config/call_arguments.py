@@ -1,0 +1,64 @@
+"""Arguments that a call from Python does not take, such as vLLM's max_tokens: the error names the key or column that is meant."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+from batchspec.config.typed import keys, suggest
+from batchspec.config.vllm_names import NAMES
+from batchspec.dataset.columns import TYPES
+from batchspec.errors import ConfigError
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+ROWS = ("prompts", "inputs", "messages", "prompt_token_ids")
+"""What vLLM's `generate` and `chat` and OpenAI's calls name their rows."""
+SAMPLING = "its parameters are keys under `decode`"
+OBJECTS = {"sampling_params": SAMPLING, "lora_request": "adapters are the key model.adapters and the column `adapter`"}
+"""vLLM's arguments that stand for several keys."""
+
+
+def explains_arguments(name: str, takes_keys: str) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
+    """A decorator: a call with arguments that the function does not take raises ConfigError, which names the key or the column.
+
+    name        of the function, for the message
+    takes_keys  what takes the keys of a job: "batchspec.Engine"
+    """
+
+    def decorate(function: Callable[Given, Result]) -> Callable[Given, Result]:
+        signature = inspect.signature(function)
+
+        @wraps(function)
+        def called(*args: Given.args, **named: Given.kwargs) -> Result:
+            try:
+                signature.bind(*args, **named)
+            except TypeError as error:
+                raise ConfigError(_explained(signature, name, takes_keys, named, str(error))) from None
+            return function(*args, **named)
+
+        return called
+
+    return decorate
+
+
+def _explained(signature: inspect.Signature, name: str, takes_keys: str, named: dict[str, Any], said: str) -> str:
+    known = [each for each in signature.parameters if each != "self"]
+    unknown = next((each for each in named if each not in known), None)
+    if unknown is None:
+        return f"{name}: {said}; it takes {', '.join(known)}, and {takes_keys} takes the keys of a job"
+    begin = f"{unknown} is not an argument of {name}"
+    if unknown in ROWS:
+        return f"{begin}: rows are its first argument, `{known[0]}`"
+    if unknown in OBJECTS:
+        return f"{begin}: {OBJECTS[unknown]}, which {takes_keys} takes"
+    leaves = {key.rpartition(".")[2]: key for key in reversed(keys())}
+    key = NAMES.get(unknown) or (unknown if unknown in leaves.values() else leaves.get(unknown))
+    column = key.removeprefix("decode.") if key else unknown
+    row = f"; a value for each row is the column {column!r}" if column in TYPES else ""
+    if key is not None:
+        return f"{begin}: it is the key {key}, which {takes_keys} takes for all rows{row}"
+    hint = suggest(unknown, [*known, *keys()])
+    return f"{begin}, which takes {', '.join(known)}; {takes_keys} takes the keys of a job{f': {hint}' if hint else ''}{row}"

@@ -1,0 +1,49 @@
+"""Recognises errors of running out of memory, of the host or of a GPU."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from batchspec.errors import CapacityError
+
+SIGNS = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
+"""Parts of the messages of torch, CUDA and its libraries when memory runs out."""
+
+
+@dataclass(slots=True)
+class OutOfMemoryGuard:
+    """Within this block an error of running out of memory ends the block without an exception; other exceptions pass."""
+
+    message: str = ""
+    """First line of the error; empty if memory did not run out."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        short = (
+            isinstance(error, MemoryError)
+            or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS))
+            or (isinstance(error, OSError) and error.errno == errno.ENOMEM)  # no process could be started
+        )
+        if short:
+            self.message = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return short
+
+
+@contextmanager
+def admitting_rows() -> Iterator[None]:
+    """Within this block, which admits rows before the engine is made, running out of memory raises CapacityError: there is no
+    batch yet that could be made smaller."""
+    with OutOfMemoryGuard() as guard:
+        yield
+    if guard.message:
+        raise CapacityError(
+            f"out of memory while rows were read and tokenised ({guard.message}); free the machine's memory and run the same "
+            "command again"
+        )
