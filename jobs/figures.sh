@@ -285,11 +285,11 @@ PYTHON
         model.load_format=dummy model.dtype="${DTYPE:-bfloat16}" model.max_len=1024 input.path="$folder/twice.parquet" output=training
         output.shard_rows=$((rows / 16 + 1)) packing.memory_gb="${MEMORY_GB:-16}")
     same large draft=none packing.max_num_seqs=256 packing.memory_gb="${LARGE_GB:-32}" # alone: it compiles the kernels
+    stopped KILL large-killed "draft=window draft.adaptive=false draft.window=256 packing.max_num_seqs=60" &
     same large-corpus draft=lookup draft.adaptive=false draft.corpus_tokens=1000000 packing.max_num_seqs=100 &
     same large-window draft=window draft.adaptive=false draft.window=128 packing.max_num_seqs=64 &
-    same large-eagle3 draft=eagle3 draft.adaptive=false packing.max_num_seqs=90 &
     for pid in $(jobs -p); do wait "$pid"; done
-    stopped KILL large-killed "draft=window draft.adaptive=false draft.window=256 packing.max_num_seqs=60" &
+    same large-eagle3 draft=eagle3 draft.adaptive=false packing.max_num_seqs=90 &
     same large-one-slot draft=none packing.max_num_seqs=1 input.limit="${FEW:-12}" &
     same large-parallel draft=parallel draft.adaptive=false packing.max_num_seqs=80 &
     for pid in $(jobs -p); do wait "$pid"; done
