@@ -272,7 +272,7 @@ in_format() { # NAME COMMAND...: run COMMAND with `common` set for this format o
     "${@:2}"
 }
 figure_deterministic_8b() { # prompts come twice, so that the corpus of finished rows drafts their tokens. On a CPU: SHAPE=FILE.json DTYPE=float64
-    local folder=$out/deterministic-8b rows=${ROWS:-512} common pid
+    local folder=$out/deterministic-8b rows=${ROWS:-512} common pid name
     [ -e "$folder" ] || bench --make-job "$folder" --shape "${SHAPE:-llama8b}" --requests $((rows / 2)) --prompt 768 --gen 128 > /dev/null
     "$python" - "$folder" <<'PYTHON'
 import sys
@@ -294,7 +294,7 @@ PYTHON
     same large-parallel draft=parallel draft.adaptive=false packing.max_num_seqs=80 &
     for pid in $(jobs -p); do wait "$pid"; done
     differences large
-    grep -ho 'mean acceptance length [0-9.]*' "$out"/large-corpus.log "$out"/large-window.log | tail -n 2
+    for name in corpus window; do grep -o 'mean acceptance length [0-9.]*' "$out/large-$name.log" | tail -n 1; done
 }
 same() { # NAME KEY=VALUE...: the job `common` with these keys
     run "$1" "${common[@]}" "${@:2}" > "$out/$1.log" 2>&1 || { echo "$1 failed:"; tail -n 5 "$out/$1.log"; false; } >&2
