@@ -4,6 +4,7 @@ open_job(config)        every check; nothing is written before all have passed  
 check_output(job)       the output folder: new, or that of an earlier run of this job                 runstate/
 check_target(job)       with output.push_to_hub: no other job's dataset has that name                 report/
 new_retry(job, output)  the retry that resume.retry asks for, if any                                  runner/new_retry.py
+new_extension(job, ..)  the rows that resume=extend adds to the job, if any                           runner/new_extension.py
 compute(job, ...)       one run:
   survey_first(job)       read and admit the first rows                                               dataset/, packing/
   EngineWithFallback      choose the batch's shape, load the model, make the engine                     load.py, packing/, model/
@@ -19,6 +20,7 @@ import os
 import time
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 
 from batchspec import terminal
 from batchspec.config.schema import RunConfig
@@ -41,6 +43,7 @@ from batchspec.report.summary import RunSummary
 from batchspec.runner.adaptation import Adaptation
 from batchspec.runner.compute_all import ComputeAll
 from batchspec.runner.kv_scales import keep_scales, with_saved_scales
+from batchspec.runner.new_extension import advice, new_extension, with_layout
 from batchspec.runner.new_retry import MAY_DIFFER, new_retry
 from batchspec.runner.oom_fallback import EngineWithFallback, MakeEngine
 from batchspec.runner.retry_plan import RetryPlan
@@ -48,7 +51,9 @@ from batchspec.runner.run_shards import ShardRunner, check_errors
 from batchspec.runner.shard_work import ShardWork
 from batchspec.runner.shard_workers import ShardWorkers
 from batchspec.runner.weight_sums import keep_sums, with_kept_sums
-from batchspec.runstate.generations import Generation
+from batchspec.runstate.extensions import MAY_DIFFER as EXTENDED
+from batchspec.runstate.extensions import Extension
+from batchspec.runstate.generations import Change, Generation
 from batchspec.runstate.journal import Journaled, saved_rows
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.supervise.watchdog import Watchdog
@@ -76,20 +81,27 @@ def run_job(
     output = check_output(job)
     check_target(job)
     start_up.done("checks")
-    retry = new_retry(job, output)
+    change = new_retry(job, output) or new_extension(job, output)
+    job = with_layout(job, output, change)
+    if isinstance(change, Extension) and change.num_rows == output.manifest.num_rows:
+        output.extend(change)  # another input.limit for the same rows, say: nothing is to be computed for it
+        change = None
     resumes = not output.begins_job(config.output.overwrite)
     finished = output.finished() if resumes else set()
-    complete = retry is None and resumes and len(finished) == output.num_shards
+    complete = change is None and resumes and len(finished) == output.num_shards
     if complete:
         say(f"{output.path}: already complete: {size_of(job, output)}{nothing_to_retry(config)}")
     else:
         try:
-            compute(job, output, finished, retry=retry, start_up=start_up, watchdog=watchdog)
+            compute(job, output, finished, change=change, start_up=start_up, watchdog=watchdog)
         except TooManyErrors:
             if output.missing():
                 raise  # if it came after the last shard, the job is complete: write card and report first
         if others := output.missing():
             say(f"{output.path}: this run's part is done; other runs work on {len(others)} of {output.num_shards} shards")
+            return
+        if output.is_extended():
+            say(f"{output.path}: this run's rows are done; another command added rows since, and its runs go on with them")
             return
         say(f"{output.path}: done, {size_of(job, output)}")
     watchdog.close()
@@ -119,13 +131,13 @@ def nothing_to_retry(config: RunConfig) -> str:
 
 
 def compute(
-    job: Job, output: OutputFolder, finished: set[int], make: MakeEngine = make_engine, retry: Generation | None = None,
+    job: Job, output: OutputFolder, finished: set[int], make: MakeEngine = make_engine, change: Change | None = None,
     start_up: StartUp | None = None, watchdog: Watchdog | None = None,
 ) -> None:  # fmt: skip
     """Decode and commit every shard that is not `finished` and that no other run works on; print and log the speed.
 
     make      makes the engine; called when every check has passed
-    retry     begins a retry: only its shards are computed
+    change    begins with the run: a retry, of which only its shards are computed, or an extension of the job
     start_up  the phases of the run so far
     watchdog  as for `run_job`
     Raises what `ShardRunner.run` raises.
@@ -134,10 +146,11 @@ def compute(
     seen = survey_first(job)
     start_up.done("survey")
     surveyed_s = start_up.reached_s
+    retry = change if isinstance(change, Generation) else None
     if retry is not None:
         finished = finished - set(retry.shards)
     new_job = output.begins_job(job.config.output.overwrite)
-    is_retry = retry is not None or (not new_job and output.generation is not None)
+    is_retry = retry is not None or (not new_job and bool(output.to_retry()))
     num_errors = job_stats(output.path).error_rows if finished and not is_retry else 0
     check_errors(job, num_errors)
     if not new_job:
@@ -150,7 +163,7 @@ def compute(
         adaptation.serve(holder.engine)
         start_up.done("engine")
         start_up_s = start_up.reached_s - surveyed_s
-        create_output(job, output, retry)  # no check can refuse the job from here on
+        create_output(job, output, change)  # no check can refuse the job from here on
         keep_scales(job, output, holder)
         keep_sums(job, output, holder, progress, has_rows=bool(finished or journaled.num_rows or is_retry))
         plan = work_plan(job, output, is_retry=is_retry)
@@ -221,7 +234,7 @@ def finish(output: OutputFolder, *, again: bool) -> JobStats:
 
 def progress_bar(job: Job, seen: Survey, finished: set[int], journaled: Journaled, start_up: StartUp) -> ProgressBar:
     """A progress bar over the output rows of the whole job."""
-    done = seen.num_outputs(len(finished) * job.shard_rows) + len(journaled.completions)
+    done = seen.num_outputs(job.layout.num_rows_of(finished)) + len(journaled.completions)
     return ProgressBar(seen.num_outputs(job.source.num_rows), done=done, start_up=start_up)
 
 
@@ -239,7 +252,8 @@ def check_output(job: Job) -> OutputFolder:
         num_rows=job.source.num_rows,
         shard_rows=config.shard_rows,
         overwrite=config.overwrite,
-        may_differ=MAY_DIFFER[job.config.resume.retry],
+        may_differ=EXTENDED if job.config.resume.extend else MAY_DIFFER[job.config.resume.retry],
+        advice=partial(advice, job),
     )
     return output
 
@@ -255,10 +269,12 @@ def check_target(job: Job) -> None:
     check_target_key(config, of_job)
 
 
-def create_output(job: Job, output: OutputFolder, retry: Generation | None = None) -> None:
-    """Make the folder and its manifest if they are missing; begin the retry."""
-    if retry is not None:
-        output.retry(retry)
+def create_output(job: Job, output: OutputFolder, change: Change | None = None) -> None:
+    """Make the folder and its manifest if they are missing; begin the retry or the extension."""
+    if isinstance(change, Generation):
+        output.retry(change)
+    elif change is not None:
+        output.extend(change)
     output.create(
         fingerprint=job_fingerprint(job),
         config=asdict(job.config),

@@ -193,7 +193,8 @@ def load_engine(
     if job.device.type == "cuda":
         progress.phase("compiling kernels and capturing the graphs of the rounds")
         progress.start_up.done("batch and drafter")
-        window_rows = job.shard_rows * window_shards(batch.num_slots, job.shard_rows)
+        shard_rows = job.layout.last_shard_rows
+        window_rows = shard_rows * window_shards(batch.num_slots, shard_rows)
         prepare_engine(engine, usual_mode(job), seen, job.source.num_rows, window_rows, most_rounds=most_rounds)
         progress.start_up.done("other preparations", engine.planner.seconds)
     return engine

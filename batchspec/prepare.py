@@ -16,6 +16,7 @@ from batchspec.dataset.columns import ColumnMap, map_columns
 from batchspec.dataset.reader import Source, open_source
 from batchspec.dataset.row_ids import check_ids
 from batchspec.dataset.schema import output_schema
+from batchspec.dataset.shard_layout import ShardLayout
 from batchspec.distributed.group import Group
 from batchspec.draft.spec import DrafterSpec, open_drafter
 from batchspec.errors import ConfigError
@@ -97,12 +98,10 @@ class Job(JobModel):
     admission: Admission
     kv_scales: KVScales | None = None
     """With cache.dtype=fp8: the scales that an earlier run wrote to the output folder."""
+    layout: ShardLayout
+    """Which rows each shard holds: those of a new job, or of the job in the output folder (runner/new_extension.py)."""
     sums: SumsOfJob | None = None
     """What every load of the weights is compared with; None: nothing is compared."""
-
-    @property
-    def shard_rows(self) -> int:
-        return self.config.output.shard_rows or default_shard_rows(self.source.num_rows)
 
 
 def open_job(
@@ -154,7 +153,8 @@ def job_of(
         check_keys_of_model(config, model.spec, thinks=admission.settings.think is not None)
     output_schema(source.schema, columns, config.output, channels=admission.has_channels)
     of_model = {item.name: getattr(model, item.name) for item in fields(model)}
-    return Job(**of_model, source=source, columns=columns, tokenizer=tokenizer, admission=admission)
+    layout = ShardLayout.even(source.num_rows, config.output.shard_rows or default_shard_rows(source.num_rows))
+    return Job(**of_model, source=source, columns=columns, tokenizer=tokenizer, admission=admission, layout=layout)
 
 
 def fetch_weights(model: JobModel) -> None:
@@ -264,7 +264,7 @@ def survey_first(job: Job) -> Survey:
     """
     seen = Survey()
     with admitting_rows():
-        for shard in job.source.shards(job.shard_rows):
+        for shard in job.source.shards(job.layout):
             seen.add(shard.table.num_rows, _begun(job.admission, job.admission.admit(shard)))
             if seen.num_rows >= SURVEY_ROWS:
                 break

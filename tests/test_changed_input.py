@@ -20,6 +20,7 @@ from batchspec import run
 from batchspec.config.schema import InputConfig
 from batchspec.dataset import files
 from batchspec.dataset.reader import InputShard, Source, open_source, table_source
+from batchspec.dataset.shard_layout import ShardLayout
 from batchspec.errors import InputError
 from batchspec.runner import decode_shards
 from batchspec.runstate.output_folder import OutputFolder
@@ -193,13 +194,13 @@ class Forgetful:
 
     def __init__(self, source: Source, keeps: int) -> None:
         self.num_rows, self.files, self.schema = source.num_rows, source.files, source.schema
-        self.check, self.column, self.ids = source.check, source.column, source.ids
+        self.check, self.column, self.ids, self.alone = source.check, source.column, source.ids, source.alone
         self._source, self._keeps, self._reads = source, keeps, 0
 
-    def shards(self, shard_rows: int, skip: Container[int] = ()) -> Iterator[InputShard]:
+    def shards(self, layout: ShardLayout | int, skip: Container[int] = ()) -> Iterator[InputShard]:
         self._reads += 1
         assert self._reads < 9, "the run reads again and again what gives it no rows"
-        yield from (shard for shard in self._source.shards(shard_rows, skip) if self._reads == 1 or shard.index < self._keeps)
+        yield from (shard for shard in self._source.shards(layout, skip) if self._reads == 1 or shard.index < self._keeps)
 
 
 @pytest.mark.parametrize("keeps", [0, 3])

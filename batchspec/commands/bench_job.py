@@ -104,7 +104,7 @@ def measure(
     written = sum(path.stat().st_size for path in (folder / "out" / "data").iterdir())
     row_us = seconds / num_rows * 1e6
     # Rows wait until their shard is committed: a flush finds the rows of one window at most.
-    journal_us = journal_s / len(engine.last) * min(1.0, WINDOW_SHARDS * job.shard_rows / (JOURNAL_S * TOK_S / num_tokens)) * 1e6
+    journal_us = journal_s / len(engine.last) * min(1.0, WINDOW_SHARDS * shard_rows / (JOURNAL_S * TOK_S / num_tokens)) * 1e6
     quarters = [max(part) for part in np.array_split(np.array(memory), 4)] if len(memory) >= 4 else [max(memory)] * 4
     return {
         "rows": num_rows,

@@ -32,6 +32,7 @@ from batchspec.prepare import Job, open_job, survey_first
 from batchspec.records import Completion, Ids, Request
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runner.kv_scales import with_saved_scales
+from batchspec.runner.new_extension import with_layout
 from batchspec.runner.weight_sums import with_kept_sums
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
@@ -112,7 +113,7 @@ def job_of(out: str | Path, dtype: str | None, device: str | None, *, other_kv: 
         config.decode.deterministic = False
     if other_kv:
         config.cache = other_cache(as_run)
-    job = with_kept_sums(with_saved_scales(open_job(config, is_new=False), output), output)
+    job = with_kept_sums(with_saved_scales(with_layout(open_job(config, is_new=False), output), output), output)
     # Without sums of earlier runs there is nothing to compare with, so none are computed.
     return replace(job, sums=None) if job.sums is not None and job.sums.kept is None else job
 
@@ -154,10 +155,8 @@ def written_tokens(out: str | Path, num_rows: int) -> dict[tuple[int, int], list
 
 def requests_of(job: Job, wanted: set[tuple[int, int]]) -> Iterator[Request]:
     """The requests of these (row, sample)."""
-    size = job.shard_rows
-    shards = {row // size for row, _ in wanted}
-    skip = set(range(-(-job.source.num_rows // size))) - shards
-    for shard in job.source.shards(size, skip):
+    skip = set(range(job.layout.num_shards)) - {job.layout.shard_of(row) for row, _ in wanted}
+    for shard in job.source.shards(job.layout, skip):
         for entry in job.admission.admit_compiled(shard):
             if isinstance(entry, Request) and (entry.row_index, entry.sample_index) in wanted:
                 yield entry

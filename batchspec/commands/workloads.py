@@ -153,7 +153,7 @@ def _real(args: argparse.Namespace, device: torch.device, group: Group | None) -
     if kinds and "kind" not in job.source.schema.names:
         raise ConfigError(f"--kind {args.kind}: the input has no column `kind`; leave --kind out")
     found: list[Request] = []
-    for shard in job.source.shards(job.shard_rows):
+    for shard in job.source.shards(job.layout):
         kind_of = shard.table.column("kind").to_pylist() if kinds else None
         for entry in job.admission.admit(shard):
             fits = isinstance(entry, Request) and entry.sample_index == 0

@@ -68,6 +68,13 @@ def check(config: RunConfig, *, require: Iterable[str] = ()) -> None:
     _unused(config)
     if config.resume.retry != "none" and config.output.overwrite:
         raise ConfigError("output.overwrite=true leaves resume.retry nothing to retry; remove one of them")
+    if config.resume.extend and config.output.overwrite:
+        raise ConfigError("output.overwrite=true leaves resume.extend=true no job to extend; remove one of them")
+    if config.resume.extend and config.resume.retry != "none":
+        raise ConfigError(
+            f"resume.extend=true adds rows and resume.retry={config.resume.retry} computes old ones again; run resume=extend to "
+            "its end first, then the retry"
+        )
 
 
 def _cache(config: RunConfig) -> None:

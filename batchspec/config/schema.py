@@ -256,6 +256,9 @@ class ResumeConfig:
     with a larger decode.max_new_tokens; none. Their shards are replaced one by one, all other rows stay."""
     retry_id: int = 1
     """Number of the retry: the same retry runs once, a higher number runs it again."""
+    extend: bool = False
+    """Whether input rows that come after all rows of the job in output.dir, from new files or a higher input.limit, are added to
+    it. Its rows and files stay as they are."""
     row_attempts: int = 3
     """Number of crashes of isolated retries at one position after which a row becomes an error row (code crash)."""
 

@@ -115,6 +115,11 @@ class ParquetFile:
     def check(self) -> None:
         check_same(self.place, self.name, self._stamp)
 
+    def digest_of(self, digest_bytes: int) -> str:
+        """The digest that the file has with this number of bytes. Raises InputError or StorageError if it cannot be read."""
+        with reading(self.name):
+            return _digest(self.place, self.size_bytes, digest_bytes)
+
     def _open(self) -> pq.ParquetFile:
         # A buffer size makes Arrow stream the pages; without it a whole column chunk is read at once.
         source = str(self.place.path) if isinstance(self.place, LocalPlace) else self.place.open()

@@ -18,6 +18,7 @@ from batchspec.dataset.files import DIGEST_BYTES, DataFile, MemoryFile, ParquetF
 from batchspec.dataset.formats import format_of
 from batchspec.dataset.input_paths import check_apart, entries_of, find_files
 from batchspec.dataset.json_lines import JsonLinesFile
+from batchspec.dataset.shard_layout import ShardLayout
 from batchspec.dataset.untyped_columns import Kinds, json_kinds, mark_of
 from batchspec.errors import ConfigError, InputError
 from batchspec.storage.places import Place, RemotePlace
@@ -78,11 +79,18 @@ class Source(Protocol):
     files: tuple[InputFile, ...]
     schema: pa.Schema
 
-    def shards(self, shard_rows: int, skip: Container[int] = ()) -> Iterator[InputShard]:
-        """Shard i holds rows i * shard_rows up to the next shard's first; shards in `skip` are left out.
+    def shards(self, layout: ShardLayout | int, skip: Container[int] = ()) -> Iterator[InputShard]:
+        """The input as shards; those in `skip` are left out.
+
+        layout  which rows each shard holds; a number: so many in each
 
         A row group whose rows all belong to skipped shards is not read. Raises InputError at a damaged page, and if a file of the
         shard was replaced or changed since it was opened, or has fewer rows than then.
+        """
+
+    def alone(self, num_files: int) -> SourceFacts:
+        """What the first files would be if there were no others: a digest of a file depends on the number of files, and the
+        columns of JSON lines on the rows of all. Raises InputError for a file that cannot be read.
         """
 
     def check(self, first: int, stop: int) -> None:
@@ -147,15 +155,8 @@ def derived_id(files: Sequence[InputFile], row: int) -> str:
 
 class _FileSource:
     def __init__(self, files: Sequence[DataFile], limit: int | None) -> None:
-        self.files = tuple(
-            InputFile(
-                name=file.name,
-                size_bytes=file.size_bytes,
-                num_rows=sum(part.num_rows for part in file.parts),
-                digest=file.digest,
-            )
-            for file in files
-        )
+        self.files = tuple(_facts_of(file, file.digest) for file in files)
+        self._all = files
         rows = sum(file.num_rows for file in self.files)
         self.num_rows = rows if limit is None else min(rows, limit)
         if not self.num_rows:
@@ -166,18 +167,20 @@ class _FileSource:
         self.schema = _common_schema(self._files)
         self._stops = list(itertools.accumulate(file.num_rows for file in self.files if file.num_rows))
 
-    def shards(self, shard_rows: int, skip: Container[int] = ()) -> Iterator[InputShard]:
+    def shards(self, layout: ShardLayout | int, skip: Container[int] = ()) -> Iterator[InputShard]:
+        shards = layout if isinstance(layout, ShardLayout) else ShardLayout.even(self.num_rows, layout)
+
         def wanted(first: int, stop: int) -> bool:
-            return any(index not in skip for index in range(first // shard_rows, (stop - 1) // shard_rows + 1))
+            return any(index not in skip for index in range(shards.shard_of(first), shards.shard_of(stop - 1) + 1))
 
         pieces: list[pa.RecordBatch] = []
         bad: dict[int, Unreadable] = {}
         for batch_first, batch, why in self._batches(self.schema.names, wanted):
             first, rest = batch_first, batch
             while rest.num_rows:
-                index = first // shard_rows
-                stop = min((index + 1) * shard_rows, self.num_rows)
-                piece = rest.slice(0, stop - first)
+                index = shards.shard_of(first)
+                rows = shards.rows_of(index)
+                piece = rest.slice(0, rows.stop - first)
                 rest = rest.slice(piece.num_rows)
                 first += piece.num_rows
                 if index in skip:
@@ -185,13 +188,20 @@ class _FileSource:
                 pieces.append(piece)
                 if why is not None:
                     bad[batch_first] = why
-                if first == stop:
+                if first == rows.stop:
                     table = pa.Table.from_batches(pieces, self.schema)
                     pieces.clear()
-                    self.check(index * shard_rows, stop)
-                    yield InputShard(index=index, first_row=index * shard_rows, table=table, bad=bad)
+                    self.check(rows.start, rows.stop)
+                    yield InputShard(index=index, first_row=rows.start, table=table, bad=bad)
                     bad = {}
                     del table
+
+    def alone(self, num_files: int) -> SourceFacts:
+        files = self._all[:num_files]
+        share = DIGEST_BYTES // max(1, num_files)
+        facts = tuple(_facts_of(file, file.digest_of(share) if isinstance(file, ParquetFile) else file.digest) for file in files)
+        filled = [file for file in self._files if file in files]
+        return SourceFacts(facts, _schema_alone(filled) if filled else pa.schema([]))
 
     def check(self, first: int, stop: int) -> None:
         for file in self._files[bisect_right(self._stops, first) : bisect_left(self._stops, stop) + 1]:
@@ -250,15 +260,30 @@ def _whole(file: DataFile, part: Part, names: list[str]) -> Iterator[pa.RecordBa
         raise changed(file.name, f"{num_rows:,} rows where {part.num_rows:,} were")
 
 
+def _facts_of(file: DataFile, digest: str) -> InputFile:
+    rows = sum(part.num_rows for part in file.parts)
+    return InputFile(name=file.name, size_bytes=file.size_bytes, num_rows=rows, digest=digest)
+
+
+def _schema_of_lines(files: Sequence[JsonLinesFile]) -> pa.Schema:
+    """The columns of JSON lines, which have no types: these are chosen to fit the rows of all files."""
+    kinds = Kinds()
+    for file in files:
+        kinds.merge(file.kinds)
+    return kinds.schema()
+
+
+def _schema_alone(files: Sequence[DataFile]) -> pa.Schema:
+    """The columns of these files if there were no others."""
+    lines = [file for file in files if isinstance(file, JsonLinesFile)]
+    return _schema_of_lines(lines) if files[0] in lines else files[0].schema
+
+
 def _common_schema(files: Sequence[DataFile]) -> pa.Schema:
-    """The columns, which must be the same in all files. JSON lines have no types: theirs are chosen to fit the rows of all
-    files."""
+    """The columns, which must be the same in all files."""
     lines = [file for file in files if isinstance(file, JsonLinesFile)]
     if len(lines) > 1:
-        kinds = Kinds()
-        for file in lines:
-            kinds.merge(file.kinds)
-        common = kinds.schema()
+        common = _schema_of_lines(lines)
         for file in lines:
             file.schema = common
     first, wanted = files[0], _by_name(files[0])

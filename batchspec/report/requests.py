@@ -78,7 +78,7 @@ def read_requests(folder: OutputFolder) -> Requests:
     best: dict[str, pl.DataFrame] = {}
     errors: dict[str, tuple[Failed, ...]] = {}
     done = sorted(folder.committed())
-    step = max(1, READ_ROWS // folder.manifest.shard_rows)
+    step = max(1, READ_ROWS // folder.manifest.layout.most_rows(done))
     for start in range(0, max(1, len(done)), step):
         here = done[start : start + step]
         errors = _failed(folder, here, errors)
@@ -147,11 +147,11 @@ def _shown(row: Mapping[str, Any], prompt: str | None, completion: str) -> Shown
 
 def _texts(folder: OutputFolder, wanted: set[tuple[int, int]]) -> dict[tuple[int, int], tuple[str | None, str]]:
     """Prompt and completion of some rows, by row_index and sample_index, from the shards that hold them."""
-    size = folder.manifest.shard_rows
+    shard_of = folder.manifest.layout.shard_of
     kept = folder.manifest.config.get("output", {}).get("messages", "full")
     texts = {}
-    for shard in sorted({row // size for row, _ in wanted}):
-        here = [row for row, _ in wanted if row // size == shard]
+    for shard in sorted({shard_of(row) for row, _ in wanted}):
+        here = [row for row, _ in wanted if shard_of(row) == shard]
         rows = folder.scan([shard]).filter(pl.col("row_index").is_in(here))
         names = ["row_index", "sample_index", "completion", *(["messages"] if kept != "none" else [])]
         with scanning(folder.path):

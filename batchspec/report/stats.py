@@ -220,7 +220,7 @@ def _has_text(kind: pl.DataType) -> bool:
 
 def _read(folder: OutputFolder, shards: list[int], by: str | None) -> Iterator[pl.DataFrame]:
     """Tables of one row a completion, with the columns that the statistics need."""
-    step = max(1, READ_ROWS // folder.manifest.shard_rows)
+    step = max(1, READ_ROWS // folder.manifest.layout.most_rows(shards))
     for start in range(0, len(shards), step):
         picked = folder.scan(shards[start : start + step]).select(
             *ROW_KEY,

@@ -105,7 +105,7 @@ class StatusReader:
         return JobStatus(
             path=output.path,
             state="complete" if not missing else "running" if lives else "stopped",
-            rows=output.manifest.num_rows - sum(len(output.rows_of(shard)) for shard in missing),
+            rows=output.manifest.num_rows - output.manifest.layout.num_rows_of(missing),
             rows_total=output.manifest.num_rows,
             shards=output.num_shards - len(missing),
             shards_total=output.num_shards,
@@ -169,9 +169,10 @@ def _left(
 ) -> tuple[float, float, float, float | None]:
     """(completions done, completions in all, share of the job that is done, seconds left)."""
     lives = [status for status in statuses if status.lives]
-    total = float(max(runs, key=lambda run: run.at).expected) if runs else 0.0
-    total = total or float(output.manifest.num_rows)
-    committed = total * (1 - len(missing) / output.num_shards)
+    # The most that a run expects: one that began before an extension of the job does not know the added rows.
+    layout = output.manifest.layout
+    total = float(max([layout.num_rows, *(run.expected for run in runs)]))
+    committed = total * (1 - layout.num_rows_of(missing) / layout.num_rows)
     done = min(total, committed + _open(lives if output.generation is not None else statuses, missing))
     tok_s = sum(status.run.tok_s for status in lives)
     weights = [(8 + status.run.completions, status.run.mean_output) for status in statuses if status.run.mean_output]

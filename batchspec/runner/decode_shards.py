@@ -39,14 +39,14 @@ def decode_shards(
     journaled  saved work of earlier runs on these shards
     claim      filters the shards as they are read: leaves out those of other runs
     """
-    num_shards = sum(index not in skip for index in range(-(-job.source.num_rows // job.shard_rows)))
+    coming = [index for index in range(job.layout.num_shards) if index not in skip]
     feed = Feed(
-        claim(job.source.shards(job.shard_rows, skip)),
+        claim(job.source.shards(job.layout, skip)),
         work.admitted,
         rows=rows,
         predicted=job.admission.predicted,
-        num_shards=num_shards,
-        shard_rows=job.shard_rows,
+        num_shards=len(coming),
+        shard_rows=job.layout.most_rows(coming),
         slots=engine.batch.num_slots,
         journaled=journaled,
         compiling=job.admission.compiling,

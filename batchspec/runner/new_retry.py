@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 import polars as pl
@@ -10,7 +11,8 @@ import polars as pl
 from batchspec.errors import OutputError
 from batchspec.identity import job_fingerprint
 from batchspec.prepare import Job
-from batchspec.runstate.generations import Generation
+from batchspec.runstate.extensions import Extension
+from batchspec.runstate.generations import Change, Generation
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
 
@@ -31,14 +33,15 @@ def new_retry(job: Job, output: OutputFolder) -> Generation | None:
         return None
     if not output.is_job():
         raise OutputError(f"{output.path}: no job was run there that resume={kind} could retry; check output.dir")
-    past, manifest = output.latest_retries(), output.manifest
+    changes, manifest = output.latest_changes(), output.manifest
+    past = [change for change in changes if isinstance(change, Generation)]
     config = asdict(job.config)
     config["resume"]["retry"], config["resume"]["retry_id"] = "none", 1
     fingerprint = dict(manifest.fingerprint) | {CAP: job_fingerprint(job)[CAP]}
     wanted = Generation(
-        number=len(past) + 1, retry=kind, again=job.config.resume.retry_id, fingerprint=fingerprint, config=config, shards=()
+        number=len(changes) + 1, retry=kind, again=job.config.resume.retry_id, fingerprint=fingerprint, config=config, shards=()
     )
-    if any(begun.identity == wanted.identity for begun in past):
+    if any(begun.identity == wanted.identity for begun in _still_counting(changes, kind)):
         if fingerprint != manifest.fingerprint:
             raise OutputError(
                 f"{output.path}: the retry with {wanted} was done, and the one with {past[-1]} came after it; "
@@ -58,13 +61,22 @@ def new_retry(job: Job, output: OutputFolder) -> Generation | None:
     return replace(wanted, shards=shards) if shards else None
 
 
+def _still_counting(changes: Sequence[Change], kind: str) -> list[Generation]:
+    """The retries that need not be done again: a retry of errors has not seen the rows of a later extension. Those have the
+    larger limit of a retry of lengths from the start.
+    """
+    extended = max((change.number for change in changes if isinstance(change, Extension)), default=0)
+    retries = [change for change in changes if isinstance(change, Generation)]
+    return [one for one in retries if kind == "length" or one.number > extended]
+
+
 def _shards_with(output: OutputFolder, kind: str) -> tuple[int, ...]:
     """Shards that may hold a row to retry."""
     failed = (pl.col("status") == "error") & pl.col("error").struct.field("retryable")
     rows = output.scan().filter(failed if kind == "error" else TRUNCATED).select("row_index")
     with scanning(output.path):
-        found = rows.collect()["row_index"] // output.manifest.shard_rows
-    return tuple(sorted(found.unique().to_list()))
+        found = rows.collect()["row_index"].unique().to_list()
+    return tuple(sorted({*map(output.manifest.layout.shard_of, found)}))
 
 
 def _has_rows_cut_off_at(output: OutputFolder, cap: int) -> bool:

@@ -180,7 +180,7 @@ class ShardRunner:
         suspects = attempts.suspect_shards() & set(range(self.output.num_shards)) - others
         if suspects and not engine.stopping:
             self.progress.phase(f"{len(suspects)} shards were in flight when a run crashed: their rows are retried apart")
-            shards = ours(job.source.shards(job.shard_rows, set(range(self.output.num_shards)) - suspects))
+            shards = ours(job.source.shards(job.layout, set(range(self.output.num_shards)) - suspects))
             rows = (shard for shard, _ in shards)
             suspect_shards = SuspectShards(job, self.plan, engine, attempts, journal, journaled, finished=monitor.finished)
             yield from map(monitor.decoded, suspect_shards.decoded(rows))

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchspec.dataset.shard_layout import ShardLayout
 from batchspec.errors import BatchspecError, OutputError, StorageError
 from batchspec.runstate.manifest import Manifest
 from batchspec.storage.store import Store, Tail, for_each
@@ -61,7 +62,7 @@ class ShardFile:
 
 def identity(manifest: Manifest, generation: int, index: int, attempt: str) -> dict[str, str]:
     """The key-value metadata of a shard's file, without PREFIX."""
-    rows = manifest.rows_of(index)
+    rows = manifest.layout.rows_of(index)
     return {
         "version": str(manifest.version), "job": manifest.job, "generation": str(generation), "shard": str(index),
         "rows": f"{rows.start}-{rows.stop - 1}", "attempt": attempt,
@@ -134,26 +135,37 @@ class ShardFiles:
     """The files in data/ of one job. A process reads the footer of each version of a file once.
 
     written  returns the number of the retry for each shard that a retry has written
+    present  returns the layout with the extensions that began since the manifest was read; default: there are none
     """
 
-    def __init__(self, store: Store, manifest: Manifest, written: Callable[[], Mapping[int, int]] = dict) -> None:
+    def __init__(
+        self, store: Store, manifest: Manifest, written: Callable[[], Mapping[int, int]] = dict,
+        present: Callable[[], ShardLayout] | None = None,
+    ) -> None:  # fmt: skip
         self._store, self._manifest, self._written = store, manifest, written
+        self._layout, self._present = manifest.layout, present or (lambda: manifest.layout)
         self._known = _KNOWN.setdefault((store.where, manifest.job), {})
         self._said: set[str] = set()
 
     def listed(self) -> dict[int, str]:
-        """Shard -> version of its file, from a listing alone. Raises OutputError for a file whose name is not a shard's."""
-        found = {}
+        """Shard -> version of its file, from a listing alone; shards of later extensions are left out. Raises OutputError for a
+        file whose name is not a shard's.
+        """
+        found: dict[int, str] = {}
+        num_shards = num_present = self._layout.num_shards
         for name, version in self._store.versions("data").items():
             match = re.fullmatch(r"part-(\d{5,18})\.parquet", name)
             index = int(match[1]) if match else -1
-            if not (0 <= index < self._manifest.num_shards and name == part_name(index)):
+            if index >= num_present == num_shards:
+                num_present = self._present().num_shards
+            if not (0 <= index < num_present and name == part_name(index)):
                 raise OutputError(
                     f"{self._store.where}/data/{name} is not a shard of this job, and readers would read it too; move it away"
                 )
             if not version:
                 raise OutputError(f"{self._path(index)} is a folder, not a file; move it away and run the same command again")
-            found[index] = version
+            if index < num_shards:
+                found[index] = version
         return found
 
     def committed(self) -> set[int]:
@@ -223,7 +235,7 @@ class ShardFiles:
         return file.job is not None and file.job != self._manifest.job
 
     def _misfit(self, index: int, file: ShardFile, generation: int) -> str:
-        rows = self._manifest.rows_of(index)
+        rows = self._layout.rows_of(index)
         wanted = f"{rows.start}-{rows.stop - 1}"
         if self.is_foreign(file):
             return "is a shard of another job; move it away and run the same command again, which computes its rows"

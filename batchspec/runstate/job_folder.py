@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from batchspec.dataset.reader import InputFile
+from batchspec.dataset.shard_layout import ShardLayout
 from batchspec.errors import OutputError
 from batchspec.runstate.claims import REMOTE_STALE_S, STALE_S, Claims
+from batchspec.runstate.extensions import MAY_DIFFER as EXTENDED
+from batchspec.runstate.extensions import Extension
 from batchspec.runstate.footers import ShardFiles
-from batchspec.runstate.generations import Generation, Generations
-from batchspec.runstate.manifest import MANIFEST, Manifest, compared_facts, default_shard_rows, differences, first_job_id
+from batchspec.runstate.generations import Change, Generation, Generations, folder_of, unfinished
+from batchspec.runstate.manifest import (
+    MANIFEST,
+    Manifest,
+    compared_facts,
+    default_shard_rows,
+    differences,
+    differing,
+    first_job_id,
+)
 from batchspec.runstate.overwrite import READS, check_own, elected, read_manifest, refuse_living, settled, this_command
 from batchspec.storage.open_store import open_store
 from batchspec.storage.store import Store
@@ -36,7 +48,7 @@ class JobFolder:
         self._generations = Generations(self._store)
         self._manifest: Manifest | None = None
         self._files: ShardFiles | None = None
-        self._generation: Generation | None = None
+        self._changes: list[Change] = []
 
     @property
     def manifest(self) -> Manifest:
@@ -52,11 +64,29 @@ class JobFolder:
                     "running, run the command again with output.overwrite=true"
                 )
             self._store.method = first.publish
-            retries = self._generations.all(first.job)
-            self._generation = retries[-1] if retries else None
-            self._manifest = first if self._generation is None else self._generation.of(first)
-            self._files = ShardFiles(self._store, first, lambda: self._generations.written(first.job))
+            self._changes = self._generations.all(first.job)
+            manifest = first
+            for change in self._changes:
+                manifest = change.of(manifest)
+            written = partial(self._generations.written, first.job)
+            self._manifest, self._files = manifest, ShardFiles(self._store, manifest, written, self._present_layout)
         return self._manifest
+
+    def _present_layout(self) -> ShardLayout:
+        """The layout with the extensions that other runs have begun since this one read the manifest."""
+        manifest = self.manifest
+        for change in self._begun_since():
+            manifest = change.of(manifest)
+        return manifest.layout
+
+    def _begun_since(self) -> list[Change]:
+        """Changes of the job that began after this run read its manifest."""
+        job, known = self.manifest.job, len(self._changes)
+        return self._generations.all(job)[known:] if self._generations.has(known + 1) else []
+
+    def is_extended(self) -> bool:
+        """Whether an extension of the job began after this run read its manifest: this run does not have all its rows."""
+        return any(isinstance(change, Extension) for change in self._begun_since())
 
     @property
     def files(self) -> ShardFiles:
@@ -70,42 +100,58 @@ class JobFolder:
         """The job's latest retry, done or not; None if there was none."""
         if self._manifest is None and not self.is_job():
             return None
-        return self._generation if self.manifest else None
+        assert self.manifest
+        return next((change for change in reversed(self._changes) if isinstance(change, Generation)), None)
 
     @property
     def _work(self) -> Store:
         """The store of claims, journal and attempts: each retry has its own."""
         if self.generation is None:
             return self._store
-        store = open_store(f"{self.path}/{self.generation.folder}", TMP)
+        store = open_store(f"{self.path}/{folder_of(self.generation)}", TMP)
         store.method = self.manifest.publish
         return store
 
-    def retries(self) -> list[Generation]:
-        """Every retry of the job, the latest last."""
-        return self._generations.all(self.manifest.job)
-
-    def latest_retries(self) -> list[Generation]:
-        """As `retries`, with `manifest` as the latest left it: another run may have begun a retry since that was read.
+    def latest_changes(self) -> list[Change]:
+        """Every retry and extension of the job, the latest last, with `manifest` as that left it: another run may have begun one
+        since it was read.
 
         Only before this run works on the job.
         """
-        while True:
-            found = self.retries()
-            if (found[-1] if found else None) == self._generation:
-                return found
+        assert self.manifest
+        if self._begun_since():
             self._manifest = None
+        return [*self._changes] if self.manifest else []
 
     def retry(self, generation: Generation) -> None:
-        """Begin a retry, or join it if another run began the same one. Raises OutputError if another run began another one, and
-        as `check_own`.
+        """Begin a retry, or join it if another run began the same one. Raises OutputError if another run began another change,
+        and as `check_own`.
         """
         self._store.probe_replace()
+        written_by = self._number
+        begun = self._begin(generation)
+        if not isinstance(begun, Generation) or begun.identity != generation.identity:
+            raise OutputError(
+                f"{self.path}: another run began another change; run the command with {begun} to its end first"
+            )
+        self._store.discard(unfinished(written_by))  # suspended runs would publish them later
+
+    def extend(self, extension: Extension) -> None:
+        """Begin an extension, or join it if another run began the same one. Raises as `retry`."""
+        begun = self._begin(extension)
+        if not isinstance(begun, Extension) or begun.fingerprint != extension.fingerprint:
+            raise OutputError(f"{self.path}: another run changed the job at the same time; run the command with {begun}")
+
+    def _begin(self, change: Change) -> Change:
         self.check_own()
-        begun = self._generations.begin(replace(generation, job=self.manifest.job))
+        begun = self._generations.begin(replace(change, job=self.manifest.job))
         self._manifest = None
-        if begun.identity != generation.identity:
-            raise OutputError(f"{self.path}: another run began a retry; run the command with {begun} to its end first")
+        return begun
+
+    @property
+    def _number(self) -> int:
+        """The retry that this run's files belong to; 0: none."""
+        return 0 if self.generation is None else self.generation.number
 
     def is_job(self) -> bool:
         return self._store.exists(MANIFEST)
@@ -122,9 +168,12 @@ class JobFolder:
         shard_rows: int | None,
         overwrite: bool = False,
         may_differ: Container[str] = (),
+        advice: Callable[[Manifest], str] = lambda job: "",
     ) -> None:
         """Raise OutputError if `create` with the same arguments would. Keys in `may_differ` may have other values. Writes
         nothing.
+
+        advice  what to do about a job that differs only in keys that an extension may change, for the message; may be empty
 
         The folder may be missing, empty, or hold a job with the same fingerprint; with `overwrite` it may hold any job that no
         living run works on. A folder that is not a job is never overwritten.
@@ -147,22 +196,27 @@ class JobFolder:
             if not changed:
                 break
             self._manifest = None
-        if changed and self.generation is not None and self._was_before_a_retry(now):
+        if not changed:
+            return
+        if later := self._since(now):
+            kinds = {Generation: "retried", Extension: "extended"}
+            last = {kinds[type(change)]: change for change in later}
             raise OutputError(
-                f"output.dir {self.path} holds this job, retried since ({'; '.join(changed)}); "
-                f"run the command with {self.generation}"
+                f"output.dir {self.path} holds this job, {' and '.join(last)} since ({'; '.join(changed)}); "
+                f"run the command with {' and '.join(map(str, last.values()))}"
             )
-        if changed:
-            raise OutputError(
-                f"output.dir {self.path} holds another job ({'; '.join(changed)}); use another output.dir, "
-                "or output.overwrite=true to delete that job and start anew"
-            )
+        way = advice(self.manifest) if differing(known, now) <= {*EXTENDED} else ""
+        raise OutputError(
+            f"output.dir {self.path} holds another job ({'; '.join(changed)}); {way}use another output.dir, "
+            "or output.overwrite=true to delete that job and start anew"
+        )
 
-    def _was_before_a_retry(self, fingerprint: Mapping[str, str]) -> bool:
-        """Whether the job had this fingerprint before one of its retries."""
+    def _since(self, fingerprint: Mapping[str, str]) -> list[Change]:
+        """The changes since the job had this fingerprint; none if it never had."""
         first = read_manifest(self._store)
-        before = [{} if first is None else first.fingerprint, *(retry.fingerprint for retry in self.retries()[:-1])]
-        return any(not differences(one, fingerprint) for one in before)
+        before = [{} if first is None else first.fingerprint, *(change.fingerprint for change in self._changes)]
+        same = [place for place, one in enumerate(before) if not differences(one, fingerprint)]
+        return self._changes[same[-1] :] if same else []
 
     def create(
         self,
@@ -240,7 +294,7 @@ class JobFolder:
     def _refuse_living(self) -> None:
         shards: Container[int] = range(10**12)
         try:
-            claims, shards = self.claims(), set(range(self.num_shards)) - self.files.listed().keys() | self._to_retry()
+            claims, shards = self.claims(), set(range(self.num_shards)) - self.files.listed().keys() | self.to_retry()
         except OutputError:  # the manifest cannot be read
             claims = self._claims(self._store)
         refuse_living(self.path, claims, shards)
@@ -251,7 +305,7 @@ class JobFolder:
 
     @property
     def num_shards(self) -> int:
-        return self.manifest.num_shards
+        return self.manifest.layout.num_shards
 
     def committed(self) -> set[int]:
         """Shards that are committed, by the footers of their files. Raises OutputError for a file in data/ that is not a shard of
@@ -261,13 +315,14 @@ class JobFolder:
 
     def missing(self) -> set[int]:
         """Shards that are not committed, or that the present retry has not done yet. Raises as `committed`."""
-        return set(range(self.num_shards)) - self.committed() | self._to_retry()
+        return set(range(self.num_shards)) - self.committed() | self.to_retry()
 
     def is_done(self, index: int) -> bool:
         """Whether the shard needs no work, by its own file and mark alone."""
-        return self.files.is_committed(index) and index not in self._to_retry()
+        return self.files.is_committed(index) and index not in self.to_retry()
 
-    def _to_retry(self) -> set[int]:
+    def to_retry(self) -> set[int]:
+        """Shards that the latest retry has not done yet."""
         return set() if self.generation is None else self._generations.missing(self.generation)
 
     def finished(self) -> set[int]:

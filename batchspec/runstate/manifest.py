@@ -11,6 +11,7 @@ from typing import Any
 
 from batchspec.config.renamed import upgraded, upgraded_keys
 from batchspec.dataset.reader import InputFile
+from batchspec.dataset.shard_layout import ShardLayout
 from batchspec.errors import OutputError
 
 MANIFEST = "_batchspec/manifest.json"
@@ -45,7 +46,7 @@ class Manifest:
     num_rows: int
     """Input rows."""
     shard_rows: int
-    """Input rows a shard; shard i holds rows i * shard_rows up to the next shard's first."""
+    """Of the rows that the job began with, rows a shard: shard i holds rows i * shard_rows up to the next shard's first."""
     publish: str
     """link, rename or put (S3): how a shard's file gets its name on this file system."""
     files: tuple[InputFile, ...]
@@ -55,6 +56,8 @@ class Manifest:
     """Names of the command that began the job, see overwrite.py."""
     ready: bool = True
     """False while the folder's previous job is being deleted."""
+    extended: ShardLayout | None = None
+    """The shards of a job that was extended (extensions.py); None in the file itself."""
 
     @property
     def names_jobs(self) -> bool:
@@ -62,15 +65,14 @@ class Manifest:
         return self.version > 1
 
     @property
-    def num_shards(self) -> int:
-        return -(-self.num_rows // self.shard_rows)
-
-    def rows_of(self, index: int) -> range:
-        """The input rows of a shard."""
-        return range(index * self.shard_rows, min((index + 1) * self.shard_rows, self.num_rows))
+    def layout(self) -> ShardLayout:
+        """The rows of every shard, those of extensions among them."""
+        return self.extended or ShardLayout.even(self.num_rows, self.shard_rows)
 
     def to_json(self) -> bytes:
-        return (json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n").encode()
+        values = asdict(self)
+        assert values.pop("extended") is None
+        return (json.dumps(values, indent=1, ensure_ascii=False) + "\n").encode()
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Manifest:
@@ -103,10 +105,14 @@ def _short(value: object) -> str:
     return text if len(text) <= SHORT else "sha256:" + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
+def differing(old: Mapping[str, str], new: Mapping[str, str]) -> set[str]:
+    """Every key that differs."""
+    return {key for key in {*old, *new} if old.get(key) != new.get(key) and (key in old or key not in LATER_KEYS)}
+
+
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     """`key: old value -> new value` for every key that differs, values shortened."""
-    keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key) and (key in old or key not in LATER_KEYS)]
-    return [f"{key}: {_shown(old.get(key))} -> {_shown(new.get(key))}" for key in keys]
+    return [f"{key}: {_shown(old.get(key))} -> {_shown(new.get(key))}" for key in sorted(differing(old, new))]
 
 
 def _shown(value: str | None) -> str:
@@ -123,6 +129,6 @@ def first_job_id(path: str, compared: Mapping[str, str]) -> str:
 
 
 def compared_facts(fingerprint: Mapping[str, str], num_rows: int, shard_rows: int | None) -> dict[str, str]:
-    """The fingerprint, and the two numbers that determine which rows a shard holds."""
+    """The fingerprint, and the two numbers that determine which rows a shard of a new job holds."""
     rows = str(shard_rows or default_shard_rows(num_rows))
     return {**fingerprint, "input.rows": str(num_rows), "output.shard_rows": rows}

@@ -12,7 +12,7 @@ _batchspec/sums           sha256 of each shard as a run committed it, see shard_
 _batchspec/progress       what every run reports about itself, see heartbeats.py
 _batchspec/kv_scales.json scales of an e4m3 K/V cache, the same for all runs; written once
 _batchspec/weights.json   sha256 of every tensor of the model, the same for all runs; written once
-_batchspec/retry          retries of the complete job, see generations.py
+_batchspec/retry          retries and extensions of the job, see generations.py
 _batchspec/overwrite      which process deleted the folder's previous job, see overwrite.py
 _batchspec/pushed         which job the folder pushed last to a dataset of the hub; kept when the job is overwritten
 """
@@ -34,8 +34,7 @@ from batchspec.errors import BatchspecError, OutputError, StorageError
 from batchspec.runstate.attempts import FOLDER as ATTEMPTS
 from batchspec.runstate.claims import FOLDER as CLAIMS
 from batchspec.runstate.footers import identity, part_name, read_shard_file
-from batchspec.runstate.generations import FOLDER as RETRIES
-from batchspec.runstate.generations import unfinished
+from batchspec.runstate.generations import Generation, unfinished
 from batchspec.runstate.journal import FOLDER as JOURNAL
 from batchspec.runstate.overwrite import read_manifest
 from batchspec.runstate.run_folder import RunFolder
@@ -56,7 +55,7 @@ class OutputFolder(RunFolder):
 
     def rows_of(self, index: int) -> range:
         """The input rows of a shard."""
-        return self.manifest.rows_of(index)
+        return self.manifest.layout.rows_of(index)
 
     def scan(self, shards: Iterable[int] | None = None) -> pl.LazyFrame:
         """The rows of committed shards (default all), in the order of the input. Raises OutputError if there is none."""
@@ -109,10 +108,6 @@ class OutputFolder(RunFolder):
         if version is None:
             return lambda: self._store.publish(path, name)
         return lambda: self._store.replace(path, name, version)
-
-    @property
-    def _number(self) -> int:
-        return 0 if self.generation is None else self.generation.number
 
     def written(self, index: int) -> tuple[pa.Table, str]:
         """The rows of a committed shard, and the version of its file for `recommit`."""
@@ -173,9 +168,11 @@ class OutputFolder(RunFolder):
         return won
 
     def _check_current(self) -> None:
-        """As `check_own`; raises OutputError also if a retry has begun to which this run does not belong."""
+        """As `check_own`; raises OutputError also if a retry has begun to which this run does not belong. After an extension this
+        run's shards are still those of the job.
+        """
         self.check_own()
-        if self._store.exists(f"{RETRIES}/{self._number + 1:05d}.json") and len(self.retries()) > self._number:
+        if any(isinstance(change, Generation) for change in self._begun_since()):
             raise OutputError(
                 f"the job in {self.path} was complete and a retry of it began while this run worked on it; the run ends and "
                 "publishes nothing more"
@@ -188,7 +185,7 @@ class OutputFolder(RunFolder):
         with suppress(BatchspecError):
             name, now = f"data/{part_name(index)}", read_manifest(self._store)
             file = read_shard_file(self._store, name)
-            if file is not None and file.attempt == self.attempt and (now is None or index >= now.num_shards):
+            if file is not None and file.attempt == self.attempt and (now is None or index >= now.layout.num_shards):
                 self._store.delete(name, file.version)
 
     def damage(self) -> Iterator[str]:
@@ -211,16 +208,21 @@ class OutputFolder(RunFolder):
         self._put_own("report.html", page.encode())
 
     def tidy(self) -> None:
-        """Delete journal, claims and attempts of a complete job. Raises as `check_own` does."""
+        """Delete journal, claims and attempts of a complete job, unless an extension of it has begun, whose runs use them. Raises
+        as `check_own` does.
+        """
         self.check_own()
+        if self.is_extended():
+            return
         for store in [self._store, self._work][: 1 if self.generation is None else 2]:
             for name in (JOURNAL, CLAIMS, ATTEMPTS):
                 store.delete_tree(name)
         self._sums.settle()
 
     def has_card(self) -> bool:
-        """Whether the card was written, and after the latest retry if there was one."""
-        return self._store.exists("README.md") and (self.generation is None or self._generations.has_card(self.generation))
+        """Whether the card was written, and after the latest retry or extension if there was one."""
+        changes = self._changes if self.manifest else []
+        return self._store.exists("README.md") and (not changes or self._generations.has_card(changes[-1]))
 
     def contents(self, names: Sequence[str]) -> Iterator[tuple[str, Path | Callable[[], bytes]]]:
         """Name and content of files: a path on this machine, or a function that reads the file from its store."""
@@ -234,5 +236,5 @@ class OutputFolder(RunFolder):
     def finish(self, card: str) -> None:
         """Write the dataset card, README.md. Raises as `check_own` does."""
         self._put_own("README.md", card.encode())
-        if self.generation is not None:
-            self._generations.mark_card(self.generation)
+        if self._changes:
+            self._generations.mark_card(self._changes[-1])

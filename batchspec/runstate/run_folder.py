@@ -37,10 +37,10 @@ class RunFolder(JobFolder):
 
     def journal(self) -> Journal:
         """The journal of shards that are not committed."""
-        manifest = self.manifest
+        manifest, layout = self.manifest, self.manifest.layout
 
         def holds(shard: int, row: int) -> bool:
-            return 0 <= shard < manifest.num_shards and row in manifest.rows_of(shard)
+            return 0 <= shard < layout.num_shards and row in layout.rows_of(shard)
 
         return Journal(self._work, self.attempt, manifest.job, self.check_own, holds)
 

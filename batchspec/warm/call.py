@@ -77,11 +77,10 @@ class Call:
         slots  of the batch
         """
         job = self.job
-        num_shards = -(-job.source.num_rows // job.shard_rows)
         return Feed(
-            job.source.shards(job.shard_rows), ShardWork.of(job, ATTEMPT).admitted, rows=self._with_bad_rows_noted,
-            predicted=job.admission.predicted, num_shards=num_shards, shard_rows=job.shard_rows, slots=slots,
-            compiling=job.admission.compiling, busy=lambda: self._num_unfinished > 0, refused=self._bad.append,
+            job.source.shards(job.layout), ShardWork.of(job, ATTEMPT).admitted, rows=self._with_bad_rows_noted,
+            predicted=job.admission.predicted, num_shards=job.layout.num_shards, shard_rows=job.layout.last_shard_rows,
+            slots=slots, compiling=job.admission.compiling, busy=lambda: self._num_unfinished > 0, refused=self._bad.append,
         )  # fmt: skip
 
     def _with_bad_rows_noted(

@@ -1,0 +1,68 @@
+"""Begins an extension: the rows that the command's input has and the job in output.dir does not have yet (resume=extend)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+from batchspec.errors import OutputError
+from batchspec.identity import job_fingerprint
+from batchspec.prepare import Job
+from batchspec.runstate.extensions import Extension, obstacle, shard_rows_of
+from batchspec.runstate.generations import Change
+from batchspec.runstate.manifest import Manifest, compared_facts, differing
+from batchspec.runstate.output_folder import OutputFolder
+from batchspec.text import counted
+
+
+def new_extension(job: Job, output: OutputFolder) -> Extension | None:
+    """The extension that the job's command asks for; None if the job has all its rows.
+
+    Raises OutputError if there is no job, and if its rows are not the first rows of the command's input.
+    """
+    if not job.config.resume.extend:
+        return None
+    if not output.is_job():
+        raise OutputError(
+            f"{output.path}: no job was run there that resume=extend could extend; check output.dir, or leave resume=extend out "
+            "to begin one"
+        )
+    past, manifest = output.latest_changes(), output.manifest
+    compared = compared_facts(job_fingerprint(job), job.source.num_rows, job.config.output.shard_rows)
+    differ = differing(manifest.fingerprint, compared)
+    if not differ:
+        return None
+    if why := obstacle(manifest, job.source):
+        raise OutputError(f"{output.path}: resume=extend only adds rows after those of the job: {why}")
+    if differ == {"output.shard_rows"}:
+        raise OutputError(
+            f"{output.path}: the input has no row that the job lacks, and output.shard_rows={compared['output.shard_rows']} only "
+            f"applies to added rows; run the command with output.shard_rows={manifest.fingerprint['output.shard_rows']}"
+        )
+    config = asdict(job.config)
+    config["resume"]["extend"] = False
+    return Extension(
+        number=len(past) + 1,
+        fingerprint=compared,
+        config=config,
+        num_rows=job.source.num_rows,
+        shard_rows=shard_rows_of(manifest, compared, job.source.num_rows),
+        files=tuple(job.source.files),
+        job=manifest.job,
+    )
+
+
+def advice(job: Job, manifest: Manifest) -> str:
+    """The part of the message about another input that names resume=extend; empty where that would be refused."""
+    added = job.source.num_rows - manifest.num_rows
+    if added < 0 or obstacle(manifest, job.source):
+        return ""
+    what = f"computes the {counted(added, 'added row')} into this job" if added else "takes this input for the same rows"
+    return f"resume=extend {what}; or "
+
+
+def with_layout(job: Job, output: OutputFolder, change: Change | None = None) -> Job:
+    """The job with the shards of its output folder, those of the extension that will begin among them."""
+    if output.begins_job(job.config.output.overwrite):
+        return job
+    manifest = output.manifest if change is None else change.of(output.manifest)
+    return replace(job, layout=manifest.layout)
