@@ -131,9 +131,7 @@ class JobFolder:
         written_by = self._number
         begun = self._begin(generation)
         if not isinstance(begun, Generation) or begun.identity != generation.identity:
-            raise OutputError(
-                f"{self.path}: another run began another change; run the command with {begun} to its end first"
-            )
+            raise OutputError(f"{self.path}: another run began another change; run the command with {begun} to its end first")
         self._store.discard(unfinished(written_by))  # suspended runs would publish them later
 
     def extend(self, extension: Extension) -> None:
