@@ -43,7 +43,7 @@ from batchspec.report.summary import RunSummary
 from batchspec.runner.adaptation import Adaptation
 from batchspec.runner.compute_all import ComputeAll
 from batchspec.runner.kv_scales import keep_scales, with_saved_scales
-from batchspec.runner.new_extension import advice, new_extension, with_layout
+from batchspec.runner.new_extension import advice, check_added_columns, new_extension, with_layout
 from batchspec.runner.new_retry import MAY_DIFFER, new_retry
 from batchspec.runner.oom_fallback import EngineWithFallback, MakeEngine
 from batchspec.runner.retry_plan import RetryPlan
@@ -247,6 +247,7 @@ def check_output(job: Job) -> OutputFolder:
     config = job.config.output
     assert config.dir is not None
     output = OutputFolder(config.dir)
+    check_added_columns(job, output)
     output.check(
         fingerprint=job_fingerprint(job),
         num_rows=job.source.num_rows,

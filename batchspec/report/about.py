@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from batchspec.report.status import RunStatus
 from batchspec.report.timeline import Course
+from batchspec.runstate.manifest import Manifest
 
 SAMPLING = (
     "temperature",
@@ -64,3 +65,9 @@ def duration(seconds: float) -> str:
 
 def _moment(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def input_rows(manifest: Manifest) -> str:
+    """The number of input rows that the job covers: all rows of its files, or the first ones (input.limit)."""
+    in_files = sum(file.num_rows for file in manifest.files)
+    return f"the first {manifest.num_rows:,} of {in_files:,} rows" if in_files > manifest.num_rows else f"{manifest.num_rows:,}"

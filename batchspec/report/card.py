@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from batchspec.config.values import literal
-from batchspec.report.about import is_local, last_part, sampling
+from batchspec.report.about import input_rows, is_local, last_part, sampling
 from batchspec.report.columns import meaning
 from batchspec.report.stats import JobStats
 from batchspec.runstate.manifest import Manifest
@@ -116,6 +116,7 @@ def _facts(manifest: Manifest, stats: JobStats) -> dict[str, str]:
         "Chat template": for_markdown(last_part(template)) if template else "the checkpoint's own",
         "Sampling": sampling(manifest.config),
         "Source": files + more,
+        "Input rows": input_rows(manifest),
         "Licence": for_markdown(_license(manifest)) if _license(manifest) else UNLICENSED,
         "Completions": ", ".join(f"{count:,} {one_line(status)}" for status, count in stats.by_status.items()),
         "Tokens": f"{stats.prompt_tokens:,} in prompts, {stats.completion_tokens:,} in completions",

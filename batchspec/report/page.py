@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from batchspec.errors import ConfigError
 from batchspec.report import html
-from batchspec.report.about import last_part, sampling, when
+from batchspec.report.about import input_rows, last_part, sampling, when
 from batchspec.report.requests import Requests, Shown, read_requests
 from batchspec.report.stats import JobStats, job_stats
 from batchspec.report.status import RunStatus, StatusReader
@@ -105,6 +105,7 @@ def _about(
     facts = {
         "Model": str(model.get("path")) + (f" at {model['revision']}" if model.get("revision") else ""),
         "Sampling": sampling(manifest.config),
+        "Input": input_rows(manifest),
         "Drafter": stats.drafter,
         **when(states, over_time),
         "Output": f"{name}, {stats.shards:,} of {stats.shards_total:,} shards",

@@ -31,8 +31,7 @@ def new_extension(job: Job, output: OutputFolder) -> Extension | None:
     differ = differing(manifest.fingerprint, compared)
     if not differ:
         return None
-    if why := obstacle(manifest, job.source):
-        raise OutputError(f"{output.path}: resume=extend only adds rows after those of the job: {why}")
+    _check_rows(job, output)
     if differ == {"output.shard_rows"}:
         raise OutputError(
             f"{output.path}: the input has no row that the job lacks, and output.shard_rows={compared['output.shard_rows']} only "
@@ -49,6 +48,19 @@ def new_extension(job: Job, output: OutputFolder) -> Extension | None:
         files=tuple(job.source.files),
         job=manifest.job,
     )
+
+
+def check_added_columns(job: Job, output: OutputFolder) -> None:
+    """Raise OutputError, with the column's name, if new files change the columns of the output: its fingerprint has no names."""
+    if job.config.resume.extend and output.is_job():
+        key = "output.schema"
+        if output.manifest.fingerprint.get(key) != job_fingerprint(job)[key]:
+            _check_rows(job, output)
+
+
+def _check_rows(job: Job, output: OutputFolder) -> None:
+    if why := obstacle(output.manifest, job.source):
+        raise OutputError(f"{output.path}: resume=extend only adds rows after those of the job: {why}")
 
 
 def advice(job: Job, manifest: Manifest) -> str:

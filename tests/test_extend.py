@@ -1,0 +1,345 @@
+"""resume=extend: rows from a higher input.limit or new files join a job; its own rows, shards and files stay as they are."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import polars as pl
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from batchspec import run
+from batchspec.commands import compact, export, status, verify
+from batchspec.commands import inspect as inspecting
+from batchspec.runstate.output_folder import OutputFolder
+from tests.runs import make_model
+
+ROWS = 14
+SAME = [
+    "request_id", "row_index", "sample_index", "status", "messages", "completion", "finish_reason", "token_ids", "seed",
+]  # fmt: skip
+"""Columns that do not depend on the course of a job."""
+
+
+def prompts(start: int = 0, stop: int = ROWS) -> pl.DataFrame:
+    rows = [
+        {"id": f"q{i}", "prompt": "" if i == 4 else f"Say word{i % 5} again", "n": 2 if i % 6 == 1 else None}
+        for i in range(start, stop)
+    ]
+    return pl.DataFrame(rows, schema_overrides={"n": pl.Int32})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("extend")
+    make_model(folder / "model")
+    prompts().write_parquet(folder / "prompts.parquet")
+    return folder
+
+
+def arguments(folder: Path, out: Path, *more: str, data: Path | None = None) -> list[str]:
+    return [
+        f"model.path={folder / 'model'}", "model.dtype=float64", f"input.path={data or folder / 'prompts.parquet'}",
+        f"output.dir={out}", "output.token_ids=true", "decode.max_new_tokens=8", "decode.temperature=1",
+        "packing.max_num_seqs=3", "packing.memory_gb=0.01", "draft=lookup", *more,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def wanted(folder: Path) -> pl.DataFrame:
+    """The rows of the whole job, run at once."""
+    assert run.main(arguments(folder, folder / "whole", "draft=none")) == 0
+    return rows_of(folder / "whole")
+
+
+def rows_of(out: Path) -> pl.DataFrame:
+    return pl.read_parquet(out / "data").select(SAME)
+
+
+def card_of(out: Path) -> str:
+    return (out / "README.md").read_text().replace("\\", "")
+
+
+def first(wanted: pl.DataFrame, rows: int) -> pl.DataFrame:
+    return wanted.filter(pl.col("row_index") < rows)
+
+
+def parts(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (out / "data").iterdir()}
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().err.split())
+
+
+# --- a higher input.limit
+
+
+def test_a_trial_grows_to_the_whole_job(
+    folder: Path, tmp_path: Path, wanted: pl.DataFrame, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert run.main(arguments(folder, out, "input.limit=5")) == 0
+    before, card = parts(out), (out / "README.md").read_text()
+    assert "the first 5 of 14 rows" in card
+    manifest = (out / "_batchspec/manifest.json").read_bytes()
+    capsys.readouterr()
+    assert run.main(arguments(folder, out)) == 2
+    assert "resume=extend computes the 9 added rows into this job; or use another output.dir" in said(capsys)
+    assert run.main(arguments(folder, out, "resume=extend")) == 0
+    assert rows_of(out).equals(wanted)
+    assert {name: data for name, data in parts(out).items() if name in before} == before
+    assert (out / "_batchspec/manifest.json").read_bytes() == manifest, "nothing that was written is written again"
+    assert "the first" not in (out / "README.md").read_text()
+    grown = parts(out)
+    capsys.readouterr()
+    for more in ([], ["resume=extend"]):  # from now on the same input is a plain resume
+        assert run.main(arguments(folder, out, *more)) == 0
+        assert "already complete: 14 rows in 2 shards" in said(capsys)
+    assert parts(out) == grown
+    assert run.main(arguments(folder, out, "input.limit=5")) == 2
+    text = said(capsys)
+    assert "holds this job, extended since" in text
+    assert "run the command with input.limit=null and its input file" in text
+    assert run.main(arguments(folder, out, "input.limit=5", "resume=extend")) == 2
+    assert "the input has 5 rows, fewer than the 14 of the job; run the command with input.limit=null" in said(capsys)
+    assert run.main(arguments(folder, out, "decode.seed=3")) == 2
+    assert "resume=extend" not in said(capsys), "it is named only where it would work"
+    assert run.main(arguments(folder, out, "decode.seed=3", "resume=extend")) == 2
+    assert "holds another job (decode.seed: 0 -> 3)" in said(capsys)
+
+
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    steps=st.lists(st.tuples(st.integers(1, ROWS), st.integers(1, 6)), min_size=2, max_size=4, unique_by=lambda one: one[0]),
+    slots=st.integers(1, 5),
+)
+def test_a_job_grown_in_any_steps_has_the_rows_of_the_job_at_once(
+    folder: Path, wanted: pl.DataFrame, tmp_path: Path, steps: list[tuple[int, int]], slots: int
+) -> None:
+    out = tmp_path / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    kept: dict[str, bytes] = {}
+    for number, (limit, shard_rows) in enumerate(sorted(steps)):
+        more = [f"input.limit={limit}", f"output.shard_rows={shard_rows}", f"packing.max_num_seqs={slots}"]
+        assert run.main(arguments(folder, out, *more, *(["resume=extend"] if number else []))) == 0
+        assert rows_of(out).equals(first(wanted, limit))
+        assert {name: data for name, data in parts(out).items() if name in kept} == kept
+        kept = parts(out)
+    assert OutputFolder(out).manifest.num_rows == max(limit for limit, _ in steps)
+
+
+def test_a_limit_that_changes_no_row_is_taken_without_a_model(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert run.main(arguments(folder, out, f"input.limit={ROWS}")) == 0
+    before = parts(out)
+    capsys.readouterr()
+    assert run.main(arguments(folder, out)) == 2
+    assert "resume=extend takes this input for the same rows" in said(capsys)
+    assert run.main(arguments(folder, out, "resume=extend")) == 0
+    assert "already complete" in said(capsys)
+    assert parts(out) == before
+    assert run.main(arguments(folder, out)) == 0
+
+
+def test_rows_that_were_not_done_before_are_done_with_the_added_ones(folder: Path, tmp_path: Path, wanted: pl.DataFrame) -> None:
+    out = tmp_path / "out"
+    assert run.main(arguments(folder, out, "input.limit=5", "output.shard_rows=2")) == 0
+    (out / "data/part-00001.parquet").unlink()
+    before = parts(out)
+    assert run.main(arguments(folder, out, "resume=extend", "output.shard_rows=4")) == 0
+    assert rows_of(out).equals(wanted)
+    assert {name: data for name, data in parts(out).items() if name in before} == before
+    assert [len(OutputFolder(out).rows_of(i)) for i in range(6)] == [2, 2, 1, 4, 4, 1]
+
+
+def test_there_must_be_a_job_to_extend(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(arguments(folder, tmp_path / "out", "resume=extend")) == 2
+    assert "no job was run there that resume=extend could extend; check output.dir" in said(capsys)
+    assert not (tmp_path / "out").exists()
+    for more in ("output.overwrite=true", "resume.retry=error"):
+        assert run.main(arguments(folder, tmp_path / "out", "resume=extend", more)) == 2
+        assert "resume.extend=true" in said(capsys)
+
+
+def test_only_another_size_of_shards_is_no_extension(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert run.main(arguments(folder, out, "input.limit=5", "output.shard_rows=2")) == 0
+    capsys.readouterr()
+    assert run.main(arguments(folder, out, "input.limit=5", "output.shard_rows=3", "resume=extend")) == 2
+    assert "run the command with output.shard_rows=2" in said(capsys)
+
+
+# --- new files
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "csv"])
+def test_new_files_that_sort_last_join_the_job(
+    folder: Path, tmp_path: Path, wanted: pl.DataFrame, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    data, out = tmp_path / "weeks", tmp_path / "out"
+    write(data / f"week1.{kind}", prompts(0, 6))
+    assert run.main(arguments(folder, out, data=data)) == 0
+    for week, (start, stop) in enumerate([(6, 9), (9, ROWS)], 2):
+        before = parts(out)
+        write(data / f"week{week}.{kind}", prompts(start, stop))
+        capsys.readouterr()
+        assert run.main(arguments(folder, out, data=data)) == 2
+        assert f"resume=extend computes the {stop - start} added rows into this job" in said(capsys)
+        assert run.main(arguments(folder, out, "resume=extend", data=data)) == 0
+        assert rows_of(out).equals(first(wanted, stop))
+        assert {name: data for name, data in parts(out).items() if name in before} == before
+        assert f"week{week}.{kind} ({stop - start} rows)" in card_of(out)
+    assert run.main(arguments(folder, out, data=data)) == 0
+    assert "already complete: 14 rows in 3 shards" in said(capsys)
+    (data / f"week3.{kind}").unlink()
+    assert run.main(arguments(folder, out, data=data)) == 2
+    assert "extended since" in (text := said(capsys))
+    assert f"input.limit=null and 3 input files up to week3.{kind}" in text
+
+
+def write(path: Path, rows: pl.DataFrame) -> None:
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".parquet":
+        rows.write_parquet(path)
+    elif path.suffix == ".csv":
+        rows.write_csv(path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows.to_dicts()))
+
+
+def test_a_file_within_the_limit_and_files_beyond_it_are_the_jobs_too(folder: Path, tmp_path: Path, wanted: pl.DataFrame) -> None:
+    data, out = tmp_path / "weeks", tmp_path / "out"
+    write(data / "a.parquet", prompts(0, 6))
+    write(data / "b.parquet", prompts(6, 9))
+    assert run.main(arguments(folder, out, "input.limit=3", data=data)) == 0
+    write(data / "c.parquet", prompts(9, ROWS))
+    assert run.main(arguments(folder, out, "input.limit=10", "resume=extend", data=data)) == 0
+    assert rows_of(out).equals(first(wanted, 10))
+    assert "the first 10 of 14 rows" in card_of(out)
+    assert run.main(arguments(folder, out, "resume=extend", data=data)) == 0
+    assert rows_of(out).equals(wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("before", r"input file a\.jsonl is new and comes before b\.jsonl, which the job has read; name new files so that they"),
+        ("between", r"input file bb\.jsonl is new and comes before c\.jsonl"),
+        ("removed", r"input file c\.jsonl of the job is not there any more"),
+        ("rows", r"input file c\.jsonl has changed since the job read it \(3 rows -> 4\); put the old file back"),
+        ("bytes", r"input file b\.jsonl has changed since the job read it \(other bytes\)"),
+        ("column", r"column 'topic' is missing in the files that the job has read and string with the new ones"),
+        ("type", r"column 'n' is int64 in the files that the job has read and double with the new ones"),
+        ("id", r"id 'q1' is in b\.jsonl row 1 and again in d\.jsonl row 0"),
+    ],
+)
+def test_what_is_not_at_the_end_of_the_input_is_refused_and_not_advised(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, message: str
+) -> None:
+    data, out = tmp_path / "weeks", tmp_path / "out"
+    write(data / "b.jsonl", prompts(0, 6))
+    write(data / "c.jsonl", prompts(6, 9))
+    assert run.main(arguments(folder, out, data=data)) == 0
+    before = parts(out)
+    write(data / "d.jsonl", prompts(9, 11))
+    if change == "before":
+        (data / "d.jsonl").rename(data / "a.jsonl")
+    elif change == "between":
+        (data / "d.jsonl").rename(data / "bb.jsonl")
+    elif change == "removed":
+        (data / "c.jsonl").unlink()
+    elif change == "rows":
+        write(data / "c.jsonl", pl.concat([prompts(6, 9), prompts(11, 12)]))
+    elif change == "bytes":
+        write(data / "b.jsonl", prompts(0, 6).with_columns(prompt=pl.col("prompt").str.replace("again", "gaain")))
+    elif change == "column":
+        write(data / "d.jsonl", prompts(9, 11).with_columns(topic=pl.lit("a")))
+    elif change == "type":
+        write(data / "d.jsonl", prompts(9, 11).with_columns(n=pl.lit(1.5)))
+    elif change == "id":
+        write(data / "d.jsonl", prompts(1, 2))
+    capsys.readouterr()
+    assert run.main(arguments(folder, out, data=data)) == 2
+    assert "resume=extend" not in said(capsys)
+    assert run.main(arguments(folder, out, "resume=extend", data=data)) == 2
+    text = said(capsys)
+    assert re.search(message, text), text
+    assert parts(out) == before
+    assert not (out / "_batchspec/retry").exists()
+
+
+def test_a_file_keeps_its_digest_however_many_files_there_are(
+    folder: Path, tmp_path: Path, wanted: pl.DataFrame, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digest of a large Parquet file is of fewer bytes where there are more files."""
+    from batchspec.dataset import files, reader
+
+    monkeypatch.setattr(reader, "DIGEST_BYTES", 1200)
+    monkeypatch.setattr(files, "SMALLEST_BLOCK", 8)
+    data, out = tmp_path / "weeks", tmp_path / "out"
+    write(data / "a.parquet", prompts(0, 6))
+    assert run.main(arguments(folder, out, data=data)) == 0
+    alone = OutputFolder(out).manifest.files[0].digest
+    write(data / "b.parquet", prompts(6, ROWS))
+    assert run.main(arguments(folder, out, "resume=extend", data=data)) == 0
+    assert OutputFolder(out).manifest.files[0].digest != alone, "the test is of two digests"
+    assert rows_of(out).equals(wanted)
+
+
+# --- retries
+
+
+def test_a_retry_and_an_extension_follow_each_other_in_any_order(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caps = ["decode.max_new_tokens=16", "decode.n=1"]
+    assert run.main(arguments(folder, tmp_path / "whole", *caps)) == 0
+    wanted = rows_of(tmp_path / "whole")
+    for order in ("extend length", "length extend", "length extend error"):
+        out = tmp_path / order.replace(" ", "-")
+        limit, cap = "input.limit=6", "decode.max_new_tokens=8"
+        assert run.main(arguments(folder, out, "output.shard_rows=2", limit)) == 0
+        for step in order.split():
+            limit = "input.limit=null" if step == "extend" else limit
+            cap = "decode.max_new_tokens=16" if step == "length" else cap
+            assert run.main(arguments(folder, out, "output.shard_rows=2", limit, cap, f"resume={step}")) == 0, said(capsys)
+        assert rows_of(out).equals(wanted)
+        capsys.readouterr()
+        assert run.main(arguments(folder, out, "output.shard_rows=2", limit, cap)) == 0
+        assert "already complete: 14 rows in 7 shards" in said(capsys)
+        assert run.main(arguments(folder, out, "output.shard_rows=2", "input.limit=6")) == 2
+        text = said(capsys)
+        assert "extended" in text
+        assert "retried" in text
+        assert "resume=length decode.max_new_tokens=16" in text
+        assert "input.limit=null" in text
+        assert verify.main([str(out), "--rows", "0"]) == 0
+
+
+# --- whatever reads a job
+
+
+def test_every_reader_of_a_job_sees_the_grown_one(
+    folder: Path, tmp_path: Path, wanted: pl.DataFrame, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert run.main(arguments(folder, out, "input.limit=5", "output.shard_rows=2")) == 0
+    assert run.main(arguments(folder, out, "resume=extend", "output.shard_rows=5")) == 0
+    capsys.readouterr()
+    assert status.main([str(out)]) == 0
+    assert "14 of 14 rows" in " ".join(capsys.readouterr().out.split())
+    assert verify.main([str(out), "--rows", "0"]) == 0
+    assert verify.main([str(out), "--files"]) == 0
+    assert inspecting.main([str(out), "q13"]) == 0
+    assert "part-00004.parquet" in capsys.readouterr().out
+    assert compact.main([str(out), str(tmp_path / "compact")]) == 0
+    assert pl.read_parquet(tmp_path / "compact/data").select(SAME).equals(wanted)
+    assert export.main([str(out), "--to", "chat", str(tmp_path / "rows.jsonl")]) == 0
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) > 10
