@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -92,6 +92,15 @@ class Generations:
         names = [name for name in self._store.list(FOLDER) if re.fullmatch(r"\d{5,}\.json", name)]
         return [found for name in sorted(names) if (found := self._read(f"{FOLDER}/{name}")).job in ("", job)]
 
+    def manifest(self, before: Manifest, changes: Sequence[Change]) -> Manifest:
+        """The job's manifest after these changes. Raises OutputError if one of them cannot follow the one before it."""
+        for change in changes:
+            try:
+                before = change.of(before)
+            except ValueError as error:
+                raise self._damaged(f"{folder_of(change)}.json", error) from error
+        return before
+
     def has(self, number: int) -> bool:
         """Whether a change of this number is recorded, of this job or of an earlier one."""
         return self._store.exists(f"{FOLDER}/{number:05d}.json")
@@ -138,4 +147,7 @@ class Generations:
             values["config"], values["fingerprint"] = upgraded(values["config"]), upgraded_keys(values["fingerprint"])
             return Extension.from_values(values) if "files" in values else Generation.from_values(values)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise OutputError(f"{self._store.where}/{name} is damaged ({error}); restore it or use another output.dir") from error
+            raise self._damaged(name, error) from error
+
+    def _damaged(self, name: str, error: Exception) -> OutputError:
+        return OutputError(f"{self._store.where}/{name} is damaged ({error}); restore it or use another output.dir")

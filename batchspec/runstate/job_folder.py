@@ -65,19 +65,14 @@ class JobFolder:
                 )
             self._store.method = first.publish
             self._changes = self._generations.all(first.job)
-            manifest = first
-            for change in self._changes:
-                manifest = change.of(manifest)
+            manifest = self._generations.manifest(first, self._changes)
             written = partial(self._generations.written, first.job)
             self._manifest, self._files = manifest, ShardFiles(self._store, manifest, written, self._present_layout)
         return self._manifest
 
     def _present_layout(self) -> ShardLayout:
         """The layout with the extensions that other runs have begun since this one read the manifest."""
-        manifest = self.manifest
-        for change in self._begun_since():
-            manifest = change.of(manifest)
-        return manifest.layout
+        return self._generations.manifest(self.manifest, self._begun_since()).layout
 
     def _begun_since(self) -> list[Change]:
         """Changes of the job that began after this run read its manifest."""
