@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchspec import run
-from batchspec.commands import compact, export, status, verify
+from batchspec.commands import compact, export, plan, status, verify
 from batchspec.commands import inspect as inspecting
 from batchspec.runstate.output_folder import OutputFolder
 from tests.runs import make_model
@@ -343,3 +343,23 @@ def test_every_reader_of_a_job_sees_the_grown_one(
     assert pl.read_parquet(tmp_path / "compact/data").select(SAME).equals(wanted)
     assert export.main([str(out), "--to", "openai", str(tmp_path / "rows.jsonl")]) == 0
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == ROWS
+
+
+def test_plan_says_what_a_run_would_find(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert "output  " not in plan_of(capsys, arguments(folder, out))
+    assert run.main(arguments(folder, out, "input.limit=5", "output.shard_rows=2")) == 0
+    (out / "data/part-00001.parquet").unlink()
+    assert "3 of 5 rows are done, 2 are to do;" in plan_of(capsys, arguments(folder, out, "input.limit=5", "output.shard_rows=2"))
+    found = plan_of(capsys, arguments(folder, out, "resume=extend"))
+    assert "3 of 14 rows are done, 11 are to do, 9 of them added by resume=extend;" in found
+    found = plan_of(capsys, arguments(folder, out))
+    assert "a run would be refused: output.dir" in found
+    assert "resume=extend computes the 9 added rows into this job" in found
+    assert not (out / "_batchspec/retry").exists(), "a plan writes nothing"
+
+
+def plan_of(capsys: pytest.CaptureFixture[str], overrides: list[str]) -> str:
+    capsys.readouterr()
+    assert plan.main(overrides) == 0
+    return capsys.readouterr().out

@@ -38,6 +38,8 @@ class Plan:
     forecast: Forecast | None
     layouts: Sequence[GpuLayout] = ()
     """Ways to divide the GPUs of this machine, if it has several."""
+    output: str = ""
+    """What a run would find in output.dir; empty if it would begin a job."""
 
     def text(self) -> str:
         return "\n".join(
@@ -51,6 +53,7 @@ class Plan:
             f"input        {rows:,} rows in {name}, {_bytes(sum(file.size_bytes for file in files))}; "
             + ("all read" if read == rows else f"{read:,} read, `--full` reads all"),
             f"completions  {self.num_completions:,}{'' if read == rows else ' (estimated)'}",
+            *([f"output       {one_line(self.output, MESSAGE_CHARS)}; what follows is about all rows"] if self.output else []),
             f"bad rows     {self.survey.num_bad:,} of {read:,}",
         ]
         bad = ((code, count, one_line(example, MESSAGE_CHARS)) for code, (count, example) in sorted(self.survey.bad.items()))

@@ -9,7 +9,8 @@ from batchspec.commands.plan_text import Plan
 from batchspec.config.checks import AUTO, TENSOR_PARALLEL, check_ranks
 from batchspec.config.schema import RunConfig
 from batchspec.distributed.group import check_reach
-from batchspec.job import check_target, is_new
+from batchspec.errors import OutputError
+from batchspec.job import check_output, check_target, is_new
 from batchspec.load import check_memory, plan_batch
 from batchspec.model.blocks.base import Shard
 from batchspec.model.shard import part_of
@@ -23,6 +24,10 @@ from batchspec.packing.replicas import GpuLayout, best, gpu_layouts
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, open_job
 from batchspec.report.push import check_push_key
+from batchspec.runner.new_extension import new_extension, with_layout
+from batchspec.runner.new_retry import new_retry
+from batchspec.runstate.generations import Generation
+from batchspec.text import counted
 
 SAMPLE_ROWS = 10_000
 SHARD_ROWS = 500
@@ -65,6 +70,7 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
     check_push_key(config.output)
     job = open_job(config, tokenizer=tokenizer, fetch=False, is_new=is_new(config))
     check_target(job)
+    state = state_of_output(job)
     seen = survey_rows(job, full=full)
     demand = seen.demand(job.source.num_rows, job.admission.max_len)
     rates = device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises)
@@ -82,8 +88,28 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
             correlation=config.packing.expert_correlation,
         )  # fmt: skip
     return Plan(
-        job=job, survey=seen, rates=rates, num_completions=demand.num_completions, batch=batch, forecast=ahead, layouts=found
+        job=job, survey=seen, rates=rates, num_completions=demand.num_completions, batch=batch, forecast=ahead, layouts=found,
+        output=state,
     )  # fmt: skip
+
+
+def state_of_output(job: Job) -> str:
+    """What a run would find in output.dir: how many rows are done, or why it would refuse; empty if it would begin a job."""
+    if job.config.output.dir is None:
+        return ""
+    try:
+        output = check_output(job)
+        change = new_retry(job, output) or new_extension(job, output)
+    except OutputError as error:
+        return f"a run would be refused: {error}"
+    if output.begins_job(job.config.output.overwrite):
+        return ""
+    layout = with_layout(job, output, change).layout
+    rows = layout.num_rows_of(output.finished())
+    if isinstance(change, Generation):
+        return f"{output.path}: {len(change.shards):,} of {counted(output.num_shards, 'shard')} have rows to compute again"
+    added = f", {layout.num_rows - output.manifest.num_rows:,} of them added by resume=extend" if change else ""
+    return f"{output.path}: {rows:,} of {counted(layout.num_rows, 'row')} are done, {layout.num_rows - rows:,} are to do{added}"
 
 
 def survey_rows(job: Job, *, full: bool) -> Survey:
