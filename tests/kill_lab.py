@@ -30,7 +30,7 @@ from batchspec.config.schema import RunConfig
 from batchspec.errors import BatchspecError
 from batchspec.packing.cost import H200
 from batchspec.runner import decode_shards, run_shards
-from batchspec.runstate import claims, job_folder
+from batchspec.runstate import claims, job_state
 from batchspec.runstate.claims import Claims
 from batchspec.storage.open_store import open_store
 from batchspec.supervise import poison_rows
@@ -149,7 +149,7 @@ def stop_before_publishing(number: int) -> None:
         store.publish = published  # type: ignore[method-assign]
         return store
 
-    put(job_folder, "open_store", opened)
+    put(job_state, "open_store", opened)
 
 
 def watch_calls(conduct: Conduct) -> None:

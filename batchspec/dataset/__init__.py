@@ -4,6 +4,7 @@ Imports storage/ for bytes; knows nothing of claims, commits and retries.
 
 Input:
   reader.py            the input as a stream of shards
+  shard_layout.py      which input rows each shard holds
   input_paths.py       the files that input.path names
   hub_splits.py        which files of a hub dataset belong to a split
   in_memory.py         rows in memory as a table

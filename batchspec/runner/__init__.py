@@ -1,6 +1,7 @@
 """One run of a job: from an opened job to committed shards. Changes when the course of a run changes.
 
 new_retry.py           the retry that resume.retry asks for: its shards
+new_extension.py       the rows that resume=extend adds to the job
 compute_all.py         the plan of a job: every row is computed
 retry_plan.py          the plan of a retry: which rows are computed anew, which are carried over
 run_shards.py          claim, decode and commit shards until none is left (`ShardRunner`)

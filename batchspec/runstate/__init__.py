@@ -6,6 +6,7 @@ dataset/ for the shard's Parquet file.
   output_folder.py   the job's folder for a run: commits shards, writes card and report (`OutputFolder`)
   run_folder.py      files of a job that are not shards: K/V scales, sums of weights, logs, the journal, attempts
   job_folder.py      which job the folder holds: created once, compared, joined, overwritten (`JobFolder`)
+  job_state.py       what the job is now: manifest, retries, extensions, shards that are done (`JobState`)
   manifest.py        what a job is: its fingerprint, configuration and shards, and how many rows a shard has
   overwrite.py       output.overwrite: which process deletes the old job, and how a run notices that its job is gone
   footers.py         whether a shard is committed, by the footer of its file
@@ -16,7 +17,8 @@ dataset/ for the shard's Parquet file.
   journal.py         finished rows, and tokens of unfinished ones, of shards that are not committed
   journal_rows.py    its rows, as they are written in its files
   attempts.py        what runs were computing when they crashed
-  generations.py     retries of a complete job (resume.retry)
+  generations.py     how a job changed since: retries (resume.retry), and extensions in one order with them
+  extensions.py      rows that were added to a job (resume=extend)
   heartbeats.py      what every run reports about itself, for `batchspec status`
   adapted_heads.py   draft heads that were trained while the job ran
 """
