@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 from batchspec import terminal
@@ -101,8 +101,11 @@ def run_job(
             say(f"{output.path}: this run's part is done; other runs work on {len(others)} of {output.num_shards} shards")
             return
         if output.is_extended():
-            say(f"{output.path}: this run's rows are done; another command added rows since, and its runs go on with them")
-            return
+            output = OutputFolder(output.path)
+            if output.missing():
+                say(f"{output.path}: this run's rows are done; another command added rows since, and its runs go on with them")
+                return
+            job = replace(job, layout=output.manifest.layout)  # those runs have ended: this one writes the card of all rows
         say(f"{output.path}: done, {size_of(job, output)}")
     watchdog.close()
     stats = finish(output, again=not complete)
@@ -123,10 +126,14 @@ def is_new(config: RunConfig) -> bool:
 
 
 def nothing_to_retry(config: RunConfig) -> str:
-    """The end of the message about a complete job if resume.retry asks for a retry that was done before, or that no row needs."""
+    """The end of the message about a complete job if resume.retry asks for a retry that was done before, or that no row needs, or
+    resume.extend for rows that there are not.
+    """
     if config.resume.retry == "length":
         cap = config.decode.max_new_tokens
         return f"; nothing left for resume=length decode.max_new_tokens={cap}: a row that is still cut off there needs more"
+    if config.resume.extend:
+        return "; the input has no row to add"
     return "" if config.resume.retry == "none" else f"; nothing left for resume={config.resume.retry}"
 
 
@@ -215,7 +222,7 @@ def report_speed(
 
 def size_of(job: Job, output: OutputFolder) -> str:
     """Rows and shards of a job that has begun."""
-    return f"{counted(job.source.num_rows, 'row')} in {counted(output.num_shards, 'shard')}"
+    return f"{counted(job.layout.num_rows, 'row')} in {counted(output.num_shards, 'shard')}"
 
 
 def finish(output: OutputFolder, *, again: bool) -> JobStats:

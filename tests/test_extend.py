@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -15,6 +17,9 @@ from hypothesis import strategies as st
 from batchspec import run
 from batchspec.commands import compact, export, plan, status, verify
 from batchspec.commands import inspect as inspecting
+from batchspec.engine.engine import Engine
+from batchspec.errors import StorageError
+from batchspec.records import Completion, Request, RowError
 from batchspec.runstate.output_folder import OutputFolder
 from tests.runs import make_model
 
@@ -90,6 +95,8 @@ def test_a_trial_grows_to_the_whole_job(
     capsys.readouterr()
     assert run.main(arguments(folder, out)) == 2
     assert "resume=extend computes the 9 added rows into this job; or use another output.dir" in said(capsys)
+    assert run.main(arguments(folder, out, "decode.max_new_tokens=16", "resume=length")) == 2
+    assert "resume=extend" not in said(capsys), "it would be refused because of the larger limit"
     assert run.main(arguments(folder, out, "resume=extend")) == 0
     assert rows_of(out).equals(wanted)
     assert {name: data for name, data in parts(out).items() if name in before} == before
@@ -363,3 +370,66 @@ def plan_of(capsys: pytest.CaptureFixture[str], overrides: list[str]) -> str:
     capsys.readouterr()
     assert plan.main(overrides) == 0
     return capsys.readouterr().out
+
+
+def test_an_extension_takes_over_a_retry_that_was_not_complete(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, more = tmp_path / "out", ["output.shard_rows=2", "decode.max_new_tokens=16"]
+    assert run.main(arguments(folder, tmp_path / "whole", *more)) == 0
+    assert run.main(arguments(folder, out, "output.shard_rows=2", "input.limit=8")) == 0
+    recommit = OutputFolder.recommit
+    done: list[bool] = []
+
+    def once(self: OutputFolder, *rest: Any) -> bool:
+        if done:
+            raise StorageError("the disk is full")
+        done.append(recommit(self, *rest))
+        return done[0]
+
+    monkeypatch.setattr(OutputFolder, "recommit", once)
+    assert run.main(arguments(folder, out, *more, "input.limit=8", "resume=length")) == 74
+    monkeypatch.undo()
+    assert len(OutputFolder(out).missing()) > 1
+    assert run.main(arguments(folder, out, *more, "resume=extend")) == 0
+    assert rows_of(out).equals(rows_of(tmp_path / "whole"))
+    assert run.main(arguments(folder, out, *more)) == 0
+    assert "already complete: 14 rows in 7 shards" in said(capsys)
+
+
+def test_a_retry_waits_for_the_end_of_an_extension(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert run.main(arguments(folder, out, "input.limit=5", "output.shard_rows=2")) == 0
+    assert run.main(arguments(folder, out, "resume=extend", "output.shard_rows=2")) == 0
+    (out / "data/part-00004.parquet").unlink()
+    capsys.readouterr()
+    assert run.main(arguments(folder, out, "resume=error", "output.shard_rows=2")) == 2
+    assert "1 shards are not done; run the command with decode.max_new_tokens=8 and without resume=error" in said(capsys)
+
+
+def test_a_retry_of_errors_from_before_an_extension_does_not_stand_for_one_after_it(
+    folder: Path, tmp_path: Path, wanted: pl.DataFrame, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, run_engine = tmp_path / "out", Engine.run
+
+    def failing(engine: Engine, requests: Iterator[Request], **options: Any) -> Any:
+        error = RowError(code="crash", stage="decode", message="died", retryable=True)
+        given = list(requests)
+        yield from run_engine(engine, iter([r for r in given if r.request_id not in ("q2", "q9")]))
+        for r in (r for r in given if r.request_id in ("q2", "q9")):
+            yield Completion(
+                request_id=r.request_id, row_index=r.row_index, sample_index=0, shard=r.shard, status="error",
+                finish_reason="error", error=error,
+            )  # fmt: skip
+
+    for more in (["input.limit=5"], ["resume=extend"]):
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "run", failing)
+            assert run.main(arguments(folder, out, *more)) == 0
+        assert rows_of(out)["status"].to_list().count("error") == 2, "q4, which has no prompt, too"
+        more = [word for word in more if word != "resume=extend"]
+        for _ in range(2):
+            assert run.main(arguments(folder, out, *more, "resume=error")) == 0
+            assert rows_of(out)["status"].to_list().count("error") == 1
+    assert rows_of(out).equals(wanted)
+    assert len(OutputFolder(out).latest_changes()) == 3

@@ -13,6 +13,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from batchspec.report.status import StatusReader
 from batchspec.runstate.output_folder import OutputFolder
 from tests.kill_lab import Conduct, KillLab, Row, Step, death_in, ended, rows_of, steps_of, until_stopped, written
 from tests.s3_lab import BUCKET, running_lab
@@ -164,3 +165,19 @@ def test_a_kill_at_every_kind_of_put_on_s3_leaves_no_extension_or_a_whole_one(la
                 assert {key: server.held(key) for key in before} == before
                 keys = [key for key in server.names() if key.startswith("out/data/")]
                 assert rows_of(pl.concat(pl.read_parquet(server.held(key)) for key in keys)) == expected
+
+
+def test_the_run_that_ends_last_writes_the_card_even_if_it_is_of_the_old_command(lab: KillLab, expected: list[Row]) -> None:
+    out = lab.new()
+    old = lab.start(out, TRIAL, conduct=Conduct(publish_at=2))
+    pid = until_stopped(old)
+    reader = StatusReader(OutputFolder(out))
+    assert (reader.read().rows, reader.read().rows_total) == (2, 5)
+    assert lab.run(out, GROWN, conduct=Conduct(stale_s=0.5, claims=False)) == 0
+    assert "done, 12 rows in 7 shards" in lab.said.read_text()
+    assert (reader.read().rows, reader.read().rows_total) == (12, 12)
+    (out / "README.md").unlink()
+    os.kill(pid, signal.SIGCONT)
+    assert ended(old) == 0, lab.said.read_text()[-2000:]
+    assert "| Input rows | 12 |" in (out / "README.md").read_text()
+    assert written(out) == expected

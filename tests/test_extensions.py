@@ -78,6 +78,7 @@ def retry_of(folder: OutputFolder, number: int = 1, *shards: int) -> Generation:
 def test_an_extension_only_adds_a_record(out: Any) -> None:
     folder = begun(out)
     assert folder.commit(0, tables()[0])
+    folder.finish("card")
     before = {name: folder._store.read(name) for name in ("_batchspec/manifest.json", "data/part-00000.parquet")}
     folder.extend(to(folder, 6))
     assert {name: folder._store.read(name) for name in before} == before

@@ -32,7 +32,6 @@ from batchspec.prepare import Job, open_job, survey_first
 from batchspec.records import Completion, Ids, Request
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runner.kv_scales import with_saved_scales
-from batchspec.runner.new_extension import with_layout
 from batchspec.runner.weight_sums import with_kept_sums
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
@@ -113,7 +112,7 @@ def job_of(out: str | Path, dtype: str | None, device: str | None, *, other_kv: 
         config.decode.deterministic = False
     if other_kv:
         config.cache = other_cache(as_run)
-    job = with_kept_sums(with_saved_scales(with_layout(open_job(config, is_new=False), output), output), output)
+    job = with_kept_sums(with_saved_scales(open_job(config, is_new=False), output), output)
     # Without sums of earlier runs there is nothing to compare with, so none are computed.
     return replace(job, sums=None) if job.sums is not None and job.sums.kept is None else job
 

@@ -200,7 +200,7 @@ class _FileSource:
         files = self._all[:num_files]
         share = DIGEST_BYTES // max(1, num_files)
         facts = tuple(_facts_of(file, file.digest_of(share) if isinstance(file, ParquetFile) else file.digest) for file in files)
-        filled = [file for file in self._files if file in files]
+        filled = [file for file, fact in zip(files, facts, strict=True) if fact.num_rows]
         return SourceFacts(facts, _schema_alone(filled) if filled else pa.schema([]))
 
     def check(self, first: int, stop: int) -> None:

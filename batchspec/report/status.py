@@ -93,6 +93,7 @@ class StatusReader:
         output = self._output
         if output.is_untouched():
             return _not_begun(output.path)
+        output.latest_changes()
         self._files = self._files or output.heartbeats()
         runs, unreadable = self._files.read()  # before the claims: a run that ends in between releases them
         missing = output.missing()

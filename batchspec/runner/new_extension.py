@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from batchspec.errors import OutputError
 from batchspec.identity import job_fingerprint
 from batchspec.prepare import Job
-from batchspec.runstate.extensions import Extension, obstacle, shard_rows_of
+from batchspec.runstate.extensions import MAY_DIFFER, Extension, obstacle, shard_rows_of
 from batchspec.runstate.generations import Change
 from batchspec.runstate.manifest import Manifest, compared_facts, differing
 from batchspec.runstate.output_folder import OutputFolder
@@ -27,7 +27,7 @@ def new_extension(job: Job, output: OutputFolder) -> Extension | None:
             "to begin one"
         )
     past, manifest = output.latest_changes(), output.manifest
-    compared = compared_facts(job_fingerprint(job), job.source.num_rows, job.config.output.shard_rows)
+    compared = _compared(job)
     differ = differing(manifest.fingerprint, compared)
     if not differ:
         return None
@@ -50,6 +50,10 @@ def new_extension(job: Job, output: OutputFolder) -> Extension | None:
     )
 
 
+def _compared(job: Job) -> dict[str, str]:
+    return compared_facts(job_fingerprint(job), job.source.num_rows, job.config.output.shard_rows)
+
+
 def check_added_columns(job: Job, output: OutputFolder) -> None:
     """Raise OutputError, with the column's name, if new files change the columns of the output: its fingerprint has no names."""
     if job.config.resume.extend and output.is_job():
@@ -64,10 +68,11 @@ def _check_rows(job: Job, output: OutputFolder) -> None:
 
 
 def advice(job: Job, manifest: Manifest) -> str:
-    """The part of the message about another input that names resume=extend; empty where that would be refused."""
-    added = job.source.num_rows - manifest.num_rows
-    if added < 0 or obstacle(manifest, job.source):
+    """The part of the message about another job that names resume=extend; empty where that would be refused too."""
+    differ = differing(manifest.fingerprint, _compared(job))
+    if not differ - {"output.shard_rows"} or not differ <= {*MAY_DIFFER} or obstacle(manifest, job.source):
         return ""
+    added = job.source.num_rows - manifest.num_rows
     what = f"computes the {counted(added, 'added row')} into this job" if added else "takes this input for the same rows"
     return f"resume=extend {what}; or "
 

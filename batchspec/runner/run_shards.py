@@ -223,7 +223,7 @@ def check_errors(job: Job, num_errors: int, *, all_failed: bool = False) -> None
 
     num_errors  input rows with at least one error completion
     """
-    fraction, rows = job.config.input.max_error_fraction, job.source.num_rows
+    fraction, rows = job.config.input.max_error_fraction, job.layout.num_rows
     if all_failed:
         raise TooManyErrors(
             f"every completion of all {rows} rows is an error; inspect the `error` column of the output, then correct the input, "

@@ -10,7 +10,6 @@ A batchspec that does not know extensions takes the record for a damaged retry a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -78,10 +77,10 @@ def obstacle(before: Manifest, source: Source) -> str:
     alone = source.alone(len(before.files))
     why = _other_files(before.files, source.files, alone.files) or _other_columns(alone.schema, source.schema)
     if not why and source.num_rows < before.num_rows:
-        limit = json.loads(before.fingerprint.get("input.limit", "null"))
+        limit = before.fingerprint.get("input.limit", "null")
         why = (
             f"the input has {source.num_rows:,} rows, fewer than the {before.num_rows:,} of the job; run the command with "
-            f"input.limit={'null' if limit is None else limit} or a higher one"
+            f"input.limit={limit}{'' if limit == 'null' else ' or a higher one'}"
         )
     return why
 

@@ -10,7 +10,6 @@ from typing import Any
 from batchspec.dataset.reader import InputFile
 from batchspec.errors import OutputError
 from batchspec.runstate.claims import REMOTE_STALE_S, STALE_S, Claims
-from batchspec.runstate.extensions import MAY_DIFFER as EXTENDED
 from batchspec.runstate.extensions import Extension
 from batchspec.runstate.generations import Change, Generation
 from batchspec.runstate.job_state import JobState
@@ -20,7 +19,6 @@ from batchspec.runstate.manifest import (
     compared_facts,
     default_shard_rows,
     differences,
-    differing,
     first_job_id,
 )
 from batchspec.runstate.overwrite import READS, check_own, elected, read_manifest, refuse_living, settled, this_command
@@ -47,7 +45,7 @@ class JobFolder(JobState):
         """Raise OutputError if `create` with the same arguments would. Keys in `may_differ` may have other values. Writes
         nothing.
 
-        advice  what to do about a job that differs only in keys that an extension may change, for the message; may be empty
+        advice  a way to go on with this other job, for the message; may be empty
 
         The folder may be missing, empty, or hold a job with the same fingerprint; with `overwrite` it may hold any job that no
         living run works on. A folder that is not a job is never overwritten.
@@ -79,9 +77,8 @@ class JobFolder(JobState):
                 f"output.dir {self.path} holds this job, {' and '.join(last)} since ({'; '.join(changed)}); "
                 f"run the command with {' and '.join(map(str, last.values()))}"
             )
-        way = advice(self.manifest) if differing(known, now) <= {*EXTENDED} else ""
         raise OutputError(
-            f"output.dir {self.path} holds another job ({'; '.join(changed)}); {way}use another output.dir, "
+            f"output.dir {self.path} holds another job ({'; '.join(changed)}); {advice(self.manifest)}use another output.dir, "
             "or output.overwrite=true to delete that job and start anew"
         )
 

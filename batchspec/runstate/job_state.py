@@ -97,7 +97,7 @@ class JobState:
         """Every retry and extension of the job, the latest last, with `manifest` as that left it: another run may have begun one
         since it was read.
 
-        Only before this run works on the job.
+        Not while this run works on the job.
         """
         assert self.manifest
         if self._begun_since():
