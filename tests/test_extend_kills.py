@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -124,19 +123,27 @@ def test_two_runs_that_begin_the_extension_at_once_share_its_shards(lab: KillLab
         assert written(out) == expected
 
 
+STOPPED = Conduct(hold=("link", "data/part"))
+"""The run stops when its first shard is about to get its name."""
+
+
 def test_a_run_of_the_old_command_ends_its_rows_while_others_extend_the_job(lab: KillLab, expected: list[Row]) -> None:
     out = lab.new()
-    old = lab.start(out, TRIAL, conduct=Conduct(publish_at=2))
-    pid = until_stopped(old)
-    before = held(out)
-    new = lab.start(out, GROWN, conduct=Conduct(stale_s=60.0))
-    while new.exitcode is None and len(held(out)) < 4:  # two shards of its own are there
-        time.sleep(0.01)
-    os.kill(pid, signal.SIGCONT)
+    old = lab.start(out, TRIAL, conduct=STOPPED)
+    until_stopped(old)
+    new = lab.start(out, GROWN, conduct=STOPPED)
+    until_stopped(new)
+    assert OutputFolder(out).manifest.num_rows == 12
+    assert old.pid is not None
+    os.kill(old.pid, signal.SIGCONT)
     assert ended(old) == 0, lab.said.read_text()[-2000:]
     assert "this run's rows are done; another command added rows since" in lab.said.read_text()
+    before = held(out)
+    assert len(before) == 3
+    assert not (out / "README.md").exists()
+    assert new.pid is not None
+    os.kill(new.pid, signal.SIGCONT)
     assert ended(new) == 0, lab.said.read_text()[-2000:]
-    assert lab.run(out, GROWN) == 0
     assert {path: path.read_bytes() for path in before} == before
     assert written(out) == expected
     assert (out / "README.md").exists()
@@ -169,10 +176,10 @@ def test_a_kill_at_every_kind_of_put_on_s3_leaves_no_extension_or_a_whole_one(la
 
 def test_the_run_that_ends_last_writes_the_card_even_if_it_is_of_the_old_command(lab: KillLab, expected: list[Row]) -> None:
     out = lab.new()
-    old = lab.start(out, TRIAL, conduct=Conduct(publish_at=2))
+    old = lab.start(out, TRIAL, conduct=STOPPED)
     pid = until_stopped(old)
     reader = StatusReader(OutputFolder(out))
-    assert (reader.read().rows, reader.read().rows_total) == (2, 5)
+    assert (reader.read().rows, reader.read().rows_total) == (0, 5)
     assert lab.run(out, GROWN, conduct=Conduct(stale_s=0.5, claims=False)) == 0
     assert "done, 12 rows in 7 shards" in lab.said.read_text()
     assert (reader.read().rows, reader.read().rows_total) == (12, 12)
