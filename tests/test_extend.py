@@ -17,9 +17,14 @@ from hypothesis import strategies as st
 from batchspec import run
 from batchspec.commands import compact, export, plan, status, verify
 from batchspec.commands import inspect as inspecting
+from batchspec.config.compose import compose
 from batchspec.engine.engine import Engine
 from batchspec.errors import StorageError
+from batchspec.prepare import open_job
 from batchspec.records import Completion, Request, RowError
+from batchspec.report.requests import read_requests
+from batchspec.report.status import StatusReader
+from batchspec.runner.new_extension import new_extension
 from batchspec.runstate.output_folder import OutputFolder
 from tests.runs import make_model
 
@@ -311,17 +316,17 @@ def test_a_retry_and_an_extension_follow_each_other_in_any_order(
     wanted = rows_of(tmp_path / "whole")
     for order in ("extend length", "length extend", "length extend error"):
         out = tmp_path / order.replace(" ", "-")
-        limit, cap = "input.limit=6", "decode.max_new_tokens=8"
-        assert run.main(arguments(folder, out, "output.shard_rows=2", limit)) == 0
+        size, limit, cap = "output.shard_rows=4", "input.limit=6", "decode.max_new_tokens=8"
+        assert run.main(arguments(folder, out, size, limit)) == 0
         for step in order.split():
-            limit = "input.limit=null" if step == "extend" else limit
+            size, limit = ("output.shard_rows=3", "input.limit=null") if step == "extend" else (size, limit)
             cap = "decode.max_new_tokens=16" if step == "length" else cap
-            assert run.main(arguments(folder, out, "output.shard_rows=2", limit, cap, f"resume={step}")) == 0, said(capsys)
+            assert run.main(arguments(folder, out, size, limit, cap, f"resume={step}")) == 0, said(capsys)
         assert rows_of(out).equals(wanted)
         capsys.readouterr()
-        assert run.main(arguments(folder, out, "output.shard_rows=2", limit, cap)) == 0
-        assert "already complete: 14 rows in 7 shards" in said(capsys)
-        assert run.main(arguments(folder, out, "output.shard_rows=2", "input.limit=6")) == 2
+        assert run.main(arguments(folder, out, size, limit, cap)) == 0
+        assert "already complete: 14 rows in 5 shards" in said(capsys)
+        assert run.main(arguments(folder, out, "output.shard_rows=4", "input.limit=6")) == 2
         text = said(capsys)
         assert "extended" in text
         assert "retried" in text
@@ -348,8 +353,27 @@ def test_every_reader_of_a_job_sees_the_grown_one(
     assert "part-00004.parquet" in capsys.readouterr().out
     assert compact.main([str(out), str(tmp_path / "compact")]) == 0
     assert pl.read_parquet(tmp_path / "compact/data").select(SAME).equals(wanted)
+    requests, found = read_requests(OutputFolder(out)), rows_of(out)
+    for shown in (one for group in requests.shown.values() for one in group):
+        text = found.filter((pl.col("row_index") == shown.row_index) & (pl.col("sample_index") == shown.sample_index))
+        assert text["completion"].to_list() == [shown.completion]
+    assert {shown.row_index for group in requests.shown.values() for shown in group} & {*range(5, ROWS)}
     assert export.main([str(out), "--to", "openai", str(tmp_path / "rows.jsonl")]) == 0
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == ROWS
+
+
+def test_the_status_of_an_extension_that_has_only_begun_is_of_all_its_rows(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run.main(arguments(folder, out, "input.limit=5", "output.shard_rows=2")) == 0
+    reader, output = StatusReader(OutputFolder(out)), OutputFolder(out)
+    assert reader.read().state == "complete"
+    extension = new_extension(open_job(compose(arguments(folder, out, "resume=extend", "output.shard_rows=5"))), output)
+    assert extension is not None
+    output.extend(extension)
+    found = reader.read()
+    assert (found.state, found.rows, found.rows_total, found.shards, found.shards_total) == ("stopped", 5, 14, 3, 5)
+    assert found.completions_total == ROWS
+    assert found.share == pytest.approx(5 / 14)
 
 
 def test_plan_says_what_a_run_would_find(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
