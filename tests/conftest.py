@@ -39,6 +39,8 @@ LONG = (
     "test_fp8_linear.py",
     "test_bench.py",
     "test_retry.py",
+    "test_extend_kills.py",
+    "test_extend.py",
     "test_demo.py",
     "test_gpu_dispatch.py",
     "test_vocabulary.py",
