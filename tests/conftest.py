@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: threads of two workers would wait for each other
 
@@ -75,6 +75,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first: where workers take whole files, none is left alone with one at the end."""
     order = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
+    if "CI" in os.environ:
+        draw_fewer_examples({item.function for item in items if isinstance(item, pytest.Function)})
+
+
+def draw_fewer_examples(tests: Iterable[Callable[..., object]]) -> None:
+    """Half of what a property test asks for, but at least six: where each run draws the same examples, the later ones, which
+    resemble the earlier ones, are paid for in every run and were new in one. Elsewhere each run draws others, and all of them.
+    """
+    for test in tests:
+        if hasattr(test, "hypothesis"):
+            asked = getattr(test, "_hypothesis_internal_use_settings", None) or settings()
+            fewer = min(asked.max_examples, max(6, asked.max_examples // 2))
+            vars(test)["_hypothesis_internal_use_settings"] = settings(asked, max_examples=fewer)
 
 
 @pytest.hookimpl(wrapper=True)
