@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: threads of two workers would wait for each other
 
@@ -29,46 +29,56 @@ settings.load_profile("batchspec")
 
 LONG = (
     "test_compile.py",
-    "test_warm_ranks.py",
+    "test_workers.py",
     "test_group_jobs.py",
     "test_job.py",
-    "test_train.py",
-    "test_warm.py",
-    "test_s3_kills.py",
-    "test_kills.py",
-    "test_fp8_linear.py",
-    "test_bench.py",
+    "test_hanging_loads.py",
+    "test_warm_ranks.py",
+    "test_lazy.py",
     "test_retry.py",
     "test_extend_kills.py",
     "test_extend.py",
     "test_demo.py",
-    "test_gpu_dispatch.py",
-    "test_vocabulary.py",
-    "test_crashes.py",
-    "test_moe_drafters.py",
-    "test_compile_ahead.py",
-    "test_workers.py",
-    "test_lossless.py",
-    "test_store_job.py",
-    "test_lockstep.py",
+    "test_bench.py",
     "test_lossless_formats.py",
-    "test_adapt_job.py",
-    "test_eagle3.py",
-    "test_kv_groups.py",
-    "test_tree.py",
-    "test_ordered_attention.py",
-    "test_prefill_graphs.py",
+    "test_gpu_dispatch.py",
+    "test_train.py",
+    "test_crashes.py",
     "test_s3.py",
-    "test_deterministic.py",
-    "test_coupled.py",
-    "test_install.py",
-    "test_faults.py",
+    "test_kv_groups.py",
+    "test_lockstep.py",
+    "test_slurm.py",
+    "test_eagle3.py",
+    "test_lossless.py",
+    "test_adapt_job.py",
+    "test_warm.py",
+    "test_prefill_graphs.py",
     "test_replay.py",
-    "test_route.py",
+    "test_conversations.py",
+    "test_tree.py",
+    "test_faults.py",
+    "test_store_job.py",
+    "test_s3_kills.py",
+    "test_vocabulary.py",
+    "test_ordered_attention.py",
+    "test_coupled.py",
+    "test_shadowed_modules.py",
+    "test_moe_drafters.py",
+    "test_expert_blocks.py",
+    "test_engine_freed.py",
+    "test_constrained.py",
+    "test_last_check.py",
+    "test_install.py",
+    "test_kills.py",
+    "test_changed_input.py",
+    "test_sharded_draft.py",
     "test_expert_kernels.py",
+    "test_fp8_linear.py",
+    "test_peer.py",
     "test_contention.py",
     "test_plan.py",
-    "test_probe.py",
+    "test_deterministic.py",
+    "test_lossless_combined.py",
 )
 """Files that take ten seconds or more, the longest first."""
 
@@ -77,15 +87,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first: where workers take whole files, none is left alone with one at the end."""
     order = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
+    if "CI" in os.environ:
+        draw_fewer_examples({item.function for item in items if isinstance(item, pytest.Function)})
+
+
+def draw_fewer_examples(tests: Iterable[Callable[..., object]]) -> None:
+    """Half of what a property test asks for, but at least six: where each run draws the same examples, the later ones, which
+    resemble the earlier ones, are paid for in every run and were new in one. Elsewhere each run draws others, and all of them.
+    """
+    for test in tests:
+        if hasattr(test, "hypothesis"):
+            asked = getattr(test, "_hypothesis_internal_use_settings", None) or settings()
+            fewer = min(asked.max_examples, max(6, asked.max_examples // 2))
+            vars(test)["_hypothesis_internal_use_settings"] = settings(asked, max_examples=fewer)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collection makes many objects and little garbage: looking for it took nearly half of the time (9.8 s, 5.3 without)."""
+    """Collection makes many objects and little garbage: looking for it took nearly half of the time (9.8 s, 5.3 without). Later
+    it is looked for seldom, as in an engine's run: among the modules of torch and the tests it took 5 % of the tests' time.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
+        gc.set_threshold(10_000, 20, 100)
         gc.enable()
 
 

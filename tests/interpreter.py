@@ -84,24 +84,62 @@ def get_np_dtype(slow: Function) -> Function:
 
 
 def convert_float(slow: Function) -> Function:
-    """Convert each of the 256 or 65,536 patterns of a narrow type once. Cut fp32 to bf16, unless a number is subnormal."""
+    """Convert each of the 256 or 65,536 patterns of a narrow type once. Of an fp32 number that is not subnormal, the upper half
+    decides: bf16 is that half, and the bits that e4m3 and e5m2 keep and round by are in it.
+    """
     tables: dict[Any, Any] = {}
+
+    def table(source: Any, target: Any, rounding: Any) -> Any:
+        key = source.name, target.name, rounding
+        if key not in tables:
+            halves = np.arange(2 ** min(source.primitive_bitwidth, 16), dtype=f"uint{source.primitive_bitwidth}")
+            tables[key] = slow(halves << 16 if source.name == "fp32" else halves, source, target, rounding)
+        return tables[key]
 
     def convert(values: Any, source: Any, target: Any, rounding: Any) -> Any:
         width = source.primitive_bitwidth
         bits = np.ascontiguousarray(values).reshape(-1).view(f"uint{width}")
         if width <= 16:
-            key = source.name, target.name, rounding
-            if key not in tables:
-                tables[key] = slow(np.arange(2**width, dtype=bits.dtype), source, target, rounding)
-            return tables[key][bits].reshape(values.shape)
-        if source.name == "fp32" and target.name == "bf16" and rounding is None:
+            return table(source, target, rounding)[bits].reshape(values.shape)
+        cut = target.name == "bf16" and rounding is None
+        if source.name == "fp32" and (cut or target.primitive_bitwidth == 8):
             magnitude = bits & 0x7FFFFFFF
-            if not ((magnitude < 0x00800000) & (magnitude != 0)).any():
-                return (bits >> 16).astype(np.uint16).reshape(values.shape)
+            subnormal = (magnitude < 0x00800000) & (magnitude != 0)
+            halves = bits >> 16
+            found = halves.astype(np.uint16) if cut else table(source, target, rounding)[halves]
+            if subnormal.any():
+                found[subnormal] = slow(bits[subnormal], source, target, rounding)
+            return found.reshape(values.shape)
         return slow(values, source, target, rounding)
 
     return convert
+
+
+def tensor_handle(slow: Function) -> Function:
+    """Check the size of numbers without the calls that find it."""
+
+    def init(self: Any, data: Any, dtype: Any, *rest: Any) -> None:
+        known = type(dtype) is core.pointer_type or (
+            type(dtype) is core.dtype and data.itemsize * 8 <= max(8, dtype.primitive_bitwidth)
+        )
+        if rest or not known:
+            slow(self, data, dtype, *rest)
+            return
+        self.data, self.dtype, self.attr = data, dtype, {}
+
+    return init
+
+
+def unwrap_if_constexpr(slow: Function) -> Function:
+    """Ask for the usual types first."""
+
+    def unwrap(value: Any) -> Any:
+        kind = type(value)
+        if kind is core.tensor or kind is int or kind is core.dtype:
+            return value
+        return value.value if kind is core.constexpr else slow(value)
+
+    return unwrap
 
 
 def block_type(slow: Function) -> Function:
@@ -197,12 +235,64 @@ def computation_type(slow: Function) -> Function:
 
 
 def broadcast_value(slow: Function) -> Function:
-    """Leave two scalars and two tensors of one shape as they are."""
+    """Leave two scalars and two tensors of one shape as they are. Decide once which of two shapes of one rank is extended."""
+    known: dict[tuple[str, str], tuple[Any, Any]] = {}
+
+    def extended(self: Any, value: Any, wanted: Any) -> Any:
+        return self.make_tensor(self.builder.create_broadcast(value.handle, wanted.shape), wanted) if wanted else value
 
     def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
-        return (lhs, rhs) if lhs.shape is rhs.shape else slow(self, lhs, rhs)
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        key = lhs.type.name, rhs.type.name
+        if key in known:
+            return extended(self, lhs, known[key][0]), extended(self, rhs, known[key][1])
+        found, other = slow(self, lhs, rhs)
+        numbers = type(lhs.dtype) is type(rhs.dtype) is core.dtype
+        if numbers and len(lhs.shape.values) == len(rhs.shape.values):
+            known[key] = None if found is lhs else found.type, None if other is rhs else other.type
+        return found, other
 
     return broadcast
+
+
+MOST_CONSTANTS = 4096
+
+
+def binary_operands(slow: Function) -> Function:
+    """Leave two tensors of one shape and type as they are. Spread a number of the kernel's text over a shape once; nobody may
+    write to it.
+    """
+    spread: dict[Any, Any] = {}
+
+    def operands(
+        self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False, arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> Any:  # fmt: skip
+        kinds = type(lhs), type(rhs)
+        first = kinds[0] is core.tensor
+        dtype = (lhs if first else rhs).dtype if core.tensor in kinds else None
+        if type(dtype) is not core.dtype:
+            return slow(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        if kinds[0] is kinds[1]:
+            if lhs.shape is rhs.shape and rhs.dtype is dtype:
+                stays = not arithmetic_check or self.computation_type_impl(dtype, False, dtype, False, div_or_mod) is dtype
+                if stays:
+                    return lhs, rhs
+        elif (number := rhs if first else lhs).__class__ in (int, float, bool):
+            value = lhs if first else rhs
+            key = repr(number), value.type.name, arithmetic_check, div_or_mod
+            if key in spread:
+                return (value, spread[key]) if first else (spread[key], value)
+            found = slow(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+            if found[0 if first else 1] is value and len(spread) < MOST_CONSTANTS:
+                made = found[1 if first else 0]
+                made.handle.data.flags.writeable = False
+                spread[key] = made
+            return found
+        return slow(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    return operands
 
 
 QUICK: tuple[tuple[Any, str, Callable[[Function], Function]], ...] = (
@@ -218,6 +308,9 @@ QUICK: tuple[tuple[Any, str, Callable[[Function], Function]], ...] = (
     (core.tuple, "__eq__", tuple_equal),
     (semantic.TritonSemantic, "computation_type_impl", computation_type),
     (semantic.TritonSemantic, "broadcast_impl_value", broadcast_value),
+    (semantic.TritonSemantic, "binary_op_type_checking_impl", binary_operands),
+    (interpreter.TensorHandle, "__init__", tensor_handle),
+    (core, "_unwrap_if_constexpr", unwrap_if_constexpr),
 )
 """Functions of Triton and what replaces them; the name of one that has moved raises AttributeError."""
 

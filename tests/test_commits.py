@@ -6,11 +6,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from batchspec.packing.work_plan import TOKEN_BYTES, DecodedShard
+from batchspec.packing.work_plan import COPIES, TOKEN_BYTES, DecodedShard
 from batchspec.runner.background_commit import MOST_WAITING, SMALL_BYTES, WAITING, commit_in_background
 from tests.io_samples import completion, dataset, shards_of
 
@@ -65,6 +66,10 @@ def test_what_a_shard_takes_grows_with_its_rows_and_a_retry_counts_as_large() ->
     small, large = (DecodedShard(shard=shard, completions=done).num_bytes for done in (few, more))
     assert large - small == 1000 * TOKEN_BYTES
     assert small > shard.table.nbytes
+    tops = np.zeros((3, 2), np.int32), np.zeros((3, 2), np.float64)
+    for name in ("top_logprobs", "prompt_top_logprobs"):
+        (with_tops,) = (replace(done, **{name: tops}) for done in few)
+        assert DecodedShard(shard=shard, completions=[with_tops]).num_bytes - small == COPIES * 3 * 2 * (4 + 8)
     assert DecodedShard(shard=other, completions=few, num_carried=1).num_bytes > SMALL_BYTES
 
 

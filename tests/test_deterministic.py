@@ -129,8 +129,8 @@ def test_tokens_and_logprobs_are_those_of_the_row_alone_with_any_drafter(name: s
 def test_preemption_changes_no_bit() -> None:
     """Generated positions are prefilled again then: prefill and rounds agree. Nor does the size of pages."""
     rng = np.random.default_rng(4)
-    asked = [request(i, rng.integers(0, 61, 66).tolist(), cap=36, predicted=3) for i in range(2)]
-    found, done = run(asked, shape(2, prefill_tokens=256, page_size=4, num_pages=45), NoDrafter(), target())
+    asked = [request(i, rng.integers(0, 61, 66).tolist(), cap=24, predicted=3) for i in range(2)]
+    found, done = run(asked, shape(2, prefill_tokens=256, page_size=4, num_pages=43), NoDrafter(), target())
     assert sum(one.stats.num_prefills for one in done if one.stats is not None) > len(done)
     assert found == run(asked, shape(1, prefill_tokens=256), NoDrafter(), target())[0]
 

@@ -21,9 +21,13 @@ from batchspec.records import Request
 from tests.engines import DEVICE, packed, request, tiny_target
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_garbage_of_other_tests() -> None:
+    gc.collect()
+
+
 @pytest.fixture(autouse=True)
 def no_garbage_collection() -> Iterator[None]:
-    gc.collect()
     gc.disable()
     yield
     gc.enable()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton._C.libtriton import ir
 from triton.language import core, semantic
@@ -46,7 +46,7 @@ def outcome(function: Callable[..., Any], *arguments: Any) -> Any:
     """What it returns, or its error."""
     try:
         return function(*arguments)
-    except (AssertionError, AttributeError, TypeError, ValueError) as error:
+    except (AssertionError, AttributeError, TypeError, ValueError, semantic.IncompatibleTypeErrorImpl) as error:
         return type(error), str(error)
 
 
@@ -67,11 +67,54 @@ def test_numbers_are_converted_to_the_same_bits(source: Any, target: Any) -> Non
         np.testing.assert_array_equal(found, expected)
 
 
-@given(st.lists(st.integers(0, 2**32 - 1) | st.sampled_from([0, 1, 2**31, 0x007FFFFF, 0x00800000, 0x7F800000, 0xFFC00001])))
-def test_fp32_is_cut_to_the_same_bf16(patterns: list[int]) -> None:
+ODD = [0, 1, 2**31, 0x007FFFFF, 0x00800000, 0x7F800000, 0xFFC00001, 0x43E80000, 0x43E7FFFF, 0x3A7FFFFF, 0x3A800000, 0xBC0FFFFF]
+"""Zeros, subnormals, infinity and NaN of fp32, and numbers beside bounds of e4m3: the largest, the smallest, and ties."""
+
+
+@pytest.mark.parametrize("rounding", [None, ir.ROUNDING_MODE.RTNE])
+@pytest.mark.parametrize("target", [tl.bfloat16, tl.float8e4nv, tl.float8e5], ids=str)
+def test_fp32_is_cut_to_the_same_bf16_and_rounded_to_the_same_fp8(target: Any, rounding: Any) -> None:
     slow, quick = both(interpreter, "_convert_float")
-    values = np.array(patterns, np.uint32).view(np.float32)
-    np.testing.assert_array_equal(quick(values, tl.float32, tl.bfloat16, None), slow(values, tl.float32, tl.bfloat16, None))
+
+    @given(st.lists(st.integers(0, 2**32 - 1) | st.sampled_from(ODD)))
+    @settings(max_examples=30)
+    def check(patterns: list[int]) -> None:
+        values = np.array(patterns, np.uint32).view(np.float32)
+        expected = slow(values, tl.float32, target, rounding)
+        np.testing.assert_array_equal(quick(values, tl.float32, target, rounding), expected)
+
+    check()
+    every_bound = np.arange(2**13, dtype=np.uint32)[:, None] << 19  # every number that keeps e4m3's bits and the one after them
+    beside = np.concatenate([every_bound, every_bound + 1, every_bound - 1], 1).view(np.float32)
+    np.testing.assert_array_equal(quick(beside, tl.float32, target, rounding), slow(beside, tl.float32, target, rounding))
+
+
+@pytest.mark.parametrize("dtype", [*SCALARS, core.pointer_type(tl.float32)], ids=str)
+def test_the_size_of_numbers_is_checked_alike(dtype: Any) -> None:
+    slow, quick = both(interpreter.TensorHandle, "__init__")
+
+    def described(make: Callable[..., Any], data: Any, *rest: Any) -> Any:
+        handle = object.__new__(interpreter.TensorHandle)
+        make(handle, data, dtype, *rest)
+        assert handle.data is data
+        return handle.dtype, handle.attr
+
+    for width, rest in product(("uint8", "uint16", "uint32", "uint64"), ((), ({"a": 1},))):
+        data = np.zeros(3, width)
+        assert outcome(described, quick, data, *rest) == outcome(described, slow, data, *rest)
+    one, other = (interpreter.TensorHandle(np.zeros(1, "uint8"), tl.int8) for _ in range(2))
+    one.set_attr("a", 1)
+    assert other.attr == {}
+
+
+def test_constants_are_unwrapped_alike() -> None:
+    slow, quick = both(core, "_unwrap_if_constexpr")
+    values = [3, True, 2.5, None, "a", tl.int32, core.constexpr(4), core.constexpr(None), [core.constexpr(1), 2]]
+    values += [(core.constexpr(1), 2), core.tuple([core.constexpr(1), 2])]
+    for value in values:
+        assert (type(quick(value)), repr(quick(value))) == (type(slow(value)), repr(slow(value)))
+    tensor = made([4])
+    assert quick(tensor) is slow(tensor) is tensor
 
 
 def test_types_have_the_same_numpy_types() -> None:
@@ -154,7 +197,44 @@ def test_tensors_are_broadcast_alike(left: list[int], right: list[int]) -> None:
         return [(str(one.type), [size.value for size in one.shape], one.numel.value, one.handle.data.tolist()) for one in pair]
 
     slow, quick = both(semantic.TritonSemantic, "broadcast_impl_value")
-    assert outcome(of, quick) == outcome(of, slow)
+    assert [outcome(of, quick) for _ in range(2)] == [outcome(of, slow)] * 2
+
+
+OPERANDS = [0, 1, -1, 255, 2**31, -(2**63), 2**64, True, False, 0.0, -0.0, 0.1, 1e-40, float("nan"), float("inf")]
+
+
+def test_operands_are_made_alike() -> None:
+    slow, quick = both(semantic.TritonSemantic, "binary_op_type_checking_impl")
+    self, pointer = interpreter.interpreter_semantic, core.pointer_type(tl.int32)
+
+    def tensor(dtype: Any, shape: list[int]) -> Any:
+        numpy = np.uint64 if dtype is pointer else interpreter._get_np_dtype(dtype)
+        handle = interpreter.TensorHandle(np.ones(shape or [1], numpy), dtype)
+        return core.tensor(handle, core.block_type(dtype, shape) if shape else dtype)
+
+    def of(function: Callable[..., Any], left: Any, right: Any, *rest: bool) -> Any:
+        found = function(self, left, right, *rest)
+        given = {id(left): "left", id(right): "right"}
+        return [
+            (given.get(id(one)), str(one.type), [size.value for size in one.shape], one.handle.data.tobytes(), one.handle.dtype)
+            for one in found
+        ]
+
+    kinds = (tl.int32, tl.uint8, tl.bfloat16, tl.float32, pointer)
+    tensors = [tensor(dtype, shape) for dtype, shape in product(kinds, ([], [4], [1, 4], [2, 1]))]
+    flags = [(True, True, True, False), (False, False, True, True), (False, False, False, False)]
+    for one, other, rest in product(tensors, [*tensors, *OPERANDS], flags):
+        for pair in ((one, other), (other, one)):
+            expected = repr(outcome(of, slow, *pair, *rest))
+            assert [repr(outcome(of, quick, *pair, *rest)) for _ in range(2)] == [expected, expected]
+
+
+def test_a_number_that_is_spread_once_cannot_be_changed() -> None:
+    _, quick = both(semantic.TritonSemantic, "binary_op_type_checking_impl")
+    first, second = (quick(interpreter.interpreter_semantic, made([4]), 2.0)[1] for _ in range(2))
+    assert first is second
+    with pytest.raises(ValueError, match="read-only"):
+        first.handle.data[0] = 3.0
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

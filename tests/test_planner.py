@@ -424,6 +424,17 @@ def test_a_row_needs_the_pages_of_its_window_and_all_of_them_where_layers_read_a
     assert memory_of(sliding, max_tokens=1000).row_bytes(40) == 2 * 3 * layer
 
 
+def test_rows_fit_next_to_the_scratch_pages_and_a_prefill_pass() -> None:
+    """A row in prefill holds 63 pages of a windowed group, of which it gives 55 back before it decodes."""
+    memory = memory_of(windowed(None, 100), max_tokens=1000)
+    layer = memory.page_bytes[0]
+    row, reserved = (63 + 8) * layer, (1 + 1 + 63 - 8) * layer
+    for count in (2, 10):
+        assert memory.rows(reserved + count * row, 1000) == count
+        assert memory.rows(reserved + count * row - 1, 1000) == count - 1
+    assert memory.rows(0, 1000) == 1
+
+
 def test_pools_hold_what_all_slots_need_or_share_out_the_memory_that_there_is() -> None:
     """While a row is prefilled it needs all its pages in every group."""
     memory = memory_of(windowed(None, 100, 100), max_tokens=1000)

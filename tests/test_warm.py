@@ -28,7 +28,7 @@ from tests.models import make_checkpoint
 from tests.runs import make_model
 from tests.waiting_requests import count_waiting
 
-WORDS = ["model.dtype=float64", "decode.max_new_tokens=12", "output.token_ids=true", "packing.max_num_seqs=3", "model.max_len=96"]
+WORDS = ["model.dtype=float64", "decode.max_new_tokens=8", "output.token_ids=true", "packing.max_num_seqs=3", "model.max_len=96"]
 OF_A_RUN = ["perf", "usage", "spec_decode"]
 """Columns that describe how a row was computed."""
 
@@ -285,7 +285,7 @@ def test_memory_that_runs_out_ends_the_call_and_not_the_engine(
 
 def test_the_shape_is_that_of_the_keys_and_not_of_the_rows(shared: batchspec.Engine) -> None:
     assert (shared.shape.num_slots, shared.shape.max_len) == (3, 96)
-    long = shared.generate({"prompt_ids": [[5] * 84, [5] * 85]})
+    long = shared.generate({"prompt_ids": [[5] * 88, [5] * 89]})
     assert long["status"].to_list() == ["truncated", "error"]
     assert "exceed model.max_len=96" in long["error"].struct.field("message")[1]
 
@@ -330,7 +330,7 @@ def test_swapped_weights_are_those_of_the_other_model_and_back(form: str, words:
     def source(folder: Path) -> Any:
         return folder if form == "folder" else load_file(folder / "model.safetensors")
 
-    prompts = rows().with_columns(prompt=pl.col("prompt") + " and again and again")
+    prompts = rows(3).with_columns(prompt=pl.col("prompt") + " and again and again")
     with batchspec.Engine(words) as engine:
         before = engine.generate(prompts)
         engine.load_weights(source(other))
@@ -505,7 +505,7 @@ def test_calls_bring_penalties_and_biases_of_their_own(shared: batchspec.Engine,
     plain = shared.generate(rows(6))
     found = shared.generate(table)
     assert same(found, batchspec.generate(table, overrides=words))
-    assert found["token_ids"].to_list()[1] == [5] * 12
+    assert found["token_ids"].to_list()[1] == [5] * 8
     changed = [a != b for a, b in zip(found["token_ids"].to_list(), plain["token_ids"].to_list(), strict=True)]
     assert changed[2] is False
     assert shared.generate(rows(6))["token_ids"].to_list() == plain["token_ids"].to_list()

@@ -191,7 +191,7 @@ def test_swapped_weights_are_those_of_the_other_model_and_back(
     def source(folder: Path) -> Any:
         return folder if form == "folder" else load_file(folder / "model.safetensors")
 
-    prompts = rows().with_columns(prompt=pl.col("prompt") + " and again")
+    prompts = rows(3).with_columns(prompt=pl.col("prompt") + " and again")
     before = shared.generate(prompts)
     for engine in (shared, alone):
         engine.load_weights(source(other))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.moe.route import Scoring, route, route_reference
+from batchspec.kernels.moe.route import BLOCK, Scoring, route, route_reference
 from batchspec.kernels.moe.sort_rows import sort_rows
 from batchspec.kernels.moe.units import Routing, max_units
 
@@ -83,16 +83,23 @@ def test_any_size(
     assert_lists_hold_every_pair_once(found, tokens, experts)
 
 
-@pytest.mark.parametrize(("tokens", "top_k"), [(700, 5), (1300, 3), (2100, 4)])
-def test_lists_of_many_pairs(tokens: int, top_k: int, interpret: bool, device: torch.device) -> None:
-    """Of more pairs than a program reads at once; with dead tokens, all of them at the end of the list."""
+@pytest.mark.parametrize(("blocks", "top_k"), [(1.7, 5), (1.9, 3), (4.1, 4)])
+def test_lists_of_many_pairs(
+    blocks: float, top_k: int, interpret: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of more pairs than a program reads at once; with dead tokens, all of them at the end of the list. On a GPU a program reads
+    as many as ever, elsewhere an eighth."""
+    scale = 1 if device.type == "cuda" else 8
+    block, unit_pairs = BLOCK // scale, 64 // scale
+    monkeypatch.setattr("batchspec.kernels.moe.route.BLOCK", block)
+    tokens = int(blocks * block / top_k)
     torch.manual_seed(tokens)
     logits, live = torch.randn(tokens, 7, device=device), torch.rand(tokens, device=device) < 0.8
-    found = route(logits, top_k, norm_topk=True, unit_pairs=64, interpret=interpret)
-    assert_same(found, route_reference(logits, top_k, norm_topk=True, unit_pairs=64))
+    found = route(logits, top_k, norm_topk=True, unit_pairs=unit_pairs, interpret=interpret)
+    assert_same(found, route_reference(logits, top_k, norm_topk=True, unit_pairs=unit_pairs))
     assert_lists_hold_every_pair_once(found, tokens, 7)
-    found = route(logits, top_k, norm_topk=True, unit_pairs=64, live=live, interpret=interpret)
-    assert_same(found, route_reference(logits, top_k, norm_topk=True, unit_pairs=64, live=live))
+    found = route(logits, top_k, norm_topk=True, unit_pairs=unit_pairs, live=live, interpret=interpret)
+    assert_same(found, route_reference(logits, top_k, norm_topk=True, unit_pairs=unit_pairs, live=live))
     dead = found.pairs[int(found.offsets[-1]) :].long() // top_k
     assert not live[dead].any()
 
