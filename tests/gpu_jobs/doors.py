@@ -36,6 +36,7 @@ from batchspec.warm.conversations import Turn
 from tests.gpu_jobs.cases import Case, Group, Keys
 from tests.gpu_jobs.compare import Rows, differences, rows_of, rows_of_stream
 from tests.gpu_jobs.rows import Row
+from tests.gpu_jobs.scoring import keys_of_scoring, plain_scores, prompts_of, scores_that_differ, shape_of_scoring
 
 ROOT = Path(__file__).parents[2]
 COMMAND_S = 200
@@ -133,7 +134,7 @@ def run_case(case: Case, plain: Plain) -> Outcome:
     """Raises what batchspec raises, but for keys that it refuses."""
     outcome, rng = Outcome(), Random(case.seed)
     doors: dict[str, Callable[[Case, Plain, Random, Outcome], None]]
-    doors = {"engine": _engine, "job": _job, "generate": _generate, "killed": _killed}
+    doors = {"engine": _engine, "job": _job, "generate": _generate, "killed": _killed, "scored": _scored}
     wanted = plain.rows
     assert wanted
     try:
@@ -241,6 +242,18 @@ def _generate(case: Case, plain: Plain, rng: Random, outcome: Outcome) -> None:
     outcome.lines += differences(rows_of(frame, part[0]), _wanted(plain.rows, part), bits=case.group.bits)
 
 
+def _scored(case: Case, plain: Plain, rng: Random, outcome: Outcome) -> None:
+    """A warm engine that scores the prompts, twice, so that it meets its own prefixes."""
+    top, prompts = rng.choice([0, 3]), frame_of(prompts_of(case.group))
+    wanted = plain_scores(case.group, prompts, top)
+    engine = with_pages({**keys_of_scoring(case.group, top), **shape_of_scoring(case.runs[0])}, batchspec.Engine)
+    with engine:
+        for number in range(2):
+            frame = engine.generate(prompts.sample(fraction=1, shuffle=True, seed=number))
+            outcome.rows += frame.height
+            outcome.lines += [f"call {number} {line}" for line in scores_that_differ(case, frame, wanted)]
+
+
 @contextmanager
 def _folder_of_job(case: Case, part: Sequence[Row]) -> Iterator[tuple[Path, Keys]]:
     with tempfile.TemporaryDirectory(prefix="gpu-jobs-") as name:
@@ -272,7 +285,8 @@ def _killed(case: Case, plain: Plain, rng: Random, outcome: Outcome) -> None:
     with _folder_of_job(case, case.group.rows) as (folder, keys):
         for number, shape in enumerate(case.runs):
             number_of_signal = rng.choice([signal.SIGTERM, signal.SIGKILL]) if number < len(case.runs) - 1 else None
-            delay, commits = rng.random() * rng.choice([0.1, 1, 10]), rng.choice([0, 1, 1, 3])
+            commits = rng.choice([0, 1, 1, 3])
+            delay = rng.random() * (rng.choice([0.1, 0.1, 1]) if commits else 12)  # it may also hit the start of a run
 
             def use(
                 words: list[str], sent: signal.Signals | None = number_of_signal, delay: float = delay, commits: int = commits
