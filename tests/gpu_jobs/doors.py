@@ -28,6 +28,7 @@ from batchspec import run
 from batchspec.cache.page_tables import Counts, PagePools
 from batchspec.config.compose import compose
 from batchspec.config.overrides import overrides_of
+from batchspec.engine import allocator
 from batchspec.engine.expected_pages import ExpectedPages
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.slots import SlotTable
@@ -88,8 +89,15 @@ def frame_of(rows: Sequence[Row]) -> pl.DataFrame:
     return pl.DataFrame(list(rows), schema={name: TYPES[name] for name in rows[0]})
 
 
+@contextmanager
+def no_shared_prefixes() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(allocator, "prefix_hashes", lambda *given, **more: [])
+        yield
+
+
 class Plain:
-    """The plainest run of a group: a fresh engine, no drafts, enough pages."""
+    """The plainest run of a group: a fresh engine, no drafts, enough pages, no page that two rows share."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -100,7 +108,8 @@ class Plain:
 
     @cached_property
     def rows(self) -> Rows:
-        frame = self.engine.generate(frame_of(self.group.rows))
+        with no_shared_prefixes():
+            frame = self.engine.generate(frame_of(self.group.rows))
         if self.engine.totals.preempted:
             raise Failed("the plain run has preempted rows; give it more pages")
         return rows_of(frame, self.group.rows[0])
@@ -109,7 +118,7 @@ class Plain:
     def rows_of_other(self) -> Rows:
         """With other weights."""
         keys = {**self.group.keys, **self.group.plain, "model.path": str(self.group.model.other)}
-        with batchspec.Engine(overrides_of(keys)) as engine:
+        with no_shared_prefixes(), batchspec.Engine(overrides_of(keys)) as engine:
             return rows_of(engine.generate(frame_of(self.group.rows)), self.group.rows[0])
 
     def close(self) -> None:
@@ -223,7 +232,8 @@ def next_turn(turn: Turn) -> list[dict[str, Any]] | None:
 
 def _call_converse(engine: batchspec.Engine, part: list[Row], plain: Plain, rng: Random, outcome: Outcome) -> list[str]:
     part = part[:12]
-    wanted = rows_of(plain.engine.converse(frame_of(part), next_turn), part[0])
+    with no_shared_prefixes():
+        wanted = rows_of(plain.engine.converse(frame_of(part), next_turn), part[0])
     frame = engine.converse(frame_of(part), next_turn, threads=rng.choice([1, 3]))
     outcome.add(frame)
     return differences(rows_of(frame, part[0]), wanted, bits=plain.group.bits)
@@ -245,7 +255,8 @@ def _generate(case: Case, plain: Plain, rng: Random, outcome: Outcome) -> None:
 def _scored(case: Case, plain: Plain, rng: Random, outcome: Outcome) -> None:
     """A warm engine that scores the prompts, twice, so that it meets its own prefixes."""
     top, prompts = rng.choice([0, 3]), frame_of(prompts_of(case.group))
-    wanted = plain_scores(case.group, prompts, top)
+    with no_shared_prefixes():
+        wanted = plain_scores(case.group, prompts, top)
     engine = with_pages({**keys_of_scoring(case.group, top), **shape_of_scoring(case.runs[0])}, batchspec.Engine)
     with engine:
         for number in range(2):

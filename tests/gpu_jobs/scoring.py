@@ -45,12 +45,13 @@ def scores_that_differ(case: Case, found: pl.DataFrame, plain: pl.DataFrame) -> 
     by_id = {row["request_id"]: row for row in plain.iter_rows(named=True)}
     lines = [f"{name}: the row is missing" for name in by_id.keys() - set(found["request_id"])]
     for row in found.iter_rows(named=True):
-        line = _difference(row, by_id[row["request_id"]], exact=case.group.setting.dtype == "float64")
+        line = score_difference(row, by_id[row["request_id"]], exact=case.group.setting.dtype == "float64")
         lines += [f"{row['request_id']}/0: {line}"] if line else []
     return lines
 
 
-def _difference(row: dict[str, Any], plain: dict[str, Any], *, exact: bool) -> str:
+def score_difference(row: dict[str, Any], plain: dict[str, Any], *, exact: bool) -> str:
+    """Empty if the scores are the same."""
     for name in ("status", "prompt_ids"):
         if row[name] != plain[name]:
             return f"{name} {str(row[name])[:200]}, plain {str(plain[name])[:200]}"
