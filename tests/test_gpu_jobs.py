@@ -33,7 +33,7 @@ def test_rows_of_random_jobs_are_bit_for_bit_those_of_the_plainest_run(tmp_path:
     assert not summary.failures, "\n".join(summary.failures)
     assert not summary.refused
     assert summary.cases == len(cases)
-    assert min(summary.tokens, summary.accepted, summary.preempted) > 0
+    assert min(summary.tokens, summary.accepted) > 0
 
 
 def rows(**changes: object) -> Rows:
