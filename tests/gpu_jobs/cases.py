@@ -115,7 +115,7 @@ class Case:
     number: int
     group: Group
     door: str
-    """engine, job, generate, or killed (commands that are killed and resumed)."""
+    """engine, job, generate, killed (commands that are killed and resumed), or scored (an engine that scores the prompts)."""
     runs: tuple[Keys, ...]
     """How the job is run: by one set of keys; of a killed job one for each run, the last of which ends it."""
     eager: bool
@@ -164,7 +164,7 @@ def draw_group(number: int, folder: Path, *, gpu: bool) -> Group:
     }  # fmt: skip
     if setting.dtype == "float64" and setting.fp8_kv and setting.model == "dummy":
         del keys["cache.scales"]
-    if setting.adapters:
+    if "adapter" in filled:
         keys["model.adapters"] = {f"a{i}": folder for i, folder in enumerate(model.adapters)}
     if think:
         keys["model.think_tokens"] = rng.choice([[5], [5], [6, 5]])
@@ -190,6 +190,8 @@ def draw_case(number: int, group: Group) -> Case:
     count = rng.choice([1, 2, 2, 3]) if door == "killed" else 1
     of_job = _of_job(rng, group) if door in ("job", "killed") else {}
     runs = tuple({**of_job, **_shape(rng, group, door)} for _ in range(count + (door == "killed")))
+    if Random(f"scored {number}").random() < 0.06:
+        door = "scored"
     return Case(
         number=number, group=group, door=door, runs=runs, eager=rng.random() < 0.6, seed=rng.randrange(1 << 40)
     )  # fmt: skip
@@ -259,7 +261,7 @@ def _drafter(rng: Random, group: Group, door: str) -> Keys:
             keys["draft.cache_dtype"] = "fp8"
         if rng.random() < 0.15:
             keys["ablation.dead_positions"] = False
-        if door in ("job", "killed") and rng.random() < 0.3 and not group.setting.adapters:
+        if door in ("job", "killed") and rng.random() < 0.3 and not group.setting.adapters and not is_dummy:
             keys |= {"draft.adapt.every_shards": rng.choice([1, 2]), "draft.adapt.time_share": rng.choice([0.1, 1])}
     if name in ("eagle3", "hybrid", "parallel", "window", "pard") and rng.random() < 0.2:
         keys["draft.coupled"] = rng.choice([False, True])

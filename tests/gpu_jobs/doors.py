@@ -12,8 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
@@ -33,87 +31,17 @@ from batchspec.engine.request_state import RequestState
 from batchspec.engine.slots import SlotTable
 from batchspec.errors import BatchspecError, CapacityError, ConfigError
 from batchspec.warm.conversations import Turn
-from tests.gpu_jobs.cases import Case, Group, Keys
+from tests.gpu_jobs.cases import Case, Keys
 from tests.gpu_jobs.compare import Rows, differences, rows_of, rows_of_stream
+from tests.gpu_jobs.plain import Failed, Outcome, Plain, frame_of, no_shared_prefixes
 from tests.gpu_jobs.rows import Row
+from tests.gpu_jobs.scoring import keys_of_scoring, plain_scores, prompts_of, scores_that_differ, shape_of_scoring
 
 ROOT = Path(__file__).parents[2]
 COMMAND_S = 200
 """A command that takes longer hangs."""
-_TEXT, _WHOLE, _TEXTS = pl.String(), pl.Int64(), pl.List(pl.String())
-TYPES: dict[str, pl.DataType] = {
-    "id": _TEXT, "prompt": _TEXT, "prompt_ids": pl.List(pl.Int64()), "stop": _TEXTS, "choice": _TEXTS,
-    "messages": pl.List(pl.Struct({"role": pl.String(), "content": pl.String()})),
-    **dict.fromkeys(("max_new_tokens", "top_k", "seed", "n", "thinking_token_budget"), _WHOLE),
-    **dict.fromkeys(
-        ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), pl.Float64()
-    ),
-    **dict.fromkeys(("logit_bias", "schema", "regex", "grammar", "response_format", "adapter"), _TEXT),
-}  # fmt: skip
 AGAIN = ("And then?", "Why? Answer in one word.", "Say that again, but shorter.")
 Result = TypeVar("Result")
-
-
-class Failed(Exception):
-    """A case whose rows cannot be compared, such as a command that hangs."""
-
-
-@dataclass(kw_only=True)
-class Outcome:
-    """What became of a case."""
-
-    rows: int = 0
-    tokens: int = 0
-    accepted: int = 0
-    """Draft tokens."""
-    preempted: int = 0
-    """Rows that were prefilled more than once."""
-    resumed: int = 0
-    """Jobs that several runs wrote."""
-    lines: list[str] = field(default_factory=list)
-    """Of each row that differs what differs."""
-    refused: str = ""
-
-    def add(self, frame: pl.DataFrame) -> None:
-        self.rows += frame.height
-        self.tokens += int(frame["token_ids"].list.len().sum())
-        if frame["spec_decode"].null_count() < frame.height:
-            stats = frame["spec_decode"].struct
-            self.accepted += int(stats.field("num_accepted_draft_tokens").sum())
-            self.preempted += int((stats.field("num_prefills") > 1).sum())
-
-
-def frame_of(rows: Sequence[Row]) -> pl.DataFrame:
-    return pl.DataFrame(list(rows), schema={name: TYPES[name] for name in rows[0]})
-
-
-class Plain:
-    """The plainest run of a group: a fresh engine, no drafts, enough pages."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-
-    @cached_property
-    def engine(self) -> batchspec.Engine:
-        return batchspec.Engine(overrides_of({**self.group.keys, **self.group.plain}))
-
-    @cached_property
-    def rows(self) -> Rows:
-        frame = self.engine.generate(frame_of(self.group.rows))
-        if self.engine.totals.preempted:
-            raise Failed("the plain run has preempted rows; give it more pages")
-        return rows_of(frame, self.group.rows[0])
-
-    @cached_property
-    def rows_of_other(self) -> Rows:
-        """With other weights."""
-        keys = {**self.group.keys, **self.group.plain, "model.path": str(self.group.model.other)}
-        with batchspec.Engine(overrides_of(keys)) as engine:
-            return rows_of(engine.generate(frame_of(self.group.rows)), self.group.rows[0])
-
-    def close(self) -> None:
-        if "engine" in self.__dict__:
-            self.engine.close()
 
 
 def of_prompt(self: ExpectedPages, state: RequestState) -> int:
@@ -133,7 +61,7 @@ def run_case(case: Case, plain: Plain) -> Outcome:
     """Raises what batchspec raises, but for keys that it refuses."""
     outcome, rng = Outcome(), Random(case.seed)
     doors: dict[str, Callable[[Case, Plain, Random, Outcome], None]]
-    doors = {"engine": _engine, "job": _job, "generate": _generate, "killed": _killed}
+    doors = {"engine": _engine, "job": _job, "generate": _generate, "killed": _killed, "scored": _scored}
     wanted = plain.rows
     assert wanted
     try:
@@ -222,7 +150,8 @@ def next_turn(turn: Turn) -> list[dict[str, Any]] | None:
 
 def _call_converse(engine: batchspec.Engine, part: list[Row], plain: Plain, rng: Random, outcome: Outcome) -> list[str]:
     part = part[:12]
-    wanted = rows_of(plain.engine.converse(frame_of(part), next_turn), part[0])
+    with no_shared_prefixes():
+        wanted = rows_of(plain.engine.converse(frame_of(part), next_turn), part[0])
     frame = engine.converse(frame_of(part), next_turn, threads=rng.choice([1, 3]))
     outcome.add(frame)
     return differences(rows_of(frame, part[0]), wanted, bits=plain.group.bits)
@@ -239,6 +168,19 @@ def _generate(case: Case, plain: Plain, rng: Random, outcome: Outcome) -> None:
     frame = with_pages(keys, lambda words: batchspec.generate(frame_of(part), overrides=words))
     outcome.add(frame)
     outcome.lines += differences(rows_of(frame, part[0]), _wanted(plain.rows, part), bits=case.group.bits)
+
+
+def _scored(case: Case, plain: Plain, rng: Random, outcome: Outcome) -> None:
+    """A warm engine that scores the prompts, twice, so that it meets its own prefixes."""
+    top, prompts = rng.choice([0, 3]), frame_of(prompts_of(case.group))
+    with no_shared_prefixes():
+        wanted = plain_scores(case.group, prompts, top)
+    engine = with_pages({**keys_of_scoring(case.group, top), **shape_of_scoring(case.runs[0])}, batchspec.Engine)
+    with engine:
+        for number in range(2):
+            frame = engine.generate(prompts.sample(fraction=1, shuffle=True, seed=number))
+            outcome.rows += frame.height
+            outcome.lines += [f"call {number} {line}" for line in scores_that_differ(case, frame, wanted)]
 
 
 @contextmanager
@@ -272,7 +214,8 @@ def _killed(case: Case, plain: Plain, rng: Random, outcome: Outcome) -> None:
     with _folder_of_job(case, case.group.rows) as (folder, keys):
         for number, shape in enumerate(case.runs):
             number_of_signal = rng.choice([signal.SIGTERM, signal.SIGKILL]) if number < len(case.runs) - 1 else None
-            delay, commits = rng.random() * rng.choice([0.1, 1, 10]), rng.choice([0, 1, 1, 3])
+            commits = rng.choice([0, 1, 1, 3])
+            delay = rng.random() * (rng.choice([0.1, 0.1, 1]) if commits else 12)  # it may also hit the start of a run
 
             def use(
                 words: list[str], sent: signal.Signals | None = number_of_signal, delay: float = delay, commits: int = commits

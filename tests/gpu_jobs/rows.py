@@ -73,7 +73,7 @@ def draw_rows(
     think     some rows have a thinking budget
     adapters  number of adapters that rows may name: a0, a1, ...
     """
-    share = {name: rng.choice([0, 0.1, 0.4]) for name in COLUMNS} | {"max_new_tokens": 0.8}
+    share = {name: rng.choice([0, 0.1, 0.4]) for name in COLUMNS} | {"max_new_tokens": 0.8, "adapter": 0.6}
     share["constraint"] = rng.choice([0, 0, 0.2, 0.6])
     per_token = 4 if model.is_smol else 2
     common = [words(rng, per_token * rng.choice([16, 70, min(600, longest // 2)])) for _ in range(2)]

@@ -22,7 +22,8 @@ import pytest
 
 from batchspec.errors import ConfigError
 from tests.gpu_jobs.cases import GROUP, Case, draw_case, draw_group
-from tests.gpu_jobs.doors import ROOT, Plain, is_fatal, run_case
+from tests.gpu_jobs.doors import ROOT, is_fatal, run_case
+from tests.gpu_jobs.plain import Plain
 
 CASE_S = 300
 """A case that takes longer hangs."""
