@@ -474,7 +474,7 @@ def test_in_any_order_of_renewal_and_takeover_each_row_is_written_once_and_no_cl
         clock.now += STALE_S
         settle, won = Claims.settle, list[bool]()
 
-        def in_turns(task: Callable[[], None]) -> Future[None]:
+        def in_turns(task: Callable[[], None], name: str) -> Future[None]:
             ended: Future[None] = Future()
 
             def run() -> None:
@@ -486,7 +486,7 @@ def test_in_any_order_of_renewal_and_takeover_each_row_is_written_once_and_no_cl
 
         for name in ("list", "read", "put", "put_if_absent"):
             patch.setattr(LocalStore, name, gated(getattr(LocalStore, name), turns))
-        patch.setattr(module, "_in_thread", in_turns)
+        patch.setattr(module, "in_thread", in_turns)
         patch.setattr(Claims, "settle", lambda self: turns.blocked(lambda: settle(self)))
 
         def run_first() -> None:

@@ -136,7 +136,8 @@ def test_what_is_read_is_what_transformers_reads(config: dict[str, Any]) -> None
     # Qwen2 knows no head_dim of its own but takes it from the file where it is there.
     assert spec.head_dim == (getattr(made, "head_dim", None) or made.hidden_size // made.num_attention_heads)
     assert (spec.rms_eps, spec.tie) == (made.rms_norm_eps, made.tie_word_embeddings)
-    extended = int(spec.rope.factor * spec.rope.original_max_len) if spec.rope.type == "yarn" else 0
+    says_length = spec.rope.type == "yarn" and spec.rope.original_is_given
+    extended = int(spec.rope.factor * spec.rope.original_max_len) if says_length else 0
     assert spec.max_len == max(made.max_position_embeddings, extended)
     attention, mlp = spec.layers[0].blocks
     assert isinstance(attention, AttentionSpec)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from batchspec.config.schema import RunConfig
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.lookup import LookupDrafter
@@ -18,7 +19,7 @@ from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.engine import Engine
-from batchspec.errors import CheckpointError
+from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.fused import rms_norm
 from batchspec.model.products import products
@@ -27,6 +28,8 @@ from batchspec.model.rope_config import read_rope
 from batchspec.model.spec import ModelSpec, load_spec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import expected_shapes
+from batchspec.packing.admit import job_max_len
+from batchspec.packing.model_notes import model_notes
 from batchspec.records import SamplingParams
 from tests.engines import DEVICE, VOCAB, packed, request
 from tests.models import make_checkpoint
@@ -196,6 +199,34 @@ def test_longrope_ends_where_its_second_set_of_frequencies_begins() -> None:
     assert spec.max_len == 4096
     assert old == spec
     assert read_rope(ConfigReader({"rope_theta": spec.rope.of_heads.theta}, "head"), None) == spec.rope.of_heads
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        (
+            {"model_type": "phi3", "max_position_embeddings": 131_072, "rope_scaling": {"type": "longrope", **FACTORS}},
+            "longrope has other frequencies for rows of more than original_max_position_embeddings=4096 tokens, and only "
+            "those of shorter rows are supported",
+        ),
+        (
+            {"model_type": "llama", "max_position_embeddings": 4096, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "yarn without original_max_position_embeddings does not say whether max_position_embeddings=4096 is the length "
+            "before or after its factor 4; add that key to config.json",
+        ),
+        ({"model_type": "llama", "max_position_embeddings": 4096}, ""),
+    ],
+)
+def test_a_length_that_the_rope_limits_is_refused_with_the_reason_and_noted(values: dict[str, Any], why: str) -> None:
+    spec, config = read_spec({**TINY, **values}, "config.json"), RunConfig()
+    assert job_max_len(config, spec) == 4096
+    notes = dict(model_notes(config.decode, spec, {1}))
+    assert notes.get("length", "") == (f"rows have at most 4096 tokens: {why}" if why else "")
+    config.model.max_len = 8192
+    with pytest.raises(ConfigError) as refused:
+        job_max_len(config, spec)
+    reason = f" ({why})" if why else ""
+    assert str(refused.value) == f"model.max_len=8192 exceeds the model's own limit of 4096 tokens{reason}; lower it"
 
 
 @pytest.mark.parametrize(

@@ -5,18 +5,24 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import threading
 import zlib
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typing_extensions import TypeAliasType
 
+from batchspec.errors import StorageError
 from batchspec.records import Completion, RowError, RowStats, Snapshot
 from batchspec.runstate import journal_rows
-from batchspec.runstate.journal import FOLDER, VERSION, Journal, saved_rows
+from batchspec.runstate.journal import FOLDER, VERSION, Journal, Journaled, saved_rows
 from batchspec.runstate.journal_rows import fits
 from batchspec.storage.local_store import LocalStore
 
@@ -296,3 +302,106 @@ def test_a_run_that_ends_counts_what_the_next_one_will_read(tmp_path: Path) -> N
     assert saved_rows(said) == "4 more rows are saved, 1 of them unfinished with 3 tokens"
     assert (said.completions.keys(), said.snapshots) == (read.completions.keys(), read.snapshots)
     assert saved_rows(second.saved(earlier, (), {2})) == "no more rows are saved"
+
+
+class GatedStore(LocalStore):
+    """A store whose threads wait before they publish: until `opened`, and then fail if `fails`. The caller's thread does not."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, "tmp")
+        self.probe()
+        self.opened, self.fails, self.caller = threading.Event(), False, threading.get_ident()
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        if threading.get_ident() != self.caller:
+            assert self.opened.wait(60)
+            if self.fails:
+                raise StorageError("full")
+        return super().put_if_absent(name, data)
+
+
+def test_rounds_do_not_wait_for_the_store_while_rows_are_saved(tmp_path: Path) -> None:
+    store = GatedStore(tmp_path)
+    writer = Journal(store, "a")
+    for row in range(5):
+        writer.add(replace(FULL, row_index=row))
+        writer.flush_every(0.0)  # the first begins to write, the others return at once: one segment at a time is written
+    assert not journal(tmp_path).read(()).completions
+    store.opened.set()
+    writer.settle()
+    assert journal(tmp_path).read(()).completions.keys() == {(0, 1)}
+    writer.flush_every(0.0)
+    writer.settle()
+    assert journal(tmp_path).read(()).completions.keys() == {(row, 1) for row in range(5)}
+    writer.flush_every(0.0)
+    writer.settle()
+    assert len(list((tmp_path / FOLDER).iterdir())) == 2, "nothing new, no segment"
+
+
+def test_rows_are_saved_at_a_signal_although_a_write_hangs_in_the_thread(tmp_path: Path) -> None:
+    store = GatedStore(tmp_path)
+    writer = Journal(store, "a")
+    writer.add(FULL)
+    writer.flush_every(0.0)
+    writer.add(BAD)
+    assert writer.flush([LEFT]) == 3
+    found = journal(tmp_path).read(())
+    assert (set(found.completions), set(found.snapshots)) == ({(7, 1), (8, 0)}, {(9, 0)})
+    assert writer.saved(Journaled(), [LEFT], ()).num_rows == 3
+    store.opened.set()
+    writer.settle()
+    assert journal(tmp_path).read(()).num_rows == 3
+    assert writer.flush() == 0
+
+
+def test_an_error_of_the_thread_is_raised_by_the_next_call_and_its_rows_are_saved_by_the_next_segment(tmp_path: Path) -> None:
+    store = GatedStore(tmp_path)
+    writer = Journal(store, "a")
+    store.fails = True
+    store.opened.set()
+    writer.add(FULL)
+    writer.flush_every(0.0)
+    writer.settle()
+    with pytest.raises(StorageError, match="full"):
+        writer.flush_every(0.0)
+    assert writer.saved(Journaled(), (), ()).num_rows == 0
+    writer.add(BAD)
+    assert writer.flush() == 2
+    assert journal(tmp_path).read(()).completions.keys() == {(7, 1), (8, 0)}
+
+
+@given(steps=st.lists(st.sampled_from(["add", "begin", "flush", "forget", "open", "close", "fail", "mend"]), max_size=30))
+def test_nothing_that_a_flush_acknowledged_is_lost_whatever_the_thread_does(steps: list[str]) -> None:
+    """After each flush the next run reads every row that was added and whose shard is not committed, whether the thread hangs,
+    fails or is slow; and what the journal says is saved at any time can be read then."""
+    with TemporaryDirectory() as folder:
+        store = GatedStore(Path(folder))
+        writer, added, shard = Journal(store, "a"), dict[tuple[int, int], int](), 0
+        for number, step in enumerate(steps):
+            if step == "add":
+                writer.add(replace(FULL, row_index=number, shard=shard))
+                added[number, 1] = shard
+            elif step == "begin":
+                with suppress(StorageError):
+                    writer.flush_every(0.0)
+            elif step == "flush":
+                writer.flush()
+                assert journal(Path(folder), "b").read(()).completions.keys() >= added.keys()
+            elif step == "forget":
+                writer.forget(shard)
+                added = {key: own for key, own in added.items() if own != shard}
+                shard += 1
+            elif step == "open":
+                store.opened.set()
+                writer.settle()
+            elif step == "close":
+                store.opened.clear()
+            else:
+                store.fails = step == "fail"
+            said = writer.saved(Journaled(), (), ()).completions.keys()
+            assert said <= journal(Path(folder), "b").read(()).completions.keys() & added.keys()
+        store.opened.set()
+        store.fails = False
+        writer.settle()
+        writer.flush()
+        assert journal(Path(folder), "b").read(()).completions.keys() >= added.keys()

@@ -16,6 +16,7 @@ from batchspec.model.config_values import ConfigReader
 from batchspec.model.fused import rms_norm, rope_write
 from batchspec.model.rope import rope_frequencies, rope_of
 from batchspec.model.rope_config import RopeSpec, read_rope
+from batchspec.model.spec import read_spec
 from tests.test_config_values import LLAMA, rotary
 
 CPU = torch.device("cpu")
@@ -122,6 +123,24 @@ def test_yarn_extends_the_length_even_if_max_position_embeddings_was_not_changed
 ) -> None:
     rope = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": 32_768}
     assert read_rope(ConfigReader({"rope_scaling": rope}, "config.json"), max_len).longest(max_len) == longest
+
+
+@pytest.mark.parametrize("factor", [4.0, 1.0])
+def test_yarn_without_the_original_length_has_the_frequencies_of_transformers_and_extends_nothing(factor: float) -> None:
+    """max_position_embeddings may be the length after the extension: rows of 4 times that length would be nonsense."""
+    rope = {"rope_type": "yarn", "factor": factor, "rope_theta": 1e4}
+    spec = read_spec({**LLAMA, "max_position_embeddings": 4096, "rope_parameters": rope}, "config.json")
+    assert spec.max_len == 4096
+    assert ("max_position_embeddings=4096 is the length before or after its factor 4;" in spec.rope.limit_note) == (factor > 1)
+    made = rotary({**LLAMA, "max_position_embeddings": 4096, "rope_parameters": rope})
+    assert made is not None
+    torch.testing.assert_close(rope_frequencies(spec.rope, spec.head_dim), made[1].inv_freq, rtol=1e-6, atol=0)
+    assert spec.rope.attention_factor == pytest.approx(made[1].attention_scaling)
+    given = {**LLAMA, "max_position_embeddings": 4096, "rope_parameters": rope | {"original_max_position_embeddings": 4096}}
+    assert read_spec(given, "config.json").max_len == 4096 * factor
+    assert read_spec({**given, "rope_parameters": rope, "original_max_position_embeddings": 4096}, "config.json").max_len == (
+        4096 * factor
+    )
 
 
 @pytest.mark.parametrize(("original", "theta"), [(6, 1e4), (600, 10.0)])

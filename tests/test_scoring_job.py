@@ -17,7 +17,7 @@ from batchspec.cli import main as cli
 from batchspec.config.compose import compose
 from batchspec.engine.scoring import PromptScores
 from batchspec.errors import ConfigError, StorageError
-from batchspec.runner import decode_shards
+from batchspec.runstate.journal import Journal
 from batchspec.runstate.output_folder import OutputFolder
 from tests.models import CHAT_TEMPLATE, make_checkpoint, make_tokenizer
 
@@ -113,7 +113,7 @@ def test_scores_that_a_lost_run_saved_are_those_of_the_job(
         raise StorageError("the store is gone")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode_shards, "JOURNAL_S", -1.0)
+        patch.setattr(Journal, "flush_every", lambda self, seconds: self.flush())
         patch.setattr(OutputFolder, "publish", lost)
         assert run.main([*words, f"output.dir={tmp_path}/out"]) == StorageError.exit_code
     capsys.readouterr()

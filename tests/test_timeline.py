@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import wait
 from dataclasses import dataclass
 
 import numpy as np
@@ -136,8 +138,28 @@ def test_a_run_is_saved_once_a_minute_and_a_disk_that_refuses_does_not_end_it() 
     for _ in range(200):
         clock.now += 1
         timeline.observe(totals, exhausted=False)
+        if timeline._saving is not None:
+            wait([timeline._saving])
     timeline.close()
     assert len(calls) == 1
+
+
+def test_rounds_do_not_wait_while_the_timeline_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was sampled meanwhile is in the next file, at the latest in the one at the end."""
+    clock, totals, files, opened = Clock(), Totals(live_rows=1), list[str](), threading.Event()
+
+    def slow(text: str) -> None:
+        assert opened.wait(60)
+        files.append(text)
+
+    timeline = Timeline(slow, slots=1, clock=clock)
+    for _ in range(200):
+        clock.now += 1
+        timeline.observe(totals, exhausted=False)
+    assert files == []
+    opened.set()
+    timeline.close()
+    assert [len(text.splitlines()) for text in files] == [62, 202], "a header and the zeros, then a sample a second"
 
 
 @pytest.mark.parametrize("damage", ["", "{}", "nonsense", "cut", "one"])

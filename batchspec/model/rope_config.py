@@ -24,6 +24,8 @@ class RopeSpec:
     """linear, llama3, yarn: factor by which the context is longer than the original one."""
     original_max_len: int = 0
     """llama3, yarn, longrope: context of the pretraining, in tokens."""
+    original_is_given: bool = True
+    """yarn: whether the config gives original_max_len. If not, it is max_position_embeddings, as in transformers."""
     low_freq_factor: float = 1.0
     """llama3."""
     high_freq_factor: float = 4.0
@@ -44,11 +46,31 @@ class RopeSpec:
     """longrope: the divisor of each frequency."""
 
     def longest(self, max_len: int) -> int:
-        """Tokens of the longest row for which it is correct. max_len: the model's max_position_embeddings, which with yarn may be
-        the length without it: model cards of Qwen and GLM say to add rope_scaling, and to change no other key."""
+        """Tokens of the longest row for which it is correct. max_len: the model's max_position_embeddings.
+
+        With yarn that may be the length without it: model cards of Qwen and GLM say to add rope_scaling, and to change no other
+        key. But if the config does not give the original length, max_len may as well be the length with it, and is not extended.
+        """
         if self.type == "longrope":
             return min(max_len, self.original_max_len)
-        return max(max_len, min(int(self.factor * self.original_max_len), MAX_LEN)) if self.type == "yarn" else max_len
+        if self.type == "yarn" and self.original_is_given:
+            return max(max_len, min(int(self.factor * self.original_max_len), MAX_LEN))
+        return max_len
+
+    @property
+    def limit_note(self) -> str:
+        """Why rows may not be as long as other keys of the config suggest; empty if nothing here limits them."""
+        if self.type == "longrope":
+            return (
+                f"longrope has other frequencies for rows of more than original_max_position_embeddings={self.original_max_len} "
+                "tokens, and only those of shorter rows are supported"
+            )
+        if self.type == "yarn" and not self.original_is_given and self.factor > 1:
+            return (
+                "yarn without original_max_position_embeddings does not say whether max_position_embeddings="
+                f"{self.original_max_len} is the length before or after its factor {self.factor:g}; add that key to config.json"
+            )
+        return ""
 
     @property
     def of_heads(self) -> RopeSpec:
@@ -135,7 +157,7 @@ def read_part(config: ConfigReader, rope: ConfigReader, max_len: int | None, the
     key = "original_max_position_embeddings"
     original = config.integer(key) if key in config else rope.filled({key: max_len}).integer(key)
     if kind == "yarn":
-        return _yarn(rope, theta, original, max_len)
+        return replace(_yarn(rope, theta, original, max_len), original_is_given=key in config or key in rope)
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if high <= low:
         raise config.refusal(f"high_freq_factor {high:g} must exceed low_freq_factor {low:g}; correct them")

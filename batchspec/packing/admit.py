@@ -285,9 +285,10 @@ def job_max_len(config: RunConfig, spec: ModelSpec) -> int:
     Raises ConfigError if model.max_len or decode.max_new_tokens exceeds the model's limit.
     """
     limit = config.model.max_len or spec.max_len
+    why = f" ({spec.rope.limit_note})" if spec.rope.limit_note else ""
     if limit > spec.max_len:
-        raise ConfigError(f"model.max_len={limit} exceeds the model's own limit of {spec.max_len} tokens; lower it")
+        raise ConfigError(f"model.max_len={limit} exceeds the model's own limit of {spec.max_len} tokens{why}; lower it")
     cap = config.decode.max_new_tokens
     if cap >= limit:
-        raise ConfigError(f"decode.max_new_tokens={cap} leaves no room for a prompt in the model's {limit} tokens; lower it")
+        raise ConfigError(f"decode.max_new_tokens={cap} leaves no room for a prompt in the model's {limit} tokens{why}; lower it")
     return limit

@@ -1,4 +1,5 @@
-"""Lines for the user about a model's files: unread keys, recommended sampling that the job does not follow, no end token."""
+"""Lines for the user about a model's files: unread keys, a limit of the rows' length, recommended sampling that the job does not
+follow, no end token."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ def model_notes(decode: DecodeConfig, spec: ModelSpec, end_ids: Collection[int])
     """(label, line) of each note that applies. end_ids: the tokens that end every row."""
     notes = [
         ("not read", unread_note(spec.unread)),
+        ("length", f"rows have at most {spec.max_len} tokens: {spec.rope.limit_note}" if spec.rope.limit_note else ""),
         ("sampling", sampling_advice(decode, spec.generation)),
         ("no end", _end_note(decode, end_ids)),
     ]

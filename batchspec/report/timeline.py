@@ -10,13 +10,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from batchspec.errors import StorageError
+from batchspec.runstate.in_thread import in_thread
 
 Floats = NDArray[np.float64]
 
@@ -57,7 +60,7 @@ class Totals(Protocol):
 class Timeline:
     """Samples an engine's totals, at first once a second, later less often.
 
-    write  stores the whole file so far; after a StorageError recording ends and the run continues
+    write  stores the whole file so far, called in a thread; after a StorageError recording ends and the run continues
     slots  number of slots of the batch
     clock  seconds, monotonic
     wall   seconds since 1970
@@ -72,6 +75,7 @@ class Timeline:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._write: Callable[[str], None] | None = write
+        self._saving: Future[None] | None = None
         self._clock, self._slots = clock, slots
         self._began = self._now = self._written = clock()
         self._lines = [json.dumps({"started_at": round(wall(), 3), "slots": slots}), json.dumps([0] * len(NAMES))]
@@ -110,21 +114,33 @@ class Timeline:
                 self._save()
 
     def close(self) -> None:
-        """Write the last sample."""
+        """Write the last sample. Waits for the store."""
         self._sample()
+        self._settle()
         self._save()
+        self._settle()
 
     def _sample(self) -> None:
         if self._latest is not None:
             self._lines.append(json.dumps([round(value, 3) for value in self._latest]))
             self._latest = None
 
-    def _save(self) -> None:
-        if self._write is not None:
+    def _settle(self) -> None:
+        """Wait until no write is under way."""
+        if self._saving is not None:
+            ended, self._saving = self._saving, None
             try:
-                self._write("\n".join(self._lines) + "\n")
+                ended.result()
             except StorageError:
                 self._write = None
+
+    def _save(self) -> None:
+        """Begin to write in a thread, unless the last write is still under way: the next one has its samples too."""
+        if self._saving is not None and not self._saving.done():
+            return
+        self._settle()
+        if self._write is not None:
+            self._saving = in_thread(partial(self._write, "\n".join(self._lines) + "\n"), "timeline")
 
 
 @dataclass(frozen=True, slots=True)

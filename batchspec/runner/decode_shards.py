@@ -16,7 +16,8 @@ from batchspec.runner.shard_workers import ShardWorkers
 from batchspec.runstate.journal import Journal, Journaled
 
 JOURNAL_S = 60.0
-"""A killed run loses at most the rows that finished in this many seconds."""
+"""Seconds between two segments of the journal: a killed run loses at most the rows that finished in this time, and in the time
+that the store takes to write a segment."""
 
 
 def decode_shards(

@@ -141,6 +141,7 @@ class ShardRunner:
         """
         self.work.settle()
         self._claims.settle()
+        self._journal.settle()
 
     def _committed(self, done: DecodedShard) -> None:
         self._journal.forget(done.shard.index)

@@ -15,6 +15,7 @@ dataset/ for the shard's Parquet file.
   shard_sums.py      the sha256 of each shard as a run committed it
   claims.py          leases on shards: which run works on which
   journal.py         finished rows, and tokens of unfinished ones, of shards that are not committed
+  in_thread.py       operations of a store for which rounds do not wait
   journal_rows.py    its rows, as they are written in its files
   attempts.py        what runs were computing when they crashed
   generations.py     how a job changed since: retries (resume.retry), and extensions in one order with them

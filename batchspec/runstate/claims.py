@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from batchspec.errors import StorageError
+from batchspec.runstate.in_thread import in_thread
 from batchspec.storage.store import Store, for_each
 
 FOLDER = "_batchspec/claims"
@@ -142,7 +143,7 @@ class Claims:
             ended.result()
         if self._clock() - self._renewed_at >= RENEW_S:
             self._renewed_at = self._clock()
-            self._renewal = _in_thread(self._renew)
+            self._renewal = in_thread(self._renew, "claims")
 
     def stop_renewal(self) -> None:
         """Let a renewal that is under way end before its next read or write. Does not wait; `settle` must follow."""
@@ -206,22 +207,6 @@ class Claims:
 
     def _claim(self, counter: int) -> bytes:
         return json.dumps({"owner": self.attempt, "counter": counter, **self._process}).encode()
-
-
-def _in_thread(task: Callable[[], None]) -> Future[None]:
-    """Run the task in a daemon thread; the future is done when the task ends, with the error that it raised."""
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            task()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-
-    threading.Thread(target=run, name="claims", daemon=True).start()
-    return future
 
 
 def this_process() -> dict[str, Any]:

@@ -1,25 +1,31 @@
-"""The journal: rows of shards that are not committed yet, so that a killed run loses at most a minute of finished rows.
+"""The journal: rows of shards that are not committed yet, so that a killed run loses about a minute of finished rows.
 
 _batchspec/journal/<attempt>-<number>.json   an immutable segment: a header line, then one line of JSON for each row: a finished
                                              row (Completion), or the tokens of an unfinished one (Snapshot)
 
-A segment is published atomically. Its header has the number of the following lines and their CRC-32. A segment that does not
-match, cannot be read or holds anything but rows of this job is ignored with a warning, and its rows are computed again: the
-journal only saves work. If several segments have the same row, a finished one is used, or else the longest unfinished one.
+A thread writes the segments, because an operation of a store may take seconds; those at the end of a run are written by the
+caller's thread. A segment is published atomically. Its header has the number of the following lines and their CRC-32. A segment
+that does not match, cannot be read or holds anything but rows of this job is ignored with a warning, and its rows are computed
+again: the journal only saves work. If several segments have the same row, a finished one is used, or else the longest unfinished
+one.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
 import time
 import zlib
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from batchspec.errors import StorageError
 from batchspec.records import Completion, Request, Snapshot
+from batchspec.runstate.in_thread import in_thread
 from batchspec.runstate.journal_rows import fits, from_json, to_json
 from batchspec.storage.store import Store, for_each
 
@@ -85,11 +91,16 @@ class Journal:
         holds: Callable[[int, int], bool] = lambda shard, row: True,
     ) -> None:
         self._store, self._attempt, self._job, self._check_own, self._holds = store, attempt, job, check_own, holds
-        self._number = 0
+        self._numbers = itertools.count()
         self._known: set[str] = set()
         self._waiting: list[Completion] = []
+        """Finished rows that no segment has and that none is being written with."""
+        self._writing: list[Completion] = []
+        """Finished rows of the segment that a thread writes; it is not known yet whether they are saved."""
         self._saved: list[Completion] = []
         """Rows of this run's segments whose shard it has not committed."""
+        self._write: Future[None] | None = None
+        """The write of the thread that is under way, or whose result was not looked at yet."""
         self._flushed_at = time.monotonic()
 
     def add(self, completion: Completion) -> None:
@@ -98,31 +109,56 @@ class Journal:
 
     def forget(self, shard: int) -> None:
         """Drop the rows of a committed shard."""
-        self._waiting = [completion for completion in self._waiting if completion.shard != shard]
-        self._saved = [completion for completion in self._saved if completion.shard != shard]
+        self._waiting, self._writing, self._saved = (
+            [completion for completion in rows if completion.shard != shard]
+            for rows in (self._waiting, self._writing, self._saved)
+        )
 
     def flush_every(self, seconds: float) -> None:
-        """`flush` if the last flush was at least `seconds` ago. Raises StorageError."""
+        """Begin to publish the added rows as a segment in a thread, if the last one was begun at least `seconds` ago.
+
+        Does not wait for the store. Raises the error of the previous write, whose rows are still to be saved.
+        """
+        if self._write is not None:
+            if not self._write.done():
+                return
+            ended, self._write = self._write, None
+            failed = ended.exception() is not None
+            self._waiting, self._saved = self._writing * failed + self._waiting, self._saved + self._writing * (not failed)
+            self._writing = []
+            ended.result()
         if time.monotonic() - self._flushed_at >= seconds:
-            self.flush()
+            self._flushed_at = time.monotonic()
+            if self._waiting:
+                self._writing, self._waiting = self._waiting, []
+                self._write = in_thread(partial(self._publish, tuple(self._writing)), "journal")
 
     def flush(self, snapshots: Iterable[Snapshot] = ()) -> int:
-        """Publish the rows added since the last flush, and these unfinished ones, as a segment. Returns its number of rows.
+        """Publish the rows that are not known to be saved, and these unfinished ones, as a segment. Returns its number of rows.
         Raises StorageError.
+
+        It does not wait for the thread, whose store may hang: rows of a segment that the thread is writing are in this one too.
         """
         self._flushed_at = time.monotonic()
-        rows: list[Completion | Snapshot] = [*self._waiting, *snapshots]
-        lines = [json.dumps(to_json(row)) for row in rows]
-        if lines:
-            body = "\n".join(lines).encode()
-            header = {"version": VERSION, "job": self._job, "rows": len(lines), "crc32": zlib.crc32(body)}
-            name = f"{FOLDER}/{self._attempt}-{self._number:06d}.json"
-            self._check_own()
-            self._store.put_if_absent(name, json.dumps(header).encode() + b"\n" + body)
-            self._number += 1
-            self._saved += self._waiting
-            self._waiting = []
-        return len(lines)
+        own = [*self._writing, *self._waiting]
+        rows: list[Completion | Snapshot] = [*own, *snapshots]
+        if rows:
+            self._publish(rows)
+            self._saved += own
+            self._writing, self._waiting = [], []
+        return len(rows)
+
+    def settle(self) -> None:
+        """Wait until the thread writes nothing. The next call of `flush_every` raises its error."""
+        if self._write is not None:
+            wait([self._write])
+
+    def _publish(self, rows: Sequence[Completion | Snapshot]) -> None:
+        body = "\n".join(json.dumps(to_json(row)) for row in rows).encode()
+        header = {"version": VERSION, "job": self._job, "rows": len(rows), "crc32": zlib.crc32(body)}
+        name = f"{FOLDER}/{self._attempt}-{next(self._numbers):06d}.json"
+        self._check_own()
+        self._store.put_if_absent(name, json.dumps(header).encode() + b"\n" + body)
 
     def saved(self, earlier: Journaled, snapshots: Iterable[Snapshot], committed: Container[int]) -> Journaled:
         """What the next run will read: the rows of this run's segments and those of earlier runs.

@@ -1,0 +1,23 @@
+"""Operations of a store in a thread of their own: one may take seconds, and rounds must not wait for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+
+def in_thread(task: Callable[[], None], name: str) -> Future[None]:
+    """Run the task in a daemon thread; the future is done when the task ends, with the error that it raised."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            task()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
