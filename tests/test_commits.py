@@ -66,10 +66,9 @@ def test_what_a_shard_takes_grows_with_its_rows_and_a_retry_counts_as_large() ->
     small, large = (DecodedShard(shard=shard, completions=done).num_bytes for done in (few, more))
     assert large - small == 1000 * TOKEN_BYTES
     assert small > shard.table.nbytes
-    tops = np.zeros((3, 2), np.int32), np.zeros((3, 2), np.float64)
-    for name in ("top_logprobs", "prompt_top_logprobs"):
-        (with_tops,) = (replace(done, **{name: tops}) for done in few)
-        assert DecodedShard(shard=shard, completions=[with_tops]).num_bytes - small == COPIES * 3 * 2 * (4 + 8)
+    tops = np.zeros((3, 2), np.int32), np.zeros((3, 2), np.float32)
+    for with_tops in (replace(few[0], top_logprobs=tops), replace(few[0], prompt_top_logprobs=tops)):
+        assert DecodedShard(shard=shard, completions=[with_tops]).num_bytes - small == COPIES * 3 * 2 * (4 + 4)
     assert DecodedShard(shard=other, completions=few, num_carried=1).num_bytes > SMALL_BYTES
 
 

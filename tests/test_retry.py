@@ -31,7 +31,7 @@ from batchspec.errors import OutputError
 from batchspec.prepare import open_job
 from batchspec.records import Completion, Request, RowError
 from batchspec.runner.new_retry import new_retry
-from batchspec.runstate.generations import Generation, Generations
+from batchspec.runstate.generations import Generation, Generations, folder_of
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.storage.open_store import open_store
 from tests.models import make_checkpoint, make_thinking_tokenizer
@@ -330,10 +330,11 @@ def test_a_mark_of_an_earlier_version_names_no_retry_that_wrote_the_shard(tmp_pa
     keys, shards = {"decode.max_new_tokens": "8"}, (0, 1, 2, 3)
     asked = Generation(number=2, retry="error", again=1, fingerprint=keys, config={}, shards=shards, job="mine")
     begun = generations.begin(asked)
+    assert isinstance(begun, Generation)
     generations.mark(begun, 0, 2)
     generations.mark(begun, 1, 0)
     generations.mark(replace(begun, job="other"), 3, 2)
-    (tmp_path / begun.folder / "done/00002").touch()
+    (tmp_path / folder_of(begun) / "done/00002").touch()
     assert generations.missing(begun) == {3}
     assert generations.written("mine") == {0: 2}
 
