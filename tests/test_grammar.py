@@ -549,6 +549,7 @@ def test_a_state_that_was_computed_ahead_equals_a_requested_one(monkeypatch: pyt
 
 def test_what_rows_write_is_what_is_computed_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expand_process, "MAX_AHEAD", 1)
+    monkeypatch.setattr(expand_process, "AHEAD_S", 60.0)
     lazy, letters = LazyAutomaton("grammar", 'root ::= "a" root "b" | "c" root "d" | "d"'), {}
     for letter in "ac":
         here, token = work(), TOKENS.index(letter.encode())
