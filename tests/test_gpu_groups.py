@@ -74,7 +74,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def words_of(model: Path, data: Path, out: Path, *more: str, dtype: str = "float32") -> list[str]:
     return [
         f"model.path={model}", f"input.path={data}", f"output.dir={out}", f"model.dtype={dtype}", "decode.max_new_tokens=60",
-        "decode.ignore_eos=true", "output.shard_rows=16", "output.token_ids=true", "packing.max_num_seqs=16", *more,
+        "decode.ignore_eos=true", "output.shard_rows=16", "output.token_ids=true", "packing.max_num_seqs=16",
+        "packing.memory_gb=1", *more,  # not all that is free: other programs may use the GPU
     ]  # fmt: skip
 
 
