@@ -116,7 +116,7 @@ def _call_generate(engine: batchspec.Engine, part: list[Row], plain: Plain, rng:
 def _call_stream(engine: batchspec.Engine, part: list[Row], plain: Plain, rng: Random, outcome: Outcome) -> list[str]:
     found = rows_of_stream(engine.stream(frame_of(part)))
     outcome.rows += len(found)
-    return differences(found, _wanted(plain.rows, part), bits=plain.group.bits)
+    return differences(found, _wanted(plain.rows, part), bits=plain.group.bits, of_stream=True)
 
 
 def _call_left(engine: batchspec.Engine, part: list[Row], plain: Plain, rng: Random, outcome: Outcome) -> list[str]:
@@ -124,7 +124,7 @@ def _call_left(engine: batchspec.Engine, part: list[Row], plain: Plain, rng: Ran
     with engine.stream(frame_of(part)) as stream:
         found = rows_of_stream(next(stream) for _ in range(rng.randint(1, min(4, len(part)))))
     outcome.rows += len(found)
-    lines = differences(found, _wanted(plain.rows, part), bits=plain.group.bits, whole=False)
+    lines = differences(found, _wanted(plain.rows, part), bits=plain.group.bits, whole=False, of_stream=True)
     return lines + _call_generate(engine, part, plain, rng, outcome)
 
 
