@@ -336,6 +336,7 @@ def test_rounds_do_not_wait_for_the_store_while_rows_are_saved(tmp_path: Path) -
     writer.flush_every(0.0)
     writer.settle()
     assert len(list((tmp_path / FOLDER).iterdir())) == 2, "nothing new, no segment"
+    assert writer.saved(Journaled(), (), ()).num_rows == 5
 
 
 def test_rows_are_saved_at_a_signal_although_a_write_hangs_in_the_thread(tmp_path: Path) -> None:

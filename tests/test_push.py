@@ -373,8 +373,8 @@ def test_fewer_shards_of_a_job_that_was_extended_elsewhere_are_not_pushed_over_m
     with pytest.raises(OutputError) as refused:
         command.main([str(copy), REPO])
     assert str(refused.value) == (
-        "org/answers: it holds data/part-00003.parquet of this job, which has 2 shards in this folder and was extended in another "
-        "one, or before this one was deleted; give another name, or replace data/ and the card with: "
+        "org/answers: it holds data/part-00003.parquet of this job, which has 2 shards in this folder and was extended in "
+        "another one, or before this one was deleted; give another name, or replace data/ and the card with: "
         f"batchspec push {copy} org/answers --overwrite"
     )
     shutil.rmtree(out)

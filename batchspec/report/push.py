@@ -123,8 +123,8 @@ def _refusal(present: Present, *, job: str, before: str, instead: str, num_shard
             return f"it holds the rows of another job, {for_terminal(found[:8])}{_described(card)}; {own}: {instead}"
         if num_shards is not None and found == job and int(_PART.sub(r"\1", name)) >= num_shards:
             return (
-                f"it holds {name} of this job, which has {counted(num_shards, 'shard')} in this folder and was extended in another "
-                f"one, or before this one was deleted; {instead}"
+                f"it holds {name} of this job, which has {counted(num_shards, 'shard')} in this folder and was extended in "
+                f"another one, or before this one was deleted; {instead}"
             )
     return None
 
