@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 import torch
 
+from batchspec.errors import ConfigError
 from batchspec.records import Completion
 from tests.gpu_jobs.cases import GROUP
 from tests.gpu_jobs.compare import Rows, differences, rows_of_stream
+from tests.gpu_jobs.doors import _command as command
+from tests.gpu_jobs.plain import Failed
 from tests.gpu_jobs.scoring import score_difference
 from tests.gpu_jobs.workers import hunt
 
@@ -88,6 +91,17 @@ def test_a_row_of_a_stream_is_compared_whole_and_may_come_once() -> None:
     assert differences(without, plain, bits=True, of_stream=True) == ["r0/0: logprobs 'None', plain '[-0.5, None]'"]
     with pytest.raises(ValueError, match="came twice"):
         rows_of_stream([done, done])
+
+
+@pytest.mark.parametrize(
+    ("word", "error"),
+    [("draft=none max_tokens=5", ConfigError), ("input.path=FOLDER/no.parquet", Failed)],
+    ids=["a key", "a file"],
+)
+def test_a_refused_key_is_no_failure_and_a_refused_file_is_one(word: str, error: type[Exception], tmp_path: Path) -> None:
+    given = word.replace("FOLDER", str(tmp_path)).split()
+    with pytest.raises(error, match=r"max_tokens|no\.parquet"):
+        command(["model.path=m", f"output.dir={tmp_path}/out", "input.path=hf://datasets/a/b", *given], tmp_path, None, 0.0, 0)
 
 
 def test_in_float64_log_probabilities_may_differ_in_their_last_digits() -> None:

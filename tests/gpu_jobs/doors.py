@@ -251,7 +251,10 @@ def _command(words: list[str], folder: Path, sent: signal.Signals | None, delay:
         process.wait()
     said = log.read_text(errors="replace")[-3000:]
     if process.returncode == 2:
-        raise (CapacityError if "raise packing.pages to" in said else ConfigError)(said.strip().splitlines()[-1])
+        line = said.strip().splitlines()[-1]
+        if str(folder) in line:
+            raise Failed(f"not a key but the job's own files are refused: {line}")
+        raise (CapacityError if "raise packing.pages to" in said else ConfigError)(line)
     fine = (0, 75, -signal.SIGKILL, -signal.SIGTERM) if due is not None else (0,)
     if process.returncode not in fine:
         raise Failed(f"exit code {process.returncode}: {said}")
