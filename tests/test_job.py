@@ -294,7 +294,8 @@ def test_a_segment_that_is_still_being_written_at_the_end_of_a_job_is_not_left_o
 
     def slow(self: LocalStore, name: str, content: bytes) -> bool:
         if threading.current_thread().name == "journal":
-            while len(list((out / "data").glob("part-*"))) < 5:
+            due = time.monotonic() + 60
+            while len(list((out / "data").glob("part-*"))) < 5 and time.monotonic() < due:
                 time.sleep(0.01)
             ended = time.monotonic() + 1.0
             while time.monotonic() < ended and not (out / "README.md").exists():
