@@ -95,7 +95,8 @@ def check(out: Path, column: str, usual: str | None) -> tuple[Counter[str], list
     names = ["request_id", "status", "error", "finish_reason", "stop_reason", "completion", *own]
     counts, shown = Counter[str](), list[str]()
     for row in frame.select(names).collect().iter_rows(named=True):
-        kind, wanted = constraint(row, column, usual)
+        # The constraint of an error row may be what is wrong with it.
+        kind, wanted = constraint(row, column, usual) if row["status"] == "ok" else ("", None)
         found = verdict(row, kind, wanted)
         counts[found] += 1
         if found == "invalid" and len(shown) < SHOWN:

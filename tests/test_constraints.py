@@ -275,6 +275,7 @@ def test_a_row_s_own_response_format_is_what_its_answer_is_checked_by(model: Pat
         {"type": "text"},
         {"type": "regex", "regex": "[ab]{3}"},
         None,
+        {"type": "json_schema"},
     ]
     rows = [{"prompt": f"row {i}", "response_format": form and json.dumps(form)} for i, form in enumerate(forms)]
     pl.DataFrame(rows).write_parquet(tmp_path / "in.parquet")
@@ -286,10 +287,11 @@ def test_a_row_s_own_response_format_is_what_its_answer_is_checked_by(model: Pat
     assert done >= 4
     counts, shown = checks.check(tmp_path / "out", "schema", usual)
     assert (counts["valid"], counts["not checked: a regex of its own"], counts["invalid"], shown) == (done - 1, 1, 0, [])
+    assert counts["error bad_parameter"] == 1, "what is wrong with it is its response_format"
     assert counts["free"] + counts["truncated"] >= 1
     (tmp_path / "other" / "data").mkdir(parents=True)
     others = pl.Series(["1", "[]", "maybe", "", "", "false"])
-    frame.with_columns(completion=others, status=pl.lit("ok")).write_parquet(tmp_path / "other" / "data" / "part.parquet")
+    frame.head(6).with_columns(completion=others, status=pl.lit("ok")).write_parquet(tmp_path / "other" / "data" / "part.parquet")
     counts, shown = checks.check(tmp_path / "other", "schema", usual)
     assert (counts["valid"], counts["free"], counts["not checked: a regex of its own"], counts["invalid"]) == (0, 1, 1, 4)
     assert [line.rpartition(" by ")[2] for line in shown] == [

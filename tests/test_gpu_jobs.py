@@ -7,13 +7,19 @@ plainest run, without drafts in few slots.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from batchspec.errors import ConfigError
+from batchspec.records import Completion
 from tests.gpu_jobs.cases import GROUP
-from tests.gpu_jobs.compare import Rows, differences
+from tests.gpu_jobs.compare import Rows, differences, rows_of_stream
+from tests.gpu_jobs.doors import _command as command
+from tests.gpu_jobs.plain import Failed
 from tests.gpu_jobs.scoring import score_difference
 from tests.gpu_jobs.workers import hunt
 
@@ -64,6 +70,38 @@ def test_other_top_logprobs_missing_rows_and_rows_that_nobody_asked_for_are_told
     assert differences(one, {}, bits=True) == ["r2/1 turn 3: nobody asked for this row"]
     assert differences({}, one, bits=True) == ["r2/1 turn 3: the row is missing"]
     assert differences({}, one, bits=True, whole=False) == []
+
+
+def test_a_column_that_only_one_of_two_outputs_has_is_told_but_for_a_stream() -> None:
+    less = {key: {name: value for name, value in row.items() if name != "logprobs"} for key, row in rows().items()}
+    for found, wanted in ((less, rows()), (rows(), less)):
+        line = "only one of the two has the columns ['logprobs']"
+        assert differences(found, wanted, bits=True) == [f"r0/0: {line}", f"r1/0: {line}"]
+        assert differences(found, wanted, bits=True, of_stream=True) == []
+
+
+def test_a_row_of_a_stream_is_compared_whole_and_may_come_once() -> None:
+    done = Completion(
+        request_id="r0", row_index=0, sample_index=0, shard=0, status="ok", token_ids=np.array([5, 6], np.int32), text="ab",
+        finish_reason="stop", logprobs=np.array([-0.5, np.nan], np.float32),
+    )  # fmt: skip
+    plain = rows_of_stream([done])
+    assert plain["r0", 0, 0]["logprobs"] == [-0.5, None]
+    without = rows_of_stream([replace(done, logprobs=None)])
+    assert differences(without, plain, bits=True, of_stream=True) == ["r0/0: logprobs 'None', plain '[-0.5, None]'"]
+    with pytest.raises(ValueError, match="came twice"):
+        rows_of_stream([done, done])
+
+
+@pytest.mark.parametrize(
+    ("word", "error"),
+    [("draft=none max_tokens=5", ConfigError), ("input.path=FOLDER/no.parquet", Failed)],
+    ids=["a key", "a file"],
+)
+def test_a_refused_key_is_no_failure_and_a_refused_file_is_one(word: str, error: type[Exception], tmp_path: Path) -> None:
+    given = word.replace("FOLDER", str(tmp_path)).split()
+    with pytest.raises(error, match=r"max_tokens|no\.parquet"):
+        command(["model.path=m", f"output.dir={tmp_path}/out", "input.path=hf://datasets/a/b", *given], tmp_path, None, 0.0, 0)
 
 
 def test_in_float64_log_probabilities_may_differ_in_their_last_digits() -> None:

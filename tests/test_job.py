@@ -30,6 +30,7 @@ from batchspec.engine.output_processor import EngineTotals
 from batchspec.engine.round import Round, RoundResult
 from batchspec.errors import ConfigError, OutputError
 from batchspec.records import Snapshot
+from batchspec.runner import decode_shards
 from batchspec.runner.run_monitor import RunMonitor
 from batchspec.runstate import claims
 from batchspec.runstate.journal import Journal
@@ -282,6 +283,35 @@ def test_a_signal_saves_finished_and_unfinished_rows_and_the_next_run_resumes_th
     assert (emitted == lengths + stats["num_discarded_tokens"]).all()
     (log,) = (tmp_path / "out/_batchspec/logs").glob("run-*.json")
     assert 0 < json.loads(log.read_text())["tokens"] < lengths.sum()  # how fast the last run was says nothing of earlier ones
+
+
+def test_a_segment_that_is_still_being_written_at_the_end_of_a_job_is_not_left_over(
+    model: Path, data: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is slow to save rows: the run that completes the job waits for it, and deletes the journal after that."""
+    out, late = tmp_path / "out", list[bool]()
+    put = LocalStore.put_if_absent
+
+    def slow(self: LocalStore, name: str, content: bytes) -> bool:
+        if threading.current_thread().name == "journal":
+            due = time.monotonic() + 60
+            while len(list((out / "data").glob("part-*"))) < 5 and time.monotonic() < due:
+                time.sleep(0.01)
+            ended = time.monotonic() + 1.0
+            while time.monotonic() < ended and not (out / "README.md").exists():
+                time.sleep(0.01)
+            late.append(True)
+        return put(self, name, content)
+
+    monkeypatch.setattr(LocalStore, "put_if_absent", slow)
+    monkeypatch.setattr(decode_shards, "JOURNAL_S", -1.0)
+    assert run.main(arguments(model, data, out, "draft=none")) == 0
+    for thread in threading.enumerate():
+        if thread.name == "journal":
+            thread.join(60)
+    assert late
+    assert not (out / "_batchspec/journal").exists()
+    assert tokens(out) == tokens(finished)
 
 
 def test_runs_at_the_same_time_share_the_shards_and_one_that_is_killed_leaves_its_part_to_the_others(

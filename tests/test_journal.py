@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from typing_extensions import TypeAliasType
 
@@ -336,6 +336,7 @@ def test_rounds_do_not_wait_for_the_store_while_rows_are_saved(tmp_path: Path) -
     writer.flush_every(0.0)
     writer.settle()
     assert len(list((tmp_path / FOLDER).iterdir())) == 2, "nothing new, no segment"
+    assert writer.saved(Journaled(), (), ()).num_rows == 5
 
 
 def test_rows_are_saved_at_a_signal_although_a_write_hangs_in_the_thread(tmp_path: Path) -> None:
@@ -370,6 +371,7 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call_and_its_rows_are_save
     assert journal(tmp_path).read(()).completions.keys() == {(7, 1), (8, 0)}
 
 
+@example(steps=["add", "begin", "forget", "open", "begin"])
 @given(steps=st.lists(st.sampled_from(["add", "begin", "flush", "forget", "open", "close", "fail", "mend"]), max_size=30))
 def test_nothing_that_a_flush_acknowledged_is_lost_whatever_the_thread_does(steps: list[str]) -> None:
     """After each flush the next run reads every row that was added and whose shard is not committed, whether the thread hangs,

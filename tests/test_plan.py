@@ -21,12 +21,13 @@ from batchspec.commands.plan_text import Plan, histogram
 from batchspec.commands.planning import plan
 from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.config.schema import DecodeConfig, RunConfig
-from batchspec.errors import CapacityError, ConfigError, InputError
+from batchspec.errors import CapacityError, ConfigError, InputError, StorageError
 from batchspec.model.generation_config import read_generation
 from batchspec.model.spec import read_spec
 from batchspec.packing.cost import H200
 from batchspec.packing.memory import prefill_graph_bytes, reserve_bytes
 from batchspec.packing.model_notes import model_notes, sampling_advice
+from batchspec.storage.local_store import LocalStore
 from batchspec.tuning import policy
 from tests.models import write_weights
 from tests.stand_ins import ByteTokenizer
@@ -318,6 +319,21 @@ def test_jobs_that_a_run_would_refuse_are_refused(job: RunConfig) -> None:
     job.draft.adaptive = True
     with pytest.raises(ConfigError, match=r"draft\.adaptive=true uses times measured on a GPU"):
         planned(job)
+
+
+@pytest.mark.parametrize("error", [ConfigError("is a file"), StorageError("cannot be written; mend that")])
+def test_a_plan_is_made_where_the_output_folder_cannot_be_written(
+    job: RunConfig, tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on another machine than that of the run, or for the folder of somebody else."""
+
+    def refuses(self: LocalStore) -> None:
+        raise error
+
+    write(job, prompt=["x"])
+    job.output.dir = str(tmp_path / "out")
+    monkeypatch.setattr(LocalStore, "check_root", refuses)
+    assert f"\noutput       a run would be refused: {error}; what follows is about all rows\n" in planned(job).text()
 
 
 def test_histogram_lines_cover_every_length_once() -> None:

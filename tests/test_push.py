@@ -341,6 +341,51 @@ def test_a_job_that_overwrites_never_replaces_what_another_folder_pushed(
     assert holds(hub, tmp_path / "out")
 
 
+def test_a_copy_of_a_folder_pushed_nothing_until_it_does(
+    hub: PushHub, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new job in the copy is refused; one in the folder is not, however its path is written."""
+    out, copy = tmp_path / "out", f"output.dir={tmp_path}/copy"
+    assert run.main(night(model, tmp_path, 3)) == 0
+    shutil.copytree(out, tmp_path / "copy")
+    for name in ("run", "plan"):
+        assert cli([name, *night(model, tmp_path, 4, copy)]) == 2
+    assert holds(hub, out)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(out)
+    for cap, folder in ((4, "out"), (5, "link"), (6, f"{tmp_path}/out")):
+        assert run.main(night(model, tmp_path, cap, f"output.dir={folder}")) == 0
+        assert holds(hub, out)
+
+
+def test_fewer_shards_of_a_job_that_was_extended_elsewhere_are_not_pushed_over_more(
+    hub: PushHub, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a copy, and in the folder after it was deleted: the job there has the same id and none of the rows that were added."""
+    out, pushed = tmp_path / "out", f"output.push_to_hub={REPO}"
+    few = words(model, tmp_path, out, pushed, "input.limit=4")
+    more = words(model, tmp_path, out, pushed, "resume=extend")
+    assert run.main(few) == 0
+    copy = shutil.copytree(out, tmp_path / "copy")
+    assert run.main(more) == 0, "the extended job is the same one"
+    assert holds(hub, out)
+    before = dict(hub.datasets[REPO].files)
+    with pytest.raises(OutputError) as refused:
+        command.main([str(copy), REPO])
+    assert str(refused.value) == (
+        "org/answers: it holds data/part-00003.parquet of this job, which has 2 shards in this folder and was extended in "
+        "another one, or before this one was deleted; give another name, or replace data/ and the card with: "
+        f"batchspec push {copy} org/answers --overwrite"
+    )
+    shutil.rmtree(out)
+    capsys.readouterr()
+    assert run.main(few) == 2
+    assert "extended in another one, or before this one was deleted" in capsys.readouterr().err
+    assert hub.datasets[REPO].files == before
+    assert command.main([str(copy), REPO, "--overwrite"]) == 0
+    assert holds(hub, copy)
+
+
 def test_the_command_of_a_refusal_pushes_as_the_job_would(
     hub: PushHub, model: Path, another: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -351,7 +396,7 @@ def test_the_command_of_a_refusal_pushes_as_the_job_would(
     assert said.endswith(f"and then: batchspec push '{tmp_path}/my jobs/out' org/answers --overwrite --public\n")
 
 
-@pytest.mark.parametrize("record", [b"", b"{}", b"[1]", b'{"repo": "org/other", "job": "JOB"}', b"\xff", None])
+@pytest.mark.parametrize("record", [b"", b"{}", b"[1]", b'{"repo": "org/other", "folder": "DIR", "job": "JOB"}', b"\xff", None])
 def test_a_damaged_or_missing_record_of_a_push_lets_nothing_be_replaced(
     hub: PushHub, model: Path, tmp_path: Path, record: bytes | None
 ) -> None:
@@ -361,7 +406,7 @@ def test_a_damaged_or_missing_record_of_a_push_lets_nothing_be_replaced(
     if record is None:
         file.unlink()
     else:
-        file.write_bytes(record.replace(b"JOB", id_of(out).encode()))
+        file.write_bytes(record.replace(b"JOB", id_of(out).encode()).replace(b"DIR", bytes(out)))
     done = shards(out)
     assert run.main(night(model, tmp_path, 4)) == 2
     assert holds(hub, out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from concurrent.futures import wait
 from dataclasses import dataclass
 
@@ -160,6 +161,20 @@ def test_rounds_do_not_wait_while_the_timeline_is_saved(monkeypatch: pytest.Monk
     opened.set()
     timeline.close()
     assert [len(text.splitlines()) for text in files] == [62, 202], "a header and the zeros, then a sample a second"
+
+
+def test_the_end_of_a_run_waits_until_its_last_sample_is_saved() -> None:
+    clock, files = Clock(), list[str]()
+
+    def slow(text: str) -> None:
+        time.sleep(0.2)
+        files.append(text)
+
+    timeline = Timeline(slow, slots=1, clock=clock)
+    clock.now += 1
+    timeline.observe(Totals(live_rows=1), exhausted=False)
+    timeline.close()
+    assert [len(text.splitlines()) for text in files] == [3]
 
 
 @pytest.mark.parametrize("damage", ["", "{}", "nonsense", "cut", "one"])

@@ -9,7 +9,7 @@ from batchspec.commands.plan_text import Plan
 from batchspec.config.checks import AUTO, TENSOR_PARALLEL, check_ranks
 from batchspec.config.schema import RunConfig
 from batchspec.distributed.group import check_reach
-from batchspec.errors import OutputError
+from batchspec.errors import ConfigError, OutputError, StorageError
 from batchspec.job import check_output, check_target, is_new
 from batchspec.load import check_memory, plan_batch
 from batchspec.model.blocks.base import Shard
@@ -100,7 +100,7 @@ def state_of_output(job: Job) -> str:
     try:
         output = check_output(job)
         change = new_retry(job, output) or new_extension(job, output)
-    except OutputError as error:
+    except (ConfigError, OutputError, StorageError) as error:
         return f"a run would be refused: {error}"
     if output.begins_job(job.config.output.overwrite):
         return ""

@@ -16,9 +16,9 @@ from batchspec.runstate.footers import DamagedFooter, part_name, read_footer
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.storage.hub_push import Present, Pushed, PushedFile, check_push, check_target, push
 from batchspec.storage.store import Tail
-from batchspec.text import for_terminal
+from batchspec.text import counted, for_terminal
 
-_PART = re.compile(r"data/part-\d{5,18}\.parquet")
+_PART = re.compile(r"data/part-(\d{5,18})\.parquet")
 _TAG = b"\n- batchspec\n"
 _CARD_LINES = (r"^# (Completions by .+)$", r"^\| Completions \| (.+) \|$")
 """Of a job's card: the model, and the number of rows by status."""
@@ -70,7 +70,9 @@ def push_output(
     files.append(PushedFile(name="README.md", content=lambda: card))
     command = _command(output.path, repo, private=private, incomplete=bool(missing))
     instead = f"give another name, or replace data/ and the card with: {command}"
-    refusal = partial(_refusal, job=output.manifest.job, before=output.pushed_job(repo), instead=instead)
+    refusal = partial(
+        _refusal, job=output.manifest.job, before=output.pushed_job(repo), num_shards=output.num_shards, instead=instead
+    )
     pushed = push(
         repo, files, private=private, refusal=(lambda present: None) if overwrite else refusal,
         message=f"Push {len(names):,} files of a job",
@@ -98,12 +100,13 @@ def _card(output: OutputFolder) -> bytes:
     return dataset_card(output.manifest, job_stats(output.path)).encode()
 
 
-def _refusal(present: Present, *, job: str, before: str, instead: str) -> str | None:
+def _refusal(present: Present, *, job: str, before: str, instead: str, num_shards: int | None = None) -> str | None:
     """Why the dataset's present files must not be replaced; None: they may be, because the job of this id made them, or an
     earlier job in the same folder.
 
-    before   the job that the folder pushed to this dataset before; empty: none is known
-    instead  what the user can do
+    before      the job that the folder pushed to this dataset before; empty: none is known
+    instead     what the user can do
+    num_shards  of the job; None: it may grow before the push
     """
     card = present.read("README.md", None) if "README.md" in present.files else b""
     other = next((name for name in present.files if name.startswith("data/") and not _PART.fullmatch(name)), None)
@@ -118,6 +121,11 @@ def _refusal(present: Present, *, job: str, before: str, instead: str) -> str | 
         if found not in (job, before):
             own = f"this one is {job[:8]}" if job else "this one is new"
             return f"it holds the rows of another job, {for_terminal(found[:8])}{_described(card)}; {own}: {instead}"
+        if num_shards is not None and found == job and int(_PART.sub(r"\1", name)) >= num_shards:
+            return (
+                f"it holds {name} of this job, which has {counted(num_shards, 'shard')} in this folder and was extended in "
+                f"another one, or before this one was deleted; {instead}"
+            )
     return None
 
 

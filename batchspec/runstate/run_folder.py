@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from batchspec.errors import OutputError
@@ -70,17 +71,24 @@ class RunFolder(JobFolder):
 
     def pushed_job(self, repo: str) -> str:
         """The id of the job that this folder pushed last to a dataset of the hub, also if it was overwritten since; empty if none
-        is known."""
+        is known. A copy of the folder, or one that was moved, has pushed nothing.
+        """
         name = _pushed_name(repo)
         try:
             record = json.loads(self._store.read(name)) if self._store.exists(name) else {}
-            return str(record["job"]) if record["repo"] == repo else ""
+            return str(record["job"]) if (record["repo"], record["folder"]) == (repo, self._place) else ""
         except (ValueError, KeyError, TypeError):  # damaged: the push is then refused
             return ""
 
     def keep_pushed(self, repo: str) -> None:
         """Record that the present job was pushed to this dataset. Raises StorageError, and OutputError as `check_own`."""
-        self._put_own(_pushed_name(repo), json.dumps({"repo": repo, "job": self.manifest.job}).encode())
+        record = {"repo": repo, "folder": self._place, "job": self.manifest.job}
+        self._put_own(_pushed_name(repo), json.dumps(record).encode())
+
+    @property
+    def _place(self) -> str:
+        """The folder's path, the same from every working folder and through every link."""
+        return self.path if "://" in self.path else str(Path(self.path).resolve())
 
     def log_run(self, facts: Mapping[str, Any]) -> None:
         """Store the summary of a run that has ended. Raises StorageError, and OutputError as `check_own`."""

@@ -39,24 +39,28 @@ def rows_of(frame: pl.DataFrame, given: Iterable[str]) -> Rows:
 
 
 def rows_of_stream(completions: Iterable[Completion]) -> Rows:
-    """The same of completions, as far as they tell it."""
+    """The same of completions, as far as they tell it. Raises ValueError for a row that came twice."""
     found: Rows = {}
     for one in completions:
         row: dict[str, Any] = {"status": one.status, "finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
         row["token_ids"] = None if one.token_ids is None else one.token_ids.tolist()
         row["completion"] = one.text
         row["error"] = None if one.error is None else one.error.code
-        if one.logprobs is not None:
-            row["logprobs"] = [None if math.isnan(value) else value for value in one.logprobs.tolist()]
-        found[one.request_id, one.sample_index, 0] = row
+        key = one.request_id, one.sample_index, 0
+        if key in found:
+            raise ValueError(f"row {key} came twice")
+        given = None if one.logprobs is None else one.logprobs.tolist()
+        row["logprobs"] = given and [None if math.isnan(value) else value for value in given]
+        found[key] = row
     return found
 
 
-def differences(found: Rows, wanted: Rows, *, bits: bool, whole: bool = True) -> list[str]:
-    """One line for each row that differs or is missing. Only columns that both have are compared.
+def differences(found: Rows, wanted: Rows, *, bits: bool, whole: bool = True, of_stream: bool = False) -> list[str]:
+    """One line for each row that differs or is missing.
 
-    bits   log-probabilities too are bit for bit the same
-    whole  every wanted row must be there
+    bits       log-probabilities too are bit for bit the same
+    whole      every wanted row must be there
+    of_stream  `found` has fewer columns, and those are compared
     """
     lines = [f"{_name(key)}: nobody asked for this row" for key in found.keys() - wanted.keys()]
     if whole:
@@ -65,7 +69,8 @@ def differences(found: Rows, wanted: Rows, *, bits: bool, whole: bool = True) ->
         row, plain = found[key], wanted[key]
         order = [*_FIRST, *sorted(row.keys() - set(_FIRST))]
         told = (_difference(name, row[name], plain[name], bits) for name in order if name in row and name in plain)
-        if line := next(filter(None, told), ""):
+        lacks = [] if of_stream else sorted(row.keys() ^ plain.keys())
+        if line := next(filter(None, told), f"only one of the two has the columns {lacks}" if lacks else ""):
             lines.append(f"{_name(key)}: {line}")
     return lines
 

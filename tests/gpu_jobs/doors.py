@@ -116,7 +116,7 @@ def _call_generate(engine: batchspec.Engine, part: list[Row], plain: Plain, rng:
 def _call_stream(engine: batchspec.Engine, part: list[Row], plain: Plain, rng: Random, outcome: Outcome) -> list[str]:
     found = rows_of_stream(engine.stream(frame_of(part)))
     outcome.rows += len(found)
-    return differences(found, _wanted(plain.rows, part), bits=plain.group.bits)
+    return differences(found, _wanted(plain.rows, part), bits=plain.group.bits, of_stream=True)
 
 
 def _call_left(engine: batchspec.Engine, part: list[Row], plain: Plain, rng: Random, outcome: Outcome) -> list[str]:
@@ -124,7 +124,7 @@ def _call_left(engine: batchspec.Engine, part: list[Row], plain: Plain, rng: Ran
     with engine.stream(frame_of(part)) as stream:
         found = rows_of_stream(next(stream) for _ in range(rng.randint(1, min(4, len(part)))))
     outcome.rows += len(found)
-    lines = differences(found, _wanted(plain.rows, part), bits=plain.group.bits, whole=False)
+    lines = differences(found, _wanted(plain.rows, part), bits=plain.group.bits, whole=False, of_stream=True)
     return lines + _call_generate(engine, part, plain, rng, outcome)
 
 
@@ -251,7 +251,10 @@ def _command(words: list[str], folder: Path, sent: signal.Signals | None, delay:
         process.wait()
     said = log.read_text(errors="replace")[-3000:]
     if process.returncode == 2:
-        raise (CapacityError if "raise packing.pages to" in said else ConfigError)(said.strip().splitlines()[-1])
+        line = said.strip().splitlines()[-1]
+        if str(folder) in line:
+            raise Failed(f"not a key but the job's own files are refused: {line}")
+        raise (CapacityError if "raise packing.pages to" in said else ConfigError)(line)
     fine = (0, 75, -signal.SIGKILL, -signal.SIGTERM) if due is not None else (0,)
     if process.returncode not in fine:
         raise Failed(f"exit code {process.returncode}: {said}")

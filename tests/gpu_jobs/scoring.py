@@ -44,6 +44,7 @@ def plain_scores(group: Group, prompts: pl.DataFrame, top: int) -> pl.DataFrame:
 def scores_that_differ(case: Case, found: pl.DataFrame, plain: pl.DataFrame) -> list[str]:
     by_id = {row["request_id"]: row for row in plain.iter_rows(named=True)}
     lines = [f"{name}: the row is missing" for name in by_id.keys() - set(found["request_id"])]
+    lines += ["a row was written twice"] if found["request_id"].is_duplicated().any() else []
     for row in found.iter_rows(named=True):
         line = score_difference(row, by_id[row["request_id"]], exact=case.group.setting.dtype == "float64")
         lines += [f"{row['request_id']}/0: {line}"] if line else []
