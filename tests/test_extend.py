@@ -99,7 +99,7 @@ def test_a_trial_grows_to_the_whole_job(
     manifest = (out / "_batchspec/manifest.json").read_bytes()
     capsys.readouterr()
     assert run.main(arguments(folder, out)) == 2
-    assert "resume=extend computes the 9 added rows into this job; or use another output.dir" in said(capsys)
+    assert "resume=extend adds 9 rows to this job; or use another output.dir" in said(capsys)
     assert run.main(arguments(folder, out, "decode.max_new_tokens=16", "resume=length")) == 2
     assert "resume=extend" not in said(capsys), "it would be refused because of the larger limit"
     assert run.main(arguments(folder, out, "resume=extend")) == 0
@@ -116,7 +116,7 @@ def test_a_trial_grows_to_the_whole_job(
     assert run.main(arguments(folder, out, "input.limit=5")) == 2
     text = said(capsys)
     assert "holds this job, extended since" in text
-    assert "run the command with input.limit=null and its input file" in text
+    assert "run the command with input.limit=null and input file prompts.parquet" in text
     assert run.main(arguments(folder, out, "input.limit=5", "resume=extend")) == 2
     assert "the input has 5 rows, fewer than the 14 of the job; run the command with input.limit=null" in said(capsys)
     assert run.main(arguments(folder, out, "decode.seed=3")) == 2
@@ -153,7 +153,7 @@ def test_a_limit_that_changes_no_row_is_taken_without_a_model(
     before = parts(out)
     capsys.readouterr()
     assert run.main(arguments(folder, out)) == 2
-    assert "resume=extend takes this input for the same rows" in said(capsys)
+    assert "resume=extend accepts this input, which has the same rows" in said(capsys)
     assert run.main(arguments(folder, out, "resume=extend")) == 0
     assert "already complete" in said(capsys)
     assert parts(out) == before
@@ -185,7 +185,29 @@ def test_only_another_size_of_shards_is_no_extension(folder: Path, tmp_path: Pat
     assert run.main(arguments(folder, out, "input.limit=5", "output.shard_rows=2")) == 0
     capsys.readouterr()
     assert run.main(arguments(folder, out, "input.limit=5", "output.shard_rows=3", "resume=extend")) == 2
-    assert "run the command with output.shard_rows=2" in said(capsys)
+    assert "output.shard_rows=3 only applies to added rows; run the command with output.shard_rows=2" in said(capsys)
+    assert run.main(arguments(folder, out, "input.limit=5", "resume=extend")) == 2
+    assert "output.shard_rows=16, the default, only applies to added rows" in said(capsys)
+    assert run.main(arguments(folder, out, "input.limit=5")) == 2
+    assert "run the command with output.shard_rows=2 to go on with it; or use another output.dir" in said(capsys)
+
+
+def test_the_old_command_is_told_how_the_job_goes_on_even_if_its_pattern_matches_the_new_files(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = tmp_path / "weeks", tmp_path / "out"
+    write(data / "week1.jsonl", prompts(0, 6))
+    assert run.main(arguments(folder, out, "input.limit=3", data=data)) == 0
+    write(data / "week2.jsonl", prompts(6, 9))
+    assert run.main(arguments(folder, out, "resume=extend", "output.shard_rows=4", data=data)) == 0
+    capsys.readouterr()
+    assert run.main(arguments(folder, out, "input.limit=3", data=data)) == 2
+    text = said(capsys)
+    assert "holds this job, extended since" in text
+    assert "run the command with input.limit=null output.shard_rows=4 and the 2 input files up to week2.jsonl" in text
+    write(data / "week1.jsonl", prompts(0, 7))
+    assert run.main(arguments(folder, out, "input.limit=3", data=data)) == 2
+    assert "holds another job" in said(capsys), "a changed file is not this job's input"
 
 
 # --- new files
@@ -203,7 +225,7 @@ def test_new_files_that_sort_last_join_the_job(
         write(data / f"week{week}.{kind}", prompts(start, stop))
         capsys.readouterr()
         assert run.main(arguments(folder, out, data=data)) == 2
-        assert f"resume=extend computes the {stop - start} added rows into this job" in said(capsys)
+        assert f"resume=extend adds {stop - start} rows to this job" in said(capsys)
         assert run.main(arguments(folder, out, "resume=extend", data=data)) == 0
         assert rows_of(out).equals(first(wanted, stop))
         assert {name: data for name, data in parts(out).items() if name in before} == before
@@ -213,7 +235,7 @@ def test_new_files_that_sort_last_join_the_job(
     (data / f"week3.{kind}").unlink()
     assert run.main(arguments(folder, out, data=data)) == 2
     assert "extended since" in (text := said(capsys))
-    assert f"input.limit=null and 3 input files up to week3.{kind}" in text
+    assert f"input.limit=null and the 3 input files up to week3.{kind}" in text
 
 
 def write(path: Path, rows: pl.DataFrame) -> None:
@@ -244,7 +266,7 @@ def test_a_file_within_the_limit_and_files_beyond_it_are_the_jobs_too(folder: Pa
     [
         ("before", r"input file a\.jsonl is new and comes before b\.jsonl, which the job has read; name new files so that they"),
         ("between", r"input file bb\.jsonl is new and comes before c\.jsonl"),
-        ("removed", r"input file c\.jsonl of the job is not there any more"),
+        ("removed", r"the job has read input file c\.jsonl, which is not in input\.path"),
         ("rows", r"input file c\.jsonl has changed since the job read it \(3 rows -> 4\); put the old file back"),
         ("bytes", r"input file b\.jsonl has changed since the job read it \(other bytes\)"),
         ("column", r"column 'topic' is missing in the files that the job has read and string with the new ones"),
@@ -386,7 +408,7 @@ def test_plan_says_what_a_run_would_find(folder: Path, tmp_path: Path, capsys: p
     assert "3 of 14 rows are done, 11 are to do, 9 of them added by resume=extend;" in found
     found = plan_of(capsys, arguments(folder, out))
     assert "a run would be refused: output.dir" in found
-    assert "resume=extend computes the 9 added rows into this job" in found
+    assert "resume=extend adds 9 rows to this job" in found
     assert not (out / "_batchspec/retry").exists(), "a plan writes nothing"
 
 

@@ -106,7 +106,7 @@ def test_extensions_follow_each_other(out: Any) -> None:
         folder.extend(to(folder, rows, shard_rows, number))
     assert [list(folder.rows_of(i)) for i in range(folder.num_shards)] == [[0, 1], [2, 3], [4], [5]]
     assert not OutputFolder(out).has_card()
-    with pytest.raises(OutputError, match=r"extended since .*; run the command with input\.limit=6 and its input file"):
+    with pytest.raises(OutputError, match=r"extended since .*; run the command with input\.limit=6 output\.shard_rows=4 and input file a\.parquet"):
         begun(out)
     with pytest.raises(OutputError, match="extended since"):
         new_folder(out, 5, 3, files=FILES, fingerprint=limited(5))
@@ -169,7 +169,7 @@ def test_a_damaged_record_is_refused(tmp_path: Path, change: dict[str, Any]) -> 
 # --- a run that does not know of it
 
 
-def test_a_run_of_the_old_command_ends_its_own_rows_in_peace(out: Any) -> None:
+def test_a_run_of_the_old_command_ends_its_own_rows(out: Any) -> None:
     old = begun(out)
     assert old.commit(0, tables()[0])
     new = OutputFolder(out)

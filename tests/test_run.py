@@ -115,6 +115,8 @@ def test_the_demo_has_everything_that_a_run_needs(jobs: Jobs) -> None:
         (["job=demo"], "write +job="),
         (["=3"], "cannot read the override '=3'; write key=value"),
         (["model=null"], "model=null is not a choice of the group model; choices: checkpoint, smollm2-135m"),
+        (["draft=false"], "draft=false is not a choice of the group draft; choices: eagle3"),
+        (["resume=1"], "resume=1 is not a choice of the group resume; choices: completed"),
         (["draft=[lookup,none]"], "draft=[lookup,none] is not a choice of the group draft; choices: eagle3"),
         (["model=Qwen/Qwen3-8B"], "of the group model; a path is model.path=Qwen/Qwen3-8B; choices: checkpoint"),
         (["input=data.parquet"], "of the group input; a path is input.path=data.parquet; choices: messages"),

@@ -1,4 +1,4 @@
-"""Arguments that a call from Python does not take, such as vLLM's max_tokens: the error names the key or column that is meant."""
+"""Arguments that a call from Python does not take, such as vLLM's max_tokens: the error names the key or column to use."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ Result = TypeVar("Result")
 ROWS = ("prompts", "inputs", "messages", "prompt_token_ids")
 """What vLLM's `generate` and `chat` and OpenAI's calls name their rows."""
 SAMPLING = "its parameters are keys under `decode`"
-OBJECTS = {"sampling_params": SAMPLING, "lora_request": "adapters are the key model.adapters and the column `adapter`"}
-"""vLLM's arguments that stand for several keys."""
+OBJECTS = {
+    "sampling_params": SAMPLING,
+    "lora_request": "adapters are the key model.adapters and the column `adapter`",
+    "model": "the model is the key model.path",
+}
+"""Arguments of other programs that are not the name of one key -> the keys for them."""
 
 
 def explains_arguments(name: str, takes_keys: str) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:

@@ -27,6 +27,7 @@ MAPS = (*OPEN, SCHEMA, "decode.logit_bias")
 """Keys whose value is a map. The names in such a map are not keys of the configuration."""
 _NAME = re.compile(r"[\w/+.$%*@?| -]+", re.ASCII)
 """The names that Hydra's grammar allows in a map; it does not allow quoted names."""
+UNREADABLE = object()
 _PLAIN_LIST = re.compile(r"\[([^\[\]{}'\"]*)\]")
 
 
@@ -102,13 +103,13 @@ def _one(override: str) -> str:
     bare = key.lstrip("+~")
     if not bare:
         raise ConfigError(f"cannot read the override '{override}'; write key=value")
-    if bare in OPTIONS and (value == "null" or value.startswith(("[", "{"))):
+    if bare in OPTIONS and (value == "null" or value.startswith(("[", "{")) or isinstance(_parsed(override), bool | int | float)):
         raise ConfigError(f"{override} is not a choice of the group {bare}; choices: {', '.join(OPTIONS[bare])}")
     if bare in OPEN or bare.startswith(tuple(f"{name}." for name in OPEN)):
         key = f"++{bare}" if not key.startswith("~") else key
     if bare in TEXTS and value.startswith(("[", "{")):
         value = _in_quotes(value)  # no list or map fits the key: it is text, such as the regular expression [A-E]
-    elif not _reads(f"{key}={value}"):
+    elif _parsed(f"{key}={value}") is UNREADABLE:
         written = _json_map(value) if bare in MAPS else None
         value = _quoted(value) if written is None else _map(bare, written)
     if bare in LISTS and value and value != "null" and not value.startswith(("[", "${")):
@@ -116,12 +117,12 @@ def _one(override: str) -> str:
     return f"{key}={value}"
 
 
-def _reads(override: str) -> bool:
+def _parsed(override: str) -> Any:
+    """The override's value as Hydra reads it; UNREADABLE if its grammar does not allow the override."""
     try:
-        OverridesParser.create().parse_override(override)
+        return OverridesParser.create().parse_override(override).value()
     except HydraException:
-        return False
-    return True
+        return UNREADABLE
 
 
 def _quoted(value: str) -> str:

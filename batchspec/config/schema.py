@@ -240,7 +240,8 @@ class OutputConfig:
     push_to_hub: str | None = None
     """Dataset of the Hugging Face hub, ORG/NAME, that gets the rows and the card when the job is complete, with the token of the
     environment (HF_TOKEN). The run that ends the job pushes; `batchspec push` does it later. A dataset that another job made
-    is refused before the work begins, unless this folder pushed it, and output.overwrite has replaced that job."""
+    is refused before the work begins, unless this folder pushed it and output.overwrite has replaced that
+    job since."""
     push_private: bool = True
     """Whether the dataset of output.push_to_hub is private. A public one is then refused."""
     overwrite: bool = False

@@ -1,4 +1,4 @@
-"""Which input rows each shard holds: equal shards, then those of every extension of the job (runstate/generations.py)."""
+"""Which input rows each shard holds: shards of equal size, then those of each extension of the job (runstate/extensions.py)."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class ShardLayout:
 
     @property
     def num_shards(self) -> int:
-        last = self.segments[-1]
+        last = self.segments[-1]  # the division rounds up: the last shard may have fewer rows
         return last.first_shard - (last.first_row - self.num_rows) // last.shard_rows
 
     @property
     def last_shard_rows(self) -> int:
-        """Rows of a shard of the last segment."""
+        """Rows a shard in the last segment."""
         return self.segments[-1].shard_rows
 
     def shard_of(self, row: int) -> int:
@@ -68,6 +68,6 @@ class ShardLayout:
         return sum(len(self.rows_of(shard)) for shard in shards)
 
     def most_rows(self, shards: Iterable[int]) -> int:
-        """Rows of a shard in the segment of the largest shards that one of these is in; 1 without any."""
+        """Rows a shard in the segments of these shards, where they differ the most; 1 without any shard."""
         places = {bisect_right(self.segments, shard, key=lambda one: one.first_shard) - 1 for shard in shards}
         return max((self.segments[place].shard_rows for place in places), default=1)

@@ -33,9 +33,11 @@ def new_extension(job: Job, output: OutputFolder) -> Extension | None:
         return None
     _check_rows(job, output)
     if differ == {"output.shard_rows"}:
+        default = "" if job.config.output.shard_rows else ", the default,"
         raise OutputError(
-            f"{output.path}: the input has no row that the job lacks, and output.shard_rows={compared['output.shard_rows']} only "
-            f"applies to added rows; run the command with output.shard_rows={manifest.fingerprint['output.shard_rows']}"
+            f"{output.path}: the input has no row that the job lacks, and output.shard_rows={compared['output.shard_rows']}"
+            f"{default} only applies to added rows; run the command with "
+            f"output.shard_rows={manifest.fingerprint['output.shard_rows']}"
         )
     config = asdict(job.config)
     config["resume"]["extend"] = False
@@ -68,17 +70,19 @@ def _check_rows(job: Job, output: OutputFolder) -> None:
 
 
 def advice(job: Job, manifest: Manifest) -> str:
-    """The part of the message about another job that names resume=extend; empty where that would be refused too."""
+    """For the message about another job: the keys with which the command would go on with that job, and "or"; empty if none would."""
     differ = differing(manifest.fingerprint, _compared(job))
-    if not differ - {"output.shard_rows"} or not differ <= {*MAY_DIFFER} or obstacle(manifest, job.source):
+    if differ == {"output.shard_rows"}:
+        return f"run the command with output.shard_rows={manifest.fingerprint['output.shard_rows']} to go on with it; or "
+    if not differ <= {*MAY_DIFFER} or obstacle(manifest, job.source):
         return ""
     added = job.source.num_rows - manifest.num_rows
-    what = f"computes the {counted(added, 'added row')} into this job" if added else "takes this input for the same rows"
+    what = f"adds {counted(added, 'row')} to this job" if added else "accepts this input, which has the same rows"
     return f"resume=extend {what}; or "
 
 
 def with_layout(job: Job, output: OutputFolder, change: Change | None = None) -> Job:
-    """The job with the shards of its output folder, those of the extension that will begin among them."""
+    """The job with the shards of its output folder, those of an extension that this run begins included."""
     if output.begins_job(job.config.output.overwrite):
         return job
     manifest = output.manifest if change is None else change.of(output.manifest)

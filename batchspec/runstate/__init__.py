@@ -15,8 +15,8 @@ dataset/ for the shard's Parquet file.
   shard_sums.py      the sha256 of each shard as a run committed it
   claims.py          leases on shards: which run works on which
   journal.py         finished rows, and tokens of unfinished ones, of shards that are not committed
-  in_thread.py       operations of a store for which rounds do not wait
-  journal_rows.py    its rows, as they are written in its files
+  journal_rows.py    rows of the journal, as they are written in its files
+  in_thread.py       runs an operation of a store in a thread, so that rounds do not wait for it
   attempts.py        what runs were computing when they crashed
   generations.py     how a job changed since: retries (resume.retry), and extensions in one order with them
   extensions.py      rows that were added to a job (resume=extend)

@@ -22,7 +22,7 @@ from batchspec.runstate.manifest import Manifest, default_shard_rows
 
 MAY_DIFFER = ("input.files", "input.limit", "input.rows", "output.shard_rows")
 """Keys of the fingerprint that an extension may change."""
-LAST = "name new files so that they sort last, or run them as a job of their own in another output.dir"
+SORT_LAST = "name new files so that they sort last, or run them as a job of their own in another output.dir"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +49,12 @@ class Extension:
         )  # fmt: skip
 
     def __str__(self) -> str:
-        """The input of the job since this extension, for a message."""
-        files = f"{len(self.files):,} input files up to {self.files[-1].name}" if len(self.files) > 1 else "its input file"
-        return f"input.limit={self.fingerprint.get('input.limit')} and {files}"
+        """The command-line overrides and the input of the job since this extension, for a message."""
+        last = self.files[-1].name
+        files = f"the {len(self.files):,} input files up to {last}" if len(self.files) > 1 else f"input file {last}"
+        size = int(self.fingerprint["output.shard_rows"])
+        shards = "" if size == default_shard_rows(self.num_rows) else f" output.shard_rows={size}"
+        return f"input.limit={self.fingerprint.get('input.limit')}{shards} and {files}"
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> Extension:
@@ -91,11 +94,11 @@ def _other_files(old: Sequence[InputFile], new: Sequence[InputFile], alone: Sequ
     for was, found in zip(old, [*alone, None], strict=False):
         if was.name not in names:
             return (
-                f"input file {was.name} of the job is not there any more, or it has another name below the folder that all of "
-                "input.path has in common; put it back and name it as before"
+                f"the job has read input file {was.name}, which is not in input.path (names are paths below the folder that all "
+                "input files have in common); put the file back, and new files beside the old ones"
             )
         if found is not None and found.name not in known:
-            return f"input file {found.name} is new and comes before {was.name}, which the job has read; {LAST}"
+            return f"input file {found.name} is new and comes before {was.name}, which the job has read; {SORT_LAST}"
         if found is not None and found.identity != was.identity:
             return (
                 f"input file {was.name} has changed since the job read it ({_what_changed(was, found)}); put the old file back, "
@@ -118,6 +121,6 @@ def _other_columns(old: pa.Schema, new: pa.Schema) -> str:
             kinds = [f"{field.type}{' (JSON of any kind)' * mark_of(field)[1]}" if field else "missing" for field in (was, now)]
             return (
                 f"column {name!r} is {kinds[0]} in the files that the job has read and {kinds[1]} with the new ones, which would "
-                "change its rows; give the new files the same columns, or run them as a job of their own in another output.dir"
+                "change the rows of the job; give the new files the same columns, or run them as a job of their own in another output.dir"
             )
     return ""

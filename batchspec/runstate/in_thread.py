@@ -1,4 +1,4 @@
-"""Operations of a store in a thread of their own: one may take seconds, and rounds must not wait for it."""
+"""Runs an operation of a store in a background thread: it may take seconds, and rounds must not wait for it."""
 
 from __future__ import annotations
 

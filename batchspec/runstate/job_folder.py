@@ -19,6 +19,7 @@ from batchspec.runstate.manifest import (
     compared_facts,
     default_shard_rows,
     differences,
+    differing,
     first_job_id,
 )
 from batchspec.runstate.overwrite import READS, check_own, elected, read_manifest, refuse_living, settled, this_command
@@ -83,10 +84,13 @@ class JobFolder(JobState):
         )
 
     def _since(self, fingerprint: Mapping[str, str]) -> list[Change]:
-        """The changes since the job had this fingerprint; none if it never had."""
+        """The changes since the job had this fingerprint, or had it with input.files of any of its changes: a pattern in
+        input.path matches new files also in the old command. None if it never had.
+        """
         first = read_manifest(self._store)
         before = [{} if first is None else first.fingerprint, *(change.fingerprint for change in self._changes)]
-        same = [place for place, one in enumerate(before) if not differences(one, fingerprint)]
+        files = {"input.files"} if fingerprint.get("input.files") in {one.get("input.files") for one in before} else set()
+        same = [place for place, one in enumerate(before) if not differing(one, fingerprint) - files]
         return self._changes[same[-1] :] if same else []
 
     def create(

@@ -57,7 +57,7 @@ class JobState:
         return self._manifest
 
     def _present_layout(self) -> ShardLayout:
-        """The layout with the extensions that other runs have begun since this one read the manifest."""
+        """The layout with the extensions that other runs have begun since this run read the manifest."""
         return self._generations.manifest(self.manifest, self._begun_since()).layout
 
     def _begun_since(self) -> list[Change]:
@@ -94,10 +94,8 @@ class JobState:
         return store
 
     def latest_changes(self) -> list[Change]:
-        """Every retry and extension of the job, the latest last, with `manifest` as that left it: another run may have begun one
-        since it was read.
-
-        Not while this run works on the job.
+        """Every retry and extension of the job, the latest last. If another run began one since `manifest` was read, reads the
+        manifest again, so this must not be called while this run computes shards.
         """
         assert self.manifest
         if self._begun_since():

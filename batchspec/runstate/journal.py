@@ -94,13 +94,13 @@ class Journal:
         self._numbers = itertools.count()
         self._known: set[str] = set()
         self._waiting: list[Completion] = []
-        """Finished rows that no segment has and that none is being written with."""
+        """Finished rows for the next segment."""
         self._writing: list[Completion] = []
-        """Finished rows of the segment that a thread writes; it is not known yet whether they are saved."""
+        """Finished rows of the segment that the thread is writing; they may not be saved yet."""
         self._saved: list[Completion] = []
         """Rows of this run's segments whose shard it has not committed."""
         self._write: Future[None] | None = None
-        """The write of the thread that is under way, or whose result was not looked at yet."""
+        """The thread's write, which may have ended; None once `flush_every` has taken its result."""
         self._flushed_at = time.monotonic()
 
     def add(self, completion: Completion) -> None:
@@ -123,8 +123,10 @@ class Journal:
             if not self._write.done():
                 return
             ended, self._write = self._write, None
-            failed = ended.exception() is not None
-            self._waiting, self._saved = self._writing * failed + self._waiting, self._saved + self._writing * (not failed)
+            if ended.exception() is None:
+                self._saved += self._writing
+            else:
+                self._waiting = self._writing + self._waiting
             self._writing = []
             ended.result()
         if time.monotonic() - self._flushed_at >= seconds:
@@ -149,7 +151,7 @@ class Journal:
         return len(rows)
 
     def settle(self) -> None:
-        """Wait until the thread writes nothing. The next call of `flush_every` raises its error."""
+        """Wait until the thread has ended its write. The next call of `flush_every` raises the error of that write."""
         if self._write is not None:
             wait([self._write])
 

@@ -46,7 +46,7 @@ class Manifest:
     num_rows: int
     """Input rows."""
     shard_rows: int
-    """Of the rows that the job began with, rows a shard: shard i holds rows i * shard_rows up to the next shard's first."""
+    """Input rows a shard when the job began: shard i holds rows i * shard_rows up to the next shard's first. See `layout`."""
     publish: str
     """link, rename or put (S3): how a shard's file gets its name on this file system."""
     files: tuple[InputFile, ...]
@@ -57,7 +57,7 @@ class Manifest:
     ready: bool = True
     """False while the folder's previous job is being deleted."""
     extended: ShardLayout | None = None
-    """The shards of a job that was extended (extensions.py); None in the file itself."""
+    """The shards of an extended job, computed from its extensions (extensions.py); not part of the file."""
 
     @property
     def names_jobs(self) -> bool:
@@ -66,7 +66,7 @@ class Manifest:
 
     @property
     def layout(self) -> ShardLayout:
-        """The rows of every shard, those of extensions among them."""
+        """The input rows of every shard, shards of extensions included."""
         return self.extended or ShardLayout.even(self.num_rows, self.shard_rows)
 
     def to_json(self) -> bytes:
