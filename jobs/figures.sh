@@ -19,7 +19,7 @@
 # lossless           in these formats and with FP8 K/V: rows that differ between K = auto and no drafts, with gaps (ROWS=48)
 # deterministic      decode.deterministic: rows that differ between drafters, slots, kills; tok/s with and without it (no HEADS)
 # deterministic_formats   the rows that differ with each weight format and with FP8 K/V: eagle3, one slot, killed (ROWS=24)
-# deterministic_8b   the same rows of an 8B dummy shape, each drafter with a fixed K (ROWS; neither HEADS nor DATA)
+# deterministic_8b   the rows that differ with an 8B dummy shape, each drafter with a fixed K (ROWS; neither HEADS nor DATA)
 set -euo pipefail
 out=${1:?OUT SECTION..., such as out/figures long; the sections are listed at the top of this file}
 shift

@@ -443,6 +443,10 @@ TAKEN_BY_ENGINE = "which batchspec.Engine takes for all rows"
             "batchspec.Engine takes",
         ),
         (
+            lambda engine: batchspec.generate(["a"], model="smollm2-135m"),  # type: ignore[call-arg]
+            "model is not an argument of batchspec.generate: the model is the key model.path, which overrides=[...] takes",
+        ),
+        (
             lambda engine: engine.generate(["a"], {"n": 2}),
             "Engine.generate: too many positional arguments; it takes data, and batchspec.Engine takes the keys of a job",
         ),

@@ -1,13 +1,14 @@
-"""Random whole jobs on a GPU (or, in float64, on a CPU) that combine features; the tokens must be those of the plainest run.
+"""Differential fuzzing of whole jobs: random combinations of features must give the tokens of a reference run, which has no drafts,
+no preemption and no shared pages: on a GPU in bf16 with decode.deterministic and in float64, on a CPU in float64.
 
     python -m tests.gpu_jobs 0 200 --seconds 400
 
 models.py   the models, heads and adapters, made once in a folder
-rows.py     what the rows ask for
-cases.py    a number -> rows and keys of its group (what the job is) and the case's own keys (how it is run)
-plain.py    the plainest run of a group
-doors.py    runs a case: warm engine, job in this process, `generate`, or commands that are killed and resumed
-scoring.py  prompts that are scored
-compare.py  where two outputs of the same rows differ
-workers.py  processes that run cases until the time is over; a dead or hanging one is replaced
+rows.py     random rows: prompts, limits, sampling, stops, constraints, adapters
+cases.py    number of a case -> its group (model, rows, keys of decoding) and its own keys (drafter, slots, pages)
+plain.py    the reference run of a group
+doors.py    runs a case through an entry point: warm engine, job in this process, `generate`, or commands, killed and resumed
+scoring.py  prompts that are scored (decode.max_new_tokens=0)
+compare.py  the first difference of each row between two outputs
+workers.py  processes that run cases until the time is over; one that dies or hangs is replaced
 """

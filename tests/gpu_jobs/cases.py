@@ -1,6 +1,6 @@
-"""A number -> a case: its group says what the job is (model, rows, keys of decoding), the case how it is run.
+"""Draws a case from its number: the group is the job (model, rows, keys of decoding), the case is how it is run.
 
-All cases of a group have the same tokens, so the plainest run computes them once a group.
+All cases of a group must give the same tokens, so the reference run (plain.py) is computed once a group.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ ON_CPU = (
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """What the job is."""
+    """A job: model, rows and the keys that determine the tokens."""
 
     number: int
     setting: Setting
@@ -100,7 +100,7 @@ class Group:
     """Column of the prompts."""
     keys: Keys
     plain: Keys
-    """How the plainest run is run."""
+    """How the reference run is run."""
     rows: list[Row]
     max_len: int
 

@@ -1,4 +1,4 @@
-"""The plainest run of a group, and what becomes of a case that is compared with it."""
+"""The reference run of a group, and the outcome of a case that is compared with it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Failed(Exception):
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What became of a case."""
+    """What a case computed, and which of its rows differ."""
 
     rows: int = 0
     tokens: int = 0
@@ -46,7 +46,7 @@ class Outcome:
     resumed: int = 0
     """Jobs that several runs wrote."""
     lines: list[str] = field(default_factory=list)
-    """Of each row that differs what differs."""
+    """One for each row that differs: its first difference."""
     refused: str = ""
 
     def add(self, frame: pl.DataFrame) -> None:
@@ -70,7 +70,7 @@ def no_shared_prefixes() -> Iterator[None]:
 
 
 class Plain:
-    """The plainest run of a group: a fresh engine, no drafts, enough pages, no page that two rows share."""
+    """The reference run of a group: a fresh engine, no drafts, enough pages, no page that two rows share."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -84,7 +84,7 @@ class Plain:
         with no_shared_prefixes():
             frame = self.engine.generate(frame_of(self.group.rows))
         if self.engine.totals.preempted:
-            raise Failed("the plain run has preempted rows; give it more pages")
+            raise Failed("the reference run has preempted rows; give it more pages")
         return rows_of(frame, self.group.rows[0])
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What the rows of a random job ask for: prompts, limits, sampling, ends, constraints, adapters."""
+"""The rows of a random job: prompts, limits, sampling, stop strings, constraints, adapters."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def demo_texts() -> list[str]:
 
 
 def words(rng: Random, chars: int) -> str:
-    """Random words, some of them again and again, so that lookup finds drafts; about `chars` characters."""
+    """Random words, at most `chars` characters; some are repeated, so that draft=lookup finds drafts."""
     found: list[str] = []
     while sum(map(len, found)) + len(found) < chars:
         at, length = rng.randrange(len(WORDS)), rng.randint(1, 9)
@@ -68,8 +68,8 @@ def draw_rows(
     """Rows r0, r1, ... with all columns of COLUMNS, most of them null.
 
     kind      prompt, messages or prompt_ids
-    cap       most output tokens of a row
-    longest   of a prompt, in tokens, about
+    cap       maximum number of output tokens of a row
+    longest   length of the longest prompt, about, in tokens
     think     some rows have a thinking budget
     adapters  number of adapters that rows may name: a0, a1, ...
     """
@@ -123,6 +123,6 @@ def _asks(rng: Random, model: Model, share: dict[str, float], *, cap: int, think
 
 
 def _biases(rng: Random, model: Model) -> str:
-    """Of some tokens, and of the end token, so that rows end early."""
+    """Column logit_bias: of some tokens, and of the EOS, so that rows end early or late."""
     found = {rng.randrange(model.vocab): rng.choice([-100, -5, 2.5, 8]) for _ in range(rng.randint(0, 6))}
     return json.dumps(found | {2: rng.choice([-100, 2, 5])})

@@ -1,4 +1,4 @@
-"""Processes that run cases. One that dies or hangs costs its case only: the next process goes on with the next one."""
+"""Processes that run cases. If one dies or hangs, its case fails, and a new process goes on with the next case."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.gpu_jobs.plain import Plain
 CASE_S = 300
 """A case that takes longer hangs."""
 MOST_LINES = 4
-"""Rows that are told of a failed case."""
+"""Rows that are shown of a failed case."""
 
 
 @dataclass(kw_only=True)
@@ -58,7 +58,7 @@ class Summary:
 def hunt(
     cases: Sequence[int], *, seconds: float, workers: int, folder: Path, gpu: bool, show: Callable[[str], None] = print
 ) -> Summary:
-    """Runs the cases and shows a line for each that fails.
+    """Runs the cases and shows a paragraph for each that fails.
 
     seconds  after which all workers are killed
     folder   of the models, kept for the next time, and of the workers' logs
@@ -105,7 +105,7 @@ class _Worker(threading.Thread):
             self._end()
 
     def _work(self, cases: list[int]) -> list[int]:
-        """Has the process run these cases of one group; returns those that it left when it died."""
+        """Has the process run these cases of one group; returns those that are not run yet, if it died or hung."""
         process = self._process or self._begin()
         assert process.stdin is not None
         process.stdin.write(json.dumps(cases) + "\n")
@@ -206,14 +206,14 @@ def work(folder: Path, *, gpu: bool) -> None:
                 text = f"{type(error).__name__} at {frame.filename}:{frame.lineno}: {error}"
                 result = {"failure": text if case is None else _told(case, [text])}
                 if plain is not None and "rows" not in plain.__dict__:
-                    plain = None  # the plain run itself failed: begin it anew
+                    plain = None  # the reference run itself failed: begin it anew
             print(json.dumps(result), file=results, flush=True)
             if fatal:
                 os._exit(1)
 
 
 def _told(case: Case, lines: list[str]) -> str:
-    """One paragraph: the rows that differ, what they ask for, and all keys."""
+    """A failure, for a reader: rows that differ, what they ask for, and all keys."""
     told = [f"[{case.group.setting}] {case.door}, {len(lines)} rows differ"]
     rows = {row["id"]: row for row in case.group.rows}
     for line in lines[:MOST_LINES]:
