@@ -70,7 +70,7 @@ def _check_rows(job: Job, output: OutputFolder) -> None:
 
 
 def advice(job: Job, manifest: Manifest) -> str:
-    """For the message about another job: the keys with which the command would go on with that job, and "or"; empty if none would."""
+    """For the message about another job: keys with which the command would go on with that job; empty if there are none."""
     differ = differing(manifest.fingerprint, _compared(job))
     if differ == {"output.shard_rows"}:
         return f"run the command with output.shard_rows={manifest.fingerprint['output.shard_rows']} to go on with it; or "

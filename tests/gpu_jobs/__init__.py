@@ -1,5 +1,5 @@
-"""Differential fuzzing of whole jobs: random combinations of features must give the tokens of a reference run, which has no drafts,
-no preemption and no shared pages: on a GPU in bf16 with decode.deterministic and in float64, on a CPU in float64.
+"""Differential fuzzing of whole jobs: random combinations of features must give the tokens of a reference run without
+drafts, preemption and shared pages: on a GPU in bf16 with decode.deterministic and in float64, on a CPU in float64.
 
     python -m tests.gpu_jobs 0 200 --seconds 400
 

@@ -1,4 +1,4 @@
-"""python -m tests.gpu_jobs FIRST END [--seconds 400] [--workers 6]: compare the random jobs FIRST .. END - 1 with reference runs."""
+"""python -m tests.gpu_jobs FIRST END [--seconds 400] [--workers 6]: random jobs FIRST .. END - 1 against reference runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("end", type=int)
     parser.add_argument("--seconds", type=float, default=400)
     parser.add_argument("--workers", type=int, help="processes that share the GPU; on a CPU one")
-    parser.add_argument("--each", type=int, default=GROUP, help=f"cases to run of each group of {GROUP}; with fewer, more models are run in the same time")
+    parser.add_argument("--each", type=int, default=GROUP, help=f"cases to run of each group of {GROUP}; fewer run more models")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "batchspec-gpu-jobs", help="models and logs")
     parser.add_argument("--report", type=Path, help="file that gets each failure in full")
     args = parser.parse_args()
