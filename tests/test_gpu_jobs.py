@@ -1,5 +1,5 @@
 """Random whole jobs that combine features, on a GPU: in bf16 with decode.deterministic their rows are bit for bit those of the
-plainest run, without drafts in few slots.
+reference run, without drafts in few slots.
 
 `GPU_JOBS=0:200 pytest tests/test_gpu_jobs.py` runs these cases, `python -m tests.gpu_jobs 0 200` tells more.
 """
@@ -18,7 +18,7 @@ from batchspec.errors import ConfigError
 from batchspec.records import Completion
 from tests.gpu_jobs.cases import GROUP
 from tests.gpu_jobs.compare import Rows, differences, rows_of_stream
-from tests.gpu_jobs.doors import _command as command
+from tests.gpu_jobs.entry_points import _command as command
 from tests.gpu_jobs.plain import Failed
 from tests.gpu_jobs.scoring import score_difference
 from tests.gpu_jobs.workers import hunt
@@ -33,7 +33,7 @@ def asked() -> list[int]:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_rows_of_random_jobs_are_bit_for_bit_those_of_the_plainest_run(tmp_path: Path) -> None:
+def test_rows_of_random_jobs_are_bit_for_bit_those_of_the_reference_run(tmp_path: Path) -> None:
     cases = asked()
     summary = hunt(cases, seconds=300 + 30 * len(cases), workers=6, folder=tmp_path, gpu=True)
     assert not summary.failures, "\n".join(summary.failures)

@@ -3,12 +3,13 @@ drafts, preemption and shared pages: on a GPU in bf16 with decode.deterministic 
 
     python -m tests.gpu_jobs 0 200 --seconds 400
 
-models.py   the models, heads and adapters, made once in a folder
-rows.py     random rows: prompts, limits, sampling, stops, constraints, adapters
-cases.py    number of a case -> its group (model, rows, keys of decoding) and its own keys (drafter, slots, pages)
-plain.py    the reference run of a group
-doors.py    runs a case through an entry point: warm engine, job in this process, `generate`, or commands, killed and resumed
-scoring.py  prompts that are scored (decode.max_new_tokens=0)
-compare.py  the first difference of each row between two outputs
-workers.py  processes that run cases until the time is over; one that dies or hangs is replaced
+models.py         the models, heads and adapters, made once in a folder
+rows.py           random rows: prompts, limits, sampling, stops, constraints, adapters
+cases.py          number of a case -> its group (model, rows, keys of decoding) and its own keys (drafter, slots, pages)
+plain.py          the reference run of a group
+entry_points.py   runs a case through an entry point: warm engine, job in this process, `generate`, or commands
+                  that are killed and resumed
+scoring.py        prompts that are scored (decode.max_new_tokens=0)
+compare.py        the first difference of each row between two outputs
+workers.py        processes that run cases until the time is over; one that dies or hangs is replaced
 """

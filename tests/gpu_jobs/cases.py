@@ -114,7 +114,7 @@ class Group:
 class Case:
     number: int
     group: Group
-    door: str
+    entry_point: str
     """engine, job, generate, killed (commands that are killed and resumed), or scored (an engine that scores the prompts)."""
     runs: tuple[Keys, ...]
     """How the job is run: by one set of keys; of a killed job one for each run, the last of which ends it."""
@@ -123,7 +123,7 @@ class Case:
     seed: int
 
     def __str__(self) -> str:
-        return f"case {self.number} [{self.group.setting}] {self.door}"
+        return f"case {self.number} [{self.group.setting}] {self.entry_point}"
 
 
 def draw_group(number: int, folder: Path, *, gpu: bool) -> Group:
@@ -186,14 +186,14 @@ def _memory(gpu: bool) -> Keys:
 
 def draw_case(number: int, group: Group) -> Case:
     rng = Random(f"case {number}")
-    door = rng.choice(["engine"] * 10 + ["job"] * 7 + ["generate"] + ["killed"] * 2)
-    count = rng.choice([1, 2, 2, 3]) if door == "killed" else 1
-    of_job = _of_job(rng, group) if door in ("job", "killed") else {}
-    runs = tuple({**of_job, **_shape(rng, group, door)} for _ in range(count + (door == "killed")))
+    entry_point = rng.choice(["engine"] * 10 + ["job"] * 7 + ["generate"] + ["killed"] * 2)
+    count = rng.choice([1, 2, 2, 3]) if entry_point == "killed" else 1
+    of_job = _of_job(rng, group) if entry_point in ("job", "killed") else {}
+    runs = tuple({**of_job, **_shape(rng, group, entry_point)} for _ in range(count + (entry_point == "killed")))
     if Random(f"scored {number}").random() < 0.06:
-        door = "scored"
+        entry_point = "scored"
     return Case(
-        number=number, group=group, door=door, runs=runs, eager=rng.random() < 0.6, seed=rng.randrange(1 << 40)
+        number=number, group=group, entry_point=entry_point, runs=runs, eager=rng.random() < 0.6, seed=rng.randrange(1 << 40)
     )  # fmt: skip
 
 
@@ -205,11 +205,11 @@ def _of_job(rng: Random, group: Group) -> Keys:
     }
 
 
-def _shape(rng: Random, group: Group, door: str) -> Keys:
+def _shape(rng: Random, group: Group, entry_point: str) -> Keys:
     """How one run computes: drafter, slots, pages, passes, and what is switched off."""
     gpu = group.gpu
     slots = rng.choice([1, 2, 3, 5, 8, 16, 32, 64, 256] if gpu else [1, 2, 3, 5, 8, 16])
-    keys: Keys = {**_drafter(rng, group, door), "packing.max_num_seqs": slots}
+    keys: Keys = {**_drafter(rng, group, entry_point), "packing.max_num_seqs": slots}
     keys |= {"packing.pages": rng.choice([2, 2, 2 * group.max_len // 16])} if rng.random() < 0.6 else _memory(gpu)
     options: Keys = {
         "packing.max_num_batched_tokens": rng.choice([16, 63, 257, 1024, 4096]), "packing.run_ahead": rng.choice([0, 1, 3]),
@@ -223,7 +223,7 @@ def _shape(rng: Random, group: Group, door: str) -> Keys:
     return keys
 
 
-def _drafter(rng: Random, group: Group, door: str) -> Keys:
+def _drafter(rng: Random, group: Group, entry_point: str) -> Keys:
     model, exact = group.model, group.setting.dtype == "float64"
     is_dummy = group.setting.model == "dummy"
     names = ["none", "lookup", "lookup", "eagle3", "eagle3", "eagle3", "hybrid", "parallel", "window", "window", "pard"]
@@ -261,7 +261,7 @@ def _drafter(rng: Random, group: Group, door: str) -> Keys:
             keys["draft.cache_dtype"] = "fp8"
         if rng.random() < 0.15:
             keys["ablation.dead_positions"] = False
-        if door in ("job", "killed") and rng.random() < 0.3 and not group.setting.adapters and not is_dummy:
+        if entry_point in ("job", "killed") and rng.random() < 0.3 and not group.setting.adapters and not is_dummy:
             keys |= {"draft.adapt.every_shards": rng.choice([1, 2]), "draft.adapt.time_share": rng.choice([0.1, 1])}
     if name in ("eagle3", "hybrid", "parallel", "window", "pard") and rng.random() < 0.2:
         keys["draft.coupled"] = rng.choice([False, True])

@@ -22,7 +22,7 @@ import pytest
 
 from batchspec.errors import ConfigError
 from tests.gpu_jobs.cases import GROUP, Case, draw_case, draw_group
-from tests.gpu_jobs.doors import ROOT, is_fatal, run_case
+from tests.gpu_jobs.entry_points import ROOT, is_fatal, run_case
 from tests.gpu_jobs.plain import Plain
 
 CASE_S = 300
@@ -214,7 +214,7 @@ def work(folder: Path, *, gpu: bool) -> None:
 
 def _told(case: Case, lines: list[str]) -> str:
     """A failure, for a reader: rows that differ, what they ask for, and all keys."""
-    told = [f"[{case.group.setting}] {case.door}, {len(lines)} rows differ"]
+    told = [f"[{case.group.setting}] {case.entry_point}, {len(lines)} rows differ"]
     rows = {row["id"]: row for row in case.group.rows}
     for line in lines[:MOST_LINES]:
         found = next((word.partition("/")[0] for word in line.split() if word.partition("/")[0] in rows), "")

@@ -1,4 +1,4 @@
-"""Runs a case through a public door and compares its rows with those of the plainest run."""
+"""Runs a case through an entry point and compares its rows with those of the reference run."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ _promised = ExpectedPages.promised
 def run_case(case: Case, plain: Plain) -> Outcome:
     """Raises what batchspec raises, but for keys that it refuses."""
     outcome, rng = Outcome(), Random(case.seed)
-    doors: dict[str, Callable[[Case, Plain, Random, Outcome], None]]
-    doors = {"engine": _engine, "job": _job, "generate": _generate, "killed": _killed, "scored": _scored}
+    entry_points: dict[str, Callable[[Case, Plain, Random, Outcome], None]]
+    entry_points = {"engine": _engine, "job": _job, "generate": _generate, "killed": _killed, "scored": _scored}
     wanted = plain.rows
     assert wanted
     try:
@@ -69,7 +69,7 @@ def run_case(case: Case, plain: Plain) -> Outcome:
             if case.eager:
                 patch.setattr(ExpectedPages, "of_waiting", of_prompt)
                 patch.setattr(ExpectedPages, "promised", nothing)
-            doors[case.door](case, plain, rng, outcome)
+            entry_points[case.entry_point](case, plain, rng, outcome)
     except ConfigError as error:
         outcome.refused = str(error)
     finally:
