@@ -11,6 +11,7 @@ import polars as pl
 from batchspec.errors import OutputError
 from batchspec.identity import job_fingerprint
 from batchspec.prepare import Job
+from batchspec.runner.new_extension import check_unchanged
 from batchspec.runstate.extensions import Extension
 from batchspec.runstate.generations import Change, Generation
 from batchspec.runstate.output_folder import OutputFolder
@@ -34,6 +35,7 @@ def new_retry(job: Job, output: OutputFolder) -> Generation | None:
     if not output.is_job():
         raise OutputError(f"{output.path}: no job was run there that resume={kind} could retry; check output.dir")
     changes, manifest = output.latest_changes(), output.manifest
+    check_unchanged(job, output, MAY_DIFFER[kind])
     past = [change for change in changes if isinstance(change, Generation)]
     config = asdict(job.config)
     config["resume"]["retry"], config["resume"]["retry_id"] = "none", 1
