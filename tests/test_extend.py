@@ -25,6 +25,7 @@ from batchspec.records import Completion, Request, RowError
 from batchspec.report.requests import read_requests
 from batchspec.report.status import StatusReader
 from batchspec.runner.new_extension import new_extension
+from batchspec.runstate.generations import Generation
 from batchspec.runstate.output_folder import OutputFolder
 from tests.runs import make_model
 
@@ -475,6 +476,23 @@ def test_a_retry_waits_for_the_end_of_an_extension(folder: Path, tmp_path: Path,
     capsys.readouterr()
     assert run.main(arguments(folder, out, "resume=error", "output.shard_rows=2")) == 2
     assert "1 shards are not done; run the command with decode.max_new_tokens=8 and without resume=error" in said(capsys)
+
+
+def test_what_ends_an_extension_after_a_retry_of_errors_is_not_that_retry_again(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, size = tmp_path / "out", "output.shard_rows=2"
+    assert run.main(arguments(folder, out, "input.limit=5", size)) == 0
+    output = OutputFolder(out)
+    facts, config = output.manifest.fingerprint, output.manifest.config
+    output.retry(Generation(number=1, retry="error", again=1, fingerprint=facts, config=config, shards=()))
+    assert run.main(arguments(folder, out, "resume=extend", size)) == 0
+    (out / "data/part-00004.parquet").unlink()
+    capsys.readouterr()
+    assert run.main(arguments(folder, out, "resume=error", size)) == 2
+    assert "1 shards are not done; run the command with decode.max_new_tokens=8 and without resume=error" in said(capsys)
+    assert run.main(arguments(folder, out, size)) == 0
+    assert run.main(arguments(folder, out, "resume=error", size)) == 0
 
 
 def test_a_retry_of_errors_from_before_an_extension_does_not_stand_for_one_after_it(

@@ -52,7 +52,8 @@ def new_retry(job: Job, output: OutputFolder) -> Generation | None:
         return None
     old, new = (json.loads(known[CAP]) for known in (manifest.fingerprint, fingerprint))
     if missing := output.missing():
-        before = f"with {past[-1]}" if past else f"with {CAP}={old} and without resume={kind}"
+        last = past and past[-1] is changes[-1]  # otherwise an extension, or the job itself, is not complete
+        before = f"with {past[-1]}" if last else f"with {CAP}={old} and without resume={kind}"
         raise OutputError(f"{output.path}: {len(missing)} shards are not done; run the command {before} to its end, then retry")
     if kind == "length" and (new < old or (new == old and _has_rows_cut_off_at(output, old))):
         raise OutputError(
