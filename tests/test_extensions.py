@@ -109,7 +109,8 @@ def test_extensions_follow_each_other(out: Any) -> None:
         folder.extend(to(folder, rows, shard_rows, number))
     assert [list(folder.rows_of(i)) for i in range(folder.num_shards)] == [[0, 1], [2, 3], [4], [5]]
     assert not OutputFolder(out).has_card()
-    with pytest.raises(OutputError, match=r"extended since .*; run the command with input\.limit=6 and its input file"):
+    wanted = r"extended since .*; run the command with input\.limit=6 output\.shard_rows=4 and its input file"
+    with pytest.raises(OutputError, match=wanted):
         begun(out)
     with pytest.raises(OutputError, match="extended since"):
         new_folder(out, 5, 3, files=FILES, fingerprint=limited(5))
@@ -233,8 +234,8 @@ def test_a_file_of_an_extension_stays_if_a_retry_begins_as_it_gets_its_name(out:
     late.extend(to(late, 6))
     publish = late._store.publish
 
-    def then_retried(*arguments: Any) -> bool:
-        won = publish(*arguments)
+    def then_retried(path: Path, name: str) -> bool:
+        won = publish(path, name)
         assert not other.missing()
         other.retry(retry_of(other, 2, 0))
         return won

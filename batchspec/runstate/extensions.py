@@ -51,7 +51,9 @@ class Extension:
     def __str__(self) -> str:
         """The input of the job since this extension, for a message."""
         files = f"{len(self.files):,} input files up to {self.files[-1].name}" if len(self.files) > 1 else "its input file"
-        return f"input.limit={self.fingerprint.get('input.limit')} and {files}"
+        rows = self.fingerprint.get("output.shard_rows")
+        size = "" if rows == str(default_shard_rows(self.num_rows)) else f" output.shard_rows={rows}"
+        return f"input.limit={self.fingerprint.get('input.limit')}{size} and {files}"
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> Extension:
