@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchspec import run
+from batchspec import job, run
 from batchspec.commands import compact, export, plan, status, verify
 from batchspec.commands import inspect as inspecting
 from batchspec.config.compose import compose
@@ -25,6 +25,7 @@ from batchspec.records import Completion, Request, RowError
 from batchspec.report.requests import read_requests
 from batchspec.report.status import StatusReader
 from batchspec.runner.new_extension import new_extension
+from batchspec.runstate.generations import Generation
 from batchspec.runstate.output_folder import OutputFolder
 from tests.runs import make_model
 
@@ -327,7 +328,53 @@ def test_a_file_keeps_its_digest_however_many_files_there_are(
     assert rows_of(out).equals(wanted)
 
 
+def test_tool_calls_that_first_come_in_a_new_file_are_refused_by_the_columns_name(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They give the column `messages` of the output another type, which the files that are there do not have."""
+    data, out = tmp_path / "weeks", tmp_path / "out"
+    data.mkdir()
+    question = {"role": "user", "content": "Say word1 again"}
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]}
+    (data / "a.jsonl").write_text(json.dumps({"messages": [question]}) + "\n")
+    assert run.main(arguments(folder, out, data=data)) == 0
+    (data / "b.jsonl").write_text(json.dumps({"messages": [question, call, question]}) + "\n")
+    capsys.readouterr()
+    assert run.main(arguments(folder, out, "resume=extend", data=data)) == 2
+    assert "with the new files column 'messages' of the output has another type" in said(capsys)
+    assert run.main(arguments(folder, out, "resume=extend", "output.token_ids=false", data=data)) == 2
+    (data / "b.jsonl").write_text(json.dumps({"messages": [question]}) + "\n")
+    capsys.readouterr()
+    assert run.main(arguments(folder, out, "resume=extend", "output.token_ids=false", data=data)) == 2
+    assert "holds another job (output.schema" in said(capsys), "the files are not the reason"
+
+
 # --- retries
+
+
+@pytest.mark.parametrize("mine", ["extend", "length"])
+def test_a_change_that_another_run_begins_between_the_checks_is_not_undone(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, mine: str
+) -> None:
+    out, cap = tmp_path / "out", "decode.max_new_tokens=16"
+    assert run.main(arguments(folder, out, "input.limit=5")) == 0
+    both = {"extend": ["resume=extend"], "length": ["input.limit=5", "resume=length", cap]}
+    other = both["length" if mine == "extend" else "extend"]
+    check_target = job.check_target
+
+    def then_changed(this: Any) -> None:
+        monkeypatch.setattr(job, "check_target", check_target)
+        job.run_job(compose(arguments(folder, out, *other)))
+        check_target(this)
+
+    monkeypatch.setattr(job, "check_target", then_changed)
+    capsys.readouterr()
+    assert run.main(arguments(folder, out, *both[mine])) == 2
+    assert "another run changed the job while this one began" in said(capsys)
+    assert len(OutputFolder(out).latest_changes()) == 1
+    assert run.main(arguments(folder, out, "resume=extend" if mine == "extend" else "resume=length", cap)) == 0
+    assert run.main(arguments(folder, tmp_path / "whole", cap)) == 0
+    assert rows_of(out).equals(rows_of(tmp_path / "whole"))
 
 
 def test_a_retry_and_an_extension_follow_each_other_in_any_order(
@@ -451,6 +498,23 @@ def test_a_retry_waits_for_the_end_of_an_extension(folder: Path, tmp_path: Path,
     capsys.readouterr()
     assert run.main(arguments(folder, out, "resume=error", "output.shard_rows=2")) == 2
     assert "1 shards are not done; run the command with decode.max_new_tokens=8 and without resume=error" in said(capsys)
+
+
+def test_what_ends_an_extension_after_a_retry_of_errors_is_not_that_retry_again(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, size = tmp_path / "out", "output.shard_rows=2"
+    assert run.main(arguments(folder, out, "input.limit=5", size)) == 0
+    output = OutputFolder(out)
+    facts, config = output.manifest.fingerprint, output.manifest.config
+    output.retry(Generation(number=1, retry="error", again=1, fingerprint=facts, config=config, shards=()))
+    assert run.main(arguments(folder, out, "resume=extend", size)) == 0
+    (out / "data/part-00004.parquet").unlink()
+    capsys.readouterr()
+    assert run.main(arguments(folder, out, "resume=error", size)) == 2
+    assert "1 shards are not done; run the command with decode.max_new_tokens=8 and without resume=error" in said(capsys)
+    assert run.main(arguments(folder, out, size)) == 0
+    assert run.main(arguments(folder, out, "resume=error", size)) == 0
 
 
 def test_a_retry_of_errors_from_before_an_extension_does_not_stand_for_one_after_it(

@@ -6,8 +6,9 @@ import errno
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from batchspec.dataset.reader import InputFile
 from batchspec.errors import OutputError
+from batchspec.runstate import job_state
 from batchspec.runstate.extensions import Extension, shard_rows_of
 from batchspec.runstate.generations import Generation
 from batchspec.runstate.manifest import Manifest, compared_facts, default_shard_rows
@@ -36,6 +38,7 @@ def out(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     """Where a job of four rows in two shards goes, on each kind of store."""
     if request.param == "rename":
         monkeypatch.setattr(os, "link", no_links)
+        monkeypatch.setattr(job_state, "SETTLE_S", 0.05)
     if request.param != "put":
         return tmp_path / "out"
     lab: Lab = request.getfixturevalue("server")
@@ -147,6 +150,21 @@ def test_of_two_different_changes_at_once_the_first_takes_place(out: Any, first:
         third.extend(wider)
 
 
+def test_a_run_whose_record_is_replaced_for_want_of_links_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both runs saw that there was no record: that of the last stands, and the other must not divide shards its own way."""
+    monkeypatch.setattr(os, "link", no_links)
+    one, other = begun(tmp_path), OutputFolder(tmp_path)
+    later = replace(to(other, 6), job=other.manifest.job)
+
+    def meanwhile(_: float) -> None:
+        other._store.put("_batchspec/retry/00001.json", json.dumps(asdict(later)).encode())
+
+    monkeypatch.setattr(time, "sleep", meanwhile)
+    with pytest.raises(OutputError, match=r"another run changed the job at the same time; run the command with input\.limit=6"):
+        one.extend(to(one, 5))
+    assert OutputFolder(tmp_path).manifest.num_rows == 6
+
+
 def test_a_version_that_does_not_know_extensions_refuses_the_record(tmp_path: Path) -> None:
     """It reads every record here as a retry, whose `shards` it needs, and takes no key that it does not know."""
     folder = begun(tmp_path)
@@ -206,6 +224,26 @@ def test_a_retry_after_an_extension_still_ends_runs_from_before_it(out: Any) -> 
     table, version = new.written(2)
     assert new.recommit(2, table, version)
     assert new.missing() == set()
+
+
+def test_a_file_of_an_extension_stays_if_a_retry_begins_as_it_gets_its_name(out: Any) -> None:
+    """The run that publishes the last shard ends, and the shard, which made the job complete, is the job's."""
+    late, other = begun(out), OutputFolder(out)
+    for shard in (0, 1):
+        assert late.commit(shard, tables()[shard])
+    late.extend(to(late, 6))
+    publish = late._store.publish
+
+    def then_retried(path: Path, name: str) -> bool:
+        won = publish(path, name)
+        assert not other.missing()
+        other.retry(retry_of(other, 2, 0))
+        return won
+
+    late._store.publish = then_retried  # type: ignore[method-assign]
+    with pytest.raises(OutputError, match="a retry of it began while this run worked on it"):
+        late.commit(2, tables()[2])
+    assert other.committed() == {0, 1, 2}
 
 
 def test_a_file_after_the_last_extension_is_refused(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, replace
 
+from batchspec.dataset.schema import output_schema
 from batchspec.errors import OutputError
 from batchspec.identity import job_fingerprint
 from batchspec.prepare import Job
@@ -27,6 +29,7 @@ def new_extension(job: Job, output: OutputFolder) -> Extension | None:
             "to begin one"
         )
     past, manifest = output.latest_changes(), output.manifest
+    check_unchanged(job, output, MAY_DIFFER)
     compared = _compared(job)
     differ = differing(manifest.fingerprint, compared)
     if not differ:
@@ -56,12 +59,30 @@ def _compared(job: Job) -> dict[str, str]:
     return compared_facts(job_fingerprint(job), job.source.num_rows, job.config.output.shard_rows)
 
 
+def check_unchanged(job: Job, output: OutputFolder, may_differ: Collection[str]) -> None:
+    """Raise OutputError if a change that another run began since `check_output` is one that this command does not know: it would
+    be undone.
+    """
+    if differ := differing(output.manifest.fingerprint, _compared(job)) - {*may_differ}:
+        raise OutputError(
+            f"{output.path}: another run changed the job while this one began ({', '.join(sorted(differ))}); run the command "
+            "again, which says how to go on"
+        )
+
+
 def check_added_columns(job: Job, output: OutputFolder) -> None:
     """Raise OutputError, with the column's name, if new files change the columns of the output: its fingerprint has no names."""
-    if job.config.resume.extend and output.is_job():
-        key = "output.schema"
-        if output.manifest.fingerprint.get(key) != job_fingerprint(job)[key]:
-            _check_rows(job, output)
+    key = "output.schema"
+    if not (job.config.resume.extend and output.is_job()) or output.manifest.fingerprint.get(key) == job_fingerprint(job)[key]:
+        return
+    _check_rows(job, output)
+    both = (job.source.alone(len(output.manifest.files)).schema, job.source.schema)
+    old, new = (output_schema(each, job.columns, job.config.output, channels=job.admission.has_channels) for each in both)
+    if changed := [field.name for field in new if field.name not in old.names or old.field(field.name) != field]:
+        raise OutputError(
+            f"{output.path}: with the new files column {changed[0]!r} of the output has another type (messages has more fields "
+            "if some have tool calls); run the new files as a job of their own in another output.dir"
+        )
 
 
 def _check_rows(job: Job, output: OutputFolder) -> None:

@@ -11,6 +11,7 @@ import polars as pl
 from batchspec.errors import OutputError
 from batchspec.identity import job_fingerprint
 from batchspec.prepare import Job
+from batchspec.runner.new_extension import check_unchanged
 from batchspec.runstate.extensions import Extension
 from batchspec.runstate.generations import Change, Generation
 from batchspec.runstate.output_folder import OutputFolder
@@ -34,6 +35,7 @@ def new_retry(job: Job, output: OutputFolder) -> Generation | None:
     if not output.is_job():
         raise OutputError(f"{output.path}: no job was run there that resume={kind} could retry; check output.dir")
     changes, manifest = output.latest_changes(), output.manifest
+    check_unchanged(job, output, MAY_DIFFER[kind])
     past = [change for change in changes if isinstance(change, Generation)]
     config = asdict(job.config)
     config["resume"]["retry"], config["resume"]["retry_id"] = "none", 1
@@ -50,7 +52,8 @@ def new_retry(job: Job, output: OutputFolder) -> Generation | None:
         return None
     old, new = (json.loads(known[CAP]) for known in (manifest.fingerprint, fingerprint))
     if missing := output.missing():
-        before = f"with {past[-1]}" if past else f"with {CAP}={old} and without resume={kind}"
+        last = past and past[-1] is changes[-1]  # otherwise an extension, or the job itself, is not complete
+        before = f"with {past[-1]}" if last else f"with {CAP}={old} and without resume={kind}"
         raise OutputError(f"{output.path}: {len(missing)} shards are not done; run the command {before} to its end, then retry")
     if kind == "length" and (new < old or (new == old and _has_rows_cut_off_at(output, old))):
         raise OutputError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,8 @@ from batchspec.storage.open_store import open_store
 from batchspec.storage.store import Store
 
 TMP = "_batchspec/tmp"
+SETTLE_S = 1.0
+"""Seconds in which a run that began at the same moment may replace a file that all runs share, if the store has no hard links."""
 
 
 class JobState:
@@ -121,7 +124,11 @@ class JobState:
 
     def _begin(self, change: Change) -> Change:
         self.check_own()
-        begun = self._generations.begin(replace(change, job=self.manifest.job))
+        change = replace(change, job=self.manifest.job)
+        begun = self._generations.begin(change)
+        if self._store.method == "rename":
+            time.sleep(SETTLE_S)
+            begun = self._generations.begin(change)  # reads the record again, which another run may have replaced
         self._manifest = None
         return begun
 

@@ -185,7 +185,8 @@ class OutputFolder(RunFolder):
         with suppress(BatchspecError):
             name, now = f"data/{part_name(index)}", read_manifest(self._store)
             file = read_shard_file(self._store, name)
-            if file is not None and file.attempt == self.attempt and (now is None or index >= now.layout.num_shards):
+            theirs = now is None or (now.job != self.manifest.job and index >= now.layout.num_shards)
+            if file is not None and file.attempt == self.attempt and theirs:
                 self._store.delete(name, file.version)
 
     def damage(self) -> Iterator[str]:

@@ -16,13 +16,12 @@ from batchspec.runstate.adapted_heads import HeadFiles
 from batchspec.runstate.attempts import Attempts
 from batchspec.runstate.heartbeats import HeartbeatFiles
 from batchspec.runstate.job_folder import JobFolder
+from batchspec.runstate.job_state import SETTLE_S
 from batchspec.runstate.journal import Journal
 
 KV_SCALES = "_batchspec/kv_scales.json"
 WEIGHTS = "_batchspec/weights.json"
 PUSHED = "_batchspec/pushed"
-SETTLE_S = 1.0
-"""Seconds in which a run that began at the same moment may replace this run's sums, if the store has no hard links."""
 
 
 class RunFolder(JobFolder):
