@@ -294,7 +294,9 @@ PYTHON
     same large-parallel draft=parallel draft.adaptive=false packing.max_num_seqs=80 &
     for pid in $(jobs -p); do wait "$pid"; done
     differences large
-    for name in corpus window; do grep -o 'mean acceptance length [0-9.]*' "$out/large-$name.log" | tail -n 1; done
+    for name in corpus window; do
+        echo "$name: $(grep -o 'mean acceptance length [0-9.]*' "$out/large-$name.log" | tail -n 1)"
+    done
 }
 same() { # NAME KEY=VALUE...: the job `common` with these keys
     run "$1" "${common[@]}" "${@:2}" > "$out/$1.log" 2>&1 || { echo "$1 failed:"; tail -n 5 "$out/$1.log"; false; } >&2
