@@ -13,6 +13,7 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
+from huggingface_hub import lfs
 
 from batchspec import run
 from batchspec.cli import main as cli
@@ -531,6 +532,8 @@ def test_a_job_pushes_when_it_is_complete_and_when_it_is_run_again(
 ) -> None:
     arguments = words(model, tmp_path, tmp_path / "out", f"output.push_to_hub={REPO}")
     set_times(monkeypatch, deadline_s=0.5)
+    soon = partial(vars(lfs)["http_backoff"], max_wait_time=0.01)  # the client library itself tries each upload six times
+    monkeypatch.setattr(lfs, "http_backoff", soon)
     hub.fault = lambda method, path: 503 if "/upload/" in path else None
     assert run.main(arguments) == 74  # the job is done, the push is not
     hub.fault = lambda method, path: None
