@@ -144,7 +144,7 @@ def compute(
     """Decode and commit every shard that is not `finished` and that no other run works on; print and log the speed.
 
     make      makes the engine; called when every check has passed
-    change    begins with the run: a retry, of which only its shards are computed, or an extension of the job
+    change    the retry or extension that this run begins; of a retry, only its shards are computed
     start_up  the phases of the run so far
     watchdog  as for `run_job`
     Raises what `ShardRunner.run` raises.

@@ -260,8 +260,8 @@ MOST_CONSTANTS = 4096
 
 
 def binary_operands(slow: Function) -> Function:
-    """Leave two tensors of one shape and type as they are. Spread a number of the kernel's text over a shape once; nobody may
-    write to it.
+    """Broadcast two operands: tensors of the same shape and type are returned as they are; a constant is broadcast once and
+    cached, so the result must not be written to.
     """
     spread: dict[Any, Any] = {}
 

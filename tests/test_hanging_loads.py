@@ -307,7 +307,7 @@ def test_cpu_time_of_many_short_children_is_progress(monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def passed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds by the clock of `Activity`, which stands still. Only bytes read and written count, not what other tests left."""
+    """Seconds of the fake clock of `Activity`: only the test advances it. Of its counters only bytes read and written count."""
     seconds, read = [0.0], Activity._read_counters
     monkeypatch.setattr(Activity, "_read_counters", lambda self: [0, *read(self)[1:3], 0, 0])
     monkeypatch.setattr(load_progress, "time", SimpleNamespace(monotonic=lambda: seconds[0]))

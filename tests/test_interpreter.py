@@ -68,7 +68,7 @@ def test_numbers_are_converted_to_the_same_bits(source: Any, target: Any) -> Non
 
 
 ODD = [0, 1, 2**31, 0x007FFFFF, 0x00800000, 0x7F800000, 0xFFC00001, 0x43E80000, 0x43E7FFFF, 0x3A7FFFFF, 0x3A800000, 0xBC0FFFFF]
-"""Zeros, subnormals, infinity and NaN of fp32, and numbers beside bounds of e4m3: the largest, the smallest, and ties."""
+"""Zeros, subnormals, infinity and NaN of fp32, and the neighbours of e4m3's bounds: largest, smallest, ties."""
 
 
 @pytest.mark.parametrize("rounding", [None, ir.ROUNDING_MODE.RTNE])

@@ -102,8 +102,7 @@ class ConfigReader:
     def unread(self) -> list[tuple[str, Any]]:
         """The names and values of keys that nothing has read.
 
-        An object of which nothing was read is one key. Of an object of which some keys were read, the others are named
-        `object.key`.
+        A nested object is one entry if none of its keys was read; otherwise each of its unread keys is named `object.key`.
         """
         found: list[tuple[str, Any]] = []
         for key, value in self._values.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 
 from batchspec.dataset.schema import output_schema
@@ -29,8 +29,8 @@ def new_extension(job: Job, output: OutputFolder) -> Extension | None:
             "to begin one"
         )
     past, manifest = output.latest_changes(), output.manifest
-    check_unchanged(job, output, MAY_DIFFER)
-    compared = _compared(job)
+    compared = facts_of_job(job)
+    check_unchanged(output, compared, MAY_DIFFER)
     differ = differing(manifest.fingerprint, compared)
     if not differ:
         return None
@@ -55,15 +55,18 @@ def new_extension(job: Job, output: OutputFolder) -> Extension | None:
     )
 
 
-def _compared(job: Job) -> dict[str, str]:
+def facts_of_job(job: Job) -> dict[str, str]:
+    """What is compared with the job in the folder. Reads the model's files again."""
     return compared_facts(job_fingerprint(job), job.source.num_rows, job.config.output.shard_rows)
 
 
-def check_unchanged(job: Job, output: OutputFolder, may_differ: Collection[str]) -> None:
+def check_unchanged(output: OutputFolder, compared: Mapping[str, str], may_differ: Collection[str]) -> None:
     """Raise OutputError if a change that another run began since `check_output` is one that this command does not know: it would
     be undone.
+
+    compared  `facts_of_job` of this command
     """
-    if differ := differing(output.manifest.fingerprint, _compared(job)) - {*may_differ}:
+    if differ := differing(output.manifest.fingerprint, compared) - {*may_differ}:
         raise OutputError(
             f"{output.path}: another run changed the job while this one began ({', '.join(sorted(differ))}); run the command "
             "again, which says how to go on"
@@ -92,7 +95,7 @@ def _check_rows(job: Job, output: OutputFolder) -> None:
 
 def advice(job: Job, manifest: Manifest) -> str:
     """For the message about another job: keys with which the command would go on with that job; empty if there are none."""
-    differ = differing(manifest.fingerprint, _compared(job))
+    differ = differing(manifest.fingerprint, facts_of_job(job))
     if differ == {"output.shard_rows"}:
         return f"run the command with output.shard_rows={manifest.fingerprint['output.shard_rows']} to go on with it; or "
     if not differ <= {*MAY_DIFFER} or obstacle(manifest, job.source):

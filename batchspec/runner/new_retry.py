@@ -9,9 +9,8 @@ from dataclasses import asdict, replace
 import polars as pl
 
 from batchspec.errors import OutputError
-from batchspec.identity import job_fingerprint
 from batchspec.prepare import Job
-from batchspec.runner.new_extension import check_unchanged
+from batchspec.runner.new_extension import check_unchanged, facts_of_job
 from batchspec.runstate.extensions import Extension
 from batchspec.runstate.generations import Change, Generation
 from batchspec.runstate.output_folder import OutputFolder
@@ -35,11 +34,12 @@ def new_retry(job: Job, output: OutputFolder) -> Generation | None:
     if not output.is_job():
         raise OutputError(f"{output.path}: no job was run there that resume={kind} could retry; check output.dir")
     changes, manifest = output.latest_changes(), output.manifest
-    check_unchanged(job, output, MAY_DIFFER[kind])
+    compared = facts_of_job(job)
+    check_unchanged(output, compared, MAY_DIFFER[kind])
     past = [change for change in changes if isinstance(change, Generation)]
     config = asdict(job.config)
     config["resume"]["retry"], config["resume"]["retry_id"] = "none", 1
-    fingerprint = dict(manifest.fingerprint) | {CAP: job_fingerprint(job)[CAP]}
+    fingerprint = dict(manifest.fingerprint) | {CAP: compared[CAP]}
     wanted = Generation(
         number=len(changes) + 1, retry=kind, again=job.config.resume.retry_id, fingerprint=fingerprint, config=config, shards=()
     )

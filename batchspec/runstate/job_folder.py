@@ -85,7 +85,7 @@ class JobFolder(JobState):
 
     def _since(self, fingerprint: Mapping[str, str]) -> list[Change]:
         """The changes since the job had this fingerprint, or had it with input.files of any of its changes: a pattern in
-        input.path matches new files also in the old command. None if it never had.
+        input.path matches new files also in the old command. Empty if it never had.
         """
         first = read_manifest(self._store)
         before = [{} if first is None else first.fingerprint, *(change.fingerprint for change in self._changes)]

@@ -117,7 +117,7 @@ class Case:
     entry_point: str
     """engine, job, generate, killed (commands that are killed and resumed), or scored (an engine that scores the prompts)."""
     runs: tuple[Keys, ...]
-    """How the job is run: by one set of keys; of a killed job one for each run, the last of which ends it."""
+    """Keys of each run of the job: one run, or several if it is killed, of which the last one completes it."""
     eager: bool
     """Requests enter slots as soon as there are pages for their prompts, so that many are preempted later (in this process)."""
     seed: int
