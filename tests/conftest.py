@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: threads of two workers would wait for each other
 
@@ -113,6 +116,20 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.set_threshold(10_000, 20, 100)
         gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def shared_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests of several workers use a GPU at the same time. One marked `whole_gpu` waits until no other test does."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    with (Path(tempfile.gettempdir()) / f"batchspec-tests-gpu-{os.getuid()}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if request.node.get_closest_marker("whole_gpu") else fcntl.LOCK_SH)
+        try:
+            yield
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # not left to `close`: a process that the test forked may hold the file open
 
 
 @pytest.fixture(scope="session", autouse=True)

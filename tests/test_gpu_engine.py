@@ -349,6 +349,7 @@ def test_a_distilled_head_s_trees_are_right_more_often_than_its_chains(tmp_path:
     assert accepted[1] > accepted[0]
 
 
+@pytest.mark.whole_gpu
 def test_the_engine_that_chooses_between_trees_and_no_drafts_changes_nothing(tmp_path: Path) -> None:
     asked = requests(60)
     engine, done = run(target("cuda"), eagle(tmp_path, "cuda", 3, 8, tree=TREE), shape(8), asked, adaptive=True)
@@ -369,6 +370,7 @@ def test_run_ahead_with_stop_strings_refills_and_preemptions_changes_nothing(see
     assert tokens(done) == alone(asked)
 
 
+@pytest.mark.whole_gpu
 def test_the_engine_that_chooses_its_draft_lengths_changes_nothing(tmp_path: Path) -> None:
     asked = requests(60)
     expected = alone(asked)

@@ -115,6 +115,7 @@ def test_rows_with_adapters_are_replayed() -> None:
     assert tokens(done) == alone(asked, test_gpu_lora.target("cpu"))
 
 
+@pytest.mark.whole_gpu
 @pytest.mark.usefixtures("at_once")
 def test_a_prepared_engine_knows_what_its_passes_take_and_changes_no_token(tmp_path: Path) -> None:
     """Launches of a tiny model take longer than its tokens: passes are padded without any other help."""
@@ -232,6 +233,7 @@ def test_the_host_launches_a_replayed_pass_once(tmp_path: Path) -> None:
     assert kernels <= 4
 
 
+@pytest.mark.whole_gpu
 @pytest.mark.usefixtures("always")
 @torch.inference_mode()
 def test_the_graphs_take_no_more_memory_than_is_kept_for_them() -> None:
