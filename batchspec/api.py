@@ -65,10 +65,6 @@ def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()
             run_job(config, source, watchdog=watchdog)
         with scanning(config.output.dir):
             return OutputFolder(config.output.dir).scan().collect()
-    if config.draft.adapt.every_shards:
-        raise ConfigError(
-            f"draft.adapt.every_shards={config.draft.adapt.every_shards} trains on committed shards; set output.dir too"
-        )
     opened = open_job(config, source)
     seen = survey_first(opened)
     with ProgressBar(seen.num_outputs(source.num_rows)) as progress:

@@ -40,7 +40,6 @@ from batchspec.report.push import check_push_key, check_target_key, push_output
 from batchspec.report.start_up import StartUp
 from batchspec.report.stats import JobStats, job_stats
 from batchspec.report.summary import RunSummary
-from batchspec.runner.adaptation import Adaptation
 from batchspec.runner.compute_all import ComputeAll
 from batchspec.runner.kv_scales import keep_scales, with_saved_scales
 from batchspec.runner.new_extension import advice, check_added_columns, new_extension, with_layout
@@ -166,8 +165,6 @@ def compute(
     journaled = Journaled() if new_job or retry is not None else output.journal().read(finished)
     with progress_bar(job, seen, finished, journaled, start_up) as progress, closing(shard_work(job, output.attempt)) as work:
         holder = EngineWithFallback(job, seen, progress, make)
-        adaptation = Adaptation(job, output, progress)
-        adaptation.serve(holder.engine)
         start_up.done("engine")
         start_up_s = start_up.reached_s - surveyed_s
         create_output(job, output, change)  # no check can refuse the job from here on
@@ -180,7 +177,7 @@ def compute(
             shards = f"{len(finished)} of {output.num_shards} shards are committed already"
             progress.phase(f"{shards}, {saved_rows(journaled)}; the rest is computed")
         watchdog = watchdog or Watchdog(0.0)
-        ShardRunner(job, output, plan, work, holder, seen, progress, journaled, num_errors, adaptation, watchdog).run()
+        ShardRunner(job, output, plan, work, holder, seen, progress, journaled, num_errors, watchdog).run()
     seconds = time.perf_counter() - began - start_up_s
     report_speed(output, holder.engine.totals, start_up, seconds=seconds, start_up_s=start_up_s)
 

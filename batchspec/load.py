@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from batchspec.adapt.limits import check_weights, memory_bytes
 from batchspec.batch.automata import AutomataCapacity
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.config.schema import RunConfig
@@ -66,14 +65,6 @@ def weight_bytes(job: JobModel) -> int:
     return job.spec.weight_bytes(job.dtype) + job.drafter.weight_bytes(dtype=job.dtype, device=job.device)
 
 
-def learning_bytes(job: Job, max_len: int) -> int:
-    """Bytes that the drafter needs to learn during the job, for rows of up to `max_len` tokens."""
-    adapting = memory_bytes(
-        job.config.draft, job.drafter.head, job.spec, device=job.device, dtype=job.dtype, max_len=max_len
-    )  # fmt: skip
-    return job.drafter.state_bytes() + adapting
-
-
 def automata_bytes(job: Job) -> int:
     """Bytes of the device's tables and masks of automata; 0 in a job without structured output."""
     return 0 if job.admission.constraints is None else AutomataCapacity(num_tokens=job.spec.vocab_size).nbytes
@@ -82,7 +73,7 @@ def automata_bytes(job: Job) -> int:
 def padded_prefill_bytes(job: JobModel) -> int:
     """Bytes of the CUDA graphs of prefill passes (ablation.prefill_graphs); 0 in a job without them."""
     ablation, spec = job.config.ablation, job.spec
-    graphed = ablation.prefill_graphs and not (ablation.overlap or spec.ordered or spec.whole is not None)
+    graphed = ablation.prefill_graphs and not spec.ordered and spec.whole is None
     if job.device.type != "cuda" or not graphed or job.config.decode.max_new_tokens == 0:  # scored prompts: no pass is a graph
         return 0
     tokens = job.config.packing.max_num_batched_tokens or GPU_PREFILL
@@ -113,7 +104,7 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
 
     loaded  the weights, including the drafter's, are in memory already
     """
-    shape, taken = job.drafter.shape, learning_bytes(job, demand.max_tokens) + automata_bytes(job) + padded_prefill_bytes(job)
+    shape, taken = job.drafter.shape, job.drafter.state_bytes() + automata_bytes(job) + padded_prefill_bytes(job)
     return choose_batch(
         job.config.packing,
         job.spec,
@@ -177,7 +168,6 @@ def load_engine(
         if lead is not None and target.all_kv_scales is not None:
             lead.send(Scales(target.all_kv_scales.tolist()))
         progress.phase(f"K and V in e4m3, scales {source}")
-    check_weights(config.draft, job.drafter.trainable(weights))
     batch = plan_batch(job, demand, device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises), loaded=True)
     drafter = job.drafter.build(weights, target, slots=batch.num_slots)
     progress.phase(
@@ -259,7 +249,6 @@ def build_engine(
         eos_ids=frozenset(target.spec.eos_ids) | frozenset(tokenizer.eos_ids if tokenizer else ()),
         refill_dead=ablation.dead_rows,
         adaptive=config.draft.adaptive is not False,
-        overlap=ablation.overlap,
         prefill_graphs=ablation.prefill_graphs,
         expert_correlation=config.packing.expert_correlation,
         lead=lead,

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from batchspec.adapt.limits import check_head
 from batchspec.config.checks import AUTO
 from batchspec.config.schema import RunConfig
 from batchspec.dataset.columns import ColumnMap, map_columns
@@ -188,7 +187,6 @@ def open_model(config: RunConfig, *, here: bool = True, group: Group | None = No
                 "not supported: their sums depend on the batch; remove one, or set model.dtype=float64"
             )
     drafter = open_drafter(config, spec)
-    check_head(config.draft, drafter.head, spec)
     spec = spec.with_lora(None if adapters is None else adapters.shape)
     if group is None:
         check_cut(config, spec, drafter)
@@ -208,11 +206,6 @@ def open_adapters(config: RunConfig, spec: ModelSpec) -> tuple[Adapter | None, A
     model = config.model
     if model.adapter is not None:
         own = open_adapter(model.adapter, spec)
-        if own.kept and config.draft.adapt.every_shards:
-            raise ConfigError(
-                f"model.adapter={model.adapter} changes FP8 or MXFP4 weights and is not merged, and draft.adapt.every_shards="
-                f"{config.draft.adapt.every_shards} with such an adapter is not supported; remove one"
-            )
         return own, AdapterSet((own,)) if own.kept else None
     if not model.adapters:
         return None, None

@@ -14,7 +14,7 @@
 # .parquet: one user turn per row in the column `prompt`; the last without the questions that are of GSM8K):
 # gsm8k              the test questions, with and without a head    drafters  acceptance of every drafter
 # rows               K = 3..8 at 1, 2, 4, 8 rows                    draws     by temperature, with and without coupled drafts
-# trees              sums against products of probabilities         adapt     a half-trained head that learns during the job
+# trees              sums against products of probabilities
 # quantised          SmolLM2 made a MoE, FP8 and MXFP4: KL divergence, acceptance of the head
 # lossless           in these formats and with FP8 K/V: rows that differ between K = auto and no drafts, with gaps (ROWS=48)
 # deterministic      decode.deterministic: rows that differ between drafters, slots, kills; tok/s with and without it (no HEADS)
@@ -61,7 +61,7 @@ figure_floor() { # low acceptance rates: no slower than without drafts
 }
 figure_opt() {
     local general=(dead_positions=false uniform_slots=false argmax=false)
-    dummy llama8b --batch 64 --prompt 8192 --gen 3072 --requests 96 --draft eagle3 --k 3 --opt "${general[@]}" dead_rows=false overlap=true
+    dummy llama8b --batch 64 --prompt 8192 --gen 3072 --requests 96 --draft eagle3 --k 3 --opt "${general[@]}" dead_rows=false
     dummy llama8b --batch 64 --prompt 8448 --rounds 20 --draft eagle3 --k 3 --opt "${general[@]}" --profile "$out/opt.txt"
     dummy llama8b --batch 1 --prompt 8192 --gen 256 --draft eagle3 --k 3 --opt argmax=false --runs 3
 }
@@ -204,25 +204,6 @@ figure_draws() {
 figure_trees() {
     real trees specbench --batch 32 --requests 80 --draft eagle3 tree tree-products --k 6 --topk 10 --nodes 60 \
         --draft-path "$HEADS/eagle3" --runs 3
-}
-figure_adapt() {
-    local common=(model.path="$model" input.path="$DATA/gsm8k_train.parquet" input.chat=true input.limit=2000 output=training
-        decode.max_new_tokens=256 packing.max_num_seqs=4 output.shard_rows=64) # few slots: with more the job is over before learning pays
-    run half-input "${common[@]}" draft=none
-    "$python" -m batchspec.cli train draft=eagle3 model.path="$model" input.path="$out/half-input" output.dir="$out/half" \
-        train.steps=40 train.draft_vocab=16384
-    run fixed "${common[@]}" draft=eagle3 draft.path="$out/half" draft.num_speculative_tokens=3
-    run adapted "${common[@]}" draft=eagle3 draft.path="$out/half" draft.num_speculative_tokens=3 draft.adapt.every_shards=1 \
-        draft.adapt.lr=3e-3
-    "$python" - "$out" <<'PYTHON'
-import sys
-import polars as pl
-
-for name in ("fixed", "adapted"):
-    frame = pl.read_parquet(f"{sys.argv[1]}/{name}/data/*.parquet").sort("row_index")
-    spec = frame.tail(len(frame) // 4)["spec_decode"].struct.unnest()
-    print(f"{name}: {1 + spec['num_accepted_draft_tokens'].sum() / spec['num_spec_steps'].sum():.3f} tokens a round, last quarter")
-PYTHON
 }
 figure_deterministic() { # on a CPU with DTYPE=float64, few ROWS and TOKENS
     local rows=${ROWS:-1319} head=pkg://smollm2-135m-eagle3 common all drawn mode pid

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -28,7 +26,6 @@ from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.executor import Executor
-from batchspec.engine.prefill import Prefilled
 from batchspec.engine.round import RoundOptions
 from batchspec.engine.step import ScheduledStep
 from batchspec.packed_batch import PackedBatch
@@ -72,67 +69,23 @@ class Scenario:
 
     drafter: str
     batch: PackedBatch
-    overlaps: bool = False
-    """Prefill is queued as on a second stream, and activated by later steps."""
 
     @property
     def name(self) -> str:
-        return f"{self.drafter}, run_ahead {self.batch.run_ahead}" + ", overlap" * self.overlaps
+        return f"{self.drafter}, run_ahead {self.batch.run_ahead}"
 
     def parts(self) -> dict[str, Any]:
         """Arguments that an engine and an executor share."""
         return {"drafter": DRAFTERS[self.drafter](), "batch": self.batch, "device": DEVICE}
 
     def executor(self) -> Executor:
-        return with_queue(Executor(tiny_target(window=5), options=RoundOptions(), **self.parts()), self.overlaps)
+        return Executor(tiny_target(window=5), options=RoundOptions(), **self.parts())
 
 
-def scenario(drafter: str, run_ahead: int, *, overlaps: bool = False) -> Scenario:
+def scenario(drafter: str, run_ahead: int) -> Scenario:
     draft_len = DRAFTERS[drafter]().max_len
     batch = packed(SLOTS, num_pages=26, max_len=72, draft_len=draft_len, prefill_tokens=24, run_ahead=run_ahead)
-    return Scenario(drafter, batch, overlaps)
-
-
-class PassQueue:
-    """Takes the place of `PrefillStream` without a GPU: a pass runs when it is the oldest and is activated later."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[Callable[[], Prefilled]] = deque()
-        self._running: Prefilled | None = None
-        self.done = True
-        """What the clock says of the oldest pass."""
-
-    def launch(self, passes: Sequence[Callable[[], Prefilled]]) -> None:
-        self._waiting.extend(passes)
-        self._start()
-
-    def oldest_done(self) -> bool:
-        return self._running is not None and self.done
-
-    def take_oldest(self) -> Any:
-        prefilled, self._running = self._running, None
-        self._start()
-        return type("Taken", (), {"prefilled": prefilled, "began": 0.0})
-
-    def cancel_waiting(self) -> None:
-        self._waiting.clear()
-
-    def clear(self) -> None:
-        self._waiting.clear()
-        self._running = None
-
-    def _start(self) -> None:
-        if self._running is None and self._waiting:
-            self._running = self._waiting.popleft()()
-
-
-def with_queue(executor: Executor, overlaps: bool) -> Executor:
-    made: Any = executor
-    if overlaps:
-        made._prefill._stream = PassQueue()
-        made.can_overlap = True
-        made.stream_of_rounds = nullcontext
-    return executor
+    return Scenario(drafter, batch)
 
 
 def state_digest(executor: Executor) -> bytes:

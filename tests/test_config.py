@@ -135,7 +135,7 @@ def test_a_drafter_must_have_what_it_drafts_with() -> None:
 def test_a_key_of_another_drafter_is_refused_rather_than_ignored(key: str) -> None:
     values = {"draft.path": "head", "draft.aux_layers": "output", "draft.prompt_lookup_min": 3, "ablation.dead_positions": False}
     values |= {"draft.parallel": True, "draft.tree.rank": "prob", "draft.table_entries": 64, "draft.coupled": False}
-    values |= {"draft.cache_dtype": "fp8", "draft.adapt.time_share": 0.5, "draft.adapt.lr": 0.5, "ablation.sharded_draft": True}
+    values |= {"draft.cache_dtype": "fp8", "ablation.sharded_draft": True}
     readers, value = READ_BY[key], values.get(key, 7)
     changes: dict[str, Any] = {key.replace(".", "__"): value}
     complete: dict[str, dict[str, Any]] = {
@@ -151,7 +151,6 @@ def test_a_key_of_another_drafter_is_refused_rather_than_ignored(key: str) -> No
     for name in readers:
         needed = {"draft__tree__topk": 2} if key.startswith("draft.tree.") else {}
         needed |= {"draft__corpus_tokens": 99} if key == "draft.table_entries" else {}
-        needed |= {"draft__adapt__every_shards": 7} if key.startswith("draft.adapt.") else {}
         check(config(draft__name=name, **complete[name] | needed | changes))
 
 
@@ -198,22 +197,6 @@ def test_a_draft_tree_must_be_one_that_can_be_grown_and_verified() -> None:
         **tree, draft__synthetic=rates, draft__num_speculative_tokens=6
     )
     assert "draft.tree.depth=4 needs as many" in refused(**tree, draft__synthetic=rates, draft__tree__depth=4)
-
-
-def test_a_head_that_learns_needs_a_checkpoint_and_real_acceptance() -> None:
-    learns: dict[str, Any] = {"draft__name": "eagle3", "draft__path": "head", "draft__adapt__every_shards": 4}
-    check(config(**learns))
-    assert refused(draft__name="eagle3", draft__path="head", draft__adapt__lr=0.1) == (
-        "draft.adapt.lr=0.1 without draft.adapt.every_shards: nothing learns; set it, 4 is usual"
-    )
-    assert "draft.adapt.every_shards=4 needs draft.path" in refused(**{**learns, "draft__path": None}, model__load_format="dummy")
-    assert "draft.synthetic, which makes up what is accepted" in refused(
-        **learns, draft__synthetic=[0.5], draft__num_speculative_tokens=1
-    )
-    assert "ablation.overlap=true: learning and prefill would share" in refused(**learns, ablation__overlap=True)
-    assert "ablation.sharded_draft=true: a head that learns stays whole" in refused(**learns, ablation__sharded_draft=True)
-    check(config(**learns, ablation__sharded_draft=False))
-    assert "draft.adapt.time_share=1.5 must be above 0 and at most 1" in refused(**learns, draft__adapt__time_share=1.5)
 
 
 def test_synthetic_acceptance_must_fit_the_draft_length_and_fall() -> None:

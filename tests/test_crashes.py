@@ -189,13 +189,13 @@ def kill_at_token(row: str, count: int, sample: int = 0) -> None:
     """From now on the process is killed when a row's sample has this many tokens."""
     schedule = Scheduler._schedule_round
 
-    def deadly(self: Scheduler, *, overlaps: bool) -> ScheduledRound:
+    def deadly(self: Scheduler) -> ScheduledRound:
         for state in self.slots.live:
             request = state.request
             num_tokens = self.slots.num_tokens[state.slot] - len(request.prompt_ids)
             if (request.request_id, request.sample_index) == (row, sample) and num_tokens >= count:
                 os.kill(os.getpid(), signal.SIGKILL)
-        return schedule(self, overlaps=overlaps)
+        return schedule(self)
 
     Scheduler._schedule_round = deadly  # type: ignore[method-assign]
 

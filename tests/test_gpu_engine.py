@@ -166,9 +166,8 @@ def hybrid(folder: Path, max_len: int, slots: int) -> HybridDrafter:
     return HybridDrafter(head, lookup(max_len), slots=slots, device=torch.device("cuda"))
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("name", [*PLAIN, "pard", "pard chain", "eagle3", "eagle3 general", "hybrid", "tree", "tree by products"])
-def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, overlap: bool, tmp_path: Path) -> None:
+def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, tmp_path: Path) -> None:
     asked, slots = requests(40), 8
     general: dict[str, Any] = {"dead_positions": False, "uniform_slots": False, "argmax": False}
     drafters: dict[str, Callable[[], Drafter]] = {
@@ -185,7 +184,7 @@ def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, overl
         "tree by products": partial(eagle, tmp_path, "cuda", 3, slots, tree=replace(TREE, topk=10, depth=6, nodes=60, rank=PROB)),
     }
     options = RoundOptions(uniform_slots=name != "eagle3 general", argmax=name != "eagle3 general")
-    engine, done = run(target("cuda"), drafters[name](), shape(slots), asked, options=options, overlap=overlap)
+    engine, done = run(target("cuda"), drafters[name](), shape(slots), asked, options=options)
     assert engine.executor.graphs.num_captured > 0
     assert tokens(done) == alone(asked)
 
@@ -222,9 +221,8 @@ def test_rows_that_end_soon_decode_in_rounds_over_all_slots(tmp_path: Path) -> N
     assert engine.executor.graphs.num_captured == captured
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 def test_rows_with_a_common_beginning_read_it_once_and_give_the_same_tokens(
-    overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     share_always(monkeypatch)
     rng = np.random.default_rng(5)
@@ -233,7 +231,7 @@ def test_rows_with_a_common_beginning_read_it_once_and_give_the_same_tokens(
         request(i, beginnings[i % 3] + rng.integers(0, VOCAB, rng.integers(1, 12)).tolist(), cap=int(rng.integers(1, 50)))
         for i in range(40)
     ]
-    engine = Engine(target("cuda"), eagle(tmp_path, "cuda", 2, 8), shape(8), device=torch.device("cuda"), overlap=overlap)
+    engine = Engine(target("cuda"), eagle(tmp_path, "cuda", 2, 8), shape(8), device=torch.device("cuda"))
     shared: list[bool] = []
     engine.on_round = lambda totals: shared.append(engine.scheduler.shares_prefixes)
     assert tokens(list(engine.run(iter(asked)))) == alone(asked)
@@ -273,9 +271,8 @@ def test_rows_with_common_beginnings_keep_their_tokens_while_the_batch_shrinks(s
     assert tokens(done) == alone(asked)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("name", ["none", "lookup", "eagle3", "tree"])
-def test_a_row_whose_logits_are_not_finite_fails_alone(name: str, overlap: bool, tmp_path: Path) -> None:
+def test_a_row_whose_logits_are_not_finite_fails_alone(name: str, tmp_path: Path) -> None:
     """Those with one token in the prompt, and those that emit it."""
     bad, slots = 5, 8
     own = target("cuda")
@@ -291,7 +288,7 @@ def test_a_row_whose_logits_are_not_finite_fails_alone(name: str, overlap: bool,
     drafter = drafters[name]()
     own.embedding[bad] = float("nan")
     try:
-        _, done = run(own, drafter, shape(slots), asked, overlap=overlap)
+        _, done = run(own, drafter, shape(slots), asked)
     finally:
         own.embedding[bad] = healthy
     found = {c.request_id: c for c in done}
@@ -316,27 +313,6 @@ def test_a_distilled_head_is_mostly_right_and_changes_nothing(tmp_path: Path) ->
     assert engine.totals.accepted > engine.totals.row_rounds
 
 
-def test_rounds_that_are_captured_draft_with_what_a_head_has_learnt_since(tmp_path: Path) -> None:
-    asked = requests(16, stops=False, samplings=(SamplingParams(),))
-    expected = alone(asked)
-    rows = [row for r in asked if len(row := r.prompt_ids.tolist() + expected[r.request_id]) > 8]
-    drafter, learnt = (eagle(tmp_path / name, "cuda", 3, 4, rows=own) for name, own in (("random", None), ("learnt", rows)))
-    assert isinstance(drafter, ChainDrafter)
-    head = load_head(
-        tmp_path / "learnt", target("cuda").spec, dtype=torch.float32, device=torch.device("cuda"), aux_layers="input"
-    )
-    engine = Engine(target("cuda"), drafter, shape(4), device=torch.device("cuda"))
-    before = tokens(list(engine.run(iter(asked))))
-    drafted = engine.totals.accepted
-    captured = engine.executor.graphs.num_captured
-    with engine.changing_drafter():
-        drafter.rewrite(head.tensors)
-    assert tokens(list(engine.run(iter(asked)))) == before == expected
-    assert engine.executor.graphs.num_captured == captured
-    of_learnt, _ = run(target("cuda"), learnt, shape(4), asked)
-    assert drafted < of_learnt.totals.accepted == pytest.approx(engine.totals.accepted - drafted, rel=0.02)
-
-
 def test_a_distilled_head_s_trees_are_right_more_often_than_its_chains(tmp_path: Path) -> None:
     asked = requests(16, stops=False, samplings=(SamplingParams(),))
     expected = alone(asked)
@@ -357,15 +333,14 @@ def test_the_engine_that_chooses_between_trees_and_no_drafts_changes_nothing(tmp
     assert 0 < engine.totals.drafted < 2.5 * engine.totals.row_rounds
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("seed", range(4))
-def test_run_ahead_with_stop_strings_refills_and_preemptions_changes_nothing(seed: int, overlap: bool, tmp_path: Path) -> None:
+def test_run_ahead_with_stop_strings_refills_and_preemptions_changes_nothing(seed: int, tmp_path: Path) -> None:
     """Pages are so scarce that rows are preempted while launched rounds still write to them."""
     asked = [
         replace(r, predicted_tokens=1) for r in requests(100, seed=seed, longest=150)
     ]  # admission trusts it and takes in too many
     drafter = eagle(tmp_path, "cuda", 1 + seed, 16)
-    engine, done = run(target("cuda"), drafter, shape(16, num_pages=20, run_ahead=seed), asked, overlap=overlap)
+    engine, done = run(target("cuda"), drafter, shape(16, num_pages=20, run_ahead=seed), asked)
     assert engine.totals.preempted > 0
     assert tokens(done) == alone(asked)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +19,6 @@ from safetensors.torch import load_file
 import batchspec
 from batchspec.errors import RankLost
 from batchspec.model.spec import load_spec
-from batchspec.model.weight_files import weight_files
 from batchspec.warm.ranks import EngineOfRanks
 from tests.heads import random_tensors, tiny_design, write_head
 from tests.models import make_checkpoint, make_tokenizer
@@ -205,31 +202,6 @@ def follower_of(parent: int) -> int:
         if b"batchspec.cluster.worker" in words and words[words.index(b"batchspec.cluster.worker") + 3] == b"1":
             return int(pid)
     raise AssertionError("no rank 1")
-
-
-@pytest.mark.parametrize("ranks", COUNTS)
-def test_a_head_that_learns_drafts_with_the_same_weights_on_all_gpus(
-    ranks: int, models: dict[str, Path], data: Path, tmp_path: Path
-) -> None:
-    """Ranks whose drafts differ compute different hidden states, which ends a job. The second run begins with other weights."""
-    model = models["llama"]
-    design = tiny_design(load_spec(model))
-    head = write_head(tmp_path / "head", design, random_tensors(design))
-    more = ["output.logprobs=2", "output.shard_rows=4", "draft.num_speculative_tokens=3", "packing.max_num_seqs=8"]
-    learns = ["draft=eagle3", f"draft.path={head}", "draft.adapt.every_shards=1", "draft.adapt.time_share=1"]
-    one = frame_of(words_of(model, data, tmp_path / "one", *more, "draft=none"), 1, tmp_path)
-    words = words_of(model, data, tmp_path / "group", *more, *learns)
-    assert_same_tokens(one, frame_of(words, ranks, tmp_path))
-    assert re.search(r"learnt from \d{2,} completions", (tmp_path / f"log{ranks}").read_text())
-
-    other = write_head(tmp_path / "other", design, random_tensors(design, seed=9))
-    kept = tmp_path / "group/_batchspec/heads" / weight_files(head).fingerprint[:16]
-    shutil.rmtree(kept, ignore_errors=True)
-    shutil.copytree(other, kept)
-    for part in sorted((tmp_path / "group/data").iterdir())[:6]:
-        part.unlink()
-    assert_same_tokens(one, frame_of(words, ranks, tmp_path))
-    assert "draft.adapt: going on from _batchspec/heads/" in (tmp_path / f"log{ranks}").read_text()
 
 
 @pytest.mark.whole_gpu

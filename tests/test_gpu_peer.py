@@ -43,16 +43,16 @@ def exchange_all(host: Collectives, folder: Path) -> None:
     for tokens in (1, 10_000):
         ranks.broadcast(given := noise(tokens, host.rank, tokens, WIDTH))
         assert torch.equal(given, noise(tokens, 0, tokens, WIDTH))
-    for apart in (False, True):
+    for prefilling in (False, True):
         for tokens in (1, 16, 200, 1000, 10_000):  # the last two are larger than the buffers of rounds, the last than all
             x = noise(tokens, host.rank, tokens, WIDTH)
             kept = x.clone()
-            if apart:
-                with ranks.apart():
+            if prefilling:
+                with ranks.prefilling():
                     total = ranks.sum(x)
             else:
                 total = ranks.sum(x)
-            assert torch.equal(total.cpu(), host.sum(x.cpu())), (apart, tokens)
+            assert torch.equal(total.cpu(), host.sum(x.cpu())), (prefilling, tokens)
             assert torch.equal(x, kept)
         for tokens, form in ((37, Fp8Form(whole=False)), (200, Fp8Form(whole=True)), (1000, Fp8Form(whole=False))):
             partial, residual, weight = noise(1, host.rank, tokens, WIDTH), noise(2, 50, tokens, WIDTH), noise(3, 50, WIDTH)

@@ -56,11 +56,10 @@ def make_drafter(name: str, windows: Windows, folder: Path, slots: int) -> Draft
 
 def run(
     windows: Windows, drafter: Drafter, batch: PackedBatch, asked: list[Request], *, dtype: torch.dtype = torch.float32,
-    overlap: bool = False,
 ) -> tuple[Engine, dict[str, list[int]]]:  # fmt: skip
     """Tokens by request, with poisoned pages; all pages come back."""
     own = windowed_target("cuda", windows, dtype)
-    engine = Engine(own, drafter, batch, device=GPU, decode=decode, overlap=overlap)
+    engine = Engine(own, drafter, batch, device=GPU, decode=decode)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expected_pages, "SHORT_CAP_TOKENS", 4)
         poison_freed_pages(patch, [engine])
@@ -70,34 +69,31 @@ def run(
     return engine, tokens(done)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("windows", [SLIDING, MIXED, TWO_WINDOWS], ids=str)
 @pytest.mark.parametrize("name", ["none", "lookup", "window", "eagle3", "eagle3 with a window", "tree"])
 def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(
-    name: str, windows: Windows, overlap: bool, tmp_path: Path
+    name: str, windows: Windows, tmp_path: Path
 ) -> None:
     asked = requests(24)
-    engine, found = run(windows, make_drafter(name, windows, tmp_path, 8), shape(8), asked, overlap=overlap)
+    engine, found = run(windows, make_drafter(name, windows, tmp_path, 8), shape(8), asked)
     assert engine.executor.graphs.num_captured > 0
     assert found == alone(asked, windowed_target("cpu", windows))
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("run_ahead", [0, 2])
 @pytest.mark.parametrize("windows", [SLIDING, MIXED], ids=str)
-def test_rows_that_preempt_each_other_keep_their_tokens(windows: Windows, run_ahead: int, overlap: bool, tmp_path: Path) -> None:
+def test_rows_that_preempt_each_other_keep_their_tokens(windows: Windows, run_ahead: int, tmp_path: Path) -> None:
     """Pages for little more than the longest row, and admission that takes in too many."""
     asked = [replace(one, predicted_tokens=1) for one in requests(100, seed=run_ahead, longest=150)]
     batch = shape(16, num_pages=20, run_ahead=run_ahead)
     drafter = make_drafter("eagle3", windows, tmp_path, 16)
-    engine, found = run(windows, drafter, batch, asked, overlap=overlap)
+    engine, found = run(windows, drafter, batch, asked)
     assert engine.totals.preempted > 0
     assert found == alone(asked, windowed_target("cpu", windows))
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 def test_rows_with_a_common_beginning_read_it_once_in_the_layers_that_read_all_keys(
-    overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = np.random.default_rng(5)
     beginnings = [rng.integers(0, VOCAB, 132).tolist() for _ in range(3)]
@@ -108,7 +104,7 @@ def test_rows_with_a_common_beginning_read_it_once_in_the_layers_that_read_all_k
     share_always(monkeypatch)
     shared: list[bool] = []
     own, drafter = windowed_target("cuda", MIXED), make_drafter("eagle3", MIXED, tmp_path, 8)
-    engine = Engine(own, drafter, shape(8), device=GPU, overlap=overlap)
+    engine = Engine(own, drafter, shape(8), device=GPU)
     engine.on_round = lambda totals: shared.append(engine.scheduler.shares_prefixes)
     poison_freed_pages(monkeypatch, [engine])
     assert tokens(list(engine.run(iter(asked)))) == alone(asked, windowed_target("cpu", MIXED))

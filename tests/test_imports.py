@@ -98,7 +98,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "runstate.manifest",
     },
     "load": {
-        "adapt.limits",
         "batch.automata",
         "batch.sampling_mode",
         "distributed.group",
@@ -112,7 +111,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tuning.table",
     },
     "prepare": {
-        "adapt.limits",
         "dataset",
         "distributed.group",
         "draft.spec",
@@ -136,7 +134,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "supervise.watchdog",
     },
     "runner": {
-        "adapt",
         "cluster.slurm",
         "dataset",
         "distributed.group",
@@ -208,7 +205,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "runstate.shard_writer",
         "tuning.exchange",
     },
-    "adapt": {"train", "runstate.adapted_heads", "draft", "model", "engine", "packing.memory"},
     "train": {"dataset.reader", "draft", "model", "cache", "batch", "kernels"},
     "engine": {"draft", "model", "cache", "batch", "distributed", "kernels", "tuning.table"},
     "draft": {"model", "cache", "batch", "tuning", "kernels"},

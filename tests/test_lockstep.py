@@ -308,7 +308,7 @@ def test_a_rank_that_misses_a_step_or_gets_one_twice_raises(
 
     def lead(_: Engine, lead: Lead) -> None:
         for _step in range(4):
-            lead.send_step(ScheduledStep(drafter_version=0))
+            lead.send_step(ScheduledStep())
 
     monkeypatch.setattr(Channel, "receive", received)
     with pytest.raises(DivergedError, match=f"^rank 1 received {said}; run the same command again$"):

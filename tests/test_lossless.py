@@ -394,18 +394,6 @@ def test_shared_prefixes_are_prefilled_once() -> None:
     assert tokens == expected_tokens(requests)
 
 
-def test_rows_share_no_pages_from_before_the_drafter_changed() -> None:
-    target = tiny_target(window=5)
-    head = ChainDrafter(parallel_head(), target, 3, slots=1)
-    engine, cached = Engine(target, head, packed(1), device=DEVICE), []
-    for done in engine.run(request(i, [4, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4], cap=5) for i in range(4)):
-        cached.append(done.cached_tokens)
-        if done.row_index == 1:
-            with engine.changing_drafter():
-                pass
-    assert cached == [0, 8, 0, 8]
-
-
 @pytest.mark.parametrize(
     "changes",
     [

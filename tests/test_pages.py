@@ -22,7 +22,7 @@ NAMES = ("README.md", "conf/README.md", "jobs/README.md", "jobs/PERFORMANCE.md",
 PAGES = [ROOT / name for name in NAMES]
 INDEXES = [path for path in (ROOT / "batchspec").glob("*/__init__.py") if ".py" in path.read_text(encoding="utf-8")]
 KEYS = {*keys(), *keys(TrainRun())}
-GROUPS = {key.rpartition(".")[0] for key in KEYS} | {"draft.tree", "draft.adapt"}
+GROUPS = {key.rpartition(".")[0] for key in KEYS} | {"draft.tree"}
 KEY = re.compile(
     r"(?<![\w./-])((?:model|draft|decode|packing|input|output|resume|cluster|ablation|train)(?:\.[a-z_]+)+)(?![\w/(])"
 )

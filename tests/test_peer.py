@@ -149,7 +149,7 @@ def exchange_apart(host: Collectives, folder: Path) -> None:
     assert rounds is not None
     assert passes is not None
     ranks.sum(x)
-    with ranks.apart():
+    with ranks.prefilling():
         assert bits(ranks.sum(x)) == bits(host.sum(x))
         ranks.gather(x)
     assert (int(rounds.epochs[0]), int(passes.epochs[0])) == (1, 2)
@@ -157,7 +157,7 @@ def exchange_apart(host: Collectives, folder: Path) -> None:
     assert ranks.lanes()[0].peers is rounds, "captured rounds keep their buffers"
 
 
-def test_prefill_that_overlaps_rounds_has_buffers_of_its_own(tmp_path: Path) -> None:
+def test_prefill_has_buffers_of_its_own(tmp_path: Path) -> None:
     start_ranks(2, exchange_apart, tmp_path)
 
 

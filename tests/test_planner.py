@@ -25,7 +25,7 @@ from batchspec.packed_batch import PackedBatch
 from batchspec.packing import planner
 from batchspec.packing.cost import H200, Rates
 from batchspec.packing.kv_memory import DraftLayers, KVMemory, kv_bytes
-from batchspec.packing.memory import MOST_LENGTHS, learning_bytes, reserve_bytes
+from batchspec.packing.memory import MOST_LENGTHS, reserve_bytes
 from batchspec.packing.order import order_requests
 from batchspec.packing.planner import Demand, choose_batch, forecast, free_memory, row_buckets
 from batchspec.packing.survey import Survey
@@ -69,18 +69,6 @@ def test_what_one_h200_holds_back_is_the_sum_of_its_parts() -> None:
     )
     a_pass, a_round, logits, attention, state, graphs, fixed = 4.530e9, 0.102e9, 0.566e9, 0.135e9, 0.052e9, 0.880e9, 2e9
     assert held == pytest.approx(a_pass + a_round + logits + attention + state + graphs + fixed, abs=2e6)
-
-
-def test_a_head_in_training_needs_the_larger_of_the_memory_for_reading_the_target_and_for_backward() -> None:
-    few, more, many = (
-        learning_bytes(
-            LLAMA_8B, dtype=torch.bfloat16, parameters=0, draft_vocab=32_000, feature_width=0, steps=steps, tokens=8192
-        )
-        for steps in (0, 1, 6)
-    )
-    assert few == more < many
-    gradients_of_lm_head = 32_000 * 4096 * 4
-    assert many - few > 4 * gradients_of_lm_head
 
 
 def test_the_buffers_of_rows_fit_the_memory_reserved_for_them() -> None:

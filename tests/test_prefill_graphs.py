@@ -557,10 +557,3 @@ def test_bench_and_jobs_ask_by_the_same_key(asked: bool) -> None:
     assert compose([f"ablation.prefill_graphs={asked}"]).ablation == replace(compose([]).ablation, prefill_graphs=asked)
     engine = build_engine(config, tiny_target(), NoDrafter(), packed(2))
     assert (engine.executor.prefill_graphs is not None) == asked
-
-
-def test_passes_that_overlap_rounds_stay_plain() -> None:
-    executor = Executor(
-        tiny_target(), NoDrafter(), packed(2), device=DEVICE, options=RoundOptions(), overlap=True, prefill_graphs=True
-    )
-    assert executor.prefill_graphs is None

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from batchspec.commands import bench_arguments
-from batchspec.config.compose import compose, composed
-from batchspec.train.settings import TrainRun
+from batchspec.config.compose import compose
 from tests.forked import python_for_scripts
 from tests.models import make_checkpoint, make_tokenizer
 
@@ -97,17 +96,6 @@ def test_every_command_of_a_figure_is_one_that_its_program_takes(
         assert (module, words[0]) == ("batchspec.cli", "bench")
         args = bench_arguments.parse(words[1:])
         assert args.make_job or (args.out, bool(args.name)) == (str(tmp_path / "out" / f"{section}.jsonl"), True)
-
-
-def test_the_figure_of_adaptation_compares_two_jobs_over_one_half_trained_head(tmp_path: Path) -> None:
-    made, train, fixed, adapted, _ = recorded(tmp_path, "adapt")
-    assert train[:3] == ["-m", "batchspec.cli", "train"]
-    composed("train", train[3:], schema=TrainRun)
-    plain, learns = compose(fixed[2:]), compose(adapted[2:])
-    assert compose(made[2:]).draft.name == "none"
-    assert plain.draft.path == learns.draft.path == str(tmp_path / "out" / "half")
-    assert (plain.draft.adapt.every_shards, learns.draft.adapt.every_shards) == (0, 1)
-    assert plain.packing.max_num_seqs == learns.packing.max_num_seqs
 
 
 def test_the_figure_of_ranks_compares_two_copies_with_one_that_is_cut_over_two_gpus(tmp_path: Path) -> None:

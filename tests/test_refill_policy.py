@@ -85,8 +85,8 @@ def test_as_many_rounds_as_the_device_needs_are_launched_before_a_refill(nums_le
     assert [unread for _, unread in found[: len(counts)]] == [2 + count for count in counts]
 
 
-@pytest.mark.parametrize("change", ["overlaps", "scores", "lazy", "no graphs"])
-def test_no_extra_round_precedes_overlapping_refills_scoring_lazy_automata_or_rounds_without_graphs(change: str) -> None:
+@pytest.mark.parametrize("change", ["scores", "lazy", "no graphs"])
+def test_no_extra_round_precedes_refills_of_scoring_lazy_automata_or_rounds_without_graphs(change: str) -> None:
     for changed in (False, True):
         scheduler = object.__new__(Scheduler)
         now = change if changed else ""
@@ -94,8 +94,7 @@ def test_no_extra_round_precedes_overlapping_refills_scoring_lazy_automata_or_ro
         lazy: Any = object() if now == "lazy" else None
         scheduler._executor, scheduler._scores, scheduler._lazy = executor, now == "scores", lazy
         scheduler._rounds_before_refill = 0
-        prefill: Any = SimpleNamespace(overlaps=now == "overlaps")
-        scheduler._learn_from_refill(prefill)
+        scheduler._learn_from_refill()
         assert scheduler._rounds_before_refill == (0 if changed else 1)
 
 

@@ -103,21 +103,6 @@ def test_a_pass_that_took_as_long_as_launches_do_is_not_counted() -> None:
     assert times.fixed_s > 0.005
 
 
-@pytest.mark.parametrize(
-    "between",
-    [
-        replace(ROUND, overlaps=True),
-        replace(ROUND, is_prefill=True, num_prefilled=0),
-    ],
-)
-def test_work_concurrent_with_the_rounds_is_not_counted(between: Launch) -> None:
-    times, run = started()
-    run.round(between, seconds=0.02)
-    run.round()
-    assert times.fixed_s == COST.replay
-    assert times.round_s[3] == pytest.approx(0.002)
-
-
 def test_rounds_over_fewer_rows_than_slots_are_not_counted() -> None:
     times, run = started()
     run.round(replace(ROUND, num_rows=4), seconds=0.001)

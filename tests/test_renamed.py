@@ -159,5 +159,5 @@ def test_a_new_name_wins_over_the_old_one() -> None:
 def test_every_optimisation_is_on_unless_all_are_switched_off() -> None:
     assert compose([]).ablation == compose(["ablation=none"]).ablation == RunConfig().ablation
     off = compose(["ablation=all_off"]).ablation
-    assert [off.dead_rows, off.argmax, off.uniform_slots, off.overlap] == [False] * 4
+    assert [off.dead_rows, off.argmax, off.uniform_slots] == [False] * 3
     assert compose(["ablation=all_off", "ablation.argmax=true"]).ablation.argmax

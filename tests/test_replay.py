@@ -19,11 +19,11 @@ from batchspec.engine.round_clock import RoundClock, RoundTime
 from batchspec.engine.step import ScheduledStep
 from batchspec.records import Request, SamplingParams, Thinking
 from tests.engines import VOCAB, decode, plain_tokens, request, tiny_target
-from tests.replaying import PassQueue, Scenario, scenario, state_digest, with_queue
+from tests.replaying import Scenario, scenario, state_digest
 
 ROOT = Path(__file__).parents[1]
 SCENARIOS = [scenario(drafter, run_ahead) for run_ahead, drafter in enumerate(["lookup", "eagle3", "tree"])]
-SCENARIOS += [scenario("hybrid", 0), scenario("none", 2), scenario("window", 1), scenario("eagle3", 2, overlaps=True)]
+SCENARIOS += [scenario("hybrid", 0), scenario("none", 2), scenario("window", 1), scenario("eagle3", 2)]
 
 
 def requests_of_every_kind() -> list[Request]:
@@ -41,9 +41,9 @@ def requests_of_every_kind() -> list[Request]:
 
 
 def recorded(one: Scenario, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, list[int]], list[tuple[bytes, bytes]], Engine]:
-    """Tokens of a run in which the clock says anything: K changes at random, and passes are done or not."""
+    """Tokens of a run in which the clock says anything: K changes at random."""
     engine = Engine(tiny_target(window=5), decode=decode, **one.parts())
-    executor = with_queue(engine.executor, one.overlaps)
+    executor = engine.executor
     clock = random.Random(1)
     if engine.drafter.max_len:
         lengths = DraftLengths(engine.drafter.max_len, choices=executor.round.draft_lens)
@@ -53,13 +53,11 @@ def recorded(one: Scenario, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, 
                     lengths.set_base(num_rows, draft_len, clock.uniform(0.5, 2.0), prepare_next=prepare_next)
         engine.planner._lengths = lengths
         monkeypatch.setattr(RoundClock, "add", lambda *_: RoundTime(clock.uniform(0.1, 20.0), 0))
-    queue, execute, steps = executor._prefill._stream, executor.execute, list[tuple[bytes, bytes]]()
+    execute, steps = executor.execute, list[tuple[bytes, bytes]]()
 
     def record(step: ScheduledStep) -> None:
         execute(step)
         steps.append((pickle.dumps(step), state_digest(executor)))
-        if isinstance(queue, PassQueue):
-            queue.done = clock.random() < 0.3
 
     monkeypatch.setattr(executor, "execute", record)
     monkeypatch.setattr(expected_pages, "SHORT_CAP_TOKENS", 2)
@@ -77,8 +75,7 @@ def test_a_second_process_that_executes_the_steps_has_the_same_tokens_and_page_t
         found.append((one, steps))
         seen |= what_happened(one, [pickle.loads(step) for step, _ in steps], engine)
     assert seen == {
-        "no draft prepared", "preempted", "killed", "moved", "granted", "prefilled again", "cached", "grouped", "activated",
-        "swapped",
+        "no draft prepared", "preempted", "killed", "moved", "granted", "prefilled again", "cached", "grouped", "swapped",
     }  # fmt: skip
     assert all(done == tokens[0] for done in tokens)
     for req in requests_of_every_kind():
@@ -106,7 +103,6 @@ def what_happened(one: Scenario, steps: list[ScheduledStep], engine: Engine) -> 
         "prefilled again": any(refill.tokens for refill in refills),
         "cached": any(refill.num_cached for refill in refills),
         "grouped": any(round_.new_prefix_groups for round_ in rounds),
-        "activated": any(step.activates_pass for step in steps),
         "swapped": any(round_.drafter_update.swap for round_ in rounds),
     }
     return {kind for kind, happened in kinds.items() if happened}

@@ -94,7 +94,7 @@ def planner(
 
 def chosen(planner: RoundPlanner, num_rows: int, owners: Any, num_tokens: Any) -> Launch:
     """The next round, of rows that these slots have."""
-    return planner.choose(num_rows, num_tokens, owners, overlaps=False)
+    return planner.choose(num_rows, num_tokens, owners)
 
 
 def arrived(at: float) -> PendingResult:

@@ -265,10 +265,10 @@ def test_slots_stay_full_from_shard_to_shard(model: Path, tmp_path: Path, monkey
     frame.write_parquet(tmp_path / "in.parquet")
     schedule, courses = Scheduler._schedule_round, []
 
-    def noted(self: Scheduler, *, overlaps: bool) -> ScheduledRound:
+    def noted(self: Scheduler) -> ScheduledRound:
         committed = len(list((tmp_path / "out/data").glob("*"))) if (tmp_path / "out/data").is_dir() else 0
         courses.append((len(self.slots.live), self._allocator.exhausted, committed))
-        return schedule(self, overlaps=overlaps)
+        return schedule(self)
 
     monkeypatch.setattr(Scheduler, "_schedule_round", noted)
     settings = [

@@ -181,7 +181,6 @@ def test_plan_knows_that_nothing_is_decoded(model: Path, tmp_path: Path, capsys:
         (["decode.stop=[x]"], "decode.stop=['x'] with"),
         (["draft.prompt_lookup_max=5"], "draft=lookup with decode.max_new_tokens=0 drafts nothing"),
         (["output.logprobs=1"], "prompts have output.prompt_logprobs"),
-        (["ablation.overlap=true"], "ablation.overlap=True with"),
         (["decode.min_new_tokens=1"], "decode.min_new_tokens=1 exceeds decode.max_new_tokens=0"),
         (["decode.max_new_tokens=5", "output.prompt_logprobs=1"], "output.prompt_logprobs=1 with decode.max_new_tokens=5 is not"),
     ],

@@ -93,7 +93,7 @@ def test_a_job_that_was_begun_with_a_key_without_effect_goes_on(
     words = [
         f"model.path={model}", f"input.path={tmp_path / 'in.parquet'}", f"output.dir={tmp_path / 'out'}", "decode=greedy",
         "decode.max_new_tokens=4", "draft=none", "input.chat=true", "model.dtype=float64", "draft.num_speculative_tokens=3",
-        "decode.n=2", "ablation.overlap=true",
+        "decode.n=2",
     ]  # fmt: skip
     assert cli.main(["run", *words]) == 2
     with monkeypatch.context() as earlier:
@@ -118,7 +118,6 @@ def test_a_job_that_was_begun_with_a_key_without_effect_goes_on(
         (["output.reasoning_in_messages=true"], "output.reasoning_in_messages=true needs think tokens"),
         (["draft=none", "draft.num_speculative_tokens=3"], "draft.num_speculative_tokens=3 is not used by draft=none"),
         (["draft=none", "draft.adaptive=false"], "draft.adaptive=false is not used by draft=none"),
-        (["ablation.overlap=true"], "ablation.overlap=true uses a second CUDA stream, and this job runs on the CPU"),
         (
             ["draft=eagle3", "model.load_format=dummy", "ablation.sharded_draft=true"],
             "ablation.sharded_draft=true has no effect with cluster.tensor_parallel=1",
@@ -173,13 +172,13 @@ def test_a_warm_engine_refuses_equal_completions_but_not_conversations_that_begi
                 call({"prompt": ["a"]})
         chats = {"messages": [[{"role": "user", "content": "a"}]]}
         assert engine.converse(chats, lambda turn: None)["sample_index"].to_list() == [0, 1]
-    with pytest.raises(ConfigError, match=r"^ablation.overlap=true uses a second CUDA stream"):
-        batchspec.Engine({"model.path": str(model), "ablation.overlap": True})
+    with pytest.raises(ConfigError, match=r"^draft.adaptive=true uses times measured on a GPU"):
+        batchspec.Engine({"model.path": str(model), "draft.adaptive": True})
 
 
 def test_a_key_that_needs_a_gpu_is_accepted_for_a_job_on_another_machine(model: Path) -> None:
     source = table_source(pa.table({"prompt": ["a"]}))
-    words = [f"model.path={model}", "decode.max_new_tokens=4", "ablation.overlap=true"]
+    words = [f"model.path={model}", "decode.max_new_tokens=4", "draft.adaptive=true"]
     open_job(compose(words), source, here=False)
 
 

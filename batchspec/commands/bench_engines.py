@@ -121,7 +121,6 @@ def config_of(args: argparse.Namespace, variant: VariantSpec) -> RunConfig:
         argmax=on.get("argmax", True),
         uniform_slots=on.get("uniform_slots", True),
         dead_positions=on.get("dead_positions", True),
-        overlap=on.get("overlap", False),
         prefill_graphs=on.get("prefill_graphs", True),
         sharded_draft=on.get("sharded_draft"),
     )

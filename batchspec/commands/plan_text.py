@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from batchspec.load import automata_bytes, learning_bytes, padded_prefill_bytes
+from batchspec.load import automata_bytes, padded_prefill_bytes
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.cost import Rates, num_multiplied
 from batchspec.packing.kv_memory import kv_bytes
@@ -167,7 +167,7 @@ class Plan:
         parts = {
             "weights": job.spec.weight_bytes(job.dtype),
             "drafter": job.drafter.weight_bytes(dtype=job.dtype, device=job.device),
-            "state of the drafter": learning_bytes(job, batch.max_len),
+            "state of the drafter": job.drafter.state_bytes(),
             "schemas": automata_bytes(job),
             "graphs of prefill": padded_prefill_bytes(job),
             "K/V": pages_bytes,

@@ -203,7 +203,7 @@ class StandInPrefill(PrefillRunner):
     """Passes that emit a token of each row that ends in them."""
 
     def __init__(self, executor: Executor, watch: Stopwatch) -> None:
-        super().__init__(executor.round, executor.rows, overlap=False)
+        super().__init__(executor.round, executor.rows)
         self._watch = watch
 
     def run(self, prefill: Prefill) -> list[PendingResult]:

@@ -104,11 +104,6 @@ def _adapters(config: RunConfig) -> None:
         )
     if config.model.load_format == "dummy":
         raise ConfigError(f"{given}: model.load_format=dummy has no weights to merge it into; remove one")
-    if config.draft.adapt.every_shards and several:
-        raise ConfigError(
-            f"{given} with draft.adapt.every_shards={config.draft.adapt.every_shards} is not supported: a head learns from the "
-            "hidden states of one model; remove one"
-        )
     if len(several) > MAX_ADAPTERS:
         raise ConfigError(f"model.adapters has {len(several)} adapters, at most {MAX_ADAPTERS} are supported; divide the job")
 
@@ -172,7 +167,7 @@ def _scoring(config: RunConfig) -> None:
         raise ConfigError(f"draft={config.draft.name} with decode.max_new_tokens=0 drafts nothing: prompts are scored; remove it")
     for key in (
         "decode.n", "decode.stop", "decode.schema", "decode.regex", "decode.choice", "decode.grammar",
-        "decode.thinking_token_budget", "output.logprobs", "ablation.overlap",
+        "decode.thinking_token_budget", "output.logprobs",
     ):  # fmt: skip
         if (value := value_of(config, key)) != value_of(usual, key):
             instead = "; prompts have output.prompt_logprobs" if key == "output.logprobs" else ""

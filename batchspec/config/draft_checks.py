@@ -46,7 +46,6 @@ def check_draft(config: RunConfig) -> None:
             "remove it"
         )
     _tree(config)
-    _adapt(config)
     if draft.synthetic is not None:
         _synthetic(draft, draft.synthetic)
 
@@ -93,25 +92,3 @@ def _tree(config: RunConfig) -> None:
             f"draft.tree.nodes={tree.nodes} exceeds the {grown} nodes that draft.tree.topk={tree.topk} grows at {depth} levels; "
             "lower it or remove the key"
         )
-
-
-def _adapt(config: RunConfig) -> None:
-    draft, usual = config.draft, RunConfig().draft.adapt
-    if not draft.adapt.every_shards:
-        for name in ("time_share", "lr"):
-            if (value := getattr(draft.adapt, name)) != getattr(usual, name):
-                raise ConfigError(
-                    f"draft.adapt.{name}={value} without draft.adapt.every_shards: nothing learns; set it, 4 is usual"
-                )
-        return
-    asked = f"draft.adapt.every_shards={draft.adapt.every_shards}"
-    if draft.path is None:
-        raise ConfigError(
-            f"{asked} needs draft.path: the head that learns; noise of model.load_format=dummy has nothing to learn"
-        )
-    if draft.synthetic is not None:
-        raise ConfigError(f"{asked} and draft.synthetic, which makes up what is accepted: nothing would come of it; remove one")
-    if config.ablation.overlap:
-        raise ConfigError(f"{asked} and ablation.overlap=true: learning and prefill would share a workspace; remove one")
-    if config.ablation.sharded_draft:
-        raise ConfigError(f"{asked} and ablation.sharded_draft=true: a head that learns stays whole on every GPU; remove one")

@@ -21,17 +21,6 @@ class TreeConfig:
 
 
 @dataclass(slots=True, kw_only=True)
-class AdaptConfig:
-    every_shards: int = 0
-    """Number of committed shards after which the draft head reads their completions and learns from them. 0 turns learning
-    off."""
-    time_share: float = 0.1
-    """Maximum share of the run's time that learning may take. 1 means no limit."""
-    lr: float = 2e-3
-    """Learning rate at the start. It is halved whenever the new weights draft worse than the old ones."""
-
-
-@dataclass(slots=True, kw_only=True)
 class DraftConfig:
     """The drafter. The output of a job does not depend on it."""
 
@@ -80,4 +69,3 @@ class DraftConfig:
     """Data type of the K and V that a head keeps of its own. auto is the model's; fp8 is e4m3, of which drafting reads half the
     bytes. Drafts may differ where rounding decides, output tokens do not. On a GPU it needs compute capability 8.9 (Ada, Hopper)
     or newer."""
-    adapt: AdaptConfig = field(default_factory=AdaptConfig)

@@ -64,15 +64,13 @@ class AblationConfig:
     dead_positions: bool | None = None
     """In the drafter's catch-up compute only K/V at positions that no draft starts from. false runs the whole head at every
     verified position; null is true."""
-    overlap: bool = False
-    """Run prefill concurrently with decode rounds on a second CUDA stream. false runs it between rounds."""
     prefill_graphs: bool = True
     """Pad prefill passes of requests of at most 2,048 tokens to fixed sizes and replay them as CUDA graphs, where padding pays.
-    false launches every pass kernel by kernel, as it is always done on a CPU, with overlap, with several GPUs a model, with
+    false launches every pass kernel by kernel, as it is always done on a CPU, with several GPUs a model, with
     decode.deterministic and where prompts are scored."""
     sharded_draft: bool | None = None
     """Cut the draft head over the GPUs of cluster.tensor_parallel. false keeps a whole head on each of them; null cuts one whose
-    weights take longer to read than the exchanges that a cut one needs. A head that learns (draft.adapt) stays whole."""
+    weights take longer to read than the exchanges that a cut one needs."""
 
 
 @dataclass(slots=True, kw_only=True)

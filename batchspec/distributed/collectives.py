@@ -84,8 +84,8 @@ class Collectives(ABC):
         """Prepare for exchanges of rounds of at most so many bytes, the same number on all ranks; before rounds are captured."""
         return
 
-    def apart(self) -> AbstractContextManager[None]:
-        """Exchanges within this block may overlap those outside of it: they are launched on another stream of the GPU."""
+    def prefilling(self) -> AbstractContextManager[None]:
+        """Exchanges within this block are those of a prefill pass: larger than those of rounds, and in no graph."""
         return nullcontext()
 
     def check(self) -> None:

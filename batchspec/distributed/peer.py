@@ -89,7 +89,7 @@ class PeerCollectives(Collectives):
         return connect(num_bytes, self._device, group, limit_s=self._wait_s)
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def prefilling(self) -> Iterator[None]:
         before, self._lane = self._lane, self._passes
         try:
             yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,16 +25,6 @@ class DrafterUpdate:
     """Rounds use the newest uploaded table from now on."""
     upload: bool = False
     """Upload the newest table that was built."""
-
-
-class Rewritable(Protocol):
-    """A network whose weights may be replaced while it drafts."""
-
-    def rewrite(self, tensors: Mapping[str, Tensor]) -> None:
-        """Draft with these weights from now on; `tensors` by name, in the dtype and on the device of the present ones.
-
-        They are copied into the present tensors, in stream order: captured graphs read those. Does not synchronise.
-        """
 
 
 class Drafter(Protocol):
@@ -69,10 +58,6 @@ class Drafter(Protocol):
     def prefill_by_bounds(self) -> bool:
         """Whether `prefill` needs neither `FlatBatch.host` nor a number from the device, so that a CUDA graph can hold it."""
 
-    @property
-    def rewritable(self) -> Rewritable | None:
-        """The network that online adaptation may rewrite, or None."""
-
     def kv_layout(self, page_size: int) -> KVLayout | None:
         """The K/V format of its own layers; None if it has none."""
 
@@ -87,7 +72,7 @@ class Drafter(Protocol):
 
         slot_ids           int64 [R] the slot of each row of `batch`
         aux_hidden_states  [T, len(aux_layer_ids) * H]; None for a drafter that reads none
-        May run concurrently with rounds of other rows, on another stream: it writes only K/V of these rows.
+        It writes only K/V of these rows.
         """
 
     def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> Tensor | None:
@@ -134,7 +119,7 @@ NO_UPDATE = DrafterUpdate()
 
 
 class DrafterBase:
-    """Defaults: drafts chains, learns nothing while a job runs, has no network that could be rewritten."""
+    """Defaults: drafts chains, learns nothing while a job runs."""
 
     mode: SamplingMode | None = None
     max_len: int
@@ -146,10 +131,6 @@ class DrafterBase:
     @property
     def prefill_by_bounds(self) -> bool:
         return False
-
-    @property
-    def rewritable(self) -> Rewritable | None:
-        return None
 
     def learn(self, prompt_ids: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
         return None

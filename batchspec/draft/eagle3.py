@@ -44,9 +44,7 @@ class Eagle3DrafterSpec(DrafterSpec[Head]):
 
     def of_rank(self, shard: Shard) -> Eagle3DrafterSpec:
         config, found = self.config, copy(self)
-        # A head that is trained during the job stays whole: rank 0 trains all of it.
-        asked = False if config.draft.adapt.every_shards else config.ablation.sharded_draft
-        found.checkpoint = part_of_head(self.head, shard, asked)
+        found.checkpoint = part_of_head(self.head, shard, config.ablation.sharded_draft)
         return found
 
     @property
@@ -79,9 +77,6 @@ class Eagle3DrafterSpec(DrafterSpec[Head]):
             return dummy_head(self.head, dtype=dtype, device=device)
         folder = resolve_model(draft.path, key="draft.path")
         return load_head(folder, self.target, dtype=dtype, device=device, aux_layers=draft.aux_layers)
-
-    def trainable(self, weights: Head) -> Head:
-        return weights
 
     def build(self, weights: Head, target: Target, *, slots: int) -> Drafter:
         shape = self.shape

@@ -59,13 +59,6 @@ class _Layer:
         """On a GPU these are rows of the whole product's weight, not a copy."""
         self.products = [(source.products[product], product) for block in spec.blocks for product in block.products]
 
-    def rewrite(self, tensors: Mapping[str, Tensor]) -> None:
-        """As `EagleHead.rewrite`, without the norms."""
-        for linear, product in self.products:
-            linear.rewrite(*_fused(tensors, self._prefix, product))
-        weight, bias = _fused(tensors, self._prefix, self._spec.attention.qkv)
-        self.kv.rewrite(weight[self._num_q :], None if bias is None else bias[self._num_q :])
-
 
 class _HeadWeights:
     """A BlockSource: a layer's weights among those of a head, which are not quantised."""
@@ -120,23 +113,6 @@ class EagleHead:
         self._scores = None
         if self._lm_head is not None and not self._fp32_out:
             self._scores = Linear(self._lm_head.to(self.logits_dtype))
-
-    def rewrite(self, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrite the weights in place, in stream order: captured graphs read the new ones from now on. An embedding is not
-        changed.
-
-        tensors  all others of `Head.tensors`, by their names, in the same dtype on the same device
-        """
-        for name, norm in self._norms.items():
-            norm.copy_(tensors[name])
-        if self._fc is not None:
-            self._fc.rewrite(tensors["fc.weight"], tensors.get("fc.bias"))
-        for layer in self._layers:
-            layer.rewrite(tensors)
-        if self._lm_head is not None:
-            self._lm_head.copy_(tensors["lm_head.weight"])
-            if self._scores is not None:
-                self._scores.rewrite(self._lm_head.to(self.logits_dtype))
 
     def features(self, aux_hidden_states: Tensor) -> Tensor:
         """Aux hidden states [T, W] of the target -> features [T, H]."""

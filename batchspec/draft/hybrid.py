@@ -20,7 +20,7 @@ from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.layout import KVLayout
 from batchspec.cache.pages import KVCache
-from batchspec.draft.base import DrafterUpdate, Rewritable
+from batchspec.draft.base import DrafterUpdate
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.corpus import corpus_bytes
 from batchspec.draft.eagle3 import Eagle3DrafterSpec, build_chain
@@ -64,10 +64,6 @@ class HybridDrafter:
     @property
     def prefill_by_bounds(self) -> bool:
         return self.head.prefill_by_bounds
-
-    @property
-    def rewritable(self) -> Rewritable:
-        return self.head
 
     @property
     def mode(self) -> SamplingMode | None:

@@ -13,7 +13,6 @@ Legend: R rows, T flat positions, K draft_len, H hidden, W = len(aux_layer_ids) 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Unpack
 
@@ -62,11 +61,6 @@ class ParallelDrafter(HeadReader):
         if mask_hidden.shape[1] == feature_width(self._spec) and not self._spec.final_hidden:
             mask_hidden = self.head.features(mask_hidden)
         return mask_hidden[0]
-
-    @torch.inference_mode()
-    def rewrite(self, tensors: Mapping[str, Tensor]) -> None:
-        super().rewrite(tensors)
-        self._mask_hidden.copy_(self._feature_of(tensors["mask_hidden"]))
 
     @torch.inference_mode()
     def prefill(

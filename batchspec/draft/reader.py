@@ -5,7 +5,7 @@ Legend: T flat positions, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TypedDict
 
 import torch
@@ -15,7 +15,7 @@ from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.attention import AttentionPlan, plan_attention
 from batchspec.cache.layout import KVLayout, LayerKV
 from batchspec.cache.pages import KVCache
-from batchspec.draft.base import DrafterBase, Rewritable
+from batchspec.draft.base import DrafterBase
 from batchspec.draft.head import EagleHead, Place
 from batchspec.draft.weights import Head
 from batchspec.model.rope import Rope, rope_frequencies, rope_of
@@ -62,19 +62,6 @@ class HeadReader(DrafterBase):
     @property
     def prefill_by_bounds(self) -> bool:
         return not self._sink  # no prefill kernel computes attention with a sink
-
-    @property
-    def rewritable(self) -> Rewritable:
-        return self
-
-    @torch.inference_mode()
-    def rewrite(self, tensors: Mapping[str, Tensor]) -> None:
-        """As `Rewritable.rewrite`, with the tensors of `EagleHead.rewrite`.
-
-        K/V and `state` from the old weights stay: they can only make drafts worse. Not for a head that is cut over ranks.
-        """
-        assert self._spec.whole is None
-        self.head.rewrite(tensors)
 
     def _read(
         self, batch: FlatBatch, tokens: Tensor, line: Tensor, features: Tensor, cache: KVCache, num_layers: int

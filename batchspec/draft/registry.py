@@ -13,7 +13,6 @@ _LOOKUP_KEYS = tuple(
 )
 _HEAD_KEYS = (
     *(f"draft.{key}" for key in ("path", "aux_layers", "window", "sink_tokens", "cache_dtype", "parallel", "coupled")),
-    *(f"draft.adapt.{key}" for key in ("every_shards", "time_share", "lr")),
     "ablation.dead_positions",
     "ablation.sharded_draft",
 )

@@ -22,7 +22,6 @@ from batchspec.config.schema import RunConfig
 from batchspec.draft.base import Drafter
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.shapes import ChainShape, TreeShape
-from batchspec.draft.weights import Head
 from batchspec.model.blocks.base import Shard
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
@@ -88,10 +87,6 @@ class DrafterSpec(ABC, Generic[W]):
     @abstractmethod
     def build(self, weights: W, target: Target, *, slots: int) -> Drafter:
         """The drafter of an engine with `slots` slots; `weights` from `load`, which several drafters may share."""
-
-    def trainable(self, weights: W) -> Head | None:
-        """The weights of `head`; None without a head."""
-        return None
 
 
 class Weightless(DrafterSpec[None]):

@@ -28,7 +28,7 @@ Rounds on the device:
   round_clock.py        the time between the results of two rounds
 Prefill:
   prefill.py            passes over known tokens
-  prefill_runner.py     between rounds or concurrently with them; prefill_stream.py: the stream of concurrent passes
+  prefill_runner.py     puts groups of requests into slots and runs their passes between rounds
   prefill_graphs.py     short passes as CUDA graphs; prefill_shapes.py: which ones; prefill_inputs.py: their inputs
   prefill_cost.py       the time of a pass
   expected_passes.py    the shapes that passes of the surveyed rows will most likely have

@@ -16,7 +16,7 @@ import torch
 from batchspec.batch.automata import AutomataCapacity
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.page_tables import PagePools
-from batchspec.draft.base import Drafter, Rewritable
+from batchspec.draft.base import Drafter
 from batchspec.engine.allocator import SlotAllocator
 from batchspec.engine.completion import completion_of
 from batchspec.engine.engine_run import EngineRun, SharedByRuns
@@ -24,14 +24,14 @@ from batchspec.engine.executor import Executor
 from batchspec.engine.last_check import Ended
 from batchspec.engine.lazy_places import LazyPlaces
 from batchspec.engine.lazy_states import LazyStates
-from batchspec.engine.lockstep import HeadOfRanks, Lead
+from batchspec.engine.lockstep import Lead
 from batchspec.engine.messages import Prepare, Scales
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.round import RoundOptions
 from batchspec.engine.round_planner import RoundPlanner
-from batchspec.engine.scheduler import RoundHook, Scheduler
+from batchspec.engine.scheduler import Scheduler
 from batchspec.engine.scoring import PromptScores
 from batchspec.engine.slots import SlotTable
 from batchspec.engine.static_batching import StaticBatching
@@ -61,7 +61,6 @@ class Engine:
         eos_ids: frozenset[int] = frozenset(),
         refill_dead: bool = True,
         adaptive: bool = False,
-        overlap: bool = False,
         prefill_graphs: bool = False,
         expert_correlation: float = 1.0,
         lead: Lead | None = None,
@@ -74,8 +73,7 @@ class Engine:
         defers_text  leave the decoding of text that can wait to the caller (`Completion.text_due`)
         refill_dead  False: no new rows until all rows have ended (ablation)
         adaptive     choose the draft length of each round, 0 included, by measured times and acceptance (GPU only)
-        overlap      prefill concurrently with the rounds, not between them (GPU only)
-        prefill_graphs  run prefill passes of short rows as CUDA graphs if that pays; not with `overlap` (GPU only)
+        prefill_graphs  run prefill passes of short rows as CUDA graphs if that pays (GPU only)
         expert_correlation  share of tokens that choose experts independently, used until rounds were counted (`ExpertReads`)
         lead         set if this process leads several ranks that compute the target together
         vocabulary   set if requests may have automata; automata_capacity: their memory on the device, None for the default
@@ -87,19 +85,18 @@ class Engine:
         self.target, self.drafter, self.batch, self.options = target, drafter, batch, options or RoundOptions()
         self.lead = lead
         self.executor = Executor(
-            target, drafter, batch, device=device, options=self.options, overlap=overlap, prefill_graphs=prefill_graphs,
+            target, drafter, batch, device=device, options=self.options, prefill_graphs=prefill_graphs,
             vocabulary=vocabulary, automata_capacity=automata_capacity,
         )  # fmt: skip
         self.planner = RoundPlanner(self.executor, batch, adaptive=adaptive, expert_correlation=expert_correlation)
-        self.totals, self.hook = EngineTotals(), RoundHook()
+        self.totals = EngineTotals()
         self.on_round: Callable[[EngineTotals], None] | None = None
         """Called after each processed result."""
         scores = PromptScores(batch.num_pages, batch.page_size, self.options.logprobs or 0) if self.options.scores else None
-        assert scores is None or not overlap, "nothing is decoded that prefill could overlap"
         assert scores is None or drafter.max_len == 0, "nothing is decoded that could be drafted"
         places = None if expanding is None or automata_capacity is None else LazyPlaces(automata_capacity)
         self._shared = SharedByRuns(
-            decode=decode, hook=self.hook, allocator_kind=SlotAllocator if refill_dead else StaticBatching, vocabulary=vocabulary,
+            decode=decode, allocator_kind=SlotAllocator if refill_dead else StaticBatching, vocabulary=vocabulary,
             automata_capacity=automata_capacity, expanding=expanding, lazy_places=places, scores=scores,
         )  # fmt: skip
         self._defers_text, self._eos_ids = defers_text, eos_ids
@@ -145,11 +142,10 @@ class Engine:
         """
         if self.lead is not None:
             self.lead.send(Prepare(mode, shared))
-        with self.executor.stream_of_rounds():
-            if self.lead is not None:  # both are compared with times, which differ between ranks
-                most_rounds = expected = None
-            self._prefill_cost = self.planner.prepare(mode, shared=shared, most_rounds=most_rounds, expected=expected)
-            self.batch = replace(self.batch, row_buckets=self.planner.row_buckets)
+        if self.lead is not None:  # both are compared with times, which differ between ranks
+            most_rounds = expected = None
+        self._prefill_cost = self.planner.prepare(mode, shared=shared, most_rounds=most_rounds, expected=expected)
+        self.batch = replace(self.batch, row_buckets=self.planner.row_buckets)
 
     def run(
         self, requests: Iterator[Request | None], *, num_ready: Callable[[], int] | None = None
@@ -171,15 +167,12 @@ class Engine:
         """As `run`, but yields the completions of each step as a list, which is often empty."""
         if not self.planner.ready:
             self.prepare(SamplingMode())
-        with self.executor.stream_of_rounds():
-            run = self._begin(requests, num_ready)
+        run = self._begin(requests, num_ready)
         with older_objects_frozen():
             while run is self._current:
-                # The caller's code runs at the yield: our stream must not be the current one there.
-                with self.executor.stream_of_rounds():
-                    ended = self._step()
-                    done = [self._completed(one) for one in ended]
-                    is_over = run.is_over(stopping=self._stopping)
+                ended = self._step()
+                done = [self._completed(one) for one in ended]
+                is_over = run.is_over(stopping=self._stopping)
                 if is_over and not run.slots.num_live and self.keeps_prefixes:
                     self._kept_pools = run.pools
                 yield done
@@ -228,26 +221,6 @@ class Engine:
         A signal handler may call this.
         """
         self._stopping = True
-
-    @property
-    def rewritable_head(self) -> Rewritable | None:
-        """The drafter's network, on all ranks; None if it has none. Rewrite it within `changing_drafter`, or between two runs."""
-        head, ranks = self.drafter.rewritable, self.target.ranks
-        return head if head is None or self.lead is None or ranks is None else HeadOfRanks(self.lead, head, ranks)
-
-    @contextmanager
-    def changing_drafter(self) -> Iterator[None]:
-        """Write new weights of the drafter within this block: in the stream of the rounds, and while no prefill reads them.
-
-        At its end the measured acceptance is discarded, and new rows share no K/V with rows prefilled before.
-        """
-        try:
-            with self.executor.prefill_paused():
-                yield
-        finally:  # also after an error: some weights may have changed already
-            self.pools.forget()
-            self.planner.forget()
-            self.scheduler.drafter_version += 1
 
     @contextmanager
     def changing_target(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.results import PendingResult, RoundLog, Slots
 from batchspec.engine.round_planner import RoundPlanner
-from batchspec.engine.scheduler import REST_S, RoundHook, Scheduler
+from batchspec.engine.scheduler import REST_S, Scheduler
 from batchspec.engine.scoring import PromptScores
 from batchspec.engine.slots import SlotTable
 from batchspec.engine.step import ScheduledStep
@@ -43,7 +43,6 @@ class SharedByRuns:
     """What the engine was made with, and what one run leaves to the next. Arguments as for `Engine`."""
 
     decode: Decode | None
-    hook: RoundHook
     allocator_kind: type[SlotAllocator]
     vocabulary: TokenSymbols | None
     automata_capacity: AutomataCapacity | None
@@ -124,7 +123,7 @@ class EngineRun:
             scores=round_.options.scores,
             lazy=lazy,
         )
-        self.scheduler = Scheduler(self._allocator, planner, executor, totals, hook=shared.hook, finished=shared.finished_rows)
+        self.scheduler = Scheduler(self._allocator, planner, executor, totals, finished=shared.finished_rows)
         self._steps = self.scheduler.schedule()
 
     def next_step(self, *, stopping: bool) -> ScheduledStep:

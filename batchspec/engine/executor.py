@@ -42,7 +42,7 @@ class Executor:
     """The state of the slots on the device, the K/V cache, the drafter's state and the captured rounds.
 
     All of it depends on the steps alone: two executors that execute the same steps hold the same tokens and page tables. The
-    host waits only in `read`, and when a step activates an overlapping prefill pass.
+    host waits only in `read`.
     """
 
     def __init__(
@@ -53,14 +53,12 @@ class Executor:
         *,
         device: torch.device,
         options: RoundOptions,
-        overlap: bool = False,
         prefill_graphs: bool = False,
         vocabulary: TokenSymbols | None = None,
         automata_capacity: AutomataCapacity | None = None,
     ) -> None:
         """
-        overlap         prefill may run concurrently with rounds (GPU only)
-        prefill_graphs  run short prefill passes that do not overlap rounds as CUDA graphs if that pays
+        prefill_graphs  run short prefill passes as CUDA graphs if that pays
         vocabulary, automata_capacity  set if requests may have automata
         """
         spec = target.spec
@@ -93,14 +91,13 @@ class Executor:
         if self.graphs.captures:
             self.sharing = spec.sharing_cost(target.dtype, page_size=batch.page_size, max_q=batch.draft_len + 1)
         self.prefill_graphs: PrefillGraphs | None = None
-        if prefill_graphs and not overlap:
+        if prefill_graphs:
             self.prefill_graphs = PrefillGraphs(self.round, self.rows, self.graphs, max_tokens=batch.most_graph_tokens)
-        self._prefill = PrefillRunner(self.round, self.rows, overlap=overlap, graphs=self.prefill_graphs)
+        self._prefill = PrefillRunner(self.round, self.rows, self.prefill_graphs)
         self._pending: deque[PendingResult] = deque()
         self.num_left_at_refill: int | None = None
         """Number of earlier rounds and passes that the device had not finished when the last refill was launched: at 0 the device
         may have waited for the host. None: rounds are no CUDA graphs, so a launch may return after its work is done."""
-        self.can_overlap = self._prefill.can_overlap
 
     def execute(self, step: ScheduledStep) -> None:
         """Launch what the step says, in the order of its fields. Results are read later, in launch order."""
@@ -108,10 +105,6 @@ class Executor:
             self.drafter.learn(prompt_ids, token_ids)
         if step.killed:
             self.rows.kill(step.killed)
-        if step.cancels_waiting_passes:
-            self._prefill.cancel_waiting()
-        if step.activates_pass:
-            self._pending += self._prefill.activate_oldest()
         if step.moves:
             self.rows.move(step.moves, self.drafter.state)
         for upload in step.uploads:
@@ -150,13 +143,8 @@ class Executor:
             self.target.ranks.check()
         return result
 
-    def prefill_done(self) -> bool:
-        """Whether the oldest overlapping prefill pass has ended. Does not wait."""
-        return self._prefill.oldest_done()
-
     def clear(self) -> None:
         """Reset all state: an earlier run may have been interrupted."""
-        self._prefill.clear()
         self._pending.clear()
         self.rows.clear()
 
@@ -224,18 +212,10 @@ class Executor:
         assert found is not None
         return found.cpu().numpy()
 
-    def stream_of_rounds(self) -> AbstractContextManager[object]:
-        """The current stream within this block is that of the rounds."""
-        return self._prefill.stream_of_rounds()
-
     def synchronise(self) -> None:
         """Wait until the device has done everything that was launched on it, in any stream."""
         if self.rows.live.is_cuda:
             torch.cuda.synchronize(self.rows.live.device)
-
-    def prefill_paused(self) -> AbstractContextManager[object]:
-        """Within this block no prefill overlaps what is launched in the rounds' stream."""
-        return self._prefill.paused()
 
 
 def _longest(batch: PackedBatch) -> int:

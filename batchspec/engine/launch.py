@@ -27,52 +27,34 @@ class Launch:
     prepare_next: bool = True
     context_tokens: int = 0
     """Keys of all rows that one layer reads, on average over the layers; 0 if the round is not used as a measurement."""
-    overlaps: bool = False
-    """Prefill or other work ran concurrently, so the round's time does not predict that of other rounds."""
     counts_experts: bool = False
     """Whether the result has the number of experts that the round read."""
     num_prefilled: int = 0
-    """Tokens of this prefill pass, and of those before it that have no result; 0 if passes overlap rounds."""
+    """Tokens of this prefill pass, and of those before it that have no result."""
     segments: tuple[Segment, ...] = ()
     """Segments of a pass that scores prompts, in the order of its log-probabilities."""
 
 
 class Launches:
-    """All launches of a run that the host still has to read or to activate."""
+    """All launches of a run that the host still has to read."""
 
     def __init__(self, slots: SlotTable, *, scores: bool) -> None:
         """scores: prompts are scored, so that every pass has a result."""
         self._slots, self._scores = slots, scores
         self.unread: deque[Launch] = deque()
         """Launches whose results have not been read, the oldest first."""
-        self.passes: deque[list[int]] = deque()
-        """For each overlapping prefill pass that is not activated, the oldest first: the slots of the rows whose tokens end in
-        it."""
 
     def add_prefill(self, prefill: Prefill) -> None:
-        """Add passes that are launched now: those that overlap rounds to `passes`, the others to `unread`."""
+        """Add passes that are launched now."""
         num_tokens = 0
         for segments in prefill.passes:
             ending = [segment.slot for segment in segments if segment.last]
             num_tokens += sum(segment.end - segment.begin for segment in segments)
-            if prefill.overlaps:
-                self.passes.append(ending)
-            elif self._scores:
+            if self._scores:
                 self._add_pass([segment.slot for segment in segments], segments=segments)
             elif ending:
                 self._add_pass(ending, num_tokens=num_tokens)
                 num_tokens = 0
-
-    def activate_pass(self) -> None:
-        """The oldest overlapping pass is activated: its result is read after those of earlier launches."""
-        self._add_pass(self.passes.popleft())
-
-    def cancel_waiting_passes(self) -> bool:
-        """Drop all overlapping passes but the oldest; returns whether there were any."""
-        waiting = len(self.passes) > 1
-        while len(self.passes) > 1:
-            self.passes.pop()
-        return waiting
 
     def _add_pass(self, slots: list[int], *, num_tokens: int = 0, segments: tuple[Segment, ...] = ()) -> None:
         """Add a launched pass if it will have a result: if the tokens of any of these slots end in it.

@@ -8,29 +8,24 @@ it has read, and with it every emitted token.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.distributed.channel import Channel
-from batchspec.distributed.collectives import Collectives
-from batchspec.draft.base import Drafter, Rewritable
 from batchspec.engine.executor import Executor
 from batchspec.engine.messages import (
     Begin,
     Calibrate,
     End,
     Message,
-    NewHead,
     NewWeights,
     Prepare,
     Scales,
     Step,
-    TeacherPass,
     decode,
     encode,
 )
@@ -116,27 +111,11 @@ class Lead:
         )
 
 
-class HeadOfRanks:
-    """The drafter's network on all ranks: the leader's end of `Rewritable`."""
-
-    def __init__(self, lead: Lead, head: Rewritable, ranks: Collectives) -> None:
-        self._lead, self._head, self._ranks = lead, head, ranks
-
-    def rewrite(self, tensors: Mapping[str, Tensor]) -> None:
-        """As `Rewritable.rewrite`, on every rank. Raises RankLost."""
-        given = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        self._lead.send(NewHead([(name, list(tensor.shape)) for name, tensor in given.items()]))
-        for tensor in given.values():
-            self._ranks.broadcast(tensor)
-        self._head.rewrite(given)
-
-
 class Following(Protocol):
     """What a follower needs of an engine."""
 
     executor: Executor
     target: Target
-    drafter: Drafter
 
     def prepare(self, mode: SamplingMode, *, shared: bool = False) -> None:
         """See `Engine`."""
@@ -157,22 +136,25 @@ class Beats(Protocol):
 
 @torch.inference_mode()
 def follow(
-    channel: Channel, engine: Following, watchdog: Beats | None = None, *,
-    teacher_pass: Callable[[TeacherPass], object] | None = None, new_weights: Callable[[NewWeights], object] | None = None,
-) -> None:  # fmt: skip
+    channel: Channel,
+    engine: Following,
+    watchdog: Beats | None = None,
+    *,
+    new_weights: Callable[[NewWeights], object] | None = None,
+) -> None:
     """Execute what the leader sends until it ends the run.
 
     Raises RankLost; DivergedError if a step does not have the next number, because this rank has missed a step or got one twice.
 
-    teacher_pass, new_weights  execute these messages; None: the leader never sends them
+    new_weights  executes these messages; None: the leader never sends them
     """
-    digest, drafter_version, num_steps = Digest(), 0, 0
+    digest, num_steps = Digest(), 0
     while True:
         if watchdog is not None:
             watchdog.pause()
         message = decode(channel.receive())
         if watchdog is not None:
-            (watchdog.beat if isinstance(message, Step | TeacherPass | NewHead) else watchdog.begin_loading)()
+            (watchdog.beat if isinstance(message, Step) else watchdog.begin_loading)()
         match message:
             case Step(step, number):
                 num_steps += 1
@@ -180,18 +162,12 @@ def follow(
                     raise DivergedError(
                         f"rank {channel.rank} received step {number} instead of step {num_steps}; run the same command again"
                     )
-                assert step.drafter_version == drafter_version, "the leader drafts with other weights"
-                with engine.executor.stream_of_rounds():
-                    engine.executor.execute(step)
-                    for _ in range(step.num_reads):
-                        digest.add(engine.executor.read())
-                        channel.send_digest(digest.number, digest.value)
-                        if watchdog is not None:  # the passes of one step may take longer than the limit
-                            watchdog.beat()
-            case TeacherPass():
-                assert teacher_pass is not None
-                with engine.executor.stream_of_rounds():
-                    teacher_pass(message)
+                engine.executor.execute(step)
+                for _ in range(step.num_reads):
+                    digest.add(engine.executor.read())
+                    channel.send_digest(digest.number, digest.value)
+                    if watchdog is not None:  # the passes of one step may take longer than the limit
+                        watchdog.beat()
             case NewWeights():
                 assert new_weights is not None
                 engine.executor.synchronise()
@@ -199,13 +175,9 @@ def follow(
                 engine.executor.synchronise()
             case Calibrate(prompts):
                 calibrate(engine.target, prompts)
-            case NewHead(shapes):
-                with engine.executor.stream_of_rounds(), engine.executor.prefill_paused():
-                    _rewrite_head(engine, shapes)
-                drafter_version += 1
             case Begin(number):
                 digest.begin(number)
-                drafter_version = num_steps = 0
+                num_steps = 0
                 engine.executor.clear()
             case Scales(values):
                 engine.target.use_kv_scales(torch.tensor(values, dtype=torch.float32))
@@ -215,14 +187,3 @@ def follow(
                 return
             case _:
                 raise AssertionError(message)
-
-
-def _rewrite_head(engine: Following, shapes: list[tuple[str, list[int]]]) -> None:
-    """The follower's end of `HeadOfRanks`."""
-    target, head = engine.target, engine.drafter.rewritable
-    assert target.ranks is not None
-    assert head is not None
-    tensors = {name: torch.empty(shape, dtype=target.dtype, device=target.device) for name, shape in shapes}
-    for tensor in tensors.values():
-        target.ranks.broadcast(tensor)
-    head.rewrite(tensors)

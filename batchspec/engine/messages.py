@@ -15,7 +15,7 @@ import numpy as np
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.step import Prefill, ScheduledStep
 from batchspec.packed_batch import PackedBatch
-from batchspec.records import Ids, Request
+from batchspec.records import Request
 from batchspec.token_automaton import TokenSymbols
 from batchspec.tuning.table import Table
 
@@ -74,22 +74,6 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     """1 for the first step of a run, one more for each later step. A rank executes only the step with the next number."""
 
 
-class TeacherPass(msgspec.Struct, frozen=True, tag=True):
-    """Take part in the target's forward pass over whole rows, with which the leader trains a head."""
-
-    rows: list[Ids]
-    prompt_lens: list[int]
-    aux_layer_ids: tuple[int, ...]
-    probs: bool
-    """Whether the pass also returns the logits of the completions' positions."""
-
-
-class NewHead(msgspec.Struct, frozen=True, tag=True):
-    """Receive new weights of the drafter's network, which the leader broadcasts in this order: names and shapes."""
-
-    shapes: list[tuple[str, list[int]]]
-
-
 class NewWeights(msgspec.Struct, frozen=True, tag=True):
     """Replace the target's weights by those of this folder, which has the same config.json."""
 
@@ -100,7 +84,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
     """The run is over."""
 
 
-Message = Load | Calibrate | Scales | Build | Prepare | Begin | Step | TeacherPass | NewHead | NewWeights | End
+Message = Load | Calibrate | Scales | Build | Prepare | Begin | Step | NewWeights | End
 
 
 def encode(message: Message) -> bytes:

@@ -50,7 +50,7 @@ def chunks(spans: Iterable[tuple[int, int, int]], max_tokens: int) -> Iterator[l
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A pass that was launched. Its rows stay inactive until `activate`, so the pass may overlap decode rounds."""
+    """A pass that was launched. Its rows stay inactive until `activate`."""
 
     result: RoundResult | None
     """None if no row's tokens ended in the pass; otherwise its log is that of a round without drafts."""
@@ -61,26 +61,17 @@ class Prefilled:
     """The drafter's state of each row of the pass, as its field `state`."""
 
     def activate(self, rows: DeviceBatch, drafter: Drafter) -> None:
-        """Call on the rounds' stream: rows whose tokens ended in this pass decode from the next round on."""
+        """Rows whose tokens ended in this pass decode from the next round on."""
         for state, value in zip(drafter.state, self.carried, strict=True):
             state.index_copy_(0, self.slot_ids, value)
         if self.mask is not None:
             rows.live.bitwise_or_(self.mask)
 
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory until `stream` has used it: the pass was launched on another stream (`Tensor.record_stream`)."""
-        result = () if self.result is None else self.result.tensors
-        for tensor in (self.slot_ids, *self.carried, *result, *(() if self.mask is None else (self.mask,))):
-            tensor.record_stream(stream)
-
 
 def prefill_chunk(round_: Round, rows: DeviceBatch, segments: Sequence[Segment], mode: SamplingMode) -> Prefilled:
-    """One pass over `segments`; rows whose tokens end in it emit their next token. Does not synchronise.
-
-    Without penalties it writes no other rows of `rows`: it may overlap decode rounds.
-    """
+    """One pass over `segments`; rows whose tokens end in it emit their next token. Does not synchronise."""
     ranks = round_.target.ranks
-    with nullcontext() if ranks is None else ranks.apart():
+    with nullcontext() if ranks is None else ranks.prefilling():
         if round_.options.scores:
             return _score_chunk(round_, rows, segments)
         return _prefill_chunk(round_, rows, segments, mode)

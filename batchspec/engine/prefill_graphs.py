@@ -48,7 +48,7 @@ take about as long."""
 
 
 class PrefillGraphs:
-    """Runs the passes of an engine that do not overlap rounds, padded and captured where that pays."""
+    """Runs the prefill passes of an engine, padded and captured where that pays."""
 
     cost: PrefillCost | None = None
     """The cost of passes, once they were timed; until then no pass is padded."""

@@ -67,7 +67,7 @@ class PassShapes:
     """Chooses the shapes of an engine's padded passes."""
 
     def __init__(self, round_: Round, *, num_slots: int, max_tokens: int) -> None:
-        """max_tokens: of the largest shape. Overlapping passes are never padded: graphs share memory with those of the rounds."""
+        """max_tokens: of the largest shape."""
         self._num_slots, self._max_tokens = num_slots, max_tokens
         self._layouts = {kv.layout for kv in round_.cache.layers}
         self._on_gpu = round_.cache.layers[0].pages.is_cuda

@@ -12,12 +12,11 @@ from batchspec.engine.scoring import reread
 from batchspec.engine.step import Prefill, Refill
 
 
-def prefill_of(group: Sequence[RequestState], allocator: SlotAllocator, *, scores: bool, can_overlap: bool) -> Prefill:
+def prefill_of(group: Sequence[RequestState], allocator: SlotAllocator, *, scores: bool) -> Prefill:
     """The refills of a group of requests, in passes of at most `prefill_tokens` tokens.
 
-    group        requests that have just got their slots and pages from this allocator
-    scores       prompts are scored
-    can_overlap  passes may run concurrently with rounds
+    group   requests that have just got their slots and pages from this allocator
+    scores  prompts are scored
     """
     batch = allocator.batch
     refills = tuple(
@@ -39,7 +38,5 @@ def prefill_of(group: Sequence[RequestState], allocator: SlotAllocator, *, score
         refills=refills,
         passes=passes,
         mode=mode,
-        # No overlap: penalties count tokens of all rows in one tensor, and states of lazy automata come between rounds.
-        overlaps=can_overlap and not (mode.penalties or mode.waits),
         uploads=allocator.automata_to_upload(),
     )

@@ -29,11 +29,8 @@ class RoundClock:
     def add(self, launch: Launch, result: PendingResult) -> RoundTime | None:
         """The time since the result of the previous round.
 
-        None for a prefill pass, for the first round, for a round that overlapped other work and for its successor.
+        None for a prefill pass and for the first round.
         """
-        if launch.overlaps or (launch.is_prefill and not launch.num_prefilled):  # the pass runs concurrently with rounds
-            self._last, self._num_prefilled = None, 0
-            return None
         if launch.is_prefill:
             self._num_prefilled += launch.num_prefilled
             return None

@@ -189,11 +189,10 @@ class RoundPlanner:
         """`ScheduledRound.max_kv` of a round whose rows may reach `longest` tokens, its own drafts not counted."""
         return self.usual_kv if longest + drafted_keys(self._batch) <= (self.usual_kv or 0) else None
 
-    def choose(self, num_rows: int, num_tokens: NDArray[np.int64], owners: NDArray[np.int64], *, overlaps: bool) -> Launch:
+    def choose(self, num_rows: int, num_tokens: NDArray[np.int64], owners: NDArray[np.int64]) -> Launch:
         """Choose draft length and preparation of the round to launch now.
 
         num_tokens, owners  int64 [slots] of the `SlotTable`
-        overlaps            other work runs concurrently, or the round waits for other work
         """
         draft_len, prepare_next, context_tokens = self._max_len, True, 0
         live_rows = int((owners[:num_rows] >= 0).sum())
@@ -210,8 +209,7 @@ class RoundPlanner:
             draft_len=draft_len,
             prepare_next=prepare_next,
             context_tokens=context_tokens,
-            overlaps=overlaps,
-            counts_experts=self.experts is not None and counted(self._num_rounds) and not overlaps,
+            counts_experts=self.experts is not None and counted(self._num_rounds),
         )
 
     def _context_tokens(self, num_tokens: NDArray[np.int64]) -> int:
@@ -248,7 +246,7 @@ class RoundPlanner:
         return int((drafted + 1).sum())
 
     def forget(self) -> None:
-        """Discard the measured acceptance: the drafter's weights have changed."""
+        """Discard the measured acceptance: the target's weights have changed."""
         if self._lengths is not None:
             self._lengths.forget()
 

@@ -1,12 +1,11 @@
-"""Decides every step: refills, prefill and its overlap, page grants, preemption, compaction, the shape of each round.
+"""Decides every step: refills, prefill, page grants, preemption, compaction, the shape of each round.
 
 Clocks, free memory and what the host has read are consulted only here; the decisions are in the `ScheduledStep`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from batchspec.engine.allocator import SlotAllocator
 from batchspec.engine.executor import Executor
@@ -25,14 +24,6 @@ REST_S = 0.05
 """Seconds that the host waits for a state of a lazy automaton when it has nothing else to do."""
 
 
-@dataclass(slots=True)
-class RoundHook:
-    """Work of another component between rounds, such as training the drafter."""
-
-    call: Callable[[], bool] | None = None
-    """Called before each round, in the rounds' stream; returns whether it launched work that the round waits for."""
-
-
 class Scheduler:
     """`schedule` yields the steps; the caller executes each and processes `num_reads` results before it asks for the next one.
 
@@ -48,17 +39,14 @@ class Scheduler:
         executor: Executor,
         totals: EngineTotals,
         *,
-        hook: RoundHook,
         finished: list[tuple[Ids, Ids]],
     ) -> None:
         """
         executor      asked for shapes, whether passes are done and what its drafter has ready; never for data on the device
-        hook          called before each round is scheduled
         finished      prompt and output of rows that ended, to be put into the next step; may hold rows of an earlier run
         """
         self.slots, self.batch, self._lazy = allocator.slots, allocator.batch, allocator.lazy
         self._allocator, self._planner, self._executor, self._totals = allocator, planner, executor, totals
-        self._hook = hook
         self._scores = executor.round.options.scores
         self._prefix_groups = PrefixGroups(self.batch.num_slots, executor.sharing.pays)
         self.launches = Launches(self.slots, scores=self._scores)
@@ -68,7 +56,6 @@ class Scheduler:
         self.finished = finished
         self.num_rows = self.batch.num_slots
         """Row bucket of the next round."""
-        self.drafter_version = 0
 
     def schedule(self) -> Iterator[ScheduledStep]:
         """Yield steps without end; some are empty. Raises CapacityError for a request that can never fit.
@@ -87,7 +74,7 @@ class Scheduler:
                 yield from self._round()
             if not self.slots.num_live or self._all_wait:
                 yield self._step(read_all=True)
-                if self._lazy is not None and self._lazy.is_asking and not self.launches.passes:
+                if self._lazy is not None and self._lazy.is_asking:
                     self._lazy.rest(REST_S)
 
     def _find_states(self, lazy: LazyStates) -> Iterator[ScheduledStep]:
@@ -96,8 +83,6 @@ class Scheduler:
         lazy.collect()
         if not lazy.must_forget():
             return
-        while self.launches.passes:
-            yield self._step(activates_pass=True)
         yield self._step(read_all=True)
         for state in self.slots.live:
             self.slots.flush(state)
@@ -121,8 +106,7 @@ class Scheduler:
 
     def drain(self) -> ScheduledStep:
         """The step that ends a run that was stopped: it reads all launched work and launches nothing."""
-        cancels = self.launches.cancel_waiting_passes()
-        return self._step(cancels_waiting_passes=cancels, activates_pass=bool(self.launches.passes), read_all=True)
+        return self._step(read_all=True)
 
     @property
     def shares_prefixes(self) -> bool:
@@ -132,7 +116,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether all launched work has been read."""
-        return not (self.launches.unread or self.launches.passes)
+        return not self.launches.unread
 
     def end(self, state: RequestState, *, on_device: bool) -> None:
         """Take the request out of its slot. on_device: the device has ended its row already."""
@@ -146,41 +130,31 @@ class Scheduler:
         self._allocator.preempt(state)
 
     def _refill(self) -> Iterator[ScheduledStep]:
-        """Activate a pass that is done; refill free slots; delay decoding while few rows are active."""
-        activates = bool(self.launches.passes) and self._executor.prefill_done()
-        takes_more = len(self.launches.passes) - activates <= 1  # no further pass is queued
-        planner = self._planner
-        group: list[RequestState] = []
-        if takes_more and self._allocator.refill_is_due(planner.round_s, planner.refill_s):
-            # Not while a pass overlaps: if pages are short, a round waits for it and activates it.
-            for _ in range(0 if self.launches.passes else self._rounds_before_refill):
-                yield from self._round(reads=False)
-            group = self._allocator.refill()
-        prefill = self._prefill(group) if group else None
-        if prefill is not None:
-            self.num_rows = max(self.num_rows, self._allocator.num_rows_taken())
-            if not prefill.overlaps:  # overlapping passes may still be writing pages that the group shares
-                while self.launches.passes:
-                    yield self._step(activates_pass=True)
-                    activates = False
-        if activates or prefill:
-            decoding = bool(self.launches.unread)
-            yield self._step(activates_pass=activates, prefill=prefill)
-            if prefill and decoding:
-                self._learn_from_refill(prefill)
-        while self._too_few_active():
-            yield self._step(activates_pass=True)
+        """Refill free slots."""
+        if not self._allocator.refill_is_due(self._planner.round_s, self._planner.refill_s):
+            return
+        for _ in range(self._rounds_before_refill):
+            yield from self._round(reads=False)
+        group = self._allocator.refill()
+        if not group:
+            return
+        prefill = self._prefill(group)
+        self.num_rows = max(self.num_rows, self._allocator.num_rows_taken())
+        decoding = bool(self.launches.unread)
+        yield self._step(prefill=prefill)
+        if decoding:
+            self._learn_from_refill()
 
-    def _learn_from_refill(self, prefill: Prefill) -> None:
+    def _learn_from_refill(self) -> None:
         """Choose how many rounds are launched before the next refill, by what the device had left to do when this one was
-        launched. None where passes overlap rounds, where there are no rounds, and where rows wait for states."""
-        applies = not (prefill.overlaps or self._scores or self._lazy is not None)
+        launched. None where there are no rounds, and where rows wait for states."""
+        applies = not (self._scores or self._lazy is not None)
         num_left = self._executor.num_left_at_refill if applies else None
         self._rounds_before_refill = rounds_before_refill(self._rounds_before_refill, num_left)
 
     def _prefill(self, group: list[RequestState]) -> Prefill:
         """The refills of these requests, which have their slots and pages; counts their tokens."""
-        prefill = prefill_of(group, self._allocator, scores=self._scores, can_overlap=self._executor.can_overlap)
+        prefill = prefill_of(group, self._allocator, scores=self._scores)
         for state, refill in zip(group, prefill.refills, strict=True):
             if state.num_prefills == 0:
                 state.cached_tokens = refill.num_cached
@@ -188,14 +162,9 @@ class Scheduler:
             self._totals.prefill_tokens += state.num_tokens - refill.num_cached
         return prefill
 
-    def _too_few_active(self) -> bool:
-        """Whether to delay decoding until half of the slots are active: a small round costs nearly as much as a full one."""
-        num_inactive = sum(map(len, self.launches.passes))
-        return bool(self.launches.passes) and 2 * (self.slots.num_live - num_inactive) < self.batch.num_slots
-
     def _compact(self) -> Iterator[ScheduledStep]:
         """Once no request waits, shrink to the next smaller row bucket as soon as the live rows fit."""
-        if self.launches.passes or not self.slots.num_live:
+        if not self.slots.num_live:
             return
         num_rows = self._allocator.num_rows_needed()
         if num_rows < self.num_rows:
@@ -212,20 +181,16 @@ class Scheduler:
 
         reads  whether the step also reads the results that are due by `run_ahead`
         """
-        overlaps = self._hook.call is not None and self._hook.call()
         grants: list[PageGrant] = []
         while not self._allocator.grow(self._tokens_ahead, grants):
             if self.launches.unread:  # unread results may free pages, and the tokens of a preempted row must all be known
                 yield self._step(num_reads=1)
-            elif self.launches.passes:  # a row whose pages are being prefilled cannot be preempted
-                yield self._step(activates_pass=True)
             else:
                 self.preempt(self._allocator.youngest())
                 self._totals.preempted += 1
         if not self.slots.num_live:  # all of them ended in the results that were read
             return
-        scheduled = self._schedule_round(overlaps=overlaps or bool(self.launches.passes))
-        yield self._step(reads_due=reads, grants=tuple(grants), round_=scheduled)
+        yield self._step(reads_due=reads, grants=tuple(grants), round_=self._schedule_round())
 
     @property
     def _tokens_ahead(self) -> int:
@@ -233,10 +198,10 @@ class Scheduler:
         round_ = self._executor.round
         return len(self.launches.unread) * round_.max_emitted + round_.kv_per_round
 
-    def _schedule_round(self, *, overlaps: bool) -> ScheduledRound:
+    def _schedule_round(self) -> ScheduledRound:
         slots, groups = self.slots, self._prefix_groups
         new_groups = groups.renew(slots.requests, slots.owner, self.num_rows)
-        launch = self._planner.choose(self.num_rows, slots.num_tokens, slots.owner, overlaps=overlaps)
+        launch = self._planner.choose(self.num_rows, slots.num_tokens, slots.owner)
         self.launches.unread.append(launch)
         self._totals.rounds += 1
         return ScheduledRound(
@@ -252,17 +217,14 @@ class Scheduler:
         )
 
     def _step(
-        self, *, cancels_waiting_passes: bool = False, activates_pass: bool = False, moves: tuple[tuple[int, int], ...] = (),
-        prefill: Prefill | None = None, grants: tuple[PageGrant, ...] = (), round_: ScheduledRound | None = None,
-        num_reads: int = 0, read_all: bool = False, reads_due: bool = True,
+        self, *, moves: tuple[tuple[int, int], ...] = (), prefill: Prefill | None = None, grants: tuple[PageGrant, ...] = (),
+        round_: ScheduledRound | None = None, num_reads: int = 0, read_all: bool = False, reads_due: bool = True,
     ) -> ScheduledStep:  # fmt: skip
         """A step with the changes since the last one; notes what it launches. Arguments are fields of `ScheduledStep`, but:
 
         read_all   read the results of all launches, those of this step included
         reads_due  if it launches a round: whether the results that are due by `run_ahead` are read
         """
-        if activates_pass:
-            self.launches.activate_pass()
         if prefill is not None:
             self.launches.add_prefill(prefill)
         if read_all:
@@ -275,7 +237,6 @@ class Scheduler:
         wakes = () if self._lazy is None else self._lazy.take_wakes()
         uploads = () if self._lazy is None else self._lazy.take_uploads()
         return ScheduledStep(
-            drafter_version=self.drafter_version, finished=finished, killed=killed,
-            cancels_waiting_passes=cancels_waiting_passes, activates_pass=activates_pass, moves=moves, uploads=uploads,
-            wakes=wakes, prefill=prefill, grants=grants, round=round_, num_reads=num_reads,
+            finished=finished, killed=killed, moves=moves, uploads=uploads, wakes=wakes, prefill=prefill, grants=grants,
+            round=round_, num_reads=num_reads,
         )  # fmt: skip

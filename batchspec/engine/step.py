@@ -51,8 +51,6 @@ class Prefill:
     refills: tuple[Refill, ...]
     passes: tuple[tuple[Segment, ...], ...]
     mode: SamplingMode
-    overlaps: bool
-    """The passes run concurrently with rounds, and later steps activate them. Otherwise they run now, one after the other."""
     uploads: tuple[AutomatonUpload, ...] = ()
     """Automata of these refills that the device does not have yet."""
 
@@ -101,16 +99,10 @@ class ScheduledRound:
 class ScheduledStep:
     """What happens on the device, in the order of the fields. Most steps are one prefill or one round."""
 
-    drafter_version: int
-    """Number of changes of the drafter's weights so far: whoever executes the step must have received as many."""
     finished: tuple[tuple[Ids, Ids], ...] = ()
     """Prompt and output of rows that ended since the last step: the drafter may learn from them."""
     killed: tuple[int, ...] = ()
     """Slots whose rows the host has ended: by a stop string, a thinking budget or a preemption."""
-    cancels_waiting_passes: bool = False
-    """Drop the overlapping passes that have not begun."""
-    activates_pass: bool = False
-    """Wait for the oldest overlapping pass: its rows decode from the next round on."""
     moves: tuple[tuple[int, int], ...] = ()
     """Compaction: (source, destination) slots."""
     uploads: tuple[StatesUpload, ...] = ()

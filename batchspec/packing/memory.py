@@ -20,11 +20,6 @@ L layers, e bytes a number:
     fixed     2 GB: workspaces of matrix products and attention, compiled kernels, fragmentation
     passes as graphs (ablation.prefill_graphs)  a pass of `graph_tokens` tokens once more, in the graphs' pool; K and V of 4 times
               as many keys; 16 MB for each of 16 graphs
-    learning  (draft.adapt) of a head with P weights and V' draft tokens, T tokens a slice, k draft steps:
-              P (18 + e) fp32 weights, gradients, two moments, copies in the target's dtype for products and for drafting;
-              T (4 V' + e W) distributions and features; then the larger of the target's pass as above with 3 * 4 * 4096 V of
-              its logits, and the gradients of lm_head with the saved activations of each step: k (V' H (e + 4) + 1.5 e T (5 H
-              + 8 NH D + 4 I))
 
 Llama-3.1-8B, T = 16384, R = 92, S = 4: 4.5 + 0.1 + 0.6 + 0.1 + 0.1 + 0.9 + 2 = 8.3 GB of the 132 that one H200 has after the
 weights; the pages hold 900 thousand tokens, 80 rows of 8192 + 3072.
@@ -49,8 +44,6 @@ LAYER_LAUNCH_S, PREFILL_FLOP_S = 1.5e-3, 8e14
 """Seconds in which a slow host launches a layer's kernels of a prefill pass, and flop/s of a fast GPU. Beside an H200, whose
 products run at 6.9e14, the host took 1.1 ms for a layer of SmolLM2 (2026-11)."""
 NUM_AUX = 3
-TEACHER_TOKENS = 4096
-"""Number of positions whose logits over the target's vocabulary are in memory at once while a head is trained."""
 
 
 def reserve_bytes(
@@ -101,24 +94,6 @@ def prefill_graph_bytes(spec: ModelSpec, *, dtype: torch.dtype, tokens: int) -> 
     layout = spec.kv_layout(dtype, 1)
     keys = KEYS_PER_TOKEN * tokens * 2 * layout.num_kv_heads * layout.head_dim * dtype.itemsize
     return round(_activation_bytes(spec, dtype, tokens)) + keys + PREFILL_GRAPHS * GRAPH_BYTES
-
-
-def learning_bytes(
-    spec: ModelSpec, *, dtype: torch.dtype, parameters: int, draft_vocab: int, feature_width: int, steps: int, tokens: int
-) -> int:
-    """Bytes that training a head during the job needs; its layers are assumed to have the target's shape.
-
-    feature_width  number of values of the target's hidden states that the head reads for a token
-    steps          number of draft steps that are trained
-    tokens         tokens of a slice
-    """
-    hidden, size = spec.hidden_size, dtype.itemsize
-    attention, mlp = spec.layers[0].blocks
-    step = 5 * hidden + 8 * attention.inner_size + 4 * mlp.inner_size
-    inputs = tokens * (4 * draft_vocab + size * feature_width)
-    teaching = _activation_bytes(spec, dtype, tokens) + 4 * LOGIT_COPIES * min(tokens, TEACHER_TOKENS) * spec.vocab_size
-    back = steps * (draft_vocab * hidden * (size + 4) + ODD_BLOCKS * size * tokens * step)
-    return round(parameters * (18 + size) + inputs + max(teaching, back))
 
 
 def _activation_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: int) -> float:

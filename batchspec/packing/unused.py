@@ -114,8 +114,6 @@ def check_keys_of_engine(config: RunConfig, device: str | None) -> None:
             raise ConfigError(
                 f"draft.{name}={str(value).lower()} is not used by draft=none; remove the key, or choose draft=lookup"
             )
-    if config.ablation.overlap and device == "cpu":
-        raise ConfigError("ablation.overlap=true uses a second CUDA stream, and this job runs on the CPU; remove the key")
     if config.ablation.sharded_draft and config.cluster.tensor_parallel == 1:
         raise ConfigError(
             "ablation.sharded_draft=true has no effect with cluster.tensor_parallel=1: there is one GPU per copy of the model; "

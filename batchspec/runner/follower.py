@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from batchspec.adapt.rank_teacher import take_part
 from batchspec.config.schema import RunConfig
 from batchspec.distributed.group import Group
 from batchspec.engine.lockstep import follow
@@ -72,10 +70,7 @@ def _follow(config: RunConfig, group: Group, watchdog: Watchdog) -> None:
     drafter = model.drafter.build(weights, target, slots=message.batch.num_slots)
     engine = build_engine(config, target, drafter, message.batch, vocabulary=message.vocabulary)
     gc.freeze()  # a collection that traverses all of torch's objects would keep the other ranks waiting
-    follow(
-        group.channel, engine, watchdog, teacher_pass=partial(take_part, target),
-        new_weights=lambda message: _rewrite(model, target, Path(message.folder)),
-    )  # fmt: skip
+    follow(group.channel, engine, watchdog, new_weights=lambda message: _rewrite(model, target, Path(message.folder)))
 
 
 def _rewrite(model: JobModel, target: Target, folder: Path) -> None:

@@ -17,7 +17,6 @@ from batchspec.prepare import Job
 from batchspec.records import Snapshot
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.report.timeline import Timeline
-from batchspec.runner.adaptation import Adaptation
 from batchspec.runner.background_commit import commit_in_background
 from batchspec.runner.decode_shards import commit_shard, decode_shards, with_commits
 from batchspec.runner.oom_fallback import EngineWithFallback
@@ -48,10 +47,10 @@ class ShardRunner:
 
     def __init__(
         self, job: Job, output: OutputFolder, plan: WorkPlan, work: ShardWork | ShardWorkers, holder: EngineWithFallback,
-        seen: Survey, progress: ProgressBar, journaled: Journaled, num_errors: int, adaptation: Adaptation, watchdog: Watchdog,
+        seen: Survey, progress: ProgressBar, journaled: Journaled, num_errors: int, watchdog: Watchdog,
     ) -> None:  # fmt: skip
         self.job, self.output, self.plan, self.work, self.holder, self.progress = job, output, plan, work, holder, progress
-        self.num_errors, self._adaptation = num_errors, adaptation
+        self.num_errors = num_errors
         self._mean_output, self._journaled = seen.mean_output, journaled
         self._unread: set[int] = set()
         """Shards that the reader has not yet returned in this pass."""
@@ -73,7 +72,6 @@ class ShardRunner:
             stack.enter_context(released_at_end(self._claims, self._attempts))
             stack.callback(self._settle)
             stack.callback(self._watchdog.close)
-            stack.enter_context(self._adaptation.kept())
             try:
                 while not asked.name and (others := self._left_out()) is not None:
                     self._pass(others, timeline)
@@ -126,10 +124,8 @@ class ShardRunner:
             # Ranks of a group are in the middle of an exchange: it is unknown whether they agree on unfinished rows.
             self._journal.flush([] if self.job.group is not None else self.holder.engine.unfinished())
             self._settle()
-            self._adaptation.leave()
             self._watchdog.begin_loading()
             self.holder.shrink(guard.message)
-            self._adaptation.serve(self.holder.engine)
             self._journaled = self._journal.read(self.output.finished())
         elif not (self.holder.stopping or self._deadline.reached):
             check_all_read(self._unread, self.output.num_shards)
@@ -147,7 +143,6 @@ class ShardRunner:
         self._journal.forget(done.shard.index)
         self._claims.forget(done.shard.index)
         self._watchdog.beat()
-        self._adaptation.committed(done.completions)
         errors = [completion.row_index for completion in done.completions if completion.status == "error"]
         self.num_errors += len(set(errors))
         self.progress.update(shards=1, errors=len(errors))

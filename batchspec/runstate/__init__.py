@@ -21,5 +21,4 @@ dataset/ for the shard's Parquet file.
   generations.py     how a job changed since: retries (resume.retry), and extensions in one order with them
   extensions.py      rows that were added to a job (resume=extend)
   heartbeats.py      what every run reports about itself, for `batchspec status`
-  adapted_heads.py   draft heads that were trained while the job ran
 """

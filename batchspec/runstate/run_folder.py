@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from batchspec.errors import OutputError
-from batchspec.runstate.adapted_heads import HeadFiles
 from batchspec.runstate.attempts import Attempts
 from batchspec.runstate.heartbeats import HeartbeatFiles
 from batchspec.runstate.job_folder import JobFolder
@@ -43,10 +42,6 @@ class RunFolder(JobFolder):
             return 0 <= shard < layout.num_shards and row in layout.rows_of(shard)
 
         return Journal(self._work, self.attempt, manifest.job, self.check_own, holds)
-
-    def head(self, name: str) -> HeadFiles:
-        """A draft head that runs of this job trained."""
-        return HeadFiles(self._store, name)
 
     def kv_scales(self) -> bytes | None:
         """The K/V scales that all runs of the job use; None if no run has kept them yet."""

@@ -30,7 +30,6 @@ NOT_HERE = {
     "output.license": "each call returns its rows and writes nothing",
     "resume": "nothing is stored that could be resumed",
     "cluster": "it computes with one copy of the model",
-    "draft.adapt": "a head learns from committed shards, and there are none",
 }
 """Keys, or groups of them, that a warm engine does not take, and why."""
 TAKEN, OF_RANKS = ("cluster.tensor_parallel",), ("cluster.watchdog_s",)

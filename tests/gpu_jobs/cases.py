@@ -209,21 +209,19 @@ def _shape(rng: Random, group: Group, entry_point: str) -> Keys:
     """How one run computes: drafter, slots, pages, passes, and what is switched off."""
     gpu = group.gpu
     slots = rng.choice([1, 2, 3, 5, 8, 16, 32, 64, 256] if gpu else [1, 2, 3, 5, 8, 16])
-    keys: Keys = {**_drafter(rng, group, entry_point), "packing.max_num_seqs": slots}
+    keys: Keys = {**_drafter(rng, group), "packing.max_num_seqs": slots}
     keys |= {"packing.pages": rng.choice([2, 2, 2 * group.max_len // 16])} if rng.random() < 0.6 else _memory(gpu)
     options: Keys = {
         "packing.max_num_batched_tokens": rng.choice([16, 63, 257, 1024, 4096]), "packing.run_ahead": rng.choice([0, 1, 3]),
         "ablation.dead_rows": False, "ablation.argmax": False, "ablation.uniform_slots": False,
-        "ablation.prefill_graphs": False, **({"ablation.overlap": True} if gpu else {}),
+        "ablation.prefill_graphs": False,
     }  # fmt: skip
-    likely = {"packing.max_num_batched_tokens": 0.5, "packing.run_ahead": 0.4, "ablation.overlap": 0.3}
+    likely = {"packing.max_num_batched_tokens": 0.5, "packing.run_ahead": 0.4}
     keys |= {name: value for name, value in options.items() if rng.random() < likely.get(name, 0.12)}
-    if "draft.adapt.every_shards" in keys:
-        keys.pop("ablation.overlap", None)  # they are refused together
     return keys
 
 
-def _drafter(rng: Random, group: Group, entry_point: str) -> Keys:
+def _drafter(rng: Random, group: Group) -> Keys:
     model, exact = group.model, group.setting.dtype == "float64"
     is_dummy = group.setting.model == "dummy"
     names = ["none", "lookup", "lookup", "eagle3", "eagle3", "eagle3", "hybrid", "parallel", "window", "window", "pard"]
@@ -261,8 +259,6 @@ def _drafter(rng: Random, group: Group, entry_point: str) -> Keys:
             keys["draft.cache_dtype"] = "fp8"
         if rng.random() < 0.15:
             keys["ablation.dead_positions"] = False
-        if entry_point in ("job", "killed") and rng.random() < 0.3 and not group.setting.adapters and not is_dummy:
-            keys |= {"draft.adapt.every_shards": rng.choice([1, 2]), "draft.adapt.time_share": rng.choice([0.1, 1])}
     if name in ("eagle3", "hybrid", "parallel", "window", "pard") and rng.random() < 0.2:
         keys["draft.coupled"] = rng.choice([False, True])
     return keys
