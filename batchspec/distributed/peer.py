@@ -1,6 +1,6 @@
 """Exchanges between GPUs of one machine, which can be captured in a CUDA graph: kernels that read the other GPUs' memory.
 
-Rounds and prefill passes run on streams of their own and overlap, so each has buffers of its own. What is larger than the buffers
+Rounds have buffers that their graphs read; prefill passes have larger ones of their own. What is larger than the buffers
 goes through NCCL, and between ranks that share one GPU, which NCCL refuses, through main memory.
 """
 
