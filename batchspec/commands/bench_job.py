@@ -105,6 +105,7 @@ def measure(
     row_us = seconds / num_rows * 1e6
     # Rows wait until their shard is committed: a flush finds the rows of one window at most.
     journal_us = journal_s / len(engine.last) * min(1.0, WINDOW_SHARDS * shard_rows / (JOURNAL_S * TOK_S / num_tokens)) * 1e6
+    pauses_us = np.repeat(*np.array(sorted(engine.pauses_us.items())).T)
     quarters = [max(part) for part in np.array_split(np.array(memory), 4)] if len(memory) >= 4 else [max(memory)] * 4
     return {
         "rows": num_rows,
@@ -118,8 +119,8 @@ def measure(
         "budget_us": round(num_tokens / TOK_S * SHARE * 1e6, 1),
         "share": round((row_us + journal_us) / 1e6 / (num_tokens / TOK_S), 4),
         **{name: round(value / num_rows * 1e6, 1) for name, value in by_thread.items()},
-        "pause_999_us": round(float(np.quantile(engine.pauses_s, 0.999)) * 1e6, 1),
-        "pause_max_us": round(max(engine.pauses_s) * 1e6, 1),
+        "pause_999_us": round(float(np.quantile(pauses_us, 0.999)), 1),
+        "pause_max_us": float(pauses_us[-1]),
         **{f"resident_mb_q{i + 1}": round(float(value), 1) for i, value in enumerate(quarters)},
     }
 
