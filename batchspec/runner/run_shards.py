@@ -120,6 +120,7 @@ class ShardRunner:
                     self._committed(done)
         finally:
             monitor.ended()
+            self.holder.engine.on_round = None  # the monitor knows the engine: the last reference would not free it
             self._claims.stop_renewal()  # but nothing waits for a slow store before the rows are saved
         self._watchdog.pause()
         if guard.message:
