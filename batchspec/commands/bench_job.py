@@ -51,6 +51,7 @@ from batchspec.records import Completion
 from batchspec.runner.decode_shards import JOURNAL_S
 from batchspec.runstate.journal import Journal
 from batchspec.storage.local_store import LocalStore
+from batchspec.supervise.signals import EndSignals
 
 TOKENS = 512
 """Tokens of a prompt, and of an output."""
@@ -87,7 +88,8 @@ def measure(
     engine = StandInEngine(texts, num_tokens, tokenizer, rows_s)
     with sampled(resident_mb) as memory:
         began, cpu, workers = time.perf_counter(), time.process_time(), children_s()
-        compute(job, output, set(), make=engine.made)
+        with EndSignals() as signals:
+            compute(job, output, set(), signals, make=engine.made)
         seconds, cpu_s, workers_s = time.perf_counter() - began, time.process_time() - cpu, children_s() - workers
         thread_s = time.thread_time() - engine.made_at[0]
         threads_s = time.process_time() - engine.made_at[1] - thread_s
