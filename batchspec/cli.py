@@ -51,11 +51,11 @@ TAKE_KEYS = ("run", "plan", "submit", "train")
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """Run a command as the whole process and return its exit code: Ctrl-C before a job begins is one line, a closed pipe none."""
+    """Run a command as the whole process and return its exit code: Ctrl-C is one line, a closed pipe none."""
     try:
         return command()
     except KeyboardInterrupt:
-        terminal.fail("interrupted before anything was computed; run the same command again")
+        terminal.fail("interrupted; run the same command again")
         return Interrupted.exit_code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the interpreter prints an error at exit

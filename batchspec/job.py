@@ -11,7 +11,7 @@ compute(job, ...)       one run:
   create_output(job, ..)  the manifest: from here on the folder is a job                              runstate/
   work_plan(job, ..)      which rows are computed and which are carried over                          runner/
   ShardRunner.run()       claim shards, decode them, commit each once, until none is left             runner/, supervise/
-finish(output)          the card and the report, once no shard is missing; the push to a hub           report/
+conclude(job, output)   the card and the report, once no shard is missing; the push to a hub           runner/, report/
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ from batchspec.load import make_engine
 from batchspec.packing.survey import Survey
 from batchspec.packing.work_plan import WorkPlan
 from batchspec.prepare import Job, open_job, survey_first
-from batchspec.report.card import dataset_card
-from batchspec.report.page import NEEDS_EXTRA, can_draw, write_report
 from batchspec.report.progress_bar import ProgressBar
-from batchspec.report.push import check_push_key, check_target_key, push_output
+from batchspec.report.push import check_push_key, check_target_key
 from batchspec.report.start_up import StartUp
-from batchspec.report.stats import JobStats, job_stats
+from batchspec.report.stats import job_stats
 from batchspec.report.summary import RunSummary
 from batchspec.runner.compute_all import ComputeAll
+from batchspec.runner.conclude import conclude
 from batchspec.runner.kv_scales import keep_scales, with_saved_scales
 from batchspec.runner.new_extension import advice, check_added_columns, new_extension, with_layout
 from batchspec.runner.new_retry import MAY_DIFFER, new_retry
@@ -55,6 +54,7 @@ from batchspec.runstate.extensions import Extension
 from batchspec.runstate.generations import Change, Generation
 from batchspec.runstate.journal import Journaled, saved_rows
 from batchspec.runstate.output_folder import OutputFolder
+from batchspec.supervise.signals import EndSignals
 from batchspec.supervise.watchdog import Watchdog
 from batchspec.text import counted
 
@@ -71,7 +71,13 @@ def run_job(
     group     the processes that compute the target together; this one leads them
     watchdog  watches this process; None: nothing ends a run that hangs
     """
-    watchdog = watchdog or Watchdog(0.0)
+    with EndSignals() as signals:
+        _run(config, source, group, watchdog or Watchdog(0.0), signals)
+
+
+def _run(
+    config: RunConfig, source: Source | None, group: Group | None, watchdog: Watchdog, signals: EndSignals
+) -> None:  # fmt: skip
     watchdog.begin_loading()
     start_up = StartUp()
     start_up.done("imports and configuration")
@@ -92,7 +98,7 @@ def run_job(
         say(f"{output.path}: already complete: {size_of(job, output)}{nothing_to_retry(config)}")
     else:
         try:
-            compute(job, output, finished, change=change, start_up=start_up, watchdog=watchdog)
+            compute(job, output, finished, signals, change=change, start_up=start_up, watchdog=watchdog)
         except TooManyErrors:
             if output.missing():
                 raise  # if it came after the last shard, the job is complete: write card and report first
@@ -107,16 +113,7 @@ def run_job(
             job = replace(job, layout=output.manifest.layout)  # those runs have ended: this one writes the card of all rows
         say(f"{output.path}: done, {size_of(job, output)}")
     watchdog.close()
-    stats = finish(output, again=not complete)
-    if config.output.push_to_hub is not None:
-        say(push_output(output, config.output.push_to_hub, private=config.output.push_private).line())
-    errors = stats.by_status.get("error", 0)
-    if errors:
-        codes = ", ".join(f"{count} {code}" for code, count in stats.by_error.items())
-        say(f"{output.path}: {counted(errors, 'error row')} ({codes}); the column `error` says why")
-    check_errors(job, stats.error_rows, all_failed=errors == stats.completions)
-    say(f"inspect it:  batchspec stats {output.path}")
-    say(f"             python -c \"import polars; print(polars.read_parquet('{output.path}/data'))\"")
+    conclude(job, output, signals, again=not complete)
 
 
 def is_new(config: RunConfig) -> bool:
@@ -137,11 +134,12 @@ def nothing_to_retry(config: RunConfig) -> str:
 
 
 def compute(
-    job: Job, output: OutputFolder, finished: set[int], make: MakeEngine = make_engine, change: Change | None = None,
-    start_up: StartUp | None = None, watchdog: Watchdog | None = None,
+    job: Job, output: OutputFolder, finished: set[int], signals: EndSignals, make: MakeEngine = make_engine,
+    change: Change | None = None, start_up: StartUp | None = None, watchdog: Watchdog | None = None,
 ) -> None:  # fmt: skip
     """Decode and commit every shard that is not `finished` and that no other run works on; print and log the speed.
 
+    signals   of this process; the rows are saved when one asks the run to end
     make      makes the engine; called when every check has passed
     change    the retry or extension that this run begins; of a retry, only its shards are computed
     start_up  the phases of the run so far
@@ -177,7 +175,7 @@ def compute(
             shards = f"{len(finished)} of {output.num_shards} shards are committed already"
             progress.phase(f"{shards}, {saved_rows(journaled)}; the rest is computed")
         watchdog = watchdog or Watchdog(0.0)
-        ShardRunner(job, output, plan, work, holder, seen, progress, journaled, num_errors, watchdog).run()
+        ShardRunner(job, output, plan, work, holder, seen, progress, journaled, num_errors, watchdog, signals).run()
     seconds = time.perf_counter() - began - start_up_s
     report_speed(output, holder.engine.totals, start_up, seconds=seconds, start_up_s=start_up_s)
 
@@ -220,20 +218,6 @@ def report_speed(
 def size_of(job: Job, output: OutputFolder) -> str:
     """Rows and shards of a job that has begun."""
     return f"{counted(job.layout.num_rows, 'row')} in {counted(output.num_shards, 'shard')}"
-
-
-def finish(output: OutputFolder, *, again: bool) -> JobStats:
-    """Write the card and the report of a complete job if they are missing, or if `again`; returns the statistics of its rows."""
-    stats = job_stats(output.path)
-    output.tidy()  # also if this run wrote nothing: the run that committed the last shard may have died before this
-    if again or not output.has_card():
-        output.finish(dataset_card(output.manifest, stats))
-        if can_draw():
-            write_report(output, stats=stats)
-            say(f"{output.path}/report.html: the job in pictures")
-        else:
-            say(NEEDS_EXTRA.format(out=output.path))
-    return stats
 
 
 def progress_bar(job: Job, seen: Survey, finished: set[int], journaled: Journaled, start_up: StartUp) -> ProgressBar:

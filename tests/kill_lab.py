@@ -29,7 +29,7 @@ from batchspec.config.compose import compose
 from batchspec.config.schema import RunConfig
 from batchspec.errors import BatchspecError
 from batchspec.packing.cost import H200
-from batchspec.runner import decode_shards, run_shards
+from batchspec.runner import conclude, decode_shards, run_shards
 from batchspec.runstate import claims, job_state
 from batchspec.runstate.claims import Claims
 from batchspec.storage.open_store import open_store
@@ -79,7 +79,7 @@ def work(config: RunConfig, said: Path, conduct: Conduct) -> None:
     os.environ.update(conduct.environ)
     sys.stderr = said.open("a", buffering=1)
     torch.set_num_threads(1)
-    put(job, "can_draw", lambda: False)  # drawing and measuring this machine take longer than the job
+    put(conclude, "can_draw", lambda: False)  # drawing and measuring this machine take longer than the job
     put(load, "device_rates", lambda *_, **__: H200)
     put(poison_rows, "COOLDOWN_S", COOLDOWN_S)
     if conduct.journal_s is not None:

@@ -28,13 +28,13 @@ from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
-from batchspec import job, run
+from batchspec import run
 from batchspec.cluster import crew
 from batchspec.model import templates, tokenizer
 from batchspec.model.templates import Templates
 from batchspec.packing import cost
 from batchspec.report.page import can_draw
-from batchspec.runner import background_commit
+from batchspec.runner import background_commit, conclude
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.supervise import poison_rows
 from tests.models import make_checkpoint, make_tokenizer
@@ -69,7 +69,7 @@ def make_jobs_quick(patch: pytest.MonkeyPatch) -> None:
     def mode(self: Hydra, config_name: str | None, overrides: list[str]) -> Any:
         return get_mode(self, config_name, overrides) if any("hydra.mode" in word for word in overrides) else None
 
-    patch.setattr(job, "can_draw", lambda: False)
+    patch.setattr(conclude, "can_draw", lambda: False)
     patch.setattr(cost, "calibrate", cache(cost.calibrate))
     patch.setattr(Hydra, "get_mode", mode)
     patch.setattr(tokenizer, "Templates", templates_of_a_folder)
@@ -123,7 +123,7 @@ def compose_options_once(patch: pytest.MonkeyPatch) -> None:
 def drawing() -> Iterator[None]:
     """Jobs in this process draw their reports, which the tests leave out otherwise (conftest.py)."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "can_draw", can_draw)
+        patch.setattr(conclude, "can_draw", can_draw)
         yield
 
 

@@ -7,18 +7,25 @@ capture, which CUDA does not permit.
 from __future__ import annotations
 
 import gc
+import signal
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from batchspec import run
 from batchspec.draft.base import Drafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.engine import Engine
+from batchspec.engine.output_processor import EngineTotals
+from batchspec.errors import StorageError
 from batchspec.garbage import OF_PYTHON, RARE, imports_frozen, older_objects_frozen
 from batchspec.records import Request
+from batchspec.runner.run_monitor import RunMonitor
 from tests.engines import DEVICE, packed, request, tiny_target
+from tests.runs import make_model, make_prompts
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -129,3 +136,27 @@ def test_garbage_is_collected_rarely_during_a_run_and_as_before_afterwards() -> 
             assert gc.get_threshold()[0] == 0, "it stays switched off"
     finally:
         gc.set_threshold(*before)
+
+
+@pytest.mark.parametrize(("how", "code"), [("complete", 0), ("a signal", 75), ("Ctrl-C twice", 75), ("an error", 74)])
+def test_a_job_in_a_program_that_goes_on_keeps_no_engine(
+    how: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The models of ten jobs were in memory at once, until Python happened to collect its oldest garbage."""
+    observe = RunMonitor.__call__
+
+    def observed(self: RunMonitor, totals: EngineTotals) -> None:
+        observe(self, totals)
+        if how == "an error":
+            raise StorageError("the disk is full")
+        for _ in range({"a signal": 1, "Ctrl-C twice": 2}.get(how, 0)):
+            signal.raise_signal(signal.SIGTERM if how == "a signal" else signal.SIGINT)
+
+    monkeypatch.setattr(RunMonitor, "__call__", observed)
+    model, data = make_model(tmp_path / "model"), make_prompts(tmp_path / "in.parquet", 8)
+    words = [
+        f"model.path={model}", "model.dtype=float64", f"input.path={data}", "draft=lookup",
+        f"output.dir={tmp_path / 'out'}", "decode.max_new_tokens=6", "packing.max_num_seqs=3",
+    ]  # fmt: skip
+    assert run.main(words) == code
+    assert not [one for one in gc.get_objects() if isinstance(one, Engine)]

@@ -85,6 +85,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "runstate",
         "packing",
         "report",
+        "supervise.signals",
         "supervise.watchdog",
     },
     "identity": {

@@ -75,6 +75,16 @@ def test_the_rate_is_that_of_the_last_minute() -> None:
     assert stream.getvalue() == "0/10 completions (0.0%), 500 tok/s, mean acceptance length 1.00, 0 live rows\n"
 
 
+def test_the_rate_needs_few_samples_however_many_rounds_end_in_a_minute() -> None:
+    clock, stream = Clock(), io.StringIO()
+    progress = ProgressBar(10, stream=stream, clock=clock, interval_s=99)
+    for _ in range(100_000):
+        clock.now += 0.001
+        progress.update(tokens=1, rounds=1)
+    assert len(progress._history) < 2 * progress_module.WINDOW_S / progress_module.SAMPLE_S
+    assert stream.getvalue() == "0/10 completions (0.0%), 1,000 tok/s, mean acceptance length 1.00, 0 live rows\n"
+
+
 def test_a_terminal_gets_a_bar_and_notes_above_it() -> None:
     clock, stream = Clock(), Terminal()
     with ProgressBar(4, stream=stream, clock=clock) as progress:

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchspec import job as job_module
 from batchspec import run
 from batchspec.commands.report import main
 from batchspec.errors import ConfigError, OutputError
 from batchspec.records import Completion, RowError
 from batchspec.report import page, requests
 from batchspec.report.requests import cut, read_requests
+from batchspec.runner import conclude
 from batchspec.runstate.output_folder import OutputFolder
 from tests.browser import running_browser
 from tests.io_samples import built, completion, dataset, failed, new_folder, shards_of, stats
@@ -333,7 +333,7 @@ def test_a_job_ends_with_its_page(tmp_path: Path, command: list[str]) -> None:
 def test_without_the_extra_a_job_prints_once_how_to_get_its_page(
     tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(job_module, "can_draw", lambda: False)
+    monkeypatch.setattr(conclude, "can_draw", lambda: False)
     assert run.main([*command, f"output.dir={tmp_path}/out"]) == 0
     assert capsys.readouterr().err.count("report.html needs matplotlib") == 1
     assert not (tmp_path / "out/report.html").exists()

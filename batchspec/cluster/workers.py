@@ -116,7 +116,7 @@ def exit_code(codes: Sequence[int], config: RunConfig) -> int:
         return 0
     worst = next((code for code in DIED_CODES if code in codes), 1)
     if 0 in codes:
-        notice(f"{config.output.dir}: some shards are left, and no worker; run the same command again")
+        notice(f"{config.output.dir}: the job is not complete, and no worker is left; run the same command again")
     return worst
 
 

@@ -51,6 +51,7 @@ from batchspec.records import Completion
 from batchspec.runner.decode_shards import JOURNAL_S
 from batchspec.runstate.journal import Journal
 from batchspec.storage.local_store import LocalStore
+from batchspec.supervise.signals import EndSignals
 
 TOKENS = 512
 """Tokens of a prompt, and of an output."""
@@ -87,7 +88,8 @@ def measure(
     engine = StandInEngine(texts, num_tokens, tokenizer, rows_s)
     with sampled(resident_mb) as memory:
         began, cpu, workers = time.perf_counter(), time.process_time(), children_s()
-        compute(job, output, set(), make=engine.made)
+        with EndSignals() as signals:
+            compute(job, output, set(), signals, make=engine.made)
         seconds, cpu_s, workers_s = time.perf_counter() - began, time.process_time() - cpu, children_s() - workers
         thread_s = time.thread_time() - engine.made_at[0]
         threads_s = time.process_time() - engine.made_at[1] - thread_s
@@ -105,6 +107,7 @@ def measure(
     row_us = seconds / num_rows * 1e6
     # Rows wait until their shard is committed: a flush finds the rows of one window at most.
     journal_us = journal_s / len(engine.last) * min(1.0, WINDOW_SHARDS * shard_rows / (JOURNAL_S * TOK_S / num_tokens)) * 1e6
+    pauses_us = np.repeat(*np.array(sorted(engine.pauses_us.items())).T)
     quarters = [max(part) for part in np.array_split(np.array(memory), 4)] if len(memory) >= 4 else [max(memory)] * 4
     return {
         "rows": num_rows,
@@ -118,8 +121,8 @@ def measure(
         "budget_us": round(num_tokens / TOK_S * SHARE * 1e6, 1),
         "share": round((row_us + journal_us) / 1e6 / (num_tokens / TOK_S), 4),
         **{name: round(value / num_rows * 1e6, 1) for name, value in by_thread.items()},
-        "pause_999_us": round(float(np.quantile(engine.pauses_s, 0.999)) * 1e6, 1),
-        "pause_max_us": round(max(engine.pauses_s) * 1e6, 1),
+        "pause_999_us": round(float(np.quantile(pauses_us, 0.999)), 1),
+        "pause_max_us": float(pauses_us[-1]),
         **{f"resident_mb_q{i + 1}": round(float(value), 1) for i, value in enumerate(quarters)},
     }
 

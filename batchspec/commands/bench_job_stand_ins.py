@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -69,8 +69,8 @@ class StandInEngine:
     tokenizer  of the job, which decodes the texts; None: texts are known
     made_at  CPU time of this thread, and of the process, when the start-up was over
     own_s, feed_s, round_s  CPU time of this thread in the stand-in itself, in the stream of requests, and after rounds
-    pauses_s  CPU time of each call into the job's work, during which this thread could launch nothing: to take a request, after
-              a round, or with a finished row
+    pauses_us  how many calls into the job's work, during which this thread could launch nothing, took so many microseconds of CPU
+              time: to take a request, after a round, or with a finished row
     """
 
     def __init__(self, texts: Sequence[str], num_tokens: int, tokenizer: Tokenizer | None = None, rows_s: float = 0.0) -> None:
@@ -84,7 +84,7 @@ class StandInEngine:
         self.on_round: Callable[[EngineTotals], None] | None = None
         self.last: deque[Completion] = deque(maxlen=1024)
         self.own_s = self.feed_s = self.round_s = 0.0
-        self.pauses_s: list[float] = []
+        self.pauses_us = Counter[int]()
         self.made_at = 0.0, 0.0
         self._ahead = Prefetcher(iter(()), None, most=0)
 
@@ -117,14 +117,19 @@ class StandInEngine:
     def _handed_out(self, completion: Completion) -> Iterator[Completion]:
         began = time.thread_time()
         yield completion
-        self.pauses_s.append(time.thread_time() - began)
+        self._paused(began)
 
     def _next(self, requests: Iterator[Request | None]) -> Request | None:
         began = time.thread_time()
         request = next(requests, None)
-        self.pauses_s.append(time.thread_time() - began)
-        self.feed_s += self.pauses_s[-1]
+        self.feed_s += self._paused(began)
         return request
+
+    def _paused(self, began: float) -> float:
+        """Count a pause since this CPU time of the thread; returns its seconds."""
+        seconds = time.thread_time() - began
+        self.pauses_us[round(seconds * 1e6)] += 1
+        return seconds
 
     def _end(self, request: Request, live_rows: int) -> Completion:
         waited = time.thread_time()
@@ -134,14 +139,13 @@ class StandInEngine:
         totals, rounds = self.totals, self._num_tokens // 2
         totals.tokens, totals.live_rows = totals.tokens + self._num_tokens, live_rows
         totals.row_rounds, totals.accepted = totals.row_rounds + rounds, totals.accepted + rounds
-        before = reported = began
+        reported = began
         for _ in range(ROUNDS_A_ROW):
             totals.rounds += 1
             if self.on_round is not None:
                 self.on_round(totals)
             self._ahead.take(PREFETCHED_PER_ROUND)
-            before, reported = reported, time.thread_time()
-            self.pauses_s.append(reported - before)
+            reported += self._paused(reported)
         self.round_s += reported - began
         completion = self._completion(request, rounds)
         self.last.append(completion)

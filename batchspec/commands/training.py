@@ -24,7 +24,7 @@ from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import judge_model
 from batchspec.prepare import choose_device
-from batchspec.supervise.signals import ending
+from batchspec.supervise.signals import EndSignals
 from batchspec.train.data import Numbers, Row, course, frequent_ids, read_rows, split_rows, unused_id
 from batchspec.train.folder import HeadFolder
 from batchspec.train.head import new_network, new_spec, published_network
@@ -74,8 +74,9 @@ def train(run: TrainRun) -> Path:
     network, ids = _network(run, target, trained)
     out.begin()
     made = _course(run, target, network, ids, trained, held_out, out, say)
-    with ending(lambda: None) as asked:
-        made.run(lambda: asked.name)
+    with EndSignals() as signals:
+        signals.stop_with(lambda: None)
+        made.run(lambda: signals.name)
     stored = _stored_dtype(spec)
     save_head(
         out.path, network, torch.from_numpy(ids), spec, layout=run.output.layout, dtype=stored, verifier=run.model.path,

@@ -141,7 +141,7 @@ class Feed:
         self._done: list[int] = []
         """Open shards whose rows are all finished."""
         self._handed_out, self._filled_at = 0, 0.0
-        self._compiling, self._busy, self._on_refused = compiling, busy or self._has_unfinished, refused
+        self._compiling, self._busy, self._on_refused = compiling, busy, refused
         self._num_unfinished = 0
         """Number of requests that were handed out and have not finished. Only counted with `compiling`."""
         self._num_ready = 0
@@ -159,8 +159,8 @@ class Feed:
         return self._num_ready if self._compiling is None else 0
 
     def _compiled(self, compiling: RequestCompiler) -> Iterator[Request | None]:
-        ahead = max(AHEAD, self._slots)
-        for request in ReadyRequests(self._in_order(), compiling, refused=self._refuse, busy=self._busy, ahead=ahead):
+        ahead, busy = max(AHEAD, self._slots), self._busy or self._has_unfinished
+        for request in ReadyRequests(self._in_order(), compiling, refused=self._refuse, busy=busy, ahead=ahead):
             self._num_unfinished += request is not None
             yield request
 

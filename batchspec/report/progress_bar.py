@@ -21,6 +21,8 @@ from batchspec.text import counted
 
 WINDOW_S = 60.0
 """The rate shown is the mean over this time."""
+SAMPLE_S = 0.5
+"""Shortest time between two samples that the rate is computed from: a small model ends thousands of rounds a second."""
 TICK_S = 1.0
 DRAW_S = 0.1
 """Shortest time between two drawings of the bar."""
@@ -131,6 +133,8 @@ class ProgressBar:
             self.mean_output, self.in_flight_tokens = mean_output, in_flight_tokens
         now = self.clock()
         self._round_at = now if rounds else self._round_at
+        if len(self._history) > 1 and self._history[-1][0] - self._history[-2][0] < SAMPLE_S:
+            self._history.pop()
         self._history.append((now, self.tokens, self.done))
         while len(self._history) > 2 and self._history[1][0] <= now - WINDOW_S:
             self._history.popleft()

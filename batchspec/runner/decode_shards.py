@@ -53,7 +53,8 @@ def decode_shards(
         compiling=job.admission.compiling,
     )
     engine.on_round = monitor
-    with closing(engine.run(monitor.watch(feed), num_ready=lambda: feed.num_ready)) as completions:
+    requests = monitor.watch(feed)  # closed, because an engine that was stopped keeps what it has not read to its end
+    with closing(requests), closing(engine.run(requests, num_ready=lambda: feed.num_ready)) as completions:
         for completion in completions:
             job.admission.observe(completion)
             feed.add(completion)

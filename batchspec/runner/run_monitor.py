@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.packing.feed import Feed
@@ -50,7 +50,7 @@ class RunMonitor:
         self._feed: Feed | None = None
         self.exhausted = False
 
-    def watch(self, feed: Feed) -> Iterator[Request | None]:
+    def watch(self, feed: Feed) -> Generator[Request | None]:
         """The feed's requests that the deadline leaves time for; None while none is ready. Sets `exhausted` when there are no
         more.
         """

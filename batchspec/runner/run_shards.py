@@ -30,7 +30,7 @@ from batchspec.runstate.output_folder import OutputFolder
 from batchspec.supervise.deadline import Deadline
 from batchspec.supervise.leases import claim_shards, released_at_end
 from batchspec.supervise.poison_rows import SuspectShards
-from batchspec.supervise.signals import ending
+from batchspec.supervise.signals import EndSignals
 from batchspec.supervise.watchdog import Watchdog
 
 
@@ -43,14 +43,15 @@ class ShardRunner:
     journaled   saved work of earlier runs on the coming shards
     num_errors  committed input rows with at least one error completion
     watchdog    of this process; it expects loading at first
+    signals     of this process; they ask this run to end
     """
 
     def __init__(
         self, job: Job, output: OutputFolder, plan: WorkPlan, work: ShardWork | ShardWorkers, holder: EngineWithFallback,
-        seen: Survey, progress: ProgressBar, journaled: Journaled, num_errors: int, watchdog: Watchdog,
+        seen: Survey, progress: ProgressBar, journaled: Journaled, num_errors: int, watchdog: Watchdog, signals: EndSignals,
     ) -> None:  # fmt: skip
         self.job, self.output, self.plan, self.work, self.holder, self.progress = job, output, plan, work, holder, progress
-        self.num_errors = num_errors
+        self.num_errors, self._signals = num_errors, signals
         self._mean_output, self._journaled = seen.mean_output, journaled
         self._unread: set[int] = set()
         """Shards that the reader has not yet returned in this pass."""
@@ -68,15 +69,15 @@ class ShardRunner:
         with ExitStack() as stack:
             stack.enter_context(HeartbeatWriter(self.output.heartbeats(), self.progress.facts, slots=slots))
             timeline = stack.enter_context(closing(Timeline(self.output.log_timeline, slots=slots)))
-            asked = stack.enter_context(ending(self.holder.stop))
+            self._signals.stop_with(self.holder.stop)
             stack.enter_context(released_at_end(self._claims, self._attempts))
             stack.callback(self._settle)
             stack.callback(self._watchdog.close)
             try:
-                while not asked.name and (others := self._left_out()) is not None:
+                while not self._signals.name and (others := self._left_out()) is not None:
                     self._pass(others, timeline)
-                    if self._deadline.reached and not asked.name:
-                        asked.name = "time limit"
+                    if self._deadline.reached and not self._signals.name:
+                        self._signals.name = "time limit"
             except (RankLost, WorkerLost):
                 self._journal.flush()
                 raise
@@ -84,15 +85,15 @@ class ShardRunner:
                 left = []
                 self._journal.flush()
             else:
-                left = self.holder.engine.unfinished() if asked.name else []
-                if asked.name:
+                left = self.holder.engine.unfinished() if self._signals.name else []
+                if self._signals.name:
                     self._journal.flush(left)
             self._settle()
-            if asked.name is not None and self.output.missing():
+            if self._signals.name is not None and self.output.missing():
                 finished = self.output.finished()
                 shards = f"{len(finished)} of {self.output.num_shards} shards are committed"
                 saved = self._saved(left, finished)
-                raise Interrupted(f"{asked.name}: {shards}, {saved}; run the same command again to go on")
+                raise Interrupted(f"{self._signals.name}: {shards}, {saved}; run the same command again to go on")
 
     def _saved(self, unfinished: Sequence[Snapshot], finished: Container[int]) -> str:
         """How many rows the next run will find saved, for a message."""
@@ -118,6 +119,7 @@ class ShardRunner:
                     self._committed(done)
         finally:
             monitor.ended()
+            self.holder.engine.on_round = None  # the monitor knows the engine: the last reference would not free it
             self._claims.stop_renewal()  # but nothing waits for a slow store before the rows are saved
         self._watchdog.pause()
         if guard.message:

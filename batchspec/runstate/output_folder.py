@@ -234,8 +234,14 @@ class OutputFolder(RunFolder):
         """README.md as it is. Raises StorageError."""
         return self._store.read("README.md")
 
+    def has_report(self) -> bool:
+        """Whether report.html is there. With the job's card there, it is not older than that."""
+        return self._store.exists("report.html")
+
     def finish(self, card: str) -> None:
-        """Write the dataset card, README.md. Raises as `check_own` does."""
+        """Write the dataset card, README.md, and delete an older report. Raises as `check_own` does."""
+        if old := self._store.versions("").get("report.html"):
+            self._store.delete("report.html", old)
         self._put_own("README.md", card.encode())
         if self._changes:
             self._generations.mark_card(self._changes[-1])

@@ -1,46 +1,73 @@
-"""Signals that ask a run to end: after the first it finishes its round and saves its work; a second Ctrl-C ends it at once."""
+"""Signals that ask a run to end. While rows are decoded, the first one lets the run finish its round and save its work, and a
+second Ctrl-C ends it at once. When all rows are committed, the first one ends the run at once."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from types import FrameType
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 """Sent by batch systems before they kill, and by Ctrl-C."""
 
 
-@dataclass(slots=True)
-class Asked:
-    """The first signal that asked the run to end; None if none came."""
+class EndSignals:
+    """What the signals of SIGNALS do, from the first call of `stop_with` or `interrupt` until the end of the `with` block.
+
+    Only the main thread can handle signals: in other threads nothing is changed.
+    """
 
     name: str | None = None
+    """The first signal that came; None if none did."""
 
+    def __init__(self) -> None:
+        self._handle: Callable[[int], None] = _nothing
+        self._before: dict[signal.Signals, Any] = {}
 
-@contextmanager
-def ending(stop: Callable[[], None]) -> Iterator[Asked]:
-    """Within, SIGTERM, SIGUSR1, SIGUSR2 and SIGINT call `stop` once; a second SIGINT raises KeyboardInterrupt.
+    def __enter__(self) -> Self:
+        return self
 
-    Only the main thread can handle signals: in other threads this does nothing.
-    """
-    asked = Asked()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._handle = _nothing  # so that this object holds no engine
 
-    def handle(number: int, _: FrameType | None) -> None:
-        if asked.name is None:
-            asked.name = signal.Signals(number).name
-            stop()
-        elif number == signal.SIGINT:
+    def stop_with(self, stop: Callable[[], None]) -> None:
+        """The first signal calls `stop`; a second SIGINT raises KeyboardInterrupt."""
+
+        def handle(number: int) -> None:
+            if self.name is None:
+                self.name = signal.Signals(number).name
+                stop()
+            elif number == signal.SIGINT:
+                raise KeyboardInterrupt
+
+        self._install(handle)
+
+    def interrupt(self) -> None:
+        """The next signal raises KeyboardInterrupt; those after it are ignored."""
+
+        def handle(number: int) -> None:
+            self.ignore()
+            self.name = signal.Signals(number).name
             raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, handle) for number in SIGNALS}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        self._install(handle)
+
+    def ignore(self) -> None:
+        """Signals do nothing from now on."""
+        self._install(_nothing)
+
+    def _install(self, handle: Callable[[int], None]) -> None:
+        self._handle = handle
+        if not self._before and threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handled) for number in SIGNALS}
+
+    def _handled(self, number: int, _: FrameType | None) -> None:
+        self._handle(number)
+
+
+def _nothing(_: int) -> None:
+    """What an ignored signal does."""

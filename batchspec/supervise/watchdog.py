@@ -82,7 +82,7 @@ class Watchdog:
         has_parent  its parent ends this process if the interpreter does not run (`distributed/silent_ranks.py`)
         advice      the end of its last message
         """
-        self.save: Callable[[], str] = lambda: "no more rows are saved"
+        self.save = _nothing_to_save
         """Called before the process ends, while the main thread hangs; saves rows and says how many are saved in all."""
         self._limit_s, self._lost, self._loads, self._has_parent, self._advice = limit_s, lost, loads, has_parent, advice
         self._expected = (math.inf, False)
@@ -101,8 +101,9 @@ class Watchdog:
         self._expected = (math.inf, False)
 
     def close(self) -> None:
-        """Watch no longer. May be called several times."""
+        """Watch no longer, and forget `save`, by which this object holds the run. May be called several times."""
         self._over.set()
+        self.save = _nothing_to_save
 
     @contextmanager
     def watching(self) -> Iterator[Self]:
@@ -151,6 +152,10 @@ class Watchdog:
             saved = str(error)
         terminal.fail(f"{why}; the stacks above show where it hangs; {saved}; {self._advice}")
         os._exit(Interrupted.exit_code)
+
+
+def _nothing_to_save() -> str:
+    return "no more rows are saved"
 
 
 def _why(limit_s: float, *, loading: bool) -> str:

@@ -1,0 +1,70 @@
+"""What follows the last row of a job: its card, its report, the push to a hub, and the lines that tell what is in it."""
+
+from __future__ import annotations
+
+from batchspec import terminal
+from batchspec.errors import Interrupted
+from batchspec.prepare import Job
+from batchspec.report.card import dataset_card
+from batchspec.report.page import NEEDS_EXTRA, can_draw, write_report
+from batchspec.report.push import push_output
+from batchspec.report.stats import JobStats, job_stats
+from batchspec.runner.run_shards import check_errors
+from batchspec.runstate.output_folder import OutputFolder
+from batchspec.supervise.signals import EndSignals
+from batchspec.text import counted
+
+
+def conclude(job: Job, output: OutputFolder, signals: EndSignals, *, again: bool) -> None:
+    """Write the card and the report of a complete job (see `finish`), push it, and tell what is in it.
+
+    A signal ends this at once: the rows are committed, and the same command goes on with the rest.
+    Raises Interrupted after a signal if the job is not pushed that is to be pushed; TooManyErrors; and as `push_output`.
+    """
+    signals.interrupt()
+    stats, repo = None, job.config.output.push_to_hub
+    try:
+        stats = job_stats(output.path)
+        finish(output, stats, again=again)
+        if repo is not None:
+            terminal.say(push_output(output, repo, private=job.config.output.push_private).line())
+    except KeyboardInterrupt:
+        signals.ignore()
+        left = [*unwritten(output), *([] if repo is None else [f"the dataset {repo} of the hub"])]
+        rest = f"; run the same command again for {' and '.join(left)}" if left else ""
+        line = f"{output.path}: {signals.name or 'SIGINT'}: all rows are committed{rest}"
+        if repo is not None:
+            raise Interrupted(line) from None
+        terminal.say(line)
+        if stats is not None:
+            _check_errors(job, stats)
+        return
+    errors = stats.by_status.get("error", 0)
+    if errors:
+        codes = ", ".join(f"{count} {code}" for code, count in stats.by_error.items())
+        terminal.say(f"{output.path}: {counted(errors, 'error row')} ({codes}); the column `error` says why")
+    _check_errors(job, stats)
+    terminal.say(f"inspect it:  batchspec stats {output.path}")
+    terminal.say(f"             python -c \"import polars; print(polars.read_parquet('{output.path}/data'))\"")
+
+
+def _check_errors(job: Job, stats: JobStats) -> None:
+    check_errors(job, stats.error_rows, all_failed=stats.by_status.get("error", 0) == stats.completions)
+
+
+def finish(output: OutputFolder, stats: JobStats, *, again: bool) -> None:
+    """Write the card and the report of a complete job if they are missing, or if `again`. stats: of its rows."""
+    output.tidy()  # also if this run wrote nothing: the run that committed the last shard may have died before this
+    if again or not output.has_card():
+        output.finish(dataset_card(output.manifest, stats))
+        if not can_draw():
+            terminal.say(NEEDS_EXTRA.format(out=output.path))
+    if can_draw() and not output.has_report():
+        write_report(output, stats=stats)
+        terminal.say(f"{output.path}/report.html: the job in pictures")
+
+
+def unwritten(output: OutputFolder) -> list[str]:
+    """Files about the job that `finish` would write."""
+    there = {"README.md": output.has_card(), "report.html": output.has_report() or not can_draw()}
+    return [name for name, written in there.items() if not written]
