@@ -16,11 +16,14 @@ finish(output)          the card and the report, once no shard is missing; the p
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import time
 from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
+from glob import has_magic
 
 from batchspec import terminal
 from batchspec.config.schema import RunConfig
@@ -57,7 +60,7 @@ from batchspec.runstate.generations import Change, Generation
 from batchspec.runstate.journal import Journaled, saved_rows
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.supervise.watchdog import Watchdog
-from batchspec.text import counted
+from batchspec.text import counted, for_shell
 
 MOST_WORKERS = 4
 """Default number of processes that admit rows and make tables: enough for about 6,000 short chats a second."""
@@ -116,8 +119,10 @@ def run_job(
         codes = ", ".join(f"{count} {code}" for code, count in stats.by_error.items())
         say(f"{output.path}: {counted(errors, 'error row')} ({codes}); the column `error` says why")
     check_errors(job, stats.error_rows, all_failed=errors == stats.completions)
-    say(f"inspect it:  batchspec stats {output.path}")
-    say(f"             python -c \"import polars; print(polars.read_parquet('{output.path}/data'))\"")
+    say(f"inspect it:  batchspec stats {for_shell(output.path)}")
+    exactly = ", glob=False" if has_magic(output.path) else ""
+    code = f"import polars; print(polars.read_parquet({json.dumps(f'{output.path}/data')}{exactly}))"
+    say(f"             python -c {shlex.quote(code)}")
 
 
 def is_new(config: RunConfig) -> bool:
@@ -235,7 +240,7 @@ def finish(output: OutputFolder, *, again: bool) -> JobStats:
             write_report(output, stats=stats)
             say(f"{output.path}/report.html: the job in pictures")
         else:
-            say(NEEDS_EXTRA.format(out=output.path))
+            say(NEEDS_EXTRA.format(out=for_shell(output.path)))
     return stats
 
 

@@ -37,7 +37,7 @@ class CsvFile:
             self._stamp = place.stamp()
             self.size_bytes = self._stamp.size_bytes
             self._text = TextStream(place, codec)
-            self._text.check(name)
+            self._text.check(name, self.size_bytes)
             lines = _Lines(self._text.at(0))
             header = next(_rows(lines), None)
             if isinstance(header, str):

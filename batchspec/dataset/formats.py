@@ -85,8 +85,10 @@ class TextStream:
             raise files.changed(name, f"other text at byte {part.place:,}")
         return block
 
-    def check(self, name: str) -> None:
-        """Raise InputError for a file that is another kind of data, by its first bytes."""
+    def check(self, name: str, size_bytes: int) -> None:
+        """Raise InputError for a file that is another kind of data, by its size and its first bytes."""
+        if self.compressed and not size_bytes:
+            raise InputError(f"{name} is empty, which compressed data never is: it was cut off; write it again")
         begin = _peek(self.at(0))
         for magic, said in _MAGIC.items():
             if begin.startswith(magic):

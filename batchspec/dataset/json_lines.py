@@ -37,7 +37,7 @@ class JsonLinesFile:
             self._stamp = place.stamp()
             self.size_bytes = self._stamp.size_bytes
             self._text = TextStream(place, codec)
-            self._text.check(name)
+            self._text.check(name, self.size_bytes)
             for offset, block in self._blocks():
                 digest.update(block)
                 num_rows = 0
