@@ -12,7 +12,6 @@ Shards are converted one at a time, so that memory does not grow with the job. T
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import uuid
@@ -29,6 +28,7 @@ import pyarrow.parquet as pq
 
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
+from batchspec.dataset.lines import LongLine, lines_of
 from batchspec.dataset.messages import THINKING_FIELD
 from batchspec.dataset.openai_requests import Line, filled, parse_request, request_row, request_schema
 from batchspec.dataset.openai_responses import response_line
@@ -212,10 +212,13 @@ def from_openai(source: Path, target: Path, drop: Sequence[str] = ()) -> str:
 
 def _requests(source: Path, drop: Sequence[str]) -> Iterator[dict[str, Any]]:
     try:
-        with open_regular(source) as lines:
-            for number, text in enumerate(io.TextIOWrapper(lines, encoding="utf-8"), 1):
-                if text.strip():
-                    yield parse_request(text, f"{source} line {number}", drop)
+        with open_regular(source) as file:
+            for number, line in enumerate(lines_of(file), 1):
+                where = f"{source} line {number}"
+                if isinstance(line, LongLine):
+                    raise InputError(f"{where}: {line.problem}; leave it out")
+                if line.strip():
+                    yield parse_request(line.decode("utf-8"), where, drop)
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise InputError(f"{source}: cannot be read ({why}); give a file of JSON lines in UTF-8") from error

@@ -39,6 +39,8 @@ class Part:
     """Number of the row group, or byte offset of the block."""
     digest: bytes = b""
     """sha256 of the block; empty for a row group."""
+    too_long: bool = False
+    """The block is one line that is too long to be read (lines.py)."""
 
 
 class DataFile(Protocol):
