@@ -12,6 +12,7 @@ import torch
 from batchspec import __version__
 from batchspec.config.schema import TEMPLATE_DATE, CacheConfig
 from batchspec.dataset.schema import output_schema
+from batchspec.model.config_values import has_file, read_text
 from batchspec.model.deterministic import ORDER_VERSION
 from batchspec.model.kv_calibration import CALIBRATION
 from batchspec.model.quant.modelopt import CONFIG_FILE
@@ -33,7 +34,7 @@ def job_fingerprint(job: Job) -> dict[str, str]:
     schema = output_schema(job.source.schema, job.columns, config.output, channels=channels)
     return fingerprint(
         {
-            "model.config": (job.folder / "config.json").read_text(encoding="utf-8"),
+            "model.config": read_text(job.folder / "config.json"),
             **weight_parts(job.folder, dummy=job.dummy),
             # Left out without one, so that jobs begun before this key existed resume.
             **({} if job.adapter is None else {"model.adapter": job.adapter.fingerprint}),
@@ -69,7 +70,7 @@ def job_fingerprint(job: Job) -> dict[str, str]:
 def weight_parts(folder: Path, *, dummy: bool) -> dict[str, Any]:
     """What identifies a model's weights before they are loaded: their files, and the file that says how they are quantised."""
     file = folder / CONFIG_FILE
-    parts = {"model.quantization": file.read_text(encoding="utf-8") if file.is_file() else None}
+    parts = {"model.quantization": read_text(file) if has_file(file) else None}
     if dummy:
         return {**parts, "model.weights": "dummy"}
     files = weight_files(folder)

@@ -21,6 +21,7 @@ from batchspec.draft.spec import DrafterSpec, open_drafter
 from batchspec.errors import ConfigError
 from batchspec.load_progress import count_step
 from batchspec.model.blocks.base import Shard
+from batchspec.model.config_values import has_file
 from batchspec.model.deterministic import in_one_order
 from batchspec.model.dtype import resolve_dtype
 from batchspec.model.files import ModelFiles
@@ -244,7 +245,7 @@ def check_gpu(config: RunConfig, device: torch.device) -> None:
 
 def open_tokenizer(folder: Path, config: RunConfig, columns: ColumnMap) -> Tokenizer | None:
     """The folder's tokenizer; None if it has none and the input is prompt_ids."""
-    if columns.prompt_kind == "prompt_ids" and not (folder / "tokenizer.json").is_file():
+    if columns.prompt_kind == "prompt_ids" and not has_file(folder / "tokenizer.json"):
         return None
     template = config.model.chat_template
     return Tokenizer(folder, Path(template) if template else None, date=config.input.template_date)

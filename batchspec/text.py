@@ -3,11 +3,13 @@
 for_terminal   escapes control characters, so that the text cannot control the terminal; line breaks stay
 one_line       the same on one line and cut to a length: for a table cell or a message
 for_markdown   one line as a code span, in which neither Markdown nor HTML is interpreted
+for_shell      a path as one word of a command that a message tells to type
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 
 MESSAGE_CHARS = 2000
 CELL_CHARS = 120
@@ -49,6 +51,12 @@ def for_markdown(text: object) -> str:
     fence = "`" * (1 + max(map(len, re.findall("`+", shown)), default=0))
     pad = " " if shown[0] == "`" or shown[-1] == "`" else ""
     return f"{fence}{pad}{shown}{pad}{fence}"
+
+
+def for_shell(path: object) -> str:
+    """A path as one word of a shell's command, which no program takes for an option."""
+    word = str(path)
+    return shlex.quote(f"./{word}" if word.startswith("-") else word)
 
 
 def _escape(character: str) -> str:

@@ -57,7 +57,7 @@ def test_a_shipped_head_is_named_by_its_folder() -> None:
 
 def test_a_file_is_not_a_model(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_text("")
-    assert "is a file; give the model's folder" in refusal(str(tmp_path / "model.gguf"))
+    assert "a file, not a folder; give a folder" in refusal(str(tmp_path / "model.gguf"))
 
 
 def test_a_revision_goes_with_a_hub_id(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ EVERYONE = {
     "lazy_automaton",
     "load_progress",
     "out_of_memory",
+    "local_files",
     "constrained_text",
     "error_rows",
     "__version__",
@@ -90,6 +91,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "identity": {
         "dataset.schema",
+        "model.config_values",
         "model.kv_calibration",
         "model.deterministic",
         "model.quant.modelopt",
@@ -230,6 +232,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "records": set(),
     "packed_batch": set(),
     "out_of_memory": set(),
+    "local_files": set(),
     "errors": set(),
     "text": set(),
     "terminal": set(),

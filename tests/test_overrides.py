@@ -84,6 +84,19 @@ def test_text_that_hydra_has_no_place_for_is_taken_as_it_is(text: str) -> None:
     assert compose([f"decode.stop={text}"]).decode.stop == [text]
 
 
+@pytest.mark.parametrize("text", ["1e3", "12345e6", "true", "1_0", "nan", " a", "a\t", "b ", "1"])
+def test_text_is_no_number_and_keeps_its_spaces(text: str) -> None:
+    """A commit, or the name of a file."""
+    config = compose([f"model.revision={text}", f"output.dir={text}", f"input.path={text}"])
+    assert (config.model.revision, config.output.dir, config.input.path) == (text, text, text)
+
+
+def test_text_with_a_comma_is_refused_with_the_way_to_write_it() -> None:
+    with pytest.raises(ConfigError, match=r"""one value with a comma is "output.dir='a,b'"$"""):
+        compose(["output.dir=a,b"])
+    assert compose(["output.dir='a,b'"]).output.dir == "a,b"
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_python_dictionaries_may_hold_maps(nested: bool) -> None:
     """A map is the value of its key: the names in it are no keys of the configuration."""

@@ -120,7 +120,10 @@ def test_the_demo_has_everything_that_a_run_needs(jobs: Jobs) -> None:
         (["draft=[lookup,none]"], "draft=[lookup,none] is not a choice of the group draft; choices: eagle3"),
         (["model=Qwen/Qwen3-8B"], "of the group model; a path is model.path=Qwen/Qwen3-8B; choices: checkpoint"),
         (["input=data.parquet"], "of the group input; a path is input.path=data.parquet; choices: messages"),
-        (["model.path=a,b"], "model.path=a,b gives several values; `-m` runs one job for each; a list is model.path=[a,b]"),
+        (
+            ["model.path=a,b"],
+            "model.path=a,b gives several values; `-m` runs one job for each; one value with a comma is \"model.path='a,b'\"",
+        ),
         (["decode=greedy,sampled"], "decode=greedy,sampled gives several values; `-m` runs one job for each"),
         (["+decode.n=2"], "decode.n is a key of the configuration; write decode.n=... without the +"),
         (["+draft=none"], "draft is given twice; write draft=... without the +"),

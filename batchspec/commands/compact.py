@@ -21,10 +21,12 @@ import pyarrow.parquet as pq
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.errors import OutputError, StorageError
+from batchspec.local_files import unusable_name
 from batchspec.runstate.footers import part_name
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.shard_writer import RowId, row_ids
-from batchspec.storage.store import storing
+from batchspec.storage.exact_files import exact_path, parquet_file
+from batchspec.storage.store import LONGEST_NAME, storing
 from batchspec.text import counted
 
 FILE_MB = 500
@@ -54,6 +56,8 @@ def new_folder(name: str, out: str) -> Path:
     if "://" in name:
         raise OutputError(f"{name}: compact writes a local folder; give a path, and copy the folder where you need it")
     target = Path(name).absolute()
+    if why := unusable_name(target, LONGEST_NAME):
+        raise OutputError(f"{name!r} cannot be written: {why}; give another name")
     if os.path.lexists(target):
         raise OutputError(f"{name} exists; compact writes a new folder: give another name")
     if not target.parent.is_dir():
@@ -117,7 +121,12 @@ class _Files:
             self._path = self._folder / part_name(self.num_files)
             schema = table.schema.with_metadata(self._metadata)
             self._writer = pq.ParquetWriter(
-                self._path, schema, compression="zstd", compression_level=3, write_page_checksum=True, write_page_index=True
+                exact_path(self._path),
+                schema,
+                compression="zstd",
+                compression_level=3,
+                write_page_checksum=True,
+                write_page_index=True,
             )
         rows = max(1, min(GROUP_ROWS, table.num_rows * GROUP_BYTES // max(1, table.nbytes)))
         self._writer.write_table(table.replace_schema_metadata(self._metadata), row_group_size=rows)
@@ -129,7 +138,7 @@ class _Files:
         self._writer.close()
         with self._path.open("rb+") as file:
             os.fsync(file.fileno())
-        with pq.ParquetFile(self._path, page_checksum_verification=True) as read:
+        with parquet_file(self._path, page_checksum_verification=True) as read:
             found = [row for i in range(read.num_row_groups) for row in row_ids(read.read_row_group(i))]
         if found != self._ids:
             raise StorageError(f"{self._path} reads back with other rows; check the disk and run compact again")
@@ -140,7 +149,7 @@ class _Files:
 @contextmanager
 def _finished(target: Path) -> Iterator[Path]:
     """A temporary folder next to the target: renamed to it if the block succeeds, deleted if it fails."""
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    temporary = target.with_name(f".batchspec-{uuid.uuid4().hex}")
     with storing(f"writing {target}"):
         try:
             (temporary / "data").mkdir(parents=True)

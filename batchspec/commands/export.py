@@ -28,14 +28,16 @@ import pyarrow.parquet as pq
 
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
+from batchspec.dataset.lines import LongLine, lines_of
 from batchspec.dataset.messages import THINKING_FIELD
 from batchspec.dataset.openai_requests import Line, filled, parse_request, request_row, request_schema
 from batchspec.dataset.openai_responses import response_line
 from batchspec.errors import ConfigError, InputError, OutputError
+from batchspec.local_files import open_regular, unusable_name
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
 from batchspec.storage.store import storing
-from batchspec.text import counted
+from batchspec.text import counted, for_shell
 
 FORMATS = ("chat", "prompt_completion", "openai")
 SUFFIXES = {
@@ -77,6 +79,8 @@ def target_file(name: str, overwrite: bool, suffixes: Sequence[str], form: str) 
     if "://" in name:
         raise OutputError(f"{name}: export writes a local file; give a path, and copy the file where you need it")
     target = Path(name)
+    if why := unusable_name(target):
+        raise OutputError(f"{name!r} cannot be written: {why}; give another name")
     if target.is_dir() or not target.parent.is_dir():
         what = "is a folder" if target.is_dir() else f"lies in {target.parent}, which is not a folder"
         raise OutputError(f"{name} {what}; give the name of a file in a folder that exists")
@@ -203,15 +207,18 @@ def from_openai(source: Path, target: Path, drop: Sequence[str] = ()) -> str:
         raise InputError(f"{source}: no request in it; give a file of OpenAI's batch requests")
     schema = request_schema(used)
     _write_rows((request_row(row, schema) for row in _requests(source, drop)), target, schema)
-    return f"{target}: {count:,} rows with {', '.join(schema.names)}; run it with input.path={target}"
+    return f"{target}: {count:,} rows with {', '.join(schema.names)}; run it with input.path={for_shell(target)}"
 
 
 def _requests(source: Path, drop: Sequence[str]) -> Iterator[dict[str, Any]]:
     try:
-        with source.open(encoding="utf-8") as file:
-            for number, text in enumerate(file, 1):
-                if text.strip():
-                    yield parse_request(text, f"{source} line {number}", drop)
+        with open_regular(source) as file:
+            for number, line in enumerate(lines_of(file), 1):
+                where = f"{source} line {number}"
+                if isinstance(line, LongLine):
+                    raise InputError(f"{where}: {line.problem}; leave it out")
+                if line.strip():
+                    yield parse_request(line.decode("utf-8"), where, drop)
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise InputError(f"{source}: cannot be read ({why}); give a file of JSON lines in UTF-8") from error
@@ -219,7 +226,9 @@ def _requests(source: Path, drop: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 def _write_rows(rows: Iterator[Line], target: Path, schema: pa.Schema) -> int:
     count = 0
-    with _finished(target) as path, pq.ParquetWriter(path, schema, compression="zstd") as writer:
+    with (
+        _finished(target) as path, path.open("xb") as file, pq.ParquetWriter(file, schema, compression="zstd") as writer
+    ):  # fmt: skip
         while group := list(islice(rows, GROUP_ROWS)):
             writer.write_table(pa.Table.from_pylist(group, schema))
             count += len(group)
@@ -238,7 +247,7 @@ def _write_lines(lines: Iterator[dict[str, Any]], target: Path) -> int:
 @contextmanager
 def _finished(target: Path) -> Iterator[Path]:
     """A temporary path next to the target: renamed to it if the block succeeds, deleted if it fails."""
-    path = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    path = target.with_name(f".batchspec-{uuid.uuid4().hex}")
     with storing(f"writing {target}"):
         try:
             yield path

@@ -32,6 +32,7 @@ from batchspec.commands.export import target_file
 from batchspec.config.schema import InputConfig
 from batchspec.dataset.reader import open_source
 from batchspec.errors import CheckpointError, ConfigError, InputError, OutputError
+from batchspec.local_files import open_regular
 from batchspec.model.hub import find_model
 from batchspec.model.tokenizer import Tokenizer
 
@@ -118,7 +119,8 @@ def _tasks(source: str) -> list[str]:
     shipped = importlib.resources.files("batchspec.conf") / "prompts" / "tasks.txt"
     file = shipped if source == "pkg://tasks" else Path(source)
     try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        with open_regular(str(file)) as text:
+            lines = [line.strip() for line in text.read().decode("utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--tasks {source}: cannot be read as text: {error}") from None
     if not any(lines):

@@ -16,7 +16,7 @@ from batchspec.errors import OutputError
 from batchspec.report.status import JobStatus, RunStatus, StatusReader
 from batchspec.runstate.heartbeats import BEAT_S
 from batchspec.runstate.output_folder import OutputFolder
-from batchspec.text import MESSAGE_CHARS, one_line
+from batchspec.text import MESSAGE_CHARS, for_shell, one_line
 
 MAX_LIVING = 40
 MAX_ENDED = 8
@@ -89,7 +89,7 @@ def _facts(status: JobStatus) -> Iterator[str]:
         yield f"  {status.tok_s:,.0f} tok/s by {_count(len(living), 'run')}, time left {left}"
     yield f"  {status.tokens:,} tokens" + ("" if length is None else f", mean acceptance length {length:.2f}")
     if status.errors:
-        yield f"  {_count(status.errors, 'error row')}; batchspec stats {one_line(status.path)} counts them by code"
+        yield f"  {_count(status.errors, 'error row')}; batchspec stats {one_line(for_shell(status.path))} counts them by code"
     slow = [each for each in living if each.straggler]
     if slow:
         yield f"  stragglers, less than half the speed of the others: {', '.join(one_line(each.run.name) for each in slow)}"

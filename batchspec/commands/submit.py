@@ -19,6 +19,7 @@ from batchspec.config.checks import AUTO
 from batchspec.config.compose import launch
 from batchspec.config.schema import ClusterConfig, RunConfig
 from batchspec.errors import ConfigError
+from batchspec.text import for_shell
 
 TIMEOUT_S = 60.0
 
@@ -85,5 +86,5 @@ def submitted(command: Sequence[str], config: RunConfig) -> str:
     if done.returncode != 0 or number is None:
         raise ConfigError(f"sbatch refused: {' '.join((done.stderr or done.stdout).split())}")
     job, log = number[1], config.cluster.log.replace("%A", number[1]).replace("%a", "*")
-    watch = f"inspect it:  squeue -j {job}  |  tail -f {log}  |  batchspec status {config.output.dir}"
+    watch = f"inspect it:  squeue -j {job}  |  tail -f {log}  |  batchspec status {for_shell(config.output.dir)}"
     return f"job {job} with {config.cluster.tasks} tasks; {watch}"

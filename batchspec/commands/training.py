@@ -18,6 +18,7 @@ from batchspec.draft.formats import HeadSpec
 from batchspec.draft.weights import head_bytes, open_head
 from batchspec.errors import ConfigError
 from batchspec.identity import weight_parts
+from batchspec.model.config_values import read_text
 from batchspec.model.dtype import resolve_dtype
 from batchspec.model.hub import find_model, resolve_model
 from batchspec.model.spec import ModelSpec, load_spec
@@ -185,7 +186,7 @@ def _facts(run: TrainRun, spec: ModelSpec, folder: Path, sources: list[Source]) 
         "model.dtype": run.model.dtype,
         **({"model.activations": "fp8"} if spec.formats.quantises else {}),
         "model": f"{spec.family} of {spec.num_layers} layers, {spec.hidden_size} wide",
-        "model.config": sha256((folder / "config.json").read_bytes()).hexdigest(),
+        "model.config": sha256(read_text(folder / "config.json").encode()).hexdigest(),
         **weight_parts(folder, dummy=run.model.load_format == "dummy"),
     }
     data = {

@@ -26,7 +26,7 @@ from batchspec.commands.verify_kv import compare_kv
 from batchspec.commands.verify_logprobs import ROUNDING, Gap, gap_of, written_logprobs
 from batchspec.errors import OutputError, StorageError
 from batchspec.runstate.output_folder import OutputFolder
-from batchspec.text import MESSAGE_CHARS, counted, one_line
+from batchspec.text import MESSAGE_CHARS, counted, for_shell, one_line
 
 
 def main(argv: list[str]) -> int:
@@ -119,7 +119,7 @@ def verify(out: str | Path, num_rows: int, *, dtype: str | None = None, device: 
             gaps.append(gap_of(found, again))
     if not count:
         raise OutputError(
-            f"{out} has no completion that can be decoded again: its rows are error rows; see batchspec stats {out}"
+            f"{out} has no completion that can be decoded again: its rows are error rows; see batchspec stats {for_shell(out)}"
         )
     exact = job.config.decode.deterministic
     dtypes = (json.loads(OutputFolder(out).manifest.fingerprint["model.dtype"]), str(job.dtype).removeprefix("torch."))

@@ -26,7 +26,7 @@ from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.config.checks import check
-from batchspec.config.overrides import for_hydra
+from batchspec.config.overrides import INPUT, TEXTS, for_hydra
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import from_hydra, register, suggest, type_error, typed, unknown_key
 from batchspec.errors import BatchspecError, ConfigError, Interrupted
@@ -220,8 +220,10 @@ def _grammar(text: str) -> str | None:
     """An error of Hydra's about the form of an override, as one line; None for any other text."""
     if found := re.search(r"Ambiguous value for argument '([^=']+)=([^']*)'", text):
         key, value = found.groups()
-        listed = f"; a list is {key}=[{value}]" if "." in key else ""
-        return f"{key}={value} gives several values; `-m` runs one job for each{listed}"
+        advice = f"; a list is {key}=[{value}]" if "." in key and key not in TEXTS else ""
+        if key in (*TEXTS, INPUT):
+            advice += f"""; one value with a comma is "{key}='{value}'\""""
+        return f"{key}={value} gives several values; `-m` runs one job for each{advice}"
     if found := re.search(r"An item is already at '([^']+)'", text):
         return f"{found[1]} is a key of the configuration; write {found[1]}=... without the +"
     if found := re.search(r"(\S+)(?: appears more than once in the final defaults list|\. To override a value use)", text):

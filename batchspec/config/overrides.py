@@ -13,7 +13,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.core.override_parser.types import Quote, QuotedString, Sweep
 from hydra.errors import HydraException
 
 from batchspec.config.reference import options
@@ -22,7 +22,7 @@ from batchspec.errors import ConfigError
 
 OPEN = ("input.columns", "input.template_kwargs", "model.adapters")
 """Dictionaries that accept any key."""
-SCHEMA = "decode.schema"
+SCHEMA, INPUT = "decode.schema", "input.path"
 MAPS = (*OPEN, SCHEMA, "decode.logit_bias")
 """Keys whose value is a map. The names in such a map are not keys of the configuration."""
 _NAME = re.compile(r"[\w/+.$%*@?| -]+", re.ASCII)
@@ -107,14 +107,25 @@ def _one(override: str) -> str:
         raise ConfigError(f"{override} is not a choice of the group {bare}; choices: {', '.join(OPTIONS[bare])}")
     if bare in OPEN or bare.startswith(tuple(f"{name}." for name in OPEN)):
         key = f"++{bare}" if not key.startswith("~") else key
+    parsed = _parsed(f"{key}={value}")
     if bare in TEXTS and value.startswith(("[", "{")):
         value = _in_quotes(value)  # no list or map fits the key: it is text, such as the regular expression [A-E]
-    elif _parsed(f"{key}={value}") is UNREADABLE:
+    elif bare in (*TEXTS, INPUT) and _changes(value, parsed):
+        value = _in_quotes(value)
+    elif parsed is UNREADABLE:
         written = _json_map(value) if bare in MAPS else None
         value = _quoted(value) if written is None else _map(bare, written)
     if bare in LISTS and value and value != "null" and not value.startswith(("[", "${")):
         value = f"[{value}]"
     return f"{key}={value}"
+
+
+def _changes(value: str, parsed: Any) -> bool:
+    """Whether Hydra reads text as other text: the commit 12345e6 as a number, a file's name without the spaces at its ends."""
+    if isinstance(parsed, bool | int | float):
+        return True
+    inner = value.strip()
+    return value != inner and not inner.startswith(("'", '"', "[", "{")) and not isinstance(parsed, Sweep)
 
 
 def _parsed(override: str) -> Any:

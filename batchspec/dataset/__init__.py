@@ -12,6 +12,7 @@ Input:
   json_lines.py        JSON lines as such a file
   csv_file.py          CSV as such a file
   formats.py           which files are data, by name; text files, compressed ones too
+  lines.py             the lines of a text; one that is too long is skipped
   untyped_columns.py   the type of a column of JSON lines or CSV, from all its cells
   json_text.py         JSON text as Python values
   columns.py           the meaning of each column

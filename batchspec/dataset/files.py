@@ -6,14 +6,15 @@ from __future__ import annotations
 import errno
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchspec.errors import InputError, StorageError
+from batchspec.storage.exact_files import parquet_file
 from batchspec.storage.places import LocalPlace, Place
 from batchspec.storage.remote_files import Stamp
 
@@ -38,6 +39,8 @@ class Part:
     """Number of the row group, or byte offset of the block."""
     digest: bytes = b""
     """sha256 of the block; empty for a row group."""
+    too_long: bool = False
+    """The block is one line that is too long to be read (lines.py)."""
 
 
 class DataFile(Protocol):
@@ -63,6 +66,8 @@ def reading(name: str) -> Iterator[None]:
     except (pa.ArrowException, OSError) as error:
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__
+        if isinstance(error, OSError) and error.strerror and error.filename:
+            reason = f"{error.filename}: {error.strerror}"
         if isinstance(error, OSError) and error.errno in PASSING:
             raise StorageError(f"{name}: reading failed: {reason}; run the same command again after the repair") from error
         raise InputError(f"{name}: cannot be read: {reason}; repair the file or leave it out of input.path") from error
@@ -120,17 +125,18 @@ class ParquetFile:
         with reading(self.name):
             return _digest(self.place, self.size_bytes, digest_bytes)
 
-    def _open(self) -> pq.ParquetFile:
+    def _open(self) -> AbstractContextManager[pq.ParquetFile]:
         # A buffer size makes Arrow stream the pages; without it a whole column chunk is read at once.
-        source = str(self.place.path) if isinstance(self.place, LocalPlace) else self.place.open()
-        return pq.ParquetFile(
-            source,
-            metadata=self._footer,
-            memory_map=False,
-            pre_buffer=False,
-            buffer_size=1 << 20,
-            page_checksum_verification=True,
-        )
+        options: dict[str, Any] = {
+            "pre_buffer": False,
+            "buffer_size": 1 << 20,
+            "page_checksum_verification": True,
+            "metadata": self._footer,
+        }
+        if isinstance(self.place, LocalPlace):
+            return parquet_file(self.place.path, **options)
+        opened: AbstractContextManager[pq.ParquetFile] = pq.ParquetFile(self.place.open(), **options)
+        return opened
 
 
 class MemoryFile:

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from batchspec.dataset import files
 from batchspec.dataset.files import JSON_LINES, PARQUET
+from batchspec.dataset.lines import LongLine, lines_of
 from batchspec.errors import InputError
 from batchspec.storage.places import LocalPlace, Place
 
@@ -29,6 +30,8 @@ _MAGIC = {
     b"\xff\xfe": "UTF-16 text; write it as UTF-8: iconv -f UTF-16 -t UTF-8 FILE > NEW",
     b"\xfe\xff": "UTF-16 text; write it as UTF-8: iconv -f UTF-16 -t UTF-8 FILE > NEW",
 }
+_WIDE = [[place % width != letter for place in range(8)] for width in (2, 4) for letter in (0, width - 1)]
+"""Which of the first bytes are 0 where ASCII text is in UTF-16 or UTF-32 without a mark. Other NULs are those of bad rows."""
 UTF8_BOM = b"\xef\xbb\xbf"
 SKIPPED_AT_ONCE = 1 << 20
 
@@ -82,16 +85,28 @@ class TextStream:
             if last or not self.compressed:
                 self.close()
         if hashlib.sha256(block).digest() != part.digest:
-            raise files.changed(name, f"other text at byte {part.place:,}")
+            raise _changed(name, part)
         return block
 
-    def check(self, name: str) -> None:
-        """Raise InputError for a file that is another kind of data, by its first bytes."""
+    def skipped(self, name: str, part: files.Part, *, last: bool) -> LongLine:
+        """As `block`, for a part that is one line that is too long."""
+        with files.reading(name):
+            line = next(lines_of(self.at(part.place)), None)
+            if last or not self.compressed:
+                self.close()
+        if not isinstance(line, LongLine) or line.digest != part.digest:
+            raise _changed(name, part)
+        return line
+
+    def check(self, name: str, size_bytes: int) -> None:
+        """Raise InputError for a file that is another kind of data, by its size and its first bytes."""
+        if self.compressed and not size_bytes:
+            raise InputError(f"{name} is empty, which compressed data never is: it was cut off; write it again")
         begin = _peek(self.at(0))
         for magic, said in _MAGIC.items():
             if begin.startswith(magic):
                 raise InputError(f"{name} holds {said}")
-        if b"\0" in begin:
+        if [byte == 0 for byte in begin[:8]] in _WIDE:
             raise InputError(f"{name} is not UTF-8 text (it begins with {begin[:8]!r}); write it as UTF-8")
 
     def close(self) -> None:
@@ -108,6 +123,10 @@ class TextStream:
     def _raw(self) -> BinaryIO:
         file = self._place.open()
         return file if isinstance(self._place, LocalPlace) else io.BufferedReader(file, files.BATCH_BYTES)  # type: ignore[type-var]
+
+
+def _changed(name: str, part: files.Part) -> InputError:
+    return files.changed(name, f"other text at byte {part.place:,}")
 
 
 def _peek(file: BinaryIO) -> bytes:

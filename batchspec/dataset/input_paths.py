@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 from collections.abc import Iterator, Sequence
+from glob import escape, has_magic
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
+from batchspec.dataset.files import reading
 from batchspec.dataset.formats import KNOWN, format_of
 from batchspec.dataset.hub_splits import files_of_split
 from batchspec.errors import ConfigError, InputError
+from batchspec.storage.local_tree import HIDDEN
 from batchspec.storage.places import LocalPlace, Place, RemotePlace, matches, place_of
 
 CARD_BYTES = 1 << 20
@@ -45,7 +47,19 @@ def find_files(entries: list[Any], config_name: str | None = None, split: str | 
         paths = [place.path for place in found]
         twice = next(path for path in paths if paths.count(path) > 1)
         raise InputError(f"input.path names {twice} twice; name each file once")
+    _check_links(found)
     return dict(sorted(names.items()))
+
+
+def _check_links(places: Sequence[Place]) -> None:
+    """Raises InputError if links lead to one file under two names: its rows would be read twice."""
+    if not any(isinstance(place, LocalPlace) and place.linked for place in places):
+        return
+    names: dict[str, PurePath] = {}
+    for place in sorted(places, key=lambda place: place.path):
+        first = names.setdefault(os.path.realpath(place.path), place.path)
+        if first != place.path:
+            raise InputError(f"input.path names one file twice, as {first} and as {place.path}; remove the link")
 
 
 def entries_of(path: Any) -> list[Any]:
@@ -56,8 +70,11 @@ def entries_of(path: Any) -> list[Any]:
 def check_exist(path: Any) -> None:
     """Raises InputError if a local entry of input.path does not exist: as `find_files`, without looking into any folder."""
     for entry in map(str, entries_of(path)):
-        if "://" not in entry and not glob.has_magic(entry) and not (place := place_of(entry)).is_file() and not place.is_dir():
-            raise _missing(place, entry)
+        if "://" not in entry and not has_magic(entry):
+            with reading(f"input.path {entry}"):
+                place = place_of(entry)
+                if not place.is_file() and not place.is_dir():
+                    raise _missing(place, entry)
 
 
 def check_apart(entries: Sequence[Any], output_dir: str) -> None:
@@ -66,10 +83,12 @@ def check_apart(entries: Sequence[Any], output_dir: str) -> None:
     for entry in map(str, entries):
         named = _parts(entry)
         below = written[len(named) :] if written[: len(named)] == named else None
-        if glob.has_magic(entry):
-            fixed = next(i for i, part in enumerate(named) if glob.has_magic(part))
-            below = written[fixed:] if matches(written, named) else None
-        if below is not None and not any(part.startswith((".", "_")) for part in below):
+        if below is None and has_magic(entry):
+            fixed = next(i for i, part in enumerate(named) if has_magic(part))
+            # A part that is the name of a folder may stand for that folder alone.
+            pattern = [escape(part) if part in written else part for part in named]
+            below = written[fixed:] if matches(written, pattern) else None
+        if below is not None and not any(part.startswith(HIDDEN) for part in below):
             raise ConfigError(
                 f"output.dir={output_dir} lies in input.path={entry}, so that the next run would read the output as input; "
                 "choose another folder, or name the input's files"
@@ -85,7 +104,11 @@ def _parts(path: str) -> tuple[str, ...]:
 def _files_of(entry: str, config_name: str | None, split: str | None) -> tuple[PurePath, list[Place]]:
     """The folder that the names of an entry's data files are relative to, and these files, at least one. Raises as
     `find_files`."""
-    place = place_of(entry)
+    with reading(f"input.path {entry}"):
+        return _found(place_of(entry), entry, config_name, split)
+
+
+def _found(place: Place, entry: str, config_name: str | None, split: str | None) -> tuple[PurePath, list[Place]]:
     whole = isinstance(place, RemotePlace) and place.is_hub_dataset
     if not whole and (config_name, split) != (None, None):
         key = "input.split" if config_name is None else "input.config_name"
@@ -99,13 +122,13 @@ def _files_of(entry: str, config_name: str | None, split: str | None) -> tuple[P
             raise InputError(f"input.path {entry}: the file's name is not that of a data file; names end in one of {KNOWN}")
         return place.path.parent, [place]
     if place.is_dir():
-        root, files = place.path, _data_files(place.path, place.files())
+        root, files = place.path, _data_files(place.path, place.files(), entry)
         if whole and files:
             assert isinstance(place, RemotePlace)
             files = _of_split(place, files, config_name, split)
-    elif glob.has_magic(entry):
+    elif has_magic(entry):
         above, matching = place.glob()
-        root, files = above.path, _data_files(above.path, matching)
+        root, files = above.path, _data_files(above.path, matching, entry)
     else:
         place.check_bucket()
         raise _missing(place, entry)
@@ -116,6 +139,8 @@ def _files_of(entry: str, config_name: str | None, split: str | None) -> tuple[P
 
 
 def _missing(place: Place, entry: str) -> InputError:
+    if isinstance(place, LocalPlace) and os.path.lexists(place.path):
+        return InputError(f"input.path {entry}: cannot be read: {place.problem}; check the path")
     return InputError(f"input.path {entry}: does not exist; check the path{_hint_of(place, entry)}")
 
 
@@ -147,13 +172,15 @@ def _first_part(path: str) -> str:
     return PurePosixPath(path).parts[0]
 
 
-def _data_files(root: PurePath, places: Iterator[Place]) -> list[Place]:
+def _data_files(root: PurePath, places: Iterator[Place], entry: str) -> list[Place]:
     """The data files among `places`. As in Arrow's datasets, a file is hidden if a part of its path below `root` begins with a
-    dot or an underscore.
+    dot or an underscore. Raises InputError for one that is no file.
     """
-    return [
-        place
-        for place in places
-        if format_of(place.path) is not None
-        and not any(part.startswith((".", "_")) for part in place.path.relative_to(root).parts)
-    ]
+    found = []
+    for place in places:
+        if format_of(place.path) is None or any(part.startswith(HIDDEN) for part in place.path.relative_to(root).parts):
+            continue
+        if why := place.problem:
+            raise InputError(f"input.path {entry}: {place} cannot be read: {why}; mend it, or leave it out of input.path")
+        found.append(place)
+    return found

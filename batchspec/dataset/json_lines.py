@@ -15,13 +15,13 @@ from batchspec.dataset import files
 from batchspec.dataset.files import Part, check_same, reading
 from batchspec.dataset.formats import TextStream
 from batchspec.dataset.json_text import BadJson, BadText, members
+from batchspec.dataset.lines import LongLine, lines_of
 from batchspec.dataset.untyped_columns import Cell, Kinds, build
 from batchspec.errors import InputError
 from batchspec.storage.places import Place
 
 BAD_JSON, BAD_TEXT = "bad_json", "bad_text"
 ONE_LINE = "python -c \"import json; [print(json.dumps(row)) for row in json.load(open('FILE'))]\" > FILE.jsonl"
-MAX_LINE_BYTES = 1 << 28
 
 
 class JsonLinesFile:
@@ -37,8 +37,13 @@ class JsonLinesFile:
             self._stamp = place.stamp()
             self.size_bytes = self._stamp.size_bytes
             self._text = TextStream(place, codec)
-            self._text.check(name)
+            self._text.check(name, self.size_bytes)
             for offset, block in self._blocks():
+                if isinstance(block, LongLine):
+                    digest.update(block.digest)
+                    first_line, first_problem = first_line or block.start, first_problem or block.problem
+                    parts.append(Part(num_rows=1, size_bytes=block.size_bytes, place=offset, digest=block.digest, too_long=True))
+                    continue
                 digest.update(block)
                 num_rows = 0
                 for line in _lines(block):
@@ -62,35 +67,49 @@ class JsonLinesFile:
         self.parts: Sequence[Part] = tuple(parts)
 
     def read(self, part: Part, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        block = self._text.block(self.name, part, last=part is self.parts[-1])
         schema = pa.schema([self.schema.field(name) for name in columns])
+        last = part is self.parts[-1]
+        if part.too_long:
+            yield _bad(self._text.skipped(self.name, part, last=last).problem, BAD_JSON, schema)
+            return
+        block = self._text.block(self.name, part, last=last)
         good: list[Mapping[str, Cell]] = []
         for line in _lines(block):
             try:
                 good.append(members(line))
                 continue
             except BadJson as error:
-                code = BAD_TEXT if isinstance(error, BadText) else BAD_JSON
-                marks = {"code": code, "message": f"{error}; correct the line"}
+                code, problem = BAD_TEXT if isinstance(error, BadText) else BAD_JSON, str(error)
             if good:
                 yield _batch(good, schema)
                 good = []
-            yield _batch([{}], schema.with_metadata(marks))
+            yield _bad(problem, code, schema)
         if good:
             yield _batch(good, schema)
 
     def check(self) -> None:
         check_same(self.place, self.name, self._stamp)
 
-    def _blocks(self) -> Iterator[tuple[int, bytes]]:
-        file, offset = self._text.at(0), 0
-        while block := file.read(files.BATCH_BYTES):
-            if not block.endswith(b"\n"):
-                block += file.readline(MAX_LINE_BYTES)
-                if len(block) > MAX_LINE_BYTES and not block.endswith(b"\n"):
-                    raise InputError(f"{self.name}: a line after byte {offset:,} exceeds {MAX_LINE_BYTES >> 20} MiB; split it")
-            yield offset, block
-            offset += len(block)
+    def _blocks(self) -> Iterator[tuple[int, bytes | LongLine]]:
+        """Offset and text of blocks of whole lines. A line that is too long is a block of its own."""
+        offset, waiting, size = 0, list[bytes](), 0
+        for line in lines_of(self._text.at(0)):
+            if isinstance(line, LongLine) or size >= files.BATCH_BYTES:
+                if waiting:
+                    yield offset, b"".join(waiting)
+                offset, waiting, size = offset + size, [], 0
+            if isinstance(line, LongLine):
+                yield offset, line
+                offset += line.size_bytes
+            else:
+                waiting.append(line)
+                size += len(line)
+        if waiting:
+            yield offset, b"".join(waiting)
+
+
+def _bad(problem: str, code: str, schema: pa.Schema) -> pa.RecordBatch:
+    return _batch([{}], schema.with_metadata({"code": code, "message": f"{problem}; correct the line"}))
 
 
 def _lines(block: bytes) -> Iterator[bytes]:

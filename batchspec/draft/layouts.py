@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from batchspec.errors import CheckpointError
-from batchspec.model.config_values import ConfigReader, read_json, shown
+from batchspec.model.config_values import ConfigReader, has_file, read_json, shown
 
 # Values of missing keys: transformer_layer_config is saved as the difference to these (transformers 5).
 _LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -79,7 +79,7 @@ class HeadConfig:
 def read_config(folder: Path) -> HeadConfig:
     """Read config.json of a head's folder. Raises CheckpointError if there is none, and for unsupported keys."""
     path = folder / "config.json"
-    if not path.is_file():
+    if not has_file(path):
         raise CheckpointError(f"{shown(folder)}: no config.json; draft.path must be the folder of an EAGLE-3 head")
     config = ConfigReader(read_json(path), shown(path))
     layout, shape = _layout(config)

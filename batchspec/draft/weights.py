@@ -18,7 +18,7 @@ from batchspec.model.blocks.attention import AttentionSpec
 from batchspec.model.blocks.base import ProductSpec, Projection, TensorSpec
 from batchspec.model.blocks.gated_mlp import GatedMlpSpec
 from batchspec.model.blocks.layer import LayerSpec
-from batchspec.model.config_values import shown
+from batchspec.model.config_values import has_folder, shown
 from batchspec.model.files import LocalFiles, ModelFiles, StoredTensor, listed, stored_tensors, weight_names
 from batchspec.model.quant.plain import PLAIN
 from batchspec.model.spec import ModelSpec, block_tensors
@@ -130,7 +130,7 @@ def head_prefix(index: int) -> str:
 
 def read_head_spec(folder: Path, target: ModelSpec, *, aux_layers: str = "auto") -> HeadSpec:
     """The head of a folder, checked by `open_head`. Raises CheckpointError."""
-    if not folder.is_dir():
+    if not has_folder(folder, "draft.path"):
         raise CheckpointError(f"draft.path={folder}: no such folder; give the folder of an EAGLE-3 head")
     return open_head(LocalFiles(folder), target, aux_layers=aux_layers)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from batchspec.errors import CheckpointError
+from batchspec.local_files import is_folder, is_given, open_regular
 
 Json = Mapping[str, Any]
 Ranges = Mapping[str, tuple[int, int]]
@@ -237,7 +238,7 @@ def _is_integer(value: Any, low: int, high: int) -> bool:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; {} if there is no such file. Raises CheckpointError, in one line, if it is unreadable or not an object."""
-    if not path.is_file():
+    if not has_file(path):
         return {}
     where, text = shown(path), read_text(path)
     try:
@@ -251,17 +252,40 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def has_file(path: Path) -> bool:
+    """Whether a checkpoint has this file. Raises CheckpointError if the name is there and leads to no file."""
+    try:
+        return is_given(path)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def has_folder(path: Path, key: str) -> bool:
+    """Whether there is a folder of this name, which the configuration key gave. Raises as `has_file` if it leads to no folder."""
+    try:
+        return is_folder(path)
+    except OSError as error:
+        raise CheckpointError(f"{key}={path}: {error.strerror or error}; give a folder") from None
+
+
 def read_text(path: Path) -> str:
     """A text file of a checkpoint. Raises CheckpointError, in one line, if it is unreadable, too large or not UTF-8."""
     where = shown(path)
     try:
-        if (size := path.stat().st_size) > MAX_BYTES:
-            raise CheckpointError(f"{where}: {size:,} bytes, more than the maximum of {MAX_BYTES:,}; download it again")
-        return path.read_bytes().decode("utf-8")
+        with open_regular(path) as file:
+            if (size := path.stat().st_size) > MAX_BYTES:
+                raise CheckpointError(f"{where}: {size:,} bytes, more than the maximum of {MAX_BYTES:,}; download it again")
+            return file.read(MAX_BYTES).decode("utf-8")
     except OSError as error:
-        raise CheckpointError(f"{where}: cannot be read ({error.strerror or error}); correct its permissions or path") from None
+        raise _unreadable(path, error) from None
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{where}: not UTF-8 at byte {error.start}; download the file again") from None
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{shown(path)}: cannot be read ({error.strerror or error}); correct its permissions or path, or download it again"
+    )
 
 
 def short_json(value: Any) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from batchspec.errors import CheckpointError
+from batchspec.local_files import open_regular
 from batchspec.model.config_values import read_json, shown
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -77,7 +78,7 @@ class LocalFiles:
     def read(self, name: str, start: int, end: int) -> tuple[bytes, int]:
         path = self.folder / name
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 file.seek(start)
                 return file.read(end - start), path.stat().st_size
         except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from pathlib import Path
 from batchspec.config.values import SHIPPED, shipped
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.load_progress import steps_of_download
+from batchspec.model.config_values import has_file, has_folder
 from batchspec.model.files import LocalFiles, ModelFiles, weight_names
 from batchspec.model.packaged import NAME, smollm2_folder
 
@@ -33,14 +35,12 @@ def find_model(path: str, revision: str | None = None, *, key: str = "model.path
     """
     if path.startswith(SHIPPED):
         return LocalFiles(_shipped(path, key))
-    local = Path(path).expanduser()
-    if path == NAME or local.exists():
+    local = Path(os.path.expanduser(path))
+    if path == NAME or has_folder(local, key):
         if revision is not None:
             raise ConfigError(f"model.revision={revision} needs a hub id, and model.path={path} is not one; remove it")
         if path == NAME:
             return LocalFiles(smollm2_folder())
-        if not local.is_dir():
-            raise CheckpointError(f"{key}={path} is a file; give the model's folder")
         return LocalFiles(local)
     if not _HUB_ID.fullmatch(path) or path.startswith("."):
         raise CheckpointError(f"{key}={path}: no such folder; give a model folder, a hub id (owner/name) or {NAME}")
@@ -75,7 +75,7 @@ class HubFiles:
         return self.listing
 
     def read(self, name: str, start: int, end: int) -> tuple[bytes, int]:
-        if (self.folder / name).is_file():
+        if has_file(self.folder / name):
             return LocalFiles(self.folder).read(name, start, end)
         from huggingface_hub import hf_hub_url
         from huggingface_hub.utils import (  # type: ignore[attr-defined]

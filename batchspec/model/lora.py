@@ -13,6 +13,7 @@ Source: Hu et al. 2021 (arXiv 2106.09685); rank-stabilised scale: Kalajdzievski 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -24,9 +25,10 @@ from safetensors.torch import load as tensors_of
 from torch import Tensor
 
 from batchspec.errors import CheckpointError, ConfigError
+from batchspec.local_files import open_regular
 from batchspec.model.adapter_config import CONFIG, MERGE, LoraConfig, read_adapter_config
 from batchspec.model.blocks.base import FLOATS, Projection, projections
-from batchspec.model.config_values import shown
+from batchspec.model.config_values import has_folder, shown
 from batchspec.model.files import LocalFiles, StoredTensor, file_tensors, listed
 from batchspec.model.lora_shape import MAX_RANK
 from batchspec.model.quant.base import Weights
@@ -86,8 +88,8 @@ def open_adapter(path: str, spec: ModelSpec, *, key: str = "model.adapter", per_
     Raises CheckpointError for a folder or file that is missing or broken, for unsupported keys and tensors, and for names and
     shapes that do not fit the model; ConfigError for a path that is not a folder.
     """
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
+    folder = Path(os.path.expanduser(path))
+    if not has_folder(folder, key):
         raise ConfigError(
             f"{key}={path}: no such folder; give the folder of a PEFT LoRA adapter, of the hub a downloaded one "
             "(hf download OWNER/NAME --local-dir FOLDER)"
@@ -164,7 +166,8 @@ def _check_kept(where: str, kept: Mapping[str, Delta]) -> None:
 
 def _content(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with open_regular(path) as file:
+            return file.read()
     except OSError as error:
         raise CheckpointError(
             f"{shown(path)}: cannot be read ({error.strerror or error}); correct its permissions or path"

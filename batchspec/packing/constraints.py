@@ -7,11 +7,11 @@ A row's own constraint replaces the job's. Reasoning is not constrained; the ans
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchspec.config.schema import DecodeConfig, RunConfig
@@ -19,6 +19,7 @@ from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.json_text import BadJson, parse
 from batchspec.errors import ConfigError
 from batchspec.lazy_automaton import LazyAutomaton
+from batchspec.local_files import open_regular
 from batchspec.model.thinking import ThinkTokens
 from batchspec.packing.cells import BadRow, json_cell
 from batchspec.records import Request, Thinking
@@ -163,7 +164,8 @@ def job_constraint(decode: DecodeConfig) -> Constraint | None:
 
 def _read(key: str, path: str) -> str:
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        with open_regular(os.path.expanduser(path)) as file:
+            return file.read().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         form = "JSON text" if key == "schema" else "the text of a grammar"

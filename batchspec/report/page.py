@@ -15,7 +15,7 @@ from batchspec.report.style import STYLE
 from batchspec.report.timeline import Course, course, parse_run
 from batchspec.runstate.manifest import Manifest
 from batchspec.runstate.output_folder import OutputFolder
-from batchspec.text import MESSAGE_CHARS, for_terminal
+from batchspec.text import MESSAGE_CHARS, for_shell, for_terminal
 
 MAX_RUNS = 40
 MAX_CODES = 12
@@ -50,7 +50,7 @@ def write_report(output: OutputFolder, by: str | None = None, stats: JobStats | 
     Raises ConfigError without the extra, OutputError without a committed shard or such a column, StorageError.
     """
     if not can_draw():
-        raise ConfigError(NEEDS_EXTRA.format(out=output.path))
+        raise ConfigError(NEEDS_EXTRA.format(out=for_shell(output.path)))
     if by is not None or stats is None:
         stats = job_stats(output.path, by)
     runs = [run for text in output.logs(".timeline.jsonl") if (run := parse_run(text)) is not None]

@@ -16,7 +16,7 @@ from batchspec.runstate.footers import DamagedFooter, part_name, read_footer
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.storage.hub_push import Present, Pushed, PushedFile, check_push, check_target, push
 from batchspec.storage.store import Tail
-from batchspec.text import counted, for_terminal
+from batchspec.text import counted, for_shell, for_terminal
 
 _PART = re.compile(r"data/part-(\d{5,18})\.parquet")
 _TAG = b"\n- batchspec\n"
@@ -86,7 +86,7 @@ def push_output(
 def _command(out: str, repo: str, *, private: bool, incomplete: bool = False) -> str:
     """The command that replaces a dataset of another job."""
     options = ["--public"] * (not private) + ["--incomplete"] * incomplete
-    return shlex.join(["batchspec", "push", out, repo, "--overwrite", *options])
+    return " ".join(["batchspec push", for_shell(out), *map(shlex.quote, (repo, "--overwrite", *options))])
 
 
 def card_for(repo: str, card: bytes) -> bytes:

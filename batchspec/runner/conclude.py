@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+from glob import has_magic
+
 from batchspec import terminal
 from batchspec.errors import Interrupted
 from batchspec.prepare import Job
@@ -12,7 +16,7 @@ from batchspec.report.stats import JobStats, job_stats
 from batchspec.runner.run_shards import check_errors
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.supervise.signals import EndSignals
-from batchspec.text import counted
+from batchspec.text import counted, for_shell
 
 
 def conclude(job: Job, output: OutputFolder, signals: EndSignals, *, again: bool) -> None:
@@ -44,8 +48,10 @@ def conclude(job: Job, output: OutputFolder, signals: EndSignals, *, again: bool
         codes = ", ".join(f"{count} {code}" for code, count in stats.by_error.items())
         terminal.say(f"{output.path}: {counted(errors, 'error row')} ({codes}); the column `error` says why")
     _check_errors(job, stats)
-    terminal.say(f"inspect it:  batchspec stats {output.path}")
-    terminal.say(f"             python -c \"import polars; print(polars.read_parquet('{output.path}/data'))\"")
+    terminal.say(f"inspect it:  batchspec stats {for_shell(output.path)}")
+    exactly = ", glob=False" if has_magic(output.path) else ""
+    code = f"import polars; print(polars.read_parquet({json.dumps(f'{output.path}/data')}{exactly}))"
+    terminal.say(f"             python -c {shlex.quote(code)}")
 
 
 def _check_errors(job: Job, stats: JobStats) -> None:
@@ -58,7 +64,7 @@ def finish(output: OutputFolder, stats: JobStats, *, again: bool) -> None:
     if again or not output.has_card():
         output.finish(dataset_card(output.manifest, stats))
         if not can_draw():
-            terminal.say(NEEDS_EXTRA.format(out=output.path))
+            terminal.say(NEEDS_EXTRA.format(out=for_shell(output.path)))
     if can_draw() and not output.has_report():
         write_report(output, stats=stats)
         terminal.say(f"{output.path}/report.html: the job in pictures")

@@ -15,12 +15,12 @@ from batchspec.storage.store import Store
 
 
 def scan(store: Store, names: Sequence[str]) -> pl.LazyFrame:
-    """The rows of Parquet files, in the order of their names. Raises StorageError."""
+    """The rows of these Parquet files and of no others, in the order of their names. Raises StorageError."""
     with scanning(store.where):
         found, files = store.arrow_paths(names)
         paths = list(found)
         if files is None:
-            return pl.scan_parquet(paths)
+            return pl.scan_parquet(paths, glob=False, hive_partitioning=False)
         return pl.scan_pyarrow_dataset(ds.dataset(paths, filesystem=files, format="parquet"))
 
 

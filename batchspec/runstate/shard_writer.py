@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchspec.dataset.writer import write_parquet
 from batchspec.errors import StorageError
+from batchspec.storage.exact_files import parquet_file
 from batchspec.storage.store import storing
 
 RowId = tuple[int, int, str]
@@ -81,7 +81,7 @@ def _check_rows(ids: list[RowId], rows: range) -> None:
 
 def _verify(path: Path, ids: list[RowId]) -> None:
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        with parquet_file(path, page_checksum_verification=True) as file:
             found = [row for i in range(file.num_row_groups) for row in row_ids(file.read_row_group(i))]
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno:

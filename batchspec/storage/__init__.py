@@ -14,6 +14,7 @@ Where input files are (read only):
   remote_files.py   what every remote file system offers (`RemoteFiles`), and those that Arrow reaches
   cloud_files.py    Google Cloud Storage and Azure
   hub_files.py      datasets of the Hugging Face hub
+  exact_files.py    paths for Arrow and polars: no wildcards, URLs or partitions
   arrow_view.py     a remote file system in the form that Arrow's readers need
 Where a finished job is pushed to:
   hub_push.py       files to a dataset of the Hugging Face hub

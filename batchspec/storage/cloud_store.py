@@ -40,7 +40,7 @@ class CloudStore(ObjectStore):
     def __init__(self, root: str) -> None:
         """root is gs://bucket/prefix or abfss://container@host/prefix; raises ConfigError for another form or without obstore."""
         bucket, authority, prefix = bucket_of(root.rstrip("/"), "output.dir")
-        if not prefix or "//" in prefix:
+        if not prefix:
             raise ConfigError(f"output.dir={root} names no folder of a bucket; write {root.rstrip('/')}/FOLDER")
         scheme = root.partition("://")[0]
         super().__init__(f"{scheme}://{authority}/{prefix}", authority, prefix)

@@ -18,7 +18,10 @@ from typing import TypeVar
 import pyarrow.fs as pafs
 
 from batchspec.errors import ConfigError, OutputError, StorageError
-from batchspec.storage.store import STALE_S, Tail, storage_errors, storing
+from batchspec.local_files import KINDS, open_regular, unusable_name
+from batchspec.storage.exact_files import exact_path
+from batchspec.storage.store import LONGEST_NAME, STALE_S, Tail, storage_errors, storing
+from batchspec.text import one_line
 
 TURNS = 20
 """Number of tries if one run deletes a folder while another one writes a file there."""
@@ -26,13 +29,6 @@ NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES
 """Errors with which file systems without hard links refuse one."""
 BROKEN = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 """Errors of a disk that is full, broken or out of reach: the same command may succeed later."""
-KINDS = {
-    stat.S_IFREG: "a file",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-}
 
 T = TypeVar("T")
 
@@ -46,11 +42,14 @@ class LocalStore:
     """
 
     def __init__(self, root: Path, scratch: str, method: str = "link") -> None:
+        """Raises ConfigError for a root that no folder can have."""
         self.root, self.method, self._scratch = root, method, scratch
         self.where = str(root)
+        self._check_name()
 
     def check_root(self) -> None:
         root = self.root.absolute()
+        self._check_name(LONGEST_NAME)
         with storing(f"looking for {root}"):
             place = next((path for path in (root, *root.parents) if _is_there(path)), Path(root.anchor))
         try:
@@ -58,8 +57,6 @@ class LocalStore:
             if kind == stat.S_IFDIR and place != root:
                 # The mode does not tell whether a folder can be made here (/proc). In the root itself others would see it.
                 os.rmdir(tempfile.mkdtemp(prefix=".batchspec-", dir=place))
-                with suppress(FileNotFoundError):
-                    root.stat()  # a name that is too long
             why = "" if kind == stat.S_IFDIR else f"{place} is {KINDS.get(kind, 'no folder')}"
             if not why and not os.access(place, os.W_OK | os.X_OK):
                 why = f"{place} cannot be written"
@@ -73,6 +70,10 @@ class LocalStore:
             raise StorageError(f"output.dir {self.root}: {why}; mend that and run the same command again")
         if why:
             raise ConfigError(f"output.dir {self.root} cannot be a folder to write to: {why}; choose another one, or mend that")
+
+    def _check_name(self, below: int = 0) -> None:
+        if why := unusable_name(self.root, below):
+            raise ConfigError(f"output.dir {one_line(self.root)} cannot be a folder to write to: {why}; choose another one")
 
     def check_bucket(self) -> None:
         pass
@@ -174,7 +175,7 @@ class LocalStore:
             return dict(sorted(found.items()))
 
     def tail(self, name: str, num_bytes: int) -> Tail | None:
-        with storing(f"reading {self.root / name}"), suppress(FileNotFoundError), self._path(name).open("rb") as file:
+        with storing(f"reading {self.root / name}"), suppress(FileNotFoundError), open_regular(self._path(name)) as file:
             facts = os.fstat(file.fileno())
             file.seek(max(0, facts.st_size - num_bytes))
             return Tail(file.read(), _version(facts))
@@ -201,8 +202,8 @@ class LocalStore:
         pass
 
     def read(self, name: str) -> bytes:
-        with storing(f"reading {self.root / name}"):
-            return self._path(name).read_bytes()
+        with storing(f"reading {self.root / name}"), open_regular(self._path(name)) as file:
+            return file.read()
 
     def list(self, name: str) -> list[str]:
         with storing(f"listing {self.root / name}"), suppress(FileNotFoundError):
@@ -231,7 +232,7 @@ class LocalStore:
             return folder
 
     def arrow_paths(self, names: Sequence[str]) -> tuple[Sequence[str], pafs.FileSystem | None]:
-        return [str(self._path(name)) for name in names], None
+        return [exact_path(self._path(name)) for name in names], None
 
     def _written(self, name: str, data: bytes) -> Path:
         path = self.scratch() / f"{self._path(name).name}.{uuid.uuid4().hex}"

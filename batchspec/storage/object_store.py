@@ -8,6 +8,7 @@ carries a whole object, so nothing partial is ever visible.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -24,14 +25,17 @@ from typing import TypeVar
 
 import pyarrow.fs as pafs
 
-from batchspec.errors import OutputError, StorageError
-from batchspec.storage.store import STALE_S, Tail, storage_errors, storing
+from batchspec.errors import ConfigError, OutputError, StorageError
+from batchspec.storage.store import LONGEST_NAME, STALE_S, Tail, storage_errors, storing
+from batchspec.text import one_line
 
 ABSENT = ""
 """The condition that there is no such object. Any other condition is the version that the object must have."""
 NO_VERSION = '"0"'
 """A version that no object has."""
 DELETED_AT_ONCE = 8
+MOST_KEY_BYTES = 1024
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 T = TypeVar("T")
 
 
@@ -60,7 +64,12 @@ class ObjectStore(ABC):
     keep_them = "Amazon S3 and MinIO do"
 
     def __init__(self, where: str, bucket: str, prefix: str) -> None:
-        """where  the root as the user wrote it"""
+        """where  the root as the user wrote it
+
+        Raises ConfigError for a prefix that keys of objects cannot have.
+        """
+        if why := _unusable(prefix):
+            raise ConfigError(f"output.dir={one_line(where)} cannot be a folder of a bucket: {why}; choose another one")
         self.where, self.method = where, "put"
         self._bucket, self._prefix = bucket, prefix
         self._folder: Path | None = None
@@ -243,12 +252,23 @@ class ObjectStore(ABC):
         self._call(f"deleting {self.where}{key.removeprefix(self._prefix)}", lambda: self._remove(key))
 
     def _key(self, name: str) -> str:
-        if name and any(part in ("", ".", "..") or "\0" in part for part in name.split("/")):
+        if name and _unusable(name):
             raise OutputError(f"{self.where}/{name}: empty names and .. are refused; take another output.dir")
         return f"{self._prefix}/{name}" if name else self._prefix
 
     def _uri(self, name: str) -> str:
         return f"{self.where}/{name}" if name else self.where
+
+
+def _unusable(name: str) -> str:
+    """Why this cannot be a part of keys that every store and every reader takes as they are; empty if it can."""
+    if any(part in ("", ".", "..") for part in name.split("/")):
+        return "a part of it is empty, . or .."
+    if _CONTROL.search(name):
+        return "it has a control character"
+    if (size := len(name.encode("utf-8", "replace"))) + LONGEST_NAME > MOST_KEY_BYTES:
+        return f"it has {size:,} bytes, and the limit is {MOST_KEY_BYTES - LONGEST_NAME}"
+    return ""
 
 
 def _scratch_prefix() -> str:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import fnmatch
-import glob
 import io
-import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from glob import has_magic
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 from batchspec.errors import ConfigError, InputError, StorageError
+from batchspec.local_files import check_regular, open_regular
 from batchspec.storage.cloud_client import SCHEMES
 from batchspec.storage.cloud_files import cloud_files
 from batchspec.storage.hub_files import HubFiles, hub_files
+from batchspec.storage.local_tree import ANY_DEPTH, files_below, files_matching
 from batchspec.storage.remote_files import READ, Kind, RemoteFiles, Stamp, arrow_files, s3_files
 from batchspec.storage.retry import retried
 from batchspec.storage.s3_client import GONE, NO_BUCKET
@@ -35,11 +36,17 @@ class Place(Protocol):
 
     def is_dir(self) -> bool: ...
 
+    @property
+    def problem(self) -> str:
+        """Why a place that was found by `files` or `glob` cannot be read as a file; empty if it can."""
+
     def files(self) -> Iterator[Place]:
-        """Every file below a folder."""
+        """Every file below a folder, and what else is there but folders. On this machine raises as `local_tree.files_below`."""
 
     def glob(self) -> tuple[Place, Iterator[Place]]:
-        """The folder above the first wildcard, and every file that matches. `**` stands for any number of folders."""
+        """The folder above the first wildcard, and what matches; `**` stands for any number of folders. The name of a folder with
+        which a pattern begins stands for that folder, whatever wildcards are in it. Raises as `files`.
+        """
 
     def check_bucket(self) -> None:
         """Raise InputError if its bucket does not exist."""
@@ -73,6 +80,8 @@ def place_of(entry: str) -> Place:
 @dataclass(frozen=True, slots=True)
 class LocalPlace:
     path: Path
+    linked: bool = False
+    """Whether it was found through a link, and may have been found under another name too."""
 
     def __str__(self) -> str:
         return str(self.path)
@@ -83,27 +92,34 @@ class LocalPlace:
     def is_dir(self) -> bool:
         return self.path.is_dir()
 
+    @property
+    def problem(self) -> str:
+        try:
+            check_regular(self.path)
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
+
     def files(self) -> Iterator[LocalPlace]:
-        return (LocalPlace(path) for path in self.path.rglob("*") if path.is_file())
+        return (LocalPlace(found.path, found.linked) for found in files_below(self.path))
 
     def glob(self) -> tuple[LocalPlace, Iterator[LocalPlace]]:
-        root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), self.path.parts))
-        paths = map(Path, glob.iglob(str(self.path), recursive=True))
-        return LocalPlace(root), (LocalPlace(path) for path in paths if path.is_file())
+        root, matching = files_matching(self.path)
+        return LocalPlace(root), (LocalPlace(found.path, found.linked) for found in matching)
 
     def check_bucket(self) -> None:
         pass
 
     def stamp(self) -> Stamp:
         try:
-            with self.path.open("rb") as file:  # over NFS `stat` may be a minute old, but not for an open file
+            with open_regular(self.path) as file:  # over NFS `stat` may be a minute old, but not for an open file
                 facts = os.fstat(file.fileno())
         except FileNotFoundError as error:
             raise InputError(GONE.format(name=self.path)) from error
         return Stamp(facts.st_size, str(facts.st_mtime_ns))
 
     def open(self) -> BinaryIO:
-        return self.path.open("rb")
+        return open_regular(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +128,7 @@ class RemotePlace:
     path: PurePosixPath
     known_size: int | None = None
     """Its size according to the listing; None if it was not listed."""
+    problem: str = ""
 
     def __str__(self) -> str:
         return f"{self.remote.scheme}://{str(self.path).lstrip('/')}"
@@ -124,14 +141,26 @@ class RemotePlace:
 
     def files(self) -> Iterator[RemotePlace]:
         found = self.retried("listing", lambda: self.remote.walk(str(self.path)))
-        return (self._at(PurePosixPath(entry.path), entry.size_bytes) for entry in found)
+        return (self._at(PurePosixPath(entry.path), entry.size_bytes, _odd_key(entry.path)) for entry in found)
 
     def glob(self) -> tuple[RemotePlace, Iterator[RemotePlace]]:
-        above = list(itertools.takewhile(lambda part: not glob.has_magic(part), self.path.parts))
-        root, pattern = self._at(PurePosixPath(*above)), self.path.parts[len(above) :]
-        if not root.is_dir():
-            return root, iter(())
-        return root, (file for file in root.files() if matches(file.path.parts[len(above) :], pattern))
+        above, *pattern = self._at(PurePosixPath(self.path.parts[0])), *self.path.parts[1:]
+        while pattern and (not has_magic(pattern[0]) or self._at(above.path / pattern[0]).is_dir()):
+            above = self._at(above.path / pattern.pop(0))
+        return above, above._matching(pattern) if above.is_dir() else iter(())
+
+    def _matching(self, pattern: Sequence[str]) -> Iterator[RemotePlace]:
+        """What matches below this folder; without `**` also folders, each once."""
+        folders, depth = set[PurePosixPath](), len(pattern)
+        for file in self.files():
+            parts = file.path.relative_to(self.path).parts
+            if matches(parts, pattern):
+                yield file
+            elif len(parts) > depth and ANY_DEPTH not in pattern and matches(parts[:depth], pattern):
+                folder = self.path.joinpath(*parts[:depth])
+                if folder not in folders:
+                    folders.add(folder)
+                    yield self._at(folder, problem="a folder, not a file")
 
     def check_bucket(self) -> None:
         with suppress(StorageError):  # access to objects is possible without access to the bucket
@@ -157,8 +186,8 @@ class RemotePlace:
         with io.BufferedReader(RemoteFile(place, place.stamp().size_bytes)) as file:
             return file.read(most)
 
-    def _at(self, path: PurePosixPath, size: int | None = None) -> RemotePlace:
-        return RemotePlace(self.remote, path, size)
+    def _at(self, path: PurePosixPath, size: int | None = None, problem: str = "") -> RemotePlace:
+        return RemotePlace(self.remote, path, size, problem)
 
     def kind(self) -> Kind:
         return self.retried("looking for", lambda: self.remote.kind(str(self.path)))
@@ -222,10 +251,16 @@ class RemoteFile(io.RawIOBase):
         return data
 
 
+def _odd_key(key: str) -> str:
+    """Why a key that a listing gave is not the path of a file; empty if it is."""
+    odd = any(part in ("", ".", "..") for part in key.removeprefix("/").split("/"))
+    return f"a part of its key {key} is empty, . or ..; copy it to another key" if odd else ""
+
+
 def matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
     """Whether a path matches a pattern, part by part; `**` stands for any number of parts."""
     if not pattern:
         return not parts
-    if pattern[0] == "**":
+    if pattern[0] == ANY_DEPTH:
         return any(matches(parts[i:], pattern[1:]) for i in range(len(parts) + 1))
-    return bool(parts) and fnmatch.fnmatchcase(parts[0], pattern[0]) and matches(parts[1:], pattern[1:])
+    return bool(parts) and fnmatchcase(parts[0], pattern[0]) and matches(parts[1:], pattern[1:])

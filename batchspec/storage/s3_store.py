@@ -32,7 +32,7 @@ class S3Store(ObjectStore):
     def __init__(self, root: str) -> None:
         """root is s3://bucket/prefix. Raises ConfigError for another form, or without boto3."""
         bucket, _, prefix = root.removeprefix(SCHEME).rstrip("/").partition("/")
-        if not bucket or not prefix or "//" in prefix:
+        if not bucket or not prefix:
             raise ConfigError(f"output.dir={root} must be s3://BUCKET/FOLDER; name a folder of a bucket")
         super().__init__(f"{SCHEME}{bucket}/{prefix}", bucket, prefix)
         self._client = client()

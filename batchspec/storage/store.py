@@ -14,10 +14,12 @@ from typing import Protocol, TypeVar
 
 import pyarrow.fs as pafs
 
-from batchspec.errors import StorageError
+from batchspec.errors import OutputError, StorageError
 
 STALE_S = 24 * 3600
 """A temporary file that was not written to for this long is abandoned: writing one takes seconds."""
+LONGEST_NAME = 255
+"""Bytes of the longest name that a store is given, with room to spare."""
 AT_ONCE = 16
 IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR)
 """Error numbers that say that something else has the name of a file or folder."""
@@ -116,10 +118,13 @@ class Store(Protocol):
 
 @contextmanager
 def storing(what: str) -> Iterator[None]:
-    """Within this block, raise an OSError as a StorageError that says what failed and what to do."""
+    """Within this block, raise an OSError as a StorageError that says what failed and what to do; a name that is too long, which
+    no repair mends, as an OutputError."""
     try:
         yield
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise OutputError(f"{what} failed: a name is too long for the file system; choose a shorter one") from error
         code = errno.errorcode.get(error.errno or 0, "OSError")
         cure = "move away what is in its place" if error.errno in IN_THE_WAY else "free space or repair the file system"
         raise StorageError(

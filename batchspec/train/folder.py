@@ -16,7 +16,9 @@ import torch
 
 from batchspec.config.renamed import upgraded_keys
 from batchspec.errors import OutputError, StorageError
+from batchspec.local_files import unusable_name
 from batchspec.model.weight_sums import SumsOfJob, WeightSums
+from batchspec.text import one_line
 from batchspec.train.save import CONFIG, WEIGHTS, write_text
 
 RECORD, STATE = "training.json", "checkpoint.pt"
@@ -41,6 +43,8 @@ class HeadFolder:
         self.path, self.facts = path, facts
         self.complete, self._overwrite = False, overwrite
         self._weights: dict[str, str] | None = None
+        if why := unusable_name(path):
+            raise OutputError(f"output.dir={one_line(path)} cannot be a folder: {why}; choose another one")
         if path.exists() and not path.is_dir():
             raise OutputError(f"output.dir={path} is a file; give a folder")
         record = self._record()

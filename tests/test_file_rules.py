@@ -1,0 +1,117 @@
+"""Which modules may open files, and how: by exact names, and regular files. Read from the source, as by test_imports.py."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from tests.test_imports import module_of, sources
+
+# Modules that open files, and which; those that a job's user names are opened by local_files.
+OPENS: dict[str, str] = {
+    "local_files": "opens regular files alone",
+    "cli": "/dev/null",
+    "runstate.claims": "/proc",
+    "report.start_up": "/proc",
+    "load_progress": "/proc",
+    "cluster.crew": "/proc",
+    "packing.planner": "/proc and the control group",
+    "commands.bench_job": "/proc",
+    "config.reference": "the package's own conf",
+    "tuning.table": "the package's own tables, and that of doctor --tune",
+    "train.folder": "the record that a training wrote",
+    "model.packaged": "the wheel, after is_file",
+    "model.from_gguf": "the file of that wheel",
+    "model.kv_scales": "after stored_tensors has opened it",
+    "draft.weights": "after stored_tensors has opened it",
+    "model.weights": "after stored_tensors has opened it",
+    "commands.workloads": "after is_file",
+    "commands.profile": "what torch's profiler wrote",
+    "storage.hub_push": "shards of this job",
+    "storage.s3_store": "shards that this run made",
+    "runstate.shard_writer": "shards that this run made",
+    "storage.local_store": "folders, to sync them",
+    "commands.export": "the new file, to sync it",
+    "commands.compact": "the new file, to sync it",
+}
+READERS = ("safe_open", "GGUFReader", "load_file", "torch.load", "os.open", "open")
+
+PARQUET = {
+    "storage.exact_files": "by exact paths",
+    "dataset.files": "remote files, which are open already",
+    "runstate.footers": "a buffer",
+    "runstate.output_folder": "a buffer",
+}
+GLOBS = {
+    "early_start": "/dev",
+    "cluster.devices": "/dev",
+    "load_progress": "/proc",
+    "config.reference": "the package's own conf",
+    "model.packaged": "a folder that pip filled",
+    "model.hub": "a folder of the hub's cache",
+    "storage.object_store": "the folder for temporary files",
+}
+
+
+def calls() -> Iterator[tuple[str, str, ast.Call]]:
+    """Module, name of what is called, and the call."""
+    for path in sources():
+        module = module_of(path)
+        if not module.startswith("kernels"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call):
+                    yield module, ast.unparse(node.func), node
+
+
+CALLS = [*calls()]
+
+
+def last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def reads(name: str, call: ast.Call) -> bool:
+    """Whether a call opens a file by its path for reading. The method `open` of batchspec's own classes has no mode."""
+    modes = [str(item.value) for item in call.args[name == "open" :] if isinstance(item, ast.Constant)]
+    if any(set(mode) & set("wxa") for mode in modes):
+        return False
+    method = last(name) if "." in name else ""
+    return name in READERS or method in ("read_text", "read_bytes") or (method == "open" and bool(modes))
+
+
+def test_files_are_opened_for_reading_by_local_files_alone() -> None:
+    for module, name, call in CALLS:
+        if reads(name, call):
+            assert module in OPENS, f"{module}: {ast.unparse(call)}"
+    assert {module for module, name, call in CALLS if reads(name, call)} == OPENS.keys()
+
+
+def test_polars_and_arrow_get_exact_paths() -> None:
+    scans = []
+    for module, name, call in CALLS:
+        if name.startswith("pl.") and last(name).startswith(("scan_", "read_")):
+            assert module == "runstate.scan", f"{module}: {ast.unparse(call)}"
+            scans.append(call)
+        if name in ("pq.ParquetFile", "pq.read_table", "pq.read_metadata", "pq.read_schema", "pq.ParquetDataset"):
+            assert module in PARQUET, f"{module}: {ast.unparse(call)}"
+        if name.startswith("ds."):
+            assert module == "runstate.scan", f"{module}: {ast.unparse(call)}"
+    exact = [scan for scan in scans if last(ast.unparse(scan.func)) == "scan_parquet"]
+    assert exact
+    for scan in exact:
+        assert {"glob=False", "hive_partitioning=False"} <= {ast.unparse(keyword) for keyword in scan.keywords}
+
+
+@pytest.mark.parametrize("name", ["glob", "iglob", "rglob"])
+def test_patterns_of_users_are_looked_up_in_one_place(name: str) -> None:
+    """`storage/local_tree.py`, which leaves out nothing without a word, as glob and pathlib do."""
+    for module, called, call in CALLS:
+        if last(called) == name and called not in ("place.glob", "self.path.glob"):
+            assert module in GLOBS, f"{module}: {ast.unparse(call)}"
+
+
+def test_these_tables_have_no_module_that_is_gone() -> None:
+    there = {module_of(path) for path in sources()}
+    assert {*OPENS, *PARQUET, *GLOBS} <= there
