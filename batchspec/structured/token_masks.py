@@ -7,7 +7,7 @@ as many steps as the longest token has bytes (Moore 1956), and the vocabulary is
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -36,6 +36,10 @@ MAX_MASKS_BYTES = 64 << 20
 """Maximum size of the masks of one automaton: 3,400 masks of a vocabulary of 152,000 tokens."""
 MAX_TABLE_WORDS = 4 << 20
 """Maximum number of int32 words of the table of one automaton: 16 MiB."""
+MANY_TOKENS = 1 << 19
+"""States are walked together that begin about so many tokens."""
+FEW_NODES = 2_000
+"""States that reach fewer nodes of the trie are compared by these, the others by their masks."""
 MAX_FORCED_BYTES = 32
 """Maximum size of a token that is drafted because no other text is allowed."""
 
@@ -106,17 +110,29 @@ def _masks(
     numbers = numbers.reshape(-1)
     ends, mask = np.array(sorted(end_ids), np.int64), np.zeros(32 * words, bool)
     found: dict[bytes, int] = {}
-    of_kind, ends_alone = np.zeros(len(first), np.int32), np.zeros(len(first), bool)
-    for kind, state in enumerate(first.tolist()):
-        mask[:] = state == DEAD
+
+    def numbered(state: int, nodes: Ids) -> tuple[int, bool]:
+        """The number of the state's mask, and whether only the end is allowed."""
+        mask[:], alone = state == DEAD, False
         if state != DEAD:
-            mask[: vocabulary.num_tokens] = _allowed(table, classes, state, trie)
+            there = np.zeros(len(trie.symbols), bool)
+            there[nodes] = True
+            mask[: vocabulary.num_tokens] = there[trie.ends]
             mask[ends] = False
-            ends_alone[kind] = final[state] and not mask.any()
+            alone = bool(final[state]) and not mask.any()
             mask[ends] = final[state]
-        of_kind[kind] = found.setdefault(np.packbits(mask, bitorder="little").tobytes(), len(found))
+        number = found.setdefault(np.packbits(mask, bitorder="little").tobytes(), len(found))
         if 4 * words * len(found) > MAX_MASKS_BYTES:
             raise TooLarge(f"its different sets of allowed tokens take more than {MAX_MASKS_BYTES >> 20} MiB")
+        return number, alone
+
+    known: dict[tuple[bool, bytes | int], tuple[int, bool]] = {}
+    of_kind, ends_alone = np.zeros(len(first), np.int32), np.zeros(len(first), bool)
+    for kind, (state, nodes) in enumerate(zip(first.tolist(), _reached(table, classes, first, vocabulary), strict=True)):
+        key = bool(final[state]), nodes.tobytes() if state != DEAD and len(nodes) < FEW_NODES else state
+        if key not in known:
+            known[key] = numbered(state, nodes)
+        of_kind[kind], ends_alone[kind] = known[key]
     packed = np.frombuffer(b"".join(found), np.int32).reshape(len(found), words).copy()
     return packed, of_kind[numbers], ends_alone[numbers]
 
@@ -201,17 +217,37 @@ def trie_of_some(vocabulary: TokenSymbols, tokens: NDArray[np.int64]) -> Trie:
     return Trie(*(part.astype(np.int32) for part in (np.concatenate(symbols), first_child, num_children, at)))
 
 
-def _allowed(table: NDArray[np.int32], classes: NDArray[np.int32], state: int, trie: Trie) -> NDArray[np.bool_]:
-    """bool [V]: the tokens whose walks from `state` do not die. A beginning that several tokens share is walked once."""
-    nodes, states = np.zeros(1, np.int32), np.full(1, state, np.int32)
-    reached = np.zeros(len(trie.symbols), bool)
+def _reached(
+    table: NDArray[np.int32], classes: NDArray[np.int32], states: NDArray[np.int64], vocabulary: TokenSymbols
+) -> Iterator[Ids]:
+    """For each state the nodes of the trie to which walks from it lead, in an order that depends on these nodes alone.
+
+    Many states are walked at once if they allow few tokens, as those inside of a character: a class of Unicode has hundreds.
+    """
+    begins = vocabulary.symbols[vocabulary.starts[:-1]]
+    num_tokens = (table[states][:, NEXT + classes] != DEAD) @ np.bincount(begins, minlength=NUM_SYMBOLS)
+    batch = np.cumsum(num_tokens + MANY_TOKENS // 1000) // MANY_TOKENS
+    for some in np.split(states, np.flatnonzero(np.diff(batch)) + 1):
+        yield from _walked(table, classes, some, trie_of(vocabulary))
+
+
+def _walked(table: NDArray[np.int32], classes: NDArray[np.int32], states: NDArray[np.int64], trie: Trie) -> list[Ids]:
+    """A beginning that several tokens share is walked once."""
+    owners, nodes, at = np.arange(len(states), dtype=np.int32), np.zeros(len(states), np.int32), states.astype(np.int32)
+    found, found_by = [nodes[:0]], [owners[:0]]
     while len(nodes):
         counts = trie.num_children[nodes]
-        begin = np.cumsum(counts) - counts
-        children = np.repeat(trie.first_child[nodes] - begin, counts) + np.arange(counts.sum())
-        after = table[np.repeat(states, counts), NEXT + classes[trie.symbols[children]]]
+        begin = np.cumsum(counts, dtype=np.int32) - counts
+        children = np.repeat(trie.first_child[nodes] - begin, counts) + np.arange(counts.sum(), dtype=np.int32)
+        after = table[np.repeat(at, counts), NEXT + classes[trie.symbols[children]]]
         live = after != DEAD
-        nodes, states = children[live], after[live]
-        reached[nodes] = True
-    found: NDArray[np.bool_] = reached[trie.ends]
-    return found
+        if len(states) > 1:
+            owners = np.repeat(owners, counts)[live]
+            found_by.append(owners)
+        nodes, at = children[live], after[live]
+        found.append(nodes)
+    if len(states) == 1:
+        return [np.concatenate(found)]
+    owners = np.concatenate(found_by)
+    order = np.argsort(owners, kind="stable")
+    return np.split(np.concatenate(found)[order], np.searchsorted(owners[order], np.arange(1, len(states))))
