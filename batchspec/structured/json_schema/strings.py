@@ -13,8 +13,9 @@ from functools import lru_cache
 from typing import Any
 
 from batchspec.structured.char_dfa import NO_TEXT, CharDfa
+from batchspec.structured.json_schema.formats import FORMATS
 from batchspec.structured.json_schema.leaves import NOT_PATTERNS, NOT_VALUES, BadSchema, Leaf, count_of, types_of
-from batchspec.structured.json_schema.values import ANY_STRING, FORMATS, escaped, string, wrapped
+from batchspec.structured.json_schema.values import ANY_STRING, escaped, string, wrapped
 from batchspec.structured.regex import BadRegex, regex_node
 from batchspec.structured.regex_syntax import ANY, Dialect, possible, sure
 from batchspec.structured.regular import Alt, Chars, Node, Repeat, text
