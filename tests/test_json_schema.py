@@ -109,7 +109,7 @@ def test_a_value_of_a_wrong_type_is_refused_or_ignored(schema: Any, data: st.Dat
         schema = schema | {
             data.draw(st.sampled_from(keys)): data.draw(st.sampled_from([None, 3, -1, 1.5, "x", [], [3], {"a": 3}, 1e400]))
         }
-    with suppress(BadSchema, TooLarge):
+    with suppress(BadSchema, Impossible, TooLarge):
         schema_rules(schema)
 
 
@@ -284,11 +284,12 @@ def test_items_after_prefix_items_are_refused_where_the_draft_has_no_prefix_item
 
 
 def test_listed_values_are_written_whatever_type_the_other_keywords_imply() -> None:
-    """A format is an annotation: the listed text fits both parts, though other strings of the first would not."""
+    """Not all validators check formats: the listed text may fit both parts, though other strings of the first would not."""
     schema = {"additionalProperties": False, "oneOf": [{"type": "string", "format": "ipv4"}, {"enum": ["x"]}]}
     assert written(schema, '"x"', '"1.2.3.4"') == [False, True]
-    with pytest.raises(BadSchema, match="oneOf"):
-        schema_rules({"oneOf": [{"required": ["a"]}, {"enum": [{"a": 1}, {"b": 1}], "properties": {"b": {}}}]})
+    schema = {"oneOf": [{"required": ["a"]}, {"enum": [{"a": 1}, {"b": 1}], "properties": {"b": {}}}]}
+    assert written(schema, '{"a":1}', '{"b":1}', '{"a":2}') == [False, True, True]
+    check_samples(schema)
 
 
 @pytest.mark.parametrize(
@@ -298,3 +299,126 @@ def test_numbers_out_of_the_range_of_a_double_are_refused(schema: Any) -> None:
     """JSON has no text for an infinite number, and a quotient that overflows is a multiple of nothing."""
     with pytest.raises(BadSchema):
         schema_rules(schema)
+
+
+DEPENDING = (
+    {"dependentRequired": {"a": ["b"]}},
+    {"dependentSchemas": {"a": {"required": ["b"]}}},
+    {"$schema": DRAFTS[2], "dependencies": {"a": ["b"]}},
+)
+
+
+@pytest.mark.parametrize("depending", DEPENDING, ids=lambda one: list(one)[-1])
+def test_dependencies_of_properties_say_nothing_of_other_types(depending: Any) -> None:
+    named = {"properties": {"a": {}, "b": {}}}
+    either = written({"type": ["object", "null"], **named, **depending}, "null", "{}", '{"a":1}', '{"a":1,"b":1}')
+    assert either == [True, True, False, True]
+    assert written({"type": ["boolean", "null"], **depending}, "true", "null") == [True, True]
+    required = {"type": ["object", "string"], **named, "required": ["a"], **depending}
+    assert written(required, '"x"', '{"a":1}', '{"b":1}', '{"a":1,"b":1}') == [True, False, False, True]
+    check_samples(required)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "texts"),
+    [
+        ({"required": ["a"], "minItems": 1}, ['{"a":1}', "[1]"]), ({"maxLength": 2, "minimum": 3}, ['"ab"', "3"]),
+        ({"items": {"type": "null"}, "pattern": "^a"}, ["[null]", '"a"']),
+        ({"maxProperties": 0, "maxItems": 0, "maxLength": 0, "maximum": 0}, ["{}", "[]", '""', "0"]),
+    ],
+)  # fmt: skip
+def test_keywords_of_one_type_do_not_exclude_the_types_of_others(keywords: Any, texts: list[str]) -> None:
+    """Neither where these types are named nor where none is."""
+    types = ["object", "array", "string", "number", "null"]
+    assert all(written(keywords, *texts))
+    assert all(written({"type": types, **keywords}, *texts, "null"))
+    assert written(keywords, "null", "true") == [False, False]  # without `type` only those that keywords are about
+    check_samples(keywords)
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts", "expected"),
+    [
+        ({"type": "object", "oneOf": [{"properties": {one: {"type": "string"}}, "additionalProperties": False} for one in "ab"]},
+         ['{"a":"x"}', '{"b":"x"}', "{}", '{"a":"x","b":"x"}'], [True, True, False, False]),
+        ({"type": "object", "properties": {"a": {}, "b": {}}, "not": {"properties": {"a": {}}, "additionalProperties": False}},
+         ["{}", '{"a":1}', '{"a":1,"b":1}'], [False, False, True]),
+        ({"type": "object", "not": {"properties": {"a": {}}, "additionalProperties": {"type": "null"}}},
+         ['{"a":1}', '{"b":null}', '{"b":1}'], [False, False, True]),
+        ({"type": "object", "properties": {"xa": {}, "b": {}}, "not": {"patternProperties": {"^x": {"type": "null"}}}},
+         ['{"b":1}', '{"xa":null}', '{"xa":1}'], [False, False, True]),
+        ({"type": "object", "properties": {"a": {}, "bc": {}}, "not": {"propertyNames": {"maxLength": 1}}},
+         ['{"a":1}', '{"bc":1}'], [False, True]),
+        ({"type": "object", "properties": {"a": {}, "b": {}}, "not": {"dependentRequired": {"a": ["b"]}}},
+         ['{"a":1}', '{"b":1}', '{"a":1,"b":1}'], [True, False, False]),
+        ({"type": "number", "not": {"type": "integer"}}, ["1", "1.0", "1.5", "-0.25"], [False, False, True, True]),
+        ({"type": "number", "maximum": 3, "not": {"enum": [2.5, 1]}}, ["1", "2.5", "2.50", "2.51", "2"],
+         [False, False, False, True, True]),
+        ({"type": "array", "items": {"type": "integer"}, "not": {"contains": {"minimum": 5}}}, ["[]", "[4]", "[4,5]"],
+         [True, True, False]),
+        ({"type": "object", "properties": {"a": {}, "b": {}}, "not": {"enum": [{}, {"a": 1}]}},
+         ["{}", '{"a":1}', '{"a":2}', '{"a":1,"b":1}'], [False, False, True, True]),
+        ({"not": {"oneOf": [{"minimum": 2}, {"maximum": 4}]}, "type": "number"}, ["1", "3", "5"], [False, True, False]),
+        ({"enum": [[1, 1], [1, 2], 3], "not": {"uniqueItems": True}}, ["[1,1]", "[1,2]", "3"], [True, False, False]),
+        ({"type": "object", "propertyNames": {"enum": ["a", "b"]}}, ["{}", '{"a":1}', '{"c":1}'], [True, True, False]),
+    ],
+)  # fmt: skip
+def test_what_fails_a_schema_can_be_written(schema: Any, texts: list[str], expected: list[bool]) -> None:
+    assert written(schema, *texts) == expected
+    check_samples(schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword", "valid"),
+    [
+        ({"required": ["a"], "additionalProperties": False}, "/type", 5),
+        ({"type": "number", "multipleOf": 0.1, "minimum": 0.1, "maximum": 0.9}, "/multipleOf", 0.5),
+        ({"type": "number", "minimum": 1e300, "maximum": 1e301}, "/minimum", 2e300),
+        ({"type": "string", "format": "date", "maxLength": 9}, "/format", "x"), ({"contains": False}, "/type", 5),
+        ({"type": "object", "properties": {"a": {"enum": []}}, "minProperties": 1}, "/minProperties", {"b": 1}),
+        ({"type": "object", "required": ["a"], "not": {"items": {}, "uniqueItems": True, "required": ["a"]}}, "/not", None),
+        ({"$schema": DRAFTS[1], "type": "string", "const": 1}, "/const", "x"),
+        ({"$schema": DRAFTS[2], "$ref": "#/$defs/a", "type": "null", "$defs": {"a": {"type": "string"}}}, "/type", "x"),
+        ({"type": "string", "format": "date", "enum": ["today"]}, "listed value", "today"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, False]}}}, "leads back to itself", None),
+        ({"type": "array", "minItems": 1, "items": {"required": ["a"], "additionalProperties": False}}, "/items/type", [5]),
+    ],
+)  # fmt: skip
+def test_what_is_empty_only_as_it_is_written_is_refused_by_its_keyword(schema: Any, keyword: str, valid: Any) -> None:
+    """It is not impossible: a value is valid, though nothing can be written."""
+    with pytest.raises(BadSchema, match=keyword):
+        schema_rules(schema)
+    if valid is not None:
+        assert validator_for(schema, default=Draft202012Validator)(schema).is_valid(valid)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        False, {"enum": []}, {"type": "integer", "exclusiveMinimum": 1, "exclusiveMaximum": 2}, {"type": "string", "not": {}},
+        {"type": "number", "multipleOf": 0.5, "minimum": 0.1, "maximum": 0.4}, {"type": "null", "not": {"const": None}},
+        {"type": "integer", "minimum": 1, "maximum": 2, "not": {"enum": [1, 2]}},
+        {"type": "array", "items": False, "minItems": 1},
+        {"type": "object", "properties": {"a": False}, "required": ["a"]}, {"type": "string", "pattern": "^ab", "maxLength": 1},
+        {"type": "object", "properties": {"a": {}}, "additionalProperties": False, "minProperties": 2},
+        {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, {"type": "string", "not": {"pattern": "^a?"}},
+    ],
+)  # fmt: skip
+def test_what_is_proved_to_have_no_value_is_impossible(schema: Any) -> None:
+    with pytest.raises(Impossible):
+        schema_rules(schema)
+
+
+def test_references_that_lead_back_to_themselves_add_no_values() -> None:
+    schema = {"anyOf": [{"$ref": "#"}, {"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": {"anyOf": [{"$ref": "#"}]}}}
+    assert written(schema, "null", "1") == [True, False]
+
+
+def test_a_listed_value_is_written_if_all_validators_accept_it() -> None:
+    """Some check formats, and some know keywords of later drafts."""
+    schema = {"type": "string", "format": "date", "enum": ["2024-02-29", "today"]}
+    assert written(schema, '"2024-02-29"', '"today"') == [True, False]
+    older = {"$schema": DRAFTS[1], "enum": [{"a": 1}, {"a": 2}], "properties": {"a": {"const": 1}}}
+    assert written(older, '{"a":1}', '{"a":2}') == [True, False]
+    excluded = {"$schema": DRAFTS[1], "enum": [{"a": 2}, {}], "properties": {"a": {"not": {"const": 1}}}}
+    assert written(excluded, '{"a":2}', "{}") == [False, True]

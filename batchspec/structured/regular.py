@@ -104,6 +104,13 @@ class Graph:
     final: frozenset[int]
 
 
+@dataclass(frozen=True, slots=True)
+class LeftOut(Alt):
+    """No text; it stands for texts that would be right and are not written. said: which, and what to do."""
+
+    said: str = ""
+
+
 Node = Chars | Seq | Alt | Repeat | Joined | Members | Ref | Graph
 EMPTY, NOTHING = Seq(()), Alt(())
 

@@ -47,11 +47,11 @@ def references(node: Node) -> set[str]:
         seen.add(id(one))
         if isinstance(one, Ref):
             found.add(one.rule)
-        todo += _parts(one)
+        todo += parts_of(one)
     return found
 
 
-def _parts(node: Node) -> list[Node]:
+def parts_of(node: Node) -> list[Node]:
     match node:
         case Seq(parts) | Alt(parts):
             return list(parts)

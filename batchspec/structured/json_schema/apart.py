@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from batchspec.structured.json_schema.arrays import element_schemas
+from batchspec.structured.json_schema.document import Document
 from batchspec.structured.json_schema.leaves import (
+    NOT_ANY,
     TYPES,
     BadSchema,
-    Document,
     Leaf,
     Parts,
     check_built,
@@ -32,7 +33,9 @@ from batchspec.structured.json_schema.validity import fits, found_in
 from batchspec.structured.regular import TooLarge
 
 MAX_NESTED = 6
-COMBINED = ("anyOf", "oneOf", "not", "if", "then", "else", "dependencies", "dependentSchemas", "dependentRequired")
+COMBINED: tuple[Any, ...] = (
+    "anyOf", NOT_ANY, "oneOf", "not", "if", "then", "else", "dependencies", "dependentSchemas", "dependentRequired"
+)  # fmt: skip
 
 
 class _More(NamedTuple):
@@ -67,7 +70,7 @@ class Apart:
         if waiting:
             more = _More(more.names | self._all_names(waiting), is_any=True)
         for i, (where, schema) in enumerate(leaves):
-            key = next((key for key in ("anyOf", "oneOf") if key in schema), None)
+            key = next((key for key in ("anyOf", NOT_ANY, "oneOf") if key in schema), None)
             if key is not None:
                 rest = [*leaves[:i], Leaf(where, self._document.without(schema, key)), *leaves[i + 1 :]]
                 if all(self._apart([*rest, part], theirs, more, depth + 2) for part in list_of(schema, key, where)):
@@ -89,8 +92,8 @@ class Apart:
                 if self._document.is_old:
                     continue
             todo += list_of(one, "allOf", place) if "allOf" in one else []
-            kept = {key: item for key, item in one.items() if key not in ("$ref", "allOf") and key not in self._document.ignored}
-            found.append(Leaf(place, kept))
+            hidden = {"$ref", "allOf", *(key for key in one if self._document.ignores(key, one))}
+            found.append(Leaf(place, {key: item for key, item in one.items() if key not in hidden}))
         return found
 
     def _from(self, ours: Sequence[Leaf], their: Leaf, more: _More, depth: int) -> bool:
@@ -173,11 +176,11 @@ class Apart:
         names, todo, seen = set[str](), [schemas], set[int]()
         while todo:
             one = todo.pop()
-            if id(one) in seen or not isinstance(one, dict | list):
+            if id(one) in seen or not isinstance(one, dict | list | tuple):
                 names |= {one} if isinstance(one, str) else set()
                 continue
             seen.add(id(one))
-            if isinstance(one, list):
+            if isinstance(one, list | tuple):
                 todo += one
                 continue
             names |= {name for name in one if isinstance(name, str)}

@@ -9,35 +9,81 @@ from decimal import Decimal
 from fractions import Fraction
 
 from batchspec.structured.char_dfa import CharDfa
-from batchspec.structured.json_schema.leaves import NOT_VALUES, BadSchema, Leaf
+from batchspec.structured.emptiness import marked
+from batchspec.structured.json_schema.leaves import NOT_VALUES, BadSchema, Leaf, is_not_whole
 from batchspec.structured.json_schema.strings import listed
-from batchspec.structured.json_schema.values import MAX_DIGITS, any_number, integer, natural
-from batchspec.structured.regular import EMPTY, NOTHING, Alt, Chars, Graph, Node, Seq, text
+from batchspec.structured.json_schema.values import DIGIT, MAX_DIGITS, any_number, integer, natural
+from batchspec.structured.regular import EMPTY, NOTHING, Alt, Chars, Graph, Node, Repeat, Seq, optional, text
 
 MAX_MULTIPLE = 1_000
 """Largest supported multiple: multiples of m take an automaton of m states."""
 _LEAST_MULTIPLE = Fraction(1, 10**200)
 """Quotients by smaller divisors than this leave the range of a double."""
 LIMIT = 10**MAX_DIGITS - 1
+_KEYS = ("multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_ZEROS = Repeat(text("0"), 0, None)
+_FRACTION = Seq((optional(text("-")), Repeat(DIGIT, 1, 7), text("."), Repeat(DIGIT, 0, 7), Chars(((0x31, 0x39),)), _ZEROS))
+"""Numbers that are not whole, with at most 15 digits that count."""
 Bound = tuple[Decimal, bool]
 """A value, and whether it is itself excluded."""
 
 
 def number_node(name: str, leaves: Sequence[Leaf]) -> Node:
     """The numbers, or with name `integer` the whole numbers, that all leaves allow. Raises BadSchema and TooLarge."""
-    low = _bound(leaves, "minimum", "exclusiveMinimum", max)
-    high = _bound(leaves, "maximum", "exclusiveMaximum", min)
-    multiple = _multiple(leaves)
+    low, high = bounds_of(leaves)
+    multiple, step = _multiple(leaves)
     values = [value for _, schema in leaves for value in schema.get(NOT_VALUES, ()) if type(value) in (int, float)]
-    left_out = [int(value) for value in values if value % 1 == 0]
-    if name == "number" and multiple is None and not values:
-        return any_number() if low is high is None else _numbers(low, high)
+    if name == "integer":
+        step = _common(step, Fraction(1))
+    if _is_empty(low, high, step, values):
+        return NOTHING
+    has_fractions = name == "number" and multiple is None
+    if has_fractions and not values and not is_not_whole(leaves):
+        found = any_number() if low is high is None else _numbers(low, high)
+    else:
+        parts = [] if is_not_whole(leaves) else [_whole(low, high, multiple, values)]
+        parts += [_fractions(low, high, values)] if has_fractions else []
+        found = Alt(tuple(parts))
+    place = next((f"{where}/{key}" for key in _KEYS for where, schema in leaves if key in schema), leaves[0].where)
+    return marked(found, f"{place}: no number that can be written fits; change it, or give other bounds")
+
+
+def _is_empty(low: Bound | None, high: Bound | None, step: Fraction | None, left_out: Sequence[float]) -> bool:
+    """Whether no number is within the bounds, a multiple of `step`, and none of those left out."""
+    if low is None or high is None:
+        return False
+    least, most = Fraction(low[0]), Fraction(high[0])
+    if least > most or (least == most and (low[1] or high[1])):
+        return True
+    if step is None:
+        return least == most and any(value == least for value in left_out)
+    first, last = math.ceil(least / step), math.floor(most / step)
+    first += low[1] and first * step == least
+    last -= high[1] and last * step == most
+    if last - first >= len(left_out):
+        return False
+    return all(any(value == one * step for value in left_out) for one in range(first, last + 1))
+
+
+def _whole(low: Bound | None, high: Bound | None, multiple: int | None, values: Sequence[float]) -> Node:
+    """The whole numbers within the bounds that are multiples and none of the values."""
+    whole, left_out = integer(*_inclusive(low, high)), [str(int(value)) for value in values if value % 1 == 0]
     if not left_out and multiple in (None, 1):
-        return integer(*_inclusive(low, high))
-    found = CharDfa.of(integer(*_inclusive(low, high)))
+        return whole
+    found = CharDfa.of(whole)
     if multiple is not None:
         found = found.both(CharDfa.of(_multiples(multiple)))
-    return (found.without(listed([str(value) for value in left_out])) if left_out else found).node(lambda chars: chars)
+    return (found.without(listed(left_out)) if left_out else found).node(lambda chars: chars)
+
+
+def _fractions(low: Bound | None, high: Bound | None, values: Sequence[float]) -> Node:
+    """Numbers that are not whole, within the bounds and none of the values: of so few digits that all are different doubles."""
+    found = CharDfa.of(_numbers(low, high)).both(CharDfa.of(_FRACTION))
+    for value in values:
+        digits = format(Decimal(repr(value)), "f")
+        if "." in digits and value % 1:
+            found = found.without(CharDfa.of(Seq((text(digits.rstrip("0")), _ZEROS))))
+    return found.node(lambda chars: chars)
 
 
 def bounds_of(leaves: Sequence[Leaf]) -> tuple[Bound | None, Bound | None]:
@@ -79,12 +125,12 @@ def _inclusive(low: Bound | None, high: Bound | None) -> tuple[int, int]:
     return least, most
 
 
-def _multiple(leaves: Sequence[Leaf]) -> int | None:
-    """Numbers must be whole multiples of this one; None: any number.
+def _multiple(leaves: Sequence[Leaf]) -> tuple[int | None, Fraction | None]:
+    """The number whose whole multiples are written, and the one whose multiples are valid; None: any number.
 
-    For a fraction p/q it is p: validators divide, and the quotient must be exact.
+    For a fraction p/q the first is p: validators divide, and the quotient must be exact.
     """
-    found: int | None = None
+    found, step = None, None
     for where, schema in leaves:
         value = schema.get("multipleOf")
         if value is None:
@@ -93,11 +139,18 @@ def _multiple(leaves: Sequence[Leaf]) -> int | None:
             raise BadSchema(f"{where}/multipleOf must be a number above 0; correct it")
         exact = Fraction(repr(value)) if isinstance(value, float) else Fraction(value)
         error = abs(Fraction(value) / exact - 1)
-        found = math.lcm(found or 1, exact.numerator)
+        found, step = math.lcm(found or 1, exact.numerator), _common(step, exact)
         if error > Fraction(1, 2**54) or found > MAX_MULTIPLE or exact < _LEAST_MULTIPLE:
             said = f"{where}/multipleOf={json.dumps(value)[:30]} is not supported"
             raise BadSchema(f"{said}; use a whole number of at most {MAX_MULTIPLE:,}, or one like 0.01")
-    return found
+    return found, step
+
+
+def _common(one: Fraction | None, other: Fraction) -> Fraction:
+    """The least common multiple."""
+    if one is None:
+        return other
+    return Fraction(math.lcm(one.numerator, other.numerator), math.gcd(one.denominator, other.denominator))
 
 
 def _multiples(of: int) -> Node:

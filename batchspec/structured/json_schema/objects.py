@@ -14,13 +14,24 @@ from itertools import combinations
 from typing import Any, Protocol
 
 from batchspec.structured.char_dfa import NO_TEXT, CharDfa
-from batchspec.structured.json_schema.leaves import KEYWORDS, NOT_THERE, NOT_TYPES, BadSchema, Document, Leaf, Parts, count_of
+from batchspec.structured.json_schema.document import Document
+from batchspec.structured.json_schema.leaves import (
+    KEYWORDS,
+    NOT_PATTERNS,
+    NOT_THERE,
+    NOT_TYPES,
+    NOT_VALUES,
+    BadSchema,
+    Leaf,
+    Parts,
+    count_of,
+)
+from batchspec.structured.json_schema.members import members_node
 from batchspec.structured.json_schema.strings import language, listed, matching
 from batchspec.structured.json_schema.validity import fits, found_in
 from batchspec.structured.json_schema.values import (
     ANY_STRING,
     COLON,
-    COMMA,
     MAX_DEPTH,
     any_object,
     any_value,
@@ -29,12 +40,14 @@ from batchspec.structured.json_schema.values import (
     wrapped,
 )
 from batchspec.structured.regex_syntax import ANY
-from batchspec.structured.regular import EMPTY, NOTHING, Alt, Graph, Joined, Members, Node, Repeat, Seq, text
+from batchspec.structured.regular import NOTHING, Alt, LeftOut, Node, Repeat, Seq, text
 
 MAX_OVERLAPS = 4
 """Keys that match several patterns are written if there are at most this many patterns."""
-MAX_COUNTED = 2_000
-"""Maximum of the number of properties times the largest count."""
+NAME_KEYWORDS = {
+    "type", "pattern", "minLength", "maxLength", "format", "enum", "const", NOT_TYPES, NOT_VALUES, NOT_PATTERNS
+}  # fmt: skip
+"""The supported keywords of schemas for the names of properties."""
 
 
 class Reading(Protocol):
@@ -59,7 +72,7 @@ def inner_schemas(leaves: Sequence[Leaf], key: str, *, proof: bool = False) -> P
         for pattern, inner in _of(schema, "patternProperties", where).items():
             sure, possible = found_in(pattern, f"{where}/patternProperties", key)
             if proof and sure != possible:
-                raise BadSchema(f"{where}/patternProperties: validators disagree on whether {pattern!r} matches {key!r}")
+                raise BadSchema(f"{where}/patternProperties: validators disagree on {pattern!r} and {key!r}; rewrite it")
             surely |= sure
             found += [(f"{where}/patternProperties/{pattern}", inner)] if possible else []
         if not surely and schema.get("additionalProperties", True) is not True:
@@ -83,26 +96,52 @@ def object_node(leaves: Sequence[Leaf], reading: Reading) -> Node:
     """The objects that all leaves allow. Raises BadSchema and TooLarge."""
     named, required = named_keys(leaves)
     least, most = count_of(leaves, "minProperties", max) or 0, count_of(leaves, "maxProperties", min)
-    forbidden = {key for key in named if _is_forbidden(key, leaves, reading.document)}
-    if forbidden & required or (most is not None and most < max(least, len(required))):
+    if most is not None and most < max(least, len(required)):
         return NOTHING
     if most == 0:
         return text("{}")
     members = list[tuple[Node, bool]]()
     for key in named:
-        if key in forbidden:
-            continue
-        inner = inner_schemas(leaves, key)
-        is_said = any(key in schema.get("properties", {}) for _, schema in leaves)
-        value = reading.value(inner) if inner else any_value(MAX_DEPTH if is_said else MAX_DEPTH - 1)
-        members.append((Seq((literal(key), COLON, value)), key in required))
+        value = _named_value(key, leaves, reading)
+        if isinstance(value, LeftOut) or value != NOTHING:
+            members.append((Seq((literal(key), COLON, value)), key in required))
+        elif key in required:
+            return NOTHING
     other = _other(leaves, named, reading)
+    others_left_out = bool(least) and _is_open(leaves)
+    if least > len(members) and not others_left_out:
+        return NOTHING
+    place = next((where for where, schema in leaves if "minProperties" in schema), "")
+    left_out = LeftOut((), f"{place}/minProperties={least}: other properties than the named ones are not written; name more")
     if other is None and not members:
-        return NOTHING if least else text("{}")
+        return left_out if least else text("{}")
     if not members and not least and most is None and isinstance(other, _AnyKey):
         return any_object(other.value)
     found = Seq((ANY_STRING, COLON, other.value)) if isinstance(other, _AnyKey) else other
-    return wrapped("{", _members(members, found, least, most, leaves), "}")
+    node = wrapped("{", members_node(members, found, least, most, leaves), "}")
+    return Alt((node, left_out)) if others_left_out else node
+
+
+def _named_value(key: str, leaves: Sequence[Leaf], reading: Reading) -> Node:
+    """The values of a named property. NOTHING itself if it must not be there."""
+    inner = inner_schemas(leaves, key)
+    is_said = any(key in schema.get("properties", {}) for _, schema in leaves)
+    if _is_forbidden(key, leaves, reading.document):
+        value: Node = NOTHING
+    else:
+        value = reading.value(inner) if inner else any_value(MAX_DEPTH if is_said else MAX_DEPTH - 1)
+    try:
+        inner_schemas(leaves, key, proof=True)
+    except BadSchema as error:
+        value = LeftOut((), str(error)) if value == NOTHING else Alt((value, LeftOut((), str(error))))
+    return value
+
+
+def _is_open(leaves: Sequence[Leaf]) -> bool:
+    """Whether properties that are not named may be valid."""
+    return not any(schema.get("additionalProperties") is False for _, schema in leaves) or any(
+        schema.get("patternProperties") for _, schema in leaves
+    )
 
 
 def _is_forbidden(key: str, leaves: Sequence[Leaf], document: Document) -> bool:
@@ -172,65 +211,12 @@ def _names(where: str, schema: Mapping[Any, Any], reading: Reading) -> tuple[Lea
     """The leaves of propertyNames, which are schemas of strings."""
     place = f"{where}/propertyNames"
     flat = reading.document.flat([(place, schema["propertyNames"])])
-    built = {"type", "pattern", "minLength", "maxLength", "format"}
     if flat is None:
         return (Leaf(place, {NOT_TYPES: ["string"]}),)
-    if any(leaf.schema.keys() & KEYWORDS - built for leaf in flat.leaves):
-        raise BadSchema(f"{place}: only {', '.join(sorted(built))} are supported; leave the others out")
+    if any(leaf.schema.keys() & KEYWORDS - NAME_KEYWORDS for leaf in flat.leaves):
+        known = sorted(name for name in NAME_KEYWORDS if isinstance(name, str))
+        raise BadSchema(f"{place}: only {', '.join(known)} are supported; leave the others out")
     return flat.leaves
-
-
-def _members(
-    items: Sequence[tuple[Node, bool]], other: Node | None, least: int, most: int | None, leaves: Sequence[Leaf]
-) -> Node:  # fmt: skip
-    """Members in this order, of which optional ones may be missing; then any number of `other`; least .. most in all.
-
-    Members after the first begin with a comma. A state is the index of the next item, and how many were written, as far as
-    it is counted.
-    """
-    num_required = sum(required for _, required in items)
-    if most is not None and most >= len(items) and other is None:
-        most = None
-    if least <= num_required and most is None:
-        more = [] if other is None else [(Joined(other, COMMA), False)]
-        return Members((*items, *more), COMMA)
-    named, cap = len(items), least if most is None else most
-    if least > named + (other is not None) or cap * max(1, named) > MAX_COUNTED:
-        where = next((where for where, schema in leaves if "minProperties" in schema or "maxProperties" in schema), "")
-        raise BadSchema(
-            f"{where}/minProperties={least}: this many properties are not written, because only {named} are named; name more"
-        )
-    cap = max(cap, 1)
-    edges: list[list[tuple[Node, int]]] = [[] for _ in range((2 * named + 1) * (cap + 1))]
-
-    def state(item: int, count: int) -> int:
-        return 2 * item * (cap + 1) + count
-
-    for number, (item, required) in enumerate(items):
-        for count in range(cap + 1):
-            if not required:
-                edges[state(number, count)].append((EMPTY, state(number + 1, count)))
-            if most is not None and count == most:
-                continue
-            before = state(number, count) + cap + 1
-            after = count + 1
-            if most is None and after >= cap:  # all that are no longer counted share the item
-                before, after = state(number, cap) + cap + 1, cap
-            edges[state(number, count)].append((COMMA if count else EMPTY, before))
-            if (item, state(number + 1, after)) not in edges[before]:
-                edges[before].append((item, state(number + 1, after)))
-    final = set[int]()
-    for count in range(cap + 1):
-        last = state(named, count)
-        if count >= least:
-            final.add(last)
-        if other is not None and count + 1 >= least and (most is None or count < most):
-            left = None if most is None else most - count - 1
-            tail = Seq((COMMA if count else EMPTY, other, Repeat(Seq((COMMA, other)), 0, left)))
-            edges.append([])
-            edges[last].append((tail, len(edges) - 1))
-            final.add(len(edges) - 1)
-    return Graph(tuple(map(tuple, edges)), frozenset(final))
 
 
 def _of(schema: Mapping[Any, Any], key: str, where: str) -> Mapping[str, Any]:

@@ -3,9 +3,13 @@
 It is narrower than the standard: properties come in the schema's order; there are no others, unless the schema names none or
 gives patterns of keys; one space may follow a colon or a comma, and no other white space is written; whole numbers have
 at most 15 digits, and so do fractions; a value without a type is nested at most MAX_DEPTH levels deep. A schema that refers to
-itself may be nested to any depth. A keyword of the standard that could make a written text invalid and is not supported is
-refused by its name. Annotations and unknown keywords, names of formats included, are ignored, as validators do.
+itself may be nested to any depth. If no type is named, values of those types are written that the keywords are about. A keyword of
+the standard that could make a written text invalid and is not supported is refused by its name. Annotations and unknown keywords,
+names of formats included, are ignored, as validators do.
 Source: https://json-schema.org/draft/2020-12, and draft-04 to draft-07 where they differ.
+
+Where that is narrower, a `LeftOut` node says so if nothing is written. So a schema is impossible only if it is proved that no value
+is valid; it is refused if values are valid and none can be written (`emptiness.py`).
 
 Schemas that hold at once are not merged: the values of all their leaves are built (`leaves.py`). A leaf with anyOf, oneOf,
 not, if or dependencies is replaced by alternatives. An alternative is a list of schemas, and a value must satisfy all of them
@@ -17,14 +21,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from batchspec.structured.json_schema.alternatives import COMBINING, Alternatives, is_hopeless
+from batchspec.structured.emptiness import Texts, texts_of
+from batchspec.structured.json_schema.alternatives import COMBINING, Alternatives, is_hopeless, without_type
 from batchspec.structured.json_schema.arrays import array_node
+from batchspec.structured.json_schema.document import MAX_INSIDE, Document, Flat
 from batchspec.structured.json_schema.leaves import (
-    MAX_INSIDE,
+    NOT_ANY,
+    NOT_FIT,
     NOT_VALUES,
     BadSchema,
-    Document,
-    Flat,
     Leaf,
     Parts,
     listed_values,
@@ -35,7 +40,7 @@ from batchspec.structured.json_schema.objects import object_node
 from batchspec.structured.json_schema.strings import string_node
 from batchspec.structured.json_schema.validity import fits, is_of
 from batchspec.structured.json_schema.values import MAX_DEPTH, any_value, literal
-from batchspec.structured.regular import NOTHING, Alt, Node, Ref, TooLarge, text
+from batchspec.structured.regular import NOTHING, Alt, Impossible, LeftOut, Node, Ref, TooLarge, text
 from batchspec.structured.rules import Rules
 
 MAX_ALTERNATIVES = 20_000
@@ -46,14 +51,29 @@ WRONG_TYPES = (TypeError, AttributeError, LookupError, ArithmeticError, ValueErr
 
 
 def schema_rules(schema: Any) -> Rules:
-    """The JSON texts of a schema. Raises BadSchema for one that is not valid or has a keyword that is not supported; TooLarge."""
+    """The JSON texts of a schema. Raises BadSchema for one that is not valid or has a keyword that is not supported;
+    Impossible if it is proved that no value is valid; TooLarge.
+    """
     reader = _Reader(schema)
     try:
-        return Rules(reader.value([("", schema)]), reader.rules)
-    except (BadSchema, TooLarge):
+        rules = Rules(reader.value([("", schema)]), reader.rules)
+        found, said = texts_of(rules)
+        if found is Texts.SOME:
+            return rules
+        said = said or _of_some_validators(reader.document)
+        raise BadSchema(said) if said else Impossible("no text matches")
+    except (BadSchema, TooLarge, Impossible):
         raise
     except WRONG_TYPES as error:
         raise BadSchema(f"a keyword of the schema has a value of a wrong type ({error}); correct it") from error
+
+
+def _of_some_validators(document: Document) -> str:
+    """Where values were left out that only some validators accept, and what to do; empty if nowhere."""
+    if document.disagreed is not None:
+        return f"{document.disagreed}: a listed value is valid only for validators that ignore its format or draft; correct it"
+    place = document.of_no_draft
+    return "" if place is None else f"{place}: it is obeyed though the declared draft has none, and no value fits; take it out"
 
 
 class _Reader:
@@ -68,9 +88,18 @@ class _Reader:
         self._names: dict[frozenset[int], str] = {}
         """Names of rules by their leaves, including rules that are being built."""
         self._num_inside = 0
+        self._opened: list[str] = []
+        """Rules that are being built, since the last object or array was entered."""
 
     def value(self, parts: Parts) -> Node:
-        """The values that fit all of these schemas. Raises BadSchema and TooLarge."""
+        """The values that fit all of these schemas, inside of an object or an array. Raises BadSchema and TooLarge."""
+        opened, self._opened = self._opened, []
+        try:
+            return self._value(parts)
+        finally:
+            self._opened = opened
+
+    def _value(self, parts: Parts) -> Node:
         flat = self.document.flat(parts)
         if flat is None:
             return NOTHING
@@ -80,27 +109,46 @@ class _Reader:
 
     def _of_reference(self, flat: Flat, target: str) -> Node:
         name = self._names.get(flat.key)
+        if name in self._opened:
+            said = f"{flat.leaves[0].where}/$ref={target}: it leads back to itself, so that validators would not end; take it out"
+            return LeftOut((), said)
         if name is None:
             if self._num_inside > MAX_INSIDE:
                 where = flat.leaves[0].where
                 raise BadSchema(f"{where}/$ref={target}: references are nested more than {MAX_INSIDE} deep; write them flat")
             name = self._names[flat.key] = f"{target} {len(self._names)}"
             self._num_inside += 1
-            self.rules[name] = self._built(flat.leaves)
-            self._num_inside -= 1
+            self._opened.append(name)
+            try:
+                self.rules[name] = self._built(flat.leaves)
+            except BadSchema as error:  # which may leave out only an alternative, and rules that name this one stay
+                self.rules[name] = LeftOut((), str(error))
+                raise
+            finally:
+                self._opened.pop()
+                self._num_inside -= 1
         return Ref(name)
 
     def _built(self, leaves: Sequence[Leaf]) -> Node:
         if is_hopeless(leaves):
             return NOTHING
-        combining = next(((i, key) for key in COMBINING for i, leaf in enumerate(leaves) if key in leaf.schema), None)
+        lists = any(listed_values(leaf.schema) is not None for leaf in leaves)
+        keys = COMBINING[:-1] if lists else COMBINING
+        combining = next(((i, key) for key in keys for i, leaf in enumerate(leaves) if key in leaf.schema), None)
         if combining is not None:
             return self._combined(leaves, *combining)
         if any("const" in leaf.schema or "enum" in leaf.schema for leaf in leaves):
             return self._listed(leaves)
-        return Alt(tuple(self._typed(name, leaves) for name in written_types(leaves)))
+        not_fit = next((schema[NOT_FIT] for _, schema in leaves if NOT_FIT in schema), None)
+        if not_fit is not None:
+            return LeftOut((), not_fit[0])
+        types = written_types(leaves)
+        found = [self._typed(name, leaves) for name in types]
+        if not any("type" in leaf.schema for leaf in leaves):
+            found.append(LeftOut((), without_type(leaves[0].where, types)))
+        return Alt(tuple(found))
 
-    def _combined(self, leaves: Sequence[Leaf], number: int, key: str) -> Node:
+    def _combined(self, leaves: Sequence[Leaf], number: int, key: Any) -> Node:
         leaf, before, after = leaves[number], leaves[:number], leaves[number + 1 :]
         rest, alternatives = self._alternatives.of(leaf, key, [*before, *after])
         self._num_alternatives += len(alternatives)
@@ -109,7 +157,15 @@ class _Reader:
                 f"{leaf.where}/{key}: its parts and those of other keywords combine to more than {MAX_ALTERNATIVES:,}; "
                 "simplify it"
             )
-        return Alt(tuple(self.value([*before, (leaf.where, rest), *alternative, *after]) for alternative in alternatives))
+        found = list[Node]()
+        for alternative in alternatives:
+            try:
+                found.append(self._value([*before, (leaf.where, rest), *alternative, *after]))
+            except BadSchema as error:
+                if key != NOT_ANY:
+                    raise
+                found.append(LeftOut((), str(error)))
+        return Alt(tuple(found))
 
     def _listed(self, leaves: Sequence[Leaf]) -> Node:
         where, schema = next(leaf for leaf in leaves if "const" in leaf.schema or "enum" in leaf.schema)

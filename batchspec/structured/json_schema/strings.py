@@ -13,17 +13,29 @@ from functools import lru_cache
 from typing import Any
 
 from batchspec.structured.char_dfa import NO_TEXT, CharDfa
-from batchspec.structured.json_schema.leaves import NOT_PATTERNS, NOT_VALUES, BadSchema, Leaf, count_of, types_of
-from batchspec.structured.json_schema.values import ANY_STRING, FORMATS, escaped, string, wrapped
+from batchspec.structured.emptiness import marked
+from batchspec.structured.json_schema.formats import FORMATS
+from batchspec.structured.json_schema.leaves import NOT_PATTERNS, NOT_VALUES, BadSchema, Leaf, count_of, listed_values, types_of
+from batchspec.structured.json_schema.values import ANY_STRING, escaped, string, wrapped
 from batchspec.structured.regex import BadRegex, regex_node
 from batchspec.structured.regex_syntax import ANY, Dialect, possible, sure
-from batchspec.structured.regular import Alt, Chars, Node, Repeat, text
+from batchspec.structured.regular import NOTHING, Alt, Chars, LeftOut, Node, Repeat, TooLarge, text
 
 AHEAD = re.compile(r"\^\(\?([=!])")
 
 
 def string_node(leaves: Sequence[Leaf]) -> Node:
     """The strings that all leaves allow. Raises BadSchema and TooLarge."""
+    keys = ("format", "pattern", "minLength")
+    place = next((f"{where}/{key}" for key in keys for where, schema in leaves if key in schema), leaves[0].where)
+    found = marked(_node(leaves), f"{place}: no string that can be written fits; leave it out, or what else holds here")
+    try:
+        return NOTHING if isinstance(found, LeftOut) and possible_language(leaves).is_empty else found
+    except TooLarge:
+        return found
+
+
+def _node(leaves: Sequence[Leaf]) -> Node:
     least, most = count_of(leaves, "minLength", max), count_of(leaves, "maxLength", min)
     patterns = _patterns(leaves)
     formats = {schema["format"]: where for where, schema in leaves if _is_format(schema)}
@@ -51,9 +63,9 @@ def language(leaves: Sequence[Leaf]) -> CharDfa:
             found = found.both(CharDfa.of(regex_node(FORMATS[schema["format"]])))
         for pattern in schema.get(NOT_PATTERNS, ()):
             found = found.without(matching(pattern, "", sure_=False))
-        values = [value for value in schema.get(NOT_VALUES, ()) if isinstance(value, str)]
-        if values:
-            found = found.without(listed(values))
+        values = listed_values(schema)
+        found = found if values is None else found.both(listed(_texts(values)))
+        found = found.without(listed(_texts(schema.get(NOT_VALUES, ()))))
     least, most = count_of(leaves, "minLength", max), count_of(leaves, "maxLength", min)
     return found if not least and most is None else found.of_length(least or 0, most)
 
@@ -63,6 +75,10 @@ def possible_language(leaves: Sequence[Leaf]) -> CharDfa:
     found = CharDfa.of(Repeat(ANY, 0, None))
     for pattern, where in _patterns(leaves).items():
         found = found.both(matching(pattern, where, sure_=False))
+    for _, schema in leaves:
+        for pattern in schema.get(NOT_PATTERNS, ()):
+            found = found.without(matching(pattern, ""))
+        found = found.without(listed(_texts(schema.get(NOT_VALUES, ()))))
     least, most = count_of(leaves, "minLength", max), count_of(leaves, "maxLength", min)
     if least:
         found = found.both(CharDfa.of(Repeat(ANY, min(least, 500), None)))
@@ -89,6 +105,10 @@ def matching(pattern: str, where: str, *, sure_: bool = True) -> CharDfa:
 def listed(values: Sequence[str]) -> CharDfa:
     """Exactly these texts."""
     return CharDfa.of(Alt(tuple(text(value) for value in values)))
+
+
+def _texts(values: Sequence[Any]) -> list[str]:
+    return [value for value in values if isinstance(value, str)]
 
 
 def _regex(pattern: Any, where: str, dialect: Dialect, *, escape: bool = False) -> Node:

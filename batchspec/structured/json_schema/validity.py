@@ -7,13 +7,17 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
+from batchspec.structured.json_schema.document import Document
+from batchspec.structured.json_schema.formats import FORMATS
 from batchspec.structured.json_schema.leaves import (
+    NOT_ANY,
+    NOT_FIT,
     NOT_PATTERNS,
     NOT_THERE,
     NOT_TYPES,
     NOT_VALUES,
+    SOME_KEY,
     BadSchema,
-    Document,
     check_built,
     names_of,
 )
@@ -53,15 +57,20 @@ def found_in(pattern: Any, where: str, value: str) -> tuple[bool, bool]:
 
 
 def fits(value: Any, where: str, schema: Any, of: Document, *, proof: bool = False) -> bool:
-    """Whether the value is valid; formats are annotations.
+    """Whether the value is valid, for all validators.
 
-    proof  obey only the keywords that validators of the declared draft obey
-    Raises BadSchema for keywords that are not supported, and if validators may disagree.
+    proof  for validators that obey only the keywords of the declared draft, and check no formats
+    Raises BadSchema for keywords that are not supported, and if validators may disagree on a pattern.
     """
     try:
-        return _fits(value, where, schema, of, proof, 0)
+        if not _fits(value, where, schema, of, True, 0):
+            return False
+        if not proof and of.has_readings and not _fits(value, where, schema, of, False, 0):
+            of.disagreed = of.disagreed or where
+            return False
     except (TypeError, AttributeError, KeyError, OverflowError) as error:
         raise BadSchema(f"{where}: a keyword has a value of a wrong type ({error}); correct it") from None
+    return True
 
 
 def _fits(value: Any, where: str, schema: Any, of: Document, proof: bool, depth: int) -> bool:
@@ -70,10 +79,8 @@ def _fits(value: Any, where: str, schema: Any, of: Document, proof: bool, depth:
     check_built(schema, where)
     if depth > MAX_NESTED:
         raise BadSchema(f"{where}: a listed value is compared with schemas nested more than {MAX_NESTED} levels deep")
-    if proof and "$ref" in schema and of.is_old:
-        return _fits(value, where, of.named(schema["$ref"], where), of, proof, depth + 1)
     check = _Check(value, where, of, proof, depth + 1)
-    return all(check.keyword(key, item, schema) for key, item in schema.items() if not (proof and key in of.ignored))
+    return all(check.keyword(key, item, schema) for key, item in schema.items() if not (proof and of.ignores(key, schema)))
 
 
 class _Check:
@@ -108,6 +115,14 @@ class _Check:
             return not any(is_of(value, one, self._of) for one in item)
         if key == NOT_VALUES:
             return not any(same(value, one) for one in item)
+        if key == NOT_ANY:
+            return any(self._fits(value, one) for one in item)
+        if key == NOT_FIT:
+            return not self._fits(value, item[1])
+        if key == SOME_KEY:
+            return isinstance(value, dict) and any(
+                self._fits(name, item[0]) and self._fits(inner, item[1]) for name, inner in value.items()
+            )
         if key == NOT_THERE:
             return not isinstance(value, dict) or not any(name in value for name in item)
         if key == NOT_PATTERNS:
@@ -128,6 +143,8 @@ class _Check:
                 return bool(len(value) <= item)
             case "pattern":
                 return self._matches(item, value)
+            case "format":
+                return self._proof or item not in FORMATS or re.fullmatch(FORMATS[item], value) is not None
         return True
 
     def _matches(self, pattern: str, value: str) -> bool:
@@ -149,7 +166,7 @@ class _Check:
             case "prefixItems":
                 return all(map(self._fits, value, item))
             case "items" if old:
-                return (self._proof and self._of.is_newest) or all(map(self._fits, value, item))
+                return all(map(self._fits, value, item))
             case "items":
                 return all(self._fits(one, item) for one in value[len(first) :])
             case "additionalItems" if old:

@@ -129,30 +129,3 @@ _EXPONENT = Seq(
 def any_number() -> Node:
     """Any number: at most MAX_DIGITS digits before and after the point, and two of an exponent."""
     return Seq((optional(text("-")), natural(0, 10**MAX_DIGITS - 1), optional(_FRACTION), optional(_EXPONENT)))
-
-
-_DATE = "([1-9][0-9]{3}-((0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31))"
-_TIME = "(([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9]))"
-_OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-_LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-FORMATS = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": f"{_DATE}T{_TIME}",
-    "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
-    "ipv4": f"({_OCTET}\\.){{3}}{_OCTET}",
-    "email": f"[A-Za-z0-9_+-]+(\\.[A-Za-z0-9_+-]+){{0,8}}@({_LABEL}\\.){{1,4}}[A-Za-z]{{2,20}}",
-    "hostname": f"{_LABEL}(\\.{_LABEL}){{0,4}}",
-    "uri": "[a-z][a-z0-9+.-]{1,20}://[A-Za-z0-9._~:/?#@!$&'()*+,;=-]+",
-}
-FORMATS |= {
-    "ipv6": "([0-9a-f]{1,4}:){7}[0-9a-f]{1,4}",
-    "duration": "P([0-9]{1,4}D|[0-9]{1,3}W|T[0-9]{1,4}[HMS])",
-    "uri-reference": f"({FORMATS['uri']}|/?[A-Za-z0-9._~-]+(/[A-Za-z0-9._~-]+)*)",
-    "json-pointer": "(/[A-Za-z0-9._-]+)*",
-    "relative-json-pointer": "(0|[1-9][0-9]{0,3})(#|(/[A-Za-z0-9._-]+)*)",
-    "regex": r"\^?(([A-Za-z0-9 _-]|\\[.dws]|\[a-z\]|\[A-Z\]|\[0-9\])[*+?]?)*\$?",
-}
-FORMATS |= {"idn-email": FORMATS["email"], "idn-hostname": FORMATS["hostname"], "iri": FORMATS["uri"]}
-FORMATS |= {"iri-reference": FORMATS["uri-reference"], "uri-template": FORMATS["uri-reference"]}
-"""Formats -> the texts that are written for them; 29 February is left out. Other names are not restricted."""
