@@ -189,11 +189,31 @@ def test_mistakes_in_the_users_recipe_are_one_line_too(
     assert said in line(capsys)
 
 
-def test_a_recipe_without_its_first_line_is_told_which(jobs: Jobs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "body",
+    [
+        "decode: {n: 3}\n",
+        "defaults: [override /decode: sampled]\ndecode: {n: 3}\n",
+        "defaults: [/decode: sampled]\n",
+        "# @package job\ndecode: {n: 3}\n",
+        "# @package global\ndecode: {n: 3}\n",
+        "",
+    ],
+)
+def test_a_recipe_without_its_first_line_is_told_which(
+    body: str, jobs: Jobs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = own_recipe(tmp_path / "mine", "")
-    (tmp_path / "mine/job/mine.yaml").write_text("decode: {n: 3}\n")
+    (tmp_path / "mine/job/mine.yaml").write_text(body)
     assert run.main(["--config-dir", folder, "+job=mine", *GIVEN]) == 2
-    assert line(capsys) == "job/mine: the keys of a recipe are those of a whole job; begin the file with `# @package _global_`"
+    assert "the keys of a recipe are those of a whole job; begin the file with the line `# @package _global_`" in line(capsys)
+
+
+def test_an_option_of_another_program_is_answered_with_the_key(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main([*GIVEN, "--max-model-len", "4096"]) == 2
+    assert line(capsys) == (
+        "--max-model-len is not an option; keys are written without dashes; batchspec calls it model.max_len"
+    )
 
 
 def test_an_error_of_the_job_is_one_line_with_its_exit_code(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
