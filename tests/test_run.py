@@ -13,6 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from batchspec import run
 from batchspec.config.compose import _sweep_folder, compose
+from batchspec.config.reference import options
 from batchspec.config.schema import RunConfig
 from batchspec.errors import ConfigError, InputError, Interrupted
 from batchspec.supervise.watchdog import Watchdog
@@ -79,6 +80,15 @@ def test_the_demo_has_everything_that_a_run_needs(jobs: Jobs) -> None:
     assert config.model.path == "smollm2-135m"
     assert Path(config.input.path).is_file()
     assert (config.output.dir, config.output.token_ids, config.output.prompt_ids) == ("./out/demo", True, True)
+    assert (config.model.dtype, config.model.max_len) == ("float32", 2048)
+
+
+@pytest.mark.parametrize("name", [name for name in options()["model"] if name != "checkpoint"])
+def test_a_model_of_the_package_is_the_same_by_group_and_by_path(name: str, jobs: Jobs) -> None:
+    for word in (f"model={name}", f"model.path={name}"):
+        assert run.main([word, "input.path=i", "output.dir=o"]) == 0
+    by_group, by_path = jobs.ran
+    assert by_group == by_path
 
 
 @pytest.mark.parametrize(
