@@ -20,7 +20,6 @@ import os
 import time
 from contextlib import closing
 from dataclasses import asdict, replace
-from functools import partial
 
 from batchspec import terminal
 from batchspec.config.schema import RunConfig
@@ -42,7 +41,7 @@ from batchspec.runner.compute_all import ComputeAll
 from batchspec.runner.conclude import conclude
 from batchspec.runner.kv_scales import keep_scales, with_saved_scales
 from batchspec.runner.new_extension import advice, check_added_columns, new_extension, with_layout
-from batchspec.runner.new_retry import MAY_DIFFER, new_retry
+from batchspec.runner.new_retry import MAY_DIFFER, new_retry, retry_advice
 from batchspec.runner.oom_fallback import EngineWithFallback, MakeEngine
 from batchspec.runner.retry_plan import RetryPlan
 from batchspec.runner.run_shards import ShardRunner, check_errors
@@ -242,7 +241,7 @@ def check_output(job: Job) -> OutputFolder:
         shard_rows=config.shard_rows,
         overwrite=config.overwrite,
         may_differ=EXTENDED if job.config.resume.extend else MAY_DIFFER[job.config.resume.retry],
-        advice=partial(advice, job),
+        advice=lambda manifest: advice(job, manifest) or retry_advice(job, output),
     )
     return output
 

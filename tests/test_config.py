@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass
@@ -13,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from batchspec.config import vllm_names
 from batchspec.config.checks import check
 from batchspec.config.compose import compose
 from batchspec.config.draft_checks import READ_BY
+from batchspec.config.overrides import overrides_of
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import from_dict, from_hydra, from_json, keys, suggest, to_json
 from batchspec.config.values import CHOICES, RANGES, violation
+from batchspec.config.vllm_names import NAMES, REMARKS, remark
 from batchspec.errors import ConfigError
 
 
@@ -235,7 +237,13 @@ def test_unknown_keys_and_wrong_types_name_the_key_in_one_line() -> None:
             {"decode": {"max_tokens": 3}},
             "decode.max_tokens is not a key of the configuration; batchspec calls it decode.max_new_tokens",
         ),
-        ({"gpu_memory_utilization": 0.9}, "batchspec calls it packing.memory_gb"),
+        ({"tensor_parallel_size": 2}, "batchspec calls it cluster.tensor_parallel"),
+        ({"gpu_memory_utilization": 0.9}, "packing.memory_gb is the memory for K/V in GB, not a share of the GPU"),
+        ({"guided_json": {}}, "guided_json is not a key of the configuration; batchspec calls it decode.schema"),
+        ({"guided_json": {"type": "object"}}, "guided_json is not a key"),
+        ({"decode": {"extra": {}}}, "decode.extra is not a key"),
+        ({"model.path": "x"}, "model.path: a file of YAML has it as model: {path: VALUE}"),
+        ({"draft.tree.topk": 2}, "draft.tree.topk: a file of YAML has it as draft: {tree: {topk: VALUE}}"),
         ({"decode": {"max_tokns": 3}}, "decode.max_tokns is not a key of the configuration; did you mean decode.max_new_tokens?"),
         ({"extra": 1}, "extra is not a key"),
         ({"decode": {"n": "two"}}, "decode.n=two must be a whole number"),
@@ -271,9 +279,35 @@ def test_the_shipped_prompts_have_a_name_that_works_from_anywhere() -> None:
 
 def test_a_suggestion_finds_the_right_last_part_in_the_wrong_group() -> None:
     assert suggest("temperature", keys()) == "did you mean decode.temperature?"
-    assert set(vllm_names.NAMES.values()) <= set(keys())
-    assert not set(vllm_names.NAMES) & {key.rsplit(".", 1)[-1] for key in keys()}
     assert suggest("zzzz", keys()) == ""
+
+
+def test_names_of_other_programs_lead_to_keys_that_exist() -> None:
+    assert set(NAMES.values()) <= set(keys())
+    assert not {*NAMES, *REMARKS} & {key.rsplit(".", 1)[-1] for key in keys()}
+    assert not set(NAMES) & set(REMARKS)
+    groups = "|".join({key.partition(".")[0] for key in keys()})
+    named = {key for text in REMARKS.values() for key in re.findall(rf"\b(?:{groups})\.[\w.]*\w", text)}
+    assert len(named) > 10
+    assert named <= set(keys())
+
+
+@pytest.mark.parametrize("name", [*NAMES, *REMARKS])
+def test_a_name_of_another_program_is_answered_on_the_command_line_and_in_python(name: str) -> None:
+    said = f"{name} is not a key of the configuration; {remark(name, keys())}"
+    for value in (1, "x", {}, {"type": "object"}, []):
+        with pytest.raises(ConfigError) as refused:
+            compose(overrides_of({name: value}))
+        assert str(refused.value) == said
+    with pytest.raises(ConfigError, match=re.escape(remark(name, keys()))):
+        compose([f"+decode.{name}=1"])
+
+
+def test_a_map_without_keys_asks_for_nothing_only_if_it_is_a_group() -> None:
+    assert overrides_of({"decode": {}, "draft": {"tree": {}}, "input.columns": {}}) == ["input.columns={}"]
+    for options in ({"guided_json": {}}, {"decode": {"guided_json": {}}}, {"decode.guided_json": {}}):
+        with pytest.raises(ConfigError, match=r"guided_json is not a key of .*; batchspec calls it decode\.schema"):
+            compose(overrides_of(options))
 
 
 def test_every_group_of_keys_refuses_attributes_it_does_not_have() -> None:

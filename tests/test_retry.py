@@ -23,7 +23,7 @@ import torch
 from polars.testing import assert_frame_equal
 
 from batchspec import run
-from batchspec.commands import verify
+from batchspec.commands import plan, verify
 from batchspec.config.compose import compose
 from batchspec.engine.engine import Engine
 from batchspec.engine.round import Round
@@ -314,6 +314,24 @@ def test_a_smaller_cap_another_key_and_a_job_that_is_not_done_are_refused(
     assert "1 shards are not done; run the command with decode.max_new_tokens=8 and without resume=length" in refused(
         *retry(folder, out)
     )
+
+
+def test_more_tokens_for_a_complete_job_name_the_retry_that_continues_its_rows(
+    folder: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*more: str, command: Callable[[list[str]], int] = run.main) -> str:
+        assert command(arguments(folder, out, CAPS[1], *more)) == (2 if command is run.main else 0)
+        said = capsys.readouterr()
+        return said.err.splitlines()[-1] if command is run.main else said.out
+
+    count = rows_of(out).filter((pl.col("status") == "truncated") & (pl.col("usage").struct[1] == CAPS[0])).height
+    advice = f"resume=length continues its {count} truncated rows; or use another output.dir"
+    assert advice in refused()
+    assert advice in refused("resume=error")
+    assert advice in refused(command=plan.main)
+    assert "resume=length" not in refused("decode.seed=3")
+    (out / "data/part-00003.parquet").unlink()
+    assert "run the command with decode.max_new_tokens=8 to its end, and with resume=length" in refused()
 
 
 def killed_before_its_mark() -> None:

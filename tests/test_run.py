@@ -13,6 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from batchspec import run
 from batchspec.config.compose import _sweep_folder, compose
+from batchspec.config.reference import options
 from batchspec.config.schema import RunConfig
 from batchspec.errors import ConfigError, InputError, Interrupted
 from batchspec.supervise.watchdog import Watchdog
@@ -79,6 +80,15 @@ def test_the_demo_has_everything_that_a_run_needs(jobs: Jobs) -> None:
     assert config.model.path == "smollm2-135m"
     assert Path(config.input.path).is_file()
     assert (config.output.dir, config.output.token_ids, config.output.prompt_ids) == ("./out/demo", True, True)
+    assert (config.model.dtype, config.model.max_len) == ("float32", 2048)
+
+
+@pytest.mark.parametrize("name", [name for name in options()["model"] if name != "checkpoint"])
+def test_a_model_of_the_package_is_the_same_by_group_and_by_path(name: str, jobs: Jobs) -> None:
+    for word in (f"model={name}", f"model.path={name}"):
+        assert run.main([word, "input.path=i", "output.dir=o"]) == 0
+    by_group, by_path = jobs.ran
+    assert by_group == by_path
 
 
 @pytest.mark.parametrize(
@@ -192,11 +202,31 @@ def test_mistakes_in_the_users_recipe_are_one_line_too(
     assert said in line(capsys)
 
 
-def test_a_recipe_without_its_first_line_is_told_which(jobs: Jobs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "body",
+    [
+        "decode: {n: 3}\n",
+        "defaults: [override /decode: sampled]\ndecode: {n: 3}\n",
+        "defaults: [/decode: sampled]\n",
+        "# @package job\ndecode: {n: 3}\n",
+        "# @package global\ndecode: {n: 3}\n",
+        "",
+    ],
+)
+def test_a_recipe_without_its_first_line_is_told_which(
+    body: str, jobs: Jobs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = own_recipe(tmp_path / "mine", "")
-    (tmp_path / "mine/job/mine.yaml").write_text("decode: {n: 3}\n")
+    (tmp_path / "mine/job/mine.yaml").write_text(body)
     assert run.main(["--config-dir", folder, "+job=mine", *GIVEN]) == 2
-    assert line(capsys) == "job/mine: the keys of a recipe are those of a whole job; begin the file with `# @package _global_`"
+    assert "the keys of a recipe are those of a whole job; begin the file with the line `# @package _global_`" in line(capsys)
+
+
+def test_an_option_of_another_program_is_answered_with_the_key(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main([*GIVEN, "--max-model-len", "4096"]) == 2
+    assert line(capsys) == (
+        "--max-model-len is not an option; keys are written without dashes; batchspec calls it model.max_len"
+    )
 
 
 def test_an_error_of_the_job_is_one_line_with_its_exit_code(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:

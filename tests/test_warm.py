@@ -429,8 +429,13 @@ TAKEN_BY_ENGINE = "which batchspec.Engine takes for all rows"
         ),
         (
             lambda engine: engine.generate(["a"], response_format={}),
-            "response_format is not an argument of Engine.generate, which takes data; batchspec.Engine takes the keys of a job; "
-            "a value for each row is the column 'response_format'",
+            "response_format is not an argument of Engine.generate: choose decode.schema, decode.regex, decode.choice or "
+            "decode.grammar, or fill the column response_format; a value for each row is the column 'response_format'",
+        ),
+        (
+            lambda engine: engine.generate(["a"], skip_special_tokens=False),
+            "skip_special_tokens is not an argument of Engine.generate: `completion` holds no special tokens; "
+            "output.token_ids=true writes all tokens",
         ),
         (
             lambda engine: engine.generate(prompts=["a"]),

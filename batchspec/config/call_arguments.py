@@ -8,7 +8,7 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 from batchspec.config.typed import keys, suggest
-from batchspec.config.vllm_names import NAMES
+from batchspec.config.vllm_names import NAMES, REMARKS
 from batchspec.dataset.columns import TYPES
 from batchspec.errors import ConfigError
 
@@ -16,9 +16,8 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 ROWS = ("prompts", "inputs", "messages", "prompt_token_ids")
 """What vLLM's `generate` and `chat` and OpenAI's calls name their rows."""
-SAMPLING = "its parameters are keys under `decode`"
 OBJECTS = {
-    "sampling_params": SAMPLING,
+    "sampling_params": REMARKS["sampling_params"],
     "lora_request": "adapters are the key model.adapters and the column `adapter`",
     "model": "the model is the key model.path",
 }
@@ -62,6 +61,8 @@ def _explained(signature: inspect.Signature, name: str, takes_keys: str, named: 
     key = NAMES.get(unknown) or (unknown if unknown in leaves.values() else leaves.get(unknown))
     column = key.removeprefix("decode.") if key else unknown
     row = f"; a value for each row is the column {column!r}" if column in TYPES else ""
+    if unknown in REMARKS:
+        return f"{begin}: {REMARKS[unknown]}{row}"
     if key is not None:
         return f"{begin}: it is the key {key}, which {takes_keys} takes for all rows{row}"
     hint = suggest(unknown, [*known, *keys()])

@@ -28,7 +28,7 @@ from batchspec.arguments import ArgumentParser
 from batchspec.config.checks import check
 from batchspec.config.overrides import INPUT, TEXTS, for_hydra
 from batchspec.config.schema import RunConfig
-from batchspec.config.typed import from_hydra, register, suggest, type_error, typed, unknown_key
+from batchspec.config.typed import from_hydra, keys, meant, register, suggest, type_error, typed, unknown_key
 from batchspec.errors import BatchspecError, ConfigError, Interrupted
 
 Schema = TypeVar("Schema")
@@ -36,6 +36,7 @@ CONF = "batchspec.conf"
 GROUPS = ("model", "draft", "decode", "packing", "input", "output", "cluster", "resume", "ablation")
 PATH_KEYS = {"model": "model.path", "draft": "draft.path", "input": "input.path", "output": "output.dir"}
 """Group -> its key for a path: the key that was meant if the group itself is given a path."""
+NO_PACKAGE = "the keys of a recipe are those of a whole job; begin the file with the line `# @package _global_`"
 SWEEP_DIR = "hydra.sweep.dir="
 SUBMITIT = (f"{SWEEP_DIR}.submitit", "hydra.launcher.submitit_folder=.submitit/%j")
 """Submitit passes its jobs through a folder, and temporary folders of this machine are not visible on the nodes of a cluster."""
@@ -132,7 +133,9 @@ def _check_options(words: Sequence[str]) -> Namespace:
     options, unknown = parser.parse_known_args(list(words))
     flags = [word for word in unknown if word.startswith("-")]
     if flags:
-        raise ConfigError(f"{flags[0]} is not an option; keys are written without dashes, `--help` lists options and keys")
+        name = flags[0].strip("-").partition("=")[0].replace("-", "_")
+        advice = meant(name, keys()) or "`--help` lists options and keys"
+        raise ConfigError(f"{flags[0]} is not an option; keys are written without dashes; {advice}")
     return options
 
 
@@ -192,6 +195,8 @@ def one_line(error: Exception, known: Any = None) -> str:
         return f"--config-dir: {nowhere[1]} is not a folder; correct the path"
     if problem := _grammar(text):
         return problem
+    if inside := re.search(r"In '((\w+)/[^']+)': Could not override '[^']+@\2\.", text):
+        return f"{inside[1]}: {NO_PACKAGE}"
     override = re.search(r"Could not override '([^']+)'", text)
     if override and "No match in the defaults list" in text:
         group = override[1]
@@ -204,7 +209,9 @@ def one_line(error: Exception, known: Any = None) -> str:
     recipe = re.search(r"^In '([^']+)': \w+ raised while composing config:\n(.*)", text)
     where = f"{recipe[1]}: " if recipe else ""
     if recipe and full_key and full_key[1] == recipe[1].partition("/")[0]:
-        return f"{where}the keys of a recipe are those of a whole job; begin the file with `# @package _global_`"
+        return f"{where}{NO_PACKAGE}"
+    if full_key and full_key[1] in ("job", "global"):  # a recipe that chooses options of groups, or writes the line wrongly
+        return NO_PACKAGE
     if full_key and re.search(r"Key '[^']+' (is )?not in", said):
         return f"{where}{unknown_key(full_key[1], known)}"
     if isinstance(error, OmegaConfBaseException):

@@ -48,7 +48,7 @@ def overrides_of(options: Mapping[str, Any]) -> list[str]:
     for key, value in options.items():
         if isinstance(value, Mapping) and key.lstrip("+") in MAPS:
             found.append(f"{key}={_map(key.lstrip('+'), value)}")
-        elif isinstance(value, Mapping):
+        elif isinstance(value, Mapping) and (value or key.lstrip("+") in GROUPS):
             found += overrides_of({f"{key}.{name}": item for name, item in value.items()})
         else:
             found.append(f"{key}={value if key.lstrip('+') in OPTIONS else _text(value)}")
@@ -167,8 +167,15 @@ def list_keys(config: Any, prefix: str = "", kind: str = "list[") -> list[str]:
     return found
 
 
+def groups(config: Any, prefix: str = "") -> list[str]:
+    """The groups of keys, those within groups dotted."""
+    found = [(prefix + item.name, getattr(config, item.name)) for item in fields(config)]
+    return [name for key, value in found if is_dataclass(value) for name in (key, *groups(value, f"{key}."))]
+
+
 OPTIONS = options()
 """Group -> its options."""
+GROUPS = frozenset(groups(RunConfig()))
 LISTS = frozenset(list_keys(RunConfig()))
 TEXTS = frozenset(key for kind in ("str |", "<class 'str'>") for key in list_keys(RunConfig(), kind=kind))
 """Keys whose value is text alone."""

@@ -14,12 +14,12 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from batchspec.config import vllm_names
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.overrides import list_keys
 from batchspec.config.renamed import GROUPS_RENAMED, renamed
 from batchspec.config.schema import RunConfig
 from batchspec.config.values import PATHS, SHIPPED, expand_home, literal, shipped
+from batchspec.config.vllm_names import remark
 from batchspec.errors import ConfigError
 
 Schema = TypeVar("Schema")
@@ -54,9 +54,20 @@ def unknown_key(key: str, config: Any = None) -> ConfigError:
         return ConfigError(f"{key} is called {new} since version 0.2; write {f'{new}.KEY' if key in GROUPS_RENAMED else new}=...")
     node = RunConfig() if config is None else config
     known = [*keys(node), *(item.name for item in fields(node))]
-    if (ours := vllm_names.NAMES.get(key.rsplit(".", 1)[-1])) in known:
-        return ConfigError(f"{key} is not a key of the configuration; batchspec calls it {ours}, see `batchspec run --help`")
-    return ConfigError(f"{key} is not a key of the configuration; {suggest(key, known) or '`--help` lists them'}")
+    if key in known:
+        first, *levels = key.split(".")
+        nested = "".join(f"{{{level}: " for level in levels) + "VALUE" + "}" * len(levels)
+        return ConfigError(f"{key}: a file of YAML has it as {first}: {nested}")
+    first, dot, _ = key.partition(".")
+    if dot and first not in known:  # {"guided_json": {"type": "object"}}: the names in the map are no keys
+        key = first
+    return ConfigError(f"{key} is not a key of the configuration; {meant(key, known) or '`--help` lists them'}")
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Which of the `known` keys and groups is meant by a name that is none of them; empty for a name that is like none."""
+    known = list(known)
+    return remark(name.rsplit(".", 1)[-1], known) or suggest(name, known)
 
 
 def from_hydra(cfg: DictConfig) -> RunConfig:

@@ -1,25 +1,151 @@
-"""The names that vLLM, OpenAI and distilabel use for keys of batchspec: messages about such a name give batchspec's key."""
+"""The names that vLLM, transformers, SGLang, OpenAI and distilabel use: and what batchspec has for each."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 NAMES: dict[str, str] = {
     "max_tokens": "decode.max_new_tokens",
     "max_completion_tokens": "decode.max_new_tokens",
+    "max_output_tokens": "decode.max_new_tokens",
+    "max_gen_toks": "decode.max_new_tokens",
     "min_tokens": "decode.min_new_tokens",
+    "min_length": "decode.min_new_tokens",
+    "stop_sequences": "decode.stop",
+    "stop_strings": "decode.stop",
     "stop_token_ids": "decode.stop_ids",
+    "eos_token_id": "decode.stop_ids",
     "best_of": "decode.n",
     "num_generations": "decode.n",
+    "num_return_sequences": "decode.n",
     "guided_json": "decode.schema",
+    "json_schema": "decode.schema",
     "guided_regex": "decode.regex",
     "guided_choice": "decode.choice",
     "guided_grammar": "decode.grammar",
+    "thinking_budget": "decode.thinking_token_budget",
+    "max_thinking_tokens": "decode.thinking_token_budget",
+    "top_logprobs": "output.logprobs",
+    "model_name": "model.path",
+    "model_name_or_path": "model.path",
+    "model_id": "model.path",
+    "pretrained": "model.path",
+    "torch_dtype": "model.dtype",
     "max_model_len": "model.max_len",
+    "max_length": "model.max_len",
+    "max_seq_len": "model.max_len",
+    "context_length": "model.max_len",
     "lora_modules": "model.adapters",
+    "lora_path": "model.adapter",
     "speculative_config": "draft.name",
+    "speculative_algorithm": "draft.name",
+    "speculative_model": "draft.path",
     "kv_cache_dtype": "cache.dtype",
-    "gpu_memory_utilization": "packing.memory_gb",
     "input_batch_size": "packing.max_num_seqs",
+    "batch_size": "packing.max_num_seqs",
+    "per_device_eval_batch_size": "packing.max_num_seqs",
+    "max_running_requests": "packing.max_num_seqs",
+    "chunked_prefill_size": "packing.max_num_batched_tokens",
     "tensor_parallel_size": "cluster.tensor_parallel",
+    "tp_size": "cluster.tensor_parallel",
     "data_parallel_size": "cluster.workers",
+    "dp_size": "cluster.workers",
+    "num_gpus": "cluster.workers",
+    "device_map": "device",
+    "chat_template_kwargs": "input.template_kwargs",
+    "dataset": "input.path",
+    "dataset_name": "input.path",
+    "input_file": "input.path",
+    "num_samples": "input.limit",
+    "max_samples": "input.limit",
+    "output_file": "output.dir",
+    "output_path": "output.dir",
 }
 """Their name, without a group -> batchspec's key."""
+
+_SHARE = "packing.memory_gb is the memory for K/V in GB, not a share of the GPU; without it K/V gets what is free"
+_CONSTRAINT = "choose decode.schema, decode.regex, decode.choice or decode.grammar, or fill the column response_format"
+_STORED = "the checkpoint's config.json says how its weights are stored (FP8, MXFP4); batchspec quantises none when it loads them"
+_TOKENIZER = "the tokenizer is that of model.path; for another one put its files into a copy of that folder"
+_DOWNLOADS = "the environment variable HF_HOME names the folder of downloads from the hub"
+_TOKEN = "the environment variable HF_TOKEN holds the token of the hub"
+_TEMPLATE = "a variable of the chat template is input.template_kwargs={{{name}: VALUE}}"
+_SPECIAL = "`completion` holds no special tokens; output.token_ids=true writes all tokens"
+_BEAMS = "beam search is not supported; decode.n samples several completions"
+_CUTOFFS = "decode.top_k, decode.top_p and decode.min_p cut off unlikely tokens"
+_KERNELS = "batchspec chooses its kernels itself; remove it"
+_ADAPTERS = "LoRA needs no switch: model.adapter=FOLDER is for all rows, model.adapters={NAME: FOLDER} for rows that name one"
+_BANNED = "decode.logit_bias={ID: -100} bans a token"
+_ANSWERS = "input.final_assistant=continue continues a chat that ends with an assistant turn"
+
+REMARKS: dict[str, str] = {
+    "do_sample": "decode.temperature=0 is greedy, and a higher one samples; decode=sampled sets temperature and top-p",
+    "num_beams": _BEAMS,
+    "use_beam_search": _BEAMS,
+    "length_penalty": _BEAMS,
+    "early_stopping": _BEAMS,
+    "typical_p": _CUTOFFS,
+    "epsilon_cutoff": _CUTOFFS,
+    "eta_cutoff": _CUTOFFS,
+    "no_repeat_ngram_size": "decode.repetition_penalty and decode.frequency_penalty lower the logits of repeated tokens",
+    "bad_words": _BANNED,
+    "bad_words_ids": _BANNED,
+    "allowed_token_ids": f"{_BANNED}; decode.regex and decode.choice allow certain texts alone",
+    "logits_processors": "code of the user does not change logits; decode.logit_bias and the constraints of decode do",
+    "include_stop_str_in_output": "`completion` never holds the stop string, which the column stop_reason names",
+    "skip_special_tokens": _SPECIAL,
+    "spaces_between_special_tokens": _SPECIAL,
+    "detokenize": _SPECIAL,
+    "truncate_prompt_tokens": "input.on_overlong=truncate keeps the end of a prompt that is too long for model.max_len",
+    "truncation": "input.on_overlong=truncate keeps the end of a prompt that is too long for model.max_len",
+    "guided_decoding": _CONSTRAINT,
+    "guided_decoding_backend": _CONSTRAINT,
+    "structured_outputs": _CONSTRAINT,
+    "response_format": _CONSTRAINT,
+    "pad_token_id": "a batch needs no padding tokens; remove it",
+    "sampling_params": "its parameters are keys under `decode`",
+    "tokenizer": _TOKENIZER,
+    "tokenizer_mode": _TOKENIZER,
+    "trust_remote_code": "code of a model folder is never run; remove it",
+    "quantization": _STORED,
+    "quantization_config": _STORED,
+    "load_in_4bit": _STORED,
+    "load_in_8bit": _STORED,
+    "download_dir": _DOWNLOADS,
+    "cache_dir": _DOWNLOADS,
+    "hf_token": _TOKEN,
+    "token": _TOKEN,
+    "pipeline_parallel_size": "layers are not divided over GPUs; cluster.tensor_parallel cuts each of them",
+    "gpu_memory_utilization": _SHARE,
+    "mem_fraction_static": _SHARE,
+    "swap_space": "K/V is not swapped: a preempted row is prefilled again; remove it",
+    "cpu_offload_gb": "weights are not offloaded; cluster.tensor_parallel cuts a model over several GPUs",
+    "enforce_eager": "a GPU always replays CUDA graphs; remove it",
+    "block_size": "a page holds 16 tokens; packing.pages is the number of pages",
+    "enable_prefix_caching": "prefixes that prompts share are always computed once; remove it",
+    "use_cache": "K/V is always cached; remove it",
+    "enable_chunked_prefill": "prefill is always chunked; packing.max_num_batched_tokens is the size of a pass",
+    "enable_lora": _ADAPTERS,
+    "lora_request": _ADAPTERS,
+    "max_loras": _ADAPTERS,
+    "max_lora_rank": _ADAPTERS,
+    "attn_implementation": _KERNELS,
+    "attention_backend": _KERNELS,
+    "enable_thinking": _TEMPLATE.format(name="enable_thinking"),
+    "reasoning_effort": _TEMPLATE.format(name="reasoning_effort"),
+    "reasoning_parser": "reasoning is found by its tokens; model.think_tokens names others",
+    "add_generation_prompt": _ANSWERS,
+    "continue_final_message": _ANSWERS,
+    "tools": "the column `tools` has the tools of its row",
+    "echo": "decode.max_new_tokens=0 scores prompts",
+    "stream": "a job writes files; in Python Engine.stream yields completions as they end",
+    "use_tqdm": "the progress line is written to a terminal alone; remove it",
+}
+"""Their name, without a group, of what is not the value of one key -> what to do instead."""
+
+
+def remark(name: str, known: Collection[str]) -> str:
+    """What batchspec has for a name of another program; empty for any other name, and if it is none of the `known` keys."""
+    if (key := NAMES.get(name)) is not None:
+        return f"batchspec calls it {key}" if key in known else ""
+    return REMARKS.get(name, "")

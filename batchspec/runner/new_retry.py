@@ -13,8 +13,10 @@ from batchspec.prepare import Job
 from batchspec.runner.new_extension import check_unchanged, facts_of_job
 from batchspec.runstate.extensions import Extension
 from batchspec.runstate.generations import Change, Generation
+from batchspec.runstate.manifest import differing
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
+from batchspec.text import counted
 
 CAP = "decode.max_new_tokens"
 MAY_DIFFER = {"length": (CAP,), "error": (), "none": ()}
@@ -55,13 +57,27 @@ def new_retry(job: Job, output: OutputFolder) -> Generation | None:
         last = past and past[-1] is changes[-1]  # otherwise an extension, or the job itself, is not complete
         before = f"with {past[-1]}" if last else f"with {CAP}={old} and without resume={kind}"
         raise OutputError(f"{output.path}: {len(missing)} shards are not done; run the command {before} to its end, then retry")
-    if kind == "length" and (new < old or (new == old and _has_rows_cut_off_at(output, old))):
+    if kind == "length" and (new < old or (new == old and _num_cut_off_at(output, old))):
         raise OutputError(
             f"{output.path}: resume=length {CAP}={new} gives no row more tokens: rows were cut off at {old}; "
             f"run the command with a larger {CAP}"
         )
     shards = _shards_with(output, kind) if kind == "error" or new > old else ()
     return replace(wanted, shards=shards) if shards else None
+
+
+def retry_advice(job: Job, output: OutputFolder) -> str:
+    """For the message about another job: the retry that continues its truncated rows, if the command differs from it in a larger
+    decode.max_new_tokens alone; else empty."""
+    compared = facts_of_job(job)
+    old, new = (json.loads(known[CAP]) for known in (output.manifest.fingerprint, compared))
+    if differing(output.manifest.fingerprint, compared) != {CAP} or not 0 < old < new:
+        return ""
+    if output.missing():
+        return f"run the command with {CAP}={old} to its end, and with resume=length {CAP}={new} then; or "
+    if not (count := _num_cut_off_at(output, old)):
+        return f"none of its rows is truncated at {old} tokens, so that there is nothing to continue; "
+    return f"resume=length continues its {counted(count, 'truncated row')}; or "
 
 
 def _still_counting(changes: Sequence[Change], kind: str) -> list[Generation]:
@@ -82,8 +98,8 @@ def _shards_with(output: OutputFolder, kind: str) -> tuple[int, ...]:
     return tuple(sorted({*map(output.manifest.layout.shard_of, found)}))
 
 
-def _has_rows_cut_off_at(output: OutputFolder, cap: int) -> bool:
-    """Whether rows were cut off at this limit; rows with a smaller limit of their own do not count."""
-    rows = output.scan().filter(TRUNCATED & (pl.col("usage").struct.field("completion_tokens") == cap)).select("row_index")
+def _num_cut_off_at(output: OutputFolder, cap: int) -> int:
+    """Number of completions that were cut off at this limit; those with a smaller limit of their own do not count."""
+    rows = output.scan().filter(TRUNCATED & (pl.col("usage").struct.field("completion_tokens") == cap)).select(pl.len())
     with scanning(output.path):
-        return not rows.head(1).collect().is_empty()
+        return int(rows.collect().item())
