@@ -73,8 +73,13 @@ class RandomSchemas:
     def _of_type(self, name: str, depth: int) -> dict[str, Any]:
         rng = self.random
         known: dict[str, Callable[[], Any]] = {}
-        inner = lambda: self.schema(depth - 1) if depth > 0 else rng.choice(({}, True, {"type": "integer"}, {"const": "a"}))  # noqa: E731
-        some = lambda: rng.sample(NAMES, rng.randint(1, 2))  # noqa: E731
+
+        def inner() -> Any:
+            return self.schema(depth - 1) if depth > 0 else rng.choice(({}, True, {"type": "integer"}, {"const": "a"}))
+
+        def some() -> list[str]:
+            return rng.sample(NAMES, rng.randint(1, 2))
+
         match name:
             case "object":
                 known = {
@@ -110,8 +115,14 @@ class RandomSchemas:
         return {one: known[one]() for one in names}
 
     def _combined(self, depth: int, usual: Sequence[str]) -> dict[str, Any]:
-        rng, one = self.random, lambda: self.schema(depth, usual)
-        several = lambda: [one() for _ in range(rng.randint(1, 3))]  # noqa: E731
+        rng = self.random
+
+        def one() -> Any:
+            return self.schema(depth, usual)
+
+        def several() -> list[Any]:
+            return [one() for _ in range(rng.randint(1, 3))]
+
         match rng.randint(0, 4):
             case 0:
                 return {"anyOf": several()}

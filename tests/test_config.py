@@ -295,7 +295,8 @@ def test_names_of_other_programs_lead_to_keys_that_exist() -> None:
 @pytest.mark.parametrize("name", [*NAMES, *REMARKS])
 def test_a_name_of_another_program_is_answered_on_the_command_line_and_in_python(name: str) -> None:
     said = f"{name} is not a key of the configuration; {remark(name, keys())}"
-    for value in (1, "x", {}, {"type": "object"}, []):
+    values: tuple[Any, ...] = (1, "x", {}, {"type": "object"}, [])
+    for value in values:
         with pytest.raises(ConfigError) as refused:
             compose(overrides_of({name: value}))
         assert str(refused.value) == said
@@ -305,7 +306,8 @@ def test_a_name_of_another_program_is_answered_on_the_command_line_and_in_python
 
 def test_a_map_without_keys_asks_for_nothing_only_if_it_is_a_group() -> None:
     assert overrides_of({"decode": {}, "draft": {"tree": {}}, "input.columns": {}}) == ["input.columns={}"]
-    for options in ({"guided_json": {}}, {"decode": {"guided_json": {}}}, {"decode.guided_json": {}}):
+    wrong: tuple[dict[str, Any], ...] = ({"guided_json": {}}, {"decode": {"guided_json": {}}}, {"decode.guided_json": {}})
+    for options in wrong:
         with pytest.raises(ConfigError, match=r"guided_json is not a key of .*; batchspec calls it decode\.schema"):
             compose(overrides_of(options))
 

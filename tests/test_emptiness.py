@@ -50,7 +50,7 @@ def test_a_language_is_empty_by_proof_or_because_texts_were_left_out(node: Node,
 
 def test_a_rule_that_refers_to_itself_has_a_text_only_if_it_can_end() -> None:
     for inner, found in ((A, Texts.SOME), (NOTHING, Texts.NONE), (LEFT, Texts.LEFT_OUT)):
-        rules = {"x": Alt((Seq((B, Ref("y"))), inner)), "y": Seq((Ref("x"), A))}
+        rules: dict[str, Node] = {"x": Alt((Seq((B, Ref("y"))), inner)), "y": Seq((Ref("x"), A))}
         assert texts_of(Rules(Ref("y"), rules))[0] is found
 
 

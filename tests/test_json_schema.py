@@ -310,7 +310,7 @@ DEPENDING = (
 
 @pytest.mark.parametrize("depending", DEPENDING, ids=lambda one: list(one)[-1])
 def test_dependencies_of_properties_say_nothing_of_other_types(depending: Any) -> None:
-    named = {"properties": {"a": {}, "b": {}}}
+    named: dict[str, Any] = {"properties": {"a": {}, "b": {}}}
     either = written({"type": ["object", "null"], **named, **depending}, "null", "{}", '{"a":1}', '{"a":1,"b":1}')
     assert either == [True, True, False, True]
     assert written({"type": ["boolean", "null"], **depending}, "true", "null") == [True, True]

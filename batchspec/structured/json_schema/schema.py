@@ -3,13 +3,13 @@
 It is narrower than the standard: properties come in the schema's order; there are no others, unless the schema names none or
 gives patterns of keys; one space may follow a colon or a comma, and no other white space is written; whole numbers have
 at most 15 digits, and so do fractions; a value without a type is nested at most MAX_DEPTH levels deep. A schema that refers to
-itself may be nested to any depth. If no type is named, values of those types are written that the keywords are about. A keyword of
-the standard that could make a written text invalid and is not supported is refused by its name. Annotations and unknown keywords,
-names of formats included, are ignored, as validators do.
+itself may be nested to any depth. If no type is named, values of those types are written that the keywords are about. A keyword
+of the standard that could make a written text invalid and is not supported is refused by its name. Annotations and unknown
+keywords, names of formats included, are ignored, as validators do.
 Source: https://json-schema.org/draft/2020-12, and draft-04 to draft-07 where they differ.
 
-Where that is narrower, a `LeftOut` node says so if nothing is written. So a schema is impossible only if it is proved that no value
-is valid; it is refused if values are valid and none can be written (`emptiness.py`).
+Where that is narrower, a `LeftOut` node says so if nothing is written. So a schema is impossible only if it is proved that no
+value is valid; it is refused if values are valid and none can be written (`emptiness.py`).
 
 Schemas that hold at once are not merged: the values of all their leaves are built (`leaves.py`). A leaf with anyOf, oneOf,
 not, if or dependencies is replaced by alternatives. An alternative is a list of schemas, and a value must satisfy all of them
