@@ -6,6 +6,7 @@ Where a job's output folder is (read and write; a name is published exactly once
   store.py          what every store promises (`Store`), and what they share
   open_store.py     the store of an output.dir
   local_store.py    a folder of a local or shared file system
+  local_tree.py     the files of a folder of this machine, or of a pattern
   object_store.py   a prefix of a bucket, whatever the service
   s3_store.py       its requests to S3, by boto3
   cloud_store.py    its requests to Google Cloud Storage and Azure, by obstore
