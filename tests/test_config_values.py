@@ -6,7 +6,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -286,11 +286,11 @@ def test_a_file_that_is_too_large_or_may_not_be_read_is_one_line(tmp_path: Path,
     with pytest.raises(CheckpointError, match="more than the maximum of 100,000,000"):
         read_json(path)
 
-    def denied(path: Path) -> bytes:
+    def denied(path: Path) -> BinaryIO:
         raise PermissionError(13, "Permission denied")
 
     path.write_text("{}")
-    monkeypatch.setattr(Path, "read_bytes", denied)
+    monkeypatch.setattr(config_values, "open_regular", denied)
     with pytest.raises(CheckpointError, match="cannot be read \\(Permission denied\\)"):
         read_json(path)
 

@@ -61,7 +61,7 @@ def test_it_ends_with_the_path_of_the_output_and_the_command_to_inspect_it(
     assert all(f"1 {code}" in errors for code in codes)
     assert "; the column `error` says why" in errors
     assert look.endswith("batchspec stats out/demo")
-    assert "polars.read_parquet('out/demo/data')" in python
+    assert 'polars.read_parquet("out/demo/data")' in python
 
 
 def test_good_rows_have_answers_and_bad_rows_have_errors(demo: tuple[pl.DataFrame, str], limit: int | None) -> None:

@@ -75,7 +75,7 @@ def as_a_folder(tmp_path: Path) -> None:
 
 
 WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a folder": (as_a_folder, r"part-00001\.parquet failed: Is a directory .*move away what is in its place"),
+    "a folder": (as_a_folder, r"part-00001\.parquet failed: a folder, not a file .*move away what is in its place"),
     "a copy of another part": (
         lambda path: shutil.copy(part(path, 0), part(path, 1)),
         r"holds rows 0 \.\. 1 of shard 0, not rows 2 \.\. 3 of shard 1; delete the file and run",

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, TypeVar, get_origin, get_type_hints
+from typing import Any, BinaryIO, Literal, TypeVar, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -20,10 +20,12 @@ from hypothesis import strategies as st
 from typing_extensions import TypeAliasType
 
 from batchspec.errors import StorageError
+from batchspec.local_files import open_regular
 from batchspec.records import Completion, RowError, RowStats, Snapshot
 from batchspec.runstate import journal_rows
 from batchspec.runstate.journal import FOLDER, VERSION, Journal, Journaled, saved_rows
 from batchspec.runstate.journal_rows import fits
+from batchspec.storage import local_store
 from batchspec.storage.local_store import LocalStore
 
 STATS = RowStats(
@@ -269,14 +271,13 @@ def test_a_segment_that_cannot_be_read_costs_its_rows_alone(
         writer = journal(tmp_path, attempt)
         writer.add(row)
         writer.flush()
-    read = Path.read_bytes
 
-    def broken(self: Path) -> bytes:
-        if self.name.startswith("a-"):
+    def broken(path: Path) -> BinaryIO:
+        if path.name.startswith("a-"):
             raise OSError(errno.EIO, "Input/output error")
-        return read(self)
+        return open_regular(path)
 
-    monkeypatch.setattr(Path, "read_bytes", broken)
+    monkeypatch.setattr(local_store, "open_regular", broken)
     with caplog.at_level(logging.WARNING):
         assert list(journal(tmp_path).read(skip=set()).completions) == [(8, 0)]
     assert caplog.messages == [

@@ -40,7 +40,7 @@ from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
 from batchspec.packing.cost import H200, read_bytes, round_seconds
 from batchspec.packing.memory import reserve_bytes
-from batchspec.prepare import open_job, open_model
+from batchspec.prepare import open_model
 from tests.models import make_checkpoint, make_tokenizer
 from tests.ranks import on_ranks
 from tests.runs import make_jobs_quick
@@ -271,7 +271,6 @@ def words(model: Path, data: Path, out: Path, *more: str) -> list[str]:
         (["{adapters}", "input.columns.adapter=null"], "the input has no column that names the adapter of each row"),
         ([], "column 'adapter' names LoRA adapters, and model.adapters has none"),
         (["model.adapters={{gone:/no/such/folder}}"], "model.adapters.gone=/no/such/folder: no such folder"),
-        (["{adapters}", "draft=smollm2_eagle3", "draft.adapt.every_shards=1"], "draft.adapt.every_shards=1 is not supported"),
         (["model.adapters={{a:https://me:secret@host/x}}"], "model.adapters holds credentials in a URL"),
         (["model.adapters={{" + ",".join(f"a{i}:x" for i in range(MAX_ADAPTERS + 1)) + "}}"], "at most 256 are supported"),
     ],
@@ -299,18 +298,6 @@ def test_sums_of_one_order_are_refused_where_adapters_depend_on_the_batch(
     assert open_model(compose(words(base, data, tmp_path / "out", *more))).adapters is not None
     merged = [f"model.adapter={folders['math']}", "decode.deterministic=true", "model.dtype=bfloat16"]
     assert open_model(compose(words(base, data, tmp_path / "out", *merged)), here=False).adapters is None
-
-
-def test_an_unmerged_adapter_and_a_head_that_learns_are_refused(tmp_path: Path) -> None:
-    fp8, plain = make_fp8(tmp_path, "qwen3")
-    folder = make_adapter(tmp_path / "adapter", plain, ["q_proj"])
-    make_tokenizer(fp8)
-    pl.DataFrame({"prompt": ["a"]}).write_parquet(tmp_path / "in.parquet")
-    more = [f"model.adapter={folder}", "draft=smollm2_eagle3", "draft.adapt.every_shards=1"]
-    with pytest.raises(
-        ConfigError, match=r"is not merged, and draft\.adapt\.every_shards=1 with such an adapter is not supported"
-    ):
-        open_job(compose(words(fp8, tmp_path / "in.parquet", tmp_path / "out", *more)))
 
 
 # --- jobs
