@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures the tables of jobs/PERFORMANCE.md on this machine's GPU, section by section.
+# Measures the tables of jobs/PERFORMANCE.md and jobs/NOTEBOOK.md on this machine's GPU, section by section.
 #
 #   jobs/figures.sh OUT SECTION...        OUT gets a file of JSON lines a section, profiles and jobs
 #

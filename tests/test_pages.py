@@ -18,7 +18,7 @@ from batchspec.dataset.schema import output_schema
 from batchspec.train.settings import TrainRun
 
 ROOT = Path(__file__).parents[1]
-NAMES = ("README.md", "conf/README.md", "jobs/README.md", "jobs/PERFORMANCE.md", "batchspec/README.md", "kernels/README.md")
+NAMES = ("README.md", "conf/README.md", "jobs/README.md", "jobs/PERFORMANCE.md", "jobs/NOTEBOOK.md", "batchspec/README.md", "kernels/README.md")
 PAGES = [ROOT / name for name in NAMES]
 INDEXES = [path for path in (ROOT / "batchspec").glob("*/__init__.py") if ".py" in path.read_text(encoding="utf-8")]
 KEYS = {*keys(), *keys(TrainRun())}

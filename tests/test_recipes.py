@@ -1,4 +1,4 @@
-"""The scripts in jobs/: a head made of nothing but a model, and the commands that measure the tables of jobs/PERFORMANCE.md."""
+"""The scripts in jobs/: a head made of nothing but a model, and the commands that measure the tables of jobs/NOTEBOOK.md."""
 
 from __future__ import annotations
 
