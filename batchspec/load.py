@@ -15,6 +15,7 @@ from batchspec.config.schema import RunConfig
 from batchspec.distributed.group import Group
 from batchspec.draft.base import Drafter
 from batchspec.engine.engine import Engine
+from batchspec.engine.features import RowFeatures
 from batchspec.engine.lockstep import Lead
 from batchspec.engine.messages import Build, Calibrate, Load, Scales
 from batchspec.engine.round import RoundOptions
@@ -140,7 +141,7 @@ def load_engine(
 ) -> Engine:  # fmt: skip
     """Load the weights, choose the shape from the remaining memory, set up the engine; shows each step on the progress line.
 
-    defers_text        as for `Engine`
+    defers_text        as for `RowFeatures`
     seen, most_rounds  as for `prepare_engine`
     """
     config = job.config
@@ -227,7 +228,7 @@ def build_engine(
 ) -> Engine:  # fmt: skip
     """The engine for these settings, on the target's device; nothing is captured yet.
 
-    lead, vocabulary, expanding, defers_text  as for `Engine`
+    lead  as for `Engine`; vocabulary (its `symbols`), expanding, defers_text  as for `RowFeatures`
     """
     ablation, scores = config.ablation, config.decode.max_new_tokens == 0
     num_top = config.output.prompt_logprobs if scores else config.output.logprobs
@@ -237,23 +238,25 @@ def build_engine(
         batch,
         device=target.device,
         options=RoundOptions(
-            logprobs=None if num_top is None else min(num_top, target.spec.vocab_size),
-            scores=scores,
             coupled=config.draft.coupled is not False,
             synthetic=tuple(config.draft.synthetic) if config.draft.synthetic else None,
             argmax=ablation.argmax,
             uniform_slots=ablation.uniform_slots,
         ),
-        decode=tokenizer.decode if tokenizer else None,
-        defers_text=defers_text,
+        features=RowFeatures(
+            decode=tokenizer.decode if tokenizer else None,
+            defers_text=defers_text,
+            num_top=None if num_top is None else min(num_top, target.spec.vocab_size),
+            scores=scores,
+            symbols=vocabulary,
+            expanding=expanding,
+        ),
         eos_ids=frozenset(target.spec.eos_ids) | frozenset(tokenizer.eos_ids if tokenizer else ()),
         refill_dead=ablation.dead_rows,
         adaptive=config.draft.adaptive is not False,
         prefill_graphs=ablation.prefill_graphs,
         expert_correlation=config.packing.expert_correlation,
         lead=lead,
-        vocabulary=vocabulary,
-        expanding=expanding,
     )
 
 

@@ -22,7 +22,7 @@ from batchspec.engine.round import RoundOptions
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request, SamplingParams
 from tests.eagle_reference import Design
-from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_target
+from tests.engines import DEVICE, VOCAB, make_engine, packed, plain_tokens, request, tiny_target
 from tests.heads import Tensors, write_head
 
 TARGET = partial(tiny_target, window=5)
@@ -88,7 +88,7 @@ def run(
     **options: Any,
 ) -> tuple[dict[str, list[int]], dict[str, Completion], Engine]:
     """Tokens and completions by request, and the engine, whose pages all came back; options are those of Engine."""
-    engine = Engine(TARGET(), drafter, batch, device=DEVICE, **options)
+    engine = make_engine(TARGET(), drafter, batch, device=DEVICE, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expected_pages, "SHORT_CAP_TOKENS", short_cap)
         done = {completion.request_id: completion for completion in engine.run(iter(requests))}

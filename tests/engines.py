@@ -14,18 +14,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from batchspec.batch.automata import AutomataCapacity
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import KVCache
 from batchspec.cache.sharing_cost import SharingCost
-from batchspec.draft.base import NoFeatures
+from batchspec.draft.base import Drafter, NoFeatures
+from batchspec.engine.engine import Engine
+from batchspec.engine.features import RowFeatures
+from batchspec.engine.features.lazy_constraints import LazyConstraints
+from batchspec.engine.features.stop_strings import Decode
 from batchspec.kernels.sampling.sample import gumbel_reference
+from batchspec.lazy_automaton import Expanding
 from batchspec.model.rope_config import RopeSpec
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Request, SamplingParams
+from batchspec.token_automaton import TokenSymbols
 from tests.stand_ins import dense_spec
 
 VOCAB = 31
@@ -211,3 +218,23 @@ class ForcedDrafter(NoFeatures):
                 ahead = self.outputs[int(rows.keys[slot])][emitted : emitted + self.max_len]
                 ids = ahead + [0] * (self.max_len - len(ahead))
                 draft_ids[slot] = torch.tensor(ids if self.right else [(i + 1) % VOCAB for i in ids], dtype=torch.int32)
+
+
+def make_engine(
+    target: Target, drafter: Drafter, batch: PackedBatch, *, device: torch.device, decode: Decode | None = None,
+    defers_text: bool = False, logprobs: int | None = None, scores: bool = False, vocabulary: TokenSymbols | None = None,
+    automata_capacity: AutomataCapacity | None = None, expanding: Expanding | None = None, **more: Any,
+) -> Engine:  # fmt: skip
+    """An `Engine` with these `RowFeatures`; more: its other arguments."""
+    features = RowFeatures(
+        decode=decode, defers_text=defers_text, num_top=logprobs, scores=scores, symbols=vocabulary,
+        capacity=automata_capacity, expanding=expanding,
+    )  # fmt: skip
+    return Engine(target, drafter, batch, device=device, features=features, **more)
+
+
+def lazy_of(engine: Engine) -> LazyConstraints:
+    """Rows of the engine's present run that follow lazy automata."""
+    assert isinstance(engine.features, RowFeatures)
+    assert engine.features.lazy is not None
+    return engine.features.lazy

@@ -6,12 +6,11 @@ import pytest
 from torch import Tensor
 
 from batchspec.engine.ablation import greedy_by_softmax
-from batchspec.engine.engine import Engine
-from batchspec.engine.round import Round, RoundOptions
-from batchspec.engine.tree_round import TreeRound
+from batchspec.engine.round import RoundOptions
+from batchspec.engine.vocabulary import Vocabulary
 from batchspec.model.target import Target
 from batchspec.records import SamplingParams
-from tests.engines import DEVICE, packed, request, tiny_spec, tiny_target
+from tests.engines import DEVICE, make_engine, packed, request, tiny_spec, tiny_target
 from tests.ranks import on_ranks, part_of, whole_of
 from tests.replaying import DRAFTERS, SLOTS
 from tests.test_tensor_parallel import Loud
@@ -25,13 +24,13 @@ def test_an_ablation_changes_no_token(name: str) -> None:
         drafter = DRAFTERS[name]()
         options = RoundOptions(argmax=argmax, uniform_slots=uniform_slots)
         batch = packed(SLOTS, draft_len=drafter.max_len)
-        engine = Engine(tiny_target(window=5), drafter, batch, device=DEVICE, options=options)
+        engine = make_engine(tiny_target(window=5), drafter, batch, device=DEVICE, options=options)
         penalised = SamplingParams(repetition_penalty=1.2)
         requests = (request(i, [i, 5], cap=8, sampling=penalised if i == 2 else None) for i in range(4))
         found.append({c.row_index: c.token_ids.tolist() for c in engine.run(requests) if c.token_ids is not None})
         round_ = engine.executor.round
         assert round_.is_uniform == uniform_slots
-        assert (type(round_) in (Round, TreeRound)) == (argmax and uniform_slots)
+        assert (type(round_.vocabulary) is Vocabulary) == argmax
     assert all(tokens == found[0] for tokens in found)
 
 
@@ -44,8 +43,8 @@ def test_ranks_without_argmax_choose_the_tokens_of_one_process_with_it(
     spec = tiny_spec(5)
 
     def tokens(target: Target, *, argmax: bool) -> dict[int, list[int]]:
-        own, kind = drafter(name, target), RoundOptions(argmax=argmax, logprobs=logprobs)
-        engine = Engine(target, own, packed(3, draft_len=7), device=DEVICE, options=kind)
+        own, kind = drafter(name, target), RoundOptions(argmax=argmax)
+        engine = make_engine(target, own, packed(3, draft_len=7), device=DEVICE, options=kind, logprobs=logprobs)
         return {done.row_index: expected_ids(done) for done in engine.run(request(i, [i, 5], cap=8) for i in range(4))}
 
     expected = tokens(whole_of(spec, Loud), argmax=True)

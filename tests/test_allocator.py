@@ -23,7 +23,6 @@ from batchspec.engine.slots import SlotTable
 from batchspec.engine.static_batching import StaticBatching
 from batchspec.engine.step import PageGrant
 from batchspec.errors import CapacityError
-from batchspec.lazy_automaton import LazyAutomaton
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.order import order_requests
 from batchspec.packing.predict import LengthPredictor
@@ -32,7 +31,7 @@ from tests.engines import request
 
 
 def progress(req: Request) -> RequestState:
-    return RequestState(request=req, draft_len=0, finder=None)
+    return RequestState(request=req, draft_len=0)
 
 
 def shape(slots: int, pages: int, page_size: int = 4, max_len: int = 64) -> PackedBatch:
@@ -139,18 +138,18 @@ def test_free_slots_wait_until_they_have_idled_as_long_as_a_short_pass_takes(pro
         assert refill(allocator) == []
 
 
-@pytest.mark.parametrize(("prompt", "is_lazy", "rounds"), [(5, False, 4), (6, False, 16), (5, True, 16)])
+@pytest.mark.parametrize(("prompt", "waits", "rounds"), [(5, False, 4), (6, False, 16), (5, True, 16)])
 def test_slots_wait_for_the_time_of_a_replay_only_where_the_next_pass_can_be_replayed(
-    prompt: int, is_lazy: bool, rounds: int
+    prompt: int, waits: bool, rounds: int
 ) -> None:
-    """2 s to launch, half a second to replay, for rows of up to 5 tokens without lazy automata; a round takes 1 s, and one of
+    """2 s to launch, half a second to replay, for rows of up to 5 tokens that need not wait in their slots; a round takes 1 s, and one of
     eight slots is free."""
     pools = pools_of(200)
-    asked = [request(i, [1] * prompt, cap=4) for i in range(20)]
-    if is_lazy:
-        asked[8:] = [replace(own, automaton=LazyAutomaton("regex", "a*")) for own in asked[8:]]
+    asked = [progress(request(i, [1] * prompt, cap=4)) for i in range(20)]
+    for own in asked[8:]:
+        own.mode = replace(own.mode, waits=waits)
     cost = PrefillCost(least=2.0, token=0.0, replay=0.5, most_replayed=5)
-    allocator = SlotAllocator(shape(8, 200), pools, map(progress, asked), prefill_cost=cost)
+    allocator = SlotAllocator(shape(8, 200), pools, iter(asked), prefill_cost=cost)
     allocator.release(refill(allocator)[3])
     assert [allocator.refill_is_due() for _ in range(rounds)] == [False] * (rounds - 1) + [True]
 
@@ -314,18 +313,18 @@ def test_a_prefix_that_nobody_owns_any_more_counts_as_pages_to_be_taken() -> Non
 
 
 @given(
-    st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40), st.integers(1, 7), st.integers(0, 2), st.sampled_from([0, 1, 300])
+    st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40), st.integers(1, 7), st.integers(0, 2), st.sampled_from([b"", b"\0\0\0\1"])
 )
 def test_a_page_key_is_the_hash_of_the_key_before_and_of_the_page_and_its_lookahead(
-    ids: list[int], page_size: int, lookahead: int, adapter: int
+    ids: list[int], page_size: int, lookahead: int, salt: bytes
 ) -> None:
-    expected, key = [], adapter.to_bytes(4) if adapter else b""
+    expected, key = [], salt
     for begin in range(0, len(ids), page_size):
         if begin + page_size + lookahead <= len(ids):
             page = np.array(ids[begin : begin + page_size + lookahead], np.int32)
             key = blake2b(key + page.tobytes(), digest_size=16).digest()
             expected.append(key)
-    assert prefix_hashes(np.array(ids, np.int32), page_size, lookahead, adapter=adapter) == expected
+    assert prefix_hashes(np.array(ids, np.int32), page_size, lookahead, salt=salt) == expected
 
 
 def test_a_page_key_depends_on_everything_before_the_page() -> None:

@@ -26,7 +26,7 @@ from batchspec.engine.prefill import prefill_chunk, rehearsal
 from batchspec.kernels.common.dry_run import dry_run, is_dry
 from batchspec.model.quant import plain
 from batchspec.model.target import Target
-from tests.engines import packed
+from tests.engines import make_engine, packed
 from tests.moe_models import Strong, tiny_spec
 from tests.stand_in_gpu import stand_in_gpu
 from tests.test_expert_kernels import CASES, CPU, VOCAB, made
@@ -105,7 +105,7 @@ def test_all_variants_of_kernels_are_compiled_ahead_and_nothing_else_happens(
     with stand_in_gpu(F32):
         target = made(tiny_spec(family, **changes, num_hidden_layers=4).on(CPU, F32), F32, Strong)
         batch = packed(2, draft_len=3, prefill_tokens=18, max_len=20)
-        engine = Engine(target, drafter_of(drafter, target), batch, device=CPU)
+        engine = make_engine(target, drafter_of(drafter, target), batch, device=CPU)
         executor = engine.executor
         lengths = {0, executor.drafter.max_len}
         shapes = [RoundShape(num_rows, k, mode) for num_rows in (1, 2) for k in lengths]

@@ -19,16 +19,14 @@ from batchspec.batch.automata import Automata, AutomataCapacity, ConstraintOffse
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.draft.base import Drafter
 from batchspec.engine import expected_pages
-from batchspec.engine.automaton_places import AutomatonPlaces
-from batchspec.engine.engine import Engine
-from batchspec.engine.round import RoundOptions
+from batchspec.engine.features.automaton_places import AutomatonPlaces
 from batchspec.engine.sampling import greedy_sample as choose_greedily
 from batchspec.model.target import Target
 from batchspec.records import Completion, Request, SamplingParams, Snapshot, Thinking
 from batchspec.token_automaton import ENDS, FORCED
 from tests.automata import BEGIN, END, EOS, TOKENS, VOCABULARY, automaton, constrained_tokens, may_follow, written
 from tests.automata import PATTERNS_OF_LETTERS as PATTERNS
-from tests.engines import DEVICE, VOCAB, ForcedDrafter, packed, request, tiny_target
+from tests.engines import DEVICE, VOCAB, ForcedDrafter, make_engine, packed, request, tiny_target
 from tests.replaying import SLOTS
 from tests.test_logit_rules import ALL
 
@@ -50,9 +48,9 @@ def constrained(req: Request, pattern: str | None, **more: Any) -> Request:
 def run(requests: Sequence[Request], drafter: Drafter, *, short_cap: int = 512, **shape: Any) -> dict[int, Completion]:
     room = shape.pop("room", None) or AutomataCapacity(num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14)
     logprobs = shape.pop("logprobs", None)
-    engine = Engine(
+    engine = make_engine(
         tiny_target(window=5), drafter, packed(SLOTS, **{"draft_len": drafter.max_len, **shape}), device=DEVICE,
-        vocabulary=VOCABULARY, automata_capacity=room, options=RoundOptions(logprobs=logprobs),
+        vocabulary=VOCABULARY, automata_capacity=room, logprobs=logprobs,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expected_pages, "SHORT_CAP_TOKENS", short_cap)

@@ -16,7 +16,7 @@ import pytest
 from batchspec import run
 from batchspec.dataset.columns import map_columns
 from batchspec.dataset.reader import table_source
-from batchspec.engine.thinking import split_thoughts
+from batchspec.engine.features.thinking import split_thoughts
 from batchspec.model.thinking import ThinkTokens, find_think_tokens
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.admit import Admission

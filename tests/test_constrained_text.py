@@ -17,8 +17,6 @@ import batchspec
 from batchspec.constrained_text import checked_text
 from batchspec.dataset.columns import map_columns
 from batchspec.dataset.reader import table_source
-from batchspec.engine.completion import completion_of
-from batchspec.engine.request_state import RequestState
 from batchspec.error_rows import error_row
 from batchspec.kernels.rounds.accept import FULL, STOPPED
 from batchspec.model.tokenizer import Tokenizer
@@ -30,6 +28,7 @@ from batchspec.token_automaton import BREAKS_AFTER_THOUGHT, OTHER, TokenSymbols
 from tests.automata import BEGIN, END, EOS, TOKENS, VOCABULARY, automaton, constrained_tokens
 from tests.engines import request
 from tests.models import make_checkpoint, make_tokenizer
+from tests.one_row import OneRow
 from tests.stand_ins import small_spec
 from tests.test_admit import job
 from tests.test_json_schema import schemas
@@ -148,14 +147,11 @@ def test_an_answer_that_begins_with_a_space_keeps_it(spaces: Path, defers_text: 
     vocab = tokenizer._tokenizer.get_vocab()
     tokens = [vocab[piece] for piece in ("\u2581H", "e", "l", "lo")]
     assert tokenizer.decode(tokens) == "Hello"
-    state = RequestState.of(made, 0, None)
-    state.tokens, state.constraint_checked = [*tokens, 2], True
-    state.end(STOPPED)
-    vocabulary = tokenizer.symbols(spec.vocab_size, {})
-    done = completion_of(
-        state, decode=tokenizer.decode, defers_text=defers_text, drafter="none", eos_ids=frozenset({2}), slot=0, now=0.0,
-        vocabulary=vocabulary,
-    )  # fmt: skip
+    symbols = tokenizer.symbols(spec.vocab_size, {})
+    row = OneRow(made, decode=tokenizer.decode, defers_text=defers_text, symbols=symbols)
+    for token in (*tokens, 2):
+        row.add_round(0, 0, [token])
+    done = row.completion(eos_ids=frozenset({2}))
     work = ShardWork(admission=admission, columns=columns, input=config.input, output=config.output, attempt="a")
     assert (done.text, done.text_due, done.constraint) == (None if defers_text else " Hello", defers_text, "choice")
     assert work.table(shard, [done])["completion"].to_pylist() == [" Hello"]
@@ -200,11 +196,10 @@ def test_the_kind_of_a_constraint_is_told_with_its_completion(finish: int) -> No
     req = request(0, [5, 9], cap=14, stop_ids=(EOS,))
     made = automaton(pattern)
     req = replace(req, automaton=made, automaton_state=made.answer, constraint=("regex", pattern))
-    state = RequestState.of(req, 0, None)
-    state.tokens, state.constraint_checked = constrained_tokens(req, pattern), True
-    state.end(finish)
-    done = completion_of(state, decode=None, drafter="none", eos_ids=frozenset({EOS}), slot=0, now=0.0, vocabulary=VOCABULARY)
-    assert done.constraint == "regex"
+    row = OneRow(req, symbols=VOCABULARY)
+    row.state.tokens = constrained_tokens(req, pattern)
+    row.state.end(finish)
+    assert row.completion(eos_ids=frozenset({EOS})).constraint == "regex"
 
 
 @pytest.mark.parametrize(
@@ -224,11 +219,9 @@ def test_a_line_break_after_the_thought_is_left_out_where_the_answer_matches_wit
     req = request(0, [5, 9], cap=14, stop_ids=(EOS,))
     req = replace(req, automaton=made, automaton_state=made.thought, thinking=how)
     assert made.num_allowed(made.thought, tokens) == len(tokens)
-    state = RequestState.of(req, 0, None)
-    state.tokens, state.constraint_checked = tokens, True
-    state.end(STOPPED)
-    done = completion_of(
-        state, decode=VOCABULARY.text, drafter="none", eos_ids=frozenset({EOS}), slot=0, now=0.0, vocabulary=VOCABULARY
-    )  # fmt: skip
+    row = OneRow(req, decode=VOCABULARY.text, symbols=VOCABULARY)
+    for token in tokens:
+        row.add_round(0, 0, [token])
+    done = row.completion(eos_ids=frozenset({EOS}))
     assert (done.text, done.reasoning) == (answer, "")
     assert re.fullmatch(pattern, answer)

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from batchspec.engine import expected_pages
 from batchspec.engine.engine import Engine
-from batchspec.engine.round import RoundOptions
 from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT
 from batchspec.records import Completion, Request, Thinking
 from tests import grammars
 from tests.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, TOKENS, VOCABULARY, automaton, may_follow
-from tests.engines import DEVICE, packed, request, tiny_target
+from tests.engines import DEVICE, make_engine, packed, request, tiny_target
 from tests.grammars import GRAMMARS, ExpandLate, Grammar, lazy
 from tests.test_constrained import SAMPLINGS
 from tests.test_logit_rules import ALL
@@ -94,10 +93,10 @@ def test_no_row_that_was_produced_rightly_is_refused(name: str, job: list[tuple[
         )  # fmt: skip
         late = ExpandLate(data.draw(st.integers(0, 9)), lost=data.draw(st.sampled_from([0.0, 0.2])), thinks=True)
         logprobs = data.draw(st.sampled_from([None, 0, 2])) if whole else None  # those of a row come from one run
-        engine = Engine(
+        engine = make_engine(
             tiny_target(window=5), drafter, batch, device=DEVICE, decode=VOCABULARY.text, vocabulary=VOCABULARY,
             expanding=late, automata_capacity=data.draw(st.sampled_from(ROOMS), label="room"),
-            eos_ids=frozenset({EOS}), options=RoundOptions(logprobs=logprobs),
+            eos_ids=frozenset({EOS}), logprobs=logprobs,
         )  # fmt: skip
         rounds = iter(range(stop_after or 0, 0, -1))
 

@@ -13,8 +13,7 @@ from batchspec.draft import corpus as corpus_module
 from batchspec.draft.base import DrafterUpdate
 from batchspec.draft.corpus import ROOM, Corpus, build_table, corpus_bytes, default_entries, default_lengths
 from batchspec.draft.lookup import LookupDrafter
-from batchspec.engine.engine import Engine
-from tests.engines import DEVICE, packed, request, tiny_target
+from tests.engines import DEVICE, make_engine, packed, request, tiny_target
 
 LENGTHS = (2, 3)
 
@@ -167,7 +166,7 @@ def test_a_row_is_drafted_from_one_that_ended_before() -> None:
     rates = []
     for corpus in (None, make(200)):
         drafter = LookupDrafter(6, min_ngram=2, max_ngram=3, corpus=corpus)
-        engine = Engine(tiny_target(), drafter, packed(1, draft_len=6), device=DEVICE)
+        engine = make_engine(tiny_target(), drafter, packed(1, draft_len=6), device=DEVICE)
         done = list(engine.run(iter(prompts)))
         assert done[0].token_ids is not None
         assert done[0].token_ids.tolist() == done[1].token_ids.tolist()  # type: ignore[union-attr]

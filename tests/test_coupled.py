@@ -22,10 +22,9 @@ from batchspec.draft.shapes import TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
-from batchspec.engine.engine import Engine
 from batchspec.engine.round import RoundOptions
 from batchspec.records import Completion, Request, SamplingParams
-from tests.engines import DEVICE, VOCAB, full_logits, packed, request, tiny_target
+from tests.engines import DEVICE, VOCAB, full_logits, make_engine, packed, request, tiny_target
 from tests.kernels.covering import covering
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -64,7 +63,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 
 def run(drafter: Drafter, requests: list[Request], *, coupled: bool = True) -> dict[str, Completion]:
     options = RoundOptions(coupled=coupled)
-    engine = Engine(tiny_target(), drafter, packed(SLOTS, draft_len=drafter.max_len), device=DEVICE, options=options)
+    engine = make_engine(tiny_target(), drafter, packed(SLOTS, draft_len=drafter.max_len), device=DEVICE, options=options)
     return {done.request_id: done for done in engine.run(iter(requests))}
 
 
@@ -120,7 +119,7 @@ def mixed_tokens(drafter: Drafter) -> dict[str, list[int]]:
         SamplingParams(temperature=1.0, min_p=0.1), SamplingParams(), SamplingParams(temperature=0.8, repetition_penalty=1.3),
     ]  # fmt: skip
     requests = [request(i, [i % 7, 2, i % 3], cap=5 + i, sampling=samplings[i % 6]) for i in range(24)]
-    engine = Engine(tiny_target(), drafter, packed(SLOTS, draft_len=drafter.max_len), device=DEVICE)
+    engine = make_engine(tiny_target(), drafter, packed(SLOTS, draft_len=drafter.max_len), device=DEVICE)
     return tokens({done.request_id: done for done in engine.run(iter(requests))})
 
 

@@ -17,7 +17,7 @@ from batchspec.engine.engine import Engine
 from batchspec.packing.planner import PAGE_SIZE
 from batchspec.records import Request, SamplingParams
 from tests.automata import EOS, VOCABULARY, automaton, may_follow
-from tests.engines import DEVICE, VOCAB, packed, request, tiny_target
+from tests.engines import DEVICE, VOCAB, make_engine, packed, request, tiny_target
 from tests.grammars import GRAMMARS, ExpandLate, lazy
 from tests.grammars import may_follow as may_grammar
 
@@ -27,7 +27,7 @@ SAMPLINGS = (SamplingParams(), SamplingParams(temperature=0.9))
 def an_engine(**more: object) -> Engine:
     batch = packed(1, page_size=PAGE_SIZE, draft_len=0)
     room = AutomataCapacity(num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14, lazy_words=1 << 14, lazy_masks_bytes=256)
-    return Engine(
+    return make_engine(
         tiny_target(), NoDrafter(), batch, device=DEVICE, vocabulary=VOCABULARY, automata_capacity=room,
         **more,  # type: ignore[arg-type]
     )  # fmt: skip

@@ -18,7 +18,6 @@ from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
-from batchspec.engine.engine import Engine
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.fused import rms_norm
@@ -31,7 +30,7 @@ from batchspec.model.weights import expected_shapes
 from batchspec.packing.admit import job_max_len
 from batchspec.packing.model_notes import model_notes
 from batchspec.records import SamplingParams
-from tests.engines import DEVICE, VOCAB, packed, request
+from tests.engines import DEVICE, VOCAB, make_engine, packed, request
 from tests.models import make_checkpoint
 from tests.moe_models import ids_of
 from tests.test_config_values import ODD_NUMBERS, ODD_VALUES, ours
@@ -302,7 +301,7 @@ def test_drafts_of_any_kind_change_no_token(family: str) -> None:
     ]  # fmt: skip
     found, accepted = [], 0
     for drafter in drafters:
-        engine = Engine(target, drafter, packed(3, draft_len=4), device=DEVICE)
+        engine = make_engine(target, drafter, packed(3, draft_len=4), device=DEVICE)
         asked = [request(i, [i, 2, 3, i, 2, 7, i], cap=20, sampling=SamplingParams(temperature=i % 2)) for i in range(4)]
         done = list(engine.run(iter(asked)))
         found.append({completion.request_id: ids_of(completion) for completion in done})

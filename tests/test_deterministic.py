@@ -25,12 +25,11 @@ from batchspec.draft.window import WindowDrafter
 from batchspec.engine import expected_pages
 from batchspec.engine.engine import Engine
 from batchspec.engine.output_processor import EngineTotals
-from batchspec.engine.round import RoundOptions
 from batchspec.kernels.attention import ordered_prefill, settings
 from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request, SamplingParams
-from tests.engines import DEVICE, decode, packed, request, tiny_spec
+from tests.engines import DEVICE, decode, make_engine, packed, request, tiny_spec
 from tests.interpreter import dots_of_one_order
 
 PART = 64
@@ -79,8 +78,7 @@ def requests() -> list[Request]:
 
 def run(asked: list[Request], batch: PackedBatch, drafter: Drafter, own: Target) -> tuple[Tokens, list[Completion]]:
     """Tokens, and the bits of their logprobs."""
-    options = RoundOptions(logprobs=1)
-    engine = Engine(own, drafter, batch, device=DEVICE, options=options, decode=decode)
+    engine = make_engine(own, drafter, batch, device=DEVICE, logprobs=1, decode=decode)
     done = list(engine.run(iter(asked)))
     found = {}
     for one in done:
@@ -141,7 +139,7 @@ def test_a_run_that_is_stopped_resumes_with_the_same_tokens() -> None:
     left = {one.request_id: one for one in requests()}
     for slots, drafter in ((4, NoDrafter()), (3, LookupDrafter(3, min_ngram=1, max_ngram=3))):
         batch = shape(slots, prefill_tokens=100, draft_len=drafter.max_len)
-        engine = Engine(target(), drafter, batch, device=DEVICE, decode=decode)
+        engine = make_engine(target(), drafter, batch, device=DEVICE, decode=decode)
         if not drafter.max_len:
 
             def stop(totals: EngineTotals, engine: Engine = engine) -> None:

@@ -20,12 +20,11 @@ from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.shapes import TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, load_head
-from batchspec.engine.engine import Engine
 from batchspec.engine.round import RoundOptions
 from batchspec.model import decoder
 from batchspec.model.quant import plain
 from batchspec.model.target import Target
-from tests.engines import DEVICE, packed, request, tiny_target
+from tests.engines import DEVICE, make_engine, packed, request, tiny_target
 from tests.heads import random_tensors, tiny_design, write_head
 
 OWN_KERNELS = {
@@ -144,7 +143,7 @@ def launches(
     checkpoint = write_head(folder, own, random_tensors(own), layout="speculators")
     loaded = load_head(checkpoint, target.spec, dtype=target.dtype, device=DEVICE, aux_layers="input")
     watched = drafter(loaded, target, max_len, slots=2, **options)
-    engine = Engine(target, watched, packed(2, draft_len=max_len), device=DEVICE, options=RoundOptions())
+    engine = make_engine(target, watched, packed(2, draft_len=max_len), device=DEVICE, options=RoundOptions())
     if not prepare_next:
         run_round = engine.executor.round.run
         engine.executor.round.run = lambda rows, mode, *_: run_round(rows, mode, 0, prepare_next=False)  # type: ignore[method-assign]

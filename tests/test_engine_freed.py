@@ -24,7 +24,7 @@ from batchspec.errors import StorageError
 from batchspec.garbage import OF_PYTHON, RARE, imports_frozen, older_objects_frozen
 from batchspec.records import Request
 from batchspec.runner.run_monitor import RunMonitor
-from tests.engines import DEVICE, packed, request, tiny_target
+from tests.engines import DEVICE, make_engine, packed, request, tiny_target
 from tests.runs import make_model, make_prompts
 
 
@@ -58,7 +58,7 @@ def use(engine: Engine, how: str) -> None:
 @pytest.mark.parametrize("how", ["not run", "run", "left half-way"])
 @pytest.mark.parametrize("drafter", [NoDrafter, lambda: LookupDrafter(2, min_ngram=2, max_ngram=6)], ids=["none", "lookup"])
 def test_an_engine_that_nobody_holds_is_freed_without_the_garbage_collector(drafter: type[Drafter], how: str) -> None:
-    engine = Engine(tiny_target(), drafter(), packed(2), device=DEVICE)
+    engine = make_engine(tiny_target(), drafter(), packed(2), device=DEVICE)
     use(engine, how)
     executor = weakref.ref(engine.executor)
     del engine
@@ -67,7 +67,7 @@ def test_an_engine_that_nobody_holds_is_freed_without_the_garbage_collector(draf
 
 @pytest.mark.parametrize("how", ["run", "left half-way"])
 def test_garbage_collections_skip_older_objects_during_a_run_and_no_longer(how: str) -> None:
-    engine = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
+    engine = make_engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
     running = engine.run(iter(requests()))
     next(running)
     assert gc.get_freeze_count() > OF_PYTHON
@@ -94,7 +94,7 @@ def test_a_job_freezes_what_it_imported_and_its_engine_more_and_nothing_stays_fr
     with imports_frozen():
         imported = gc.get_freeze_count()
         assert imported > 0
-        running = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE).run(iter(requests()))
+        running = make_engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE).run(iter(requests()))
         if how != "not run":
             next(running)
             assert gc.get_freeze_count() > imported
@@ -110,14 +110,14 @@ def test_objects_that_a_host_program_froze_stay_frozen(how: str) -> None:
     try:
         frozen = gc.get_freeze_count()
         with imports_frozen():
-            use(Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE), how)
-        use(Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE), how)
+            use(make_engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE), how)
+        use(make_engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE), how)
         assert gc.get_freeze_count() == pytest.approx(frozen, rel=0.01)  # some died meanwhile, as they do
     finally:
         gc.unfreeze()
-    first, second = (Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE).run(iter(requests())) for _ in range(2))
+    first, second = (make_engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE).run(iter(requests())) for _ in range(2))
     next(first)
-    use(Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE), how)
+    use(make_engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE), how)
     assert gc.get_freeze_count() > 0
     next(second)
     first.close()

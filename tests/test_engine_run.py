@@ -17,10 +17,10 @@ from batchspec.cache.page_tables import PagePools
 from batchspec.engine import expected_pages
 from batchspec.engine.engine import Engine
 from batchspec.engine.executor import Executor
-from batchspec.engine.lazy_states import LazyStates
+from batchspec.engine.features.lazy_constraints import LazyConstraints
 from batchspec.records import Completion, Request
 from tests.automata import VOCABULARY
-from tests.engines import DEVICE, VOCAB, packed, tiny_target
+from tests.engines import DEVICE, VOCAB, make_engine, packed, tiny_target
 from tests.grammars import ExpandLate
 from tests.replaying import SLOTS
 from tests.test_constrained import tokens
@@ -39,7 +39,7 @@ PLACES: tuple[tuple[Any, str], ...] = (
     (Automata, "upload_states"),
     (PagePools, "admit"),
     (PagePools, "release"),
-    (LazyStates, "collect"),
+    (LazyConstraints, "poll"),
 )
 
 
@@ -84,7 +84,7 @@ def test_nothing_of_a_run_that_ended_early_is_found_in_the_next(name: str, data:
     """Runs keep prefixes and states of constraints; pages and room for states may be scarce."""
     job, drafter = data.draw(jobs()), ALL[name]()
     room = data.draw(st.sampled_from([{"lazy_words": 1 << 14}, {"lazy_words": 1500, "lazy_masks_bytes": 20}]))
-    engine = Engine(
+    engine = make_engine(
         tiny_target(window=5), drafter, packed(
             SLOTS, draft_len=drafter.max_len, num_pages=data.draw(st.sampled_from([400, 24])),
             run_ahead=data.draw(st.sampled_from([0, 2])), prefill_tokens=data.draw(st.sampled_from([5, 64])),

@@ -7,14 +7,13 @@ import pytest
 
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.draft.none import NoDrafter
-from batchspec.engine.engine import Engine
 from batchspec.engine.expected_passes import SIZES, expected_uses, rows_of_a_refill
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.prefill_shapes import PassShape, PassShapes
 from batchspec.packed_batch import ExpectedRows
 from batchspec.packing.survey import PREFIX_ROWS, Survey
 from batchspec.records import Request
-from tests.engines import DEVICE, packed, request, tiny_target
+from tests.engines import DEVICE, make_engine, packed, request, tiny_target
 
 GREEDY = SamplingMode()
 COST = PrefillCost(least=100.0, token=0.0, replay=2.0, most_replayed=2048)
@@ -40,7 +39,7 @@ def test_a_refill_has_at_least_one_row_and_at_most_one_in_each_slot(fixed_s: flo
 
 
 def shapes(slots: int = 32) -> PassShapes:
-    engine = Engine(tiny_target(), NoDrafter(), packed(slots), device=DEVICE)
+    engine = make_engine(tiny_target(), NoDrafter(), packed(slots), device=DEVICE)
     return PassShapes(engine.executor.round, num_slots=slots, max_tokens=4096)
 
 

@@ -14,7 +14,6 @@ from batchspec.commands.workloads import shape_spec
 from batchspec.distributed.collectives import Collectives
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
-from batchspec.engine.engine import Engine
 from batchspec.errors import CheckpointError
 from batchspec.model.blocks.base import WHOLE, Shard
 from batchspec.model.blocks.moe import MoeSpec
@@ -27,7 +26,7 @@ from batchspec.model.target import Target
 from batchspec.model.weights import DummyWeights
 from batchspec.packing.cost import read_bytes
 from batchspec.tuning import policy
-from tests.engines import packed, request
+from tests.engines import make_engine, packed, request
 from tests.moe_models import Noise, ids_of, tiny_spec
 from tests.test_fp8 import TOKEN, compressed
 from tests.test_target import Runner, prompts
@@ -295,7 +294,7 @@ def test_an_engine_emits_the_same_tokens_with_and_without_drafts() -> None:
     with kernels(torch.float32):
         target = made(tiny_spec(family, **changes, num_hidden_layers=1).on(CPU, torch.float32), torch.float32)
         for drafter in (NoDrafter(), LookupDrafter(2, min_ngram=1, max_ngram=2)):
-            engine = Engine(target, drafter, packed(2, draft_len=2), device=CPU)
+            engine = make_engine(target, drafter, packed(2, draft_len=2), device=CPU)
             done = engine.run(request(i, [i, 2, 3, i, 2], cap=6) for i in range(2))
             found.append({one.request_id: ids_of(one) for one in done})
     assert found[0] == found[1]

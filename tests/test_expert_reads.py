@@ -19,13 +19,12 @@ from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine import expert_reads
 from batchspec.engine.draft_lengths import DraftLengths
-from batchspec.engine.engine import Engine
 from batchspec.engine.expert_reads import HALF_LIFE, ExpertReads, counted
 from batchspec.engine.graphs import RoundShape
 from batchspec.kernels.moe.route import num_read, route, route_reference
 from batchspec.model.target import Target
 from batchspec.packing.cost import H200, read_bytes, round_seconds
-from tests.engines import DEVICE, packed, request, tiny_target
+from tests.engines import DEVICE, make_engine, packed, request, tiny_target
 from tests.moe_models import tiny_moe, tiny_spec
 
 SHAPES = ((128, 4), (128, 8), (32, 4), (6, 2))
@@ -123,7 +122,7 @@ def test_an_engine_counts_the_experts_of_its_rounds(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(expert_reads, "COUNT_EVERY", 1)
 
     def correlation(prompts: list[list[int]]) -> float:
-        engine = Engine(tiny_moe("qwen3_moe"), NoDrafter(), packed(4), device=DEVICE)
+        engine = make_engine(tiny_moe("qwen3_moe"), NoDrafter(), packed(4), device=DEVICE)
         list(engine.run(request(i, prompt, cap=12) for i, prompt in enumerate(prompts)))
         assert engine.totals.expert_correlation is not None
         return engine.totals.expert_correlation
@@ -150,7 +149,7 @@ def test_tokens_of_dead_rows_read_no_expert(drafter: str, monkeypatch: pytest.Mo
         monkeypatch.setattr(ExpertReads, "observe", lambda _, counts, tokens: found.append((counts.tolist(), tokens)))
         own = chain(target, slots) if drafter == "chain" else LookupDrafter(3, min_ngram=1, max_ngram=2)
         batch = packed(slots, row_buckets=(slots,))
-        engine = Engine(target, own, batch, device=DEVICE)
+        engine = make_engine(target, own, batch, device=DEVICE)
         asked = [request(0, [1, 2, 3], cap=30), *(request(1 + i, [4, i], cap=cap) for i, cap in enumerate(others))]
         list(engine.run(iter(asked)))
         return found
@@ -166,7 +165,7 @@ def test_tokens_of_dead_rows_read_no_expert(drafter: str, monkeypatch: pytest.Mo
 
 
 def test_rounds_over_dead_rows_read_experts_only_while_they_are_timed() -> None:
-    engine = Engine(target := tiny_moe("qwen3_moe"), chain(target, 2), packed(2), device=DEVICE)
+    engine = make_engine(target := tiny_moe("qwen3_moe"), chain(target, 2), packed(2), device=DEVICE)
     shape = RoundShape(2, 3, SamplingMode())
     for routed in (False, True, False):
         with engine.executor.dead_tokens_routed() if routed else nullcontext():
@@ -192,7 +191,7 @@ def test_the_first_rounds_are_counted_soon() -> None:
 
 
 def test_a_model_without_experts_counts_none() -> None:
-    engine = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
+    engine = make_engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
     list(engine.run(iter([request(0, [1, 2], cap=40)])))
     assert engine.planner.experts is None
     assert engine.totals.expert_correlation is None

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
-from batchspec.engine.engine import Engine
 from batchspec.errors import CheckpointError
 from batchspec.kernels.moe.mxfp4 import VALUES, dequantise_blocks
 from batchspec.model.blocks.base import Shard, Share
@@ -26,7 +25,7 @@ from batchspec.model.target import Target
 from batchspec.model.weights import DummyWeights, expected_shapes, judge_model
 from batchspec.packing.cost import num_multiplied
 from batchspec.records import SamplingParams
-from tests.engines import DEVICE, packed, plain_tokens
+from tests.engines import DEVICE, make_engine, packed, plain_tokens
 from tests.models import make_checkpoint
 from tests.moe_models import ids_of, tiny_config, tiny_moe
 from tests.test_kv_groups import long_requests
@@ -215,7 +214,7 @@ def test_rows_that_share_pages_or_lose_them_have_the_tokens_of_plain_decoding(
     head_spec = replace(dummy_spec(target.spec, draft_vocab_size=19), aux_layer_ids=(0, 1, 2))
     drafter = ChainDrafter(dummy_head(head_spec, dtype=torch.float64, device=DEVICE), target, 3, slots=6)
     batch = packed(6, max_len=80, num_pages=num_pages, page_size=2, prefill_tokens=24, run_ahead=1)
-    engine = Engine(target, drafter, batch, device=DEVICE)
+    engine = make_engine(target, drafter, batch, device=DEVICE)
     found = {done.request_id: ids_of(done) for done in engine.run(iter(requests))}
     assert found == {one.request_id: plain_tokens(target, one) for one in requests}
     assert (engine.totals.preempted > 0) == (num_pages == 40)

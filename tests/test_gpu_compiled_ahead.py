@@ -18,9 +18,9 @@ import triton
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
-from batchspec.engine.engine import Engine
 from batchspec.model.target import Target
 from batchspec.model.weights import DummyWeights
+from tests.engines import make_engine
 from tests.engines import packed, request
 from tests.test_gpu_experts import BF16, GPU, spec_of
 
@@ -33,7 +33,7 @@ spec = spec_of(sys.argv[1])
 target = Target(spec, DummyWeights(spec, dtype=BF16, device=GPU), GPU)
 drafter = LookupDrafter(4, min_ngram=1, max_ngram=2) if sys.argv[2] == "lookup" else NoDrafter()
 batch = packed(24, num_pages=600, page_size=16, max_len=300, prefill_tokens=1024, row_buckets=(1, 2, 4, 8, 12, 16, 24))
-engine = Engine(target, drafter, batch, device=GPU)
+engine = make_engine(target, drafter, batch, device=GPU)
 pick = random.Random(0)
 prompts = [[pick.randrange(500) for _ in range(pick.randrange(3, 200))] for _ in range(150)]
 requests = [request(i, prompt, cap=pick.randrange(3, 90)) for i, prompt in enumerate(prompts)]

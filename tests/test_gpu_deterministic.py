@@ -30,8 +30,6 @@ from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine import expected_pages
-from batchspec.engine.engine import Engine
-from batchspec.engine.round import RoundOptions
 from batchspec.kernels.attention.merge_states import partials_of
 from batchspec.kernels.attention.ordered_attention import ordered_attention
 from batchspec.kernels.attention.ordered_prefill import ordered_prefill
@@ -50,7 +48,7 @@ from batchspec.model.fused import silu_and_mul
 from batchspec.model.target import Target
 from batchspec.records import SamplingParams
 from batchspec.tuning.policy import ordered_segments, ordered_tile
-from tests.engines import packed, request, tiny_spec
+from tests.engines import make_engine, packed, request, tiny_spec
 from tests.moe_models import Strong
 from tests.moe_models import tiny_spec as moe_spec
 from tests.test_expert_kernels import FP8_BLOCKS, MXFP4
@@ -314,7 +312,7 @@ def test_no_drafter_number_of_slots_or_preemption_changes_a_token_or_a_logprob()
             slots, page_size=16, max_len=1600, num_pages=pages, draft_len=draft_len, prefill_tokens=prefill_tokens,
             row_buckets=(1, slots) if slots > 1 else (1,),
         )  # fmt: skip
-        engine = Engine(own, drafter, batch, device=own.device, options=RoundOptions(logprobs=0))
+        engine = make_engine(own, drafter, batch, device=own.device, logprobs=0)
         engine.prepare(SamplingMode(random=True))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(expected_pages, "SHORT_CAP_TOKENS", 4)

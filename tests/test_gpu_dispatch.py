@@ -19,14 +19,13 @@ from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
-from batchspec.engine.engine import Engine
 from batchspec.kernels.moe import router, tiles
 from batchspec.model.blocks.base import Clamp
 from batchspec.model.quant.fp8_products import Fp8Experts
 from batchspec.model.quant.grouped import PlainExperts
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
-from tests.engines import packed, request
+from tests.engines import make_engine, packed, request
 from tests.moe_models import Strong, ids_of, tiny_spec
 from tests.stand_in_gpu import stand_in_gpu
 from tests.test_expert_kernels import CASES, CPU, FP8_BLOCKS, VOCAB, WIDE, made
@@ -147,7 +146,7 @@ def test_rows_that_the_first_product_quantises_are_those_that_the_second_one_rea
 
 def decoded(target: Target, drafter: Drafter) -> dict[str, tuple[list[int], int]]:
     """Tokens and number of accepted drafts of each row. More rows than slots: some wait, some rounds have dead rows."""
-    engine = Engine(target, drafter, packed(2, draft_len=max(1, drafter.max_len), prefill_tokens=24), device=CPU)
+    engine = make_engine(target, drafter, packed(2, draft_len=max(1, drafter.max_len), prefill_tokens=24), device=CPU)
     asked = [request(i, [(7 * i + 3 * j) % VOCAB for j in range(4 + 7 * i)], cap=3 + i) for i in range(3)]
     done = list(engine.run(iter(asked)))
     return {one.request_id: (ids_of(one), one.stats.num_accepted if one.stats else 0) for one in done}

@@ -34,7 +34,7 @@ from batchspec.model.target import Target
 from batchspec.model.weights import expected_shapes
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request, SamplingParams
-from tests.engines import decode, packed, request, share_always
+from tests.engines import decode, make_engine, packed, request, share_always
 from tests.heads import distilled_tensors, random_tensors, tiny_design, write_head
 from tests.stand_ins import dense_spec
 
@@ -132,7 +132,7 @@ def requests(
 def run(
     own: Target, drafter: Drafter, batch: PackedBatch, asked: list[Request], **options: Any
 ) -> tuple[Engine, list[Completion]]:
-    engine = Engine(own, drafter, batch, device=own.device, decode=decode, **options)
+    engine = make_engine(own, drafter, batch, device=own.device, decode=decode, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expected_pages, "SHORT_CAP_TOKENS", 4)
         done = list(engine.run(iter(asked)))
@@ -213,7 +213,7 @@ def test_rows_that_end_soon_decode_in_rounds_over_all_slots(tmp_path: Path) -> N
     """The last rows too: their tokens are the same, and no graph is captured for fewer rows."""
     rng = np.random.default_rng(5)
     asked = [request(i, rng.integers(0, VOCAB, 9).tolist(), cap=int(rng.integers(1, 9))) for i in range(20)]
-    engine = Engine(target("cuda"), eagle(tmp_path, "cuda", 2, 8), shape(8), device=torch.device("cuda"), adaptive=True)
+    engine = make_engine(target("cuda"), eagle(tmp_path, "cuda", 2, 8), shape(8), device=torch.device("cuda"), adaptive=True)
     engine.prepare(SamplingMode(), most_rounds=8)
     assert engine.batch.row_buckets == (8,)
     captured = engine.executor.graphs.num_captured
@@ -231,7 +231,7 @@ def test_rows_with_a_common_beginning_read_it_once_and_give_the_same_tokens(
         request(i, beginnings[i % 3] + rng.integers(0, VOCAB, rng.integers(1, 12)).tolist(), cap=int(rng.integers(1, 50)))
         for i in range(40)
     ]
-    engine = Engine(target("cuda"), eagle(tmp_path, "cuda", 2, 8), shape(8), device=torch.device("cuda"))
+    engine = make_engine(target("cuda"), eagle(tmp_path, "cuda", 2, 8), shape(8), device=torch.device("cuda"))
     shared: list[bool] = []
     engine.on_round = lambda totals: shared.append(engine.scheduler.shares_prefixes)
     assert tokens(list(engine.run(iter(asked)))) == alone(asked)
@@ -253,7 +253,7 @@ def test_rows_with_common_beginnings_keep_their_tokens_while_the_batch_shrinks(s
             asked.append(request(len(asked), beginning + own, cap=cap, stop=("AB",) if rng.random() < 0.3 else (), predicted=4))
     slots = int(rng.choice([4, 8, 16]))
     drafter = eagle(tmp_path, "cuda", 2, slots) if drafts else NoDrafter()
-    engine = Engine(target("cuda"), drafter, shape(slots, run_ahead=seed % 3), device=torch.device("cuda"), decode=decode)
+    engine = make_engine(target("cuda"), drafter, shape(slots, run_ahead=seed % 3), device=torch.device("cuda"), decode=decode)
     take = PagePool.take
 
     def poison(pool: PagePool, count: int) -> list[int]:
@@ -370,7 +370,7 @@ def test_prefill_is_rehearsed_with_rows_as_long_as_the_job_has_seen(
 
     monkeypatch.setattr(prefill, "prefill_chunk", recorded)
     batch = shape(4, longest_prompt=longest, max_len=128, prefill_tokens=400)
-    Engine(target("cuda"), NoDrafter(), batch, device=torch.device("cuda"), decode=decode).prepare(SamplingMode())
+    make_engine(target("cuda"), NoDrafter(), batch, device=torch.device("cuda"), decode=decode).prepare(SamplingMode())
     assert max(ends) == rehearsed
 
 
@@ -400,8 +400,8 @@ def test_prompts_are_scored_on_the_card_as_on_the_cpu(kind: str) -> None:
     found: dict[str, dict[int, Completion]] = {}
     for name, batch in (("cuda", shape(8, prefill_tokens=64)), ("cpu", shape(8, run_ahead=0))):
         model = windowed_target(name, windows, dtype)
-        options = RoundOptions(logprobs=4, scores=True)
-        engine = Engine(model, NoDrafter(), replace(batch, draft_len=0), device=model.device, options=options, adaptive=True)
+        batch = replace(batch, draft_len=0)
+        engine = make_engine(model, NoDrafter(), batch, device=model.device, logprobs=4, scores=True, adaptive=True)
         engine.prepare(SamplingMode())
         found[name] = {done.row_index: done for done in engine.run(iter(asked))}
         assert engine.executor.graphs.num_captured == 0
@@ -422,7 +422,7 @@ def test_rows_with_counts_and_biases_come_after_graphs_without_them_were_capture
     more = requests(
         12, samplings=(SamplingParams(frequency_penalty=0.7), SamplingParams(logit_bias=((3, 2.5), (9, -100.0)))), seed=1
     )
-    engine = Engine(target("cuda"), NoDrafter(), shape(4), device=torch.device("cuda"), decode=decode)
+    engine = make_engine(target("cuda"), NoDrafter(), shape(4), device=torch.device("cuda"), decode=decode)
     engine.prepare(SamplingMode())
     for asked in (plain, more, plain):
         assert tokens(list(engine.run(iter(asked)))) == alone(asked)

@@ -16,7 +16,6 @@ from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
-from batchspec.engine.engine import Engine
 from batchspec.kernels.gemm.fp8_tokens import Fp8Tokens
 from batchspec.kernels.gemm.scaled_mm import scaled_mm
 from batchspec.kernels.moe.route import lists_reference, route
@@ -29,7 +28,7 @@ from batchspec.model.target import Target
 from batchspec.model.weights import DummyWeights
 from batchspec.packing import memory
 from batchspec.tuning.policy import expert_unit_pairs, has_fast_experts
-from tests.engines import packed, request
+from tests.engines import make_engine, packed, request
 from tests.moe_models import ids_of, tiny_spec
 from tests.test_fp8 import TOKEN, compressed
 
@@ -338,7 +337,7 @@ def test_whole_jobs_with_and_without_drafts(name: str, record_property: Callable
     }  # fmt: skip
     found = {}
     for way, drafter in drafters.items():
-        engine = Engine(target, drafter, packed(8, draft_len=4, page_size=16), device=GPU)
+        engine = make_engine(target, drafter, packed(8, draft_len=4, page_size=16), device=GPU)
         done = list(engine.run(request(i, [i % 50, 2, 3, i % 7, 2], cap=40) for i in range(48)))
         assert [one.error for one in done if one.error is not None] == []
         assert engine.executor.graphs.num_captured > 0

@@ -37,6 +37,7 @@ from batchspec.model.kv_calibration import calibrate, calibration_prompts
 from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request
+from tests.engines import make_engine
 from tests.test_gpu_engine import TREE, VOCAB, eagle, requests, run, shape, tokens, windowed_target
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -215,7 +216,7 @@ def test_captured_rounds_use_scales_that_are_set_later() -> None:
         own = copy(fp8_target())
         assert own.kv_scales is not None
         own.kv_scales = own.kv_scales * before
-        engine = Engine(own, NoDrafter(), shape(4), device=GPU)
+        engine = make_engine(own, NoDrafter(), shape(4), device=GPU)
         list(engine.run(iter([replace(one, stop=()) for one in asked[:4]])))
         engine.pools.forget()
         own.kv_scales.mul_(after)

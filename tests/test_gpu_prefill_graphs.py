@@ -20,6 +20,7 @@ from batchspec.draft.none import NoDrafter
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.engine import Engine
 from batchspec.engine.executor import Executor
+from batchspec.engine.features.logprobs import LogprobReader
 from batchspec.engine.prefill import Prefilled, prefill_chunk
 from batchspec.engine.prefill_graphs import CAPTURE_AT, PrefillGraphs
 from batchspec.engine.round import RoundOptions
@@ -29,7 +30,7 @@ from batchspec.packed_batch import ExpectedRows
 from batchspec.packing import memory
 from batchspec.records import Request, SamplingParams
 from tests import test_gpu_lora
-from tests.engines import packed, request
+from tests.engines import make_engine, packed, request
 from tests.padded_prefill import ALWAYS
 from tests.test_gpu_engine import (
     MAX_LEN,
@@ -121,7 +122,7 @@ def test_a_prepared_engine_knows_what_its_passes_take_and_changes_no_token(tmp_p
     """Launches of a tiny model take longer than its tokens: passes are padded without any other help."""
     asked = requests(80)
     drafter = eagle(tmp_path, "cuda", 3, 8)
-    engine = Engine(target("cuda"), drafter, shape(8), device=GPU, adaptive=True, prefill_graphs=True)
+    engine = make_engine(target("cuda"), drafter, shape(8), device=GPU, adaptive=True, prefill_graphs=True)
     asked = [replace(r, stop=()) for r in asked]
     lengths = np.array([len(r.prompt_ids) for r in asked], np.int32)
     engine.prepare(
@@ -142,7 +143,7 @@ class Passes:
         )
         self._slots, self._rng = slots, np.random.default_rng(0)
         self.plain, self.graphed = (
-            Executor(own, make(), batch, device=GPU, options=RoundOptions(logprobs=0), prefill_graphs=True, **options)
+            Executor(own, make(), batch, device=GPU, options=RoundOptions(reader=LogprobReader(0)), prefill_graphs=True, **options)
             for _ in range(2)
         )
 

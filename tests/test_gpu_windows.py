@@ -31,7 +31,7 @@ from batchspec.engine.engine import Engine
 from batchspec.model import target as target_module
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Request
-from tests.engines import decode, request, share_always
+from tests.engines import decode, make_engine, request, share_always
 from tests.freed_pages import poison_freed_pages
 from tests.test_gpu_engine import TREE, VOCAB, alone, eagle, requests, shape, tokens, windowed_target
 
@@ -59,7 +59,7 @@ def run(
 ) -> tuple[Engine, dict[str, list[int]]]:  # fmt: skip
     """Tokens by request, with poisoned pages; all pages come back."""
     own = windowed_target("cuda", windows, dtype)
-    engine = Engine(own, drafter, batch, device=GPU, decode=decode)
+    engine = make_engine(own, drafter, batch, device=GPU, decode=decode)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expected_pages, "SHORT_CAP_TOKENS", 4)
         poison_freed_pages(patch, [engine])
@@ -104,7 +104,7 @@ def test_rows_with_a_common_beginning_read_it_once_in_the_layers_that_read_all_k
     share_always(monkeypatch)
     shared: list[bool] = []
     own, drafter = windowed_target("cuda", MIXED), make_drafter("eagle3", MIXED, tmp_path, 8)
-    engine = Engine(own, drafter, shape(8), device=GPU)
+    engine = make_engine(own, drafter, shape(8), device=GPU)
     engine.on_round = lambda totals: shared.append(engine.scheduler.shares_prefixes)
     poison_freed_pages(monkeypatch, [engine])
     assert tokens(list(engine.run(iter(asked)))) == alone(asked, windowed_target("cpu", MIXED))

@@ -14,18 +14,17 @@ from numpy.typing import NDArray
 from batchspec.cache.page_tables import RowPages
 from batchspec.cache.sharing_cost import NO_LAUNCHES, SharingCost
 from batchspec.draft.none import NoDrafter
-from batchspec.engine.engine import Engine
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.shared_prefix import MIN_PAGES, PrefixGroups, PrefixGroupTables, find_groups
 from batchspec.engine.step import PrefixGroup, ScheduledRound
-from tests.engines import DEVICE, VOCAB, packed, request, tiny_spec, tiny_target
+from tests.engines import DEVICE, VOCAB, make_engine, packed, request, tiny_spec, tiny_target
 
 
 def row(slot: int, pages: list[int]) -> RequestState:
     asked = request(slot, [1], cap=1)
     owned = RowPages()
     owned.tables[0].extend(pages)
-    return RequestState(request=asked, draft_len=0, finder=None, slot=slot, pages=owned, order=10 + slot)
+    return RequestState(request=asked, draft_len=0, slot=slot, pages=owned, order=10 + slot)
 
 
 class Groups:
@@ -212,7 +211,7 @@ def test_the_tables_fit_the_rows_of_every_round_of_several_runs(count: int, buck
     rng = np.random.default_rng(0)
     families = [rng.integers(0, VOCAB, 40).tolist() for _ in range(3)]
     batch = packed(4, row_buckets=buckets, max_len=90, run_ahead=1)
-    engine = Engine(tiny_target(), NoDrafter(), batch, device=DEVICE)
+    engine = make_engine(tiny_target(), NoDrafter(), batch, device=DEVICE)
     launch, shared = engine.executor._launch_round, 0
 
     def checked(scheduled: ScheduledRound) -> None:

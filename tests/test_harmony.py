@@ -15,16 +15,15 @@ from hypothesis import strategies as st
 
 from batchspec import run
 from batchspec.commands import export, plan, verify
-from batchspec.engine.request_state import RequestState
-from batchspec.engine.stop_strings import StopFinder
-from batchspec.engine.thinking import ThinkingBudget, split_thoughts
-from batchspec.engine.tool_calls import tool_calls
+from batchspec.engine.features.channel_calls import tool_calls
+from batchspec.engine.features.thinking import ThinkingBudget, split_thoughts
 from batchspec.model.thinking import ThinkTokens, find_think_tokens
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.records import Thinking
 from tests.engines import request
 from tests.harmony import SPECIAL, make_harmony_model, make_harmony_tokenizer
 from tests.models import make_tokenizer
+from tests.one_row import OneRow
 
 
 @pytest.fixture(scope="module")
@@ -258,10 +257,12 @@ def test_stop_strings_end_the_answer_and_neither_thoughts_nor_tool_calls(
     think: ThinkTokens, tokenizer: Tokenizer, text: str, stops_before: str | None
 ) -> None:
     asked = replace(request(0, [1], cap=200), thinking=after(think, tokenizer, ASKED))
-    state = RequestState(request=asked, draft_len=0, finder=StopFinder(tokenizer.decode, ["7"]))
-    tokens = tokenizer.encode_part(text)
-    state.add_prefill(tokens)
-    assert state.stop_string == (None if stops_before is None else "7")
+    row = OneRow(replace(asked, stop=("7",)), decode=tokenizer.decode)
+    state, tokens = row.state, tokenizer.encode_part(text)
+    for token in tokens:
+        if state.finish_reason is None:
+            row.add_round(0, 0, [token])
+    assert state.stop_reason == (None if stops_before is None else "7")
     assert state.tokens == tokens[: len(tokens) - len(tokenizer.encode_part(stops_before or ""))]
 
 

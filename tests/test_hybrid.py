@@ -19,7 +19,7 @@ from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.engine.engine import Engine
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Request
-from tests.engines import DEVICE, packed, plain_tokens, request, tiny_target
+from tests.engines import DEVICE, make_engine, packed, plain_tokens, request, tiny_target
 
 SLOTS = 4
 
@@ -48,7 +48,7 @@ def favour(drafter: HybridDrafter, lookup: bool, monkeypatch: pytest.MonkeyPatch
 
 
 def run(drafter: HybridDrafter | ChainDrafter | ParallelDrafter, requests: list[Request], batch: PackedBatch) -> Engine:
-    engine = Engine(tiny_target(), drafter, batch, device=DEVICE)
+    engine = make_engine(tiny_target(), drafter, batch, device=DEVICE)
     for done in engine.run(iter(requests)):
         assert done.token_ids is not None
         assert done.token_ids.tolist() == plain_tokens(tiny_target(), requests[done.row_index])
@@ -95,7 +95,7 @@ def test_what_was_learnt_of_both_is_kept_for_rows_that_follow() -> None:
     known = [odds.clone() for odds in (drafter._head_odds, drafter._lookup_odds)]
     assert not torch.equal(known[0], drafter._head_prior.repeat(len(known[0]), 1))
     assert not torch.equal(known[1], drafter._lookup_prior.repeat(len(known[1]), 1))
-    engine = Engine(tiny_target(), drafter, packed(SLOTS, draft_len=5), device=DEVICE)
+    engine = make_engine(tiny_target(), drafter, packed(SLOTS, draft_len=5), device=DEVICE)
     assert len(list(engine.run(iter([request(0, [5, 6], cap=1)])))) == 1
     assert torch.equal(drafter._head_odds, known[0])
     assert torch.equal(drafter._lookup_odds, known[1])
@@ -107,7 +107,7 @@ def test_more_drafts_than_the_head_gives_come_from_the_lookup_alone() -> None:
     requests = [request(0, [1, 2] * 8, cap=60)]
     engine = run(drafter, requests, packed(1, draft_len=6))
     assert engine.totals.accepted > 0
-    with_head = Engine(tiny_target(), drafter, packed(1, draft_len=6), device=DEVICE)
+    with_head = make_engine(tiny_target(), drafter, packed(1, draft_len=6), device=DEVICE)
     (done,) = with_head.run(iter(requests))
     assert done.stats is not None
     assert done.stats.drafter == "hybrid"

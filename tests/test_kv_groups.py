@@ -35,7 +35,7 @@ from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Request, SamplingParams
 from tests.drafting import synthetic
-from tests.engines import DEVICE, VOCAB, in_e4m3, packed, plain_tokens, request, tiny_spec, tiny_target
+from tests.engines import DEVICE, VOCAB, in_e4m3, make_engine, packed, plain_tokens, request, tiny_spec, tiny_target
 from tests.freed_pages import poison_freed_pages
 from tests.heads import random_tensors, tiny_design, write_head
 from tests.kernels.covering import covering
@@ -159,7 +159,7 @@ def test_tokens_are_those_of_plain_decoding(
     page_size, run_ahead = paging
     requests = long_requests(sampling=SamplingParams(temperature=0.8) if run_ahead == 2 else None)
     batch = batch_of(page_size=page_size, run_ahead=run_ahead)
-    poisoned.append(Engine(windowed_target(windows), NoDrafter(), batch, device=DEVICE))
+    poisoned.append(make_engine(windowed_target(windows), NoDrafter(), batch, device=DEVICE))
     assert run(poisoned[0], requests) == expected(windowed_target(windows), requests)
 
 
@@ -171,7 +171,7 @@ def test_e4m3_keys_give_the_tokens_of_plain_decoding_over_e4m3_keys(
     monkeypatch.setattr("batchspec.engine.expected_pages.SHORT_CAP_TOKENS", 0)
     target, requests = windowed_target(MIXED, fp8_kv=True), long_requests(8, sampling=SamplingParams(temperature=1.0))
     batch = replace(batch_of(6, page_size=2, draft_len=8, run_ahead=1), num_pages=1 + 39)
-    engine = Engine(target, make_drafter(name, target, tmp_path, 6), batch, device=DEVICE)
+    engine = make_engine(target, make_drafter(name, target, tmp_path, 6), batch, device=DEVICE)
     poisoned.append(engine)
     assert run(engine, requests) == expected(target, requests)
     assert engine.totals.preempted > 0
@@ -190,14 +190,14 @@ def test_drafts_and_tokens_are_those_of_an_engine_that_keeps_every_page(
     target, requests = windowed_target(windows), long_requests()
     batch = batch_of(draft_len=8, page_size=2 if "tree" in name else 4, run_ahead=len(name) % 3)
     real = make_drafter(name, target, tmp_path / "real", 3)
-    poisoned.append(Engine(target, real, batch, device=DEVICE))
+    poisoned.append(make_engine(target, real, batch, device=DEVICE))
     assert run(poisoned[0], requests) == expected(target, requests)
     found, seen = [], []
     for keeps_all in (False, True):
         drafter: Any = make_drafter(name, target, tmp_path / str(keeps_all), 3)
         if keeps_all:
             monkeypatch.setattr(KVGroups, "of", lambda windows, drafts, max_len: KVGroups.single(len(windows)))
-        poisoned[:] = [Engine(target, drafter, batch, device=DEVICE, options=synthetic(drafter.max_len))]
+        poisoned[:] = [make_engine(target, drafter, batch, device=DEVICE, options=synthetic(drafter.max_len))]
         found.append(run(poisoned[0], requests))
         seen.append(drafter.seen)
         assert keeps_all == (poisoned[0].executor.cache.groups.windows == (None,))
@@ -221,7 +221,7 @@ def test_a_row_holds_the_pages_of_its_window_and_passed_ones_are_used_again(run_
     target = windowed_target(SLIDING)
     requests = [request(i, [i, 2, 3], cap=67) for i in range(4)]
     batch = replace(batch_of(2, page_size=2, run_ahead=run_ahead), num_pages=1 + 36)
-    poisoned.append(Engine(target, NoDrafter(), batch, device=DEVICE))
+    poisoned.append(make_engine(target, NoDrafter(), batch, device=DEVICE))
     samples = held(poisoned[0])
     assert run(poisoned[0], requests) == expected(target, requests)
     most = poisoned[0].pools.groups.max_columns(0, 70, 2, lookahead=run_ahead + 1)
@@ -233,7 +233,7 @@ def test_a_row_holds_the_pages_of_its_window_and_passed_ones_are_used_again(run_
 def test_of_a_mixed_model_the_full_layers_keep_all_pages_and_the_others_those_of_their_window(poisoned: list[Engine]) -> None:
     target, requests = windowed_target(MIXED), [request(0, [1, 2, 3], cap=67)]
     batch = replace(batch_of(1, page_size=2), num_pages=1 + 36, more_pages=(1 + 36,))
-    poisoned.append(Engine(target, NoDrafter(), batch, device=DEVICE))
+    poisoned.append(make_engine(target, NoDrafter(), batch, device=DEVICE))
     samples = held(poisoned[0])
     run(poisoned[0], requests)
     assert max(full for full, _ in samples) >= 34
@@ -249,7 +249,7 @@ def test_preempted_rows_resume_with_the_same_tokens(
     target, requests = windowed_target(windows), long_requests(8)
     drafter = make_drafter(name, target, tmp_path, 6)
     batch = replace(batch_of(6, page_size=2, draft_len=8, run_ahead=1), num_pages=1 + 39)
-    poisoned.append(Engine(target, drafter, batch, device=DEVICE))
+    poisoned.append(make_engine(target, drafter, batch, device=DEVICE))
     assert run(poisoned[0], requests) == expected(target, requests)
     assert poisoned[0].totals.preempted > 0
 
@@ -260,7 +260,7 @@ def test_samples_of_a_prompt_and_rows_with_a_common_prefix_share_its_pages(
 ) -> None:
     target, requests = windowed_target(windows), long_requests(4, sampling=SamplingParams(temperature=0.9), samples=3)
     drafter = make_drafter(name, target, tmp_path, 4)
-    poisoned.append(Engine(target, drafter, batch_of(4, page_size=4, draft_len=4, run_ahead=1), device=DEVICE))
+    poisoned.append(make_engine(target, drafter, batch_of(4, page_size=4, draft_len=4, run_ahead=1), device=DEVICE))
     assert run(poisoned[0], requests) == expected(target, requests)
     assert poisoned[0].totals.cached_tokens > 100
 
@@ -269,7 +269,7 @@ def test_rows_move_with_their_pages_when_the_batch_is_compacted(poisoned: list[E
     target = windowed_target(MIXED)
     requests = [request(i, [i, 1, 2], cap=60 if i == 3 else 12 + i) for i in range(4)]
     batch = replace(batch_of(4, page_size=2, draft_len=4), row_buckets=(1, 2, 4))
-    poisoned.append(Engine(target, make_drafter("chain", target, tmp_path, 4), batch, device=DEVICE))
+    poisoned.append(make_engine(target, make_drafter("chain", target, tmp_path, 4), batch, device=DEVICE))
     assert run(poisoned[0], requests) == expected(target, requests)
     assert poisoned[0].scheduler.num_rows == 1
 
@@ -338,7 +338,7 @@ def test_a_prefix_ends_before_a_missing_page_that_the_window_reads() -> None:
 
 def test_models_without_windows_map_slots_once() -> None:
     """One group: a batch has no further page tables, and its own is handed on as it is."""
-    engine = Engine(tiny_target(), NoDrafter(), batch_of(), device=DEVICE, options=RoundOptions())
+    engine = make_engine(tiny_target(), NoDrafter(), batch_of(), device=DEVICE, options=RoundOptions())
     assert engine.executor.cache.groups == KVGroups((None,), (0, 0), 0)
     assert len(engine.executor.rows.page_tables) == 1
     batch = engine.executor.round.inputs.uniform(engine.executor.rows, 0)

@@ -16,11 +16,14 @@ from torch import Tensor
 
 from batchspec import token_automaton
 from batchspec.batch.automata import Automata, AutomataCapacity, AutomatonUpload, ConstraintOffsets
-from batchspec.engine.automaton_places import AutomatonPlaces
 from batchspec.engine.completion import completion_of
 from batchspec.engine.engine import Engine
-from batchspec.engine.last_check import Ended, LastCheck
-from batchspec.engine.lazy_places import LazyPlaces
+from batchspec.engine.features.automaton_places import AutomatonPlaces
+from batchspec.engine.features.last_check import LastCheck
+from batchspec.engine.features.lazy_constraints import LazyConstraints
+from batchspec.engine.features.lazy_places import LazyPlaces
+from batchspec.engine.features.stop_strings import StopStrings
+from batchspec.engine.features.texts import Texts
 from batchspec.engine.request_state import RequestState
 from batchspec.kernels.rounds.accept import FULL, STOPPED
 from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Ask, Expansion, LazyAutomaton, Recheck
@@ -30,7 +33,7 @@ from batchspec.structured.expander import Expander
 from batchspec.token_automaton import NEXT, TokenAutomaton
 from tests import grammars
 from tests.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, TOKENS, VOCABULARY, automaton, constrained_tokens, may_follow
-from tests.engines import DEVICE, VOCAB, packed, request, tiny_target
+from tests.engines import DEVICE, VOCAB, lazy_of, make_engine, packed, request, tiny_target
 from tests.grammars import GRAMMARS, ExpandLate, Grammar, ScarceProcess, grammar_tokens, lazy, work
 from tests.test_constrained import SAMPLINGS, constrained, mixed_job, tokens
 from tests.test_constrained import run as run_finite
@@ -129,16 +132,16 @@ def test_a_row_that_follows_another_row_s_automaton_is_an_error_row(
     name: str, pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if a place were given twice. With few pages rows are preempted, and walk their tokens on the host meanwhile."""
-    place_of, turn = AutomatonPlaces.constraint, [0]
+    place_of, turn = AutomatonPlaces.offsets, [0]
 
-    def of_another(self: AutomatonPlaces, req: Request, tokens: list[int]) -> ConstraintOffsets | None:
-        others = [one.automaton for one in self._residents.values() if one.automaton is not req.automaton]
+    def of_another(self: AutomatonPlaces, own: TokenAutomaton, state: int, tokens: list[int]) -> ConstraintOffsets:
+        others = [one.automaton for one in self._residents.values() if one.automaton is not own]
         turn[0] += 1
-        if req.automaton is None or not others or turn[0] % 2:
-            return place_of(self, req, tokens)
-        return place_of(self, replace(req, automaton=others[0], automaton_state=others[0].answer), tokens)
+        if not others or turn[0] % 2:
+            return place_of(self, own, state, tokens)
+        return place_of(self, others[0], others[0].answer, tokens)
 
-    monkeypatch.setattr(AutomatonPlaces, "constraint", of_another)
+    monkeypatch.setattr(AutomatonPlaces, "offsets", of_another)
     job = mixed_job()
     assert check_rows(job, run_finite([req for req, _ in job], ALL[name](), num_pages=pages, short_cap=0, run_ahead=2)) >= 1
 
@@ -287,7 +290,7 @@ class NeverChecked(ExpandLate):
 
 
 def engine_of(expanding: ExpandLate, decode: Any = None) -> Engine:
-    return Engine(
+    return make_engine(
         tiny_target(window=5), ALL["lookup"](), packed(2, draft_len=4), device=DEVICE, vocabulary=VOCABULARY, expanding=expanding,
         automata_capacity=AutomataCapacity(num_tokens=VOCAB, table_words=1 << 14, masks_bytes=1 << 12, lazy_words=1 << 14),
     )  # fmt: skip
@@ -310,7 +313,7 @@ def test_rows_that_have_ended_are_not_decoded_anew_when_memory_runs_out(how: str
             turns = iter(range(60))
 
             def run_out(_: object) -> None:
-                if next(turns, None) is None or len(engine._current._check._asked) == 2:
+                if next(turns, None) is None or len(lazy_of(engine)._check._asked) == 2:
                     raise MemoryError
 
             engine.on_round = run_out
@@ -383,9 +386,11 @@ def test_a_row_that_alone_takes_too_much_memory_to_check_says_so() -> None:
 
 
 def test_no_completion_is_made_of_a_row_that_was_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LastCheck, "add", lambda self, ended: self._done.append(ended))
+    """As if a row were taken for ready although its check is outstanding."""
+    ready = LazyConstraints.ready
+    monkeypatch.setattr(LazyConstraints, "ready", lambda self, state: state.finish_reason is not None or ready(self, state))
     with pytest.raises(AssertionError, match="was not checked"):
-        run_finite([constrained(request(0, [5, 9], cap=4), "[a-d]{9,11}")], ALL["none"]())
+        run_lazy([following(request(0, [5, 9], cap=4), GRAMMARS[0])], ALL["none"](), expanding=NeverChecked(0))
 
 
 @pytest.mark.parametrize(
@@ -406,16 +411,13 @@ def test_a_line_break_that_a_recursive_grammar_asks_for_is_part_of_the_answer(
     one = replace(
         request(0, [5, 9], cap=14, stop_ids=(EOS,)), automaton=automaton, automaton_state=automaton.thought, thinking=how
     )
-    state = RequestState.of(one, 0, None)
+    state = RequestState.of(one, 0)
     state.tokens = spelled
     state.end(finish)
-    check = LastCheck(ExpandLate(0, thinks=True), VOCABULARY)
-    check.add(Ended(state, 0, 0.0))
-    while not (taken := list(check.take())):
-        assert not check.is_idle
-    assert [one.state for one in taken] == [state]
-    assert check.is_idle
-    done = completion_of(
-        state, decode=VOCABULARY.text, drafter="none", eos_ids=frozenset({EOS}), slot=0, now=0.0, vocabulary=VOCABULARY
-    )  # fmt: skip
+    check = LastCheck(VOCABULARY, ExpandLate(0, thinks=True))
+    while not check.done(state):
+        assert check.pending()
+    assert not check.pending()
+    texts = Texts(VOCABULARY.text, VOCABULARY, StopStrings(lambda _: None), check, defers=False)
+    done = texts.finish(state, completion_of(state, drafter="none", eos_ids=frozenset({EOS}), slot=0, now=0.0))
     assert (done.text, done.reasoning, done.error) == (answer, "", None)

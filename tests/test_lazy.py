@@ -16,10 +16,9 @@ from batchspec.batch.automata import Automata, AutomataCapacity, StatesUpload
 from batchspec.draft.base import Drafter
 from batchspec.engine import expected_pages
 from batchspec.engine.engine import Engine
-from batchspec.engine.lazy_places import LazyPlaces
-from batchspec.engine.lazy_states import LazyStates
+from batchspec.engine.features.lazy_constraints import LazyConstraints
+from batchspec.engine.features.lazy_places import LazyPlaces
 from batchspec.engine.request_state import RequestState
-from batchspec.engine.round import RoundOptions
 from batchspec.engine.step import ScheduledStep
 from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Answer, Ask, Expanding, Expansion, LazyAutomaton
 from batchspec.records import Completion, Request, SamplingParams, Snapshot, Thinking
@@ -28,7 +27,7 @@ from batchspec.structured.channels import state_after_header
 from batchspec.structured.compile_pool import Died
 from batchspec.token_automaton import START, TokenSymbols
 from tests.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, VOCABULARY, constrained_tokens, written
-from tests.engines import DEVICE, VOCAB, ForcedDrafter, packed, request, tiny_target
+from tests.engines import DEVICE, VOCAB, ForcedDrafter, lazy_of, make_engine, packed, request, tiny_target
 from tests.grammars import (
     GRAMMARS,
     ExpandLate,
@@ -59,10 +58,10 @@ def run(
     room = AutomataCapacity(
         num_tokens=VOCAB, table_words=1 << 17, masks_bytes=1 << 14, lazy_words=lazy_words, lazy_masks_bytes=4 * lazy_masks
     )
-    engine = Engine(
+    engine = make_engine(
         tiny_target(window=5), drafter, packed(SLOTS, **{"draft_len": drafter.max_len, **shape}), device=DEVICE,
         vocabulary=VOCABULARY, automata_capacity=room, expanding=expanding or ExpandLate(0, most_polls=0),
-        options=RoundOptions(logprobs=logprobs),
+        logprobs=logprobs,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expected_pages, "SHORT_CAP_TOKENS", short_cap)
@@ -71,7 +70,7 @@ def run(
 
 def engine_of(expanding: Expanding, *, drafter: Drafter | None = None, **shape: Any) -> Engine:
     drafter = drafter or ALL["none"]()
-    return Engine(
+    return make_engine(
         tiny_target(window=5), drafter, packed(SLOTS, draft_len=drafter.max_len, **shape), device=DEVICE,
         vocabulary=VOCABULARY, expanding=expanding, automata_capacity=AutomataCapacity(
             num_tokens=VOCAB, table_words=1 << 14, masks_bytes=1 << 12, lazy_words=1 << 14,
@@ -133,7 +132,7 @@ def test_states_are_asked_for_once_and_serve_all_rows_and_later_runs(monkeypatch
     monkeypatch.setattr(expand_process, "MAX_AHEAD", 0)
     expanding = ExpandLate(0, most_polls=0)
     room = AutomataCapacity(num_tokens=VOCAB, table_words=1 << 10, masks_bytes=1 << 10, lazy_words=1 << 14, lazy_masks_bytes=256)
-    engine = Engine(
+    engine = make_engine(
         tiny_target(window=5), ALL["eagle3"](), packed(SLOTS, draft_len=3), device=DEVICE, vocabulary=VOCABULARY,
         automata_capacity=room, expanding=expanding,
     )  # fmt: skip
@@ -150,13 +149,13 @@ def test_states_are_asked_for_once_and_serve_all_rows_and_later_runs(monkeypatch
 
 def test_a_request_that_enters_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lookup runs between rounds for every free slot, so its time counts."""
-    asked, may_enter = list[bool](), LazyStates.may_enter
+    asked, may_go_on = list[bool](), LazyConstraints.may_go_on
 
-    def noted(states: LazyStates, state: RequestState) -> bool:
-        asked.append(may_enter(states, state))
+    def noted(states: LazyConstraints, state: RequestState) -> bool:
+        asked.append(may_go_on(states, state))
         return asked[-1]
 
-    monkeypatch.setattr(LazyStates, "may_enter", noted)
+    monkeypatch.setattr(LazyConstraints, "may_go_on", noted)
     engine = engine_of(ExpandLate(0, most_polls=0))
     same = following(request(0, [4, 7], cap=12), GRAMMARS[0])
     for _ in range(2):
@@ -177,8 +176,7 @@ def test_tokens_of_an_earlier_run_are_checked_although_the_states_were_lost(is_a
     )  # fmt: skip
     expanding = ExpandLate(0)
     engine = engine_of(expanding)
-    assert engine.lazy is not None
-    expanding._lost_epoch = engine.lazy._places.epoch
+    expanding._lost_epoch = lazy_of(engine)._places.epoch
     (done,) = engine.run(iter([replace(req, resumed=left)]))
     assert done.error is None
     assert tokens({0: done}) == {0: whole}
@@ -189,9 +187,8 @@ def test_tokens_of_an_earlier_run_are_checked_although_the_states_were_lost(is_a
 def test_a_state_after_tokens_is_found_although_the_states_were_lost() -> None:
     expanding = ExpandLate(0)
     engine = engine_of(expanding)
-    assert engine.lazy is not None
-    expanding._lost_epoch = engine.lazy._places.epoch
-    found = engine.lazy.after(following(request(0, [4, 7], cap=12), GRAMMARS[0]), [3])
+    expanding._lost_epoch = lazy_of(engine)._places.epoch
+    found = lazy_of(engine).after(following(request(0, [4, 7], cap=12), GRAMMARS[0]), [3])
     assert isinstance(found, Expansion)
 
 
@@ -377,8 +374,7 @@ def test_states_whose_upload_an_interrupted_run_lost_are_uploaded_again(monkeypa
             with pytest.raises(OutOfMemory):
                 list(engine.run(iter(job)))
         assert tokens({done.row_index: done for done in engine.run(iter(job))}) == expected
-        assert engine.lazy is not None
-        engine.lazy.forget()
+        lazy_of(engine).forget()
 
 
 def in_a_header() -> int:

@@ -33,7 +33,7 @@ from batchspec.engine.messages import Begin, Build, Calibrate, End, Load, Messag
 from batchspec.engine.results import PendingResult
 from batchspec.engine.round_clock import RoundClock, RoundTime
 from batchspec.engine.step import ScheduledStep
-from batchspec.engine.vocabulary import DIVERGED, checksums
+from batchspec.engine.vocabulary_of_ranks import DIVERGED, checksums
 from batchspec.errors import DivergedError, RankLost
 from batchspec.kernels.rounds.accept import WAIT
 from batchspec.kernels.sampling.argmax import NO_TOKEN
@@ -42,7 +42,7 @@ from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, SamplingParams, Thinking
 from tests.automata import PATTERNS_OF_LETTERS, VOCABULARY, constrained_tokens
-from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_spec
+from tests.engines import DEVICE, VOCAB, make_engine, packed, plain_tokens, request, tiny_spec
 from tests.engines import decode as letters
 from tests.grammars import GRAMMARS, ExpandLate, grammar_tokens
 from tests.ranks import on_ranks, part_of, whole_of
@@ -83,7 +83,7 @@ def group_run(
         end = Channel(handle, ranks.rank, count)
         target = part_of(SPEC, ranks, Loud)
         leading = Lead(end) if ranks.rank == 0 else None
-        engine = Engine(
+        engine = make_engine(
             target, made(name, target), batch, device=DEVICE, decode=letters, lead=leading,
             vocabulary=VOCABULARY, automata_capacity=ROOM, expanding=None if leading is None else expanding,
         )  # fmt: skip
@@ -327,7 +327,7 @@ def test_a_checksum_changes_with_any_bit(width: int, dtype: torch.dtype, data: s
 
 def test_rows_and_snapshots_wait_for_all_ranks(handle: int) -> None:
     leader, lead = Channel(handle, 0, 2), Lead(Channel(handle, 0, 2))
-    engine = Engine(whole_of(SPEC, Loud), made("none", whole_of(SPEC, Loud)), BATCH, device=DEVICE, lead=lead)
+    engine = make_engine(whole_of(SPEC, Loud), made("none", whole_of(SPEC, Loud)), BATCH, device=DEVICE, lead=lead)
     rows = engine.run(iter([request(0, [1, 2], cap=8)]))
 
     def next_row() -> None:

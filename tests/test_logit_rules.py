@@ -24,9 +24,8 @@ from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
 from batchspec.draft.shapes import PROB, TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
-from batchspec.engine.engine import Engine
 from batchspec.records import Completion, Request, SamplingParams
-from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_target
+from tests.engines import DEVICE, VOCAB, make_engine, packed, plain_tokens, request, tiny_target
 from tests.replaying import DRAFTERS, SLOTS, head, lookup
 
 TARGET = partial(tiny_target, window=5)
@@ -113,7 +112,7 @@ def register(monkeypatch: pytest.MonkeyPatch, apply: Callable[..., None], *, rea
 
 
 def run(drafter: Drafter, requests: Sequence[Request]) -> dict[int, Completion]:
-    engine = Engine(TARGET(), drafter, packed(SLOTS, draft_len=drafter.max_len), device=DEVICE)
+    engine = make_engine(TARGET(), drafter, packed(SLOTS, draft_len=drafter.max_len), device=DEVICE)
     return {done.row_index: done for done in engine.run(iter(requests))}
 
 

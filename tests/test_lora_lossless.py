@@ -27,7 +27,6 @@ from batchspec.draft.shapes import TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine import expected_pages
-from batchspec.engine.engine import Engine
 from batchspec.model.lora_products import DummyAdapters, LoraStacks
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
@@ -35,7 +34,7 @@ from batchspec.model.weights import DummyWeights
 from batchspec.packing.order import order_requests
 from batchspec.packing.survey import PREFIX_TOKENS, Survey
 from batchspec.records import Request
-from tests.engines import DEVICE, VOCAB, decode, packed, plain_tokens, request, tiny_spec
+from tests.engines import DEVICE, VOCAB, decode, make_engine, packed, plain_tokens, request, tiny_spec
 from tests.test_lossless import SAMPLINGS, lookup, parallel_head, pard_model, requests_of_a_job
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -140,7 +139,7 @@ def check(requests: list[Request], kind: str, data: st.DataObject) -> None:
         prefill_tokens=data.draw(st.sampled_from([1, 7, 64]), label="prefill_tokens"),
         run_ahead=data.draw(st.integers(0, 2), label="run_ahead"),
     )
-    engine = Engine(adapted_target(), drafter, batch, device=DEVICE, decode=decode)
+    engine = make_engine(adapted_target(), drafter, batch, device=DEVICE, decode=decode)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expected_pages, "SHORT_CAP_TOKENS", data.draw(st.sampled_from([2, 512]), label="short_cap"))
         done = list(engine.run(iter(requests)))
@@ -167,7 +166,8 @@ def test_the_adapters_of_these_tests_change_the_tokens() -> None:
 def test_the_same_prompt_shares_pages_with_rows_of_its_adapter_alone() -> None:
     prompt = np.random.default_rng(0).integers(0, VOCAB, 21).tolist()
     requests = [replace(request(i, prompt, cap=9), adapter=i % 4, sampling=SAMPLINGS[0]) for i in range(8)]
-    engine = Engine(adapted_target(), NoDrafter(), packed(8, row_buckets=(1, 2, 4, 8), page_size=4), device=DEVICE, decode=decode)
+    batch = packed(8, row_buckets=(1, 2, 4, 8), page_size=4)
+    engine = make_engine(adapted_target(), NoDrafter(), batch, device=DEVICE, decode=decode)
     done = {c.request_id: c for c in engine.run(iter(requests))}
     assert {name: c.token_ids.tolist() for name, c in done.items() if c.token_ids is not None} == expected_tokens(requests)
     assert [done[f"r{i}"].cached_tokens for i in range(8)] == [0] * 4 + [20] * 4
@@ -177,14 +177,14 @@ def test_a_model_that_drafts_for_itself_drafts_with_the_adapter_of_the_row() -> 
     """Reading all keys, it proposes what it then verifies: every draft is accepted."""
     requests = [replace(request(i, [3, 1 + i, 4, 1, 5], cap=21), adapter=i % 4) for i in range(4)]
     drafter = WindowDrafter(adapted_target(), 4, slots=4, window=None)
-    engine = Engine(adapted_target(), drafter, packed(4, draft_len=4), device=DEVICE, decode=decode)
+    engine = make_engine(adapted_target(), drafter, packed(4, draft_len=4), device=DEVICE, decode=decode)
     stats = [c.stats for c in engine.run(iter(requests)) if c.stats is not None]
     assert [own.num_accepted for own in stats] == [own.num_drafted for own in stats] == [16] * 4
 
 
 def test_prefixes_of_different_adapters_have_different_hashes() -> None:
     ids = np.arange(20, dtype=np.int32)
-    by_adapter = [prefix_hashes(ids, 4, lookahead, adapter=adapter) for adapter in range(4) for lookahead in (0, 1)]
+    by_adapter = [prefix_hashes(ids, 4, lookahead, salt=bytes([adapter]) if adapter else b"") for adapter in range(4) for lookahead in (0, 1)]
     assert len({found for hashes in by_adapter for found in hashes}) == sum(map(len, by_adapter))
     assert prefix_hashes(ids, 4, adapter=0) == prefix_hashes(ids, 4)
 

@@ -45,7 +45,18 @@ from batchspec.engine.step import ScheduledRound
 from batchspec.model import target as target_module
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request, SamplingParams
-from tests.engines import DEVICE, VOCAB, ForcedDrafter, decode, full_logits, packed, plain_tokens, request, tiny_target
+from tests.engines import (
+    DEVICE,
+    VOCAB,
+    ForcedDrafter,
+    decode,
+    full_logits,
+    make_engine,
+    packed,
+    plain_tokens,
+    request,
+    tiny_target,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -76,7 +87,7 @@ def run(
     fp8_kv: bool = False,
 ) -> tuple[dict[str, list[int]], dict[str, Completion], Engine]:
     """The job through the engine. A `short_cap` below the caps makes admission trust predictions, so that pages run out."""
-    engine = Engine(
+    engine = make_engine(
         tiny_target(dtype, window=5, fp8_kv=fp8_kv),
         drafter,
         batch,
@@ -358,7 +369,7 @@ def test_pages_of_its_own_that_a_preempted_row_finds_are_not_counted_as_shared()
 def test_rounds_do_no_more_than_the_rows_in_slots_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = SamplingParams(temperature=1.0, top_k=3, repetition_penalty=1.2)
     requests = [request(0, [1], cap=20), request(1, [2], cap=8, sampling=sampling)]
-    engine = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
+    engine = make_engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
     run_graph, modes = engine.executor.graphs.run, []
 
     def noted(shape: RoundShape) -> RoundResult:
@@ -407,9 +418,9 @@ def test_logprobs_are_those_of_the_raw_logits(changes: dict[str, Any]) -> None:
     """Whatever changes the choice."""
     target = tiny_target(window=5)
     req = request(0, [1, 2, 3, 1, 2], cap=20, **changes)
-    engine = Engine(
+    engine = make_engine(
         target, LookupDrafter(3, min_ngram=1, max_ngram=2), packed(2, draft_len=3), device=DEVICE,
-        options=RoundOptions(logprobs=4),
+        logprobs=4,
     )  # fmt: skip
     (done,) = engine.run(iter([req]))
     assert done.token_ids is not None
@@ -431,7 +442,7 @@ def test_tokens_after_a_stop_string_leave_no_logprobs() -> None:
     place = next(place for place in range(3, 60, 5) if output[place] not in output[:place])
     req = replace(plain, stop=(decode([output[place]]),))
     drafter = ForcedDrafter(4, {req.seed: output}, right=True, fixed_len=True)
-    engine = Engine(tiny_target(), drafter, packed(1), device=DEVICE, decode=decode, options=RoundOptions(logprobs=2))
+    engine = make_engine(tiny_target(), drafter, packed(1), device=DEVICE, decode=decode, logprobs=2)
     (done,) = engine.run(iter([req]))
     assert done.token_ids is not None
     assert done.stats is not None
@@ -444,7 +455,7 @@ def test_tokens_after_a_stop_string_leave_no_logprobs() -> None:
 
 
 def test_an_engine_serves_one_stream_after_another() -> None:
-    engine = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
+    engine = make_engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
     runs = [
         [c.token_ids.tolist() for c in engine.run(iter([request(0, [4, 5], cap=6)])) if c.token_ids is not None] for _ in range(2)
     ]
@@ -461,7 +472,7 @@ def test_a_run_that_is_stopped_is_resumed_by_another_with_the_same_tokens(reques
         draft_len = data.draw(st.integers(0, 4))
         drafter: Drafter = LookupDrafter(draft_len, min_ngram=1, max_ngram=3) if draft_len else NoDrafter()
         batch = packed(data.draw(st.sampled_from([1, 3, 8])), draft_len=draft_len, run_ahead=data.draw(st.integers(0, 2)))
-        engine = Engine(tiny_target(window=5), drafter, batch, device=DEVICE, decode=decode)
+        engine = make_engine(tiny_target(window=5), drafter, batch, device=DEVICE, decode=decode)
         rounds = data.draw(st.integers(1, 6)) if turn < 19 else 10**6
 
         def stop_in_time(totals: EngineTotals, engine: Engine = engine, rounds: int = rounds) -> None:
@@ -491,7 +502,7 @@ def test_a_run_that_is_stopped_keeps_every_token_that_it_has_read(run_ahead: int
     monkeypatch.setattr(expected_pages, "SHORT_CAP_TOKENS", 2)
     requests = [request(i, [i, 5, 7], cap=40, predicted=4) for i in range(4)]
     batch = packed(3, num_pages=25, max_len=43, run_ahead=run_ahead)
-    engine = Engine(tiny_target(), LookupDrafter(4, min_ngram=1, max_ngram=3), batch, device=DEVICE)
+    engine = make_engine(tiny_target(), LookupDrafter(4, min_ngram=1, max_ngram=3), batch, device=DEVICE)
 
     def stop_after_a_preemption(totals: EngineTotals) -> None:
         if totals.preempted:
@@ -506,7 +517,7 @@ def test_a_run_that_is_stopped_keeps_every_token_that_it_has_read(run_ahead: int
 
 def test_a_stop_request_before_the_run_is_not_lost() -> None:
     """A signal may arrive while a job is still reading its first rows."""
-    engine = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
+    engine = make_engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
     engine.stop()
     assert engine.unfinished() == []
     assert list(engine.run(iter([request(0, [4, 5], cap=6)]))) == []
@@ -526,7 +537,7 @@ def test_synthetic_acceptance_keeps_the_rates_asked_for() -> None:
     requests = [request(i, [i, 2], cap=400) for i in range(16)]
     batch = packed(16, row_buckets=(1, 2, 4, 8, 16), num_pages=2000, max_len=402, draft_len=3)
     options = RoundOptions(synthetic=(0.6, 0.28, 0.12))
-    engine = Engine(tiny_target(), LookupDrafter(3, min_ngram=1, max_ngram=2), batch, device=DEVICE, options=options)
+    engine = make_engine(tiny_target(), LookupDrafter(3, min_ngram=1, max_ngram=2), batch, device=DEVICE, options=options)
     stats = [c.stats for c in engine.run(iter(requests)) if c.stats]
     rounds = sum(s.num_rounds for s in stats)
     rates = [sum(s.accepted_at[j] for s in stats) / rounds for j in range(3)]

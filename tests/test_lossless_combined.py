@@ -18,12 +18,11 @@ from batchspec.batch.automata import AutomataCapacity
 from batchspec.draft.base import Drafter
 from batchspec.engine import expected_pages
 from batchspec.engine.engine import Engine
-from batchspec.engine.round import RoundOptions
 from batchspec.lazy_automaton import ANSWER
 from batchspec.records import Request, SamplingParams
 from tests import automata, grammars
 from tests.automata import EOS, PATTERNS_OF_LETTERS, VOCABULARY, automaton
-from tests.engines import DEVICE, VOCAB, _draw, decode, full_logits, packed, request
+from tests.engines import DEVICE, VOCAB, _draw, decode, full_logits, make_engine, packed, request
 from tests.grammars import GRAMMARS, ExpandLate, Grammar, lazy
 from tests.test_lora_lossless import KINDS, NUM_ADAPTERS, adapted_target, drafter_of, merged_target
 from tests.test_lossless import SAMPLINGS
@@ -123,9 +122,9 @@ def drawn_engine(data: st.DataObject, drafter: Drafter, slots: int, longest: int
         run_ahead=data.draw(st.integers(0, 2), label="run_ahead"),
     )  # fmt: skip
     late = ExpandLate(data.draw(st.integers(0, 9), label="late"), lost=data.draw(st.sampled_from([0.0, 0.2]), label="lost"))
-    return Engine(
+    return make_engine(
         adapted_target(), drafter, batch, device=DEVICE, decode=decode, vocabulary=VOCABULARY, expanding=late,
-        automata_capacity=data.draw(st.sampled_from(ROOMS), label="room"), options=RoundOptions(logprobs=logprobs),
+        automata_capacity=data.draw(st.sampled_from(ROOMS), label="room"), logprobs=logprobs,
     )  # fmt: skip
 
 

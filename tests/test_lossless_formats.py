@@ -33,7 +33,7 @@ from batchspec.engine.round_clock import RoundClock
 from batchspec.model.spec import read_spec
 from batchspec.model.target import Target
 from batchspec.records import Request, SamplingParams
-from tests.engines import DEVICE, in_e4m3, packed, plain_tokens, request
+from tests.engines import DEVICE, in_e4m3, make_engine, packed, plain_tokens, request
 from tests.kernels.covering import covering
 from tests.moe_models import Strong, ids_of, tiny_config
 from tests.test_fp8 import MODELOPT, TOKEN, compressed
@@ -138,7 +138,7 @@ def test_tokens_are_those_of_plain_decoding(name: str, kind: str, setting: Setti
         num_pages=1 + longest + 2 * ahead if setting.scarce_pages else 400,
     )  # fmt: skip
     monkeypatch.setattr(expected_pages, "SHORT_CAP_TOKENS", 2)
-    engine = Engine(target, drafter, batch, device=DEVICE)
+    engine = make_engine(target, drafter, batch, device=DEVICE)
     if setting.auto_k:
         choose_any_draft_len(engine, monkeypatch)
     draft_lens = draft_lens_of(engine, monkeypatch)

@@ -20,7 +20,6 @@ from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec, load_head, read_head_spec
-from batchspec.engine.engine import Engine
 from batchspec.errors import CheckpointError
 from batchspec.model.fused import rms_norm
 from batchspec.model.target import Target
@@ -28,7 +27,7 @@ from batchspec.records import SamplingParams
 from tests import drafting
 from tests.drafting import Recording, check_proposals
 from tests.eagle_reference import reference_drafts
-from tests.engines import DEVICE, packed, request
+from tests.engines import DEVICE, make_engine, packed, request
 from tests.heads import config_of, random_tensors, tiny_design, write_head
 from tests.models import make_checkpoint
 from tests.moe_models import ids_of, tiny_moe
@@ -175,7 +174,7 @@ def assert_drafts_change_nothing(target: Target, head: Head) -> None:
     kind = ChainDrafter if head.spec.mask_token_id is None else ParallelDrafter
     found = []
     for drafter in (NoDrafter(), kind(head, target, 3, slots=2)):
-        engine = Engine(target, drafter, packed(2, draft_len=3), device=DEVICE)
+        engine = make_engine(target, drafter, packed(2, draft_len=3), device=DEVICE)
         asked = [request(i, [i, 2, 3, i], cap=8, sampling=SamplingParams(temperature=i % 2)) for i in range(3)]
         found.append({done.request_id: ids_of(done) for done in engine.run(iter(asked))})
     assert found[0] == found[1]
@@ -220,7 +219,7 @@ def recorded(kind: Callable[..., Any]) -> Any:
 
 
 def run_once(target: Target, drafter: Any) -> None:
-    engine = Engine(target, drafter, packed(2, draft_len=3), device=DEVICE)
+    engine = make_engine(target, drafter, packed(2, draft_len=3), device=DEVICE)
     assert len(list(engine.run(iter([request(i, [i, 2, 3, i, 2], cap=10) for i in range(3)])))) == 3
 
 

@@ -30,11 +30,9 @@ from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.completion import NON_FINITE
-from batchspec.engine.engine import Engine
-from batchspec.engine.round import RoundOptions
 from batchspec.model.target import Target
 from batchspec.records import Completion, Request, SamplingParams
-from tests.engines import DEVICE, VOCAB, ForcedDrafter, decode, packed, plain_tokens, request, tiny_target
+from tests.engines import DEVICE, VOCAB, ForcedDrafter, decode, make_engine, packed, plain_tokens, request, tiny_target
 from tests.kernels.covering import covering
 from tests.models import make_checkpoint, make_tokenizer
 
@@ -124,9 +122,9 @@ def check(done: dict[str, Completion], requests: list[Request]) -> None:
 
 
 def run(name: str, requests: list[Request], **options: Any) -> dict[str, Completion]:
-    engine = Engine(
+    engine = make_engine(
         broken_target(), drafter(name, requests), packed(SLOTS, run_ahead=1, prefill_tokens=16), device=DEVICE, decode=decode,
-        options=RoundOptions(**options),
+        **options,
     )  # fmt: skip
     done = {completion.request_id: completion for completion in engine.run(iter(requests))}
     assert engine.pools.num_free == tuple(pool.num_pages - 1 for pool in engine.pools.pools)  # every page came back
@@ -137,7 +135,7 @@ def run(name: str, requests: list[Request], **options: Any) -> dict[str, Complet
 def test_a_prompt_whose_row_failed_is_computed_anew(window: int | None) -> None:
     """When the cause is gone, a later call of the same engine must not find K/V that the failed row wrote."""
     target = Target.load(Path(), tiny_target(window=window).spec, dtype=torch.float64, device=DEVICE, dummy=True)
-    engine = Engine(target, NoDrafter(), packed(1), device=DEVICE)
+    engine = make_engine(target, NoDrafter(), packed(1), device=DEVICE)
     engine.keeps_prefixes = True
     healthy, failing = (request(i, [first, *range(5, 17)], cap=3) for i, first in enumerate((7, BAD)))
     own = target.embedding[BAD].clone()
@@ -190,7 +188,7 @@ def test_masks_are_legitimate_and_a_row_all_of_whose_tokens_are_masked_fails(mon
     logits = target.logits
     masked = torch.arange(16, VOCAB, device=DEVICE)
     monkeypatch.setattr(target, "logits", lambda hidden: logits(hidden).index_fill(1, masked, -float("inf")))
-    engine = Engine(target, NoDrafter(), packed(2), device=DEVICE)
+    engine = make_engine(target, NoDrafter(), packed(2), device=DEVICE)
     found = {one.request_id: one.error.code if one.error else None for one in engine.run(iter([some]))}
     assert found == {"r0": NON_FINITE}
 

@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchspec.engine.completion import completion_of
-from batchspec.engine.request_state import RequestState
-from batchspec.engine.stop_strings import StopFinder
 from batchspec.kernels.rounds.accept import FULL
 from batchspec.records import Request, SamplingParams, Thinking
 from tests.automata import automaton
+from tests.one_row import OneRow
 
 PIECES = [b"a", b"b", b"ab", b"\n", b"END", b"E", b"ND", b"\xe4", b"\xbd", b"\xa0", b"", b" x", b"b\xe4"]
 """Token id -> bytes: a tokenizer in which characters and stop strings span tokens; token 10 is special (no text), and
@@ -27,7 +26,7 @@ def decode(ids: Sequence[int]) -> str:
     return b"".join(PIECES[i] for i in ids).decode("utf-8", errors="replace")
 
 
-def make(stop: tuple[str, ...] = (), stop_ids: tuple[int, ...] = (), cap: int = 100, draft_len: int = 3) -> RequestState:
+def make(stop: tuple[str, ...] = (), stop_ids: tuple[int, ...] = (), cap: int = 100, draft_len: int = 3) -> OneRow:
     request = Request(
         request_id="q",
         row_index=0,
@@ -42,11 +41,11 @@ def make(stop: tuple[str, ...] = (), stop_ids: tuple[int, ...] = (), cap: int = 
         seed=0,
         predicted_tokens=cap,
     )
-    return RequestState(request=request, draft_len=draft_len, finder=StopFinder(decode, stop) if stop else None)
+    return OneRow(request, draft_len=draft_len, decode=decode)
 
 
-def finish(progress: RequestState) -> tuple[str, str, str | None]:
-    done = completion_of(progress, decode=decode, drafter="lookup", eos_ids=frozenset({10}), slot=0, now=1.0)
+def finish(progress: OneRow) -> tuple[str, str, str | None]:
+    done = progress.completion(eos_ids=frozenset({10}))
     assert done.text is not None
     return done.text, done.finish_reason, done.stop_reason
 
@@ -54,11 +53,11 @@ def finish(progress: RequestState) -> tuple[str, str, str | None]:
 def test_a_stop_string_that_spans_rounds_ends_the_row_at_the_token_that_completes_it() -> None:
     progress = make(stop=("END",))
     progress.add_prefill([0])
-    progress.add_round(1, 1, 2, [1, 5])
-    assert progress.finish_reason is None
-    progress.add_round(2, 3, 3, [6, 0, 1])
-    assert progress.tokens == [0, 1, 5, 6]
-    assert progress.num_discarded == 2
+    progress.add_round(1, 1, [1, 5])
+    assert progress.state.finish_reason is None
+    progress.add_round(2, 3, [6, 0, 1])
+    assert progress.state.tokens == [0, 1, 5, 6]
+    assert progress.state.num_discarded == 2
     assert finish(progress) == ("ab", "stop", "END")
 
 
@@ -79,13 +78,12 @@ def test_a_thought_that_is_cut_at_its_budget_shows_the_stop_strings_no_text_twic
     begin, end = 12, 13
     progress = make(stop=("abab",))
     thinking = Thinking(begin_id=begin, end_id=end, opened=False, budget=2, closing=(end,))
-    progress = RequestState(request=replace(progress.request, thinking=thinking), draft_len=3, finder=progress.finder)
+    progress = OneRow(replace(progress.request, thinking=thinking), decode=decode)
     progress.add_prefill([2])
-    progress.add_round(3, 3, 4, [begin, 0, 0, 0])
-    assert progress.enforce_budget()
-    assert progress.tokens == [2, begin, 0, 0, end]
-    assert progress.finish_reason is None
-    progress.add_round(0, 3, 1, [2])
+    progress.add_round(3, 3, [begin, 0, 0, 0])
+    assert progress.state.tokens == [2, begin, 0, 0, end]
+    assert progress.state.finish_reason is None
+    progress.add_round(0, 3, [2])
     assert finish(progress) == ("", "stop", "abab")
 
 
@@ -99,20 +97,19 @@ def test_white_space_that_a_constraint_asks_for_is_part_of_the_answer(constraine
     request = make(cap=2 + len(tokens)).request
     thinking = Thinking(begin_id=begin, end_id=end, opened=True, budget=None, closing=(end,))
     made = automaton("(a|b)*") if constrained else None
-    progress = RequestState(request=replace(request, thinking=thinking, automaton=made), draft_len=3, finder=None)
-    progress.constraint_checked = True
+    progress = OneRow(replace(request, thinking=thinking, automaton=made), decode=decode)
     progress.add_prefill([0])
     for token in (end, *tokens):
-        progress.add_round(0, 0, 1, [token])
+        progress.add_round(0, 0, [token])
     assert finish(progress) == (answer, "length", None)
 
 
 def test_bytes_of_an_unfinished_character_wait_for_its_end() -> None:
     progress = make(stop=("\u4f60",))
     for token in (7, 8):
-        progress.add_round(0, 0, 1, [token])
-        assert progress.finish_reason is None
-    progress.add_round(0, 0, 1, [9])
+        progress.add_round(0, 0, [token])
+        assert progress.state.finish_reason is None
+    progress.add_round(0, 0, [9])
     assert finish(progress) == ("", "stop", "\u4f60")
 
 
@@ -120,15 +117,15 @@ def test_a_stop_string_before_an_unfinished_character_is_found_though_the_charac
     full, ended = make(stop=("b",), cap=2), make(stop=("b",), stop_ids=(10,))
     for progress in (full, ended):
         progress.add_prefill([0])
-        progress.add_round(0, 0, 1, [12])
+        progress.add_round(0, 0, [12])
         assert finish(progress) == ("a", "stop", "b")
 
 
 def test_a_stop_id_names_itself_unless_it_is_the_models_own_eos() -> None:
     users, eos = make(stop_ids=(3, 10)), make(stop_ids=(3, 10))
-    users.add_round(2, 3, 3, [0, 3])
-    eos.add_round(0, 0, 1, [10])
-    assert users.num_discarded == 1
+    users.add_round(2, 3, [0, 3])
+    eos.add_round(0, 0, [10])
+    assert users.state.num_discarded == 1
     assert finish(users) == ("a\n", "stop", "3")
     assert finish(eos) == ("", "stop", None)
 
@@ -136,8 +133,8 @@ def test_a_stop_id_names_itself_unless_it_is_the_models_own_eos() -> None:
 def test_the_cap_truncates() -> None:
     progress = make(cap=2)
     progress.add_prefill([0])
-    progress.add_round(0, 0, 1, [1])
-    done = completion_of(progress, decode=decode, drafter="none", eos_ids=frozenset(), slot=0, now=0.0)
+    progress.add_round(0, 0, [1])
+    done = progress.completion()
     assert (done.status, done.finish_reason, done.stop_reason) == ("truncated", "length", None)
 
 
@@ -149,18 +146,18 @@ def test_the_cap_truncates() -> None:
 def test_where_a_row_stops_depends_on_its_tokens_alone(tokens: list[int], sizes: list[int], stop: tuple[str, ...]) -> None:
     whole, cut = make(stop=stop), make(stop=stop)
     for token in tokens:
-        if whole.finish_reason is None:
-            whole.add_round(0, 0, 1, [token])
+        if whole.state.finish_reason is None:
+            whole.add_round(0, 0, [token])
     at = 0
     for size in sizes * len(tokens):
-        if cut.finish_reason is None and at < len(tokens):
+        if cut.state.finish_reason is None and at < len(tokens):
             part = tokens[at : at + size]
-            cut.add_round(len(part) - 1, 3, len(part), part)
+            cut.add_round(len(part) - 1, 3, part)
             at += size
-    assert whole.tokens == cut.tokens
-    assert (whole.finish_reason, whole.stop_string) == (cut.finish_reason, cut.stop_string)
-    if whole.finish_reason is None:
-        whole.end(FULL)
+    assert whole.state.tokens == cut.state.tokens
+    assert (whole.state.finish_reason, whole.state.stop_reason) == (cut.state.finish_reason, cut.state.stop_reason)
+    if whole.state.finish_reason is None:
+        whole.state.end(FULL)
     written, *_ = finish(whole)
     assert not any(text in written for text in stop)
 
@@ -170,14 +167,13 @@ def test_seconds_are_those_of_all_prefills_and_from_the_first_token_on_and_of_ea
     progress = make()
     for seconds, now in ((0.5, 10.0), (0.25, 20.0)):
         progress.add_prefill([0])
-        progress.note_prefill(seconds, now)
-    resumed = replace(progress.request, resumed=progress.snapshot(30.0))
-    progress = RequestState.of(resumed, 3, None)
-    assert progress.snapshot(90.0).decode_s == 20.0  # nothing has happened in this run yet
+        progress.state.note_prefill(seconds, now)
+    progress = OneRow(replace(progress.request, resumed=progress.state.snapshot(30.0)))
+    assert progress.state.snapshot(90.0).decode_s == 20.0  # nothing has happened in this run yet
     progress.add_prefill([0])
-    progress.note_prefill(1.0, 100.0)
-    progress.end(FULL)
-    stats = completion_of(progress, decode=decode, drafter="none", eos_ids=frozenset(), slot=0, now=103.0).stats
+    progress.state.note_prefill(1.0, 100.0)
+    progress.state.end(FULL)
+    stats = progress.completion(now=103.0).stats
     assert stats is not None
     assert (stats.num_prefills, stats.prefill_s, stats.decode_s) == (3, 1.75, 23.0)
 
@@ -187,18 +183,18 @@ def test_statistics_identities_hold_after_every_round(rounds: list[tuple[int, in
     progress = make(stop=("END",), cap=10_000)
     progress.add_prefill([0])
     for number, (a, b) in enumerate(rounds):
-        if progress.finish_reason is not None:
+        if progress.state.finish_reason is not None:
             break
         accepted, drafted = min(a, b), max(a, b)
         emitted = [0] * (accepted + 1)
         if number == stop_after:
             emitted[0] = 4
-        progress.add_round(accepted, drafted, accepted + 1, emitted)
-        so_far = copy(progress)
-        so_far.finish_reason = progress.finish_reason or "length"
-        done = completion_of(so_far, decode=decode, drafter="lookup", eos_ids=frozenset(), slot=0, now=0.0).stats
+        progress.add_round(accepted, drafted, emitted)
+        so_far = copy(progress.state)
+        so_far.finish_reason = progress.state.finish_reason or "length"
+        done = completion_of(so_far, drafter="lookup", eos_ids=frozenset(), slot=0, now=0.0).stats
         assert done is not None
-        assert len(progress.tokens) + done.num_discarded == done.num_prefills + done.num_accepted + done.num_rounds
+        assert len(progress.state.tokens) + done.num_discarded == done.num_prefills + done.num_accepted + done.num_rounds
         assert sum(done.histogram) == done.num_rounds
         assert sum(j * count for j, count in enumerate(done.histogram)) == done.num_accepted == sum(done.accepted_at)
         assert sum(done.drafted_at) == done.num_drafted

@@ -26,7 +26,6 @@ from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.spec import open_drafter
 from batchspec.draft.weights import dummy_head, dummy_spec
-from batchspec.engine.engine import Engine
 from batchspec.engine.round import Round, RoundOptions
 from batchspec.errors import ConfigError
 from batchspec.records import SamplingParams
@@ -43,7 +42,7 @@ from tests.drafting import (
     written_head,
 )
 from tests.eagle_reference import Design, reference_parallel_drafts
-from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request
+from tests.engines import DEVICE, VOCAB, make_engine, packed, plain_tokens, request
 from tests.heads import Tensors, parallel_tensors, random_tensors, tiny_design, write_head
 
 MASK = 17
@@ -242,7 +241,7 @@ def test_host_and_device_count_the_same_tokens(tmp_path: Path) -> None:
     """What the host knows of a row's length, from the log alone, is what the device has committed."""
     design, tensors = design_and_tensors("trained")
     drafter = make_drafter(tmp_path, design, tensors, 4, slots=3)
-    engine = Engine(TARGET(), drafter, packed(3, draft_len=4), device=DEVICE)
+    engine = make_engine(TARGET(), drafter, packed(3, draft_len=4), device=DEVICE)
     checked = []
 
     def compare(_: object) -> None:

@@ -26,7 +26,7 @@ from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Request, SamplingParams
 from tests.drafting import Recording
-from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_target
+from tests.engines import DEVICE, VOCAB, make_engine, packed, plain_tokens, request, tiny_target
 from tests.models import make_checkpoint
 from tests.moe_models import tiny_config
 from tests.test_expert_kernels import MXFP4, kernels
@@ -100,7 +100,7 @@ def run(
     short_cap: int = 512,
     options: RoundOptions | None = None,
 ) -> tuple[dict[str, list[int]], Engine]:
-    engine = Engine(tiny_target(), drafter, batch, device=DEVICE, options=options)
+    engine = make_engine(tiny_target(), drafter, batch, device=DEVICE, options=options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expected_pages, "SHORT_CAP_TOKENS", short_cap)
         done = {c.request_id: c.token_ids.tolist() for c in engine.run(iter(requests)) if c.token_ids is not None}
@@ -150,7 +150,7 @@ def test_the_target_as_its_own_drafter_is_always_right(tmp_path: Path) -> None:
     target = Target.load(folder, load_spec(folder), dtype=torch.float64, device=DEVICE)
     for parallel in (False, True):
         drafter = PardDrafter(load(folder), target.spec, 3, slots=2, parallel=parallel)
-        engine = Engine(target, drafter, packed(2, draft_len=3), device=DEVICE)
+        engine = make_engine(target, drafter, packed(2, draft_len=3), device=DEVICE)
         for completion in engine.run(iter([request(i, [i, 2, 3], cap=17) for i in range(3)])):
             assert completion.stats is not None
             if not parallel:

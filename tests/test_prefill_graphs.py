@@ -47,7 +47,7 @@ from batchspec.packed_batch import ExpectedRows
 from batchspec.records import Request
 from tests import test_constrained, test_lora_lossless, test_lossless
 from tests.automata import constrained_tokens
-from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_spec, tiny_target
+from tests.engines import DEVICE, VOCAB, make_engine, packed, plain_tokens, request, tiny_spec, tiny_target
 from tests.moe_models import tiny_moe
 from tests.padded_prefill import ALWAYS, padded_passes
 from tests.ranks import on_ranks, part_of
@@ -127,7 +127,7 @@ def test_targets_with_experts_are_padded_too(family: str) -> None:
     target, rng = tiny_moe(family), np.random.default_rng(0)
     asked = [request(i, rng.integers(0, VOCAB, 1 + 2 * i).tolist(), cap=6, sampling=SAMPLINGS[i]) for i in range(6)]
     with padded_passes() as shapes:
-        engine = Engine(target, NoDrafter(), packed(4), device=DEVICE)
+        engine = make_engine(target, NoDrafter(), packed(4), device=DEVICE)
         found = {c.request_id: c.token_ids.tolist() for c in engine.run(iter(asked)) if c.token_ids is not None}
     assert found == {r.request_id: plain_tokens(target, r) for r in asked}
     assert len(shapes) > 1
@@ -139,8 +139,8 @@ def test_logprobs_of_first_tokens_are_those_of_plain_passes(num_top: int) -> Non
     asked = [request(i, [1 + i, 5, 7][: 1 + i % 3], cap=3, sampling=SAMPLINGS[i]) for i in range(8)]
 
     def done() -> dict[str, tuple[Any, ...]]:
-        engine = Engine(
-            tiny_target(), NoDrafter(), packed(5, run_ahead=2), device=DEVICE, options=RoundOptions(logprobs=num_top),
+        engine = make_engine(
+            tiny_target(), NoDrafter(), packed(5, run_ahead=2), device=DEVICE, logprobs=num_top,
         )  # fmt: skip
         return {c.request_id: (c.token_ids, c.logprobs, c.top_logprobs) for c in engine.run(iter(asked))}
 
@@ -311,7 +311,7 @@ def test_a_shape_is_captured_when_it_is_asked_for_the_third_time(most: int, monk
 
     monkeypatch.setattr("batchspec.engine.prefill_graphs.prefill_chunk", counted)
     batch = packed(3, draft_len=2)
-    engine = Engine(target, drafter, batch, device=DEVICE, prefill_graphs=True)
+    engine = make_engine(target, drafter, batch, device=DEVICE, prefill_graphs=True)
     graphs = engine.executor.prefill_graphs
     assert graphs is not None
     pool: Any = Copied(engine.executor)
@@ -347,7 +347,7 @@ def test_shapes_that_the_survey_predicts_are_captured_before_the_first_row(monke
     ]
     target, drafter = tiny_target(window=5), ChainDrafter(parallel_head(), tiny_target(window=5), 2, slots=3)
     batch = packed(3, draft_len=2, max_len=64, prefill_tokens=128)
-    engine = Engine(target, drafter, batch, device=DEVICE, prefill_graphs=True)
+    engine = make_engine(target, drafter, batch, device=DEVICE, prefill_graphs=True)
     graphs, pool = graphs_with(engine, replace(REPLAYED, least=0.01))
     mode = SamplingMode.union(SamplingMode.of(one.sampling, 0) for one in asked)
     monkeypatch.setattr(SamplingMode, "union", lambda modes: mode)
@@ -377,7 +377,7 @@ def test_no_shape_is_captured_ahead_that_is_rare_or_has_no_time_or_no_graph_left
     num_rows: int, cost: PrefillCost, limit_s: float, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def captured() -> int:
-        graphs, _ = graphs_with(Engine(tiny_target(), NoDrafter(), packed(3), device=DEVICE, prefill_graphs=True), cost)
+        graphs, _ = graphs_with(make_engine(tiny_target(), NoDrafter(), packed(3), device=DEVICE, prefill_graphs=True), cost)
         expected = ExpectedRows(prompt_lens=np.full(200, 20, np.int32), common_tokens=0, output_tokens=4.0, num_rows=num_rows)
         found = graphs.prepare(expected, GREEDY, round_s=1.0)
         assert found == graphs.num_captured
@@ -393,7 +393,8 @@ def test_no_shape_is_captured_ahead_that_is_rare_or_has_no_time_or_no_graph_left
 
 def test_a_shape_is_captured_once_padding_to_a_larger_one_has_cost_as_much_as_three_plain_passes() -> None:
     """A row of 30 tokens has a shape of 32 tokens. Padded to 96 it loses 64 of the 160 tokens' time that a plain pass loses."""
-    engine = Engine(tiny_target(), NoDrafter(), packed(2, max_len=128, prefill_tokens=128), device=DEVICE, prefill_graphs=True)
+    batch = packed(2, max_len=128, prefill_tokens=128)
+    engine = make_engine(tiny_target(), NoDrafter(), batch, device=DEVICE, prefill_graphs=True)
     graphs, pool = graphs_with(engine, PrefillCost(least=160.0, token=1.0, replay=1.0))
     with torch.inference_mode():
         for _ in range(CAPTURE_AT):
@@ -415,7 +416,7 @@ def test_the_replay_of_a_short_pass_is_timed_where_it_pays(
 ) -> None:
     """Its 17 tokens are padded to 24 where launches take longer than these."""
     clock = [0.0]
-    engine = Engine(tiny_target(), NoDrafter(), packed(3), device=DEVICE, prefill_graphs=True)
+    engine = make_engine(tiny_target(), NoDrafter(), packed(3), device=DEVICE, prefill_graphs=True)
     graphs = engine.executor.prefill_graphs
     assert graphs is not None
 
@@ -445,7 +446,7 @@ def test_the_replay_of_a_short_pass_is_timed_where_it_pays(
 
 def test_no_pass_is_padded_before_passes_were_timed_nor_without_being_asked_for() -> None:
     for asked in (False, True):
-        engine = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE, prefill_graphs=asked)
+        engine = make_engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE, prefill_graphs=asked)
         assert len(list(engine.run(request(i, [i, 5], cap=3) for i in range(6)))) == 6
         graphs = engine.executor.prefill_graphs
         assert (graphs is not None) == asked
@@ -454,8 +455,8 @@ def test_no_pass_is_padded_before_passes_were_timed_nor_without_being_asked_for(
 
 def shapes_of(drafter: Drafter | None = None, *, target: Target | None = None, **options: Any) -> PassShapes:
     own = drafter or NoDrafter()
-    engine = Engine(
-        target or tiny_target(), own, packed(32, draft_len=own.max_len), device=DEVICE, options=RoundOptions(**options)
+    engine = make_engine(
+        target or tiny_target(), own, packed(32, draft_len=own.max_len), device=DEVICE, **options
     )
     return PassShapes(engine.executor.round, num_slots=24, max_tokens=4096)
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from batchspec.draft.none import NoDrafter
 from batchspec.engine import scheduler as scheduler_module
-from batchspec.engine.engine import Engine
 from batchspec.engine.executor import Executor
 from batchspec.engine.results import PendingResult
 from batchspec.engine.scheduler import Scheduler
@@ -21,7 +20,7 @@ from batchspec.engine.step import ScheduledStep
 from batchspec.packed_batch import MOST_ROUNDS_BEFORE_REFILL
 from batchspec.records import Request
 from tests import test_lossless
-from tests.engines import DEVICE, packed, plain_tokens, request, tiny_target
+from tests.engines import DEVICE, make_engine, packed, plain_tokens, request, tiny_target
 from tests.test_lossless import requests_of_a_job
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -50,7 +49,7 @@ def rounds_before_refills(nums_left: list[int], **options: Any) -> list[tuple[in
     """
     found: list[tuple[int, int]] = []
     asked = [request(i, [i % 7, 3], cap=2 + i % 5) for i in range(40)]
-    engine = Engine(tiny_target(), NoDrafter(), packed(3, run_ahead=2), device=DEVICE, **options)
+    engine = make_engine(tiny_target(), NoDrafter(), packed(3, run_ahead=2), device=DEVICE, **options)
     execute, left, rounds = engine.executor.execute, iter(nums_left), 0
 
     def watched(step: ScheduledStep) -> None:
@@ -100,7 +99,7 @@ def test_no_extra_round_precedes_refills_of_scoring_lazy_automata_or_rounds_with
 
 def test_the_executor_counts_what_the_device_has_left_to_do_when_a_refill_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """The refill's own passes do not count. If rounds are not graphs, nothing does: their launch may wait for the device."""
-    engine = Engine(tiny_target(), NoDrafter(), packed(3, run_ahead=2), device=DEVICE)
+    engine = make_engine(tiny_target(), NoDrafter(), packed(3, run_ahead=2), device=DEVICE)
     executor, counts, execute = engine.executor, list[int | None](), Executor.execute
     monkeypatch.setattr(PendingResult, "has_arrived", False)
 

@@ -18,7 +18,7 @@ from batchspec.engine.engine import Engine
 from batchspec.engine.round_clock import RoundClock, RoundTime
 from batchspec.engine.step import ScheduledStep
 from batchspec.records import Request, SamplingParams, Thinking
-from tests.engines import VOCAB, decode, plain_tokens, request, tiny_target
+from tests.engines import VOCAB, decode, make_engine, plain_tokens, request, tiny_target
 from tests.replaying import Scenario, scenario, state_digest
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +42,7 @@ def requests_of_every_kind() -> list[Request]:
 
 def recorded(one: Scenario, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, list[int]], list[tuple[bytes, bytes]], Engine]:
     """Tokens of a run in which the clock says anything: K changes at random."""
-    engine = Engine(tiny_target(window=5), decode=decode, **one.parts())
+    engine = make_engine(tiny_target(window=5), decode=decode, **one.parts())
     executor = engine.executor
     clock = random.Random(1)
     if engine.drafter.max_len:

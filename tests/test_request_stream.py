@@ -23,7 +23,7 @@ from batchspec.engine.request_state import RequestState
 from batchspec.engine.waiting import WaitingRequests
 from batchspec.errors import EngineInUse
 from batchspec.records import Request, Snapshot
-from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_target
+from tests.engines import DEVICE, VOCAB, make_engine, packed, plain_tokens, request, tiny_target
 from tests.moe_models import ids_of
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {"none": NoDrafter, "lookup": lambda: LookupDrafter(4, min_ngram=1, max_ngram=2)}
@@ -36,7 +36,7 @@ def rows(count: int = 6, length: int = 14) -> list[Request]:
 
 
 def engine_of(drafter: str, **shape: Any) -> Engine:
-    engine = Engine(tiny_target(), DRAFTERS[drafter](), packed(**{"slots": 3, **shape}), device=DEVICE)
+    engine = make_engine(tiny_target(), DRAFTERS[drafter](), packed(**{"slots": 3, **shape}), device=DEVICE)
     engine.keeps_prefixes = True
     return engine
 
@@ -103,7 +103,7 @@ def test_requests_that_end_at_once_make_the_engine_prefetch_none_that_is_not_rea
             num_given += 1
             yield one
 
-    engine, take_ahead = Engine(tiny_target(), NoDrafter(), packed(slots=3), device=DEVICE), EngineRun.take_ahead
+    engine, take_ahead = make_engine(tiny_target(), NoDrafter(), packed(slots=3), device=DEVICE), EngineRun.take_ahead
 
     def noted(run: EngineRun) -> None:
         nonlocal prefetching
@@ -218,7 +218,7 @@ def test_requests_that_were_taken_ahead_wait_in_the_order_of_the_stream(
     stream: list[bool], turns: list[tuple[int, int] | None]
 ) -> None:
     """False: the stream has no request at present. No more are taken than asked for, nor more than may wait."""
-    given = [RequestState.of(request(i, [1], cap=1), 0, None) if there else None for i, there in enumerate(stream)]
+    given = [RequestState.of(request(i, [1], cap=1), 0) if there else None for i, there in enumerate(stream)]
     asked, found = iter(given), list[RequestState]()
     waiting = WaitingRequests(asked)
     for turn in turns:

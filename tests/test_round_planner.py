@@ -19,7 +19,6 @@ from batchspec.draft.none import NoDrafter
 from batchspec.engine import executor as executor_module
 from batchspec.engine import prefill
 from batchspec.engine.draft_lengths import candidates
-from batchspec.engine.engine import Engine
 from batchspec.engine.executor import Executor
 from batchspec.engine.graphs import GRAPH_DTYPES, RoundShape
 from batchspec.engine.launch import Launch
@@ -34,7 +33,7 @@ from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.packed_batch import ExpectedRows, PackedBatch
 from batchspec.packing.memory import GRAPH_BYTES, MOST_LENGTHS, reserve_bytes
 from batchspec.packing.planner import Demand, row_buckets
-from tests.engines import DEVICE, packed, request, tiny_target
+from tests.engines import DEVICE, make_engine, packed, request, tiny_target
 from tests.stand_ins import small_spec
 
 BASE = {(0, False): 1.0, (0, True): 1.25, (1, True): 1.5}
@@ -168,7 +167,7 @@ def test_prefill_passes_are_captured_last_and_count_as_graphs(asked: bool, monke
 def test_ranks_prepare_no_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of captures depends on a clock, and the launches must be the same on every rank."""
     given: list[Any] = []
-    engine = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
+    engine = make_engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
     monkeypatch.setattr(
         engine.planner, "prepare", lambda mode, **options: given.append((options["expected"], options["most_rounds"]))
     )
@@ -335,7 +334,7 @@ def test_rounds_of_few_rows_are_left_out_where_the_last_rows_end_before_they_wou
 
 
 def test_rounds_that_are_no_graphs_may_have_any_row_bucket() -> None:
-    engine = Engine(tiny_target(), NoDrafter(), packed(4), device=DEVICE)
+    engine = make_engine(tiny_target(), NoDrafter(), packed(4), device=DEVICE)
     engine.prepare(MODE, most_rounds=1)
     assert engine.batch.row_buckets == packed(4).row_buckets
 
@@ -436,7 +435,7 @@ def test_where_rounds_are_no_graphs_nothing_is_timed_and_nothing_chosen() -> Non
 def test_the_engine_refills_by_what_rounds_take(round_s: float, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two slots, rows of 2 and 5 tokens, then one of 2: where rounds are short, a pass of half a second waits for both slots."""
     monkeypatch.setattr(RoundPlanner, "round_s", round_s)
-    engine = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
+    engine = make_engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
     engine._prefill_cost = PrefillCost(least=0.5, token=0.0)
     done = list(engine.run(request(i, [1, 2], cap=cap) for i, cap in enumerate((2, 5, 2))))
     assert len(done) == 3

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from batchspec.distributed.collectives import Collectives
 from batchspec.draft.none import NoDrafter
-from batchspec.engine import score_pass
 from batchspec.engine.engine import Engine
-from batchspec.engine.round import RoundOptions
-from batchspec.engine.vocabulary import DIVERGED
+from batchspec.engine.features import scoring
+from batchspec.engine.vocabulary_of_ranks import DIVERGED
 from batchspec.model.target import Target
 from batchspec.records import Completion, Request
-from tests.engines import DEVICE, VOCAB, full_logits, packed, request, tiny_spec, tiny_target
+from tests.engines import DEVICE, VOCAB, full_logits, make_engine, packed, request, tiny_spec, tiny_target
 from tests.ranks import on_ranks, part_of, whole_of
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -38,12 +37,12 @@ def prompts_of(*prompts: list[int]) -> list[Request]:
 
 
 def engine_of(target: Target, num_top: int, slots: int = 3, **shape: Any) -> Engine:
-    return Engine(
+    return make_engine(
         target,
         NoDrafter(),
         packed(slots, draft_len=0, **shape),
         device=DEVICE,
-        options=RoundOptions(logprobs=num_top, scores=True),
+        logprobs=num_top, scores=True,
     )
 
 
@@ -87,7 +86,7 @@ def test_every_packing_gives_the_logprobs_of_the_definition(data: st.DataObject)
         run_ahead=data.draw(st.integers(0, 2)), prefill_tokens=data.draw(st.sampled_from([1, 3, 8, 64])),
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(score_pass, "SCORED_TOKENS", data.draw(st.sampled_from([1, 5, 512])))
+        patch.setattr(scoring, "SCORED_TOKENS", data.draw(st.sampled_from([1, 5, 512])))
         done = list(engine.run(iter(prompts_of(*prompts))))
     assert sorted(one.row_index for one in done) == list(range(len(prompts)))
     check(done, target, num_top)
@@ -136,7 +135,7 @@ def test_keys_and_values_of_shared_pages_are_not_written_again(monkeypatch: pyte
 
 
 def test_logits_of_few_positions_are_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(score_pass, "SCORED_TOKENS", 7)
+    monkeypatch.setattr(scoring, "SCORED_TOKENS", 7)
     target, most = tiny_target(), 0
     logits = target.logits
 
@@ -197,7 +196,7 @@ def test_a_pass_of_ranks_with_different_states_is_marked_though_no_row_ends_in_i
         hidden = torch.ones(4, 16, dtype=torch.float64, device=DEVICE)
         hidden[2, 5] += differs * ranks.rank
         log = torch.full((3, 5), -1, dtype=torch.int32, device=DEVICE)
-        engine.executor.round.mark_diverged(hidden, log, torch.tensor([1], device=DEVICE))
+        engine.executor.round.vocabulary.mark_diverged(hidden, log, torch.tensor([1], device=DEVICE))
         return log.tolist()
 
     kept = [-1] * 5

@@ -15,7 +15,7 @@ import batchspec
 from batchspec import run
 from batchspec.cli import main as cli
 from batchspec.config.compose import compose
-from batchspec.engine.scoring import PromptScores
+from batchspec.engine.features.scoring import PromptScores
 from batchspec.errors import ConfigError, StorageError
 from batchspec.runstate.journal import Journal
 from batchspec.runstate.output_folder import OutputFolder

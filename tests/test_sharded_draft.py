@@ -23,13 +23,12 @@ from batchspec.draft.shard import cut, part_of_head
 from batchspec.draft.spec import open_drafter
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec, expected_shapes
-from batchspec.engine.engine import Engine
 from batchspec.engine.round import RoundOptions
 from batchspec.errors import ConfigError
 from batchspec.model.blocks.base import Shard
 from batchspec.model.target import Target
 from batchspec.records import SamplingParams
-from tests.engines import DEVICE, decode, packed, request, tiny_spec
+from tests.engines import DEVICE, decode, make_engine, packed, request, tiny_spec
 from tests.ranks import on_ranks, part_of, whole_of
 from tests.test_tensor_parallel import Loud
 
@@ -83,7 +82,7 @@ def drafted(target: Target, name: str, changes: dict[str, Any], kind: str, *, sh
 
     made.propose = recorded  # type: ignore[method-assign]
     options = RoundOptions()
-    engine = Engine(target, made, packed(3, draft_len=7), device=DEVICE, options=options, decode=decode)
+    engine = make_engine(target, made, packed(3, draft_len=7), device=DEVICE, options=options, decode=decode)
     asked = [request(i, [i, 2, 3, i, 2], cap=16, sampling=SAMPLING[kind], stop_ids=(7,)) for i in range(5)]
     done = sorted(engine.run(iter(asked)), key=lambda one: one.request_id)
     assert all(one.token_ids is not None for one in done)

@@ -22,11 +22,10 @@ from batchspec.cache.pages import PagePool
 from batchspec.cache.verify import fits_verify, plan_verify
 from batchspec.draft.none import NoDrafter
 from batchspec.engine import shared_prefix as groups_module
-from batchspec.engine.engine import Engine
 from batchspec.model.target import Target
 from batchspec.packing.planner import row_buckets
 from batchspec.records import Request
-from tests.engines import DEVICE, VOCAB, in_e4m3, packed, request, tiny_spec
+from tests.engines import DEVICE, VOCAB, in_e4m3, make_engine, packed, request, tiny_spec
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 PREFIX = 8
@@ -68,7 +67,7 @@ def tokens(
     requests: list[Request], slots: int, run_ahead: int, patch: pytest.MonkeyPatch, *, fp8_kv: bool = False
 ) -> dict[str, list[int]]:
     batch = packed(slots, row_buckets=row_buckets(slots), run_ahead=run_ahead, prefill_tokens=200)
-    engine = Engine(narrow_target(fp8_kv), NoDrafter(), batch, device=DEVICE)
+    engine = make_engine(narrow_target(fp8_kv), NoDrafter(), batch, device=DEVICE)
     take = PagePool.take
 
     def poison(pool: PagePool, count: int) -> list[int]:
@@ -83,7 +82,7 @@ def tokens(
 
 def alone(requests: list[Request], *, fp8_kv: bool = False) -> dict[str, list[int]]:
     """The same rows one at a time, without kernels and without sharing."""
-    engine = Engine(narrow_target(fp8_kv), NoDrafter(), packed(1), device=DEVICE)
+    engine = make_engine(narrow_target(fp8_kv), NoDrafter(), packed(1), device=DEVICE)
     done: dict[str, list[int]] = {}
     for one in requests:
         engine.pools.forget()

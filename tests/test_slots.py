@@ -28,12 +28,20 @@ def log_lines(data: st.DataObject, rows: list[RequestState], width: int) -> np.n
     return lines
 
 
+def add_round(state: RequestState, accepted: int, drafted: int, tokens: list[int]) -> None:
+    """The definition."""
+    counts = np.eye(K + 1, dtype=int)
+    state.add_counts(counts[accepted].tolist(), counts[drafted].tolist())
+    state.num_discarded += accepted + 1 - len(tokens)
+    state.tokens += tokens
+
+
 @settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_rounds_added_by_arrays_are_those_added_row_by_row(data: st.DataObject) -> None:
     """Adaptive rounds of any width, of some of the rows, with flushes and compactions between them."""
     table = SlotTable(SLOTS, MAX_LEN, K)
-    rows, twins = ([RequestState.of(request(i, [1], cap=MAX_LEN - 1), K, None) for i in range(SLOTS - 1)] for _ in range(2))
+    rows, twins = ([RequestState.of(request(i, [1], cap=MAX_LEN - 1), K) for i in range(SLOTS - 1)] for _ in range(2))
     for slot, row in enumerate(rows):
         table.place([row], [slot], order=slot)
     for _ in range(data.draw(st.integers(1, 9))):
@@ -42,7 +50,7 @@ def test_rounds_added_by_arrays_are_those_added_row_by_row(data: st.DataObject) 
         lines = log_lines(data, there, width)
         table.add_round(np.array([row.slot for row in there], np.intp), RoundLog.of(lines))
         for row, (accepted, drafted, kept, _, *tokens) in zip(there, lines.tolist(), strict=True):
-            twins[row.request.row_index].add_round(accepted, drafted, accepted + 1, tokens[:kept])
+            add_round(twins[row.request.row_index], accepted, drafted, tokens[:kept])
         if data.draw(st.booleans()):
             table.flush(rows[data.draw(st.integers(0, len(rows) - 1))])
         free = table.free()
@@ -61,7 +69,7 @@ def test_the_number_of_live_rows_is_that_of_requests_in_slots(turns: list[tuple[
     table = SlotTable(SLOTS, MAX_LEN, K)
     for order, (enters, slot) in enumerate(turns):
         if enters and slot in table.free():
-            table.place([RequestState.of(request(order, [1], cap=4), K, None)], [slot], order)
+            table.place([RequestState.of(request(order, [1], cap=4), K)], [slot], order)
         elif not enters and table.requests[slot] is not None:
             table.clear(table.at(slot))
         assert table.num_live == len(table.live) == SLOTS - len(table.free())
@@ -70,7 +78,7 @@ def test_the_number_of_live_rows_is_that_of_requests_in_slots(turns: list[tuple[
 def test_a_row_that_fills_its_slot_to_the_last_token_keeps_them_all() -> None:
     """The round writes what the log holds after the kept tokens too: there is room for it after the longest row."""
     table = SlotTable(1, 8, K)
-    row = RequestState.of(request(0, [], cap=8), K, None)
+    row = RequestState.of(request(0, [], cap=8), K)
     table.place([row], [0], 0)
     for emitted in ([1, 2, 3, 4], [5, 6, 7], [8]):
         kept = len(emitted)

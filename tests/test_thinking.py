@@ -19,19 +19,19 @@ from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.engine import expected_pages
 from batchspec.engine.engine import Engine
+from batchspec.engine.features.thinking import ThinkingBudgets, split_thoughts
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.results import RoundLog
 from batchspec.engine.round import RoundOptions
 from batchspec.engine.slots import SlotTable
-from batchspec.engine.stop_strings import StopFinder
-from batchspec.engine.thinking import split_thoughts
 from batchspec.errors import ConfigError
 from batchspec.model.thinking import find_think_tokens
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.records import Channels, Completion, Request, SamplingParams, Snapshot, Thinking
-from tests.engines import DEVICE, VOCAB, ForcedDrafter, _draw, decode, full_logits, packed, request, tiny_target
+from tests.engines import DEVICE, VOCAB, ForcedDrafter, _draw, decode, full_logits, make_engine, packed, request, tiny_target
 from tests.models import make_checkpoint, make_thinking_tokenizer, make_tokenizer
+from tests.one_row import OneRow
 
 BEGIN, END = 3, 4
 MARKS = (BEGIN, END)
@@ -221,7 +221,7 @@ def check_budgets(requests: list[Request], data: st.DataObject) -> None:
     tokens: dict[str, list[int]] = {}
     left = {r.request_id: r for r in requests}
     while left:
-        engine = Engine(
+        engine = make_engine(
             tiny_target(window=5), drafter, batch, device=DEVICE, decode=decode,
             options=RoundOptions(uniform_slots=data.draw(st.booleans())), refill_dead=data.draw(st.booleans()),
         )  # fmt: skip
@@ -248,8 +248,7 @@ def check_budgets(requests: list[Request], data: st.DataObject) -> None:
 
 def resumed_state(req: Request, snapshot: Snapshot) -> RequestState:
     """The state with which another run continues the row."""
-    finder = StopFinder(decode, req.stop) if req.stop else None
-    return RequestState.of(replace(req, resumed=snapshot), len(snapshot.accepted) - 1, finder)
+    return OneRow(replace(req, resumed=snapshot), draft_len=len(snapshot.accepted) - 1, decode=decode).state
 
 
 @settings(max_examples=80)
@@ -266,19 +265,19 @@ def test_a_row_that_is_resumed_at_any_token_has_the_counts_with_which_it_stopped
     complete or not. A larger limit adds only the closing tokens that the smaller one cut off."""
     how = harmony(budget, HEADERS[2], tuple(closing)) if by_channels else thinking(budget, opened=True, closing=tuple(closing))
     req = replace(request(0, [7, 9], cap=cap, stop_ids=tuple(stop_ids)), thinking=how)
-    state = RequestState.of(req, draft_len, None)
+    row = OneRow(req, draft_len=draft_len)
+    state = row.state
     token = st.sampled_from([BEGIN, END, 7, 7, 7, 11, 12])
     num_rounds = 0
     while state.finish_reason is None:
         room = state.request.max_new_tokens - len(state.tokens)
         drawn = data.draw(st.lists(token, min_size=1, max_size=draft_len + 1))
         ends = (place + 1 for place, each in enumerate(drawn) if each in req.stop_ids)
-        state.add_round(len(drawn) - 1, draft_len, len(drawn), drawn[: min(room, next(ends, len(drawn)))])
-        state.enforce_budget()
+        row.add_round(len(drawn) - 1, draft_len, drawn[: min(room, next(ends, len(drawn)))])
         num_rounds += 1
         again = resumed_state(req, state.snapshot(0.0))
         assert again.snapshot(0.0) == state.snapshot(0.0)
-        assert (again.finish_reason, again.stop_string, again.stop_id) == (state.finish_reason, state.stop_string, state.stop_id)
+        assert (again.finish_reason, again.stop_reason, again.stop_id) == (state.finish_reason, state.stop_reason, state.stop_id)
         assert len(state.tokens) == state.num_accepted + num_rounds + state.num_forced - state.num_discarded
     if state.finish_reason == "length":
         more = resumed_state(replace(req, max_new_tokens=req.max_new_tokens + larger), state.snapshot(0.0))
@@ -289,7 +288,7 @@ def test_a_row_that_is_resumed_at_any_token_has_the_counts_with_which_it_stopped
 
 def test_a_row_that_ends_at_a_stop_id_within_the_closing_tokens_has_only_those_before_it() -> None:
     how = harmony(2, HEADERS[2], (11,))
-    engine = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
+    engine = make_engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
     (done,) = engine.run(iter([replace(request(0, [7, 9], cap=12, stop_ids=(END,)), thinking=how)]))
     assert done.token_ids is not None
     assert done.stats is not None
@@ -302,26 +301,26 @@ def test_a_row_that_changes_its_slot_is_checked_when_its_budget_or_a_thought_req
     table = SlotTable(4, 64, 0)
     for slot, opened in ((2, True), (3, False)):
         how = thinking(2, opened=opened)
-        table.place([RequestState.of(replace(request(slot, [7] * 10, cap=9), thinking=how), 0, None)], [slot], slot)
+        table.place([RequestState.of(replace(request(slot, [7] * 10, cap=9), thinking=how), 0, [ThinkingBudgets()])], [slot], slot)
     table.move([(2, 0), (3, 1)])
     slots = np.array([0, 1])
     begins, ends = (RoundLog.of(np.array([[0, 0, 1, 0, 7, -1], [0, 0, 1, 0, 7, mark]], np.int32)) for mark in (BEGIN, END))
     table.num_tokens[:2] = 12
-    assert table.budgets_due(slots, begins) == [0, 1]
+    assert table.due(slots, begins).tolist() == [0, 1]
     table.num_tokens[:2] = 11
-    assert table.budgets_due(slots, ends) == []
+    assert table.due(slots, ends).tolist() == []
     table.clear(table.at(0))
-    table.place([RequestState.of(request(0, [7] * 20, cap=9), 0, None)], [0], 4)
+    table.place([RequestState.of(request(0, [7] * 20, cap=9), 0)], [0], 4)
     table.num_tokens[:2] = 70
-    assert table.budgets_due(slots, ends) == []
+    assert table.due(slots, ends).tolist() == []
 
 
 def test_forced_tokens_have_no_logprobs_and_the_others_keep_theirs() -> None:
     req = replace(request(0, [7, 9], cap=12), thinking=thinking(4, opened=True, closing=(11,)))
     runs = []
     for drafter in (NoDrafter(), LookupDrafter(3, min_ngram=1, max_ngram=2)):
-        options = RoundOptions(logprobs=2)
-        engine = Engine(tiny_target(), drafter, packed(2, draft_len=drafter.max_len), device=DEVICE, options=options)
+        batch = packed(2, draft_len=drafter.max_len)
+        engine = make_engine(tiny_target(), drafter, batch, device=DEVICE, logprobs=2)
         (done,) = engine.run(iter([req]))
         assert done.logprobs is not None
         assert done.top_logprobs is not None
@@ -340,8 +339,8 @@ def test_an_end_that_the_model_writes_where_the_budget_forces_it_has_no_logprob_
         how = Thinking(begin_id=None, end_id=closing[-1], opened=True, budget=begin, closing=closing)
         forced, runs = range(begin, begin + length), []
         for drafter in (NoDrafter(), ForcedDrafter(4, {1000: output}, right=True, fixed_len=True)):
-            options = RoundOptions(logprobs=2)
-            engine = Engine(tiny_target(), drafter, packed(2, draft_len=drafter.max_len), device=DEVICE, options=options)
+            batch = packed(2, draft_len=drafter.max_len)
+            engine = make_engine(tiny_target(), drafter, batch, device=DEVICE, logprobs=2)
             (done,) = engine.run(iter([replace(free, thinking=how)]))
             assert done.token_ids is not None
             assert done.token_ids.tolist() == output
@@ -358,7 +357,7 @@ def test_an_end_that_the_model_writes_where_the_budget_forces_it_has_no_logprob_
 def test_forced_tokens_before_the_model_s_first_one_have_no_logprobs_either(num_top: int) -> None:
     """A budget of 0: the closing tokens come first, and logprob i is that of token i all the same."""
     req = replace(request(0, [7, 9], cap=8), thinking=thinking(0, opened=True, closing=(11,)))
-    engine = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE, options=RoundOptions(logprobs=num_top))
+    engine = make_engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE, logprobs=num_top)
     (done,) = engine.run(iter([req]))
     assert done.token_ids is not None
     assert done.logprobs is not None

@@ -33,7 +33,6 @@ from batchspec.draft.spec import open_drafter
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, load_head
 from batchspec.engine import graphs
-from batchspec.engine.engine import Engine
 from batchspec.engine.round import RoundOptions, RoundResult
 from batchspec.engine.tree_round import TreeRound
 from batchspec.errors import CapacityError, ConfigError
@@ -41,7 +40,7 @@ from batchspec.records import SamplingParams
 from tests import drafting
 from tests.drafting import TARGET, drawn_batch, expected_tokens, known_requests, mixed_requests, synthetic
 from tests.eagle_reference import Design, reference_tree
-from tests.engines import DEVICE, VOCAB, decode, full_logits, packed, plain_tokens, request, tiny_target
+from tests.engines import DEVICE, VOCAB, decode, full_logits, make_engine, packed, plain_tokens, request, tiny_target
 from tests.heads import Tensors, distilled_tensors, random_tensors, tiny_design, write_head
 
 SAMPLED = SamplingParams(temperature=0.9, top_k=9)
@@ -179,7 +178,7 @@ def test_products_underflow_where_sums_do_not(tmp_path: Path, monkeypatch: pytes
     for rank in (LOGPROB, PROB):
         seen.clear()
         shape = shape_of(4, 4, 40, rank)
-        engine = Engine(target, Recorded(head, target, shape, slots=1), packed(1), device=DEVICE)
+        engine = make_engine(target, Recorded(head, target, shape, slots=1), packed(1), device=DEVICE)
         list(engine.run(iter([request(0, [1, 2, 3], cap=8)])))
         expected = [reference_tree(design, tensors, target, prefix, topk=4, depth=4, nodes=40) for prefix, _ in seen]
         agree[rank] = [tree == right for (_, tree), right in zip(seen, expected, strict=True)]
@@ -210,7 +209,7 @@ def test_every_tree_gives_the_tokens_of_no_drafts_in_fp32(tmp_path: Path) -> Non
     drafters: list[Drafter] = [NoDrafter(), *(TreeDrafter(head, target, shape, slots=3) for shape in shapes)]
     found = []
     for drafter in drafters:
-        engine = Engine(target, drafter, packed(3), device=DEVICE)
+        engine = make_engine(target, drafter, packed(3), device=DEVICE)
         found.append({c.request_id: c.token_ids.tolist() for c in engine.run(iter(requests)) if c.token_ids is not None})
     assert sorted(found[0]) == [f"r{index}" for index in range(6)]
     assert all(tokens == found[0] for tokens in found)
@@ -354,7 +353,7 @@ def test_logprobs_are_those_of_the_raw_logits(tmp_path: Path) -> None:
     drafter = make_drafter(tmp_path, design, tensors, shape_of(3, 3), slots=2)
     sampling = SamplingParams(temperature=0.5, repetition_penalty=1.1)
     requests = [*known_requests()[:1], request(1, [1, 2, 3, 1, 2], cap=12, sampling=sampling)]
-    _, done, engine = run(requests, packed(2), drafter, options=RoundOptions(logprobs=4))
+    _, done, engine = run(requests, packed(2), drafter, logprobs=4)
     assert engine.totals.accepted > 3
     for req in requests:
         completion = done[req.request_id]

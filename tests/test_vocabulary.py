@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,16 +27,15 @@ from batchspec.draft.shapes import LOGPROB, TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
-from batchspec.engine.engine import Engine
-from batchspec.engine.logprobs import logprobs_of
-from batchspec.engine.round import RoundOptions
+from batchspec.engine.features.logprobs import LogprobReader
 from batchspec.engine.sampling import choose, cutoffs
-from batchspec.engine.vocabulary import choose_of_ranks, cutoffs_of_ranks, logprobs_of_ranks
+from batchspec.engine.vocabulary import Vocabulary
+from batchspec.engine.vocabulary_of_ranks import SharedVocabulary, choose_of_ranks, cutoffs_of_ranks
 from batchspec.kernels.sampling import cutoff
 from batchspec.model.target import Target
 from batchspec.model.vocabulary import greedy_of_ranks
 from batchspec.records import Completion, Request, SamplingParams
-from tests.engines import DEVICE, VOCAB, decode, packed, request, tiny_spec
+from tests.engines import DEVICE, VOCAB, decode, make_engine, packed, request, tiny_spec
 from tests.kernels.covering import covering
 from tests.ranks import Table, on_ranks, part_of, whole_of
 from tests.test_sampling import make_rows
@@ -86,7 +86,7 @@ def test_ranks_choose_what_one_process_does(problem: dict[str, Any], count: int,
     logits, rows, at, mode = (problem[name] for name in ("logits", "rows", "at", "mode"))
     expected = choose(logits.clone(), at, rows, mode)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("batchspec.engine.vocabulary.QUICK_TOP", quick)
+        patch.setattr("batchspec.engine.vocabulary_of_ranks.QUICK_TOP", quick)
 
         def chosen(ranks: Collectives) -> Tensor:
             own = columns(ranks.rank, count)
@@ -107,7 +107,7 @@ def test_the_cutoff_of_ranks_keeps_the_same_tokens(problem: dict[str, Any], coun
 
 
 def test_few_logits_are_exchanged_where_few_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchspec.engine.vocabulary.QUICK_TOP", 8)
+    monkeypatch.setattr("batchspec.engine.vocabulary_of_ranks.QUICK_TOP", 8)
     monkeypatch.setattr(cutoff, "QUICK_TOP", 8)
     rows, table = make_rows(2, vocab=WIDTH), Table(2)
     rows.top_k.fill_(5)
@@ -122,20 +122,24 @@ def test_few_logits_are_exchanged_where_few_decide(monkeypatch: pytest.MonkeyPat
 def test_logprobs_of_ranks_are_those_of_all_logits(problem: dict[str, Any], count: int, num_top: int) -> None:
     logits = problem["logits"].nan_to_num(-1.0, 2.0)
     chosen = problem["at"].drafts[:, 0]
-    expected = logprobs_of(logits, chosen, num_top)
+    reader = LogprobReader(num_top)
+    target: Any = SimpleNamespace(spec=SimpleNamespace(vocab_size=WIDTH))
+    expected = reader.read(logits, chosen, Vocabulary(target))
 
     def own(ranks: Collectives) -> Any:
         tokens = columns(ranks.rank, count)
-        return logprobs_of_ranks(logits[:, tokens], chosen, num_top, tokens, WIDTH, ranks)
+        target: Any = SimpleNamespace(spec=SimpleNamespace(vocab_size=WIDTH, vocab_part=tokens), ranks=ranks)
+        return reader.read(logits[:, tokens], chosen, SharedVocabulary(target))
 
     for found in on_ranks(count, own):
-        torch.testing.assert_close(found.chosen, expected.chosen)
-        assert (found.top is None) == (num_top == 0)
-        if found.top is not None:
-            torch.testing.assert_close(found.top, expected.top)
-            scores = logits.gather(1, found.top_ids.long()) - torch.logsumexp(logits, 1, keepdim=True)
-            torch.testing.assert_close(scores.float(), found.top)
-            assert all(len(set(ids)) == num_top for ids in found.top_ids.tolist())
+        torch.testing.assert_close(found[0], expected[0])
+        assert len(found) == len(expected) == (3 if num_top else 1)
+        if num_top:
+            _, top_ids, top = found
+            torch.testing.assert_close(top, expected[2])
+            scores = logits.gather(1, top_ids.long()) - torch.logsumexp(logits, 1, keepdim=True)
+            torch.testing.assert_close(scores.float(), top)
+            assert all(len(set(ids)) == num_top for ids in top_ids.tolist())
 
 
 def head_for(target: Target, *, own_output: bool) -> Head:
@@ -185,8 +189,7 @@ def requests(kind: str) -> list[Request]:
 
 def completions(target: Target, name: str, kind: str) -> dict[str, Completion]:
     """Every rank schedules for itself: on a CPU no decision depends on a clock."""
-    options = RoundOptions(logprobs=3)
-    engine = Engine(target, drafter(name, target), packed(3, draft_len=7), device=DEVICE, options=options, decode=decode)
+    engine = make_engine(target, drafter(name, target), packed(3, draft_len=7), device=DEVICE, logprobs=3, decode=decode)
     return {done.request_id: done for done in engine.run(iter(requests(kind)))}
 
 

@@ -13,11 +13,10 @@ from torch import Tensor
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.pages import KVCache
 from batchspec.draft.window import WindowDrafter
-from batchspec.engine.engine import Engine
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
 from batchspec.records import Completion
-from tests.engines import packed, plain_tokens, request, tiny_target
+from tests.engines import make_engine, packed, plain_tokens, request, tiny_target
 from tests.models import make_checkpoint
 
 CPU = torch.device("cpu")
@@ -77,7 +76,7 @@ def drafts_of(folder: Path, tokens: list[int], count: int, window: int, sink: in
 def run(target: Target, drafter: WindowDrafter, **shape: Any) -> list[Completion]:
     rng = np.random.default_rng(0)
     asked = [request(i, rng.integers(3, 97, 3 + 7 * i).tolist(), cap=9) for i in range(4)]
-    engine = Engine(target, drafter, packed(2, page_size=4, draft_len=drafter.max_len, **shape), device=CPU)
+    engine = make_engine(target, drafter, packed(2, page_size=4, draft_len=drafter.max_len, **shape), device=CPU)
     return list(engine.run(iter(asked)))
 
 
@@ -110,7 +109,7 @@ def test_tokens_are_those_of_plain_decoding_whatever_the_window_keeps() -> None:
     for window, sink, draft_len in ((1, 0, 1), (2, 1, 4), (5, 2, 3)):
         drafter = WindowDrafter(target, draft_len, slots=3, window=window, sink=sink)
         batch = packed(3, page_size=2, num_pages=20, draft_len=draft_len, run_ahead=2)
-        engine = Engine(target, drafter, batch, device=target.device)
+        engine = make_engine(target, drafter, batch, device=target.device)
         done = {c.request_id: c.token_ids.tolist() for c in engine.run(iter(asked)) if c.token_ids is not None}
         assert done == expected
         assert 0 < engine.totals.accepted < engine.totals.drafted
@@ -121,7 +120,7 @@ def test_drafts_so_far_past_the_end_of_the_longest_row_that_their_window_holds_n
     target = tiny_target(window=5)
     asked = request(0, [1, 2], cap=2)
     drafter = WindowDrafter(target, 7, slots=1, window=1)
-    engine = Engine(target, drafter, packed(1, page_size=2, max_len=4, draft_len=7), device=target.device)
+    engine = make_engine(target, drafter, packed(1, page_size=2, max_len=4, draft_len=7), device=target.device)
     (done,) = engine.run(iter([asked]))
     assert done.token_ids is not None
     assert done.token_ids.tolist() == plain_tokens(target, asked)

@@ -19,12 +19,11 @@ from batchspec.cache.layout import LayerKV
 from batchspec.cache.verify import fits_verify, plan_verify
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.engine import shared_prefix
-from batchspec.engine.engine import Engine
 from batchspec.model import target as target_module
 from batchspec.model.target import Target
 from batchspec.packing.planner import row_buckets
 from batchspec.records import Request
-from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_spec
+from tests.engines import DEVICE, VOCAB, make_engine, packed, plain_tokens, request, tiny_spec
 from tests.freed_pages import poison_freed_pages
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -69,7 +68,7 @@ def test_rounds_by_kernels_give_the_tokens_of_plain_decoding(
         4, row_buckets=row_buckets(4), page_size=PAGE_SIZE, num_pages=200, run_ahead=1, prefill_tokens=20,
         max_len=20, draft_len=2,
     )  # fmt: skip
-    engines = [Engine(target, LookupDrafter(2, min_ngram=1, max_ngram=2), batch, device=DEVICE)]
+    engines = [make_engine(target, LookupDrafter(2, min_ngram=1, max_ngram=2), batch, device=DEVICE)]
     poison_freed_pages(monkeypatch, engines)
     done = {one.request_id: one for one in engines[0].run(iter(asked))}
     found = {name: None if one.token_ids is None else one.token_ids.tolist() for name, one in done.items()}

@@ -206,10 +206,9 @@ class DeviceBatch:
         assert self.automata is not None
         self.automata.park(self.automaton_state, live, log)
 
-    def wake(self, constraints: Sequence[tuple[int, ConstraintOffsets]]) -> None:
-        """Let waiting rows continue: (slot, places of the automaton's class map and state) of each."""
-        self.constrain(constraints)
-        self.live[upload([slot for slot, _ in constraints], torch.int64, self.live.device)] = 1
+    def resume(self, slots: Sequence[int]) -> None:
+        """Let rows continue that were stopped and kept their slots."""
+        self.live[upload(slots, torch.int64, self.live.device)] = 1
 
     def _mark_seen(self, slots: Sequence[int], requests: Sequence[Request], outputs: Sequence[Sequence[int]]) -> None:
         for slot, request, output in zip(slots, requests, outputs, strict=True):

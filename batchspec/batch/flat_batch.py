@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.kernels.attention.work_list import SharedPrefixes
 from batchspec.kernels.kv_cache.group_slot_mapping import group_slot_mapping
 
@@ -63,6 +64,12 @@ class FlatBatch:
     queries may have the same position."""
     more_groups: tuple[GroupPages, ...] = ()
     """For K/V groups 1, 2, ...; page_table and slot_mapping are those of group 0, which has the widest window."""
+
+    def read_rows(self, rows: DeviceBatch, slot_ids: Tensor | None = None) -> FlatBatch:
+        """This batch, with what layers read of the rows besides their tokens. slot_ids int64 [R]: the slot of each row; None:
+        row r is in slot r."""
+        self.row_adapters = rows.adapter if slot_ids is None else rows.adapter[slot_ids]
+        return self
 
     def of_group(self, group: int) -> FlatBatch:
         """The same tokens in the pages of one K/V group."""

@@ -1,7 +1,8 @@
 """All rules that mask or bias logits before a choice: one list for the target and, if a rule says so, for drafters.
 
 A new rule is one `LogitRule` in RULES, a flag of `SamplingMode` that asks for it, and the state that it needs in `DeviceBatch`.
-Legend: T rows of logits, R batch rows, V vocabulary, K draft_len.
+Rounds name no rule: they call the functions below, which apply what the rows' mode asks for. Legend: T rows of logits, R batch
+rows, V vocabulary, K draft_len.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class LogitRows:
 
 @dataclass(frozen=True, slots=True)
 class LogitRule:
-    """One way to change logits [T, V] in place."""
+    """One way to change logits [T, V] in place, and what else keeps to it in a round."""
 
     wanted: Callable[[SamplingMode], bool]
     """Whether some row of the pass needs it; otherwise nothing is launched."""
@@ -58,6 +59,17 @@ class LogitRule:
     """Whether it needs `LogitRows.drafts`, because tokens drafted before the position count. A draft may be a forbidden token."""
     of_drafters: bool = False
     """Whether drafters with logits follow it too: they propose no token that it forbids, as long as they have another one."""
+    masks: Callable[[LogitRows, DeviceBatch], tuple[Tensor, Tensor]] | None = None
+    """All masks, and the row int32 [T] of each position's mask: for a rule that does nothing but mask."""
+    check_drafts: Callable[[DeviceBatch, Tensor, Tensor], None] | None = None
+    """Changes draft_ids int32 [R, K] and draft_len int32 [R] of a drafter without logits to what the rule allows."""
+    commit: Callable[[DeviceBatch, Tensor, Tensor], None] | None = None
+    """Brings the rows' state up to date with the tokens of a log int32 [R, L], as of `accept`; live int32 [R] is 0 for rows
+    that ended with them. It may fail a row: it changes both."""
+    mark_undecided: Callable[[Tensor, LogitRows, DeviceBatch], None] | None = None
+    """Replaces choices int32 [T] by WAIT where the device lacks what the rule needs for them (`SamplingMode.waits`)."""
+    park: Callable[[DeviceBatch, Tensor, Tensor], None] | None = None
+    """Stops rows that lack it after their newest token: live int32 [R] becomes 0, and `finish` in the log WAITING."""
 
 
 def adjust_logits(logits: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode) -> None:
@@ -94,6 +106,41 @@ def adjusts_drafts(mode: SamplingMode) -> bool:
 def drafters_read_drafts(mode: SamplingMode) -> bool:
     """Whether drafters follow a rule that `mode` asks for and that needs their own drafts before a position."""
     return any(rule.of_drafters and rule.reads_drafts and rule.wanted(mode) for rule in RULES)
+
+
+def masks_alone(mode: SamplingMode) -> LogitRule | None:
+    """The rule that turns greedy choices of the target into choices among the tokens of its masks; None: logits must be
+    changed."""
+    (*others, rule) = [rule for rule in RULES if rule.wanted(mode)] or [None]
+    return None if others or rule is None or rule.masks is None or mode.random or mode.waits else rule
+
+
+def check_drafts(rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, mode: SamplingMode) -> None:
+    """Make drafts that were not chosen from logits follow the rules of drafters. Arguments as for `LogitRule.check_drafts`."""
+    for rule in RULES:
+        if rule.check_drafts is not None and rule.wanted(mode):
+            rule.check_drafts(rows, draft_ids, draft_len)
+
+
+def commit_rules(rows: DeviceBatch, log: Tensor, live: Tensor, mode: SamplingMode) -> None:
+    """Bring the state of every rule up to date with the tokens just committed. Arguments as for `LogitRule.commit`."""
+    for rule in RULES:
+        if rule.commit is not None and rule.wanted(mode):
+            rule.commit(rows, log, live)
+
+
+def mark_undecided(target_ids: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode) -> None:
+    """Replace choices int32 [T] that cannot be made yet by WAIT."""
+    for rule in RULES if mode.waits else ():
+        if rule.mark_undecided is not None and rule.wanted(mode):
+            rule.mark_undecided(target_ids, at, rows)
+
+
+def park(rows: DeviceBatch, live: Tensor, log: Tensor, mode: SamplingMode) -> None:
+    """Stop the rows that cannot go on yet. Arguments as for `LogitRule.park`."""
+    for rule in RULES if mode.waits else ():
+        if rule.park is not None and rule.wanted(mode):
+            rule.park(rows, live, log)
 
 
 def apply_penalties(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: Tensor | None = None) -> None:
@@ -176,14 +223,13 @@ def allowed_by_automata(at: LogitRows, rows: DeviceBatch) -> tuple[Tensor, Tenso
     )  # fmt: skip
 
 
-def mark_waiting(target_ids: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode) -> None:
+def mark_waiting(target_ids: Tensor, at: LogitRows, rows: DeviceBatch) -> None:
     """Replace choices [T] by WAIT where the device lacks the mask of a lazy automaton's state, without which they were made."""
-    if mode.waits:
-        assert rows.automata is not None
-        rows.automata.mark_waiting(
-            target_ids, at.row_ids, rows.automaton_state, rows.automaton_classes, drafts=at.drafts,
-            num_drafted=at.num_drafted, draft_rows=at.draft_rows,
-        )  # fmt: skip
+    assert rows.automata is not None
+    rows.automata.mark_waiting(
+        target_ids, at.row_ids, rows.automaton_state, rows.automaton_classes, drafts=at.drafts,
+        num_drafted=at.num_drafted, draft_rows=at.draft_rows,
+    )  # fmt: skip
 
 
 def mark_output(rows: DeviceBatch, tokens: Tensor, kept: Tensor) -> None:
@@ -196,8 +242,23 @@ def mark_output(rows: DeviceBatch, tokens: Tensor, kept: Tensor) -> None:
 
 RULES: list[LogitRule] = [
     LogitRule(lambda mode: mode.biased, add_bias, of_drafters=True),
-    LogitRule(lambda mode: mode.penalties, apply_penalties, reads_drafts=True),
+    LogitRule(
+        lambda mode: mode.penalties,
+        apply_penalties,
+        reads_drafts=True,
+        commit=lambda rows, log, live: mark_output(rows, log[:, 4:], log[:, 2]),
+    ),
     LogitRule(lambda mode: mode.min_tokens, forbid_stop_ids),
-    LogitRule(lambda mode: mode.constrained, follow_automata, reads_drafts=True, of_drafters=True),
+    LogitRule(
+        lambda mode: mode.constrained,
+        follow_automata,
+        reads_drafts=True,
+        of_drafters=True,
+        masks=allowed_by_automata,
+        check_drafts=lambda rows, draft_ids, draft_len: rows.constrain_drafts(draft_ids, draft_len),
+        commit=lambda rows, log, live: rows.advance_automata(log, live),
+        mark_undecided=mark_waiting,
+        park=lambda rows, live, log: rows.park(live, log),
+    ),
 ]
 """In the order in which they are applied."""

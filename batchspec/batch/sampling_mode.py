@@ -20,7 +20,7 @@ class SamplingMode:
     min_tokens: bool = False
     constrained: bool = False
     waits: bool = False
-    """Whether a row follows a lazy automaton, for which it may have to wait."""
+    """Whether a row may have to wait in its slot, until the host brings what its next token needs."""
 
     @classmethod
     def of(cls, p: SamplingParams, min_new_tokens: int, *, constrained: bool = False, waits: bool = False) -> SamplingMode:

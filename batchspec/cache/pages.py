@@ -110,14 +110,14 @@ class KVCache:
                 kv_move(kv, nodes.of_group(group).slot_mapping, path, chain.of_group(group).slot_mapping, accepted_len)
 
 
-def prefix_hashes(ids: Ids, page_size: int, lookahead: int = 0, *, adapter: int = 0) -> list[bytes]:
+def prefix_hashes(ids: Ids, page_size: int, lookahead: int = 0, *, salt: bytes = b"") -> list[bytes]:
     """A hash for each full page of `ids`, over all tokens up to the page's end: equal hashes mean equal K/V.
 
     lookahead  number of tokens after a page that its K/V depends on too (1 for an EAGLE head): the hash covers them, and a page
                that is not followed by as many tokens in `ids` gets no hash
-    adapter    number of the row's LoRA adapter, on which all its K/V depend: rows of different adapters share no page
+    salt       what all K/V of the row depend on besides: rows with different ones share no page
     """
-    hashes, parent = [], adapter.to_bytes(4) if adapter else b""
+    hashes, parent = [], salt
     data, token_bytes = ids.tobytes(), ids.itemsize
     page_bytes, lookahead_bytes = page_size * token_bytes, lookahead * token_bytes
     for end in range(page_bytes, len(data) - lookahead_bytes + 1, page_bytes):

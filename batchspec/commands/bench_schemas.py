@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import cache
 
 from batchspec.batch.automata import AutomataCapacity, ConstraintOffsets
-from batchspec.engine.automaton_places import AutomatonPlaces
 from batchspec.engine.engine import Engine
+from batchspec.engine.features.automaton_places import AutomatonPlaces
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.records import Request
 from batchspec.structured.compiler import Compiler
@@ -58,10 +58,9 @@ def begin_anywhere(engine: Engine, automata: Sequence[TokenAutomaton], request: 
     found: list[tuple[int, ConstraintOffsets]] = []
     for slot in range(len(rows.live)):
         automaton = automata[slot % len(automata)]
+        assert places.bring(automaton)
         places.hold(automaton)
-        at = places.constraint(following(request, automaton), _drawn(automaton, slot))
-        assert at is not None
-        found.append((slot, at))
+        found.append((slot, places.offsets(automaton, automaton.answer, _drawn(automaton, slot))))
     rows.automata.upload(places.take_uploads())
     rows.constrain(found)
 

@@ -18,6 +18,7 @@ from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.schema import CacheConfig
 from batchspec.config.typed import from_dict
 from batchspec.engine.engine import Engine
+from batchspec.engine.features import RowFeatures
 from batchspec.engine.prefill import flat_batch
 from batchspec.engine.sampling import cutoffs
 from batchspec.engine.step import Segment
@@ -222,7 +223,8 @@ def _mask_after(engine: Engine, request: Request, output: Sequence[int]) -> tupl
         state = automaton.walk(request.automaton_state, output)
         mask, forced = automaton.table[state, [MASK, FORCED]]
         return None if state == DEAD else (automaton.masks[mask], bool(forced == ENDS))
-    if automaton is None or engine.lazy is None:
+    lazy = engine.features.lazy if isinstance(engine.features, RowFeatures) else None
+    if automaton is None or lazy is None:
         return None
-    found = engine.lazy.after(request, output)
+    found = lazy.after(request, output)
     return (found.mask, found.forced == ENDS) if isinstance(found, Expansion) and found.state != DEAD else None

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,9 +29,11 @@ from batchspec.config.schema import ModelConfig, RunConfig
 from batchspec.draft.base import Drafter
 from batchspec.draft.spec import open_drafter
 from batchspec.engine.engine import Engine
+from batchspec.engine.engine_run import Ended
 from batchspec.engine.executor import Executor
+from batchspec.engine.features import RowFeatures
 from batchspec.engine.graphs import Graphs, RoundShape
-from batchspec.engine.last_check import Ended
+from batchspec.engine.prefill import prefill_chunk
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.prefill_runner import PrefillRunner
 from batchspec.engine.request_state import RequestState
@@ -105,7 +108,7 @@ class StandInEngine(Engine):
             prefill_tokens=GPU_PREFILL,
             run_ahead=GPU_RUN_AHEAD,
         )
-        super().__init__(target, drafter, batch, device=device, defers_text=True, decode=_no_text)
+        super().__init__(target, drafter, batch, device=device, features=RowFeatures(defers_text=True, decode=_no_text))
         self.watch = Stopwatch()
         self.executor: StandInExecutor = StandInExecutor(self.watch, target, drafter, batch, device)
         self.planner = RoundPlanner(self.executor, batch, adaptive=True)
@@ -203,12 +206,11 @@ class StandInPrefill(PrefillRunner):
     """Passes that emit a token of each row that ends in them."""
 
     def __init__(self, executor: Executor, watch: Stopwatch) -> None:
-        super().__init__(executor.round, executor.rows)
+        super().__init__(executor.rows, executor.drafter, partial(prefill_chunk, executor.round, executor.rows))
         self._watch = watch
 
     def run(self, prefill: Prefill) -> list[PendingResult]:
         """See `PrefillRunner`."""
-        self.place(prefill)
         self._watch.lap("launch refill")
         results = [PendingResult.send(self._pass(segments), 0.0) for segments in prefill.passes]
         self._watch.lap("stand-in")

@@ -63,7 +63,7 @@ class WindowDrafter(NoFeatures):
             newest_ids = ids[:, k : k + 1].contiguous()
             step = self._layout.batch(newest_ids, positions[k], slots[k], kv_len, page_table, rows.max_kv)
             step.add_groups(more_tables, cache.page_size)
-            step.row_adapters = rows.adapter  # with the adapters with which it verifies
+            step.read_rows(rows)  # as when it verifies
             hidden, _ = self._target.forward(step, cache, window=self._window, sink=self._sink)
             draws = later_draws(self.mode, rows, step.row_ids, positions[k], ahead=1, drafts=ids[:, 1:])
             if draws is None:

@@ -1,42 +1,44 @@
-"""Rounds with an optimisation switched off, so that what it gains can be measured (`ablation.*`, `batchspec bench --opt`).
+"""Choices with an optimisation switched off, so that what it gains can be measured (`ablation.argmax`, `batchspec bench --opt`).
 
-Each variant overrides one method of `Round`; a job without ablations uses none of these classes.
+`vocabulary_for` chooses the classes once, when an engine is made; a job without ablations uses none of these.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import torch
 from torch import Tensor
 
-from batchspec.engine.round import Round, RoundOptions
+from batchspec.engine.vocabulary import Vocabulary
+from batchspec.engine.vocabulary_of_ranks import SharedVocabulary
 from batchspec.kernels.sampling.argmax import NO_TOKEN
+from batchspec.model.target import Target
 from batchspec.model.vocabulary import gather_logits
 
-R = TypeVar("R", bound=Round)
 
+class SoftmaxVocabulary(Vocabulary):
+    """ablation.argmax=false: greedy choices by softmax and top-k instead of an argmax."""
 
-class SoftmaxChoice(Round):
-    """ablation.argmax=false: greedy choices by softmax and top-k instead of an argmax; ranks gather all logits for it."""
-
-    def greedy_of_hidden(self, hidden: Tensor) -> Tensor:
+    def greedy(self, hidden: Tensor) -> Tensor:
         return greedy_by_softmax(self.target.all_logits(hidden))
 
     def masks_in_product(self, hidden: Tensor) -> bool:
         return False
 
-    def greedy_of_logits(self, logits: Tensor) -> Tensor:
-        ranks = self.target.ranks
-        return greedy_by_softmax(logits if ranks is None else gather_logits(logits, self.target.spec.vocab_size, ranks))
+    def greedy_by_logits(self, logits: Tensor) -> Tensor:
+        return greedy_by_softmax(logits)
 
 
-class RaggedLayout(Round):
-    """ablation.uniform_slots=false: rows of equal draft length use the ragged layout too."""
+class SharedSoftmaxVocabulary(SharedVocabulary):
+    """The same for ranks, which gather all logits for it."""
 
-    @property
-    def is_uniform(self) -> bool:
+    def greedy(self, hidden: Tensor) -> Tensor:
+        return greedy_by_softmax(self.target.all_logits(hidden))
+
+    def masks_in_product(self, hidden: Tensor) -> bool:
         return False
+
+    def greedy_by_logits(self, logits: Tensor) -> Tensor:
+        return greedy_by_softmax(gather_logits(logits, self.target.spec.vocab_size, self._ranks))
 
 
 def greedy_by_softmax(logits: Tensor) -> Tensor:
@@ -45,9 +47,8 @@ def greedy_by_softmax(logits: Tensor) -> Tensor:
     return torch.where(logits.amax(-1).isfinite(), ids, NO_TOKEN).int()
 
 
-def ablated(kind: type[R], options: RoundOptions) -> type[R]:
-    """The variant of `kind` without the optimisations that `options` switch off; `kind` itself if they switch off none."""
-    without: list[type[Round]] = [] if options.argmax else [SoftmaxChoice]
-    if not options.uniform_slots:
-        without.append(RaggedLayout)
-    return type(f"Ablated{kind.__name__}", (*without, kind), {}) if without else kind
+def vocabulary_for(target: Target, *, argmax: bool) -> Vocabulary:
+    """The vocabulary of this target; argmax: greedy tokens by an argmax."""
+    if target.ranks is None:
+        return Vocabulary(target) if argmax else SoftmaxVocabulary(target)
+    return SharedVocabulary(target) if argmax else SharedSoftmaxVocabulary(target)

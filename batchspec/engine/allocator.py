@@ -11,12 +11,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from batchspec.batch.automata import AutomatonUpload, ConstraintOffsets
 from batchspec.cache.page_tables import PagePools
 from batchspec.cache.pages import prefix_hashes
-from batchspec.engine.automaton_places import AutomatonPlaces
 from batchspec.engine.expected_pages import ExpectedPages
-from batchspec.engine.lazy_states import LazyStates
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.refill_policy import IdleSlots
 from batchspec.engine.request_state import RequestState
@@ -24,9 +21,7 @@ from batchspec.engine.slots import SlotTable
 from batchspec.engine.step import PageGrant
 from batchspec.engine.waiting import WaitingRequests
 from batchspec.errors import CapacityError
-from batchspec.lazy_automaton import LazyAutomaton
 from batchspec.packed_batch import PackedBatch
-from batchspec.token_automaton import TokenAutomaton
 
 GROW_PAGES, AMPLE_PAGES = 4, 32
 """Pages that a row may get before it needs them. It gets AMPLE_PAGES if half of the pool stays free even when every slot gets as
@@ -50,22 +45,14 @@ class SlotAllocator:
         lookahead: int = 0,
         num_lookahead_slots: int = 0,
         prefill_cost: PrefillCost | None = None,
-        automata: AutomatonPlaces | None = None,
-        scores: bool = False,
-        lazy: LazyStates | None = None,
     ) -> None:
         """
         requests             None: there is no request at present, but more may come
         slots                None: an empty table
         lookahead            as `Round.prefix_lookahead`
         num_lookahead_slots  K/V slots after a row's last token that it needs too, such as those of a tree's nodes
-        prefill_cost         None: the default one
-        automata             None: no request has an automaton
-        scores               prompts are scored: a request ends with its prefill, so a free slot is refilled at once
-        lazy                 None: no request has a lazy automaton
+        prefill_cost         None: `PrefillCost.default`
         """
-        self._scores = scores
-        self._automata, self.lazy = automata, lazy
         self.batch, self.pools = batch, pools
         self.slots = slots or SlotTable(batch.num_slots, batch.max_len, batch.draft_len, num_groups=pools.groups.num_groups)
         self._waiting = WaitingRequests(requests)
@@ -97,14 +84,6 @@ class SlotAllocator:
         for state in self._waiting:
             self._hash(state)
 
-    def _has_its_state(self, state: RequestState) -> bool:
-        """Whether the state that the request enters with is known. A lazy automaton's may still be computed; later requests do
-        not wait for it."""
-        if not isinstance(state.request.automaton, LazyAutomaton):
-            return True
-        assert self.lazy is not None, "the engine was made for requests without lazy automata"
-        return self.lazy.may_enter(state)
-
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.batch.page_size)
 
@@ -119,23 +98,23 @@ class SlotAllocator:
 
     def refill(self) -> list[RequestState]:
         """Choose the requests to prefill now: they get the free slots, share the pages of cached prefixes, and get pages for
-        their present tokens."""
+        their present tokens. Requests that must wait are passed over."""
         self._idle_slots.restart()
         free = self.slots.free()
         group: list[RequestState] = []
         promised = self._expected_pages.promised(self.slots, self.pools).tolist()
-        passed = 0
-        if self.lazy is not None:
-            self.lazy.collect()
-        for _ in free:
-            place = self._waiting.first(passed, self.batch.num_slots, self._has_its_state)
+        place: int | None = 0
+        for slot in free:
+            place = self._waiting.first_ready(place or 0, self.batch.num_slots)
             if place is None or not self._admit(
                 state := self._waiting[place], promised, alone=not (self.slots.num_live or group)
             ):
                 break
-            passed = place
             del self._waiting[place]
             group.append(state)
+            state.slot = slot
+            for feature in state.features:
+                feature.enter(state)
         if group:
             self.slots.place(group, free[: len(group)], self._num_refills)
             self._num_refills += len(group)
@@ -144,11 +123,11 @@ class SlotAllocator:
     def _is_worth_a_refill(self, round_s: float, refill_s: float | None) -> bool:
         """The part of `refill_is_due` that `StaticBatching` replaces."""
         num_free = self.slots.num_free
-        if num_free == self.batch.num_slots or self._scores:
+        if not self.slots.num_decoding:
             return num_free > 0
         if not num_free or (state := self._waiting.peek()) is None:
             return False
-        waits = isinstance(state.request.automaton, LazyAutomaton)
+        waits = state.mode.waits
         return self._idle_slots.refill_is_due(num_free, state.num_tokens, waits=waits, round_s=round_s, refill_s=refill_s)
 
     def grow(self, ahead: int, grants: list[PageGrant]) -> bool:
@@ -205,8 +184,6 @@ class SlotAllocator:
             needed = max(expected[group], num_columns - first) - held + num_idle[group]
             if not alone and promised[group] + needed > self.pools.pools[group].num_free:
                 return False
-        if isinstance(request.automaton, TokenAutomaton) and not self._hold(request.automaton):
-            return False
         state.pages, state.num_shared_pages = prefix, prefix.num_columns
         num_columns = min(num_columns + self._pages_ahead(num_columns), most)
         self.pools.admit(state.pages, num_columns, hashes)
@@ -215,21 +192,11 @@ class SlotAllocator:
         return True
 
     def _hash(self, state: RequestState) -> list[bytes]:
-        """Hashes of the prompt's full pages, as far as they may be shared; computed once.
-
-        None are shared if prompts are scored and a layer has a window: the last shared token is computed again, and its window
-        may reach a key that no shared page holds any more.
-        """
+        """Hashes of the prompt's full pages, as far as they may be shared; computed once."""
         if state.prefix_hashes is None:
-            request, shares = state.request, not (self._scores and self.pools.any_window)
-            ids = request.prompt_ids if shares else request.prompt_ids[:0]
-            state.prefix_hashes = prefix_hashes(ids, self.batch.page_size, lookahead=self._lookahead, adapter=request.adapter)
+            ids = state.request.prompt_ids if state.shares_prefix else state.request.prompt_ids[:0]
+            state.prefix_hashes = prefix_hashes(ids, self.batch.page_size, lookahead=self._lookahead, salt=state.prefix_salt)
         return state.prefix_hashes
-
-    def _hold(self, automaton: TokenAutomaton) -> bool:
-        """Whether the automaton is on the device, or gets space there."""
-        assert self._automata is not None, "the engine was made for requests without automata"
-        return self._automata.hold(automaton)
 
     def _free_passed_pages(self) -> None:
         """Give back the pages that the windows of all layers of a K/V group have passed.
@@ -252,22 +219,10 @@ class SlotAllocator:
 
     def release(self, state: RequestState) -> None:
         """The request leaves its slot. Steps that are scheduled from now on may use its slot and pages."""
+        for feature in state.features:
+            feature.leave(state)
         self.slots.clear(state)
         self.pools.release(state.pages)
-        if self._automata is not None and isinstance(state.request.automaton, TokenAutomaton):
-            self._automata.release(state.request.automaton)
-        if self.lazy is not None:
-            self.lazy.drop(state)
-
-    def constraint(self, state: RequestState) -> ConstraintOffsets | None:
-        """Where on the device the automaton of a request that has just got its slot begins, and its state; None without one."""
-        if self.lazy is not None and isinstance(state.request.automaton, LazyAutomaton):
-            return self.lazy.constraint(state)
-        return None if self._automata is None else self._automata.constraint(state.request, state.tokens)
-
-    def automata_to_upload(self) -> tuple[AutomatonUpload, ...]:
-        """Automata that requests brought since the last call and that the device does not have."""
-        return () if self._automata is None else self._automata.take_uploads()
 
     def preempt(self, state: RequestState) -> None:
         """Take slot and pages away; the request gets a slot again before any new one."""

@@ -13,36 +13,30 @@ from dataclasses import replace
 
 import torch
 
-from batchspec.batch.automata import AutomataCapacity
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.page_tables import PagePools
 from batchspec.draft.base import Drafter
 from batchspec.engine.allocator import SlotAllocator
 from batchspec.engine.completion import completion_of
-from batchspec.engine.engine_run import EngineRun, SharedByRuns
+from batchspec.engine.engine_run import Ended, EngineRun
 from batchspec.engine.executor import Executor
-from batchspec.engine.last_check import Ended
-from batchspec.engine.lazy_places import LazyPlaces
-from batchspec.engine.lazy_states import LazyStates
 from batchspec.engine.lockstep import Lead
 from batchspec.engine.messages import Prepare, Scales
 from batchspec.engine.output_processor import EngineTotals
+from batchspec.engine.prefill import prefill_chunk
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.round import RoundOptions
 from batchspec.engine.round_planner import RoundPlanner
+from batchspec.engine.row_feature import Features
 from batchspec.engine.scheduler import Scheduler
-from batchspec.engine.scoring import PromptScores
 from batchspec.engine.slots import SlotTable
 from batchspec.engine.static_batching import StaticBatching
-from batchspec.engine.stop_strings import Decode
 from batchspec.errors import EngineInUse
 from batchspec.garbage import older_objects_frozen
-from batchspec.lazy_automaton import Expanding
 from batchspec.model.target import Target
 from batchspec.packed_batch import ExpectedRows, PackedBatch
-from batchspec.records import Completion, Request, Snapshot
-from batchspec.token_automaton import TokenSymbols
+from batchspec.records import Completion, Ids, Request, Snapshot
 
 
 class Engine:
@@ -56,50 +50,37 @@ class Engine:
         *,
         device: torch.device,
         options: RoundOptions | None = None,
-        decode: Decode | None = None,
-        defers_text: bool = False,
+        features: Features | None = None,
         eos_ids: frozenset[int] = frozenset(),
         refill_dead: bool = True,
         adaptive: bool = False,
         prefill_graphs: bool = False,
         expert_correlation: float = 1.0,
         lead: Lead | None = None,
-        vocabulary: TokenSymbols | None = None,
-        automata_capacity: AutomataCapacity | None = None,
-        expanding: Expanding | None = None,
     ) -> None:
         """
-        decode       token ids -> text; needed for stop strings
-        defers_text  leave the decoding of text that can wait to the caller (`Completion.text_due`)
+        features     what rows may ask for beyond tokens; None: nothing
+        eos_ids      the model's EOS ids, which are not reported as stop_reason
         refill_dead  False: no new rows until all rows have ended (ablation)
         adaptive     choose the draft length of each round, 0 included, by measured times and acceptance (GPU only)
         prefill_graphs  run prefill passes of short rows as CUDA graphs if that pays (GPU only)
         expert_correlation  share of tokens that choose experts independently, used until rounds were counted (`ExpertReads`)
         lead         set if this process leads several ranks that compute the target together
-        vocabulary   set if requests may have automata; automata_capacity: their memory on the device, None for the default
-        expanding    set if requests may have lazy automata
         """
-        if vocabulary is not None and automata_capacity is None:
-            automata_capacity = AutomataCapacity(num_tokens=vocabulary.num_tokens)
-        assert expanding is None or automata_capacity is not None, "lazy automata need a vocabulary"
-        self.target, self.drafter, self.batch, self.options = target, drafter, batch, options or RoundOptions()
+        self.features = features or Features()
+        self.target, self.drafter, self.batch = target, drafter, batch
         self.lead = lead
-        self.executor = Executor(
-            target, drafter, batch, device=device, options=self.options, prefill_graphs=prefill_graphs,
-            vocabulary=vocabulary, automata_capacity=automata_capacity,
-        )  # fmt: skip
+        self.executor = executor_of(
+            target, drafter, batch, device=device, options=options, features=self.features, prefill_graphs=prefill_graphs
+        )
         self.planner = RoundPlanner(self.executor, batch, adaptive=adaptive, expert_correlation=expert_correlation)
         self.totals = EngineTotals()
         self.on_round: Callable[[EngineTotals], None] | None = None
         """Called after each processed result."""
-        scores = PromptScores(batch.num_pages, batch.page_size, self.options.logprobs or 0) if self.options.scores else None
-        assert scores is None or drafter.max_len == 0, "nothing is decoded that could be drafted"
-        places = None if expanding is None or automata_capacity is None else LazyPlaces(automata_capacity)
-        self._shared = SharedByRuns(
-            decode=decode, allocator_kind=SlotAllocator if refill_dead else StaticBatching, vocabulary=vocabulary,
-            automata_capacity=automata_capacity, expanding=expanding, lazy_places=places, scores=scores,
-        )  # fmt: skip
-        self._defers_text, self._eos_ids = defers_text, eos_ids
+        self._allocator_kind: type[SlotAllocator] = SlotAllocator if refill_dead else StaticBatching
+        self._finished: list[tuple[Ids, Ids]] = []
+        """Prompt and output of rows that the drafter has not learned from yet: the last rows of a run are learned in the next."""
+        self._eos_ids = eos_ids
         self._stopping = False
         self._prefill_cost: PrefillCost | None = None
         self.keeps_prefixes = False
@@ -122,11 +103,6 @@ class Engine:
     def scheduler(self) -> Scheduler:
         """Decides the steps of the present run, or of the last one."""
         return self._current.scheduler
-
-    @property
-    def lazy(self) -> LazyStates | None:
-        """Rows of the present run that follow lazy automata; None if no request may have one."""
-        return self._current.lazy
 
     @torch.inference_mode()
     def prepare(
@@ -199,13 +175,14 @@ class Engine:
         self.planner.restart()
         kept, self._kept_pools = self._kept_pools, None
         self._current = EngineRun(
-            requests, self._shared, batch=self.batch, executor=self.executor, planner=self.planner, totals=self.totals,
-            num_ready=num_ready, pools=kept, prefill_cost=self._prefill_cost,
+            requests, batch=self.batch, executor=self.executor, planner=self.planner, totals=self.totals, features=self.features,
+            allocator_kind=self._allocator_kind, finished=self._finished, num_ready=num_ready, pools=kept,
+            prefill_cost=self._prefill_cost,
         )  # fmt: skip
         return self._current
 
     def _step(self) -> list[Ended]:
-        """Schedule, execute, process. Returns the requests that have ended and were checked."""
+        """Schedule, execute, process. Returns the requests that have ended and wait for nothing."""
         step = self._current.next_step(stopping=self._stopping)
         if self.lead is not None:
             self.lead.send_step(step)
@@ -240,9 +217,7 @@ class Engine:
 
     def unfinished(self) -> list[Snapshot]:
         """As `EngineRun.unfinished`, after all ranks agree on what was read. Call it in `on_round`, or after a `run` that was
-        stopped or failed. Empty if logprobs are asked for, because those of a row must come from one run."""
-        if self.options.logprobs is not None:
-            return []
+        stopped or failed."""
         if self.lead is not None:
             self.lead.confirm()
         return self._current.unfinished()
@@ -254,7 +229,8 @@ class Engine:
             self.lead.read(result)
         slots, log = result.rows_of(launch.owners, self.slots.owner)
         self.totals.add(result, log)
-        self.totals.tokens += sum(segment.end - segment.begin for segment in launch.segments)  # 0 unless prompts are scored
+        if not self.executor.round.options.decodes:
+            self.totals.tokens += sum(segment.end - segment.begin for segment in launch.segments)
         self.totals.live_rows = self.slots.num_live
         self.planner.learn(launch, result, log.accepted_len)
         if self.planner.experts is not None:
@@ -278,10 +254,26 @@ class Engine:
 
     def _completed(self, ended: Ended) -> Completion:
         done = completion_of(
-            ended.state, decode=self._shared.decode, defers_text=self._defers_text, drafter=self.drafter.name,
-            eos_ids=self._eos_ids, slot=ended.slot, now=ended.now, nodes=self.executor.round.nodes,
-            vocabulary=self._shared.vocabulary,
+            ended.state, drafter=self.drafter.name, eos_ids=self._eos_ids, slot=ended.slot, now=ended.now,
+            nodes=self.executor.round.nodes,
         )  # fmt: skip
+        for feature in ended.state.features:
+            done = feature.finish(ended.state, done)
         if done.prompt_ids is not None and done.token_ids is not None:  # no error
-            self._shared.finished_rows.append((done.prompt_ids, done.token_ids))
+            self._finished.append((done.prompt_ids, done.token_ids))
         return done
+
+
+def executor_of(
+    target: Target, drafter: Drafter, batch: PackedBatch, *, device: torch.device, options: RoundOptions | None = None,
+    features: Features | None = None, prefill_graphs: bool = False,
+) -> Executor:  # fmt: skip
+    """The device's side of an engine with these features, which every rank of a group has."""
+    features = features or Features()
+    decodes = features.prefill_pass is None
+    assert decodes or drafter.max_len == 0, "nothing is decoded that could be drafted"
+    return Executor(
+        target, drafter, batch, device=device, prefill_graphs=prefill_graphs,
+        options=replace(options or RoundOptions(), reader=features.reader, decodes=decodes),
+        prefill_pass=features.prefill_pass or prefill_chunk, tables=features.tables(device),
+    )  # fmt: skip

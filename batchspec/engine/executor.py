@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from batchspec.batch.automata import Automata, AutomataCapacity
+from batchspec.batch.automata import Automata
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.groups import KVGroups
@@ -20,7 +20,7 @@ from batchspec.cache.pages import KVCache
 from batchspec.cache.sharing_cost import NO_LAUNCHES
 from batchspec.draft.base import Drafter
 from batchspec.engine.graphs import Graphs, RoundShape
-from batchspec.engine.prefill import prefill_chunk, rehearsal, rehearse
+from batchspec.engine.prefill import PrefillPass, prefill_chunk, rehearsal, rehearse
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.prefill_graphs import PrefillGraphs
 from batchspec.engine.prefill_runner import PrefillRunner
@@ -32,7 +32,6 @@ from batchspec.engine.tree_round import round_for
 from batchspec.kernels.common.compile_ahead import compile_ahead
 from batchspec.model.target import Target
 from batchspec.packed_batch import ExpectedRows, PackedBatch
-from batchspec.token_automaton import TokenSymbols
 
 NUM_PROBES = 3
 """Number of launches that `compile_ahead` tries first. If Triton's cache on disk has all their kernels, it tries no others."""
@@ -54,12 +53,13 @@ class Executor:
         device: torch.device,
         options: RoundOptions,
         prefill_graphs: bool = False,
-        vocabulary: TokenSymbols | None = None,
-        automata_capacity: AutomataCapacity | None = None,
+        prefill_pass: PrefillPass = prefill_chunk,
+        tables: Automata | None = None,
     ) -> None:
         """
         prefill_graphs  run short prefill passes as CUDA graphs if that pays
-        vocabulary, automata_capacity  set if requests may have automata
+        prefill_pass    launches one pass kernel by kernel
+        tables          what rules of logits read besides the state of the slots
         """
         spec = target.spec
         self.target, self.drafter, self.batch = target, drafter, batch
@@ -83,7 +83,7 @@ class Executor:
             device=device,
             num_lookahead_slots=self.round.num_lookahead_slots,
             num_groups=groups.num_groups,
-            automata=None if vocabulary is None or automata_capacity is None else Automata(vocabulary, automata_capacity, device),
+            automata=tables,
         )
         self.prefix_groups = PrefixGroupTables(batch.num_slots, batch.page_size, device)
         self.graphs = Graphs(self.round, self.rows, self.prefix_groups)
@@ -93,7 +93,10 @@ class Executor:
         self.prefill_graphs: PrefillGraphs | None = None
         if prefill_graphs:
             self.prefill_graphs = PrefillGraphs(self.round, self.rows, self.graphs, max_tokens=batch.most_graph_tokens)
-        self._prefill = PrefillRunner(self.round, self.rows, self.prefill_graphs)
+        self._pass = partial(prefill_pass, self.round, self.rows)
+        self._prefill = PrefillRunner(
+            self.rows, drafter, self._pass if self.prefill_graphs is None else self.prefill_graphs.run
+        )
         self._pending: deque[PendingResult] = deque()
         self.num_left_at_refill: int | None = None
         """Number of earlier rounds and passes that the device had not finished when the last refill was launched: at 0 the device
@@ -107,11 +110,11 @@ class Executor:
             self.rows.kill(step.killed)
         if step.moves:
             self.rows.move(step.moves, self.drafter.state)
-        for upload in step.uploads:
-            assert self.rows.automata is not None
-            self.rows.automata.upload_states(upload)
-        if step.wakes:
-            self.rows.wake(step.wakes)
+        if step.refills:
+            self._prefill.place(step.refills)
+        step.commands.execute(self.rows)
+        if step.resumed:
+            self.rows.resume(step.resumed)
         if step.prefill is not None:
             earlier = tuple(self._pending)
             self._pending += self._prefill.run(step.prefill)
@@ -156,7 +159,7 @@ class Executor:
         self.rows.provide(mode)
         if self.batch.num_slots > 1:
             self._move_row()
-        cost = rehearse(self.round, self.rows, max_tokens=self.batch.prefill_tokens, longest=_longest(self.batch), mode=mode)
+        cost = rehearse(self._pass, self.rows, max_tokens=self.batch.prefill_tokens, longest=_longest(self.batch), mode=mode)
         return cost if self.prefill_graphs is None else self.prefill_graphs.learn(cost, mode, longest=_longest(self.batch))
 
     def prepare_passes(self, expected: ExpectedRows, mode: SamplingMode, *, round_s: float) -> int:
@@ -181,8 +184,8 @@ class Executor:
         """
         num_slots, options = self.batch.num_slots, self.round.options
         passes = rehearsal(num_slots, max_tokens=self.batch.prefill_tokens, longest=_longest(self.batch))
-        prefills = [partial(prefill_chunk, self.round, self.rows, segments, mode) for segments in reversed(passes)]
-        rounds = [] if options.scores else self.graphs.launches(shapes)
+        prefills = [partial(self._pass, segments, mode) for segments in reversed(passes)]
+        rounds = self.graphs.launches(shapes) if options.decodes else []
         moves = [self._move_row] if num_slots > 1 else []
         return [*prefills[:2], *rounds[:1], *moves, *prefills[2:], *rounds[1:]]
 

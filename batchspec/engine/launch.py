@@ -32,36 +32,38 @@ class Launch:
     num_prefilled: int = 0
     """Tokens of this prefill pass, and of those before it that have no result."""
     segments: tuple[Segment, ...] = ()
-    """Segments of a pass that scores prompts, in the order of its log-probabilities."""
+    """Segments of a prefill pass, in order."""
 
 
 class Launches:
     """All launches of a run that the host still has to read."""
 
-    def __init__(self, slots: SlotTable, *, scores: bool) -> None:
-        """scores: prompts are scored, so that every pass has a result."""
-        self._slots, self._scores = slots, scores
+    def __init__(self, slots: SlotTable, *, decodes: bool) -> None:
+        """decodes: as in `RoundOptions`; if not, every pass has a result."""
+        self._slots, self._decodes = slots, decodes
         self.unread: deque[Launch] = deque()
         """Launches whose results have not been read, the oldest first."""
+        self.num_launched = 0
+        """Number of launches so far that have a result."""
+
+    @property
+    def num_read(self) -> int:
+        """Number of launches whose results have been read."""
+        return self.num_launched - len(self.unread)
+
+    def add(self, launch: Launch) -> None:
+        """Add a launch that will have a result."""
+        self.unread.append(launch)
+        self.num_launched += 1
 
     def add_prefill(self, prefill: Prefill) -> None:
-        """Add passes that are launched now."""
+        """Add passes that are launched now. A pass has a result if the tokens of any of its slots end in it."""
         num_tokens = 0
         for segments in prefill.passes:
-            ending = [segment.slot for segment in segments if segment.last]
+            slots = [segment.slot for segment in segments if segment.last or not self._decodes]
             num_tokens += sum(segment.end - segment.begin for segment in segments)
-            if self._scores:
-                self._add_pass([segment.slot for segment in segments], segments=segments)
-            elif ending:
-                self._add_pass(ending, num_tokens=num_tokens)
+            if slots:
+                owners = np.full_like(self._slots.owner, FREE)
+                owners[slots] = self._slots.owner[slots]
+                self.add(Launch(owners=owners, is_prefill=True, num_prefilled=num_tokens, segments=segments))
                 num_tokens = 0
-
-    def _add_pass(self, slots: list[int], *, num_tokens: int = 0, segments: tuple[Segment, ...] = ()) -> None:
-        """Add a launched pass if it will have a result: if the tokens of any of these slots end in it.
-
-        num_tokens  of this pass and of those before it without a result
-        """
-        if slots:
-            owners = np.full_like(self._slots.owner, FREE)
-            owners[slots] = self._slots.owner[slots]
-            self.unread.append(Launch(owners=owners, is_prefill=True, num_prefilled=num_tokens, segments=segments))

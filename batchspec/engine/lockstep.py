@@ -31,7 +31,7 @@ from batchspec.engine.messages import (
 )
 from batchspec.engine.results import PendingResult
 from batchspec.engine.step import ScheduledStep
-from batchspec.engine.vocabulary import DIVERGED
+from batchspec.engine.vocabulary_of_ranks import DIVERGED
 from batchspec.errors import DivergedError
 from batchspec.model.kv_calibration import calibrate
 from batchspec.model.target import Target

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-from batchspec.engine.request_state import RequestState
 from batchspec.engine.results import PendingResult, RoundLog, Slots
-from batchspec.engine.round import RoundResult
 from batchspec.engine.slots import SlotTable
 
 
@@ -51,63 +46,13 @@ class EngineTotals:
             self.drafted += int(log.draft_len.sum())
 
 
-class OutputProcessor:
-    """Requests with stop strings get each token at once (`RequestState`), others many at a time (`SlotTable`)."""
-
-    def __init__(self, slots: SlotTable, *, scores: bool = False) -> None:
-        """scores: results have no logprobs of output tokens, but those of prompt tokens (`PromptScores`)."""
-        self._slots, self._scores = slots, scores
-
-    def add(self, result: PendingResult, slots: Slots, log: RoundLog, now: float) -> None:
-        """Add a result that has arrived: line i of `log` is that of the row in slots[i]; now: seconds of the host's clock."""
-        table = self._slots
-        table.num_tokens[slots] += log.num_kept
-        watched = table.watched[slots]
-        add = table.add_round if result.began is None else table.add_prefill
-        if not watched.any():
-            add(slots, log)
-        else:
-            add(slots[~watched], log[~watched])
-            self._add_watched(slots[watched], log[watched], is_prefill=result.began is not None)
-        if result.began is not None:
-            elapsed = result.seconds_since(result.began)
-            for slot in slots.tolist():
-                table.at(slot).note_prefill(elapsed, now)
-        if result.result.logprobs is not None and not self._scores:
-            for slot, kept in zip(slots.tolist(), log.num_kept.tolist(), strict=True):
-                _keep_logprobs(table.at(slot), result.result, slot, kept)
-
-    def _add_watched(self, slots: Slots, log: RoundLog, *, is_prefill: bool) -> None:
-        lists = (slots, log.accepted_len, log.draft_len, log.num_kept, log.tokens)
-        for slot, accepted_len, draft_len, num_kept, tokens in zip(*(column.tolist() for column in lists), strict=True):
-            state = self._slots.at(slot)
-            if is_prefill:
-                state.add_prefill(tokens[:num_kept])
-            else:
-                state.add_round(accepted_len, draft_len, accepted_len + 1, tokens[:num_kept])
-
-    def enforce_budget(self, state: RequestState) -> bool:
-        """Close a thought that has used up its budget; returns whether the shortened request must be prefilled with its new
-        tokens."""
-        table = self._slots
-        table.flush(state)
-        if not state.enforce_budget():
-            table.watch_budget(state)
-            return False
-        if state.finish_reason is None:
-            return True
-        table.watched[state.slot] = True  # its closing tokens ended it, which the device does not know
-        return False
-
-    def may_have_ended(self, slots: Slots, log: RoundLog) -> NDArray[np.bool_]:
-        """bool [n]: the device ended the row, or a stop string or the thinking budget may have."""
-        ended: NDArray[np.bool_] = (log.finish != 0) | self._slots.watched[slots]
-        return ended
-
-
-def _keep_logprobs(state: RequestState, result: RoundResult, slot: int, count: int) -> None:
-    if result.logprobs is not None:
-        state.logprobs += result.logprobs[slot, :count].tolist()
-    if result.top_ids is not None and result.top_logprobs is not None:
-        ids, values = result.top_ids[slot].numpy(), result.top_logprobs[slot].numpy()
-        state.top += [(ids[j], values[j]) for j in range(count)]
+def add_result(table: SlotTable, result: PendingResult, slots: Slots, log: RoundLog, now: float) -> None:
+    """Add a result that has arrived: line i of `log` is that of the row in slots[i]; now: seconds of the host's clock."""
+    table.num_tokens[slots] += log.num_kept
+    if result.began is None:
+        table.add_round(slots, log)
+        return
+    table.add_prefill(slots, log)
+    elapsed = result.seconds_since(result.began)
+    for slot in slots.tolist():
+        table.at(slot).note_prefill(elapsed, now)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,13 +13,12 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch, HostLayout
-from batchspec.batch.logits import LogitRows
+from batchspec.batch.logits import LogitRows, park
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.batch.upload import upload
 from batchspec.draft.base import Drafter
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.round import Drafts, Round, RoundResult
-from batchspec.engine.score_pass import scored
 from batchspec.engine.step import Segment
 from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
 
@@ -70,32 +69,34 @@ class Prefilled:
 
 def prefill_chunk(round_: Round, rows: DeviceBatch, segments: Sequence[Segment], mode: SamplingMode) -> Prefilled:
     """One pass over `segments`; rows whose tokens end in it emit their next token. Does not synchronise."""
-    ranks = round_.target.ranks
-    with nullcontext() if ranks is None else ranks.prefilling():
-        if round_.options.scores:
-            return _score_chunk(round_, rows, segments)
-        return _prefill_chunk(round_, rows, segments, mode)
-
-
-def _prefill_chunk(round_: Round, rows: DeviceBatch, segments: Sequence[Segment], mode: SamplingMode) -> Prefilled:
     device = rows.tokens.device
     batch, slot_ids = flat_batch(rows, segments, round_.cache.page_size)
-    hidden, aux_hidden_states = round_.target.forward(batch, round_.cache, round_.drafter.aux_layer_ids, ends_only=True)
-    # The rows that end here, in slot order: the choice of slot r is at index cu_seqlens_q[r].
-    ending = sorted((s.slot, i) for i, s in enumerate(segments) if s.last)
-    result, mask = None, None
-    if ending:
-        slots = upload([slot for slot, _ in ending], torch.int64, device)
-        segment = upload([i for _, i in ending], torch.int64, device)
-        mask = torch.zeros_like(rows.live)
-        mask[slots] = 1
-        cu_seqlens_q = torch.zeros(mask.shape[0] + 1, dtype=torch.int32, device=device)
-        torch.cumsum(mask, 0, dtype=torch.int32, out=cu_seqlens_q[1:])
-        places = LogitRows(slots.int(), batch.kv_len[segment].long())
-        result = emit(round_, rows, hidden[segment], places, cu_seqlens_q, mask, mode)
-        if mode.waits:
-            rows.park(mask, result.log)
-    return Prefilled(result, mask, slot_ids, prefill_drafter(round_, rows, batch, slot_ids, aux_hidden_states, mode))
+    with prefilling(round_):
+        hidden, aux_hidden_states = round_.target.forward(batch, round_.cache, round_.drafter.aux_layer_ids, ends_only=True)
+        # The rows that end here, in slot order: the choice of slot r is at index cu_seqlens_q[r].
+        ending = sorted((s.slot, i) for i, s in enumerate(segments) if s.last)
+        result, mask = None, None
+        if ending:
+            slots = upload([slot for slot, _ in ending], torch.int64, device)
+            segment = upload([i for _, i in ending], torch.int64, device)
+            mask = torch.zeros_like(rows.live)
+            mask[slots] = 1
+            cu_seqlens_q = torch.zeros(mask.shape[0] + 1, dtype=torch.int32, device=device)
+            torch.cumsum(mask, 0, dtype=torch.int32, out=cu_seqlens_q[1:])
+            places = LogitRows(slots.int(), batch.kv_len[segment].long())
+            result = emit(round_, rows, hidden[segment], places, cu_seqlens_q, mask, mode)
+            park(rows, mask, result.log, mode)
+        return Prefilled(result, mask, slot_ids, prefill_drafter(round_, rows, batch, slot_ids, aux_hidden_states, mode))
+
+
+PrefillPass = Callable[[Round, DeviceBatch, Sequence[Segment], SamplingMode], Prefilled]
+"""As `prefill_chunk`."""
+
+
+def prefilling(round_: Round) -> AbstractContextManager[object]:
+    """Within this block, exchanges between ranks use the buffers of prefill passes."""
+    ranks = round_.target.ranks
+    return nullcontext() if ranks is None else ranks.prefilling()
 
 
 def emit(
@@ -122,22 +123,14 @@ def prefill_drafter(
     return round_.drafter.prefill(own_batch, slot_ids, aux_hidden_states, rows, round_.cache)
 
 
-def _score_chunk(round_: Round, rows: DeviceBatch, segments: Sequence[Segment]) -> Prefilled:
-    """As `_prefill_chunk` if prompts are scored: lm_head reads all tokens, and no row emits a token."""
-    batch, slot_ids = flat_batch(rows, segments, round_.cache.page_size)
-    begin = 0
-    for segment in segments:
-        batch.slot_mapping[begin : begin + segment.num_recomputed] = 0  # page 0, which no row reads
-        begin += segment.end - segment.begin
-    hidden, _ = round_.target.forward(batch, round_.cache)
-    next_ids = rows.tokens[slot_ids[batch.row_ids], (batch.positions + 1).clamp(max=rows.tokens.shape[1] - 1)]
-    return Prefilled(scored(round_, rows, segments, hidden, next_ids), None, slot_ids, ())
-
-
-def rehearse(round_: Round, rows: DeviceBatch, *, max_tokens: int, longest: int, mode: SamplingMode) -> PrefillCost:
+def rehearse(
+    launch: Callable[[Sequence[Segment], SamplingMode], object], rows: DeviceBatch, *, max_tokens: int, longest: int,
+    mode: SamplingMode,
+) -> PrefillCost:  # fmt: skip
     """Seconds of a pass of `max_tokens` and of a short one, over free slots; K/V go to page 0, which no row reads. GPU only; no
     row may be live.
 
+    launch   launches a pass
     longest  tokens of a row of the pass: long rows use another attention kernel, which compiles for a minute at its first use
 
     The minimum of several times is used: a short pass is mostly launches, and one stall of the host, such as a garbage
@@ -148,9 +141,9 @@ def rehearse(round_: Round, rows: DeviceBatch, *, max_tokens: int, longest: int,
     for table in rows.page_tables:
         table.zero_()
     passes = rehearsal(rows.live.shape[0], max_tokens=max_tokens, longest=longest)
-    *others, short, largest = (partial(prefill_chunk, round_, rows, segments, mode) for segments in passes)
-    for launch in others:
-        launch()
+    *others, short, largest = (partial(launch, segments, mode) for segments in passes)
+    for other in others:
+        other()
     full_s = min(seconds_of(largest) for _ in range(3))  # the first compiles
     short_s = min(seconds_of(short) for _ in range(6))
     return PrefillCost(least=short_s, token=full_s / sum(s.end - s.begin for s in passes[-1]))
@@ -191,6 +184,11 @@ def flat_batch(rows: DeviceBatch, segments: Sequence[Segment], page_size: int) -
         num_tokens=sum(lengths), max_q=max(lengths), max_kv=max(s.end for s in segments), page_size=page_size,
     )  # fmt: skip
     batch.host = HostLayout(lengths, [s.end for s in segments])
+    begin = 0
+    for segment, length in zip(segments, lengths, strict=True):
+        if segment.num_recomputed:
+            batch.slot_mapping[begin : begin + segment.num_recomputed] = 0  # page 0, which no row reads
+        begin += length
     return batch, slot_ids
 
 
@@ -223,6 +221,5 @@ def lay_out(
         page_table=page_table,
         max_q=max_q,
         max_kv=max_kv,
-        row_adapters=rows.adapter[slot_ids],
     )
-    return batch.add_groups(more_tables, page_size)
+    return batch.read_rows(rows, slot_ids).add_groups(more_tables, page_size)

@@ -1,42 +1,37 @@
-"""Puts groups of requests into their slots and runs their prefill passes between rounds. Results come in launch order."""
+"""Puts requests into their slots and runs their prefill passes between rounds. Results come in launch order."""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Sequence
 
 from batchspec.batch.device_batch import DeviceBatch
-from batchspec.engine.prefill import prefill_chunk
-from batchspec.engine.prefill_graphs import PrefillGraphs
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.draft.base import Drafter
+from batchspec.engine.prefill import Prefilled
 from batchspec.engine.results import PendingResult, now_on
-from batchspec.engine.round import Round
-from batchspec.engine.step import Prefill
+from batchspec.engine.step import Prefill, Refill, Segment
 
 
 class PrefillRunner:
-    """Launches the passes of a `Prefill`, kernel by kernel or as graphs."""
+    """Launches the passes of a `Prefill`. launch: launches one pass, kernel by kernel or as a graph."""
 
-    def __init__(self, round_: Round, rows: DeviceBatch, graphs: PrefillGraphs | None = None) -> None:
-        self._round, self._rows = round_, rows
-        self._launch = partial(prefill_chunk, round_, rows) if graphs is None else graphs.run
+    def __init__(
+        self, rows: DeviceBatch, drafter: Drafter, launch: Callable[[Sequence[Segment], SamplingMode], Prefilled]
+    ) -> None:
+        self._rows, self._drafter, self._launch = rows, drafter, launch
+
+    def place(self, refills: Sequence[Refill]) -> None:
+        """Put requests into their slots: their tokens and their pages."""
+        rows = self._rows
+        rows.begin([refill.slot for refill in refills], [r.request for r in refills], [r.tokens for r in refills])
+        rows.grant([(refill.slot, 0, refill.pages) for refill in refills])
 
     def run(self, prefill: Prefill) -> list[PendingResult]:
-        """Put a group into its slots and launch its passes; their rows decode from the next round on."""
-        self.place(prefill)
+        """Launch the passes of requests that are in their slots; their rows decode from the next round on."""
         began, results = now_on(self._rows.tokens.device), []
         for segments in prefill.passes:
             prefilled = self._launch(segments, prefill.mode)
-            prefilled.activate(self._rows, self._round.drafter)
+            prefilled.activate(self._rows, self._drafter)
             if prefilled.result is not None:
                 results.append(PendingResult.send(prefilled.result, began))
         return results
-
-    def place(self, prefill: Prefill) -> None:
-        """Put a group into its slots: its tokens, the places of its automata, and its pages."""
-        refills, rows = prefill.refills, self._rows
-        if prefill.uploads:
-            assert rows.automata is not None
-            rows.automata.upload(prefill.uploads)
-        rows.begin([refill.slot for refill in refills], [r.request for r in refills], [r.tokens for r in refills])
-        if constraints := [(refill.slot, refill.constraint) for refill in refills if refill.constraint is not None]:
-            rows.constrain(constraints)
-        rows.grant([(refill.slot, 0, refill.pages) for refill in refills])

@@ -71,11 +71,11 @@ class PassShapes:
         self._num_slots, self._max_tokens = num_slots, max_tokens
         self._layouts = {kv.layout for kv in round_.cache.layers}
         self._on_gpu = round_.cache.layers[0].pages.is_cuda
-        # Never padded: scored passes, which keep logits of all tokens; passes of several ranks, which exchange in buffers of the
-        # largest pass; deterministic passes, of which it was not shown that products do not depend on the padded number of
-        # tokens.
+        # Never padded: passes whose rows do not decode, which keep logits of all tokens; passes of several ranks, which exchange
+        # in buffers of the largest pass; deterministic passes, of which it was not shown that products do not depend on the padded
+        # number of tokens.
         self._never = (
-            round_.options.scores
+            not round_.options.decodes
             or round_.target.ranks is not None
             or any(layout.ordered for layout in self._layouts)
             or not round_.drafter.prefill_by_bounds
@@ -86,9 +86,9 @@ class PassShapes:
 
         None if
 
-        - prompts are scored, ranks compute the target together, the job is deterministic, or the drafter's prefill reads host
+        - rows do not decode, ranks compute the target together, the job is deterministic, or the drafter's prefill reads host
           lists (`Drafter.prefill_by_bounds`);
-        - a row follows a lazy automaton and may have to wait for a state;
+        - a row may have to wait in its slot;
         - a row has more than SHORT keys: FlashInfer plans its attention on the host;
         - attention needs host lists for another reason, as in float32 with rows of more than 64 tokens;
         - padded it has more than `max_tokens` tokens, or its rows have many more keys than tokens (KEYS_PER_TOKEN);

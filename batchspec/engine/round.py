@@ -5,36 +5,44 @@ Nothing is read back to the host. Legend: R rows, K draft_len, S = K + 1, T flat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
-from batchspec.batch.logits import LogitRows, adjusts, adjusts_drafts, allowed_by_automata, mark_output
+from batchspec.batch.logits import LogitRows, adjusts_drafts, check_drafts, commit_rules, park
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Drafter
+from batchspec.engine.ablation import vocabulary_for
 from batchspec.engine.draft_lengths import candidates
-from batchspec.engine.logprobs import Logprobs, logprobs_by_row, logprobs_of
-from batchspec.engine.sampling import choose, greedy_sample
 from batchspec.engine.verify_inputs import VerifyInputs
+from batchspec.engine.vocabulary import Vocabulary
 from batchspec.kernels.attention.work_list import SharedPrefixes
 from batchspec.kernels.rounds.accept import accept
 from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 
 
+class LogitReader(Protocol):
+    """Reads the target's logits before any rule changes them, for a feature of rows that writes what it reads."""
+
+    def read(self, raw: Tensor, ids: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, ...]:
+        """Tensors [T, ...] about raw logits [T, V] and the tokens ids int [T] that were chosen by them, or come next."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundOptions:
     """Options of the rounds, the same for a whole job."""
 
-    logprobs: int | None = None
-    """None: no logprobs; 0: those of the emitted tokens; N: those of the N likeliest tokens too."""
-    scores: bool = False
-    """Every prompt is scored and nothing is decoded; `logprobs` then applies to prompt tokens."""
+    reader: LogitReader | None = None
+    """Reads the logits of every emitted token."""
+    decodes: bool = True
+    """Rows decode after their prefill. False: every row ends with it, and there are no rounds."""
     coupled: bool = True
     """Whether drafts of sampled rows are drawn with the noise of the target's draws."""
     synthetic: tuple[float, ...] | None = None
@@ -50,28 +58,24 @@ class RoundResult:
     """The results of a round that the host reads, as tensors on the device or their copies on the host.
 
     log           int32 [R, 5+K] accepted_len (-1: dead row), draft_len, kept, finish, then the emitted tokens, -1 after them
-    logprobs      float32 [R, S] of the emitted tokens; of a pass that scores prompts [T], of the token after each of its T tokens
-    top_ids       int32 [R, S, N] and top_logprobs float32 [R, S, N], likeliest first; of such a pass [T, N]
-    experts_read  int32 [layers with experts] number of experts that had tokens; only of rounds whose experts are counted
+    read          what the options' reader read of each emitted token, [R, S, ...]; a pass without choices: of each of its T
+    tokens experts_read  int32 [layers with experts] number of experts that had tokens; only of rounds whose experts are counted
     """
 
     log: Tensor
-    logprobs: Tensor | None = None
-    top_ids: Tensor | None = None
-    top_logprobs: Tensor | None = None
+    read: tuple[Tensor, ...] = ()
     experts_read: Tensor | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors that are not None."""
-        fields = (self.log, self.logprobs, self.top_ids, self.top_logprobs, self.experts_read)
-        return tuple(field for field in fields if field is not None)
+        """All tensors."""
+        return (self.log, *self.read, *(() if self.experts_read is None else (self.experts_read,)))
 
     def to_host(self) -> RoundResult:
         """Copies in pinned host memory, in stream order: complete only once an event recorded after this call has passed."""
-        log = self.log.to("cpu", non_blocking=True)
-        others = (self.logprobs, self.top_ids, self.top_logprobs, self.experts_read)
-        return RoundResult(log, *(None if field is None else field.to("cpu", non_blocking=True) for field in others))
+        log, *others = (tensor.to("cpu", non_blocking=True) for tensor in self.tensors)
+        count = len(self.read)
+        return RoundResult(log, tuple(others[:count]), others[count] if self.experts_read is not None else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,9 @@ class Round:
         self, target: Target, drafter: Drafter, cache: KVCache, batch: PackedBatch, options: RoundOptions, device: torch.device
     ) -> None:
         self.target, self.drafter, self.cache, self.options = target, drafter, cache, options
+        self.vocabulary = vocabulary_for(target, argmax=options.argmax)
+        self.is_uniform = drafter.fixed_len and options.uniform_slots
+        """Whether every row verifies the same number of positions, so that the layout needs no prefix sum."""
         self.max_emitted = drafter.max_len + 1
         """Maximum number of tokens that a round emits for a row: K + 1."""
         self.kv_per_round = drafter.shape.kv_per_round
@@ -123,30 +130,29 @@ class Round:
         ids, lengths = inputs.ids(num_rows, draft_len), inputs.lengths(num_rows)
         if draft_len:
             self.drafter.propose(rows, ids[:, 1:], lengths, self.cache)
-            if mode.constrained and not self.drafter.fixed_len:  # such drafts, as a lookup's, are not chosen from masked logits
-                rows.constrain_drafts(ids[:, 1:], lengths)
+            if not self.drafter.fixed_len:  # such drafts, as a lookup's, are not chosen from adjusted logits
+                check_drafts(rows, ids[:, 1:], lengths, mode)
         batch = inputs.uniform(rows, draft_len) if self.is_uniform else inputs.ragged(rows, draft_len)
         if not batch.token_ids.shape[0]:  # ragged, on a CPU: every row ended after the host's last read
             return RoundResult(torch.full((num_rows, 5 + draft_len), -1, dtype=torch.int32))
-        batch.shared, batch.row_adapters = shared, rows.adapter
+        batch.read_rows(rows).shared = shared
         hidden, aux_hidden_states = self.target.forward(batch, self.cache, self.drafter.aux_layer_ids)
         places = None
-        if not mode.greedy or self.options.logprobs is not None:
+        if not mode.greedy or self.options.reader is not None:
             place = batch.positions - (rows.num_tokens - 1)[batch.row_ids]
             places = LogitRows(batch.row_ids, batch.positions + 1, ids[:, 1:], place)
         drafts = Drafts(ids[:, 1:], lengths, inputs.rates(draft_len))
         accepted_len = self._accepted_len[:num_rows]
-        with self.waiting(rows, mode) as park:
+        with self.waiting(rows, mode) as park_rows:
             result = self.commit(hidden, places, batch.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len)
             own_batch = batch.of_group(self.cache.groups.draft_group)
             self.drafter.catch_up(own_batch, aux_hidden_states, accepted_len, rows, self.cache, prepare_next=prepare_next)
-            park(result)
+            park_rows(result)
         return result
 
     @contextmanager
     def waiting(self, rows: DeviceBatch, mode: SamplingMode) -> Iterator[Callable[[RoundResult], None]]:
-        """Wraps commit and catch-up. Call the yielded function with the result after both: it stops the rows that must wait for a
-        state of their automaton.
+        """Wraps commit and catch-up. Call the yielded function with the result after both: it stops the rows that must wait.
 
         The drafter's state of rows that took no part is restored at the end: waiting rows continue with it.
         """
@@ -155,15 +161,10 @@ class Round:
             return
         took_part, num_rows = rows.live != 0, rows.live.shape[0]
         carried = [state[:num_rows].clone() for state in self.drafter.state]
-        yield lambda result: rows.park(rows.live, result.log)
+        yield lambda result: park(rows, rows.live, result.log, mode)
         for state, before in zip(self.drafter.state, carried, strict=True):
             shape = (num_rows, *(1 for _ in before.shape[1:]))
             state[:num_rows] = torch.where(took_part.view(shape), state[:num_rows], before)
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether every row verifies the same number of positions, so that the layout needs no prefix sum."""
-        return self.drafter.fixed_len
 
     def set_draft_mode(self, mode: SamplingMode) -> None:
         """Set the drafter's sampling mode for the next pass or round; None if its choices do not depend on it."""
@@ -177,11 +178,11 @@ class Round:
         """Choose the target's tokens after `hidden` [T, H], accept the drafts that agree with them, and commit the emitted
         tokens.
 
-        places  None if all rows are greedy and no logprobs are wanted
+        places  None if all rows are greedy and no logits are read
         live    int32 [R] in: which rows take part; out: 0 for rows that have ended
         out_accepted_len  int32 [R]
         """
-        target_ids, raw = self._choose(hidden, places, rows, mode)
+        target_ids, raw = self.choose(hidden, places, rows, mode)
         return self._settle(target_ids, raw, places, cu_seqlens_q, drafts, rows, live, mode, out_accepted_len)
 
     def _settle(
@@ -203,51 +204,31 @@ class Round:
             tokens=rows.tokens, num_tokens=rows.num_tokens, live=live, finish=rows.finish,
             out_accepted_len=out_accepted_len, out_log=log,
         )  # fmt: skip
-        if mode.penalties:
-            mark_output(rows, log[:, 4:], log[:, 2])
-        if mode.constrained:
-            rows.advance_automata(log, live)
-        if raw is None or places is None:
+        commit_rules(rows, log, live, mode)
+        if raw is None or places is None or self.options.reader is None:
             return RoundResult(log)
-        num_rows, width = log.shape[0], log.shape[1] - 4
-        return RoundResult(log, *logprobs_by_row(self.logprobs_of(raw, target_ids), places, num_rows, width))
+        found = self.options.reader.read(raw, target_ids, self.vocabulary)
+        return RoundResult(log, by_row(found, places, log.shape[0], log.shape[1] - 4))
 
-    def _choose(
+    def choose(
         self, hidden: Tensor, places: LogitRows | None, rows: DeviceBatch, mode: SamplingMode
     ) -> tuple[Tensor, Tensor | None]:
-        """Target ids int32 [T], NO_TOKEN for logits that are not finite; and the raw logits if logprobs are wanted."""
-        if places is None:
-            return self.greedy_of_hidden(hidden), None
-        if mode == SamplingMode(constrained=True) and self.options.logprobs is None and self.masks_in_product(hidden):
-            allowed = allowed_by_automata(places, rows)
-            return self.target.greedy_sample(hidden, flag_nonfinite=True, allowed=allowed), None
-        logits = self.target.logits(hidden)
-        raw = None
-        if self.options.logprobs is not None:
-            raw = logits.clone() if adjusts(mode) else logits
-        return self.choose(logits, places, rows, mode), raw
+        """The target's choices after `hidden` [T, H], int32 [T], and the raw logits if they are read."""
+        return self.vocabulary.choose(hidden, places, rows, mode, keeps_raw=self.options.reader is not None)
 
-    def choose(self, logits: Tensor, places: LogitRows, rows: DeviceBatch, mode: SamplingMode) -> Tensor:
-        """The target's choice of each row of logits, int32 [T]: see `sampling.choose`."""
-        return choose(logits, places, rows, mode, greedy=self.greedy_of_logits)
 
-    def mark_diverged(self, hidden: Tensor, log: Tensor, slot_ids: Tensor) -> None:
-        """Only with several ranks: if ranks have different `hidden`, write a line into `log` int32 [R, 5] of these slots that
-        makes the leader end the run with DivergedError."""
+def by_row(values: Sequence[Tensor], places: LogitRows, num_rows: int, width: int) -> tuple[Tensor, ...]:
+    """Values [T, ...] of flat positions laid out by row and number of drafts before the token, [R, S, ...]; R num_rows, S width.
 
-    def logprobs_of(self, raw: Tensor, target_ids: Tensor) -> Logprobs:
-        """Logprobs of the chosen tokens target_ids int32 [T] from raw logits [T, V], and of the likeliest ones as
-        the options ask for."""
-        return logprobs_of(raw, target_ids, self.options.logprobs or 0)
-
-    def greedy_of_hidden(self, hidden: Tensor) -> Tensor:
-        """The greedy choice of each row of `hidden` [T, H], int32 [T]."""
-        return self.target.greedy_sample(hidden, flag_nonfinite=True)
-
-    def masks_in_product(self, hidden: Tensor) -> bool:
-        """Whether the greedy choice among the tokens that automata allow can be made without storing logits."""
-        return self.target.masks_in_product(hidden)
-
-    def greedy_of_logits(self, logits: Tensor) -> Tensor:
-        """The greedy choice of each row of logits [T, V], int32 [T]."""
-        return greedy_sample(logits)
+    places  the row and the number of drafted tokens of each of the T positions
+    Does not synchronise.
+    """
+    column = torch.zeros_like(places.positions) if places.num_drafted is None else places.num_drafted
+    # Padding and dead rows have column numbers out of range: their values go to an extra column, which is dropped.
+    column = torch.where((column >= 0) & (column < width), column, width)
+    indices, found = (places.row_ids.long(), column), []
+    for value in values:
+        laid_out = value.new_zeros((num_rows, width + 1, *value.shape[1:]))
+        laid_out[indices] = value
+        found.append(laid_out[:, :width])
+    return tuple(found)

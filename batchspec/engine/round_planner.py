@@ -60,7 +60,7 @@ class RoundPlanner:
         """The model of how many experts rounds read; None for a target without experts."""
         self._num_rounds = 0
         self._lengths = None
-        if adaptive and executor.graphs.captures and not executor.round.options.scores:
+        if adaptive and executor.graphs.captures and executor.round.options.decodes:
             self._lengths = DraftLengths(self._max_len, executor.round.draft_lens, self.experts, executor.round.nodes)
         self.usual_kv = None if executor.round.nodes is not None else usual_kv(batch)
         """Rounds are prepared for rows of at most this many tokens; None: of any number. A tree's plan does not depend on it."""
@@ -96,7 +96,7 @@ class RoundPlanner:
         began = time.perf_counter()
         cost = self._executor.rehearse(mode)
         rehearsed = time.perf_counter()
-        if self._executor.round.options.scores:  # there are no rounds
+        if not self._executor.round.options.decodes:  # there are no rounds
             return cost
         graphs.prepare(shape for shape in variants if shape.num_rows == batch.num_slots)
         if most_rounds is not None and self._ends_before_smaller_rounds_pay(most_rounds, shapes):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
-from batchspec.batch.logits import LogitRows, adjust_logits, mark_waiting
+from batchspec.batch.logits import LogitRows, adjust_logits, mark_undecided
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.kernels.sampling.argmax import argmax
 from batchspec.kernels.sampling.cutoff import cutoff
@@ -37,7 +37,7 @@ def choose(logits: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode,
         sample(logits, at.row_ids, at.positions, rows.keys, rows.temperature, low, out_ids=out)
     else:
         out = (greedy or greedy_sample)(logits)
-    mark_waiting(out, at, rows, mode)
+    mark_undecided(out, at, rows, mode)
     return out
 
 

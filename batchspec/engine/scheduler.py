@@ -5,23 +5,21 @@ Clocks, free memory and what the host has read are consulted only here; the deci
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
+from batchspec.batch.row_commands import RowCommands
 from batchspec.engine.allocator import SlotAllocator
 from batchspec.engine.executor import Executor
 from batchspec.engine.launch import Launches
-from batchspec.engine.lazy_states import LazyStates
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.engine.refill_policy import rounds_before_refill
-from batchspec.engine.refills import prefill_of
+from batchspec.engine.refills import prefill_of, refill_of
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.round_planner import RoundPlanner
+from batchspec.engine.row_feature import RowFeature
 from batchspec.engine.shared_prefix import PrefixGroups
-from batchspec.engine.step import PageGrant, Prefill, ScheduledRound, ScheduledStep
+from batchspec.engine.step import PageGrant, Prefill, Refill, ScheduledRound, ScheduledStep
 from batchspec.records import Ids
-
-REST_S = 0.05
-"""Seconds that the host waits for a state of a lazy automaton when it has nothing else to do."""
 
 
 class Scheduler:
@@ -39,20 +37,25 @@ class Scheduler:
         executor: Executor,
         totals: EngineTotals,
         *,
+        features: Sequence[RowFeature] = (),
         finished: list[tuple[Ids, Ids]],
     ) -> None:
         """
         executor      asked for shapes, whether passes are done and what its drafter has ready; never for data on the device
+        features      of the run's rows
         finished      prompt and output of rows that ended, to be put into the next step; may hold rows of an earlier run
         """
-        self.slots, self.batch, self._lazy = allocator.slots, allocator.batch, allocator.lazy
+        self.slots, self.batch, self._features = allocator.slots, allocator.batch, features
         self._allocator, self._planner, self._executor, self._totals = allocator, planner, executor, totals
-        self._scores = executor.round.options.scores
         self._prefix_groups = PrefixGroups(self.batch.num_slots, executor.sharing.pays)
-        self.launches = Launches(self.slots, scores=self._scores)
+        self.launches = Launches(self.slots, decodes=executor.round.options.decodes)
         self._rounds_before_refill = 0
         """Number of further rounds that are launched before the next refill is prepared."""
         self._killed: list[int] = []
+        self._held: dict[RequestState, int] = {}
+        """Rows in slots that wait, and the number of results after which all their tokens are known."""
+        self._resumed: list[int] = []
+        self._failed: list[tuple[RequestState, int]] = []
         self.finished = finished
         self.num_rows = self.batch.num_slots
         """Row bucket of the next round."""
@@ -63,46 +66,50 @@ class Scheduler:
         The scheduler keeps no reference to this iterator, so that dropping an engine frees its graphs and pages at once.
         """
         while True:
+            yield from self._poll()
             yield from self._refill()
-            if self._scores:
-                yield self._read_scores()
-                continue
             yield from self._compact()
-            if self._lazy is not None:
-                yield from self._find_states(self._lazy)
-            if self.slots.num_live and not self._all_wait:
+            if self.slots.num_decoding:
                 yield from self._round()
-            if not self.slots.num_live or self._all_wait:
-                yield self._step(read_all=True)
-                if self._lazy is not None and self._lazy.is_asking:
-                    self._lazy.rest(REST_S)
+            if not self.slots.num_decoding:  # read all but the newest pass: while it runs, the free slots are refilled
+                unread = len(self.launches.unread)
+                yield self._step(num_reads=max(unread - 1, min(1, unread)))
 
-    def _find_states(self, lazy: LazyStates) -> Iterator[ScheduledStep]:
-        """Take the states of lazy automata that have been computed. If there is no room for them, stop all rows and forget all
-        states."""
-        lazy.collect()
-        if not lazy.must_forget():
-            return
-        yield self._step(read_all=True)
-        for state in self.slots.live:
-            self.slots.flush(state)
-        self._killed += lazy.forget()
+    def _poll(self) -> Iterator[ScheduledStep]:
+        """Stop the rows that features must stop, and let those continue that wait no longer, the oldest first."""
+        for feature in self._features:
+            self._stop(feature.poll())
+        for state in sorted(self._held, key=lambda state: state.order):
+            if self.launches.num_read >= self._held[state] and state.ready:
+                for feature in state.features:
+                    feature.enter(state)
+                self.slots.resume(state)
+                self._resumed.append(state.slot)
+                del self._held[state]
+        if self._resumed:  # at once: another step may move rows
+            yield self._step()
 
-    @property
-    def _all_wait(self) -> bool:
-        """Whether every request in a slot waits for a state."""
-        return self._lazy is not None and 0 < self.slots.num_live == self._lazy.num_waiting
+    def _stop(self, states: Iterable[RequestState]) -> None:
+        """Take rows that have failed out of their slots, and hold others. Rows without a slot have failed."""
+        for state in states:
+            if state.finish_reason is None:
+                self._killed.append(state.slot)
+                self.hold(state, num_results=self.launches.num_launched)
+                continue
+            self._failed.append((state, state.slot))
+            if state.slot >= 0:
+                self.end(state, on_device=False)
 
-    def wait(self, state: RequestState) -> None:
-        """Note that the row stopped by itself, because the device lacks the next state of its automaton."""
-        assert self._lazy is not None
-        self.slots.flush(state)
-        self._lazy.wait(state)
+    def take_failed(self) -> list[tuple[RequestState, int]]:
+        """Rows that features have failed since the last call, and the slots that they had; -1 for none."""
+        failed, self._failed = self._failed, []
+        return failed
 
-    def _read_scores(self) -> ScheduledStep:
-        """Read all passes but the newest: while that one runs, the next ones are scheduled into the slots that became free."""
-        waiting = len(self.launches.unread)
-        return self._step(num_reads=max(waiting - 1, min(1, waiting)))
+    def hold(self, state: RequestState, *, num_results: int = 0) -> None:
+        """The row stays in its slot and waits until it is `ready`, once so many results of the run have been read. The device has
+        stopped it, or will with the next step."""
+        self.slots.hold(state)
+        self._held[state] = max(num_results, self._held.get(state, 0))
 
     def drain(self) -> ScheduledStep:
         """The step that ends a run that was stopped: it reads all launched work and launches nothing."""
@@ -115,18 +122,20 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether all launched work has been read."""
-        return not self.launches.unread
+        """Whether all launched work has been read, and every row that has failed was taken."""
+        return not (self.launches.unread or self._failed)
 
     def end(self, state: RequestState, *, on_device: bool) -> None:
         """Take the request out of its slot. on_device: the device has ended its row already."""
         if not on_device:
             self._killed.append(state.slot)
+        self._held.pop(state, None)
         self._allocator.release(state)
 
     def preempt(self, state: RequestState) -> None:
         """Take the request out of its slot; it waits to be prefilled again with all its tokens."""
         self._killed.append(state.slot)
+        self._held.pop(state, None)
         self._allocator.preempt(state)
 
     def _refill(self) -> Iterator[ScheduledStep]:
@@ -138,29 +147,28 @@ class Scheduler:
         group = self._allocator.refill()
         if not group:
             return
-        prefill = self._prefill(group)
+        refills = tuple(refill_of(state, self.batch.page_size) for state in group)
+        self._count(group, refills)
         self.num_rows = max(self.num_rows, self._allocator.num_rows_taken())
         decoding = bool(self.launches.unread)
-        yield self._step(prefill=prefill)
+        yield self._step(refills=refills, prefill=prefill_of(group, refills, self.batch))
         if decoding:
             self._learn_from_refill()
 
     def _learn_from_refill(self) -> None:
         """Choose how many rounds are launched before the next refill, by what the device had left to do when this one was
-        launched. None where there are no rounds, and where rows wait for states."""
-        applies = not (self._scores or self._lazy is not None)
+        launched. None where there are no rounds, and where rows may have to wait."""
+        applies = self.slots.num_decoding and not self.slots.mode.waits
         num_left = self._executor.num_left_at_refill if applies else None
         self._rounds_before_refill = rounds_before_refill(self._rounds_before_refill, num_left)
 
-    def _prefill(self, group: list[RequestState]) -> Prefill:
-        """The refills of these requests, which have their slots and pages; counts their tokens."""
-        prefill = prefill_of(group, self._allocator, scores=self._scores)
-        for state, refill in zip(group, prefill.refills, strict=True):
+    def _count(self, group: Sequence[RequestState], refills: Sequence[Refill]) -> None:
+        """Count the tokens of requests that enter slots."""
+        for state, refill in zip(group, refills, strict=True):
             if state.num_prefills == 0:
                 state.cached_tokens = refill.num_cached
             self._totals.cached_tokens += refill.num_cached
             self._totals.prefill_tokens += state.num_tokens - refill.num_cached
-        return prefill
 
     def _compact(self) -> Iterator[ScheduledStep]:
         """Once no request waits, shrink to the next smaller row bucket as soon as the live rows fit."""
@@ -188,7 +196,7 @@ class Scheduler:
             else:
                 self.preempt(self._allocator.youngest())
                 self._totals.preempted += 1
-        if not self.slots.num_live:  # all of them ended in the results that were read
+        if not self.slots.num_decoding:  # all of them ended, or were stopped, in the results that were read
             return
         yield self._step(reads_due=reads, grants=tuple(grants), round_=self._schedule_round())
 
@@ -202,7 +210,7 @@ class Scheduler:
         slots, groups = self.slots, self._prefix_groups
         new_groups = groups.renew(slots.requests, slots.owner, self.num_rows)
         launch = self._planner.choose(self.num_rows, slots.num_tokens, slots.owner)
-        self.launches.unread.append(launch)
+        self.launches.add(launch)
         self._totals.rounds += 1
         return ScheduledRound(
             num_rows=self.num_rows,
@@ -217,8 +225,9 @@ class Scheduler:
         )
 
     def _step(
-        self, *, moves: tuple[tuple[int, int], ...] = (), prefill: Prefill | None = None, grants: tuple[PageGrant, ...] = (),
-        round_: ScheduledRound | None = None, num_reads: int = 0, read_all: bool = False, reads_due: bool = True,
+        self, *, moves: tuple[tuple[int, int], ...] = (), refills: tuple[Refill, ...] = (), prefill: Prefill | None = None,
+        grants: tuple[PageGrant, ...] = (), round_: ScheduledRound | None = None, num_reads: int = 0, read_all: bool = False,
+        reads_due: bool = True,
     ) -> ScheduledStep:  # fmt: skip
         """A step with the changes since the last one; notes what it launches. Arguments are fields of `ScheduledStep`, but:
 
@@ -232,11 +241,11 @@ class Scheduler:
         elif reads_due and round_ is not None:
             num_reads = max(0, len(self.launches.unread) - self.batch.run_ahead)
         killed, self._killed = tuple(self._killed), []
+        resumed, self._resumed = tuple(self._resumed), []
         finished = tuple(self.finished)
         self.finished.clear()
-        wakes = () if self._lazy is None else self._lazy.take_wakes()
-        uploads = () if self._lazy is None else self._lazy.take_uploads()
         return ScheduledStep(
-            finished=finished, killed=killed, moves=moves, uploads=uploads, wakes=wakes, prefill=prefill, grants=grants,
-            round=round_, num_reads=num_reads,
+            finished=finished, killed=killed, moves=moves, refills=refills,
+            commands=RowCommands.joined(feature.take_commands() for feature in self._features), resumed=resumed, prefill=prefill,
+            grants=grants, round=round_, num_reads=num_reads,
         )  # fmt: skip

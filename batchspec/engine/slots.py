@@ -11,20 +11,17 @@ from numpy.typing import NDArray
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.results import RoundLog, Slots
+from batchspec.engine.row_feature import NEVER, NO_TOKEN
 
 FREE = -1
 """Owner of a slot without a request."""
-NEVER = 1 << 62
-"""More tokens than a row can have: the budget is never used up."""
-NO_BEGIN_ID = -2
-"""In place of the think token if thoughts begin without one. A log holds ids and -1 for no token, so this matches nothing."""
 
 
 class SlotTable:
     """Which request is in which slot, and what the host needs to know of it in every round.
 
-    Output tokens and counts are collected here, many at a time; `flush` adds them to the slot's request. Only requests with stop
-    strings get every token at once (`watched`). In a compaction one `move` moves all state of a slot.
+    Output tokens and counts are collected here, many at a time; `flush` adds them to the slot's request. A request whose features
+    want to examine its tokens is flushed when that is due. In a compaction one `move` moves all state of a slot.
     """
 
     def __init__(self, num_slots: int, max_len: int, draft_len: int, *, num_groups: int = 1) -> None:
@@ -46,13 +43,12 @@ class SlotTable:
         self.num_prefilled = zeros()
         """Number of tokens with which the row entered its slot."""
         self.prompt_len, self.max_tokens, self.predicted_tokens = zeros(), zeros(), zeros()
-        self.watched = np.zeros(num_slots, bool)
-        """The host may end the request: it has stop strings, or the tokens that close its thought have ended it."""
-        self.budget_due = zeros() + NEVER
-        """Number of tokens at which the thinking budget may be used up."""
-        self.begin_id = zeros() + NO_BEGIN_ID
-        """The token that begins a thought, of a request with a thinking budget."""
-        self._any_budget = False
+        self.decodes = np.zeros(num_slots, bool)
+        """Whether rounds emit tokens for the row: not while it is held, nor if it ends with its prefill."""
+        self.watch_at = zeros() + NEVER
+        """Number of tokens at which the request's features examine it."""
+        self.watch_token = zeros() + NO_TOKEN
+        """A token at which they do."""
         self._tokens = np.zeros((num_slots, max_len + draft_len + 1), np.int32)
         """Buffered tokens; after the first `_num_buffered` of a row come arbitrary values."""
         self._num_buffered, self._num_prefills, self._num_discarded = zeros(), zeros(), zeros()
@@ -60,8 +56,7 @@ class SlotTable:
         self._counts = (self._num_buffered, self._num_prefills, self._num_discarded, self._accepted, self._drafted)
         self._arrays: tuple[NDArray[np.generic], ...] = (
             self.owner, self.num_tokens, self.num_columns, self.num_held, self.num_prefilled, self.prompt_len, self.max_tokens,
-            self.predicted_tokens, self.watched,
-            self.budget_due, self.begin_id, self._tokens, *self._counts,
+            self.predicted_tokens, self.decodes, self.watch_at, self.watch_token, self._tokens, *self._counts,
         )  # fmt: skip
         self._modes: Counter[SamplingMode] = Counter()
         self.num_live = 0
@@ -77,6 +72,11 @@ class SlotTable:
         """The smallest sampling mode that serves all requests in slots."""
         found = [mode for mode, count in self._modes.items() if count]
         return found[0] if len(found) == 1 else SamplingMode.union(found)
+
+    @property
+    def num_decoding(self) -> int:
+        """Number of requests in slots for which rounds emit tokens."""
+        return int(np.count_nonzero(self.decodes))
 
     @property
     def num_free(self) -> int:
@@ -112,11 +112,39 @@ class SlotTable:
         self.prompt_len[slots] = prompt_len
         self.max_tokens[slots] = prompt_len + [request.max_new_tokens for request in requests]
         self.predicted_tokens[slots] = [request.predicted_tokens for request in requests]
-        self.watched[slots] = [state.finder is not None for state in states]
-        self.budget_due[slots], self.begin_id[slots] = NEVER, NO_BEGIN_ID
+        self.decodes[slots] = [request.device_limit > 0 for request in requests]
+        self.watch_at[slots], self.watch_token[slots] = NEVER, NO_TOKEN
         for state in states:
-            if state.budget is not None:
-                self.watch_budget(state)
+            if state.watch is not None:
+                self.watch(state)
+
+    def watch(self, state: RequestState) -> None:
+        """Note when the features of a request examine it next."""
+        at, slot = state.watch, state.slot
+        self.watch_at[slot] = NEVER if at is None else min(NEVER, self.prompt_len[slot] + at.num_tokens)
+        self.watch_token[slot] = NO_TOKEN if at is None else at.token
+
+    def due(self, slots: Slots, log: RoundLog) -> Slots:
+        """Those of `slots`, whose lines are added, whose features examine them now."""
+        token = self.watch_token[slots]
+        seen = (log.tokens == token[:, None]).any(1) if (token != NO_TOKEN).any() else np.zeros(len(slots), bool)
+        found: Slots = slots[(self.num_tokens[slots] >= self.watch_at[slots]) | seen]
+        return found
+
+    def hold(self, state: RequestState) -> None:
+        """The request stays in its slot and does not decode until `resume`."""
+        self.flush(state)
+        self.decodes[state.slot] = False
+
+    def resume(self, state: RequestState) -> None:
+        """The request decodes again."""
+        self.decodes[state.slot] = True
+
+    @property
+    def held(self) -> list[RequestState]:
+        """Requests in slots that do not decode, those that entered first first."""
+        found = [self.at(slot) for slot in np.flatnonzero((self.owner >= 0) & ~self.decodes).tolist()]
+        return sorted(found, key=lambda state: state.order)
 
     def note_pages(self, state: RequestState) -> None:
         """Update the page counts of a request that has got pages or given some back."""
@@ -134,6 +162,7 @@ class SlotTable:
         self.requests[state.slot] = None
         self.num_live -= 1
         self.owner[state.slot] = FREE
+        self.decodes[state.slot] = False
         state.slot = -1
 
     def flush(self, state: RequestState) -> None:
@@ -154,7 +183,7 @@ class SlotTable:
             self.requests[destination], self.requests[source] = state, None
             for field in self._arrays:
                 field[destination] = field[source]
-            self.owner[source] = FREE
+            self.owner[source], self.decodes[source] = FREE, False
             for field in self._counts:
                 field[source] = 0
 
@@ -177,22 +206,3 @@ class SlotTable:
         width = log.tokens.shape[1]
         self._tokens[slots[:, None], before[:, None] + np.arange(width)] = log.tokens
         self._num_buffered[slots] = before + kept
-
-    def watch_budget(self, state: RequestState) -> None:
-        """Compute when the host must next check the thinking budget of a request whose tokens are all flushed."""
-        thinking, slot = state.request.thinking, state.slot
-        limited = thinking is not None and thinking.budget is not None
-        self._any_budget = self._any_budget or limited
-        left = state.thinking_left() if limited else None
-        self.budget_due[slot] = NEVER if left is None else self.num_tokens[slot] + left
-        begin_id = thinking.begin_id if limited and thinking is not None else None
-        self.begin_id[slot] = NO_BEGIN_ID if begin_id is None else begin_id
-
-    def budgets_due(self, slots: Slots, log: RoundLog) -> Sequence[int]:
-        """Those of `slots`, whose lines are added, that may have used up their thinking budget: by their length, or because a
-        thought began."""
-        if not self._any_budget:
-            return ()
-        begins = (log.tokens == self.begin_id[slots, None]).any(1)
-        found: list[int] = slots[(self.num_tokens[slots] >= self.budget_due[slots]) | begins].tolist()
-        return found

@@ -1,15 +1,14 @@
 """What the scheduler decides and the executor does: one `ScheduledStep`, plain host data that can be pickled.
 
-Every decision that depends on a clock, on free memory or on what the host has read (results, stop strings, thinking budgets) is
-in the step. `Executor.execute` needs only the step and the state on the device: a second process that executes the same steps has
-the same tokens and page tables.
+Every decision that depends on a clock, on free memory or on what the host has read is in the step. `Executor.execute` needs
+only the step and the state on the device: a second process that executes the same steps has the same tokens and page tables.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchspec.batch.automata import AutomatonUpload, ConstraintOffsets, StatesUpload
+from batchspec.batch.row_commands import NO_COMMANDS, RowCommands
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.page_tables import Columns
 from batchspec.draft.base import DrafterUpdate
@@ -40,19 +39,14 @@ class Refill:
     """Pages of all its tokens, in order, for every K/V group."""
     num_cached: int
     """Number of first tokens whose K/V are in its pages already."""
-    constraint: ConstraintOffsets | None = None
-    """Places of its automaton and of the state after `tokens`; None: it has no automaton."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """A group of refills and the passes that prefill them."""
+    """The passes that prefill a group of refills."""
 
-    refills: tuple[Refill, ...]
     passes: tuple[tuple[Segment, ...], ...]
     mode: SamplingMode
-    uploads: tuple[AutomatonUpload, ...] = ()
-    """Automata of these refills that the device does not have yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +96,15 @@ class ScheduledStep:
     finished: tuple[tuple[Ids, Ids], ...] = ()
     """Prompt and output of rows that ended since the last step: the drafter may learn from them."""
     killed: tuple[int, ...] = ()
-    """Slots whose rows the host has ended: by a stop string, a thinking budget or a preemption."""
+    """Slots whose rows the host has ended or stopped."""
     moves: tuple[tuple[int, int], ...] = ()
     """Compaction: (source, destination) slots."""
-    uploads: tuple[StatesUpload, ...] = ()
-    """States of lazy automata, to be written in this order."""
-    wakes: tuple[tuple[int, ConstraintOffsets], ...] = ()
-    """Slots of rows that waited for such states, and the places of their automata: they decode from the next round on."""
+    refills: tuple[Refill, ...] = ()
+    """Requests that enter slots; the passes of `prefill` are theirs."""
+    commands: RowCommands = NO_COMMANDS
+    """What features of rows ask for, of these requests and of others."""
+    resumed: tuple[int, ...] = ()
+    """Slots of rows that were stopped and decode again from the next round on."""
     prefill: Prefill | None = None
     grants: tuple[PageGrant, ...] = ()
     round: ScheduledRound | None = None

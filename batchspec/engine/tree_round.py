@@ -19,9 +19,7 @@ from batchspec.batch.uniform_layout import UniformLayout
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Drafter
 from batchspec.draft.shapes import TreeShape
-from batchspec.engine.ablation import R, ablated
 from batchspec.engine.round import Drafts, Round, RoundOptions, RoundResult
-from batchspec.engine.vocabulary import of_ranks
 from batchspec.kernels.attention.work_list import SharedPrefixes
 from batchspec.kernels.tree.find_accepted_path import find_accepted_path
 from batchspec.kernels.tree.prepare_tree_inputs import prepare_tree_inputs
@@ -34,13 +32,8 @@ def round_for(
 ) -> Round:
     """The round that verifies what this drafter proposes: a tree or a chain."""
     if isinstance(drafter.shape, TreeShape):
-        return _variant(TreeRound, target, options)(target, drafter, drafter.shape, cache, batch, options, device)
-    return _variant(Round, target, options)(target, drafter, cache, batch, options, device)
-
-
-def _variant(kind: type[R], target: Target, options: RoundOptions) -> type[R]:
-    """The variant of `kind` that the target and the options ask for."""
-    return ablated(kind if target.ranks is None else of_ranks(kind), options)
+        return TreeRound(target, drafter, drafter.shape, cache, batch, options, device)
+    return Round(target, drafter, cache, batch, options, device)
 
 
 class TreeRound(Round):
@@ -87,10 +80,10 @@ class TreeRound(Round):
         chain = inputs.uniform(rows, draft_len)
         ids[:, 0] = chain_ids[:, 0]
         batch = self._nodes(rows, ids, parents)
-        batch.shared, batch.row_adapters = shared, rows.adapter
+        batch.read_rows(rows).shared = shared
         hidden, aux_hidden_states = self.target.forward(batch, self.cache, self.drafter.aux_layer_ids)
         places = self._places(batch, parents, mode, rows)
-        target_ids, raw = self._choose(hidden, places, rows, mode)
+        target_ids, raw = self.choose(hidden, places, rows, mode)
         path, at = self._path[:num_rows], self._path_places[:num_rows]
         find_accepted_path(
             ids, parents, target_ids, take_deepest=drafts.rates is not None, draft_len=drafts.length, out_path=path,
@@ -102,7 +95,7 @@ class TreeRound(Round):
         if places is not None:
             on_path = LogitRows(chain.row_ids, chain.positions + 1, num_drafted=self._place_of(chain, rows))
         raw = None if raw is None else raw.index_select(0, at)
-        with self.waiting(rows, mode) as park:
+        with self.waiting(rows, mode) as park_rows:
             result = self._settle(
                 target_ids.index_select(0, at), raw, on_path, chain.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len
             )
@@ -112,7 +105,7 @@ class TreeRound(Round):
                 chain.of_group(self.cache.groups.draft_group), aux_hidden_states.index_select(0, at), accepted_len, rows,
                 self.cache, prepare_next=prepare_next,
             )  # fmt: skip
-            park(result)
+            park_rows(result)
         return result
 
     def _nodes(self, rows: DeviceBatch, ids: Tensor, parents: Tensor) -> FlatBatch:
@@ -133,7 +126,7 @@ class TreeRound(Round):
 
     def _places(self, batch: FlatBatch, parents: Tensor, mode: SamplingMode, rows: DeviceBatch) -> LogitRows | None:
         """Row and position of each node's choice; also the tokens on the path to it if a logit rule reads drafts."""
-        if mode.greedy and self.options.logprobs is None:
+        if mode.greedy and self.options.reader is None:
             return None
         if not reads_drafts(mode):
             return LogitRows(batch.row_ids, batch.positions + 1)

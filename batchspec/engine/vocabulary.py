@@ -1,153 +1,75 @@
-"""Token choice with tensor parallelism: each rank has the logits of its part of the vocabulary, and all choose the same token.
-
-What ranks exchange per flat position: for a greedy token one logit and one id; for a draw its score, its id and the largest
-logit; for top-k, top-p and min-p as many of the largest logits as determine the cutoff, and a log-sum-exp; for logprobs a
-log-sum-exp, the chosen token's logit and the candidates for the likeliest ones. No rank gathers the logits of all tokens, unless
-a cutoff needs nearly all. On a GPU a cutoff is searched for by sums over the ranks (`cutoff_of_ranks.py`); in float64, which on
-GPUs only tests use, all logits are exchanged. Noise is keyed by the token's id: ranks draw the token that one process draws.
-
-Ranks also compare a checksum of each position's last hidden state, which every rank has in full: because they exchange their
-choices, they would agree on tokens even if their states had diverged, and the tokens would be wrong.
-
-T flat positions, V the tokens of all ranks, v those of this rank.
+"""The target's choice of tokens after its hidden states, over the whole vocabulary. Ranks with a part of it each override what
+they exchange (`vocabulary_of_ranks.py`). T rows of hidden states or logits, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
-from batchspec.batch.logits import LogitRows, adjust_logits, mark_waiting
+from batchspec.batch.logits import LogitRows, adjusts, masks_alone
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.batch.upload import upload
-from batchspec.distributed.collectives import Collectives
-from batchspec.engine.cutoff_of_ranks import searched_cutoffs
-from batchspec.engine.logprobs import Logprobs
-from batchspec.engine.round import Round
-from batchspec.engine.sampling import Greedy
-from batchspec.kernels.rounds.accept import WAIT
-from batchspec.kernels.sampling.argmax import NO_TOKEN
-from batchspec.kernels.sampling.cutoff import QUICK_TOP, cutoff_of_largest
-from batchspec.kernels.sampling.sample import sample_part
-from batchspec.model.vocabulary import best_of_ranks, greedy_of_ranks
-
-R = TypeVar("R", bound=Round)
-DIVERGED = min(NO_TOKEN, WAIT) - 1
-"""In place of a token if ranks have different hidden states: as with NO_TOKEN, nothing is emitted and the row ends."""
-MORE = 8
-"""If the exchanged largest logits do not determine a cutoff, this many times as many are exchanged."""
+from batchspec.engine.sampling import choose, greedy_sample
+from batchspec.kernels.sampling.log_normaliser import log_normaliser
+from batchspec.model.target import Target
 
 
-class SharedVocabulary(Round):
-    """The round for a target that several ranks compute."""
+class Vocabulary:
+    """Chooses tokens int32 [T], NO_TOKEN where there is none and WAIT where a choice cannot be made yet."""
 
-    def _choose(
-        self, hidden: Tensor, places: LogitRows | None, rows: DeviceBatch, mode: SamplingMode
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    def choose(
+        self, hidden: Tensor, places: LogitRows | None, rows: DeviceBatch, mode: SamplingMode, *, keeps_raw: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        ids, raw = super()._choose(hidden, places, rows, mode)
-        sums = self._part[2].gather(checksums(hidden))
-        return torch.where((sums == sums[0]).all(0) | (ids < 0), ids, DIVERGED), raw
+        """The choice after each row of `hidden` [T, H], and the raw logits [T, V] if they are to be kept.
 
-    def choose(self, logits: Tensor, places: LogitRows, rows: DeviceBatch, mode: SamplingMode) -> Tensor:
-        target_ids = choose_of_ranks(logits, places, rows, mode, *self._part, greedy=self.greedy_of_logits)
-        mark_waiting(target_ids, places, rows, mode)
-        return target_ids
+        places  row and position of each; None only if all rows are greedy and raw logits are not kept
+        """
+        if places is None:
+            return self.greedy(hidden), None
+        rule = None if keeps_raw else masks_alone(mode)
+        if rule is not None and rule.masks is not None and self.masks_in_product(hidden):
+            return self.target.greedy_sample(hidden, flag_nonfinite=True, allowed=rule.masks(places, rows)), None
+        logits = self.target.logits(hidden)
+        raw = None
+        if keeps_raw:
+            raw = logits.clone() if adjusts(mode) else logits
+        return self.choose_by_logits(logits, places, rows, mode), raw
 
-    def greedy_of_logits(self, logits: Tensor) -> Tensor:
-        tokens, _, ranks = self._part
-        return greedy_of_ranks(logits, tokens.start, ranks, flag_nonfinite=True)
+    def choose_by_logits(self, logits: Tensor, places: LogitRows, rows: DeviceBatch, mode: SamplingMode) -> Tensor:
+        """The choice of each row of logits [T, V], which are changed: see `sampling.choose`."""
+        return choose(logits, places, rows, mode, greedy=self.greedy_by_logits)
 
-    def logprobs_of(self, raw: Tensor, target_ids: Tensor) -> Logprobs:
-        return logprobs_of_ranks(raw, target_ids, self.options.logprobs or 0, *self._part)
+    def greedy(self, hidden: Tensor) -> Tensor:
+        """The greedy choice after each row of `hidden` [T, H]."""
+        return self.target.greedy_sample(hidden, flag_nonfinite=True)
+
+    def masks_in_product(self, hidden: Tensor) -> bool:
+        """Whether a greedy choice among the tokens of masks can be made without storing logits."""
+        return self.target.masks_in_product(hidden)
+
+    def greedy_by_logits(self, logits: Tensor) -> Tensor:
+        """The greedy choice of each row of logits [T, V]."""
+        return greedy_sample(logits)
+
+    def log_normaliser(self, raw: Tensor) -> Tensor:
+        """The logarithm of the sum of exponentials of each row of raw logits, [T]."""
+        found = torch.empty(raw.shape[0], dtype=raw.dtype, device=raw.device)
+        log_normaliser(raw, out=found)
+        return found
+
+    def logit_of(self, raw: Tensor, ids: Tensor) -> Tensor:
+        """The raw logit of ids int [T], [T]; NO_TOKEN counts as token 0."""
+        return raw.gather(1, ids.clamp(min=0).long().unsqueeze(1)).squeeze(1)
+
+    def largest(self, raw: Tensor, num: int) -> tuple[Tensor, Tensor]:
+        """The `num` likeliest tokens of each row of raw logits, int32 [T, num], and their logits."""
+        best = raw.topk(num, dim=1)
+        return best.indices.int(), best.values
 
     def mark_diverged(self, hidden: Tensor, log: Tensor, slot_ids: Tensor) -> None:
-        sums = self._part[2].gather(checksums(hidden))
-        line = upload([0, 0, 0, 0, DIVERGED], log.dtype, log.device)
-        log[slot_ids] = torch.where((sums == sums[0]).all(), log[slot_ids], line)
-
-    @property
-    def _part(self) -> tuple[slice, int, Collectives]:
-        """The tokens of this rank, the number of all tokens, and the ranks."""
-        spec, ranks = self.target.spec, self.target.ranks
-        assert ranks is not None
-        return spec.vocab_part, spec.vocab_size, ranks
-
-
-def of_ranks(kind: type[R]) -> type[R]:
-    """The variant of `kind` for a target that several ranks compute."""
-    return type(f"{kind.__name__}OfRanks", (SharedVocabulary, kind), {})
-
-
-def checksums(hidden: Tensor) -> Tensor:
-    """int64 [T] of the bits of each row of hidden [T, H]. Rows that differ in one number have different ones."""
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[hidden.element_size()]
-    weights = torch.arange(1, 2 * hidden.shape[1], 2, device=hidden.device)  # odd: a product with one loses no bit
-    return (hidden.contiguous().view(bits).long() * weights).sum(1)
-
-
-def choose_of_ranks(
-    logits: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode, tokens: slice, vocab: int, ranks: Collectives, *,
-    greedy: Greedy,
-) -> Tensor:  # fmt: skip
-    """As `sampling.choose`, int32 [T], for logits [T, v] of `tokens`, which are changed. greedy: chooses from such logits."""
-    at = LogitRows(at.row_ids, at.positions, at.drafts, at.num_drafted, at.draft_rows, tokens)
-    adjust_logits(logits, at, rows, mode)
-    if not mode.random:
-        return greedy(logits)
-    low = torch.full_like(logits[:, 0], -torch.inf)
-    if mode.filters:
-        low = cutoffs_of_ranks(logits, at.row_ids, rows, vocab, ranks)
-    scores, tops = torch.empty_like(low), torch.empty_like(low)
-    ids = torch.empty(len(low), dtype=torch.int32, device=low.device)
-    sample_part(
-        logits, at.row_ids, at.positions, rows.keys, rows.temperature, low, tokens.start,
-        out_ids=ids, out_scores=scores, out_tops=tops,
-    )  # fmt: skip
-    chosen = best_of_ranks(scores, ids, ranks)
-    return torch.where(ranks.gather(tops).amax(0).isfinite(), chosen, NO_TOKEN)
-
-
-def cutoffs_of_ranks(logits: Tensor, row_ids: Tensor, rows: DeviceBatch, vocab: int, ranks: Collectives) -> Tensor:
-    """As `sampling.cutoffs`, [T]: the smallest logit of each kept set, over the tokens of all ranks."""
-    if logits.is_cuda and logits.dtype == torch.float32:  # what follows synchronises
-        return searched_cutoffs(logits, row_ids, rows, vocab, ranks)
-    finite = logits.nan_to_num(-torch.inf, -torch.inf, -torch.inf)  # rows that are not finite draw nothing
-
-    def largest(num: int) -> Tensor:
-        own = finite.topk(min(num, finite.shape[1]), dim=1).values
-        found = ranks.gather(F.pad(own, (0, min(num, -(-vocab // ranks.ranks)) - own.shape[1]), value=-torch.inf))
-        return found.transpose(0, 1).flatten(1).topk(num, dim=1).values
-
-    def total(temperature: Tensor) -> Tensor:
-        return torch.logsumexp(ranks.gather(torch.logsumexp(finite / temperature, 1)), 0)
-
-    # In float64 on a GPU all logits are exchanged at once, because the host reads nothing back.
-    few = vocab if logits.is_cuda else min(QUICK_TOP, vocab)
-    return cutoff_of_largest(
-        largest, total, row_ids, rows.temperature, rows.top_k, rows.top_p, rows.min_p,
-        nums=(few, min(MORE * few, vocab), vocab), dtype=logits.dtype,
-    )  # fmt: skip
-
-
-def logprobs_of_ranks(raw: Tensor, target_ids: Tensor, num_top: int, tokens: slice, vocab: int, ranks: Collectives) -> Logprobs:
-    """As `logprobs.logprobs_of`, of raw [T, v]. Equally likely tokens may come in another order."""
-    normaliser = torch.logsumexp(ranks.gather(torch.logsumexp(raw, 1)), 0)
-    place = target_ids.clamp(min=0).long() - tokens.start
-    own = (place >= 0) & (place < raw.shape[1])
-    logit = raw.gather(1, place.clamp(0, raw.shape[1] - 1).unsqueeze(1)).squeeze(1)
-    # One rank has the token; the numbers of the other ranks are not read.
-    owner = ranks.gather(own.int()).argmax(0, keepdim=True)
-    chosen = (ranks.gather(logit).gather(0, owner).squeeze(0) - normaliser).float()
-    if not num_top:
-        return Logprobs(chosen, None, None)
-    most = min(num_top, -(-vocab // ranks.ranks))
-    best = raw.topk(min(most, raw.shape[1]), dim=1)
-    values = F.pad(best.values, (0, most - best.values.shape[1]), value=-torch.inf)
-    ids = F.pad(best.indices.int() + tokens.start, (0, most - best.values.shape[1]))
-    values, ids = (ranks.gather(part).transpose(0, 1).flatten(1) for part in (values, ids))
-    found = values.topk(num_top, dim=1)
-    return Logprobs(chosen, ids.gather(1, found.indices), (found.values - normaliser[:, None]).float())
+        """Only with several ranks: if ranks have different `hidden`, write a line into `log` int32 [R, 5] of these slots that
+        makes the leader end the run with DivergedError. `choose` does this by itself."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from batchspec.engine.request_state import RequestState
 
@@ -45,12 +45,12 @@ class WaitingRequests:
         """The requests that were taken from the stream and wait, in their order."""
         return iter(self._queue)
 
-    def first(self, passed: int, most: int, may_enter: Callable[[RequestState], bool]) -> int | None:
-        """The place of the first request, from place `passed` on, that may enter a slot at once; None if there is none. At most
+    def first_ready(self, passed: int, most: int) -> int | None:
+        """The place of the first request, from place `passed` on, that need not wait any longer; None if there is none. At most
         `most` requests are passed over."""
         for place in range(passed, most + 1):
             state = self.peek(place)
-            if state is None or may_enter(state):
+            if state is None or state.ready:
                 return None if state is None else place
         return None
 

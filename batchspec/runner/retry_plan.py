@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchspec.dataset.reader import InputShard
-from batchspec.engine.thinking import num_closing_tokens
+from batchspec.engine.features.thinking import num_closing_tokens
 from batchspec.packing.work_plan import Commit, DecodedShard, RowWriter
 from batchspec.records import Completion, Request, Snapshot
 from batchspec.runner.compute_all import begin_new_file

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from batchspec.batch.automata import AutomataCapacity, AutomatonUpload, ConstraintOffsets, place_of
-from batchspec.records import Ids, Request
+from batchspec.records import Ids
 from batchspec.token_automaton import DEAD, TokenAutomaton
 
 FIRST_PLACE = 1
@@ -41,12 +42,17 @@ class AutomatonPlaces:
         self._free_masks = list(range(capacity.num_masks))
         self._uploads: list[AutomatonUpload] = []
 
-    def hold(self, automaton: TokenAutomaton) -> bool:
-        """Reserve an automaton for a row that enters a slot; False if it has no space. There is space if no row follows any."""
-        found = self._residents.get(id(automaton)) or self._bring(automaton)
-        if found is not None:
-            found.num_rows += 1
-        return found is not None
+    def has(self, automaton: TokenAutomaton) -> bool:
+        """Whether it is on the device, or will be with the next uploads."""
+        return id(automaton) in self._residents
+
+    def bring(self, automaton: TokenAutomaton) -> bool:
+        """Make it so, for a row that is about to enter a slot; False if it has no space. There is space if no row follows any."""
+        return self.has(automaton) or self._bring(automaton)
+
+    def hold(self, automaton: TokenAutomaton) -> None:
+        """A row that follows it enters a slot. Call `bring` first."""
+        self._residents[id(automaton)].num_rows += 1
 
     def release(self, automaton: TokenAutomaton) -> None:
         """A row that followed the automaton has left its slot."""
@@ -54,16 +60,12 @@ class AutomatonPlaces:
         found.num_rows -= 1
         self._residents[id(automaton)] = found
 
-    def constraint(self, request: Request, tokens: list[int]) -> ConstraintOffsets | None:
-        """The places of a request that enters a slot with these output tokens; None without a finite automaton. Call `hold`
-        first.
+    def offsets(self, automaton: TokenAutomaton, state: int, tokens: Sequence[int]) -> ConstraintOffsets:
+        """The places of a row that enters a slot with these output tokens after the state.
 
         Where the automaton does not allow the tokens, the state is one that allows no token: the row fails at once.
         """
-        automaton = request.automaton
-        if not isinstance(automaton, TokenAutomaton):
-            return None
-        place, state = self._residents[id(automaton)].place, automaton.walk(request.automaton_state, tokens)
+        place, state = self._residents[id(automaton)].place, automaton.walk(state, tokens)
         return self._capacity.none_allowed if state == DEAD else ConstraintOffsets(place, place_of(automaton, state, place))
 
     def take_uploads(self) -> tuple[AutomatonUpload, ...]:
@@ -71,14 +73,14 @@ class AutomatonPlaces:
         uploads, self._uploads = tuple(self._uploads), []
         return uploads
 
-    def _bring(self, automaton: TokenAutomaton) -> _Resident | None:
+    def _bring(self, automaton: TokenAutomaton) -> bool:
         num_words, num_masks = automaton.num_words, len(automaton.masks)
         place = self._gap(num_words)
         unused = (key for key, one in list(self._residents.items()) if not one.num_rows)
         while place is None or len(self._free_masks) < num_masks:
             key = next(unused, None)
             if key is None:
-                return None
+                return False
             begin, end = self._remove(key)
             if place is None and end - begin >= num_words:
                 place = begin
@@ -88,7 +90,7 @@ class AutomatonPlaces:
         self._residents[id(automaton)] = found
         bisect.insort(self._spans, (place, place + num_words))
         self._uploads.append(AutomatonUpload.of(automaton, place, found.mask_ids))
-        return found
+        return True
 
     def _remove(self, key: int) -> tuple[int, int]:
         """Evict an automaton that no row follows; returns the begin and end of the gap that it leaves."""

@@ -9,11 +9,56 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from batchspec.engine.channels import ChannelTracker
-from batchspec.engine.token_kinds import Header, Kind, Tracker
-from batchspec.records import Request, Thinking
+from batchspec.engine.features.channels import ChannelTracker
+from batchspec.engine.features.token_kinds import Header, Kind, Tracker
+from batchspec.engine.row_feature import NEVER, NO_TOKEN, RowFeature, Watch
+from batchspec.records import Completion, Request, Thinking
+
+if TYPE_CHECKING:
+    from batchspec.engine.request_state import RequestState
+
+
+class ThinkingBudgets(RowFeature):
+    """Closes thoughts that have used up their budget."""
+
+    def __init__(self) -> None:
+        self._rows: dict[RequestState, ThinkingBudget] = {}
+
+    def arrive(self, state: RequestState) -> bool:
+        request = state.request
+        if request.thinking is None:
+            return False
+        budget = self._rows[state] = ThinkingBudget(request.thinking, request.stop_ids, request.device_limit)
+        state.forced = budget.closings
+        return True
+
+    def keep(self, state: RequestState, tokens: Sequence[int]) -> Sequence[int]:
+        """If an earlier run's smaller limit cut off some of the last closing tokens, the others are removed too: all of them are
+        forced again, and counted once."""
+        forced = self._rows[state].forced(tokens)
+        return tokens if forced is None else tokens[: forced[0]]
+
+    def examine(self, state: RequestState) -> Watch | None:
+        budget, thinking = self._rows[state], state.request.thinking
+        assert thinking is not None
+        if (forced := budget.forced(state.tokens)) is not None:
+            state.rewrite(*forced)
+            budget.forced(state.tokens)  # it reads the closing tokens
+        if thinking.budget is None:
+            return None
+        left = budget.left
+        begin_id = NO_TOKEN if thinking.begin_id is None else thinking.begin_id
+        return Watch(NEVER if left is None else len(state.tokens) + left, begin_id)
+
+    def finish(self, state: RequestState, done: Completion) -> Completion:
+        budget = self._rows.pop(state)
+        if done.token_ids is None:
+            return done
+        budget.forced(state.tokens)
+        return replace(done, reasoning_truncated=bool(budget.closings))
 
 
 class ThoughtTracker(Tracker):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from batchspec.engine.thinking import Call
+from batchspec.engine.features.thinking import Call
 from batchspec.records import Channels, Request
 
 NAMESPACE = "functions."

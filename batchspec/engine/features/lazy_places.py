@@ -1,7 +1,7 @@
 """Where the states of lazy automata are on the device. Host bookkeeping only.
 
 They fill a part of the tables of their own, from its first word on. No state is removed singly: when the part is full, all states
-are forgotten (`LazyStates`), and the states that rows need are placed anew.
+are forgotten (`LazyConstraints`), and the states that rows need are placed anew.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from batchspec.engine.token_kinds import Header, Kind, Tracker
+from batchspec.engine.features.token_kinds import Header, Kind, Tracker
 from batchspec.records import Channels
 
 

@@ -1,24 +1,29 @@
 """Rows that follow lazy automata: which states they need, which are being computed, which rows wait. Host bookkeeping only.
 
 A row that reaches a state without a mask on the device stops there by itself (`kernels/sampling/waiting.py`). The host reads
-that, asks `Expanding` for the state, uploads it and wakes the row. States stay on the device for rows that come later. When the
-tables are full, the engine reads all results, so that every row's tokens are known, and all states are forgotten: the rows wait,
-and their states are asked for again. The oldest row gets its state first, so that there is progress.
+that, asks `Expanding` for the state, uploads it and lets the row go on. States stay on the device for rows that come later.
+When the tables are full, all rows are stopped and all states are forgotten: the rows wait, and their states are asked for
+again. The oldest row gets its state first, so that there is progress.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from batchspec.batch.automata import ConstraintOffsets, StatesUpload
-from batchspec.engine.last_check import ADVICE, CAUSE
-from batchspec.engine.lazy_places import LazyPlaces
-from batchspec.engine.request_state import RequestState
+from batchspec.batch.automata import ConstraintOffsets
+from batchspec.batch.row_commands import RowCommands
+from batchspec.engine.features.constraints import Constraints
+from batchspec.engine.features.last_check import ADVICE, CAUSE, LastCheck
+from batchspec.engine.features.lazy_places import LazyPlaces
 from batchspec.lazy_automaton import Answer, Ask, Expanding, Expansion, LazyAutomaton, MachineError, Recheck
 from batchspec.records import CONSTRAINT_VIOLATED, Request, RowError
 from batchspec.token_automaton import DEAD, TokenSymbols
+
+if TYPE_CHECKING:
+    from batchspec.engine.request_state import RequestState
 
 MAX_WRITTEN = 64
 """Maximum number of a row's tokens that are sent with an ask."""
@@ -38,37 +43,39 @@ class _Row:
     num_learned: int = 0
     """Number of output tokens that were sent with an ask."""
     asked: _Key | None = None
-    waits: bool = False
-    """It is in a slot, and not live on the device until it is woken."""
-    woken_at: int = -1
-    """Number of its tokens when it was woken last."""
+    began_at: int = -1
+    """Number of its tokens when it entered its slot or went on there last; -1 before."""
 
 
-class LazyStates:
-    """All rows of a run that follow lazy automata. Arguments as for `Engine`."""
+class LazyConstraints(Constraints):
+    """All rows of a run that follow lazy automata."""
 
-    def __init__(self, expanding: Expanding, vocabulary: TokenSymbols, places: LazyPlaces) -> None:
+    waits = True
+
+    def __init__(self, check: LastCheck, expanding: Expanding, symbols: TokenSymbols, places: LazyPlaces) -> None:
         """places: has the states that earlier runs of the engine found; those of this run are added."""
-        self._expanding, self._vocabulary, self._places = expanding, vocabulary, places
-        self._rows: dict[int, _Row] = {}
-        """By the id of the request's state, which the entry keeps alive."""
+        super().__init__(check)
+        self._expanding, self._symbols, self._places = expanding, symbols, places
+        self._rows: dict[RequestState, _Row] = {}
         self._asked: dict[_Key, Future[Answer]] = {}
         self._failed: list[RequestState] = []
+        self._stopped: set[RequestState] = set()
+        """Rows that were stopped and have not asked for their states since: they come before rows that enter."""
         self.full = False
         """The tables have no room for the next state."""
         self._patience = PATIENCE
         places.resend()
 
-    def follows(self, request: Request) -> bool:
-        """Whether the request's automaton allows the tokens that an earlier run left. Waits for the answer.
+    def follows(self, state: RequestState) -> bool:
+        return isinstance(state.request.automaton, LazyAutomaton)
 
-        True if the process cannot find out: `LastCheck` asks again.
-        """
-        if request.resumed is None or not isinstance(request.automaton, LazyAutomaton):
-            return True
-        tokens = request.resumed.tokens
-        found = self._expanding.recheck(Recheck(request.automaton, request.automaton_state, tokens)).result()
-        return isinstance(found, str) or found == len(tokens)
+    def keep(self, state: RequestState, tokens: Sequence[int]) -> Sequence[int] | None:
+        """None: another version compiled it, and its automaton allowed these tokens. Waits for the answer. All if the process
+        cannot find out: `LastCheck` asks again."""
+        request = state.request
+        assert isinstance(request.automaton, LazyAutomaton)
+        found = self._expanding.recheck(Recheck(request.automaton, request.automaton_state, tuple(tokens))).result()
+        return tokens if isinstance(found, str) or found == len(tokens) else None
 
     def after(self, request: Request, tokens: Sequence[int]) -> Answer:
         """The state after these output tokens of a request with a lazy automaton. Waits for the answer. Call it while no row
@@ -81,60 +88,56 @@ class LazyStates:
             found = self._expanding.submit(replace(ask, epoch=self._places.epoch)).result()
         return found
 
-    def may_enter(self, state: RequestState) -> bool:
-        """Whether a request may enter a slot: the state after its tokens is on the device. If it is not, it is asked for.
+    def may_go_on(self, state: RequestState) -> bool:
+        """Whether the state after the row's tokens is on the device. If it is not, it is asked for.
 
-        Requests that are ready enter while the tables are full, too: after all states are forgotten those of rows in slots come
-        first, so that rows go on. With no row in a slot all requests would ask for their first states again, and none would
-        begin. Call `collect` before the first of several.
+        While the tables are full, rows whose states are there already enter too: after all states are forgotten those of rows in
+        slots come first, so that rows go on. With no row in a slot all requests would ask for their first states again, and none
+        would begin.
         """
-        if state.finish_reason is not None:
+        row = self._row(state)
+        self._stopped.discard(state)
+        if state.slot < 0 and self._stopped:
             return False
-        row = self._row(state)
-        return row.asked is None and self._has_mask(row) if self.full else self._is_ready(row)
-
-    def constraint(self, state: RequestState) -> ConstraintOffsets:
-        """Where the class map and the state of a row that `may_enter` a slot are in the tables."""
-        row = self._rows[id(state)]
-        known = self._places.known[row.automaton]
-        return ConstraintOffsets(known.class_place, int(known.places[row.at]))
-
-    def wait(self, state: RequestState) -> None:
-        """The row stopped at the end of its tokens, which are all read."""
-        row = self._row(state)
-        if row.woken_at == len(state.tokens):
+        if state.slot >= 0 and row.began_at == len(state.tokens):
             said = f"the device has lost the state of its automaton, {CAUSE}"
             self._end(row, _error(row, CONSTRAINT_VIOLATED, said, ADVICE, retryable=True))
-            return
-        row.waits = True
-        self._is_ready(row)
+            return False
+        if self.full and state.slot < 0:
+            return row.asked is None and self._has_mask(row)
+        return self._is_ready(row)
 
-    def drop(self, state: RequestState) -> None:
-        """The request leaves its slot, or is given up."""
-        self._rows.pop(id(state), None)
+    def enter(self, state: RequestState) -> None:
+        row = self._rows[state]
+        known = self._places.known[row.automaton]
+        row.began_at = len(state.tokens)
+        self.constrain(state, ConstraintOffsets(known.class_place, int(known.places[row.at])))
 
-    @property
-    def num_waiting(self) -> int:
-        return sum(row.waits for row in self._rows.values())
+    def leave(self, state: RequestState) -> None:
+        self._rows.pop(state, None)
+        self._stopped.discard(state)
 
-    def must_forget(self) -> bool:
-        """Asked before each round: whether all states must be forgotten now. Rows that can go on do so for a while first."""
+    def take_commands(self) -> RowCommands:
+        return replace(super().take_commands(), states=self._places.take_uploads())
+
+    def pending(self) -> Iterable[Future[Any]]:
+        return [*super().pending(), *self._asked.values()]
+
+    def poll(self) -> Iterable[RequestState]:
+        self._collect()
+        stopped = self.forget() if self._must_forget() else []
+        failed, self._failed = self._failed, []
+        return [*failed, *(state for state in stopped if state not in failed)]
+
+    def _must_forget(self) -> bool:
+        """Whether all states must be forgotten now. Rows that can go on do so for a while first."""
         if not self.full:
             return False
         self._patience -= 1
-        in_slots = (row for row in self._rows.values() if row.state.slot >= 0)
-        return self._patience < 0 or all(row.waits and not self._is_ready(row) for row in in_slots)
+        in_slots = [row for row in self._rows.values() if row.state.slot >= 0]
+        return self._patience < 0 or not any(row.asked is None and self._has_mask(row) for row in in_slots)
 
-    @property
-    def is_asking(self) -> bool:
-        """Whether answers are outstanding."""
-        return bool(self._asked)
-
-    def rest(self, seconds: float) -> None:
-        """Sleep until an answer comes, for at most so long."""
-        wait(self._asked.values(), seconds, FIRST_COMPLETED)
-
-    def collect(self) -> None:
+    def _collect(self) -> None:
         """Take the answers that have come, and place their states. Sets `full` where one has no room."""
         late = set[LazyAutomaton]()
         """Automata that an answer is missing for: their later answers wait for it, because each tells more than those before."""
@@ -171,41 +174,24 @@ class LazyStates:
             for row in self._of((automaton, found.state, ())):
                 row.asked = None
 
-    def forget(self) -> tuple[int, ...]:
-        """Forget all states, after every result was read. Returns the slots of the rows that now wait: they must be stopped."""
+    def forget(self) -> list[RequestState]:
+        """Forget all states. Returns the rows in slots, which must be stopped: their states are asked for when all their tokens
+        are known, the oldest row's first."""
         self._places.forget()
         self._asked.clear()
         self.full, self._patience = False, PATIENCE
-        rows = sorted(self._rows.values(), key=lambda row: (row.state.slot < 0, row.state.order))
-        for row in rows:
+        for row in self._rows.values():
             assert row.state.request.automaton is not None
-            row.at, row.num_walked, row.asked, row.woken_at = row.state.request.automaton_state, 0, None, -1
-            row.waits = row.state.slot >= 0
-            self._is_ready(row)
-        return tuple(row.state.slot for row in rows if row.waits)
-
-    def take_uploads(self) -> tuple[StatesUpload, ...]:
-        """Uploads since the last call. They come before the wakes and refills of the same step."""
-        return self._places.take_uploads()
-
-    def take_wakes(self) -> tuple[tuple[int, ConstraintOffsets], ...]:
-        """Rows that wait no longer: the slot, and where class map and state are in the tables."""
-        woken = [row for row in self._rows.values() if row.waits and self._is_ready(row)]
-        for row in woken:
-            row.waits, row.woken_at = False, len(row.state.tokens)
-        return tuple((row.state.slot, self.constraint(row.state)) for row in woken)
-
-    def take_failed(self) -> list[RequestState]:
-        """Requests whose next state cannot be computed; their error says why."""
-        failed, self._failed = self._failed, []
-        return failed
+            row.at, row.num_walked, row.asked, row.began_at = row.state.request.automaton_state, 0, None, -1
+        self._stopped = {row.state for row in self._rows.values() if row.state.slot >= 0}
+        return list(self._stopped)
 
     def _row(self, state: RequestState) -> _Row:
-        row = self._rows.get(id(state))
+        row = self._rows.get(state)
         if row is None:
             automaton = state.request.automaton
             assert isinstance(automaton, LazyAutomaton)
-            row = self._rows[id(state)] = _Row(state, automaton, state.request.automaton_state)
+            row = self._rows[state] = _Row(state, automaton, state.request.automaton_state)
         return row
 
     def _is_ready(self, row: _Row) -> bool:
@@ -227,7 +213,7 @@ class LazyStates:
         known = self._places.known.get(row.automaton)
         if known is None:
             return False
-        row.at, count = known.after(row.at, row.state.tokens[row.num_walked :], self._vocabulary)
+        row.at, count = known.after(row.at, row.state.tokens[row.num_walked :], self._symbols)
         row.num_walked += count
         return row.num_walked == len(row.state.tokens) and row.at in known.expanded
 
@@ -244,10 +230,9 @@ class LazyStates:
             self._end(row, None if why is None else _error(row, "large_schema", why, advice, retryable=is_of_machine))
 
     def _end(self, row: _Row, error: RowError | None) -> None:
-        row.state.finish_reason, row.state.error = "error", error
+        row.state.fail(error)
         self._failed.append(row.state)
-        row.waits = False
-        self.drop(row.state)
+        self._rows.pop(row.state, None)
 
 
 def _error(row: _Row, code: str, why: str, advice: str, *, retryable: bool = False) -> RowError:

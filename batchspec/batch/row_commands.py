@@ -1,0 +1,49 @@
+"""What features of rows ask of the device between two launches: plain host data, a part of a step that every rank executes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from batchspec.batch.automata import AutomatonUpload, ConstraintOffsets, StatesUpload
+from batchspec.batch.device_batch import DeviceBatch
+
+
+@dataclass(frozen=True, slots=True)
+class RowCommands:
+    """Executed in the order of the fields, each in its own order, when rows are in their slots and not live yet."""
+
+    automata: tuple[AutomatonUpload, ...] = ()
+    states: tuple[StatesUpload, ...] = ()
+    constrain: tuple[tuple[int, ConstraintOffsets], ...] = ()
+    """The row in this slot follows this automaton from this state on."""
+
+    def __bool__(self) -> bool:
+        return bool(self.automata or self.states or self.constrain)
+
+    @classmethod
+    def joined(cls, commands: Iterable[RowCommands]) -> RowCommands:
+        """All of them as one."""
+        given = [one for one in commands if one]
+        if len(given) < 2:
+            return given[0] if given else NO_COMMANDS
+        return cls(
+            automata=tuple(one for own in given for one in own.automata),
+            states=tuple(one for own in given for one in own.states),
+            constrain=tuple(one for own in given for one in own.constrain),
+        )
+
+    def execute(self, rows: DeviceBatch) -> None:
+        """In stream order."""
+        if not self:
+            return
+        assert rows.automata is not None, "the engine was made for requests without automata"
+        if self.automata:
+            rows.automata.upload(self.automata)
+        for upload in self.states:
+            rows.automata.upload_states(upload)
+        if self.constrain:
+            rows.constrain(self.constrain)
+
+
+NO_COMMANDS = RowCommands()

@@ -1,0 +1,102 @@
+"""What rows may ask for beyond tokens. Each is a `RowFeature` (`engine/row_feature.py`) in a file of its own; `RowFeatures`
+below has those of a job.
+
+  stop_strings.py       stop strings in the answer
+  thinking.py           thinking budgets, and the parts of an output; token_kinds.py: kinds of its tokens; channels.py: by
+  channels constraints.py        what finite and lazy constraints share, and finite ones; automaton_places.py: their memory on
+  the device lazy_constraints.py   lazy ones: rows that wait for states; lazy_places.py: where these are on the device
+  last_check.py         a row with a constraint is checked before it becomes a completion texts.py              the texts of a
+  finished row; channel_calls.py: tool calls of a model with channels logprobs.py           log-probabilities of output tokens
+  scoring.py            log-probabilities of prompt tokens adapter.py            LoRA adapters of rows
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from batchspec.batch.automata import Automata, AutomataCapacity
+from batchspec.cache.page_tables import PagePools
+from batchspec.engine.features.adapter import Adapter
+from batchspec.engine.features.constraints import FiniteConstraints
+from batchspec.engine.features.last_check import LastCheck
+from batchspec.engine.features.lazy_constraints import LazyConstraints
+from batchspec.engine.features.lazy_places import LazyPlaces
+from batchspec.engine.features.logprobs import LogprobReader, Logprobs
+from batchspec.engine.features.scoring import PromptScores, Scoring, score_pass
+from batchspec.engine.features.stop_strings import Decode, StopStrings
+from batchspec.engine.features.texts import Texts, decode_of_answer
+from batchspec.engine.features.thinking import ThinkingBudgets
+from batchspec.engine.prefill import PrefillPass
+from batchspec.engine.round import LogitReader
+from batchspec.engine.row_feature import Features, RowFeature
+from batchspec.engine.slots import SlotTable
+from batchspec.lazy_automaton import Expanding
+from batchspec.records import Request
+from batchspec.token_automaton import TokenSymbols
+
+
+@dataclass(kw_only=True)
+class RowFeatures(Features):
+    """The features of a job's rows.
+
+    decode     token ids -> text; None without a tokenizer
+    defers_text  as for `Texts`
+    num_top    log-probabilities are written, with those of so many of the likeliest tokens; None: they are not
+    scores     prompts are scored, and nothing is decoded; num_top is then of prompt tokens
+    symbols    of the vocabulary: set if rows may have constraints; capacity: the device's memory for these, None for the default
+    expanding  set if rows may have lazy constraints
+    """
+
+    decode: Decode | None = None
+    defers_text: bool = False
+    num_top: int | None = None
+    scores: bool = False
+    symbols: TokenSymbols | None = None
+    capacity: AutomataCapacity | None = None
+    expanding: Expanding | None = None
+    lazy: LazyConstraints | None = field(default=None, init=False)
+    """Rows of the present run that follow lazy automata."""
+
+    def __post_init__(self) -> None:
+        assert self.expanding is None or self.symbols is not None, "lazy automata need a vocabulary"
+        if self.symbols is not None and self.capacity is None:
+            self.capacity = AutomataCapacity(num_tokens=self.symbols.num_tokens)
+        self._places = None if self.capacity is None else LazyPlaces(self.capacity)
+        self._scores: PromptScores | None = None
+
+    @property
+    def reader(self) -> LogitReader | None:  # type: ignore[override]
+        if self.num_top is None and not self.scores:
+            return None
+        return LogprobReader(self.num_top or 0)
+
+    @property
+    def prefill_pass(self) -> PrefillPass | None:  # type: ignore[override]
+        return score_pass if self.scores else None
+
+    def tables(self, device: torch.device) -> Automata | None:
+        return None if self.symbols is None or self.capacity is None else Automata(self.symbols, self.capacity, device)
+
+    def begin(self, slots: SlotTable, pools: PagePools) -> tuple[RowFeature, ...]:
+        if self.scores:
+            if self._scores is None:
+                self._scores = PromptScores(pools.pools[0].num_pages, pools.page_size, self.num_top or 0)
+            return Adapter(), Scoring(slots, self._scores, shares_prefixes=not pools.any_window)
+        check = None if self.symbols is None else LastCheck(self.symbols, self.expanding)
+        stops = StopStrings(self._decode_of)
+        features: list[RowFeature] = [Adapter(), ThinkingBudgets(), stops]
+        self.lazy = None
+        if check is not None and self.capacity is not None:
+            features.append(FiniteConstraints(check, self.capacity))
+            if self.expanding is not None and self.symbols is not None and self._places is not None:
+                self.lazy = LazyConstraints(check, self.expanding, self.symbols, self._places)
+                features.append(self.lazy)
+        features.append(Texts(self.decode, self.symbols, stops, check, defers=self.defers_text))
+        if self.num_top is not None:
+            features.append(Logprobs(slots, self.num_top))
+        return tuple(features)
+
+    def _decode_of(self, request: Request) -> Decode | None:
+        return decode_of_answer(request, self.decode, self.symbols)

@@ -1,0 +1,91 @@
+"""Log-probabilities of output tokens (`output.logprobs`): log-softmax of the target's logits before any rule is applied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from batchspec.engine.row_feature import RowFeature
+from batchspec.engine.vocabulary import Vocabulary
+from batchspec.records import Completion
+
+if TYPE_CHECKING:
+    from batchspec.engine.launch import Launch
+    from batchspec.engine.request_state import RequestState
+    from batchspec.engine.results import RoundLog, Slots
+    from batchspec.engine.round import RoundResult
+    from batchspec.engine.slots import SlotTable
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobReader:
+    """Reads log-probabilities on the device. num_top: N, the number of likeliest tokens that are read too."""
+
+    num_top: int
+
+    def read(self, raw: Tensor, ids: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, ...]:
+        """float32 [T] of the tokens ids; if N is not 0 also int32 and float32 [T, N] ids and values of the likeliest, in
+        order."""
+        normaliser = vocabulary.log_normaliser(raw)
+        chosen = (vocabulary.logit_of(raw, ids) - normaliser).float()
+        if not self.num_top:
+            return (chosen,)
+        top_ids, top = vocabulary.largest(raw, self.num_top)
+        return chosen, top_ids, (top - normaliser.unsqueeze(1)).float()
+
+
+class Logprobs(RowFeature):
+    """Keeps them by place in the row's output: what a feature rewrites has none, and a row cannot go on in another run, because
+    all of them must come from one."""
+
+    def __init__(self, slots: SlotTable, num_top: int) -> None:
+        self._slots, self._num_top = slots, num_top
+        self._rows: dict[RequestState, _Kept] = {}
+
+    def arrive(self, state: RequestState) -> bool:
+        self._rows[state] = _Kept(self._num_top)
+        state.resumable = False
+        return True
+
+    def read(self, launch: Launch, result: RoundResult, slots: Slots, log: RoundLog) -> None:
+        chosen, *top = (values.numpy() for values in result.read)
+        places = (self._slots.num_tokens - self._slots.prompt_len)[slots]
+        for slot, place, count in zip(slots.tolist(), places.tolist(), log.num_kept.tolist(), strict=True):
+            self._rows[self._slots.at(slot)].put(place, [chosen[slot, :count], *(values[slot, :count] for values in top)])
+
+    def finish(self, state: RequestState, done: Completion) -> Completion:
+        kept = self._rows.pop(state)
+        if done.token_ids is None:
+            return done
+        logprobs, *top = kept.of(len(done.token_ids), forced=state.forced)
+        return replace(done, logprobs=logprobs, top_logprobs=tuple(top) or None)
+
+
+class _Kept:
+    """Of one row: float32 [tokens], and int32 and float32 [tokens, N] if N is not 0."""
+
+    def __init__(self, num_top: int) -> None:
+        self._none = [np.full(1, np.nan, np.float32)]
+        if num_top:
+            self._none += [np.full((1, num_top), -1, np.int32), np.full((1, num_top), np.nan, np.float32)]
+        self._parts: list[tuple[int, list[NDArray[np.generic]]]] = []
+        """Place of the first token, and the values, in the order in which they were read: later ones count."""
+
+    def put(self, place: int, values: list[NDArray[np.generic]]) -> None:
+        self._parts.append((place, [part.copy() for part in values]))
+
+    def of(self, count: int, forced: Sequence[range]) -> list[NDArray[np.generic]]:
+        """The values of the first `count` tokens; none (NaN, ids of -1) for tokens that the model did not choose."""
+        found = [np.repeat(none, count, axis=0) for none in self._none]
+        for place, values in self._parts:
+            for field, part in zip(found, values, strict=True):
+                field[place : place + len(part)] = part[: max(0, count - place)]
+        for places in forced:
+            for field, none in zip(found, self._none, strict=True):
+                field[places.start : places.stop] = none
+        return found

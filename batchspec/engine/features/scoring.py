@@ -1,0 +1,141 @@
+"""Scoring prompts: log-probabilities of the prompts' tokens, from prefill passes without rounds.
+
+The log-probability of token i is computed from the hidden state of token i - 1 and depends on tokens 0 .. i alone, as K and V
+do: it is kept by page, so that rows that share pages share it. A row whose first pages are shared needs one more hidden state
+than it has tokens of its own, that of the last shared token: it is computed again, without writing its K and V.
+
+T tokens of a pass, H hidden, N likeliest tokens (`output.prompt_logprobs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.batch.upload import upload
+from batchspec.engine.completion import non_finite
+from batchspec.engine.prefill import Prefilled, flat_batch, prefilling
+from batchspec.engine.round import Round, RoundResult
+from batchspec.engine.row_feature import RowFeature
+from batchspec.engine.step import Segment
+from batchspec.kernels.rounds.accept import FULL
+from batchspec.packed_batch import SCORED_TOKENS
+from batchspec.records import Completion
+
+if TYPE_CHECKING:
+    from batchspec.engine.launch import Launch
+    from batchspec.engine.request_state import RequestState
+    from batchspec.engine.results import RoundLog, Slots
+    from batchspec.engine.slots import SlotTable
+
+
+class Scoring(RowFeature):
+    """Every row ends with its prefill, and has the scores of its prompt."""
+
+    def __init__(self, slots: SlotTable, scores: PromptScores, *, shares_prefixes: bool) -> None:
+        """shares_prefixes: rows may share pages. Not if a layer has a window: the last shared token is computed again, and its
+        window may reach a key that no shared page holds any more."""
+        self._slots, self._scores, self._shares_prefixes = slots, scores, shares_prefixes
+        self._scored: dict[RequestState, Scores] = {}
+
+    def arrive(self, state: RequestState) -> bool:
+        state.num_recomputed, state.shares_prefix = 1, self._shares_prefixes
+        return True
+
+    def read(self, launch: Launch, result: RoundResult, slots: Slots, log: RoundLog) -> None:
+        self._scores.add(launch, result, self._slots)
+
+    def leave(self, state: RequestState) -> None:
+        self._scored[state] = self._scores.of(state)
+
+    def finish(self, state: RequestState, done: Completion) -> Completion:
+        logprobs, top = self._scored.pop(state)
+        if done.token_ids is None:
+            return done
+        bad = np.flatnonzero(~np.isfinite(logprobs[1:]))
+        if len(bad):
+            return non_finite(done, f"position {bad[0] + 1} (prompt token {bad[0] + 1})")
+        return replace(done, status="ok", text=None, prompt_logprobs=logprobs, prompt_top_logprobs=top)
+
+
+Scores = tuple[NDArray[np.float32], tuple[NDArray[np.int32], NDArray[np.float32]] | None]
+"""float32 [tokens], and (int32 ids, float32 values), each [tokens, N], of the likeliest tokens; None if N is 0. The first token
+has none: NaN, and ids of -1."""
+
+
+class PromptScores:
+    """Log-probabilities of all prompt tokens whose pages hold K and V: float32 [pages, page_size], and [pages, page_size, N]."""
+
+    def __init__(self, num_pages: int, page_size: int, num_top: int) -> None:
+        shape = (num_pages, page_size)
+        self._page_size, self._num_top = page_size, num_top
+        self._logprobs = np.empty(shape, np.float32)
+        self._top_ids, self._top = np.empty((*shape, num_top), np.int32), np.empty((*shape, num_top), np.float32)
+
+    def add(self, launch: Launch, result: RoundResult, slots: SlotTable) -> None:
+        """Store the results of a pass that has arrived on the host. Rows that have left their slots since then are skipped."""
+        logprobs, *top = (values.numpy() for values in result.read)
+        place = 0
+        for segment in launch.segments:
+            begin, place = place, place + segment.end - segment.begin
+            if launch.owners[segment.slot] != slots.owner[segment.slot]:
+                continue
+            state = slots.at(segment.slot)
+            first, end = segment.begin + 1, min(segment.end + 1, len(state.request.prompt_ids))
+            where, count = self._where(state, first, end), max(0, end - first)
+            self._logprobs[where] = logprobs[begin : begin + count]
+            if top:
+                self._top_ids[where], self._top[where] = (values[begin : begin + count] for values in top)
+
+    def of(self, state: RequestState) -> Scores:
+        """The scores of a row's prompt. Call it when the results of all its passes have been added and it has its pages."""
+        count = len(state.request.prompt_ids)
+        where = self._where(state, 1, count)
+        logprobs = np.concatenate((np.full(1, np.nan, np.float32), self._logprobs[where]))
+        if not self._num_top:
+            return logprobs, None
+        none = np.full((1, self._num_top), -1, np.int32), np.full((1, self._num_top), np.nan, np.float32)
+        return logprobs, (np.concatenate((none[0], self._top_ids[where])), np.concatenate((none[1], self._top[where])))
+
+    def _where(self, state: RequestState, first: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Page, and index in the page, of the row's tokens first .. end-1."""
+        tokens = np.arange(first, max(first, end))
+        pages = np.array(state.pages.tables[0], np.int64)
+        return pages[tokens // self._page_size], tokens % self._page_size
+
+
+def score_pass(round_: Round, rows: DeviceBatch, segments: Sequence[Segment], mode: SamplingMode) -> Prefilled:
+    """A `PrefillPass`: lm_head reads all tokens, and no row emits a token. The result has what the round's reader reads of the
+    token after each of the T tokens; its log ends the rows whose prompts end here. Does not synchronise."""
+    batch, slot_ids = flat_batch(rows, segments, round_.cache.page_size)
+    with prefilling(round_):
+        hidden, _ = round_.target.forward(batch, round_.cache)
+        next_ids = rows.tokens[slot_ids[batch.row_ids], (batch.positions + 1).clamp(max=rows.tokens.shape[1] - 1)]
+        read = _read(round_, hidden, next_ids)
+        device = rows.live.device
+        log = torch.full((rows.live.shape[0], 5), -1, dtype=torch.int32, device=device)
+        if ending := [segment.slot for segment in segments if segment.last]:
+            log[upload(ending, torch.int64, device)] = upload([0, 0, 0, FULL, -1], torch.int32, device)
+        round_.vocabulary.mark_diverged(hidden, log, upload([segment.slot for segment in segments], torch.int64, device))
+    return Prefilled(RoundResult(log, read), None, slot_ids, ())
+
+
+def _read(round_: Round, hidden: Tensor, next_ids: Tensor) -> tuple[Tensor, ...]:
+    """What the round's reader reads of next_ids int [T] after `hidden` [T, H]. The logits of at most SCORED_TOKENS positions
+    are in memory at once."""
+    reader = round_.options.reader
+    assert reader is not None
+    parts = [
+        reader.read(round_.target.logits(hidden[begin:end]), next_ids[begin:end], round_.vocabulary)
+        for begin in range(0, len(hidden), SCORED_TOKENS)
+        for end in (begin + SCORED_TOKENS,)
+    ]
+    return tuple(torch.cat(part) for part in zip(*parts, strict=True))

@@ -1,0 +1,116 @@
+"""Stop strings: they end a row when its answer has one of them, whichever tokens they span. Thoughts, marks and tool calls are
+not searched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from batchspec.engine.features.thinking import tracker_of
+from batchspec.engine.features.token_kinds import Kind
+from batchspec.engine.row_feature import RowFeature, Watch
+
+if TYPE_CHECKING:
+    from batchspec.engine.request_state import RequestState
+    from batchspec.records import Request
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text, special tokens left out."""
+UNFINISHED = "\ufffd"
+"""Replacement characters at the end of a text: bytes of its last character are still missing."""
+ALWAYS = Watch(0)
+
+
+class StopStrings(RowFeature):
+    """decode_of: the function that turns the tokens of a request's answer into text; None without a tokenizer."""
+
+    def __init__(self, decode_of: Callable[[Request], Decode | None]) -> None:
+        self._decode_of = decode_of
+        self._rows: dict[RequestState, _Search] = {}
+
+    def arrive(self, state: RequestState) -> bool:
+        decode = self._decode_of(state.request) if state.request.stop else None
+        if decode is not None:
+            self._rows[state] = _Search(state, StopFinder(decode, state.request.stop))
+        return decode is not None
+
+    def examine(self, state: RequestState) -> Watch | None:
+        search = self._rows[state]
+        if (found := search.go_on()) is not None:
+            state.cut(search.num_read, "stop", found)
+            return None
+        return ALWAYS
+
+    def take_text(self, state: RequestState) -> str | None:
+        """The text of the answer's last message up to the stop string that ended the row; None if none did. Call it once, when
+        the row has ended."""
+        search = self._rows.pop(state, None)
+        return None if search is None or state.stop_reason is None else search.text
+
+
+class _Search:
+    """The search in one row: its tokens are read in order, those of its answer by the finder."""
+
+    def __init__(self, state: RequestState, finder: StopFinder) -> None:
+        thinking = state.request.thinking
+        self._state, self._finder, self.num_read = state, finder, 0
+        self._tracker = None if thinking is None else tracker_of(thinking)
+
+    @property
+    def text(self) -> str:
+        return self._finder.text
+
+    def go_on(self) -> str | None:
+        """The stop string that one of the tokens not read yet completes; no token after it is read."""
+        for token in self._state.tokens[self.num_read :]:
+            self.num_read += 1
+            kind = Kind.ANSWER if self._tracker is None else self._tracker.push(token)
+            if kind in (Kind.END_OF_OUTPUT_SO_FAR, Kind.HEADER):
+                self._finder.restart()
+            if kind is Kind.ANSWER and (stop := self._finder.push(token)) is not None:
+                return stop
+        return None
+
+
+class StopFinder:
+    """Decodes a row's output token by token and finds the first stop string, whatever tokens or rounds it spans.
+
+    What it finds depends on the tokens alone. Bytes of an unfinished character wait for the token that completes it; the text
+    before them does not wait, because the row may end without that token.
+    """
+
+    def __init__(self, decode: Decode, stops: Sequence[str]) -> None:
+        self._decode = decode
+        self._stops = stops
+        self._reach = max(len(stop) for stop in stops) - 1
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was pushed."""
+        self._ids: list[int] = []
+        self._settled = 0
+        """Number of tokens whose text is final: it is in `text`."""
+        self._begin = 0
+        """Where decoding begins: some settled tokens earlier, because tokenizers put a space between tokens, but not before the
+        first one."""
+        self.text = ""
+
+    def push(self, token: int) -> str | None:
+        """Add one token; returns the stop string that is now complete, the earliest one in the text, or None."""
+        self._ids.append(token)
+        before = self._decode(self._ids[self._begin : self._settled])
+        now = self._decode(self._ids[self._begin :])
+        if len(now) <= len(before):
+            return None
+        new = now[len(before) :]
+        text = self.text + new.rstrip(UNFINISHED)  # text before an unfinished character is final
+        search_from = max(0, len(self.text) - self._reach)
+        places = [(place, stop) for stop in self._stops if (place := text.find(stop, search_from)) >= 0]
+        if not places:
+            if not new.endswith(UNFINISHED):
+                self.text = text
+                self._begin, self._settled = self._settled, len(self._ids)
+            return None
+        place, stop = min(places)
+        self.text = text[:place]
+        return stop

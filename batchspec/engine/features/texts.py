@@ -1,0 +1,124 @@
+"""The texts of a finished row: its answer, its thoughts and its tool calls, without stop string and special tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from batchspec.constrained_text import checked_text
+from batchspec.engine.features.channel_calls import tool_calls
+from batchspec.engine.features.last_check import LastCheck
+from batchspec.engine.features.stop_strings import UNFINISHED, Decode, StopStrings
+from batchspec.engine.features.thinking import Parts, split_thoughts
+from batchspec.engine.row_feature import RowFeature
+from batchspec.records import Completion
+from batchspec.token_automaton import BREAKS_AFTER_THOUGHT, DEAD, TokenAutomaton, TokenSymbols
+
+if TYPE_CHECKING:
+    from batchspec.engine.request_state import RequestState
+    from batchspec.records import Request
+
+
+def decode_of_answer(request: Request, decode: Decode | None, symbols: TokenSymbols | None) -> Decode | None:
+    """The function that turns the tokens of a row's answer into text. With a constraint the text is their exact bytes, because
+    `decode` may drop a space that the constraint asks for. None without a tokenizer."""
+    return decode if request.automaton is None or symbols is None or decode is None else symbols.text
+
+
+class Texts(RowFeature):
+    """
+    decode   token ids -> text; None without a tokenizer
+    symbols  the bytes of the tokens, of which the answer of a row with a constraint consists
+    stops    has the text of a row that a stop string ended; check: has checked a row with a constraint
+    defers   leave the decoding of text that is simply that of all tokens to the maker of the table (`Completion.text_due`)
+    """
+
+    def __init__(
+        self, decode: Decode | None, symbols: TokenSymbols | None, stops: StopStrings, check: LastCheck | None, *, defers: bool
+    ) -> None:
+        self._decode, self._symbols, self._defers = decode, symbols, defers
+        self._stops, self._check = stops, check
+
+    def arrive(self, state: RequestState) -> bool:
+        return True
+
+    def finish(self, state: RequestState, done: Completion) -> Completion:
+        found, breaks = self._stops.take_text(state), 0 if self._check is None else self._check.take(state)
+        if done.token_ids is None:
+            return done
+        thinking, decode = state.request.thinking, self._decode
+        if thinking is None and decode is None:
+            return done
+        if thinking is None and self._defers and found is None:
+            return replace(done, text_due=True)
+        return checked_text(self._of_all(state, done, found) if thinking is None else self._split(state, done, found, breaks))
+
+    def _of_all(self, state: RequestState, done: Completion, found: str | None) -> Completion:
+        """Of a row without thoughts. found: the answer's text, if a stop string ended the row."""
+        of_answer = decode_of_answer(state.request, self._decode, self._symbols)
+        assert of_answer is not None
+        tokens = state.tokens if state.request.automaton is None else _without_stop_id(state)
+        return replace(done, text=of_answer(tokens) if found is None else found)
+
+    def _split(self, state: RequestState, done: Completion, found: str | None, breaks: int) -> Completion:
+        """The answer, the thought (None if there was none) and the tool calls.
+
+        found   as for `_of_all`, of the last message
+        breaks  number of line breaks after the thought that are not part of an answer with a lazy automaton
+
+        White space between thought and answer is dropped. An empty line separates the messages of an answer.
+        """
+        request, decode = state.request, self._decode
+        assert request.thinking is not None
+        parts = split_thoughts(_without_stop_id(state), request.thinking)
+        cut_off = bool(done.reasoning_truncated) or (parts.inside and state.finish_reason == "length")
+        done = replace(done, reasoning_truncated=cut_off, reasoning_tokens=parts.num_reasoning)
+        of_answer = decode_of_answer(request, decode, self._symbols)
+        if decode is None or of_answer is None:
+            return done
+        messages = [of_answer(message) for message in parts.answers()]
+        if found is not None:
+            messages[-1] = found
+        calls, more = tool_calls(parts.calls, request, decode)
+        messages += more
+        text = "\n\n".join([message for message in messages if message.strip()]) if len(messages) > 1 else messages[0]
+        text = _after_thought(text, state, parts, breaks)
+        return replace(done, text=text, reasoning=_reasoning(parts, decode), tool_calls=calls)
+
+
+def _without_stop_id(state: RequestState) -> list[int]:
+    return state.tokens[:-1] if state.stop_id is not None else state.tokens
+
+
+def _reasoning(parts: Parts, decode: Decode) -> str | None:
+    if not parts.thoughts:
+        return None
+    thoughts = (decode(thought).strip() for thought in parts.thoughts)
+    return "\n\n".join(thought for thought in thoughts if thought)
+
+
+def _after_thought(text: str, state: RequestState, parts: Parts, breaks: int) -> str:
+    """An answer without the white space that separates it from the thought: chat templates add their own.
+
+    If the answer follows a constraint, only leading line breaks are removed, and only if it matches without them.
+    """
+    automaton, thinking = state.request.automaton, state.request.thinking
+    if not parts.thoughts:
+        return text
+    if automaton is None:
+        return text.lstrip()
+    if thinking is None or thinking.channels is not None:
+        return text
+    leading = len(text) - len(text.lstrip("\n"))
+    if not isinstance(automaton, TokenAutomaton):
+        return text[min(leading, breaks) :]
+    counts = range(min(leading, BREAKS_AFTER_THOUGHT), 0, -1)
+    return text[next((count for count in counts if _matches(text[count:], state, automaton)), 0) :]
+
+
+def _matches(text: str, state: RequestState, automaton: TokenAutomaton) -> bool:
+    """Whether a text, from which leading line breaks were removed, matches. True if no answer may begin with a line break."""
+    if automaton.read(automaton.answer, b"\n") == DEAD:
+        return True
+    after = automaton.read(automaton.answer, text.rstrip(UNFINISHED).encode())
+    return after != DEAD and (state.stop_id is None or automaton.allows(after, state.stop_id))
