@@ -13,13 +13,13 @@ from batchspec import cli
 from batchspec.config.reference import options
 from batchspec.config.schema import OutputConfig
 from batchspec.config.typed import keys
-from batchspec.dataset.columns import map_columns
+from batchspec.dataset.columns import TYPES, map_columns
 from batchspec.dataset.schema import output_schema
 from batchspec.train.settings import TrainRun
 
 ROOT = Path(__file__).parents[1]
-NAMES = ("README.md", "conf/README.md", "jobs/README.md", "jobs/PERFORMANCE.md", "batchspec/README.md", "kernels/README.md")
-PAGES = [ROOT / name for name in NAMES]
+JOBS = ROOT / "jobs"
+PAGES = [ROOT / name for name in ("README.md", "conf/README.md", "batchspec/README.md", "kernels/README.md")] + sorted(JOBS.glob("*.md"))
 INDEXES = [path for path in (ROOT / "batchspec").glob("*/__init__.py") if ".py" in path.read_text(encoding="utf-8")]
 KEYS = {*keys(), *keys(TrainRun())}
 GROUPS = {key.rpartition(".")[0] for key in KEYS} | {"draft.tree"}
@@ -37,6 +37,10 @@ def anchors(path: Path) -> set[str]:
     """The names that a page's headings have in links."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def section_of(page: str, heading: str) -> str:
+    return (JOBS / page).read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
 def test_the_readme_has_at_most_200_lines() -> None:
@@ -68,8 +72,20 @@ def test_every_key_and_option_that_a_page_names_exists(page: Path) -> None:
     assert {(group, name) for group, name in chosen if name not in known[group]} <= own
 
 
-def test_every_column_of_the_output_is_in_the_readme() -> None:
-    section = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## Output\n")[1].split("\n## ")[0]
+def test_the_index_of_the_job_pages_names_every_file_beside_it() -> None:
+    index = (JOBS / "README.md").read_text(encoding="utf-8")
+    hidden = {"README.md", "report.png"}
+    assert {path.name for path in JOBS.iterdir() if path.is_file() and f"{path.name}" not in index} - hidden == set()
+
+
+def test_every_column_of_the_input_is_in_its_page() -> None:
+    section = section_of("input.md", "Columns")
+    rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted({*TYPES} - {"synthetic_len"}), "synthetic_len: benchmarks only"
+
+
+def test_every_column_of_the_output_is_in_its_page() -> None:
+    section = section_of("output.md", "Columns")
     output = OutputConfig(messages="full", token_ids=True, prompt_ids=True, logprobs=2, passthrough="none")
     given = pa.schema([("prompt", pa.string())])
     schema = output_schema(given, map_columns(given, {}), output)
