@@ -63,7 +63,8 @@ def test_every_source_test_recipe_and_script_is_in_the_source_distribution(sourc
     wanted = {f"{top}/{name}" for top in ("batchspec", "kernels", "conf", "jobs", "tests") for name in files(ROOT / top)}
     wanted |= {f"batchspec/{top}/{name}" for top in ("kernels", "conf") for name in files(ROOT / top)}
     wanted |= {f"{folder}/README.md" for folder in ("batchspec", "conf", "jobs", "kernels")}
-    wanted |= {"README.md", "jobs/PERFORMANCE.md", "jobs/NOTEBOOK.md", "LICENSE", ".ci/run"}
+    wanted |= {f"jobs/{path.name}" for path in (ROOT / "jobs").glob("*.md")}
+    wanted |= {"README.md", "LICENSE", ".ci/run"}
     wanted |= {"jobs/figures.sh", "jobs/train_head.sh", "jobs/submit.sbatch", "jobs/report.png", "batchspec/py.typed"}
     wanted |= {"jobs/kubernetes.yml", "jobs/skypilot.yml"}
     once = {f"conf/heads/{name}" for name in files(ROOT / "conf/heads")}

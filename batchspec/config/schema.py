@@ -119,7 +119,7 @@ class DecodeConfig:
     """The allowed answers: every answer is one of these texts."""
     grammar: str | None = None
     """Context-free grammar that every answer must be a text of, in Lark's syntax or in GBNF: its text, or the path of a file of
-    it. The host computes the states of a recursive one when rows reach them (jobs/README.md, "Lazy automata")."""
+    it. The host computes the states of a recursive one when rows reach them (jobs/structured.md, "Lazy automata")."""
     thinking_token_budget: int | None = None
     """Maximum number of tokens of a reasoning block, after which its end token is forced. null means no limit but
     max_new_tokens."""
