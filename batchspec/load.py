@@ -171,9 +171,11 @@ def load_engine(
     batch = plan_batch(job, demand, device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises), loaded=True)
     drafter = job.drafter.build(weights, target, slots=batch.num_slots)
     progress.phase(
-        f"{counted(batch.num_slots, 'slot')}, {batch.num_pages} pages of {batch.page_size} tokens, "
-        f"rows of at most {batch.max_len} tokens, draft={drafter.name} K={drafter.max_len}"
+        f"{counted(batch.num_slots, 'slot')}: so many rows at a time, each of at most {batch.max_len} tokens; "
+        f"{batch.num_pages} pages of {batch.page_size} tokens"
     )
+    drafts = f"drafts up to {drafter.max_len} tokens for each row, and the model verifies them at once"
+    progress.phase(f"draft={drafter.name}: a round {drafts if drafter.max_len else 'adds one token to each row'}")
     if lead is not None:
         lead.send(Build(batch, vocabulary_of(job)))
     engine = build_engine(
