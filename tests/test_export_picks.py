@@ -24,7 +24,7 @@ from batchspec.records import Completion
 from tests.io_samples import completion, failed, new_folder
 from tests.test_export import lines, turn
 
-SAYS = [["4", "5", "4"], ["7", "7", "7"], ["9", "8", "9"], ["1", None, "2"]]
+SAYS: list[list[str | None]] = [["4", "5", "4"], ["7", "7", "7"], ["9", "8", "9"], ["1", None, "2"]]
 """Of each request the answers of its samples; None: an error row."""
 REFERENCE = ["4", "7", "8", "1"]
 README = Path(__file__).parents[1] / "jobs" / "README.md"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -65,13 +65,13 @@ def job(path: Path, rows: list[Completion], count: int) -> None:
 
 def answers() -> list[Completion]:
     """Two requests with three answers each, an empty answer, one cut off in a loop, one whose thought loops, an error."""
-    cut = {"status": "truncated", "finish_reason": "length"}
+    cut: dict[str, Any] = {"status": "truncated", "finish_reason": "length"}
     return [
         *(completion(0, i, text=text) for i, text in enumerate(("yes", "no", "yes"))),
         *(completion(1, i, text="same", token_ids=np.zeros(40, np.int32)) for i in range(3)),
         completion(2, text=" \n"),
-        replace(completion(3, text=LOOP, token_ids=np.zeros(90, np.int32)), **cut),
-        replace(completion(4, text="", reasoning=LOOP, prompt_ids=np.zeros(70, np.int32)), **cut),
+        completion(3, text=LOOP, token_ids=np.zeros(90, np.int32), **cut),
+        completion(4, text="", reasoning=LOOP, prompt_ids=np.zeros(70, np.int32), **cut),
         failed(5),
     ]
 
@@ -131,7 +131,7 @@ def test_samples_are_the_same_each_time_and_their_text_cannot_control_the_termin
 
 def test_a_job_of_error_rows_or_of_scores_has_no_answers_to_judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job(tmp_path / "errors", [failed(0), failed(1)], 2)
-    scores = {"text": None, "token_ids": np.zeros(0, np.int32), "finish_reason": "length"}
+    scores: dict[str, Any] = {"text": None, "token_ids": np.zeros(0, np.int32), "finish_reason": "length"}
     job(tmp_path / "scores", [completion(i, **scores) for i in range(2)], 2)
     for name in ("errors", "scores"):
         assert main([str(tmp_path / name)]) == 0

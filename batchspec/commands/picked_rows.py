@@ -7,7 +7,7 @@ the rows of the whole job, so that AVG(x) and OVER (PARTITION BY row_index) mean
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ KEY = ["row_index", "sample_index"]
 ROW_ID = ["request_id", "sample_index"]
 SCORE = "batchspec.score"
 """Names with a dot are columns that are made here: no column of a job that the expressions see is replaced."""
-READERS = {".parquet": pl.read_parquet, ".jsonl": pl.read_ndjson}
+READERS: Mapping[str, Callable[[Path], pl.DataFrame]] = {".parquet": pl.read_parquet, ".jsonl": pl.read_ndjson}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

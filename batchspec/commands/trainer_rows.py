@@ -16,7 +16,7 @@ import pyarrow as pa
 from batchspec.commands.picked_rows import SCORE
 from batchspec.errors import ConfigError
 
-Line = dict[str, Any]
+Line = Mapping[str, Any]
 TURNS = {
     "chat": ("messages",), "prompt_completion": ("prompt", "completion"), "preference": ("prompt", "chosen", "rejected"),
     "prompt_only": ("prompt",),
@@ -52,7 +52,7 @@ def kept_columns(keep: Sequence[str], form: str, schema: Mapping[str, pl.DataTyp
 
 def trainer_lines(
     rows: Iterable[tuple[Line, Line]], form: str, keep: Sequence[str], *, scored: bool
-) -> Iterator[Line]:  # fmt: skip
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """The lines of a form. rows: output rows and their turns in the form prompt_completion (of chat: chat); of a pair the better
     one comes first."""
     if form != "preference":

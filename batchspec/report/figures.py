@@ -15,8 +15,8 @@ MAX_GROUPS = 12
 MAX_LINES = 40
 
 
-def acceptance(stats: JobStats, by: str | None) -> Iterator[str]:
-    """Acceptance by position, by round and by prompt length, and by the output column `by` if given."""
+def acceptance(stats: JobStats, by: str | None, over: Course | None) -> Iterator[str]:
+    """Acceptance by position, by round and by prompt length, over time, and by the output column `by` if given."""
     rounds = sum(stats.histogram)
     positions = [str(position.position) for position in stats.by_position]
     figures = [
@@ -45,6 +45,10 @@ def acceptance(stats: JobStats, by: str | None) -> Iterator[str]:
             "Tokens a round, every round weighted equally; number of completions in brackets.",
         ),
     ]
+    if over is not None:
+        caption = html.key("second", "draft tokens a round (K)") + html.key("first", "tokens a round (acceptance length)")
+        caption += "Means over the decoding rows; K of a tree is its number of levels."
+        figures.append(html.figure("K and acceptance length", pictures.drafting(over), caption))
     if by is not None:
         figures.append(_acceptance_by(stats, by))
     yield html.grid(figures)
@@ -74,8 +78,8 @@ def _groups(name: str, groups: Iterable[Acceptance]) -> str:
     return html.table((name, "completions", "tokens a round", "accepted"), lines)
 
 
-def over_time(over: Course | None, *, drafted: bool) -> Iterator[str]:
-    """Tokens a second, use of the slots and, if `drafted`, K and acceptance length over time."""
+def over_time(over: Course | None) -> Iterator[str]:
+    """Tokens a second and use of the slots over time."""
     if over is None:
         yield '<p class="note">No run recorded a timeline.</p>'
         return
@@ -94,10 +98,6 @@ def over_time(over: Course | None, *, drafted: bool) -> Iterator[str]:
         html.figure("Tokens a second", pictures.speed(over), f"Completion tokens.{joined}"),
         html.figure("Use of the slots", pictures.slots(over), f"Slots: places for rows in the batch. {keys}{preempted}"),
     ]
-    if drafted:
-        caption = html.key("second", "draft tokens a round (K)") + html.key("first", "tokens a round (acceptance length)")
-        caption += "Means over the decoding rows; K of a tree is its number of levels."
-        figures.append(html.figure("K and acceptance length", pictures.drafting(over), caption))
     yield html.grid(figures)
 
 

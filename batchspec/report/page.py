@@ -88,9 +88,9 @@ def report_page(
         *_samples(stats.quality),
         "<h2>Speed</h2>",
         _tiles(_of_speed(stats, over_time)),
-        *figures.over_time(over_time, drafted=stats.drafter != "none"),
+        *figures.over_time(over_time),
         *(("<h2>Acceptance of drafts</h2>", _tiles(_of_acceptance(stats))) if stats.drafter != "none" else ()),
-        *(figures.acceptance(stats, by) if stats.drafter != "none" else ()),
+        *(figures.acceptance(stats, by, over_time) if stats.drafter != "none" else ()),
         *_requests(requests),
         *_settings(manifest, states),
     ]
@@ -212,7 +212,7 @@ def _shown(rows: Iterable[Shown]) -> str:
 
 
 def _article(row: Shown, anchor: str = "") -> str:
-    ratio = "" if row.mean_length is None else f", {row.mean_length:.2f} tokens a round"
+    ratio = f", {row.mean_length:.2f} tokens a round" if anchor and row.mean_length is not None else ""
     facts = f"{row.status}: {row.prompt_tokens:,} prompt tokens, {row.tokens:,} tokens{ratio}"
     place = f' id="{anchor}"' if anchor else ""
     prompt = "" if row.prompt is None else f'<p class="note">prompt</p><pre>{html.text(row.prompt)}</pre>'
