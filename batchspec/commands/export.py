@@ -154,8 +154,9 @@ def export(output: OutputFolder, target: Path, form: str, wish: Wish, keep: Sequ
 
     model = str(config.get("model", {}).get("path"))
     rows = filter(wanted, _rows(output, done, form, picked, keep))
+    lines: Iterator[dict[str, Any]]
     if form == "openai":
-        lines: Iterator[dict[str, Any]] = (response_line(list(samples), model) for _, samples in groupby(rows, itemgetter("row_index")))
+        lines = (response_line(list(samples), model) for _, samples in groupby(rows, itemgetter("row_index")))
     else:
         given, whole = config.get("input", {}).get("final_assistant") == "continue", kept == "full"
         thinks = config.get("output", {}).get("reasoning_in_messages", False)
