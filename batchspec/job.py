@@ -208,7 +208,7 @@ def work_plan(job: Job, output: OutputFolder, *, is_retry: bool) -> WorkPlan:
 def report_speed(
     output: OutputFolder, totals: EngineTotals, start_up: StartUp, *, seconds: float, start_up_s: float
 ) -> None:  # fmt: skip
-    """Print two lines about the run that has ended and one about its start, and write them to the output folder's logs."""
+    """Print lines about the run that has ended and one about its start, and write them to the output folder's logs."""
     summary = RunSummary(
         seconds=seconds,
         start_up_s=start_up_s,

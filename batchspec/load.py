@@ -174,8 +174,8 @@ def load_engine(
         f"{counted(batch.num_slots, 'slot')}: so many rows at a time, each of at most {batch.max_len} tokens; "
         f"{batch.num_pages} pages of {batch.page_size} tokens"
     )
-    drafts = f"drafts up to {drafter.max_len} tokens for each row, and the model verifies them at once"
-    progress.phase(f"draft={drafter.name}: a round {drafts if drafter.max_len else 'adds one token to each row'}")
+    if config.decode.max_new_tokens:  # else prompts are scored, without rounds
+        progress.phase(f"draft={drafter.name}: {round_of(drafter.max_len)}")
     if lead is not None:
         lead.send(Build(batch, vocabulary_of(job)))
     engine = build_engine(
@@ -190,6 +190,13 @@ def load_engine(
         prepare_engine(engine, usual_mode(job), seen, job.source.num_rows, window_rows, most_rounds=most_rounds)
         progress.start_up.done("other preparations", engine.planner.seconds)
     return engine
+
+
+def round_of(most_drafts: int) -> str:
+    """What a round does, for the first line that names one. most_drafts: K of the drafter."""
+    if most_drafts:
+        return f"a round drafts up to {most_drafts} tokens for each row, and the model verifies them at once"
+    return "a round adds one token to each row"
 
 
 def prepare_engine(

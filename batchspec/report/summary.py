@@ -1,8 +1,9 @@
-"""The summary of one run: two lines, and values for a file."""
+"""The summary of one run: two lines at most, and values for a file."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from batchspec.text import counted
@@ -38,17 +39,16 @@ class RunSummary:
     def mean_live_rows(self) -> float:
         return self.row_rounds / self.rounds if self.rounds else 0.0
 
-    def lines(self) -> tuple[str, str]:
+    def lines(self) -> Iterator[str]:
         start_up = f"start-up, {self.start_up_s:.1f} s, left out"
         speed = f"{self.tokens:,} tokens in {round(self.seconds, 3):.2f} s, {self.tok_s:,.1f} tok/s"
-        rounds = (
-            f"{counted(self.rounds, 'round')} of {self.mean_live_rows:.1f} rows on average, "
-            f"mean acceptance length {self.mean_acceptance_length:.3f}"
-            if self.rounds
-            else "no round"
-        )
-        experts = "" if self.expert_correlation is None else f"; packing.expert_correlation {self.expert_correlation:.3g}"
-        return f"{speed}, from the first row read to the last commit ({start_up})", rounds + experts
+        yield f"{speed}, from the first row read to the last commit ({start_up})"
+        if self.rounds:  # none where prompts are scored
+            experts = "" if self.expert_correlation is None else f"; packing.expert_correlation {self.expert_correlation:.3g}"
+            yield (
+                f"{counted(self.rounds, 'round')} of {self.mean_live_rows:.1f} rows on average, "
+                f"mean acceptance length {self.mean_acceptance_length:.3f}{experts}"
+            )
 
     def facts(self) -> dict[str, float]:
         """The values of the lines, and those from which they were computed."""
