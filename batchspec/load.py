@@ -171,9 +171,11 @@ def load_engine(
     batch = plan_batch(job, demand, device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises), loaded=True)
     drafter = job.drafter.build(weights, target, slots=batch.num_slots)
     progress.phase(
-        f"{counted(batch.num_slots, 'slot')}, {batch.num_pages} pages of {batch.page_size} tokens, "
-        f"rows of at most {batch.max_len} tokens, draft={drafter.name} K={drafter.max_len}"
+        f"{counted(batch.num_slots, 'slot')}: so many rows at a time, each of at most {batch.max_len} tokens; "
+        f"{batch.num_pages} pages of {batch.page_size} tokens"
     )
+    if config.decode.max_new_tokens:  # else prompts are scored, without rounds
+        progress.phase(f"draft={drafter.name}: {round_of(drafter.max_len)}")
     if lead is not None:
         lead.send(Build(batch, vocabulary_of(job)))
     engine = build_engine(
@@ -188,6 +190,13 @@ def load_engine(
         prepare_engine(engine, usual_mode(job), seen, job.source.num_rows, window_rows, most_rounds=most_rounds)
         progress.start_up.done("other preparations", engine.planner.seconds)
     return engine
+
+
+def round_of(most_drafts: int) -> str:
+    """What a round does, for the first line that names one. most_drafts: K of the drafter."""
+    if most_drafts:
+        return f"a round drafts up to {most_drafts} tokens for each row, and the model verifies them at once"
+    return "a round adds one token to each row"
 
 
 def prepare_engine(

@@ -56,12 +56,13 @@ def test_chat_and_prompt_completion_hold_good_rows_and_report_how_many_were_left
     out, file = job(tmp_path / "out", messages=kept), tmp_path / "chat.jsonl"
     assert main([str(out), "--to", "chat", str(file)]) == 0
     assert lines(file) == [
-        {"messages": [turn("user", f"say {row}"), turn("assistant", text)]}
-        for row, text in ((0, "naïve\n\u2028"), (3, "answer 3.0"), (3, "second"))
+        {"request_id": f"q-{row}", "sample_index": sample, "messages": [turn("user", f"say {row}"), turn("assistant", text)]}
+        for row, sample, text in ((0, 0, "naïve\n\u2028"), (3, 0, "answer 3.0"), (3, 1, "second"))
     ]
     assert capsys.readouterr().out == f"{file}: 3 lines; rows left out: 1 error, 1 truncated\n"
     assert main([str(out), str(file), "--to", "prompt_completion", "--status", "truncated,error", "--overwrite"]) == 0
-    assert lines(file) == [{"prompt": [turn("user", "say 2")], "completion": [turn("assistant", "answer 2.0")]}]
+    one = {"prompt": [turn("user", "say 2")], "completion": [turn("assistant", "answer 2.0")]}
+    assert lines(file) == [{"request_id": "q-2", "sample_index": 0, **one}]
     assert capsys.readouterr().out == f"{file}: 1 line; rows left out: 1 error, 3 ok\n"
 
 
@@ -78,7 +79,8 @@ def test_an_answer_that_continues_a_turn_is_one_turn_with_it(tmp_path: Path, kep
     kept_as = OutputConfig(messages=kept)
     folder.commit(0, build_table(shard, [completion(0, text=" zero")], columns=columns, input=asked, output=kept_as, attempt="a"))
     assert main([str(tmp_path / "out"), "--to", "prompt_completion", str(tmp_path / "x.jsonl")]) == 0
-    assert lines(tmp_path / "x.jsonl") == [{"prompt": chat[:1], "completion": [turn("assistant", "Well, zero")]}]
+    (one,) = lines(tmp_path / "x.jsonl")
+    assert (one["prompt"], one["completion"]) == (chat[:1], [turn("assistant", "Well, zero")])
 
 
 @pytest.mark.parametrize("kept", ["full", "prompt"])
@@ -94,7 +96,7 @@ def test_parquet_for_trainers_holds_one_format_of_good_rows_alone(
         assert main([str(out), "--to", form, str(same)]) == 0
         capsys.readouterr()
         rows = pl.read_parquet(file)
-        assert rows.columns == columns
+        assert rows.columns == ["request_id", "sample_index", *columns]
         assert all(rows[name].dtype == pl.List(pl.Struct({"role": pl.String, "content": pl.String})) for name in columns)
         assert rows.to_dicts() == lines(same)
 

@@ -20,7 +20,7 @@ from batchspec.cli import main as cli
 from batchspec.commands import push as command
 from batchspec.config.compose import compose
 from batchspec.dataset.reader import open_source
-from batchspec.errors import ConfigError, OutputError, StorageError
+from batchspec.errors import ConfigError, InputError, OutputError, StorageError
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.storage import hub_push
 from tests.models import make_checkpoint, make_tokenizer
@@ -85,11 +85,15 @@ def test_a_job_becomes_a_private_dataset_whose_card_names_its_files(
     assert dataset.num_commits == 1
     assert holds(hub, out)
     card = dataset.files["README.md"].decode()
-    assert "configs:\n- config_name: default\n  data_files:\n  - split: train\n    path: data/*.parquet\n" in card
-    assert f'datasets.load_dataset("{REPO}", split="train")' in card
+    assert f'datasets.load_dataset("{REPO}", split="train")  # its rows with status ok' in card
+    assert f'or polars.read_parquet("hf://datasets/{REPO}/data/*.parquet")' in card
+    assert "FOLDER/data" not in card
     assert 'load_dataset("FOLDER"' not in card
-    config = compose([f"input.path=hf://datasets/{REPO}", "input.split=train"], require=())
+    path = f"input.path=hf://datasets/{REPO}"
+    config = compose([path, "input.config_name=all", "input.split=train"], require=())
     assert open_source(config.input).num_rows == 7  # batchspec reads it by the card
+    with pytest.raises(InputError, match=r"config 'ok' holds only the rows that pass .*; choose .* input.config_name=all"):
+        open_source(compose([path], require=()).input)
 
 
 def test_a_push_again_sends_nothing(hub: PushHub, out: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,14 @@
 
 chat               {"messages": [...]}: the prompt's turns and the answer; .jsonl or .parquet
 prompt_completion  {"prompt": [turns], "completion": [the answer's turn]}; .jsonl or .parquet
+preference         {"prompt": [turns], "chosen": [turn], "rejected": [turn]}: of each request the answers with the highest and the
+                   lowest score; .jsonl or .parquet
+prompt_only        {"prompt": [turns]}, one a request; with a score also "answer", the text of the best; .jsonl or .parquet
 openai             one line a request, its samples as choices; rows without a completion become `error`; .jsonl
 
-TRL's trainers read chat and prompt_completion directly: all rows have the same format, lists of turns, and by default status ok.
+TRL's trainers read all but openai directly: all rows have the same format, lists of turns, and by default status ok. request_id
+and sample_index are written too, and the columns of --keep. With --score, chat and prompt_completion hold the best answer of each
+request. The SQL of --where and --score is that of polars (pl.sql_expr), and sees all rows of the job.
 
 Shards are converted one at a time, so that memory does not grow with the job. The file appears under its name when complete.
 """
@@ -23,11 +28,14 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
+from batchspec.commands.picked_rows import SCORE, PickedRows, Wish, listed, picked_rows
+from batchspec.commands.trainer_rows import TURNS, kept_columns, other_columns, plain_json, trainer_lines
 from batchspec.dataset.lines import LongLine, lines_of
 from batchspec.dataset.messages import THINKING_FIELD
 from batchspec.dataset.openai_requests import Line, filled, parse_request, request_row, request_schema
@@ -39,9 +47,9 @@ from batchspec.runstate.scan import scanning
 from batchspec.storage.store import storing
 from batchspec.text import counted, for_shell
 
-FORMATS = ("chat", "prompt_completion", "openai")
+FORMATS = ("chat", "prompt_completion", "preference", "prompt_only", "openai")
 SUFFIXES = {
-    "chat": (".jsonl", ".parquet"), "prompt_completion": (".jsonl", ".parquet"), "openai": (".jsonl",),
+    **dict.fromkeys(TURNS, (".jsonl", ".parquet")), "openai": (".jsonl",),
     "openai's requests": (".parquet",),
 }  # fmt: skip
 STATUSES = ("ok", "truncated", "error", "skipped")
@@ -55,6 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", choices=FORMATS, help="format of FILE")
     parser.add_argument("--from-openai", metavar="FILE.jsonl", type=Path, help="OpenAI batch requests to convert to an input")
     parser.add_argument("--status", help=f"rows to write, comma-separated: {', '.join(STATUSES)}; default ok, openai: all")
+    parser.add_argument("--where", metavar="SQL", help="rows to write: a condition over the output's columns, \"kind = 'math'\"")
+    parser.add_argument("--score", metavar="SQL", help="number of a row; the best row of each request is written, or the pair")
+    parser.add_argument(
+        "--join", metavar="FILE", type=Path, help=".parquet or .jsonl: request_id, sample_index and more columns, such as scores"
+    )
+    parser.add_argument("--keep", metavar="COLUMNS", help="columns to write too, comma-separated")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     parser.add_argument(
         "--drop", metavar="KEYS", action="append", default=[], help="--from-openai: ignore these keys, comma-separated"
@@ -63,14 +77,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     source, paths = args.from_openai, args.paths
     if (args.to is None) == (source is None) or len(paths) != (2 if source is None else 1):
         parser.error("give OUT --to FORMAT FILE.jsonl, or --from-openai FILE.jsonl OUT.parquet")
-    unread, reads = ("drop", "--from-openai") if source is None else ("status", "--to")
-    parser.refuse(args, (unread,), f"is read only with {reads}")
+    ours = ("status", "where", "score", "join", "keep")
+    unread, reads = (("drop",), "--from-openai") if source is None else (ours, "--to")
+    parser.refuse(args, unread, f"is read only with {reads}")
+    if args.to == "openai":
+        parser.refuse(args, ("score", "keep"), "has no place in --to openai")
+    if args.to == "preference" and args.score is None:
+        parser.error("--to preference needs --score: a column, or an expression, by which one answer is better than another")
     form = "openai's requests" if source is not None else args.to
     target = target_file(paths[-1], args.overwrite, SUFFIXES[form], form)
     if source is not None:
         terminal.show_line(from_openai(source, target, [key for keys in args.drop for key in keys.split(",")]))
     else:
-        terminal.show_line(export(OutputFolder(paths[0]), target, args.to, _statuses(args.status, args.to)))
+        wish = Wish(
+            statuses=_statuses(args.status, args.to), where=args.where, score=args.score, join=args.join,
+            pairs=args.to == "preference", one_each=args.to == "prompt_only",
+        )  # fmt: skip
+        terminal.show_line(export(OutputFolder(paths[0]), target, args.to, wish, args.keep.split(",") if args.keep else []))
     return 0
 
 
@@ -98,10 +121,11 @@ def _statuses(wish: str | None, form: str) -> set[str]:
     return statuses
 
 
-def export(output: OutputFolder, target: Path, form: str, statuses: set[str]) -> str:
-    """Write the committed rows with one of the statuses; returns a line that says what was written and left out.
+def export(output: OutputFolder, target: Path, form: str, wish: Wish, keep: Sequence[str] = ()) -> str:
+    """Write the committed rows that are wished for; returns a line that says what was written and left out.
 
-    Raises OutputError if there is no such row to write, or `target` is in data/.
+    keep  columns to write besides those of the form
+    Raises OutputError if there is no such row to write, or `target` is in data/; and as `picked_rows` and `kept_columns`.
     """
     done = sorted(output.committed())
     if not done:
@@ -115,46 +139,70 @@ def export(output: OutputFolder, target: Path, form: str, statuses: set[str]) ->
     if form != "openai" and kept == "none":
         raise OutputError(f"{output.path} holds no prompts, which --to {form} needs; run the job with output.messages=full")
     left_out: Counter[str] = Counter()
+    picked = None if wish.is_plain else picked_rows(output, done, wish)
+    if picked is not None:
+        left_out.update(picked.left_out)
+    with scanning(output.path):
+        kinds = _scan(output, done[:1], picked).collect_schema()
+    scored, as_json = wish.score is not None, target.suffix == ".jsonl"
+    keep = kept_columns(keep, form, kinds, scored=scored, as_json=as_json)
 
     def wanted(row: Line) -> bool:
-        good = row["status"] in statuses and (form == "openai" or (row["completion"] is not None and bool(row["messages"])))
+        good = row["status"] in wish.statuses and (form == "openai" or (row["completion"] is not None and bool(row["messages"])))
         left_out[row["status"]] += not good
         return good
 
     model = str(config.get("model", {}).get("path"))
-    rows = filter(wanted, _rows(output, done, form))
+    rows = filter(wanted, _rows(output, done, form, picked, keep))
+    lines: Iterator[dict[str, Any]]
     if form == "openai":
         lines = (response_line(list(samples), model) for _, samples in groupby(rows, itemgetter("row_index")))
     else:
         given, whole = config.get("input", {}).get("final_assistant") == "continue", kept == "full"
         thinks = config.get("output", {}).get("reasoning_in_messages", False)
-        lines = (
-            _training_line(row, form, whole=whole, goes_on=whole and (given or (not thinks and _goes_on(row)))) for row in rows
+        turned = (
+            (row, _training_line(row, form, whole=whole, goes_on=whole and (given or (not thinks and _goes_on(row)))))
+            for row in rows
         )
-        if target.suffix == ".jsonl":
-            lines = ({name: [_as_openai(turn) for turn in turns] for name, turns in line.items()} for line in lines)
+        lines = trainer_lines(turned, form, keep, scored=scored)
+        if as_json:
+            lines = (
+                {
+                    name: [_as_openai(turn) for turn in value] if name in TURNS[form] else plain_json(value)
+                    for name, value in line.items()
+                }
+                for line in lines
+            )
     if target.suffix == ".parquet":
         with scanning(output.path):
-            turns = output.scan(done[:1]).select("messages").head(0).collect().to_arrow().schema.field("messages").type
-        names = ("messages",) if form == "chat" else ("prompt", "completion")
-        count = _write_rows(lines, target, pa.schema([(name, turns) for name in names]))
+            there = _scan(output, done[:1], picked).select("messages", *keep).head(0).collect().to_arrow().schema
+        columns = [*other_columns(form, scored=scored).items(), *((name, there.field("messages").type) for name in TURNS[form])]
+        count = _write_rows(lines, target, pa.schema([*columns, *((name, there.field(name).type) for name in keep)]))
     else:
         count = _write_lines(lines, target)
     if len(done) < output.num_shards:
         terminal.say(f"{len(done)} of {output.num_shards} shards are committed; the others are not in the file")
-    missing = ", ".join(f"{number:,} {status}" for status, number in sorted(left_out.items()) if number)
+    missing = ", ".join(listed({why: number for why, number in sorted(left_out.items()) if number}))
     what = counted(count, "row" if target.suffix == ".parquet" else "line")
     return f"{target}: {what}" + (f"; rows left out: {missing}" if missing else "")
 
 
-def _rows(output: OutputFolder, shards: list[int], form: str) -> Iterator[Line]:
+def _scan(output: OutputFolder, shards: list[int], picked: PickedRows | None) -> pl.LazyFrame:
+    rows = output.scan(shards)
+    return rows if picked is None else picked.of(rows)
+
+
+def _rows(
+    output: OutputFolder, shards: list[int], form: str, picked: PickedRows | None, keep: Sequence[str]
+) -> Iterator[Line]:  # fmt: skip
     names = ["request_id", "row_index", "sample_index", "status", "completion"]
+    names += [SCORE] if picked is not None and form != "openai" else []
     names += ["finish_reason", "reasoning", "usage", "error", "perf"] if form == "openai" else ["messages"]
     for index in shards:
         with scanning(output.path):
-            rows = output.scan([index])
+            rows = _scan(output, [index], picked)
             there = [*names, "tool_calls"] if "tool_calls" in rows.collect_schema() else names
-            shard = rows.select(there).collect()
+            shard = rows.select(list(dict.fromkeys([*there, *keep]))).collect()
         yield from shard.iter_rows(named=True)
 
 

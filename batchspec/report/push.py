@@ -91,8 +91,9 @@ def _command(out: str, repo: str, *, private: bool, incomplete: bool = False) ->
 
 def card_for(repo: str, card: bytes) -> bytes:
     """The card with the dataset's name in place of the folder's."""
-    return card.replace(b'datasets.load_dataset("FOLDER", split="train")  # this folder; or polars.read_parquet("FOLDER/data")',
-        f'datasets.load_dataset("{repo}", split="train")  # or polars.read_parquet("hf://datasets/{repo}/data/*.parquet")'.encode(),
+    return card.replace(b'load_dataset("FOLDER"', f'load_dataset("{repo}"'.encode()).replace(
+        b'split="train")  # this folder: its', b'split="train")  # its').replace(
+        b'polars.read_parquet("FOLDER/data")', f'polars.read_parquet("hf://datasets/{repo}/data/*.parquet")'.encode()
     )  # fmt: skip
 
 
