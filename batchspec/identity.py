@@ -31,7 +31,8 @@ def job_fingerprint(job: Job) -> dict[str, str]:
     """Everything that changes results. Drafter, slots, pages and versions do not; they may differ between the runs of one job."""
     config, decode = job.config, asdict(job.config.decode)
     think, channels = job.admission.settings.think, job.admission.has_channels
-    schema = output_schema(job.source.schema, job.columns, config.output, channels=channels)
+    calls = job.admission.has_calls(job.columns)
+    schema = output_schema(job.source.schema, job.columns, config.output, calls=calls, channels=channels)
     return fingerprint(
         {
             "model.config": read_text(job.folder / "config.json"),
@@ -47,6 +48,7 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "model.max_len": job.admission.max_len,
             "model.end_ids": sorted(job.admission.settings.end_ids),
             "model.think_tokens": None if think is None else (think.begin_id, think.end_id),
+            **({"model.tool_calls": form.name} if calls and (form := job.admission.tool_form) is not None else {}),
             **{f"decode.{key}": value for key, value in decode.items() if key not in (*KINDS, *NEWER_KEYS, "deterministic")},
             **({"decode.deterministic": ORDER_VERSION} if config.decode.deterministic else {}),  # left out without, as above
             **_newer_parts(job),
@@ -58,6 +60,7 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             # Left out at their defaults, so that jobs begun before these keys existed resume.
             **({} if config.input.template_date == TEMPLATE_DATE else {"input.template_date": config.input.template_date}),
             **({} if config.input.final_assistant == "error" else {"input.final_assistant": config.input.final_assistant}),
+            **({"input.drop": sorted(config.input.drop)} if config.input.drop else {}),
             "output.schema": [(field.name, str(field.type)) for field in schema],
             "output.messages": config.output.messages,
             "output.reasoning_in_messages": config.output.reasoning_in_messages,

@@ -32,6 +32,7 @@ from batchspec.load import make_engine
 from batchspec.packing.survey import Survey
 from batchspec.packing.work_plan import WorkPlan
 from batchspec.prepare import Job, open_job, survey_first
+from batchspec.report.answers import check_answers_file
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.report.push import check_push_key, check_target_key
 from batchspec.report.start_up import StartUp
@@ -84,6 +85,7 @@ def _run(
     check_push_key(config.output)
     job = open_job(config, source, group=group, is_new=is_new(config))
     output = check_output(job)
+    check_answers_file(config, is_new=output.begins_job(config.output.overwrite))
     check_target(job)
     start_up.done("checks")
     change = new_retry(job, output) or new_extension(job, output)

@@ -31,15 +31,14 @@ from batchspec.packing.constraints import asked_by
 from batchspec.packing.cost import Rates, device_rates
 from batchspec.packing.feed import window_shards
 from batchspec.packing.memory import graph_tokens, prefill_graph_bytes
-from batchspec.packing.model_notes import model_notes
 from batchspec.packing.planner import GPU_PREFILL, PAGE_SIZE, Demand, choose_batch, free_memory
 from batchspec.packing.survey import Survey
-from batchspec.packing.unused import columns_advice
-from batchspec.prepare import Job, JobModel
+from batchspec.prepare import Job, JobModel, notes
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.structured.expander import Expander
 from batchspec.text import counted
 from batchspec.token_automaton import TokenSymbols
+from batchspec.tool_calls.split import CallParser
 from batchspec.tuning.table import table_in_use
 
 
@@ -148,10 +147,8 @@ def load_engine(
     check_memory(job)
     on = job.device.type if job.group is None else f"{job.group.ranks} x {job.device.type}"
     progress.phase(f"loading {config.model.path} in {dtype} on {on}")
-    for _, note in model_notes(config.decode, job.spec, job.admission.settings.end_ids):
+    for _, note in notes(job):
         progress.phase(note)
-    if advice := columns_advice(job.columns, job.source):
-        progress.phase(advice)
     lead = None if job.group is None else Lead(job.group.channel)
     if lead is not None:
         lead.send(load_message(job.device, None if job.dummy else job.folder))
@@ -180,7 +177,7 @@ def load_engine(
         lead.send(Build(batch, vocabulary_of(job)))
     engine = build_engine(
         config, target, drafter, batch, tokenizer=job.tokenizer, lead=lead, vocabulary=vocabulary_of(job),
-        expanding=expanding_of(job), defers_text=defers_text,
+        expanding=expanding_of(job), defers_text=defers_text, call_parser=job.admission.call_parser,
     )  # fmt: skip
     if job.device.type == "cuda":
         progress.phase("compiling kernels and capturing the graphs of the rounds")
@@ -232,11 +229,11 @@ def rewrite_weights(job: JobModel, target: Target, folder: Path) -> None:
 def build_engine(
     config: RunConfig, target: Target, drafter: Drafter, batch: PackedBatch, *, tokenizer: Tokenizer | None = None,
     lead: Lead | None = None, vocabulary: TokenSymbols | None = None, expanding: Expanding | None = None,
-    defers_text: bool = False,
+    defers_text: bool = False, call_parser: CallParser | None = None,
 ) -> Engine:  # fmt: skip
     """The engine for these settings, on the target's device; nothing is captured yet.
 
-    lead, vocabulary, expanding, defers_text  as for `Engine`
+    lead, vocabulary, expanding, defers_text, call_parser  as for `Engine`
     """
     ablation, scores = config.ablation, config.decode.max_new_tokens == 0
     num_top = config.output.prompt_logprobs if scores else config.output.logprobs
@@ -263,6 +260,7 @@ def build_engine(
         lead=lead,
         vocabulary=vocabulary,
         expanding=expanding,
+        call_parser=call_parser,
     )
 
 

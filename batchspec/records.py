@@ -164,6 +164,8 @@ class Request:
     """The compiled constraint; None before it is compiled. The engine takes no request whose automaton is missing."""
     automaton_state: int = 0
     """State of the automaton in which the output begins."""
+    tools: str | None = None
+    """JSON text of the row's tools, if tool calls are to be found in the text of its answer (`tool_calls/`); else None."""
     adapter: int = 0
     """Number of its LoRA adapter among those that are not merged; 0: none. It is the same in every run of the job."""
     resumed: Snapshot | None = None

@@ -194,6 +194,7 @@ class Forgetful:
 
     def __init__(self, source: Source, keeps: int) -> None:
         self.num_rows, self.files, self.schema = source.num_rows, source.files, source.schema
+        self.filled_by_requests = source.filled_by_requests
         self.check, self.column, self.ids, self.alone = source.check, source.column, source.ids, source.alone
         self._source, self._keeps, self._reads = source, keeps, 0
 

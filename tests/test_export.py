@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from batchspec.commands.export import main
 from batchspec.config.schema import InputConfig, OutputConfig
 from batchspec.dataset.columns import map_columns
-from batchspec.dataset.openai_requests import TURN_KEYS, parse_request
+from batchspec.dataset.openai_keys import TURN_KEYS
+from batchspec.dataset.openai_requests import BadRequest, parse_request
 from batchspec.dataset.reader import table_source
 from batchspec.dataset.writer import build_table
 from batchspec.errors import ConfigError, InputError, OutputError
@@ -176,7 +177,7 @@ def test_a_file_has_its_name_only_when_it_is_complete(tmp_path: Path, monkeypatc
     def broken(*rest: object, **named: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("batchspec.commands.export._training_line", broken)
+    monkeypatch.setattr("batchspec.commands.export.training_line", broken)
     with pytest.raises(KeyboardInterrupt):
         main([str(out), "--to", "chat", str(file), "--overwrite"])
     assert file.read_text() == "old\n"
@@ -221,11 +222,11 @@ def test_openai_s_requests_become_an_input_that_batchspec_maps(tmp_path: Path, c
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", r"in.jsonl line 2: not a batch request \(BadJson"),
+        ("{", r"in.jsonl: 1 line of 2 is no request .*: line 2: not a batch request \(BadJson"),
         ("[]", "line 2: not a batch request"),
         ('{"custom_id": "a", "body": {}}', r"not a batch request \(KeyError: 'messages'\)"),
         ('{"custom_id": "\\ud800", "body": {"messages": []}}', r"not a batch request \(BadText"),
-        (json.dumps(request() | {"url": "/v1/embeddings"}), r"url '/v1/embeddings' is not /v1/chat/completions"),
+        (json.dumps(request() | {"url": "/v1/embeddings"}), r"url '/v1/embeddings' is not supported, .* computes no embeddings"),
         (
             json.dumps(request(response_format={"type": "structural_tag"})),
             r"response_format.type=\"structural_tag\" is not text, json_object",
@@ -416,8 +417,8 @@ keys = st.sampled_from(["messages", "max_tokens", "temperature", "seed", "stop",
 @given(body=st.dictionaries(keys, json_values, max_size=5), custom_id=json_values)
 def test_any_line_is_a_row_or_one_error(body: dict[str, Any], custom_id: Any) -> None:
     try:
-        row = parse_request(json.dumps({"custom_id": custom_id, "body": body}), "here")
-    except InputError:
+        row = parse_request(json.dumps({"custom_id": custom_id, "body": body}))
+    except BadRequest:
         return
     assert isinstance(row["id"], str)
     assert all({"role", "content"} <= set(turn) <= set(TURN_KEYS) for turn in row["messages"])

@@ -357,7 +357,7 @@ from batchspec.commands.planning import plan
 from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.config.schema import RunConfig
 class Words:
-    eos_ids, special_ids, added_ids, fingerprint = (2,), {}, {}, "words"
+    eos_ids, special_ids, added_ids, answer_templates, fingerprint = (2,), {}, {}, (), "words"
     def encode(self, text, **_): return [len(word) for word in text.split()]
 for path in sys.argv[2:]:
     config = RunConfig(device="cpu")

@@ -5,6 +5,7 @@ Source: TRL 1.16, docs/source/dataset_formats (prompt-only, preference); a rewar
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -14,6 +15,7 @@ import polars as pl
 import pyarrow as pa
 
 from batchspec.commands.picked_rows import SCORE
+from batchspec.dataset.messages import THINKING_FIELD
 from batchspec.errors import ConfigError
 
 Line = Mapping[str, Any]
@@ -78,3 +80,38 @@ def plain_json(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, str | int) else getattr(value, "isoformat", lambda: str(value))()
+
+
+def training_line(row: Line, form: str, *, whole: bool, continues: bool) -> dict[str, Any]:
+    """One row of training data.
+
+    whole      `messages` ends with the answer's turn, which is cut off
+    continues  the answer may continue a final assistant turn of the prompt: then the last message is the complete answer
+    """
+    prompt = row["messages"][:-1] if whole else row["messages"]
+    answer = row["messages"][-1:] if continues else [_answer(row, whole)]
+    if not whole and prompt[-1]["role"] == "assistant":  # a row has an answer only if it continues this turn
+        begun, (rest,) = prompt[-1], answer
+        prompt, answer = prompt[:-1], [begun | rest | {"content": f"{begun['content']}{rest['content']}"}]
+    return {"messages": prompt + answer} if form == "chat" else {"prompt": prompt, "completion": answer}
+
+
+def goes_on(row: Line) -> bool:
+    """Whether the answer continues a turn of the prompt, by the column final_assistant."""
+    said: str = row["messages"][-1].get("content") or ""
+    return len(said) > len(row["completion"]) and said.endswith(row["completion"])
+
+
+def _answer(row: Line, whole: bool) -> dict[str, Any]:
+    answer = {"role": "assistant", "content": row["completion"]}
+    if row.get("tool_calls") is not None:
+        answer["tool_calls"] = row["tool_calls"]
+    if whole and (thought := row["messages"][-1].get(THINKING_FIELD)) is not None:
+        answer[THINKING_FIELD] = thought
+    return answer
+
+
+def as_openai(turn: Line) -> dict[str, Any]:
+    """The turn as OpenAI's chat format has it: tool calls as a list, and no null fields."""
+    turn = {name: value for name, value in turn.items() if value is not None or name == "content"}
+    return turn | ({"tool_calls": json.loads(turn["tool_calls"])} if "tool_calls" in turn else {})

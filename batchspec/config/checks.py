@@ -24,6 +24,7 @@ from batchspec.errors import ConfigError
 URLS = (
     "input.path",
     "output.dir",
+    "output.openai",
     "model.path",
     "model.revision",
     "model.adapter",
@@ -167,7 +168,7 @@ def _scoring(config: RunConfig) -> None:
         raise ConfigError(f"draft={config.draft.name} with decode.max_new_tokens=0 drafts nothing: prompts are scored; remove it")
     for key in (
         "decode.n", "decode.stop", "decode.schema", "decode.regex", "decode.choice", "decode.grammar",
-        "decode.thinking_token_budget", "output.logprobs",
+        "decode.thinking_token_budget", "output.logprobs", "output.openai",
     ):  # fmt: skip
         if (value := value_of(config, key)) != value_of(usual, key):
             instead = "; prompts have output.prompt_logprobs" if key == "output.logprobs" else ""

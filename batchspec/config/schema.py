@@ -47,6 +47,10 @@ class ModelConfig:
     """The tokens that begin and end a reasoning block. auto is `<think>` and `</think>` or the like, or the channels of harmony
     (gpt-oss), if the tokenizer has them; none turns reasoning off; [begin,end] names two tokens, by text or id; [end] is for a
     model that begins every answer with a reasoning block and emits no begin token."""
+    tool_calls: str = "auto"
+    """How the model writes tool calls in its answers, to find those of rows with the column `tools`. auto is what the tokenizer's
+    response template or the chat template writes, if it is one of the other values; none leaves calls in the text. gpt-oss's
+    calls are always found, by their channel."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -202,6 +206,9 @@ class InputConfig:
     num_workers: int | None = None
     """Number of processes that apply the chat template, tokenise and write output files, apart from the one that launches the
     rounds. 0 is that one itself; null is up to 4 on a GPU and 0 on a CPU."""
+    drop: list[str] = field(default_factory=list)
+    """Keys that are ignored in the bodies of OpenAI's batch requests, such as logprobs where output.logprobs asks for them in all
+    rows. A request with any other key that has no column becomes an error row."""
     max_error_fraction: float = 0.5
     """Maximum share of error rows; with more of them the job ends with exit code 3. A job of nothing but error rows always
     does."""
@@ -233,6 +240,9 @@ class OutputConfig:
     log-probabilities are written. 0, or null there, writes those of the prompt's own tokens alone."""
     passthrough: Any = "all"
     """Input columns that are copied to the output."""
+    openai: str | None = None
+    """Local file that gets the answers as response lines of OpenAI's batches (.jsonl) when the job is complete. `output=openai`
+    writes `answers.jsonl` into the output folder. null writes none; `batchspec export` can write it later."""
     license: str | None = None
     """Licence of the output for the dataset card, by its name on the hub, e.g. apache-2.0. null: the card states none."""
     push_to_hub: str | None = None

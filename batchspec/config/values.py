@@ -18,10 +18,12 @@ from batchspec.config.renamed import RENAMED_VALUES
 from batchspec.draft.registry import DRAFTERS
 from batchspec.errors import ConfigError
 from batchspec.records import MAX_LOGIT_BIAS
+from batchspec.tool_calls.registry import FORMS
 
 PATHS = (
     "input.path",
     "output.dir",
+    "output.openai",
     "model.path",
     "model.adapter",
     "model.adapters",
@@ -95,6 +97,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("auto", "float32", "bfloat16", "float64"),
     "model.activations": ("auto", "dtype", "fp8"),
     "model.load_format": ("auto", "dummy"),
+    "model.tool_calls": ("auto", "none", *FORMS),
     "cache.dtype": ("auto", "fp8"),
     "cache.scales": ("auto", "checkpoint", "calibrate"),
     "draft.cache_dtype": ("auto", "fp8"),

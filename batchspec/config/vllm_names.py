@@ -133,6 +133,8 @@ REMARKS: dict[str, str] = {
     "attention_backend": _KERNELS,
     "enable_thinking": _TEMPLATE.format(name="enable_thinking"),
     "reasoning_effort": _TEMPLATE.format(name="reasoning_effort"),
+    "tool_call_parser": "tool calls are found in the form that the chat template writes; model.tool_calls names another one",
+    "enable_auto_tool_choice": "tool calls of rows with the column `tools` are always found; remove it",
     "reasoning_parser": "reasoning is found by its tokens; model.think_tokens names others",
     "add_generation_prompt": _ANSWERS,
     "continue_final_message": _ANSWERS,

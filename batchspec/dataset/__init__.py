@@ -18,7 +18,7 @@ Input:
   columns.py           the meaning of each column
   row_ids.py           the ids of the rows
   messages.py          a chat in the form that the template reads and in the form of the output
-  openai_requests.py   requests of OpenAI's batch files as rows
+  openai_requests.py   requests of OpenAI's batch files as rows; openai_keys.py: their keys
 Output:
   schema.py            the columns of an output file
   plain_types.py       types of copied columns

@@ -193,8 +193,8 @@ def _no_prompt(schema: pa.Schema) -> str:
     names = set(schema.names)
     if {"custom_id", "body"} <= names:
         return (
-            "the input holds OpenAI's batch requests; make an input of them, "
-            "batchspec export --from-openai REQUESTS.jsonl INPUT.parquet, and run that"
+            "the input holds OpenAI's batch requests as columns; give their JSON lines, whose keys are custom_id, method, url "
+            "and body alone"
         )
     (only, *others) = schema
     if not others and is_csv(only) and (mark := next((mark for mark in SEPARATORS if mark in only.name), "")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -78,6 +78,8 @@ class Source(Protocol):
     """Number of rows, at most input.limit."""
     files: tuple[InputFile, ...]
     schema: pa.Schema
+    filled_by_requests: frozenset[str] | None
+    """The columns that all of OpenAI's requests in the input fill; None: it holds none."""
 
     def shards(self, layout: ShardLayout | int, skip: Container[int] = ()) -> Iterator[InputShard]:
         """The input as shards; those in `skip` are left out.
@@ -123,14 +125,17 @@ def open_source(config: InputConfig, output_dir: str | None = None) -> Source:
     remote = any(isinstance(place, RemotePlace) for place in found.values())
     with ThreadPoolExecutor(OPENED_AT_ONCE if remote else 1) as pool:
         share = DIGEST_BYTES // len(found)
-        return _FileSource(list(pool.map(lambda name, place: _open(name, place, share), found, found.values())), config.limit)
+        files = list(pool.map(lambda name, place: _open(name, place, share, config.drop), found, found.values()))
+    return _FileSource(files, config.limit)
 
 
-def _open(name: str, place: Place, digest_bytes: int) -> DataFile:
+def _open(name: str, place: Place, digest_bytes: int, drop: Collection[str]) -> DataFile:
     form = format_of(place.path)
     if form is None or form.kind == "parquet":
         return ParquetFile(place, name, digest_bytes)
-    return (JsonLinesFile if form.kind == "jsonl" else CsvFile)(place, name, form.codec)
+    if form.kind == "jsonl":
+        return JsonLinesFile(place, name, form.codec, drop)
+    return CsvFile(place, name, form.codec)
 
 
 def table_source(table: pa.Table, limit: int | None = None) -> Source:
@@ -165,6 +170,8 @@ class _FileSource:
             raise InputError(f"the input has no rows: none in {names}{more}; check input.path")
         self._files = [data for data, file in zip(files, self.files, strict=True) if file.num_rows]
         self.schema = _common_schema(self._files)
+        filled = [file.filled for file in files if isinstance(file, JsonLinesFile) and file.filled is not None]
+        self.filled_by_requests = frozenset.intersection(*filled) if filled else None
         self._stops = list(itertools.accumulate(file.num_rows for file in self.files if file.num_rows))
 
     def shards(self, layout: ShardLayout | int, skip: Container[int] = ()) -> Iterator[InputShard]:

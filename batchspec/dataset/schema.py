@@ -56,35 +56,40 @@ PERF = pa.struct(
 )
 
 
-def output_schema(input_schema: pa.Schema, columns: ColumnMap, output: OutputConfig, *, channels: bool = False) -> pa.Schema:
+def output_schema(
+    input_schema: pa.Schema, columns: ColumnMap, output: OutputConfig, *, calls: bool = False, channels: bool = False
+) -> pa.Schema:
     """The schema of every output file of a job: its own columns, then the input's columns that output.passthrough copies.
 
-    channels  the model's outputs have channels (harmony), so there is a column of tool calls
+    calls     completions may have tool calls apart from their text, so there is a column of them
+    channels  the model's outputs have channels (harmony), so that messages may have a field for the thought
     A mapped input column `messages`, `prompt_ids` or `seed` is not copied, because the output's column of that name has its
     values.
     Raises ConfigError if another input column has the name of an output column, or output.passthrough names a missing column,
     and InputError for a column that cannot be copied.
     """
-    own = _own_fields(output, messages_type(input_schema, columns, output, channels=channels), channels)
+    own = _own_fields(output, messages_type(input_schema, columns, output, calls=calls, channels=channels), calls)
     copied = _passthrough(input_schema, columns, output.passthrough, {field.name for field in own})
     return pa.schema([*own, *(_copied_field(input_schema.field(name), copied) for name in copied)])
 
 
-def messages_type(input_schema: pa.Schema, columns: ColumnMap, output: OutputConfig, *, channels: bool = False) -> pa.DataType:
+def messages_type(
+    input_schema: pa.Schema, columns: ColumnMap, output: OutputConfig, *, calls: bool, channels: bool
+) -> pa.DataType:
     """Type of the column `messages`: role and content, and the fields of tool calls if input or output may have them."""
     if channels and output.reasoning_in_messages:
         return THINKING_MESSAGES
-    calls = columns.prompt_kind == "messages" and may_call_tools(input_schema.field(columns.prompt_column))
-    return TOOL_MESSAGES if calls or channels else MESSAGES
+    in_prompt = columns.prompt_kind == "messages" and may_call_tools(input_schema.field(columns.prompt_column))
+    return TOOL_MESSAGES if in_prompt or calls else MESSAGES
 
 
-def _own_fields(output: OutputConfig, messages: pa.DataType, channels: bool) -> list[pa.Field]:
+def _own_fields(output: OutputConfig, messages: pa.DataType, calls: bool) -> list[pa.Field]:
     ids = pa.list_(pa.int32())
     optional = {
         "messages": output.messages != "none",
         "prompt_ids": output.prompt_ids,
         "token_ids": output.token_ids,
-        "tool_calls": channels,
+        "tool_calls": calls,
         "logprobs": output.logprobs is not None,
         "top_logprobs": bool(output.logprobs),
         "prompt_logprob_sum": output.prompt_logprobs is not None,

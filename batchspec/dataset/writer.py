@@ -36,21 +36,21 @@ def build_table(
     output: OutputConfig,
     attempt: str,
     think_tokens: tuple[str, str] | None = ("<think>", "</think>"),
+    calls: bool = False,
     finished_at: datetime | None = None,
 ) -> pa.Table:
     """The output rows of a shard, by (row_index, sample_index), in the schema of `output_schema`.
 
-    `messages` and `think_tokens` as for `Chats`. Copied columns come from `shard.table`; text that is not valid UTF-8 gets
-    U+FFFD, so that every reader can open the file. `attempt` is the uuid of the run, `finished_at` (default now) the time of the
-    build.
+    `messages`, `think_tokens` and `calls` as for `Chats`. Copied columns come from `shard.table`; text that is not valid UTF-8
+    gets U+FFFD, so that every reader can open the file. `attempt` is the uuid of the run, `finished_at` (default now) the time of
+    the build.
     """
     completions = sorted(completions, key=lambda c: (c.row_index, c.sample_index))
     assert not any(completion.text_due for completion in completions), "a text was never decoded"
-    channels = think_tokens is None
-    schema = output_schema(shard.table.schema, columns, output, channels=channels)
+    schema = output_schema(shard.table.schema, columns, output, calls=calls, channels=think_tokens is None)
     input_fields = {field.name: field for field in shard.table.schema}
     rows = pa.array([c.row_index - shard.first_row for c in completions], pa.int64())
-    chats = Chats(shard, columns, input, output, think_tokens) if output.messages != "none" else None
+    chats = Chats(shard, columns, input, output, think_tokens, calls=calls) if output.messages != "none" else None
     when = finished_at or datetime.now(UTC)
     values: dict[str, Callable[[Completion], Any]] = {
         "completion": attrgetter("text"),

@@ -14,7 +14,7 @@ Requests on the host:
   request_state.py      one request: tokens so far, statistics
   slots.py              all slots, one array a field
   stop_strings.py       stop strings in the text
-  token_kinds.py        kinds of output tokens; thinking.py and channels.py find the kind of each token; tool_calls.py
+  token_kinds.py        kinds of output tokens; thinking.py and channels.py find the kind of each token; channel_calls.py
   last_check.py         a row with a constraint is checked before it becomes a completion
   completion.py         the completion of an ended request
 Rounds on the device:

@@ -9,13 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchspec.constrained_text import checked_text
+from batchspec.engine.channel_calls import tool_calls
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.stop_strings import UNFINISHED, Decode, decode_of_answer
 from batchspec.engine.thinking import Parts, split_thoughts
-from batchspec.engine.tool_calls import tool_calls
 from batchspec.error_rows import error_row
 from batchspec.records import Completion, Ids, RowError, RowStats
 from batchspec.token_automaton import BREAKS_AFTER_THOUGHT, DEAD, TokenAutomaton, TokenSymbols
+from batchspec.tool_calls.split import CallParser
 
 NON_FINITE = "non_finite_logits"
 _OF_ALLOWED = " of a token that its schema, regex, choice or grammar allows; or a token was drawn that it does not allow"
@@ -32,6 +33,7 @@ def completion_of(
     now: float,
     nodes: int | None = None,
     vocabulary: TokenSymbols | None = None,
+    call_parser: CallParser | None = None,
 ) -> Completion:
     """The completion of a finished request.
 
@@ -42,6 +44,7 @@ def completion_of(
     now      the host's clock in seconds
     nodes    number of nodes in each round's tree; None for chains
     vocabulary  the bytes of the tokens, of which the answer of a request with a constraint consists
+    call_parser  finds the tool calls in answers; None: calls stay text
     """
     assert state.finish_reason is not None
     stats = _stats(state, drafter, slot, now, nodes)
@@ -54,7 +57,8 @@ def completion_of(
     )
     count = len(state.tokens)
     assert state.num_top is None or len(state.logprobs) >= count, (len(state.logprobs), count)
-    text_due = defers_text and decode is not None and state.request.thinking is None and state.stop_string is None
+    whole = state.request.thinking is None and state.stop_string is None and state.request.tools is None
+    text_due = defers_text and decode is not None and whole
     texts = _Texts() if text_due else _texts(state, decode, vocabulary)
     parts = texts.parts
     stop_id = None if state.stop_id is None or state.stop_id in eos_ids else str(state.stop_id)
@@ -78,7 +82,13 @@ def completion_of(
         top_logprobs=top,
         stats=stats,
     )
-    return done if text_due else checked_text(done)
+    if text_due:
+        return done
+    done = checked_text(done)
+    if call_parser is None:
+        return done
+    text_of = None if state.request.automaton is None or vocabulary is None else vocabulary.text
+    return call_parser.parsed(done, state.request, _answer_tokens(state), text_of=text_of, stop=state.stop_string)
 
 
 class _OfRequest(TypedDict):
@@ -191,6 +201,12 @@ def _texts(state: RequestState, decode: Decode | None, vocabulary: TokenSymbols 
         return _Texts(text, None, calls, parts)
     thoughts = (decode(thought).strip() for thought in parts.thoughts)
     return _Texts(_after_thought(text, state), "\n\n".join(thought for thought in thoughts if thought), calls, parts)
+
+
+def _answer_tokens(state: RequestState) -> list[int]:
+    """The tokens of the answer: all but those of thoughts and the stop id."""
+    tokens = state.tokens[:-1] if state.stop_id is not None else state.tokens
+    return tokens if state.request.thinking is None else split_thoughts(tokens, state.request.thinking).answer
 
 
 def _after_thought(text: str, state: RequestState) -> str:

@@ -43,6 +43,7 @@ from batchspec.model.target import Target
 from batchspec.packed_batch import ExpectedRows, PackedBatch
 from batchspec.records import Completion, Request, Snapshot
 from batchspec.token_automaton import TokenSymbols
+from batchspec.tool_calls.split import CallParser
 
 
 class Engine:
@@ -67,6 +68,7 @@ class Engine:
         vocabulary: TokenSymbols | None = None,
         automata_capacity: AutomataCapacity | None = None,
         expanding: Expanding | None = None,
+        call_parser: CallParser | None = None,
     ) -> None:
         """
         decode       token ids -> text; needed for stop strings
@@ -78,6 +80,7 @@ class Engine:
         lead         set if this process leads several ranks that compute the target together
         vocabulary   set if requests may have automata; automata_capacity: their memory on the device, None for the default
         expanding    set if requests may have lazy automata
+        call_parser  finds the tool calls in answers; None: calls stay text
         """
         if vocabulary is not None and automata_capacity is None:
             automata_capacity = AutomataCapacity(num_tokens=vocabulary.num_tokens)
@@ -99,7 +102,7 @@ class Engine:
             decode=decode, allocator_kind=SlotAllocator if refill_dead else StaticBatching, vocabulary=vocabulary,
             automata_capacity=automata_capacity, expanding=expanding, lazy_places=places, scores=scores,
         )  # fmt: skip
-        self._defers_text, self._eos_ids = defers_text, eos_ids
+        self._defers_text, self._eos_ids, self._call_parser = defers_text, eos_ids, call_parser
         self._stopping = False
         self._prefill_cost: PrefillCost | None = None
         self.keeps_prefixes = False
@@ -280,7 +283,7 @@ class Engine:
         done = completion_of(
             ended.state, decode=self._shared.decode, defers_text=self._defers_text, drafter=self.drafter.name,
             eos_ids=self._eos_ids, slot=ended.slot, now=ended.now, nodes=self.executor.round.nodes,
-            vocabulary=self._shared.vocabulary,
+            vocabulary=self._shared.vocabulary, call_parser=self._call_parser,
         )  # fmt: skip
         if done.prompt_ids is not None and done.token_ids is not None:  # no error
             self._shared.finished_rows.append((done.prompt_ids, done.token_ids))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -49,6 +49,9 @@ class Tokenizer:
     """Special token -> id: control tokens, which ordinary text never produces and `decode` can omit."""
     added_ids: dict[str, int]
     """Added token -> id, special or not: text is split at these tokens first."""
+    answer_templates: tuple[Collection[str], ...]
+    """Texts that say how the model writes its answers, the surest first: the response template of tokenizer_config.json, which
+    transformers reads, as JSON text, if there is one, and the chat templates."""
     fingerprint: str
     """sha256 of everything that determines the ids: tokenizer.json, special tokens, templates."""
 
@@ -70,6 +73,8 @@ class Tokenizer:
         self._bound = text_bound(json.loads(self._tokenizer.to_str() if added_later else text))
         sources = _template_sources(folder, config, chat_template)
         self._templates = Templates(sources, shown(folder), date=date)
+        described = config.get("response_template")
+        self.answer_templates = (*([[json.dumps(described)]] if described else []), list(sources.values()))
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = {token.content: index for index, token in added.items() if token.special}
         self.added_ids = {token.content: index for index, token in added.items()}
@@ -232,6 +237,11 @@ class Tokenizer:
                 return ids[-max_tokens:]
             chars *= 4
         return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, those of added tokens included; the model may have more."""
+        return max(self._tokenizer.get_vocab_size(), max(self.added_ids.values(), default=-1) + 1)
 
     def symbols(self, vocab_size: int, marks: Mapping[int, int]) -> TokenSymbols:
         """The bytes of each of the model's tokens: see `token_bytes.token_symbols`."""

@@ -5,6 +5,7 @@ A bad row never raises and never reaches the engine. It is checked in this order
 
 bad_json       the line is not a JSON object, or is nested too deeply
 bad_csv        the row of a CSV file does not fit the header, or is quoted wrongly
+bad_request    a line of OpenAI's batch requests is none, or asks for something that is not supported
 bad_type       a cell of JSON lines is not text, and the column must be text
 null_prompt    the prompt cell is null
 empty_prompt   no message, no character, no token
@@ -25,6 +26,7 @@ input.on_overlong=truncate keeps the end of such a prompt, skip gives the row th
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -40,6 +42,7 @@ from batchspec.dataset.untyped_columns import json_kinds
 from batchspec.errors import ConfigError
 from batchspec.packing.cells import (
     BadRow,
+    json_cell,
     plain_cell,
     prompt_cell,
     row_values,
@@ -51,6 +54,8 @@ from batchspec.packing.prompt_encoder import PromptEncoder
 from batchspec.packing.ready_requests import RequestCompiler
 from batchspec.packing.row_settings import RowSettings
 from batchspec.records import Completion, Request, RowError
+from batchspec.tool_calls.registry import choose_form
+from batchspec.tool_calls.split import CallParser
 
 if TYPE_CHECKING:
     from batchspec.model.spec import ModelSpec
@@ -98,6 +103,10 @@ class Admission:
         if asked is not None and self.decode.max_new_tokens:
             self._check_constraints(asked)
             self.constraints = constraints or self._own_constraints()
+        self.tool_form = None
+        """How the model writes tool calls in its answers; None: it is unknown, calls stay text, or have channels of their own."""
+        if tokenizer is not None:
+            self.tool_form = choose_form(config.model.tool_calls, tokenizer.answer_templates, channels=self.has_channels)
         self.encoder = PromptEncoder(self.input, columns, tokenizer, vocab_size=self.vocab_size, max_len=self.max_len)
         self.fields = {name: source.schema.field(column) for name, column in columns.names.items()}
         chat = self.columns.prompt_kind == "messages" or (self.columns.prompt_kind == "prompt" and self.input.chat)
@@ -125,8 +134,18 @@ class Admission:
 
     @property
     def has_channels(self) -> bool:
-        """Whether the model's outputs have channels (harmony), so that tool calls are separated from the answer."""
+        """Whether the model's outputs have channels (harmony)."""
         return self.settings.think is not None and self.settings.think.channels is not None
+
+    @property
+    def call_parser(self) -> CallParser | None:
+        """Finds the tool calls in the text of answers; None: calls stay text, or have channels of their own."""
+        form = self.tool_form
+        return None if form is None or self.tokenizer is None else CallParser(form, self.tokenizer.decode)
+
+    def has_calls(self, columns: ColumnMap) -> bool:
+        """Whether completions of rows with these columns may have tool calls apart from their text."""
+        return self.has_channels or (self.tool_form is not None and columns.get("tools") is not None)
 
     def observe(self, completion: Completion) -> None:
         """Update the predicted output length with a finished row."""
@@ -260,6 +279,7 @@ class Admission:
             raise BadRow("bad_parameter", said)
         adapter = settings.adapter(row.get("adapter"))
         prompt_ids = self.encoder.encode(prompt, row, max_prompt_tokens)
+        tools = None if self.tool_form is None else json_cell(row, "tools", list)
         sampling = settings.sampling(values, row)
         thinking = settings.thinking(prompt_ids, row.get("thinking_token_budget")) if max_new_tokens else None
         constraint = None
@@ -276,6 +296,7 @@ class Admission:
                 sampling=sampling, stop_ids=stop_ids, stop=stop,
                 seed=hash64(base, sample_index) if sample_index else base, predicted_tokens=predicted,
                 thinking=thinking, synthetic_len=synthetic_len, constraint=constraint, adapter=adapter,
+                tools=json.dumps(tools, ensure_ascii=False) if tools else None,
             )  # fmt: skip
 
 

@@ -19,9 +19,11 @@ from batchspec.dataset.columns import TYPES, ColumnMap
 from batchspec.dataset.reader import Source
 from batchspec.errors import ConfigError, InputError
 from batchspec.records import LEAST_TEMPERATURE
+from batchspec.tool_calls.registry import FORMS
 
 if TYPE_CHECKING:
     from batchspec.model.spec import ModelSpec
+    from batchspec.packing.admit import Admission
 
 OF_CHATS = ("input.final_assistant", "input.template_kwargs", "input.template_date", "model.chat_template")
 """Keys that only chats read."""
@@ -55,11 +57,26 @@ def columns_advice(columns: ColumnMap, source: Source) -> str:
     return "; ".join(said)
 
 
+def calls_note(admission: Admission, source: Source, setting: str) -> str:
+    """One line if rows have tools and calls stay text because no form of them is known; else empty. setting: model.tool_calls."""
+    column = admission.columns.get("tools")
+    if setting != "auto" or column is None or admission.has_calls(admission.columns) or not _any_value(source, column):
+        return ""
+    return (
+        f"column {column!r}: calls of these tools stay in the text of `completion`, because the chat template writes none of the "
+        f"known forms ({', '.join(FORMS)}); model.tool_calls=NAME chooses one"
+    )
+
+
 def _refuse(columns: ColumnMap, source: Source, names: tuple[str, ...], why: str) -> None:
     for name in names:
         column = columns.get(name)
-        if column is not None and any(map(_has_value, source.column(column))):
+        if column is not None and _any_value(source, column):
             raise InputError(f"column {column!r} ({name}) {why}; ignore the column with input.columns.{name}=null")
+
+
+def _any_value(source: Source, column: str) -> bool:
+    return any(map(_has_value, source.column(column)))
 
 
 def _has_value(values: pa.Array) -> bool:
@@ -121,7 +138,7 @@ def check_keys_of_engine(config: RunConfig, device: str | None) -> None:
         )
 
 
-def check_keys_of_input(config: RunConfig, columns: ColumnMap) -> None:
+def check_keys_of_input(config: RunConfig, columns: ColumnMap, source: Source) -> None:
     """Raises ConfigError for a key that this input leaves without effect."""
     kind, usual, decode = columns.prompt_kind, RunConfig(), config.decode
     if kind == "prompt_ids" and config.input.chat:
@@ -133,6 +150,16 @@ def check_keys_of_input(config: RunConfig, columns: ColumnMap) -> None:
                 raise ConfigError(
                     f"{key}={value} applies to chats, and column {columns.prompt_column!r} ({kind}) has none; {instead}"
                 )
+    if config.input.drop and source.filled_by_requests is None:
+        raise ConfigError(
+            f"input.drop={config.input.drop} is for OpenAI's batch requests, JSON lines with custom_id and body, and the input "
+            "has none; remove the key"
+        )
+    if config.model.tool_calls != "auto" and (columns.get("tools") is None or kind == "prompt_ids"):
+        raise ConfigError(
+            f"model.tool_calls={config.model.tool_calls} has no effect without the column `tools`; name it, "
+            "input.columns.tools=COLUMN, or remove the key"
+        )
     if decode.thinking_closing and decode.thinking_token_budget is None and columns.get("thinking_token_budget") is None:
         raise ConfigError(
             "decode.thinking_closing has no effect without a thinking budget; set decode.thinking_token_budget, add a column "

@@ -12,6 +12,7 @@ Afterwards:
   texts.py          requests that are shown, with their texts
   about.py          short facts about a job
   card.py           README.md; columns.py: what each column means; push.py: rows and card to the hub
+  answers.py        the rows as OpenAI's response lines
   page.py           report.html
     figures.py      its sections with pictures; pictures.py: SVG
     requests.py     its sections about requests

@@ -79,7 +79,7 @@ turns: TRL then computes the loss on the completion alone.
 
 PATHS = (
     "model.path", "model.adapter", "model.adapters", "model.chat_template", "draft.path", "input.path", "output.dir",
-    "decode.schema", "decode.grammar",
+    "output.openai", "decode.schema", "decode.grammar",
 )  # fmt: skip
 TEXTS = ("decode.schema", "decode.grammar")
 """Of those the ones that may also be a map, or a text of one line or more."""

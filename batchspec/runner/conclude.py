@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 from glob import has_magic
+from pathlib import Path
 
 from batchspec import terminal
 from batchspec.errors import Interrupted
+from batchspec.model.token_texts import TokenTexts
 from batchspec.prepare import Job
+from batchspec.report.answers import write_answers
 from batchspec.report.card import dataset_card
 from batchspec.report.page import NEEDS_EXTRA, can_draw, write_report
 from batchspec.report.push import push_output
@@ -30,11 +33,12 @@ def conclude(job: Job, output: OutputFolder, signals: EndSignals, *, again: bool
     try:
         stats = job_stats(output.path)
         finish(output, stats, again=again)
+        write_answers_of(job, output, again=again)
         if repo is not None:
             terminal.say(push_output(output, repo, private=job.config.output.push_private).line())
     except KeyboardInterrupt:
         signals.ignore()
-        left = [*unwritten(output), *([] if repo is None else [f"the dataset {repo} of the hub"])]
+        left = [*unwritten(output, job.config.output.openai), *([] if repo is None else [f"the dataset {repo} of the hub"])]
         rest = f"; run the same command again for {' and '.join(left)}" if left else ""
         line = f"{output.path}: {signals.name or 'SIGINT'}: all rows are committed{rest}"
         if repo is not None:
@@ -70,7 +74,22 @@ def finish(output: OutputFolder, stats: JobStats, *, again: bool) -> None:
         terminal.say(f"{output.path}/report.html: the job in pictures")
 
 
-def unwritten(output: OutputFolder) -> list[str]:
-    """Files about the job that `finish` would write."""
+def write_answers_of(job: Job, output: OutputFolder, *, again: bool) -> None:
+    """Write the file of output.openai, if there is to be one and it is missing, or if `again`."""
+    name = job.config.output.openai
+    if name is None or (Path(name).exists() and not again):
+        return
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    has_logprobs = job.config.output.logprobs is not None and job.tokenizer is not None
+    if has_logprobs and not job.config.output.token_ids:
+        terminal.say(f"{name}: logprobs are left out: the job has no column token_ids; output.token_ids=true writes it")
+    token_text = None if not has_logprobs or job.tokenizer is None else TokenTexts(job.tokenizer)
+    count = write_answers(output, Path(name), token_text=token_text)
+    terminal.say(f"{name}: {counted(count, 'answer')} as OpenAI's response lines")
+
+
+def unwritten(output: OutputFolder, answers: str | None = None) -> list[str]:
+    """Files about the job that `finish` would write, and the file of output.openai."""
     there = {"README.md": output.has_card(), "report.html": output.has_report() or not can_draw()}
+    there |= {} if answers is None else {answers: Path(answers).exists()}
     return [name for name, written in there.items() if not written]

@@ -60,14 +60,18 @@ class ShardWork:
     def table(self, shard: InputShard, completions: Sequence[Completion]) -> pa.Table:
         """The completions as output rows; texts that the engine has not decoded are decoded here."""
         think = self.admission.settings.think
+        texts = [self._with_text(completion) for completion in completions]
+        # A later turn of a conversation may bring tools of its own.
+        calls = self.admission.has_calls(self.columns) or any(completion.tool_calls is not None for completion in texts)
         return build_table(
             shard,
-            [self._with_text(completion) for completion in completions],
+            texts,
             columns=self.columns,
             input=self.input,
             output=self.output,
             attempt=self.attempt,
             think_tokens=None if self.admission.has_channels else (think.begin, think.end) if think else ("", ""),
+            calls=calls,
         )
 
     def _with_text(self, completion: Completion) -> Completion:

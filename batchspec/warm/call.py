@@ -20,6 +20,7 @@ from batchspec.errors import CapacityError, EngineInUse, InputError
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.out_of_memory import OutOfMemoryGuard
 from batchspec.packed_batch import PackedBatch
+from batchspec.packing.admit import Admission
 from batchspec.packing.constraints import Constraints
 from batchspec.packing.feed import Feed
 from batchspec.packing.predict import LengthPredictor
@@ -151,11 +152,17 @@ def frame_of(job: Job, rows: InputShard, completions: Sequence[Completion]) -> p
     return frame
 
 
-def empty_frame(model: JobModel, table: pa.Table, *, channels: bool) -> pl.DataFrame:
-    """The output for a table without rows. Raises InputError if it has no columns either, or not those of an input."""
+def empty_frame(model: JobModel, table: pa.Table, admission: Admission) -> pl.DataFrame:
+    """The output for a table without rows. Raises InputError if it has no columns either, or not those of an input.
+
+    admission  of any rows of this engine
+    """
     if not table.num_columns:
         raise InputError("there are no rows and no columns; give a table with a column messages, prompt or prompt_ids")
     columns: ColumnMap = map_columns(table.schema, model.config.input.columns)
-    frame = pl.from_arrow(output_schema(table.schema, columns, model.config.output, channels=channels).empty_table())
+    schema = output_schema(
+        table.schema, columns, model.config.output, calls=admission.has_calls(columns), channels=admission.has_channels
+    )
+    frame = pl.from_arrow(schema.empty_table())
     assert isinstance(frame, pl.DataFrame)
     return frame

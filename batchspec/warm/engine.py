@@ -37,8 +37,8 @@ from batchspec.model.spec import load_spec
 from batchspec.model.weights import Checkpoint, judge_model
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.predict import LengthPredictor
-from batchspec.packing.unused import check_samples, columns_advice
-from batchspec.prepare import JobModel, open_model
+from batchspec.packing.unused import check_samples
+from batchspec.prepare import JobModel, input_notes, open_model
 from batchspec.records import Completion
 from batchspec.warm.call import Call, empty_frame
 from batchspec.warm.conversations import Conversations, NextTurn, with_turns
@@ -75,7 +75,7 @@ class Engine:
         self._predictor = LengthPredictor()
         self._model: JobModel = open_model(config)
         opened = open_warm(self._model)
-        self._tokenizer, self._channels = opened.tokenizer, opened.admission.has_channels
+        self._tokenizer, self._admission = opened.tokenizer, opened.admission
         self._constraints = opened.admission.constraints
         self._engine: BatchEngine | EngineOfRanks | None = None
         self._engine = load(opened) if config.cluster.tensor_parallel == 1 else EngineOfRanks(config)
@@ -223,16 +223,16 @@ class Engine:
     def _call(self, table: pa.Table, *, samples: bool = False) -> Call:
         """samples: refuse several completions of a row that would be equal. Conversations may begin with equal answers."""
         call = Call(self._model, self._tokenizer, self._predictor, table, self._constraints)
-        advice = columns_advice(call.job.columns, call.job.source)
-        if advice and advice not in self._advised:  # said once, not in each call
-            self._advised.add(advice)
-            terminal.notice(advice)
+        for _, note in input_notes(call.job):
+            if note not in self._advised:  # said once, not in each call
+                self._advised.add(note)
+                terminal.notice(note)
         if samples:
             check_samples(call.job.config, call.job.columns, call.job.source)
         return call
 
     def _no_rows(self, table: pa.Table) -> pl.DataFrame:
-        return empty_frame(self._model, table, channels=self._channels)
+        return empty_frame(self._model, table, self._admission)
 
     @property
     def _loaded(self) -> BatchEngine | EngineOfRanks:
