@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import polars as pl
@@ -11,6 +10,7 @@ import pyarrow as pa
 from batchspec.config.call_arguments import explains_arguments
 from batchspec.config.checks import AUTO
 from batchspec.config.compose import compose
+from batchspec.config.overrides import Options, overrides_of
 from batchspec.config.unread import refuse_unread
 from batchspec.dataset.in_memory import table_of
 from batchspec.dataset.reader import table_source
@@ -35,21 +35,24 @@ _OF_OUTPUT = dict.fromkeys(
 _OF_PROCESSES = {"cluster.workers": "it computes in its own process"}
 
 
-@explains_arguments("batchspec.generate", "overrides=[...]")
-def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()) -> pl.DataFrame:
+@explains_arguments("batchspec.generate", "overrides={...}")
+def generate(data: Any, *, job: str | None = None, overrides: Options = (), **keys: Any) -> pl.DataFrame:
     """Completions of every row of `data`, in input order, in the output schema.
 
     data       polars, pyarrow or pandas table, or anything that polars.DataFrame accepts; the same columns as a Parquet input
     job        name of a recipe: "demo" is `+job=demo`; its own input is not read
-    overrides  Hydra override strings: ("model.path=smollm2-135m", "decode.max_new_tokens=32")
+    overrides  keys of a job: a list, ["model.path=smollm2-135m", "decode.n=4"], or a dictionary, nested or dotted,
+               {"model.path": "smollm2-135m", "decode": {"n": 4}}
+    keys       more keys: model={"path": "smollm2-135m"}, draft="eagle3"
 
     Uses the same engine and checks as `python -m batchspec.run`, and raises its errors (errors.py).
     Nothing is written unless the overrides set output.dir (also through a recipe, `+job=...`); then the same call resumes the
     job.
     """
     recipe = [] if job is None else [f"+job={job}", "output.dir=null"]
-    config = compose([*recipe, *overrides], require=("model.path",))
-    recipe += [word for word in overrides if word.startswith(("+job=", "hydra."))]
+    given = overrides_of(overrides, **keys)
+    config = compose([*recipe, *given], require=("model.path",))
+    recipe += [word for word in given if word.startswith(("+job=", "hydra."))]
     unread = _OF_FILES | _OF_PROCESSES | (_OF_OUTPUT if config.output.dir is None else {})
     refuse_unread(config, recipe, unread, "batchspec.generate")
     check_gpu(config, choose_device(config.device))

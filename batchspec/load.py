@@ -30,11 +30,11 @@ from batchspec.packed_batch import PackedBatch
 from batchspec.packing.constraints import asked_by
 from batchspec.packing.cost import Rates, device_rates
 from batchspec.packing.feed import window_shards
+from batchspec.packing.input_notes import input_notes
 from batchspec.packing.memory import graph_tokens, prefill_graph_bytes
 from batchspec.packing.model_notes import model_notes
 from batchspec.packing.planner import GPU_PREFILL, PAGE_SIZE, Demand, choose_batch, free_memory
 from batchspec.packing.survey import Survey
-from batchspec.packing.unused import columns_advice
 from batchspec.prepare import Job, JobModel
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.structured.expander import Expander
@@ -148,10 +148,9 @@ def load_engine(
     check_memory(job)
     on = job.device.type if job.group is None else f"{job.group.ranks} x {job.device.type}"
     progress.phase(f"loading {config.model.path} in {dtype} on {on}")
-    for _, note in model_notes(config.decode, job.spec, job.admission.settings.end_ids):
+    notes = model_notes(config.decode, job.spec, job.admission.settings.end_ids)
+    for _, note in (*notes, *input_notes(config, job.columns, job.source, job.tokenizer)):
         progress.phase(note)
-    if advice := columns_advice(job.columns, job.source):
-        progress.phase(advice)
     lead = None if job.group is None else Lead(job.group.channel)
     if lead is not None:
         lead.send(load_message(job.device, None if job.dummy else job.folder))

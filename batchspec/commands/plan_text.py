@@ -10,13 +10,13 @@ import numpy as np
 from batchspec.load import automata_bytes, padded_prefill_bytes
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.cost import Rates, num_multiplied
+from batchspec.packing.input_notes import input_notes
 from batchspec.packing.kv_memory import kv_bytes
 from batchspec.packing.model_notes import model_notes
 from batchspec.packing.planner import Forecast, free_memory, held_back_bytes
 from batchspec.packing.predict import SHORT_TOKENS
 from batchspec.packing.replicas import GpuLayout, best
 from batchspec.packing.survey import Survey
-from batchspec.packing.unused import columns_advice
 from batchspec.prepare import Job
 from batchspec.records import Ids
 from batchspec.text import MESSAGE_CHARS, counted, one_line
@@ -124,7 +124,7 @@ class Plan:
             f"model        {spec.family}, {spec.num_layers} layers, {num_multiplied(spec) / 1e6:,.0f} M weights a token, "
             f"{_bytes(spec.weight_bytes(job.dtype))} {kept} on {job.device.type}",
             *(f"{label:12} {note}" for label, note in model_notes(job.config.decode, spec, job.admission.settings.end_ids)),
-            *([f"columns      {advice}"] if (advice := columns_advice(job.columns, job.source)) else []),
+            *(f"{label:12} {note}" for label, note in input_notes(job.config, job.columns, job.source, job.tokenizer)),
             *self._adapters(),
             f"shape        {counted(batch.num_slots, 'slot')}, rows up to {batch.max_len:,} tokens, "
             f"drafter {job.config.draft.name} ({job.drafter.shape}), prefill passes of {batch.prefill_tokens:,} tokens",

@@ -7,6 +7,7 @@ Rows to requests:
   prompt_encoder.py   its prompt's token ids
   constraints.py      what its answer must match
   unused.py           keys and columns that would have no effect
+  input_notes.py      columns that no row reads, and texts for a chat model
   model_notes.py      lines for the user about a model's files: unread keys, recommended sampling, no end token
 The stream:
   work_plan.py        what a run does with each output row

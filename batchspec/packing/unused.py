@@ -1,8 +1,8 @@
 """Keys and columns that would have no effect with this input, model, drafter or device are refused by name.
 
 The user set it for a reason, and the output would not show that it changed nothing. A job that an earlier version of batchspec
-began with such a key goes on. A column named like an option of vLLM or OpenAI is not refused, because it may be data:
-the user is told.
+began with such a key goes on. A column that no row reads and that is named like an option is not refused, because it may be data:
+the user is told (`input_notes.py`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import pyarrow.compute as pc
 
 from batchspec.config.schema import RunConfig
 from batchspec.config.values import value_of
-from batchspec.config.vllm_names import NAMES
-from batchspec.dataset.columns import TYPES, ColumnMap
+from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.reader import Source
 from batchspec.errors import ConfigError, InputError
+from batchspec.packing.input_notes import has_value
 from batchspec.records import LEAST_TEMPERATURE
 
 if TYPE_CHECKING:
@@ -41,32 +41,11 @@ def check_columns(config: RunConfig, columns: ColumnMap, source: Source) -> None
         _refuse(columns, source, DECODED_COLUMNS, "applies to answers, and decode.max_new_tokens=0 only scores prompts")
 
 
-def columns_advice(columns: ColumnMap, source: Source) -> str:
-    """One line about columns that have a name of vLLM's or OpenAI's, such as max_tokens, and that no row reads; else empty."""
-    read = set(columns.names.values())
-    said = []
-    for column in source.schema.names:
-        ours = NAMES.get(column, "")
-        if not ours.startswith("decode.") or column in read:
-            continue
-        name = ours.removeprefix("decode.")
-        there = f"{name!r}; map it, input.columns.{name}={column}" if name in TYPES else f"the key {ours}, for all rows"
-        said.append(f"column {column!r} has no effect: batchspec's name is {there}")
-    return "; ".join(said)
-
-
 def _refuse(columns: ColumnMap, source: Source, names: tuple[str, ...], why: str) -> None:
     for name in names:
         column = columns.get(name)
-        if column is not None and any(map(_has_value, source.column(column))):
+        if column is not None and any(map(has_value, source.column(column))):
             raise InputError(f"column {column!r} ({name}) {why}; ignore the column with input.columns.{name}=null")
-
-
-def _has_value(values: pa.Array) -> bool:
-    """Whether any value is neither null nor an empty list."""
-    if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
-        return bool(pc.any(pc.greater(pc.list_value_length(values), 0)).as_py())
-    return bool(values.null_count < len(values))
 
 
 def check_samples(config: RunConfig, columns: ColumnMap, source: Source) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from batchspec import terminal
 from batchspec.config.call_arguments import explains_arguments
-from batchspec.config.overrides import overrides_of
+from batchspec.config.overrides import Options, overrides_of
 from batchspec.dataset.in_memory import table_of
 from batchspec.engine.engine import Engine as BatchEngine
 from batchspec.engine.output_processor import EngineTotals
@@ -36,14 +36,15 @@ from batchspec.model.quant.base import Weights
 from batchspec.model.spec import load_spec
 from batchspec.model.weights import Checkpoint, judge_model
 from batchspec.packed_batch import PackedBatch
+from batchspec.packing.input_notes import input_notes
 from batchspec.packing.predict import LengthPredictor
-from batchspec.packing.unused import check_samples, columns_advice
+from batchspec.packing.unused import check_samples
 from batchspec.prepare import JobModel, open_model
 from batchspec.records import Completion
 from batchspec.warm.call import Call, empty_frame
 from batchspec.warm.conversations import Conversations, NextTurn, with_turns
 from batchspec.warm.loading import load, open_warm
-from batchspec.warm.options import Options, warm_config
+from batchspec.warm.options import warm_config
 from batchspec.warm.ranks import EngineOfRanks
 from batchspec.warm.stream import Stream
 from batchspec.warm.weights import check_scales, written
@@ -55,9 +56,10 @@ KEYS = "batchspec.Engine"
 class Engine:
     """A warm engine; a context manager that closes it.
 
-    options  Hydra override strings, or a dictionary of keys: {"model.path": "smollm2-135m", "decode": {"n": 4}}
-    job      name of a recipe; its own input, output, cluster and resume keys are not read
-    keys     more keys of the dictionary: model={"path": ...}, draft="eagle3"
+    overrides  keys of a job: a list, ["model.path=smollm2-135m", "decode.n=4"], or a dictionary, nested or dotted,
+               {"model.path": "smollm2-135m", "decode": {"n": 4}}
+    job        name of a recipe; its own input, output, cluster and resume keys are not read
+    keys       more keys: model={"path": "smollm2-135m"}, draft="eagle3"
 
     With cluster.tensor_parallel the model is cut over that many GPUs. Each has a process; this process holds no GPU memory. If
     one of them ends or hangs, the call raises RankLost with its name, and the engine has ended.
@@ -66,12 +68,12 @@ class Engine:
     thread, raises EngineInUse. Raises ConfigError, CheckpointError and CapacityError as `batchspec run` does.
     """
 
-    def __init__(self, options: Options = (), *, job: str | None = None, **keys: Any) -> None:
-        given = overrides_of(options) if isinstance(options, Mapping) else options
-        config = warm_config([*given, *overrides_of(keys)] if keys else given, job)
+    @explains_arguments("batchspec.Engine", KEYS)
+    def __init__(self, overrides: Options = (), *, job: str | None = None, **keys: Any) -> None:
+        config = warm_config(overrides_of(overrides, **keys), job)
         self._in_use, self._half_loaded = threading.Lock(), False
         self._running: Call | None = None
-        self._advised = set[str]()
+        self._noted = set[str]()
         self._predictor = LengthPredictor()
         self._model: JobModel = open_model(config)
         opened = open_warm(self._model)
@@ -79,6 +81,14 @@ class Engine:
         self._constraints = opened.admission.constraints
         self._engine: BatchEngine | EngineOfRanks | None = None
         self._engine = load(opened) if config.cluster.tensor_parallel == 1 else EngineOfRanks(config)
+
+    def __repr__(self) -> str:
+        model = self._model
+        facts = f"model={model.config.model.path!r}, dtype={str(model.dtype).removeprefix('torch.')}, device={model.device.type}"
+        if self._engine is None:
+            return f"<batchspec.Engine {facts}, closed>"
+        batch = self._engine.batch
+        return f"<batchspec.Engine {facts}, draft={model.config.draft.name}, slots={batch.num_slots}, max_len={batch.max_len}>"
 
     @property
     def shape(self) -> PackedBatch:
@@ -223,10 +233,10 @@ class Engine:
     def _call(self, table: pa.Table, *, samples: bool = False) -> Call:
         """samples: refuse several completions of a row that would be equal. Conversations may begin with equal answers."""
         call = Call(self._model, self._tokenizer, self._predictor, table, self._constraints)
-        advice = columns_advice(call.job.columns, call.job.source)
-        if advice and advice not in self._advised:  # said once, not in each call
-            self._advised.add(advice)
-            terminal.notice(advice)
+        for _, note in input_notes(call.job.config, call.job.columns, call.job.source, self._tokenizer):
+            if note not in self._noted:  # said once, not in each call
+                self._noted.add(note)
+                terminal.notice(note)
         if samples:
             check_samples(call.job.config, call.job.columns, call.job.source)
         return call
