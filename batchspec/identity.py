@@ -31,7 +31,7 @@ def job_fingerprint(job: Job) -> dict[str, str]:
     """Everything that changes results. Drafter, slots, pages and versions do not; they may differ between the runs of one job."""
     config, decode = job.config, asdict(job.config.decode)
     think, channels = job.admission.settings.think, job.admission.has_channels
-    schema = output_schema(job.source.schema, job.columns, config.output, channels=channels)
+    schema = output_schema(job.source.schema, job.columns, config.output, channels=channels, score=config.decode.score)
     return fingerprint(
         {
             "model.config": read_text(job.folder / "config.json"),
@@ -51,10 +51,12 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             **({"decode.deterministic": ORDER_VERSION} if config.decode.deterministic else {}),  # left out without, as above
             **_newer_parts(job),
             **_constraint_parts(job),
+            **({"decode.choice": config.decode.choice} if config.decode.score == "choices" else {}),
             "draft.synthetic": config.draft.synthetic,
             "input.files": [file.identity for file in job.source.files],
             "input.columns": dict(sorted(job.columns.names.items())),
             **{f"input.{key}": getattr(config.input, key) for key in ("chat", "on_overlong", "limit", "template_kwargs")},
+            "input.system": config.input.system,
             # Left out at their defaults, so that jobs begun before these keys existed resume.
             **({} if config.input.template_date == TEMPLATE_DATE else {"input.template_date": config.input.template_date}),
             **({} if config.input.final_assistant == "error" else {"input.final_assistant": config.input.final_assistant}),

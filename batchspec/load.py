@@ -74,7 +74,7 @@ def padded_prefill_bytes(job: JobModel) -> int:
     """Bytes of the CUDA graphs of prefill passes (ablation.prefill_graphs); 0 in a job without them."""
     ablation, spec = job.config.ablation, job.spec
     graphed = ablation.prefill_graphs and not spec.ordered and spec.whole is None
-    if job.device.type != "cuda" or not graphed or job.config.decode.max_new_tokens == 0:  # scored prompts: no pass is a graph
+    if job.device.type != "cuda" or not graphed or job.config.decode.score != "none":  # no pass is a graph
         return 0
     tokens = job.config.packing.max_num_batched_tokens or GPU_PREFILL
     return prefill_graph_bytes(job.spec, dtype=job.dtype, tokens=graph_tokens(job.spec, tokens))
@@ -132,7 +132,7 @@ def most_last_rounds(job: Job) -> int | None:
     It is unknown if rows have their own limits, or may wait for their automata while few others decode.
     """
     unknown = job.columns.get("max_new_tokens") is not None or job.admission.constraints is not None
-    return None if unknown else job.config.decode.max_new_tokens
+    return None if unknown else job.config.decode.output_limit
 
 
 def load_engine(
@@ -228,8 +228,8 @@ def build_engine(
 
     lead, vocabulary, expanding, defers_text  as for `Engine`
     """
-    ablation, scores = config.ablation, config.decode.max_new_tokens == 0
-    num_top = config.output.prompt_logprobs if scores else config.output.logprobs
+    ablation, scores = config.ablation, config.decode.score != "none"
+    num_top = (config.output.prompt_logprobs or 0) if scores else config.output.logprobs
     return Engine(
         target,
         drafter,

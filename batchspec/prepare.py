@@ -119,7 +119,7 @@ def open_job(
     """
     source = source or open_source(config.input, config.output.dir)
     columns = map_columns(source.schema, config.input.columns)
-    output_schema(source.schema, columns, config.output)
+    output_schema(source.schema, columns, config.output, score=config.decode.score)
     check_ids(source, columns)
     model = open_model(config, here=here, group=group)
     if config.model.adapters and columns.get("adapter") is None:
@@ -151,7 +151,7 @@ def job_of(
     admission = Admission(config, source=source, columns=columns, spec=model.spec, tokenizer=tokenizer, constraints=constraints)
     if is_new:
         check_keys_of_model(config, model.spec, thinks=admission.settings.think is not None)
-    output_schema(source.schema, columns, config.output, channels=admission.has_channels)
+    output_schema(source.schema, columns, config.output, channels=admission.has_channels, score=config.decode.score)
     of_model = {item.name: getattr(model, item.name) for item in fields(model)}
     layout = ShardLayout.even(source.num_rows, config.output.shard_rows or default_shard_rows(source.num_rows))
     return Job(**of_model, source=source, columns=columns, tokenizer=tokenizer, admission=admission, layout=layout)

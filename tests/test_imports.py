@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {"arguments", "commands"},
     "__main__": {"cli"},
     "api": {
+        "warm",
         "config",
         "job",
         "load",

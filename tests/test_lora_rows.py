@@ -367,7 +367,7 @@ def test_rows_of_a_job_have_the_answers_of_jobs_with_their_adapter_merged(
 def test_prompts_are_scored_with_the_adapter_of_their_row(
     base: Path, folders: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:
-    more = ["decode.max_new_tokens=0", "output.prompt_logprobs=0", "draft=none"]
+    more = ["decode.score=prompts", "output.prompt_logprobs=0", "draft=none"]
 
     def scores(out: Path) -> list[list[float]]:
         found = pl.read_parquet(out / "data/*.parquet").sort("request_id")["prompt_logprobs"].to_list()

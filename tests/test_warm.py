@@ -183,8 +183,9 @@ def test_a_table_without_rows_gives_the_same_columns(shared: batchspec.Engine, e
     assert list(shared.stream(rows().clear())) == []
     chats = pl.DataFrame({"messages": [[{"role": "user", "content": "a"}]]})
     assert shared.converse(chats.clear(), lambda turn: None).columns == shared.converse(chats, lambda turn: None).columns
+    assert shared.generate([]).schema == shared.generate(["a"]).schema
     with pytest.raises(InputError, match="no rows and no columns"):
-        shared.generate([])
+        shared.generate({})
 
 
 def test_a_table_that_no_job_accepts_is_refused_and_the_engine_keeps_running(

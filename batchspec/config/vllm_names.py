@@ -108,7 +108,7 @@ OF_REQUESTS: dict[str, str] = {
     "reasoning_effort": _TEMPLATE.format(name="reasoning_effort"),
     "add_generation_prompt": _ANSWERS,
     "continue_final_message": _ANSWERS,
-    "echo": "decode.max_new_tokens=0 scores prompts",
+    "echo": "decode.score=prompts scores prompts",
 }
 """What other programs take with each request, without a group, and is not the value of one key -> what to do instead."""
 

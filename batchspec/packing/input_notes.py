@@ -3,13 +3,13 @@ not given to it as chats."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchspec.config.schema import RunConfig
-from batchspec.config.typed import keys
+from batchspec.config.schema import DecodeConfig, RunConfig
 from batchspec.config.vllm_names import NAMES, OF_REQUESTS
 from batchspec.dataset.columns import NAMED_ONLY, TYPES, ColumnMap, is_list
 from batchspec.dataset.reader import Source
@@ -17,8 +17,9 @@ from batchspec.dataset.reader import Source
 if TYPE_CHECKING:
     from batchspec.model.tokenizer import Tokenizer
 
-_OPTIONS = {key.rpartition(".")[2]: key for key in keys() if key.startswith("decode.")} | {
-    name: key for name, key in NAMES.items() if key.startswith("decode.") or key in ("model.adapters", "input.template_kwargs")
+_ADAPTERS = ("model.adapter", "model.adapters")
+_OPTIONS = {item.name: f"decode.{item.name}" for item in fields(DecodeConfig)} | {
+    name: key for name, key in NAMES.items() if key.startswith("decode.") or key in (*_ADAPTERS, "input.template_kwargs")
 }
 """Names of options of a row, batchspec's and those of other programs -> batchspec's key."""
 _WRITTEN = dict.fromkeys(("logprobs", "top_logprobs"), "output.logprobs") | {"prompt_logprobs": "output.prompt_logprobs"}
@@ -49,7 +50,7 @@ def _advice(config: RunConfig, field: pa.Field) -> str:
     """What a column should be called instead of the option's name that it has; empty if it has none."""
     name = field.name.casefold()
     key = _OPTIONS.get(name) or ("" if is_list(field.type) else _WRITTEN.get(name, ""))
-    own = "adapter" if key == "model.adapters" else name if name in TYPES else key.rpartition(".")[2]
+    own = "adapter" if key in _ADAPTERS else name if name in TYPES else key.rpartition(".")[2]
     if own in TYPES:
         if own in config.input.columns:
             return ""
@@ -61,7 +62,7 @@ def _advice(config: RunConfig, field: pa.Field) -> str:
 
 
 def _chat_note(config: RunConfig, columns: ColumnMap, source: Source, tokenizer: Tokenizer | None) -> str:
-    if columns.prompt_kind != "prompt" or config.input.chat or config.decode.max_new_tokens == 0:
+    if columns.prompt_kind != "prompt" or config.input.chat or config.decode.score != "none":
         return ""
     if tokenizer is None or not tokenizer.has_chat_template:
         return ""

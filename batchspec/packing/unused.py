@@ -23,22 +23,24 @@ from batchspec.records import LEAST_TEMPERATURE
 if TYPE_CHECKING:
     from batchspec.model.spec import ModelSpec
 
-OF_CHATS = ("input.final_assistant", "input.template_kwargs", "input.template_date", "model.chat_template")
+OF_CHATS = ("input.system", "input.final_assistant", "input.template_kwargs", "input.template_date", "model.chat_template")
 """Keys that only chats read."""
 CHAT_COLUMNS = ("system", "tools", "template_kwargs", "final_assistant")
 """Columns that only chats read. If prompts are text and `input.chat` is false, rows that fill them are error rows."""
 DECODED_COLUMNS = (
-    "stop", "schema", "regex", "choice", "grammar", "response_format", "thinking_token_budget", "synthetic_len"
+    "max_new_tokens", "n", "stop", "schema", "regex", "choice", "grammar", "response_format", "thinking_token_budget",
+    "synthetic_len",
 )  # fmt: skip
-"""Columns about the end and the form of an answer, which a scored prompt does not have."""
+"""Columns about the length, the end and the form of an answer, which a scored row does not have."""
 
 
 def check_columns(config: RunConfig, columns: ColumnMap, source: Source) -> None:
     """Raises InputError for a mapped column that no row can use. A column without any value asks for nothing."""
     if columns.prompt_kind == "prompt_ids":
         _refuse(columns, source, CHAT_COLUMNS, "applies to chats, and the prompts of this input are prompt_ids")
-    if config.decode.max_new_tokens == 0:
-        _refuse(columns, source, DECODED_COLUMNS, "applies to answers, and decode.max_new_tokens=0 only scores prompts")
+    if (score := config.decode.score) != "none":
+        names = tuple(name for name in DECODED_COLUMNS if (name, score) != ("choice", "choices"))
+        _refuse(columns, source, names, f"applies to answers, and decode.score={score} writes none")
 
 
 def _refuse(columns: ColumnMap, source: Source, names: tuple[str, ...], why: str) -> None:
@@ -54,7 +56,7 @@ def check_samples(config: RunConfig, columns: ColumnMap, source: Source) -> None
     In an input with a column `temperature` above 0 in some row, single rows are not checked: greedy ones get equal completions.
     """
     decode, temperature, column = config.decode, columns.get("temperature"), columns.get("n")
-    if decode.max_new_tokens == 0 or decode.temperature >= LEAST_TEMPERATURE or (decode.n == 1 and column is None):
+    if decode.score != "none" or decode.temperature >= LEAST_TEMPERATURE or (decode.n == 1 and column is None):
         return
     if temperature is not None and any(_exceeds(values, 0, unknown=True) for values in source.column(temperature)):
         return

@@ -80,7 +80,8 @@ def check_added_columns(job: Job, output: OutputFolder) -> None:
         return
     _check_rows(job, output)
     both = (job.source.alone(len(output.manifest.files)).schema, job.source.schema)
-    old, new = (output_schema(each, job.columns, job.config.output, channels=job.admission.has_channels) for each in both)
+    channels, score = job.admission.has_channels, job.config.decode.score
+    old, new = (output_schema(each, job.columns, job.config.output, channels=channels, score=score) for each in both)
     if changed := [field.name for field in new if field.name not in old.names or old.field(field.name) != field]:
         raise OutputError(
             f"{output.path}: with the new files column {changed[0]!r} of the output has another type (messages has more fields "

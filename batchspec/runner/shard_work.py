@@ -59,7 +59,7 @@ class ShardWork:
 
     def table(self, shard: InputShard, completions: Sequence[Completion]) -> pa.Table:
         """The completions as output rows; texts that the engine has not decoded are decoded here."""
-        think = self.admission.settings.think
+        think, tokenizer = self.admission.settings.think, self.admission.tokenizer
         return build_table(
             shard,
             [self._with_text(completion) for completion in completions],
@@ -68,6 +68,8 @@ class ShardWork:
             output=self.output,
             attempt=self.attempt,
             think_tokens=None if self.admission.has_channels else (think.begin, think.end) if think else ("", ""),
+            score=self.admission.decode.score,
+            token_text=None if tokenizer is None else tokenizer.token_text,
         )
 
     def _with_text(self, completion: Completion) -> Completion:

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import polars as pl
 import pyarrow as pa
@@ -90,6 +90,10 @@ class Engine:
         batch = self._engine.batch
         return f"<batchspec.Engine {facts}, draft={model.config.draft.name}, slots={batch.num_slots}, max_len={batch.max_len}>"
 
+    def __reduce__(self) -> NoReturn:
+        # datasets' map would pickle all weights, for a hash.
+        raise TypeError("batchspec.Engine is not pickled: it holds a loaded model; make one in each process")
+
     @property
     def shape(self) -> PackedBatch:
         """The static batch: slots, pages, the longest row."""
@@ -104,10 +108,10 @@ class Engine:
     def generate(self, data: Any) -> pl.DataFrame:
         """Completions of every row, in the order of the rows, in the output columns of a job; bad rows are rows with an error.
 
-        data  polars, pyarrow or pandas table, or a list of dictionaries; the columns of a job's input
+        data  as for `table_of`: a table, a list of dictionaries, of texts or of chats; the columns of a job's input
         Raises InputError and ConfigError for a table that a job would refuse.
         """
-        table = table_of(data)
+        table = table_of(data, self._model.config.input.columns)
         if not table.num_rows:
             return self._no_rows(table)
         call = self._call(table, samples=True)
@@ -124,7 +128,7 @@ class Engine:
 
         Raises as `generate`; EngineInUse when iteration begins.
         """
-        table = table_of(data)
+        table = table_of(data, self._model.config.input.columns)
         if not table.num_rows:
             self._no_rows(table)
             return Stream((_ for _ in ()), lambda: None)
@@ -147,9 +151,9 @@ class Engine:
         threads    number of threads that call it while rows decode; with more than one it must be thread-safe
         Raises what next_turn raises, and as `generate`.
         """
-        if self._model.config.decode.max_new_tokens == 0:
-            raise ConfigError("decode.max_new_tokens=0 scores prompts, and a conversation needs answers; make another engine")
-        table = table_of(data)
+        if (score := self._model.config.decode.score) != "none":
+            raise ConfigError(f"decode.score={score} writes no answers, which a conversation needs; make another engine")
+        table = table_of(data, self._model.config.input.columns)
         if not table.num_rows:
             return with_turns(self._no_rows(table), [])
         conversations = Conversations(self._call(table), next_turn, threads)
