@@ -98,6 +98,7 @@ def test_every_module_recipe_and_prompt_file_is_in_the_wheel(unpacked: Path) -> 
     package = unpacked / "batchspec"
     wanted = files(ROOT / "batchspec") | {f"{top}/{name}" for top in ("kernels", "conf") for name in files(ROOT / top)}
     wanted |= {f"conf/job/{path.name}" for path in (ROOT / "jobs").glob("*.yaml")} | {"py.typed", "conf/job/submit.sbatch"}
+    wanted |= {"conf/job/kubernetes.yml", "conf/job/skypilot.yml"}
     assert {name for name in wanted - NOT_PACKED if not (package / name).is_file()} == set()
     assert not (unpacked / "tests").exists()
     assert not (unpacked / "kernels").exists()
