@@ -40,6 +40,7 @@ from batchspec.report.progress_bar import ProgressBar
 from batchspec.structured.expander import Expander
 from batchspec.text import counted
 from batchspec.token_automaton import TokenSymbols
+from batchspec.tuning.cpu_threads import limit_threads
 from batchspec.tuning.table import table_in_use
 
 
@@ -148,6 +149,8 @@ def load_engine(
     check_memory(job)
     on = job.device.type if job.group is None else f"{job.group.ranks} x {job.device.type}"
     progress.phase(f"loading {config.model.path} in {dtype} on {on}")
+    if job.device.type == "cpu" and (note := limit_threads()):
+        progress.phase(note)
     notes = model_notes(config.decode, job.spec, job.admission.settings.end_ids)
     for _, note in (*notes, *input_notes(config, job.columns, job.source, job.tokenizer)):
         progress.phase(note)

@@ -112,6 +112,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "prepare",
         "report.progress_bar",
         "structured.expander",
+        "tuning.cpu_threads",
         "tuning.table",
     },
     "prepare": {
@@ -167,6 +168,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "cache",
         "cluster.slurm",
         "cluster.devices",
+        "cluster.manifests",
         "config",
         "dataset",
         "distributed",
