@@ -99,7 +99,7 @@ def apart(choices: tuple[Choice, ...], begun: list[float]) -> list[float]:
     """
     found = []
     for own, value in zip(choices, begun, strict=True):
-        longer = [other for other in choices if other is not own and other.token_ids[: len(own.token_ids)] == own.token_ids]
+        longer = [other for other in choices if other is not own and _begins(own, other)]
         nearest = [one for one in longer if not any(_begins(other, one) for other in longer if other is not one)]
         inside = sum(float(np.exp(begun[choices.index(one)] - value)) for one in nearest)
         found.append(value + float(np.log1p(-min(inside, 1 - ROUNDING))))
