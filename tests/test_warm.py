@@ -488,7 +488,7 @@ def test_an_error_of_types_inside_a_call_stays_itself(shared: batchspec.Engine) 
 def test_every_call_takes_overrides_as_a_list_a_dictionary_or_keywords(model: Path) -> None:
     keys: dict[str, Any] = {"model.path": str(model), "decode.max_new_tokens": 2, "model.max_len": 64, "draft": "none"}
     texts = [f"{key}={value}" for key, value in keys.items()]
-    groups = {"model": {"path": str(model), "max_len": 64}, "decode": {"max_new_tokens": 2}, "draft": "none"}
+    groups: dict[str, Any] = {"model": {"path": str(model), "max_len": 64}, "decode": {"max_new_tokens": 2}, "draft": "none"}
     expected = batchspec.generate(["a b"], overrides=texts)
     assert batchspec.generate(["a b"], overrides=keys)["completion"].equals(expected["completion"])
     assert batchspec.generate(["a b"], **groups)["completion"].equals(expected["completion"])
