@@ -31,8 +31,8 @@ def job_fingerprint(job: Job) -> dict[str, str]:
     """Everything that changes results. Drafter, slots, pages and versions do not; they may differ between the runs of one job."""
     config, decode = job.config, asdict(job.config.decode)
     think, channels = job.admission.settings.think, job.admission.has_channels
-    calls = job.admission.has_calls(job.columns)
-    schema = output_schema(job.source.schema, job.columns, config.output, calls=calls, channels=channels)
+    calls, score = job.admission.has_calls(job.columns), config.decode.score
+    schema = output_schema(job.source.schema, job.columns, config.output, calls=calls, channels=channels, score=score)
     return fingerprint(
         {
             "model.config": read_text(job.folder / "config.json"),
@@ -53,10 +53,12 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             **({"decode.deterministic": ORDER_VERSION} if config.decode.deterministic else {}),  # left out without, as above
             **_newer_parts(job),
             **_constraint_parts(job),
+            **({"decode.choice": config.decode.choice} if config.decode.score == "choices" else {}),
             "draft.synthetic": config.draft.synthetic,
             "input.files": [file.identity for file in job.source.files],
             "input.columns": dict(sorted(job.columns.names.items())),
             **{f"input.{key}": getattr(config.input, key) for key in ("chat", "on_overlong", "limit", "template_kwargs")},
+            "input.system": config.input.system,
             # Left out at their defaults, so that jobs begun before these keys existed resume.
             **({} if config.input.template_date == TEMPLATE_DATE else {"input.template_date": config.input.template_date}),
             **({} if config.input.final_assistant == "error" else {"input.final_assistant": config.input.final_assistant}),

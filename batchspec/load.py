@@ -39,6 +39,7 @@ from batchspec.structured.expander import Expander
 from batchspec.text import counted
 from batchspec.token_automaton import TokenSymbols
 from batchspec.tool_calls.split import CallParser
+from batchspec.tuning.cpu_threads import limit_threads
 from batchspec.tuning.table import table_in_use
 
 
@@ -73,7 +74,7 @@ def padded_prefill_bytes(job: JobModel) -> int:
     """Bytes of the CUDA graphs of prefill passes (ablation.prefill_graphs); 0 in a job without them."""
     ablation, spec = job.config.ablation, job.spec
     graphed = ablation.prefill_graphs and not spec.ordered and spec.whole is None
-    if job.device.type != "cuda" or not graphed or job.config.decode.max_new_tokens == 0:  # scored prompts: no pass is a graph
+    if job.device.type != "cuda" or not graphed or job.config.decode.score != "none":  # no pass is a graph
         return 0
     tokens = job.config.packing.max_num_batched_tokens or GPU_PREFILL
     return prefill_graph_bytes(job.spec, dtype=job.dtype, tokens=graph_tokens(job.spec, tokens))
@@ -131,7 +132,7 @@ def most_last_rounds(job: Job) -> int | None:
     It is unknown if rows have their own limits, or may wait for their automata while few others decode.
     """
     unknown = job.columns.get("max_new_tokens") is not None or job.admission.constraints is not None
-    return None if unknown else job.config.decode.max_new_tokens
+    return None if unknown else job.config.decode.output_limit
 
 
 def load_engine(
@@ -147,6 +148,8 @@ def load_engine(
     check_memory(job)
     on = job.device.type if job.group is None else f"{job.group.ranks} x {job.device.type}"
     progress.phase(f"loading {config.model.path} in {dtype} on {on}")
+    if job.device.type == "cpu" and (note := limit_threads()):
+        progress.phase(note)
     for _, note in notes(job):
         progress.phase(note)
     lead = None if job.group is None else Lead(job.group.channel)
@@ -171,7 +174,7 @@ def load_engine(
         f"{counted(batch.num_slots, 'slot')}: so many rows at a time, each of at most {batch.max_len} tokens; "
         f"{batch.num_pages} pages of {batch.page_size} tokens"
     )
-    if config.decode.max_new_tokens:  # else prompts are scored, without rounds
+    if config.decode.score == "none":  # else nothing is decoded, and there are no rounds
         progress.phase(f"draft={drafter.name}: {round_of(drafter.max_len)}")
     if lead is not None:
         lead.send(Build(batch, vocabulary_of(job)))
@@ -235,8 +238,8 @@ def build_engine(
 
     lead, vocabulary, expanding, defers_text, call_parser  as for `Engine`
     """
-    ablation, scores = config.ablation, config.decode.max_new_tokens == 0
-    num_top = config.output.prompt_logprobs if scores else config.output.logprobs
+    ablation, scores = config.ablation, config.decode.score != "none"
+    num_top = (config.output.prompt_logprobs or 0) if scores else config.output.logprobs
     return Engine(
         target,
         drafter,

@@ -12,7 +12,6 @@ import torch
 from batchspec.config.checks import AUTO
 from batchspec.config.schema import RunConfig
 from batchspec.dataset.columns import ColumnMap, map_columns
-from batchspec.dataset.openai_requests import defaults_note
 from batchspec.dataset.reader import Source, open_source
 from batchspec.dataset.row_ids import check_ids
 from batchspec.dataset.schema import output_schema
@@ -39,16 +38,15 @@ from batchspec.model.weights import judge_model
 from batchspec.out_of_memory import admitting_rows
 from batchspec.packing.admit import Admission
 from batchspec.packing.constraints import Constraints
+from batchspec.packing.input_notes import input_notes
 from batchspec.packing.model_notes import model_notes
 from batchspec.packing.survey import Survey
 from batchspec.packing.unused import (
-    calls_note,
     check_columns,
     check_keys_of_engine,
     check_keys_of_input,
     check_keys_of_model,
     check_samples,
-    columns_advice,
 )
 from batchspec.records import Completion, Request
 from batchspec.runstate.manifest import default_shard_rows
@@ -123,7 +121,7 @@ def open_job(
     """
     source = source or open_source(config.input, config.output.dir)
     columns = map_columns(source.schema, config.input.columns)
-    output_schema(source.schema, columns, config.output)
+    output_schema(source.schema, columns, config.output, score=config.decode.score)
     check_ids(source, columns)
     model = open_model(config, here=here, group=group)
     if config.model.adapters and columns.get("adapter") is None:
@@ -156,8 +154,9 @@ def job_of(
     if is_new:
         check_keys_of_model(config, model.spec, thinks=admission.settings.think is not None)
     output_schema(
-        source.schema, columns, config.output, calls=admission.has_calls(columns), channels=admission.has_channels
-    )
+        source.schema, columns, config.output, calls=admission.has_calls(columns), channels=admission.has_channels,
+        score=config.decode.score,
+    )  # fmt: skip
     of_model = {item.name: getattr(model, item.name) for item in fields(model)}
     layout = ShardLayout.even(source.num_rows, config.output.shard_rows or default_shard_rows(source.num_rows))
     return Job(**of_model, source=source, columns=columns, tokenizer=tokenizer, admission=admission, layout=layout)
@@ -165,17 +164,8 @@ def job_of(
 
 def notes(job: Job) -> list[tuple[str, str]]:
     """(label, line) of each thing about the model's files and the input that the user should know."""
-    return [*model_notes(job.config.decode, job.spec, job.admission.settings.end_ids), *input_notes(job)]
-
-
-def input_notes(job: Job) -> list[tuple[str, str]]:
-    """As `notes`, about the input alone."""
-    found = [
-        ("columns", columns_advice(job.columns, job.source)),
-        ("requests", "" if (filled := job.source.filled_by_requests) is None else defaults_note(filled, job.config.decode)),
-        ("tools", calls_note(job.admission, job.source, job.config.model.tool_calls)),
-    ]
-    return [(label, line) for label, line in found if line]
+    of_model = model_notes(job.config.decode, job.spec, job.admission.settings.end_ids)
+    return [*of_model, *input_notes(job.config, job.admission, job.source, job.tokenizer)]
 
 
 def fetch_weights(model: JobModel) -> None:

@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {"arguments", "commands"},
     "__main__": {"cli"},
     "api": {
+        "warm",
         "config",
         "job",
         "load",
@@ -112,6 +113,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "report.progress_bar",
         "structured.expander",
         "tool_calls.split",
+        "tuning.cpu_threads",
         "tuning.table",
     },
     "prepare": {
@@ -168,6 +170,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "cache",
         "cluster.slurm",
         "cluster.devices",
+        "cluster.manifests",
         "config",
         "dataset",
         "distributed",

@@ -156,7 +156,7 @@ def export(output: OutputFolder, target: Path, form: str, wish: Wish, keep: Sequ
         raise OutputError(f"{target}: data/ may only hold shards, as readers take every file in it; write elsewhere")
     config = output.manifest.config
     kept = config.get("output", {}).get("messages", "full")
-    if config.get("decode", {}).get("max_new_tokens") == 0:
+    if config.get("decode", {}).get("score") == "prompts":
         raise OutputError(f"{output.path} holds scores of prompts and no answer; read its data/")
     if form != "openai" and kept == "none":
         raise OutputError(f"{output.path} holds no prompts, which --to {form} needs; run the job with output.messages=full")

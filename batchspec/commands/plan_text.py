@@ -136,7 +136,7 @@ class Plan:
 
     def _rounds(self, ahead: Forecast) -> list[str]:
         if self._scores:
-            return ["rounds       none: prompts are scored, nothing is decoded"]
+            return [f"rounds       none: {self.job.config.decode.score} are scored, nothing is decoded"]
         return [
             f"rounds       {ahead.rounds:,} of {ahead.round_s * 1e3:.1f} ms, {_duration(ahead.decode_s)}; "
             f"each reads {_bytes(ahead.weights_read_bytes)} of weights and {_bytes(ahead.kv_read_bytes)} of K/V"
@@ -144,7 +144,7 @@ class Plan:
 
     @property
     def _scores(self) -> bool:
-        return self.job.config.decode.max_new_tokens == 0
+        return self.job.config.decode.score != "none"
 
     def _adapters(self) -> list[str]:
         spec, dtype = self.job.spec, self.job.dtype

@@ -65,8 +65,9 @@ def _prompt_turns(shard: InputShard, columns: ColumnMap, input: InputConfig, nam
     finals = [None] * table.num_rows if own is None else _values(table, own, optional=True)
     if kind == "prompt":
         prompts = [[{"role": "user", "content": text}] if isinstance(text, str) else None for text in prompts]
+    usual = input.system if kind == "messages" or input.chat else None
     return [
-        _turns(prompt, text if isinstance(text, str) else None, final or input.final_assistant, names)
+        _turns(prompt, text if isinstance(text, str) else None, final or input.final_assistant, names, usual)
         for prompt, text, final in zip(prompts, systems, finals, strict=True)
     ]
 
@@ -87,11 +88,11 @@ def _values(table: pa.Table, name: str, *, optional: bool = False) -> list[Any]:
     return values
 
 
-def _turns(prompt: Any, system: str | None, final: str, names: Sequence[str]) -> list[Turn] | None:
+def _turns(prompt: Any, system: str | None, final: str, names: Sequence[str], usual: str | None) -> list[Turn] | None:
     try:
         messages = messages_of(prompt)
         keep = "drop" if final == "drop" else "continue"  # a row that is refused keeps all its turns
-        return None if messages is None else [kept_turn(turn, names) for turn in read_chat(messages, system, keep)]
+        return None if messages is None else [kept_turn(turn, names) for turn in read_chat(messages, system, keep, usual)]
     except BadChat:
         return None
 

@@ -202,6 +202,11 @@ def _no_prompt(schema: pa.Schema) -> str:
             f"the CSV header {only.name!r} is one column, because batchspec reads commas alone and it has {mark!r}; "
             f"convert the file: polars.read_csv(FILE, separator={mark!r}, infer_schema=False).write_csv(NEW)"
         )
+    if any(names >= set(pair) for pair in TURNS) and not names & set(PROMPT_NAMES) - {"content"}:
+        return (
+            "the rows are messages, not chats; a row holds a whole chat in its column messages, and in Python rows may be a list "
+            "of chats, [[{role, content}, ...], ...]"
+        )
     chats = [name for name in CHAT_NAMES if name in names and _fits(schema.field(name), "messages", _is_messages)]
     texts = [name for name in PROMPT_NAMES if name in names and _fits(schema.field(name), "prompt", is_text)]
     advice = f"messages={chats[0]}" if chats else f"prompt={texts[0] if texts else 'COLUMN'}"

@@ -37,17 +37,20 @@ def build_table(
     attempt: str,
     think_tokens: tuple[str, str] | None = ("<think>", "</think>"),
     calls: bool = False,
+    score: str = "none",
+    token_text: Callable[[int], str] | None = None,
     finished_at: datetime | None = None,
 ) -> pa.Table:
     """The output rows of a shard, by (row_index, sample_index), in the schema of `output_schema`.
 
     `messages`, `think_tokens` and `calls` as for `Chats`. Copied columns come from `shard.table`; text that is not valid UTF-8
-    gets U+FFFD, so that every reader can open the file. `attempt` is the uuid of the run, `finished_at` (default now) the time of
-    the build.
+    gets U+FFFD, so that every reader can open the file. `attempt` is the uuid of the run, `score` is decode.score, `token_text`
+    gives the text of a token (needed with output.logprob_tokens), `finished_at` (default now) is the time of the build.
     """
     completions = sorted(completions, key=lambda c: (c.row_index, c.sample_index))
     assert not any(completion.text_due for completion in completions), "a text was never decoded"
-    schema = output_schema(shard.table.schema, columns, output, calls=calls, channels=think_tokens is None)
+    schema = output_schema(shard.table.schema, columns, output, calls=calls, channels=think_tokens is None, score=score)
+    token_text = token_text if output.logprob_tokens else None
     input_fields = {field.name: field for field in shard.table.schema}
     rows = pa.array([c.row_index - shard.first_row for c in completions], pa.int64())
     chats = Chats(shard, columns, input, output, think_tokens, calls=calls) if output.messages != "none" else None
@@ -55,10 +58,11 @@ def build_table(
     values: dict[str, Callable[[Completion], Any]] = {
         "completion": attrgetter("text"),
         "logprobs": lambda completion: logprob_cells(completion.logprobs),
-        "top_logprobs": lambda completion: top_logprob_cells(completion.top_logprobs),
+        "top_logprobs": lambda completion: top_logprob_cells(completion.top_logprobs, token_text),
         "prompt_logprob_sum": _prompt_sum,
         "prompt_logprobs": lambda completion: logprob_cells(completion.prompt_logprobs),
-        "prompt_top_logprobs": lambda completion: top_logprob_cells(completion.prompt_top_logprobs),
+        "prompt_top_logprobs": lambda completion: top_logprob_cells(completion.prompt_top_logprobs, token_text),
+        "choice_probs": lambda completion: choice_cells(completion.choice_logprobs),
         "usage": _usage,
         "error": _error,
         "spec_decode": lambda completion: _spec_decode(completion.stats),
@@ -113,14 +117,29 @@ def logprob_cells(values: NDArray[np.float32] | None) -> list[float | None] | No
     return None if values is None else [None if value != value else value for value in values.tolist()]
 
 
-def top_logprob_cells(top: tuple[Ids, NDArray[np.float32]] | None) -> list[list[dict[str, Any]]] | None:
-    """Ids and logprobs [tokens, N] as cells of a top_logprobs column: no entry for the id -1."""
+def top_logprob_cells(
+    top: tuple[Ids, NDArray[np.float32]] | None, token_text: Callable[[int], str] | None = None
+) -> list[list[dict[str, Any]]] | None:
+    """Ids and logprobs [tokens, N] as cells of a top_logprobs column, with texts if they can be made: no entry for the id -1."""
     if top is None:
         return None
     ids, logprobs = top
+    text = {} if token_text is None else {token: {"token": token_text(token)} for token in np.unique(ids).tolist() if token >= 0}
     return [
-        [{"id": token, "logprob": value} for token, value in zip(*place, strict=True) if token >= 0]
+        [{"id": token, **text.get(token, {}), "logprob": value} for token, value in zip(*place, strict=True) if token >= 0]
         for place in zip(ids.tolist(), logprobs.tolist(), strict=True)
+    ]
+
+
+def choice_cells(choices: Sequence[tuple[str, float]] | None) -> list[dict[str, Any]] | None:
+    """The choices, each with its log-probability and with its share of the probabilities of all of them."""
+    if choices is None:
+        return None
+    logprobs = np.array([value for _, value in choices])
+    shares = np.exp(logprobs - logprobs.max())
+    return [
+        {"choice": text, "prob": share, "logprob": value}
+        for (text, value), share in zip(choices, (shares / shares.sum()).tolist(), strict=True)
     ]
 
 

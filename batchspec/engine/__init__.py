@@ -33,7 +33,7 @@ Prefill:
   prefill_cost.py       the time of a pass
   expected_passes.py    the shapes that passes of the surveyed rows will most likely have
   refill_times.py       the fixed time of refills, learned from the run
-  score_pass.py         scoring prompts on the device; scoring.py: on the host
+  score_pass.py         scoring prompts on the device; scoring.py: on the host; choices.py: texts after a prompt
 Automata (structured output):
   automaton_places.py   which automata are on the device, and where
   lazy_states.py        rows that wait for states; lazy_places.py: where these are on the device

@@ -48,6 +48,7 @@ from batchspec.packing.cells import (
     row_values,
     synthetic_len_cell,
 )
+from batchspec.packing.choices import Choices
 from batchspec.packing.constraints import COLUMNS, Constraints, asked_by, check_constraints
 from batchspec.packing.predict import LengthPredictor
 from batchspec.packing.prompt_encoder import PromptEncoder
@@ -100,13 +101,16 @@ class Admission:
             check_constraints, config, tokenizer=tokenizer, think=self.settings.think, end_ids=self.settings.end_ids
         )
         asked = asked_by(config, columns)
-        if asked is not None and self.decode.max_new_tokens:
+        if asked is not None:
             self._check_constraints(asked)
             self.constraints = constraints or self._own_constraints()
         self.tool_form = None
         """How the model writes tool calls in its answers; None: it is unknown, calls stay text, or have channels of their own."""
         if tokenizer is not None:
             self.tool_form = choose_form(config.model.tool_calls, tokenizer.answer_templates, channels=self.has_channels)
+        self.choices = None if self.decode.score != "choices" else Choices(config, columns, tokenizer, self.settings.think)
+        if config.output.logprob_tokens and tokenizer is None:
+            raise ConfigError("output.logprob_tokens needs a tokenizer, and the model folder has none; remove the key")
         self.encoder = PromptEncoder(self.input, columns, tokenizer, vocab_size=self.vocab_size, max_len=self.max_len)
         self.fields = {name: source.schema.field(column) for name, column in columns.names.items()}
         chat = self.columns.prompt_kind == "messages" or (self.columns.prompt_kind == "prompt" and self.input.chat)
@@ -128,7 +132,7 @@ class Admission:
 
         constraints  compiler to share; None: make one
         """
-        if self.constraints is None and self.tokenizer is not None and self.decode.max_new_tokens:
+        if self.constraints is None and self.tokenizer is not None and self.decode.score == "none":
             with suppress(ConfigError):
                 self.constraints = constraints or self._own_constraints()
 
@@ -271,17 +275,20 @@ class Admission:
         prompt = prompt_cell(row, self.columns.prompt_kind)
         settings, values = self.settings, self.settings.values(row)
         stop, stop_ids = settings.stops(row.get("stop"))
-        max_new_tokens = int(values["max_new_tokens"])
-        settings.check_scored(max_new_tokens, int(values["n"]))
-        max_prompt_tokens = self.max_len - max_new_tokens
+        max_new_tokens = int(values["max_new_tokens"]) if self.decode.score == "none" else 0
+        choices = () if self.choices is None else self.choices.of_row(row.get("choice"))
+        longest = max((len(choice.token_ids) for choice in choices), default=max_new_tokens)
+        max_prompt_tokens = self.max_len - longest
         if max_prompt_tokens < 1:
-            said = f"max_new_tokens={max_new_tokens} leaves no room for a prompt in model.max_len={self.max_len}; lower it"
-            raise BadRow("bad_parameter", said)
+            said = f"max_new_tokens={max_new_tokens} leaves" if not choices else f"a choice of {longest} tokens leaves"
+            raise BadRow("bad_parameter", f"{said} no room for a prompt in model.max_len={self.max_len}; lower it")
         adapter = settings.adapter(row.get("adapter"))
         prompt_ids = self.encoder.encode(prompt, row, max_prompt_tokens)
         tools = None if self.tool_form is None else json_cell(row, "tools", list)
         sampling = settings.sampling(values, row)
         thinking = settings.thinking(prompt_ids, row.get("thinking_token_budget")) if max_new_tokens else None
+        if self.choices is not None:
+            self.choices.check_prompt(prompt_ids)
         constraint = None
         if self.constraints is not None:
             constraint = self.constraints.of_row(row)
@@ -295,7 +302,7 @@ class Admission:
                 max_new_tokens=max_new_tokens, min_new_tokens=min(self.decode.min_new_tokens, max_new_tokens),
                 sampling=sampling, stop_ids=stop_ids, stop=stop,
                 seed=hash64(base, sample_index) if sample_index else base, predicted_tokens=predicted,
-                thinking=thinking, synthetic_len=synthetic_len, constraint=constraint, adapter=adapter,
+                thinking=thinking, synthetic_len=synthetic_len, constraint=constraint, adapter=adapter, choices=choices,
                 tools=json.dumps(tools, ensure_ascii=False) if tools else None,
             )  # fmt: skip
 
@@ -309,7 +316,7 @@ def job_max_len(config: RunConfig, spec: ModelSpec) -> int:
     why = f" ({spec.rope.limit_note})" if spec.rope.limit_note else ""
     if limit > spec.max_len:
         raise ConfigError(f"model.max_len={limit} exceeds the model's own limit of {spec.max_len} tokens{why}; lower it")
-    cap = config.decode.max_new_tokens
+    cap = config.decode.output_limit
     if cap >= limit:
         raise ConfigError(f"decode.max_new_tokens={cap} leaves no room for a prompt in the model's {limit} tokens{why}; lower it")
     return limit

@@ -59,7 +59,7 @@ class ShardWork:
 
     def table(self, shard: InputShard, completions: Sequence[Completion]) -> pa.Table:
         """The completions as output rows; texts that the engine has not decoded are decoded here."""
-        think = self.admission.settings.think
+        think, tokenizer = self.admission.settings.think, self.admission.tokenizer
         texts = [self._with_text(completion) for completion in completions]
         # A later turn of a conversation may bring tools of its own.
         calls = self.admission.has_calls(self.columns) or any(completion.tool_calls is not None for completion in texts)
@@ -72,6 +72,8 @@ class ShardWork:
             attempt=self.attempt,
             think_tokens=None if self.admission.has_channels else (think.begin, think.end) if think else ("", ""),
             calls=calls,
+            score=self.admission.decode.score,
+            token_text=None if tokenizer is None else tokenizer.token_text,
         )
 
     def _with_text(self, completion: Completion) -> Completion:

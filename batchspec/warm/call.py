@@ -15,6 +15,7 @@ from batchspec.dataset.columns import ColumnMap, map_columns
 from batchspec.dataset.reader import InputShard, table_source
 from batchspec.dataset.row_ids import check_ids
 from batchspec.dataset.schema import output_schema
+from batchspec.engine.choices import run_with_choices
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.errors import CapacityError, EngineInUse, InputError
 from batchspec.model.tokenizer import Tokenizer
@@ -104,7 +105,8 @@ class Call:
             feed = self.feed(engine.batch.num_slots)
             requests, num_ready = feed.requests(), lambda: feed.num_ready
         engine.on_round = self.check
-        with OutOfMemoryGuard() as guard, closing(engine.run(self._checked(requests), num_ready=num_ready)) as completions:
+        running = run_with_choices(engine, self._checked(requests), num_ready=num_ready)
+        with OutOfMemoryGuard() as guard, closing(running) as completions:
             try:
                 for completion in completions:
                     self._num_unfinished -= 1
@@ -161,8 +163,9 @@ def empty_frame(model: JobModel, table: pa.Table, admission: Admission) -> pl.Da
         raise InputError("there are no rows and no columns; give a table with a column messages, prompt or prompt_ids")
     columns: ColumnMap = map_columns(table.schema, model.config.input.columns)
     schema = output_schema(
-        table.schema, columns, model.config.output, calls=admission.has_calls(columns), channels=admission.has_channels
-    )
+        table.schema, columns, model.config.output, calls=admission.has_calls(columns), channels=admission.has_channels,
+        score=model.config.decode.score,
+    )  # fmt: skip
     frame = pl.from_arrow(schema.empty_table())
     assert isinstance(frame, pl.DataFrame)
     return frame
