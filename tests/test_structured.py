@@ -157,10 +157,11 @@ def test_ranges_of_characters_are_ranges_of_their_bytes(low: int, high: int) -> 
     ("pattern", "what"),
     [
         ("(", "not a regular expression"), ("a(?=b)", "lookahead"), (r"\bfoo", "inside"), (r"(a)\1", "a group reference"),
-        ("(?i)a", "flags"), ("a++", "possessive"), ("(?>a)", "atomic"), ("(a)(?(1)b)", "condition"),
+        ("(?m)^a", "the flag m"), ("(?x)a b", "the flag x"), ("(?a)a", "the flag a"),
+        ("(?i:\U00010400)", r"a capital letter beyond U\+FFFF"), ("a++", "possessive"), ("(?>a)", "atomic"), ("(a)(?(1)b)", "condition"),
         ("(?P<n>a)(?P=n)", "a group reference"),
         ("(?<!a)b", "lookbehind"), ("(a|^b)*", "inside"), ("a$b", "inside"),
-        ("a^b", "inside"), ("(?s:a)b", "flags"), ("a{200000}", "more than 100,000"),
+        ("a^b", "inside"), ("(?is-m:a)b", "the flag m"), ("a{200000}", "more than 100,000"),
     ],
 )  # fmt: skip
 def test_what_a_regex_may_not_hold_is_named(pattern: str, what: str) -> None:
