@@ -1,4 +1,4 @@
-"""Random regular expressions: each text that is written matches by Python's `re`; the texts left out are those that the docs name."""
+"""Random regular expressions: each text that is written matches by Python's `re`, and the others are those that the docs name."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ def check(seed: int) -> Counter[str]:
         node = regex_node(pattern)
         chars = CharDfa.of(node)
         dfa = dfa_of(node)
-    except BadRegex as error:
-        assert "\n" not in str(error)
+    except BadRegex:
         return Counter(["refused"])
     except TooLarge:
         return Counter(["too large"])
@@ -44,7 +43,8 @@ def check(seed: int) -> Counter[str]:
         assert chars.is_empty
     for text in random.samples(chars, 30):
         assert re.fullmatch(pattern, text), f"seed {seed}: {text!r} is written, and does not match {pattern!r}"
-        assert dfa is not None and matches(dfa, text.encode()), f"seed {seed}: {text!r} by {pattern!r}"
+        assert dfa is not None
+        assert matches(dfa, text.encode()), f"seed {seed}: {text!r} by {pattern!r}"
     counts = Counter(["compiled"])
     for text in random.texts(pattern, 30):
         wanted = re.fullmatch(pattern, text) is not None
@@ -94,7 +94,7 @@ def check_schema(seed: int) -> Counter[str]:
         near = [text for pattern in patterns for text in random.samples(matching(pattern, "", sure_=False), 30)]
     except (BadSchema, TooLarge):
         near = []
-    near = list({*near, *random.texts(str(schema), 30)})
+    near = list(dict.fromkeys([*near, *random.texts(str(schema), 30)]))
     values: list[Any] = near if schema["type"] == "string" else [{text: one} for text in near for one in (None, True)]
     try:
         texts = [json.loads(text) for text in found.texts(3, seed)] if found is not None else []

@@ -1,8 +1,8 @@
 """What classes, `.`, `$` and the flag i of a regular expression mean.
 
-Python's `re` says which characters are equal with the flag i, and which characters of Unicode \\w, \\d and \\s have. Automata over
-the bytes of all of Unicode are large (\\w has 300 states, [A-Za-z0-9_] one), so a dialect has fewer texts where Python has
-characters that are hardly meant: it is always a subset. A class [^...] excludes all that Python knows of.
+Python's `re` itself is asked which characters \\w, \\d and \\s have, and which are equal with the flag i. To write all of them takes
+large automata (\\w of Unicode has 300 states, [A-Za-z0-9_] has one), and few are meant: they are written in ASCII. What \\W or [^...]
+excludes is excluded with all its characters, so that each text that is written matches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 
 import numpy as np
 
-from batchspec.structured.regular import ANY, MAX_CODE_POINT, SURROGATES, Chars
+from batchspec.structured.regular import MAX_CODE_POINT, SURROGATES, Chars
 
 LINE = Chars.of([(ord("\n"), ord("\n"))]).inverted()
 ASCII = {

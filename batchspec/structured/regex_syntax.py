@@ -170,7 +170,7 @@ class _Parser:
         return self._dialect.named(code) if isinstance(code, str) else self._range(code, code)
 
     def _escaped(self, char: str) -> int | str:
-        """After a backslash, in a class or outside of one: a character, which may be half of a surrogate pair, or one of dwsDWS."""
+        """What follows a backslash anywhere: one of dwsDWS, or a character, which may be half of a surrogate pair."""
         if char in "dwsDWS":
             return char
         if char in CONTROLS:
