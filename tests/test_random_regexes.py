@@ -119,8 +119,8 @@ def test_random_classes_have_the_characters_that_python_finds() -> None:
 
 
 def test_texts_of_random_patterns_of_schemas_are_valid() -> None:
-    found = sum(map(check_schema, range(60)), Counter[str]())
-    assert found["compiled"] > 30
+    found = sum(map(check_schema, range(25)), Counter[str]())
+    assert found["compiled"] > 12
     assert found["values written"] > 300
 
 

@@ -1,8 +1,8 @@
 """What classes, `.`, `$` and the flag i of a regular expression mean.
 
-Python's `re` itself is asked which characters \\w, \\d and \\s have, and which are equal with the flag i. To write all of them takes
-large automata (\\w of Unicode has 300 states, [A-Za-z0-9_] has one), and few are meant: they are written in ASCII. What \\W or [^...]
-excludes is excluded with all its characters, so that each text that is written matches.
+Python's `re` itself is asked which characters \\w, \\d and \\s have, and which are equal with the flag i. To write all of them
+needs large automata (\\w of Unicode has 300 states, [A-Za-z0-9_] one), and few are meant: they are written in ASCII. What \\W or
+[^...] excludes is excluded with all its characters, so that each text that is written matches.
 """
 
 from __future__ import annotations
