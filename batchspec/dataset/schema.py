@@ -70,6 +70,13 @@ def output_schema(input_schema: pa.Schema, columns: ColumnMap, output: OutputCon
     return pa.schema([*own, *(_copied_field(input_schema.field(name), copied) for name in copied)])
 
 
+def columns_read(input_schema: pa.Schema, columns: ColumnMap, output: OutputConfig) -> list[str]:
+    """The input's columns that the rows of a job are made of. `output_schema` has checked output.passthrough."""
+    wish = output.passthrough
+    copied = input_schema.names if wish == "all" else () if wish == "none" else wish
+    return [*columns.names.values(), *copied]
+
+
 def messages_type(input_schema: pa.Schema, columns: ColumnMap, output: OutputConfig, *, channels: bool = False) -> pa.DataType:
     """Type of the column `messages`: role and content, and the fields of tool calls if input or output may have them."""
     if channels and output.reasoning_in_messages:
