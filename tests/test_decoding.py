@@ -141,6 +141,24 @@ def test_a_dictionary_is_found_although_the_first_rows_have_no_value(tmp_path: P
         assert sum(shard.table.num_rows for shard in source.shards(16)) == ROWS + 1
 
 
+@pytest.mark.parametrize("name", ["lists", "maps", "structs", "extensions", "a.b"])
+def test_a_dictionary_is_found_in_columns_of_all_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("batchspec.dataset.decoding.MOST_BYTES", 256 << 10)
+    texts = [f'"{i % 700} {"y" * 200}"' for i in range(20_000)]
+    column = {
+        "lists": lambda: pa.array([*[None] * 99, *([[text]] for text in texts)], pa.large_list(pa.list_(TEXT))),
+        "maps": lambda: pa.array([[("key", text)] for text in texts], pa.map_(TEXT, TEXT)),
+        "structs": lambda: pa.array([{"number": 1, "texts": [text]} for text in texts]),
+        "extensions": lambda: pa.ExtensionArray.from_storage(pa.json_(), pa.array(texts)),
+        "a.b": lambda: pa.array(texts),
+    }[name]()
+    path = tmp_path / "in.parquet"
+    pq.write_table(pa.table({name: column}), path)
+    assert 1 <= decoding(path, name).batch_rows <= 1300 or decoding(path, name).dictionaries == (name,)
+    tables = [shard.table.column(name) for shard in opened(path).shards(3000)]
+    assert [cell for table in tables for cell in table.to_pylist()] == column.to_pylist()
+
+
 def test_values_with_shared_prefixes_are_decoded_a_few_rows_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "in.parquet"
     column = pa.array([LONG + str(i) for i in range(300)])
@@ -195,7 +213,8 @@ def test_a_job_does_not_read_columns_that_it_neither_uses_nor_copies(model: Path
     rows = {"id": ["a", "b"], "prompt": ["Say one", "Say two"], "long": ["un", "used"]}
     pq.write_table(pa.table(rows), path, use_dictionary=False, write_page_checksum=True)
     damaged(path, "long", 60)
-    arguments = [f"model.path={model}", "draft=none", "decode.max_new_tokens=2", f"input.path={path}", f"output.dir={tmp_path}/out"]
+    arguments = [f"model.path={model}", "draft=none", "decode.max_new_tokens=2", f"input.path={path}"]
+    arguments.append(f"output.dir={tmp_path}/out")
     assert run.main(arguments) == 2
     assert run.main([*arguments, f"output.passthrough={passthrough}"]) == 0
     found = pl.read_parquet(tmp_path / "out/data")
@@ -206,7 +225,8 @@ def test_a_job_does_not_read_columns_that_it_neither_uses_nor_copies(model: Path
 def test_rows_after_the_limit_are_not_read(tmp_path: Path) -> None:
     path = tmp_path / "in.parquet"
     rows = {"prompt": [f"row {i:06d}" for i in range(50_000)]}
-    pq.write_table(pa.table(rows), path, use_dictionary=False, write_page_checksum=True, data_page_size=10_000, compression="none")
+    pages = {"use_dictionary": False, "write_page_checksum": True, "data_page_size": 10_000, "compression": "none"}
+    pq.write_table(pa.table(rows), path, **pages)
     damaged(path, "prompt", 90)
     (shard,) = opened(path, limit=20).shards(100)
     assert shard.table.column("prompt").to_pylist() == rows["prompt"][:20]
@@ -216,4 +236,4 @@ def test_rows_after_the_limit_are_not_read(tmp_path: Path) -> None:
 def test_a_reader_without_memory_says_so() -> None:
     said = "in.parquet: out of memory while it was read \\(realloc of size 4096 failed\\); free the machine's memory, leave long"
     with pytest.raises(CapacityError, match=said), reading("in.parquet"):
-        raise pa.ArrowMemoryError("realloc of size 4096 failed\nmore")
+        raise pa.ArrowMemoryError("realloc of size 4096 failed")

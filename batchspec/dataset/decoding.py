@@ -21,7 +21,8 @@ BATCH_ROWS = 4096
 MOST_BYTES = 64 << 20
 """Limit of a batch in which every value is the longest of its column's dictionary."""
 FEW_ROWS = 64
-"""Rows of a batch with values that share prefixes (DELTA_BYTE_ARRAY), whose longest one only decoding tells."""
+"""Rows of a batch with values whose longest one only decoding tells: they share prefixes (DELTA_BYTE_ARRAY), or Arrow does not
+read them as dictionaries (extension types)."""
 INDEX_BYTES, HEADER_BYTES = 4, 64 << 10
 """More than an index into a dictionary takes, and more than the headers of a chunk's pages."""
 WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
@@ -53,49 +54,57 @@ class Open(Protocol):
 
 def decoding_of(file: pq.ParquetFile, group: int, names: Sequence[str], again: Open) -> Decoding:
     """How these columns of a row group are decoded. Reads the dictionaries that may have long values."""
-    footer = file.metadata.row_group(group)
-    rows = max(1, footer.num_rows)
-    paths = [footer.column(place).path_in_schema for place in range(footer.num_columns)]
-    mean, longest, dictionaries = 0.0, 0, []
-    """Bytes of a row by the footer, and of a row of the longest values; columns to keep."""
-    for place, path in enumerate(paths):
-        name = next((name for name in names if path == name or path.startswith(f"{name}.")), None)
+    footer, schema = file.metadata.row_group(group), file.metadata.schema
+    rows, mean, longest, dictionaries = max(1, footer.num_rows), 0.0, 0, list[str]()
+    for place in range(footer.num_columns):
+        chunk, leaf = footer.column(place), schema.column(place)
+        name = next((name for name in names if leaf.path == name or leaf.path.startswith(f"{name}.")), None)
         if name is None:
             continue
-        chunk, width = footer.column(place), file.metadata.schema.column(place).length
-        values, size = chunk.num_values, chunk.total_uncompressed_size
         if chunk.physical_type != "BYTE_ARRAY":
-            mean += values * WIDTHS.get(chunk.physical_type, width) / rows
+            mean += chunk.num_values * WIDTHS.get(chunk.physical_type, leaf.length) / rows
             continue
-        mean += size / rows
-        flat = path == name and paths.count(path) == 1
-        kind = file.schema_arrow.field(name).type
-        if (flat and pa.types.is_dictionary(kind)) or size * min(values, BATCH_ROWS) <= MOST_BYTES:
+        mean += chunk.total_uncompressed_size / rows
+        kind = file.schema_arrow.field(name).type if leaf.path == name else None
+        if pa.types.is_dictionary(kind or pa.null()):
             continue
-        longest_value = size
-        if chunk.has_dictionary_page or DICTIONARIES & {*chunk.encodings}:
-            lengths = pc.binary_length(_dictionary(again, group, path))
-            longest_value = pc.max(lengths).as_py() or size
-            others = size - (pc.sum(lengths).as_py() or 0) - INDEX_BYTES * (len(lengths) + values)
-            if flat and kind in TEXTS and others <= HEADER_BYTES and longest_value * min(rows, BATCH_ROWS) > MOST_BYTES:
-                dictionaries.append(name)
-                continue
-        elif "DELTA_BYTE_ARRAY" in chunk.encodings:
-            longest_value = min(size, MOST_BYTES // FEW_ROWS)
+        value_bytes, is_shared = _longest_value(chunk, group, again)
+        if is_shared and kind in TEXTS and value_bytes * min(rows, BATCH_ROWS) > MOST_BYTES:
+            dictionaries.append(name)
         else:
-            continue
-        longest += -(-values // rows) * longest_value
-    return Decoding(max(1, int(min(BATCH_ROWS, BATCH_BYTES / max(mean, 1), MOST_BYTES / max(longest, 1)))), tuple(dictionaries))
+            longest += -(-chunk.num_values // rows) * value_bytes
+    batch_rows = min(BATCH_ROWS, BATCH_BYTES / max(mean, 1), MOST_BYTES / max(longest, 1))
+    return Decoding(max(1, int(batch_rows)), tuple(dictionaries))
+
+
+def _longest_value(chunk: pq.ColumnChunkMetaData, group: int, again: Open) -> tuple[int, bool]:
+    """Bytes of the longest value that many rows of a column chunk may share, and whether all its values are in its dictionary.
+
+    0 bytes: a batch of any rows is small, or no larger than their part of the file.
+    """
+    size = chunk.total_uncompressed_size
+    unknown = min(size, MOST_BYTES // FEW_ROWS)
+    if size * min(chunk.num_values, BATCH_ROWS) <= MOST_BYTES:
+        return 0, False
+    if chunk.has_dictionary_page or DICTIONARIES & {*chunk.encodings}:
+        lengths = pc.binary_length(_dictionary(again, group, chunk.path_in_schema))
+        others = size - (pc.sum(lengths).as_py() or 0) - INDEX_BYTES * (len(lengths) + chunk.num_values)
+        return pc.max(lengths).as_py() or unknown, others <= HEADER_BYTES
+    return (unknown if "DELTA_BYTE_ARRAY" in chunk.encodings else 0), False
 
 
 def _dictionary(again: Open, group: int, path: str) -> pa.Array:
-    """The dictionary of a column chunk; empty if its first row has no value."""
+    """The dictionary of a column chunk; empty if it has no value, or a type that Arrow does not read as a dictionary."""
     with again([path]) as file:
-        first = next(file.iter_batches(batch_size=1, row_groups=[group], columns=[path], use_threads=False))
-    array = first.column(0)
-    while not pa.types.is_dictionary(array.type):
-        array = array.flatten()[0] if pa.types.is_struct(array.type) else array.values
-    return array.dictionary
+        for batch in file.iter_batches(batch_size=FEW_ROWS, row_groups=[group], columns=[path], use_threads=False):
+            array = batch.column(0)
+            while pa.types.is_nested(array.type):
+                array = array.flatten()[0] if pa.types.is_struct(array.type) else array.values
+            if not pa.types.is_dictionary(array.type):
+                break
+            if len(array.dictionary):
+                return array.dictionary
+    return pa.array([], pa.string())
 
 
 def short_pieces(array: pa.Array) -> Iterator[pa.Array]:

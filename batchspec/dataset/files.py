@@ -67,8 +67,8 @@ def reading(name: str) -> Iterator[None]:
         yield
     except MemoryError as error:  # Arrow's too
         raise CapacityError(
-            f"{name}: out of memory while it was read ({str(error).strip().partition(chr(10))[0] or 'no reason given'}); free the "
-            "machine's memory, leave long columns out of output.passthrough, or lower output.shard_rows, and run again"
+            f"{name}: out of memory while it was read ({str(error).strip() or type(error).__name__}); free the machine's memory, "
+            "leave long columns out of output.passthrough, or lower output.shard_rows, and run the command again"
         ) from error
     except (pa.ArrowException, OSError) as error:
         lines = str(error).strip().splitlines()

@@ -261,7 +261,7 @@ class _FileSource:
 
 
 def _rows_of(file: DataFile, part: Part, names: list[str], most: int) -> Iterator[pa.RecordBatch]:
-    """At most so many rows of a part. Raises InputError if all are read and their number has changed since the file was opened."""
+    """At most so many rows of a part. Raises InputError if all are read and there are not as many as when it was opened."""
     num_rows = 0
     try:
         for batch in file.read(part, names):
@@ -283,9 +283,9 @@ def _table(pieces: Sequence[pa.RecordBatch]) -> pa.Table:
     for piece in pieces:
         fields = [new if pa.types.is_dictionary(new.type) else old for old, new in zip(fields, piece.schema, strict=True)]
     columns = []
-    for place, field in enumerate(fields):
-        chunks = [piece.column(place) for piece in pieces]
-        columns.append(pa.chunked_array([chunk if chunk.type == field.type else chunk.dictionary_encode() for chunk in chunks]))
+    for place, wanted in enumerate(fields):
+        chunks = (piece.column(place) for piece in pieces)
+        columns.append(pa.chunked_array([one if one.type == wanted.type else one.dictionary_encode() for one in chunks]))
     return pa.Table.from_arrays(columns, schema=pa.schema(fields))
 
 
