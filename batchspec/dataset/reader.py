@@ -240,7 +240,7 @@ class _FileSource:
         """Batches of the parts that hold a wanted row, up to the limit: (index of the first row, batch, why it is unreadable). An
         unreadable row is a batch of its own.
         """
-        fields = [self.schema.field(name) for name in names]
+        plain = pa.schema([self.schema.field(name) for name in names])
         part_first = 0
         for file in self._files:
             for part in file.parts:
@@ -250,7 +250,8 @@ class _FileSource:
                     for batch in _rows_of(file, part, names, stop - first):
                         if batch.num_rows:
                             columns = [batch.column(name) for name in names]
-                            schema = pa.schema([field.with_type(each.type) for field, each in zip(fields, columns, strict=True)])
+                            types = [column.type for column in columns]
+                            schema = plain if types == plain.types else pa.schema(map(pa.Field.with_type, plain, types))
                             marks = batch.schema.metadata or {}
                             why = None
                             if b"code" in marks:
@@ -280,6 +281,8 @@ def _rows_of(file: DataFile, part: Part, names: list[str], most: int) -> Iterato
 def _table(pieces: Sequence[pa.RecordBatch]) -> pa.Table:
     """The batches as one table. A column that is a dictionary in one of them becomes one in all."""
     fields = list(pieces[0].schema)
+    if all(piece.schema == pieces[0].schema for piece in pieces):
+        return pa.Table.from_batches(pieces)
     for piece in pieces:
         fields = [new if pa.types.is_dictionary(new.type) else old for old, new in zip(fields, piece.schema, strict=True)]
     columns = []
