@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchspec.dataset.decoding import BATCH_BYTES, BATCH_ROWS, Decoding, decoding_of
+from batchspec.dataset.decoding import BATCH_BYTES as BATCH_BYTES
+from batchspec.dataset.decoding import BATCH_ROWS, Decoding, decoding_of
 from batchspec.errors import CapacityError, InputError, StorageError
 from batchspec.storage.exact_files import parquet_file
 from batchspec.storage.places import LocalPlace, Place
@@ -106,7 +107,7 @@ class ParquetFile:
         self.place, self.name = place, name
         self._footer: pq.FileMetaData | None = None
         """The footer, kept while the file is being read so that it is not read again for each row group."""
-        self._decodings: dict[tuple[int | str, ...], Decoding] = {}
+        self._decodings: dict[tuple[int, tuple[str, ...]], Decoding] = {}
         """By row group and columns."""
         with reading(name):
             self._stamp = place.stamp()
@@ -131,7 +132,7 @@ class ParquetFile:
                 yield from decoding.typed(batches, self.schema)
 
     def _decoding(self, group: int, columns: list[str]) -> Decoding:
-        key = (group, *columns)
+        key = group, tuple(columns)
         if key not in self._decodings:
             with self._open() as file:
                 self._footer = file.metadata
