@@ -14,7 +14,7 @@ from batchspec.config.schema import RunConfig
 from batchspec.dataset.columns import ColumnMap, map_columns
 from batchspec.dataset.reader import Source, open_source
 from batchspec.dataset.row_ids import check_ids
-from batchspec.dataset.schema import output_schema
+from batchspec.dataset.schema import columns_read, output_schema
 from batchspec.dataset.shard_layout import ShardLayout
 from batchspec.distributed.group import Group
 from batchspec.draft.spec import DrafterSpec, open_drafter
@@ -122,6 +122,7 @@ def open_job(
     source = source or open_source(config.input, config.output.dir)
     columns = map_columns(source.schema, config.input.columns)
     output_schema(source.schema, columns, config.output, score=config.decode.score)
+    source = source.reading(columns_read(source.schema, columns, config.output))
     check_ids(source, columns)
     model = open_model(config, here=here, group=group)
     if config.model.adapters and columns.get("adapter") is None:

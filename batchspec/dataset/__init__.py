@@ -9,6 +9,7 @@ Input:
   hub_splits.py        which files of a hub dataset belong to a split
   in_memory.py         rows in memory as a table
   files.py             an input file as parts that can be read independently; Parquet
+  decoding.py          how a row group of Parquet is decoded in bounded memory
   json_lines.py        JSON lines as such a file
   csv_file.py          CSV as such a file
   formats.py           which files are data, by name; text files, compressed ones too

@@ -79,6 +79,13 @@ def output_schema(
     return pa.schema([*own, *(_copied_field(input_schema.field(name), copied) for name in copied)])
 
 
+def columns_read(input_schema: pa.Schema, columns: ColumnMap, output: OutputConfig) -> list[str]:
+    """The input's columns that the rows of a job are made of. `output_schema` has checked output.passthrough."""
+    wish = output.passthrough
+    copied = input_schema.names if wish == "all" else () if wish == "none" else wish
+    return [*columns.names.values(), *copied]
+
+
 def messages_type(
     input_schema: pa.Schema, columns: ColumnMap, output: OutputConfig, *, calls: bool, channels: bool
 ) -> pa.DataType:

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from batchspec.config.schema import InputConfig, OutputConfig
 from batchspec.dataset.chats import Chats
 from batchspec.dataset.columns import ColumnMap
+from batchspec.dataset.decoding import plain_bytes
+from batchspec.dataset.plain_types import plain_type
 from batchspec.dataset.reader import InputShard
 from batchspec.dataset.schema import output_schema
 from batchspec.dataset.untyped_columns import as_text
@@ -41,7 +43,8 @@ def build_table(
     token_text: Callable[[int], str] | None = None,
     finished_at: datetime | None = None,
 ) -> pa.Table:
-    """The output rows of a shard, by (row_index, sample_index), in the schema of `output_schema`.
+    """The output rows of a shard, by (row_index, sample_index), in the schema of `output_schema`. Copied columns that are
+    dictionaries in `shard.table` stay so; `plain_table` makes the schema's own type of them, and so does `write_parquet`.
 
     `messages`, `think_tokens` and `calls` as for `Chats`. Copied columns come from `shard.table`; text that is not valid UTF-8
     gets U+FFFD, so that every reader can open the file. `attempt` is the uuid of the run, `score` is decode.score, `token_text`
@@ -78,8 +81,17 @@ def build_table(
     for field in list(schema)[num_own:]:
         column = shard.table.column(field.name)
         column = valid_text(as_text(column.combine_chunks(), input_fields[field.name]))
-        arrays.append(column.cast(field.type).take(rows))
-    return pa.Table.from_arrays(arrays, schema=schema)
+        arrays.append(column.take(rows) if pa.types.is_dictionary(column.type) else column.cast(field.type).take(rows))
+    return pa.Table.from_arrays(arrays, schema=pa.schema(list(map(_of_type, schema, arrays))))
+
+
+def _of_type(field: pa.Field, column: pa.Array) -> pa.Field:
+    return field.with_type(column.type)
+
+
+def plain_table(table: pa.Table) -> pa.Table:
+    """The table in the types of `output_schema`: the values of dictionaries are repeated in each row."""
+    return table.cast(pa.schema([field.with_type(plain_type(field.type)) for field in table.schema]))
 
 
 def write_parquet(table: pa.Table, path: Path, metadata: Mapping[str, str]) -> None:
@@ -87,19 +99,19 @@ def write_parquet(table: pa.Table, path: Path, metadata: Mapping[str, str]) -> N
 
     `metadata` becomes the file's key-value metadata. Raises OSError, which leaves the unfinished file.
     """
-    schema = table.schema.with_metadata(dict(metadata))
+    schema = plain_table(table.slice(0, 0)).schema.with_metadata(dict(metadata))
     with path.open("xb") as file:
         with pq.ParquetWriter(
             file, schema, compression="zstd", compression_level=3, write_page_checksum=True, write_page_index=True
         ) as writer:
             for group in _row_groups(table):
-                writer.write_table(group.replace_schema_metadata(schema.metadata), row_group_size=GROUP_ROWS)
+                writer.write_table(plain_table(group).replace_schema_metadata(schema.metadata), row_group_size=GROUP_ROWS)
         file.flush()
         os.fsync(file.fileno())
 
 
 def _row_groups(table: pa.Table) -> Iterator[pa.Table]:
-    if table.num_rows <= 1 or (table.num_rows <= GROUP_ROWS and table.nbytes <= GROUP_BYTES):
+    if table.num_rows <= 1 or (table.num_rows <= GROUP_ROWS and sum(map(plain_bytes, table.columns)) <= GROUP_BYTES):
         yield table
         return
     half = table.num_rows // 2

@@ -26,6 +26,7 @@ input.on_overlong=truncate keeps the end of such a prompt, skip gives the row th
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -33,6 +34,8 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
 
 from batchspec.config.schema import RunConfig
 from batchspec.dataset.columns import TYPES, ColumnMap
@@ -61,6 +64,10 @@ from batchspec.tool_calls.split import CallParser
 if TYPE_CHECKING:
     from batchspec.model.spec import ModelSpec
     from batchspec.model.tokenizer import Tokenizer
+
+
+ROWS_AT_ONCE = 64
+"""Rows whose cells are Python objects at a time: cells may be long."""
 
 
 def hash64(*parts: int | str) -> int:
@@ -258,18 +265,16 @@ class Admission:
         """Each row's cells under batchspec's names; prompt_ids stay an Arrow array."""
         names = {name: column for name, column in self.columns.names.items() if name not in ("id", "prompt_ids")}
         table = shard.table.select(list(names.values())).rename_columns(list(names))
-        try:
-            rows = table.to_pylist()
-        except UnicodeDecodeError:
-            rows = [{name: plain_cell(table.column(name)[index]) for name in names} for index in range(table.num_rows)]
+        pieces = (table.slice(first, ROWS_AT_ONCE) for first in range(0, table.num_rows, ROWS_AT_ONCE))
+        rows = itertools.chain.from_iterable(map(_cells, pieces)) if names else itertools.repeat({})
         if self.columns.prompt_kind != "prompt_ids":
-            return iter(rows)
+            return rows
         cells = shard.table.column(self.columns.prompt_column)
         if json_kinds(self.fields["prompt_ids"]):
             prompts: Iterator[Any] = (cell.as_py() for cell in cells)
         else:
             prompts = (cell.values for cell in cells)
-        return ({**row, "prompt_ids": prompt} for row, prompt in zip(rows or [{}] * len(cells), prompts, strict=True))
+        return ({**row, "prompt_ids": prompt} for row, prompt in zip(rows, prompts, strict=bool(names)))
 
     def _requests(self, row: dict[str, Any], request_id: str, row_index: int, shard: int) -> Iterator[Request]:
         prompt = prompt_cell(row, self.columns.prompt_kind)
@@ -305,6 +310,15 @@ class Admission:
                 thinking=thinking, synthetic_len=synthetic_len, constraint=constraint, adapter=adapter, choices=choices,
                 tools=json.dumps(tools, ensure_ascii=False) if tools else None,
             )  # fmt: skip
+
+
+def _cells(table: pa.Table) -> list[dict[str, Any]]:
+    """Each row's cells. Text that is not UTF-8 stays bytes."""
+    try:
+        return table.to_pylist()  # type: ignore[no-any-return]
+    except UnicodeDecodeError:
+        names = table.column_names
+        return [{name: plain_cell(table.column(name)[index]) for name in names} for index in range(table.num_rows)]
 
 
 def job_max_len(config: RunConfig, spec: ModelSpec) -> int:

@@ -8,16 +8,17 @@ from glob import has_magic
 from pathlib import Path
 
 from batchspec import terminal
-from batchspec.errors import Interrupted
+from batchspec.errors import Interrupted, StorageError
 from batchspec.model.token_texts import TokenTexts
 from batchspec.prepare import Job
 from batchspec.report.answers import write_answers
 from batchspec.report.card import dataset_card
 from batchspec.report.page import NEEDS_EXTRA, can_draw, write_report
-from batchspec.report.push import push_output
+from batchspec.report.push import push_command, push_output
 from batchspec.report.stats import JobStats, job_stats
 from batchspec.runner.run_shards import check_errors
 from batchspec.runstate.output_folder import OutputFolder
+from batchspec.storage.hub_push import Pushed
 from batchspec.supervise.signals import EndSignals
 from batchspec.text import counted, for_shell
 
@@ -35,7 +36,7 @@ def conclude(job: Job, output: OutputFolder, signals: EndSignals, *, again: bool
         finish(output, stats, again=again)
         write_answers_of(job, output, again=again)
         if repo is not None:
-            terminal.say(push_output(output, repo, private=job.config.output.push_private).line())
+            terminal.say(_pushed(output, repo, private=job.config.output.push_private).line())
     except KeyboardInterrupt:
         signals.ignore()
         left = [*unwritten(output, job.config.output.openai), *([] if repo is None else [f"the dataset {repo} of the hub"])]
@@ -56,6 +57,14 @@ def conclude(job: Job, output: OutputFolder, signals: EndSignals, *, again: bool
     exactly = ", glob=False" if has_magic(output.path) else ""
     code = f"import polars; print(polars.read_parquet({json.dumps(f'{output.path}/data')}{exactly}))"
     terminal.say(f"             python -c {shlex.quote(code)}")
+
+
+def _pushed(output: OutputFolder, repo: str, *, private: bool) -> Pushed:
+    try:
+        return push_output(output, repo, private=private)
+    except StorageError as error:
+        alone = push_command(output.path, repo, private=private)
+        raise StorageError(f"{output.path}: all rows are committed but not pushed: {error}, or: {alone}") from error
 
 
 def _check_errors(job: Job, stats: JobStats) -> None:
