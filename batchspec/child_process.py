@@ -85,6 +85,28 @@ def start_module(module: str, **environment: str) -> subprocess.Popen[bytes]:
         )  # fmt: skip
 
 
+class OutOfTime(BaseException):
+    """A block of `stopped_after` used up its CPU time. No `Exception`, so that no handler of the block takes it for its own."""
+
+
+@contextmanager
+def stopped_after(cpu_s: float) -> Iterator[None]:
+    """Raises OutOfTime once this process has spent `cpu_s` seconds of CPU time in the block, as soon as Python runs again.
+
+    Only in the main thread, and not inside another such block.
+    """
+
+    def stop(*_: object) -> None:
+        raise OutOfTime
+
+    signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, cpu_s, 1.0)  # again each second: an exception raised in a destructor is lost
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
 def limit_cpu(cpu_s: int) -> None:
     """From now on this process has at least `cpu_s` seconds of CPU time, and at most two more; then the system ends it with
     SIGXCPU."""

@@ -25,7 +25,7 @@ from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Answer, Ask, Expan
 from batchspec.records import Completion, Request, SamplingParams, Snapshot, Thinking
 from batchspec.structured import expand_process, lazy_dfa
 from batchspec.structured.channels import state_after_header
-from batchspec.structured.compile_pool import Died
+from batchspec.structured.limited_process import Died
 from batchspec.token_automaton import START, TokenSymbols
 from tests.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, VOCABULARY, constrained_tokens, written
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, packed, request, tiny_target
