@@ -490,7 +490,7 @@ def test_a_request_whose_process_is_killed_is_repeated(num_kills: int, monkeypat
     assert answer == (None if num_kills < 4 else "the machine has too little memory")
     assert isinstance(answer, MachineError) == (num_kills == 4)
     left[0] = num_kills
-    found = compiling.ask(Attempt("regex", "ab", 20, "too long"))
+    found = compiling.ask(Attempt("regex", "ab", 20, 20))
     assert found["retryable"], "the machine is the cause that there is no finite automaton"
     assert "lazy" in found if num_kills < 4 else found["code"] == "large_schema"
     compiling.close()
@@ -502,7 +502,7 @@ def test_a_constraint_that_takes_all_memory_becomes_a_lazy_automaton(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(CompileProcess, "module", "tests.exhausted_compiler")
     process = CompileProcess(({}, 1 << 32, 20))
-    attempts = [Attempt("regex", str(place), 20, "not said") for place in (NOWHERE, where, NOWHERE)]
+    attempts = [Attempt("regex", str(place), 20, 20, "not said") for place in (NOWHERE, where, NOWHERE)]
     answers = [process.ask(attempt)["lazy"] for attempt in attempts]
     assert answers == ["not said", "compiling it takes more than 4 GiB of memory", "not said"]
     assert process.ask(attempts[1]._replace(is_last=False)) == {"later": True}

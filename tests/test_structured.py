@@ -330,7 +330,7 @@ def test_an_error_that_no_check_foresaw_is_one_of_the_row(monkeypatch: pytest.Mo
     monkeypatch.setattr(compile_process, "rules_of", defect)
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     job = {"vocabulary": TokenSymbols.of([]), "end_ids": (), "thinks": False, "may_begin": False}
-    found = compile_process.answer(Attempt("schema", "{}", 1, "too long"), **job)
+    found = compile_process.answer(Attempt("schema", "{}", 1, 1), **job)
     assert found["code"] == "bad_schema"
     assert "an error in batchspec (KeyError: 'lost'); report it" in found["error"]
 
@@ -408,6 +408,10 @@ def test_a_constraint_that_takes_too_long_or_too_much_goes_the_slower_way_alone(
     assert isinstance(compiler.compile("regex", "(a|b)*a(a|b|c|d){9000}"), LazyAutomaton)
     (reason,) = compiler.stats.lazy
     assert re.search(r"takes more than 1 s|more than 50,000 states", reason)
+    assert finite(compiler.compile("regex", "ab")).num_states > 2
+
+
+def test_a_process_that_was_killed_is_replaced(compiler: Compiler) -> None:
     compiler.compile("regex", "ab")
     assert compiler._pool is not None
     processes = [each._process for each in compiler._pool.processes if each._process is not None]

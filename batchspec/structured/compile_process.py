@@ -56,13 +56,17 @@ def answer(attempt: Attempt, **job: Any) -> dict[str, Any]:
 
     FIELDS           of a finite automaton
     lazy             why it has none: it can be followed as a lazy automaton
-    later            the attempt ran out of time, and is not the last one
+    later            the time is over, and this is not the last attempt
     code and error   why it cannot be followed at all
-    Raises MemoryError.
+    `out_of_time` comes with `lazy` and `error` if more time might change them. Raises MemoryError.
     """
     began = time.process_time()
+    limit_cpu(math.ceil(attempt.cpu_s + 2 * attempt.check_s) + 1)  # ends what does not return to Python
     try:
         found = _found(attempt, **job)
+    except OutOfTime:
+        said = f"reading it takes more than {attempt.check_s:g} s"
+        found = {"code": "large_schema", "error": said, "out_of_time": True} if attempt.is_last else {"later": True}
     except (BadSchema, BadGrammar, BadRegex) as error:
         found = {"code": "bad_schema", "error": str(error)}
     except Impossible as error:
@@ -81,30 +85,28 @@ def answer(attempt: Attempt, **job: Any) -> dict[str, Any]:
 
 
 def _found(attempt: Attempt, **job: Any) -> dict[str, Any]:
-    """Looks for a finite automaton until the time is over, then checks whether the constraint can be a lazy one, as `Network`
-    does. It is parsed once for both."""
-    rules: Rules | None = None
-    limit_cpu(math.ceil(attempt.cpu_s) + 1)  # ends what does not return to Python
+    """A finite automaton, or why the constraint becomes a lazy one. It is parsed once for both.
+
+    Raises as `compiled` and `Network`, and OutOfTime if it is not known in time whether the constraint can be followed.
+    """
+    with stopped_after(attempt.check_s):
+        rules = rules_of(attempt.kind, attempt.source)
+    late = not attempt.cpu_s
     try:
-        with stopped_after(attempt.cpu_s):
-            rules = rules_of(attempt.kind, attempt.source)
-            if attempt.is_finite:
+        if not late:
+            with stopped_after(attempt.cpu_s):
                 made = compiled(rules, **job)
                 return {name: getattr(made, name) for name in FIELDS}
         reason = attempt.too_long
     except OutOfTime:
         if not attempt.is_last:
-            return {"later": True}
-        reason = attempt.too_long
+            raise
+        late, reason = True, attempt.too_long
     except (TooLarge, RecursionError, Recursive) as error:
         reason = why(error)
-        if rules is None:
-            raise
-    if rules is None:
-        return {"code": "large_schema", "error": reason}
-    limit_cpu(math.ceil(attempt.cpu_s))
-    Network(rules, AFTER_THOUGHT, single_bytes(job["vocabulary"]))
-    return {"lazy": reason}
+    with stopped_after(attempt.check_s):  # after the handlers, which keep what was built
+        Network(rules, AFTER_THOUGHT, single_bytes(job["vocabulary"]))
+    return {"lazy": reason, "out_of_time": late}
 
 
 def why(error: Exception) -> str:
