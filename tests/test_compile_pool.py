@@ -12,7 +12,7 @@ from batchspec.child_process import OutOfTime, stopped_after
 from batchspec.lazy_automaton import LazyAutomaton
 from batchspec.structured import compile_process
 from batchspec.structured import compiler as compiler_module
-from batchspec.structured.compile_pool import CHECK_S, SLICE_S, Attempt, Budget
+from batchspec.structured.compile_pool import CHECK_S, SHORT_S, SLICE_S, Attempt, Budget
 from batchspec.structured.compiler import Compiler
 from batchspec.token_automaton import TokenAutomaton
 from tests.automata import EOS, VOCABULARY, finite
@@ -63,23 +63,40 @@ def test_one_that_takes_longer_than_a_slice_becomes_a_finite_automaton(
     assert isinstance(compiler.compile("regex", "(a|b)*a(a|b|c|d){9}"), TokenAutomaton)
 
 
+def booked(budget: Budget, attempt: Attempt, **answer: Any) -> dict[str, Any]:
+    budget.book(attempt, answer)
+    return answer
+
+
 def test_the_budget_grows_with_what_finite_automata_take() -> None:
-    """So a job of many large schemas compiles as many of them as before, and a hostile job at most twice as long."""
-    budget = Budget(cpu_s=20, left_s=20)
-    first, full = (budget.attempt("regex", "a", is_again=again) for again in (False, True))
-    assert (first.cpu_s, first.check_s, first.is_last) == (SLICE_S, SLICE_S, False)
+    """So a job of many large schemas compiles as many of them as before, and a hostile job at most three times as long."""
+    budget = Budget(20)
+    full = budget.attempt("regex", "a", is_again=True)
     assert (full.cpu_s, full.check_s, full.is_last) == (20, 20, True)
-    assert budget.book(first, {"later": True, "seconds": 0.5}) == {"later": True, "seconds": 0.5}
-    assert budget.attempt("regex", "a", is_again=True) == full
-    assert "retryable" not in budget.book(full, {"lazy": "", "seconds": 21.0, "out_of_time": True})
+    assert "retryable" not in booked(budget, full, lazy="", seconds=21.0, out_of_time=True)
     spent = budget.attempt("regex", "a", is_again=True)
     assert (spent.cpu_s, spent.check_s, spent.is_last) == (0, CHECK_S, True)
-    assert budget.book(spent, {"lazy": "", "seconds": 0.1, "out_of_time": True})["retryable"]
-    assert "retryable" not in budget.book(spent, {"error": "", "seconds": 0.1})
-    budget.book(first, {"table": None, "seconds": 5.2})
+    assert booked(budget, spent, lazy="", seconds=0.1, out_of_time=True)["retryable"]
+    assert "retryable" not in booked(budget, spent, error="", seconds=0.1)
+    first = budget.attempt("regex", "a", is_again=False)
+    booked(budget, first, table=None, seconds=5.2)
     assert budget.attempt("regex", "a", is_again=True).cpu_s == pytest.approx(4)
-    budget.book(first, {"table": None, "seconds": 30.0})
+    booked(budget, first, table=None, seconds=30.0)
     assert budget.attempt("regex", "a", is_again=True) == full
+
+
+def test_first_attempts_become_shorter_when_too_many_were_in_vain() -> None:
+    """Otherwise hundreds of hostile constraints would delay the cheap ones by half a second each."""
+    budget = Budget(20)
+    full, first = (budget.attempt("regex", "a", is_again=again) for again in (True, False))
+    assert (first.cpu_s, first.check_s, first.is_last) == (SLICE_S, SLICE_S, False)
+    for _ in range(40):
+        assert budget.attempt("regex", "a", is_again=False) == first
+        booked(budget, first, later=True, seconds=0.5)
+    assert budget.attempt("regex", "a", is_again=False) == first._replace(cpu_s=SHORT_S, check_s=SHORT_S)
+    assert budget.attempt("regex", "a", is_again=True) == full
+    booked(budget, first, table=None, seconds=0.1)
+    assert budget.attempt("regex", "a", is_again=False) == first
 
 
 @pytest.mark.parametrize("place", ["rules_of", "compiled", "Network"])

@@ -505,7 +505,7 @@ def test_a_constraint_that_takes_all_memory_becomes_a_lazy_automaton(
     attempts = [Attempt("regex", str(place), 20, 20, "not said") for place in (NOWHERE, where, NOWHERE)]
     answers = [process.ask(attempt)["lazy"] for attempt in attempts]
     assert answers == ["not said", "compiling it takes more than 4 GiB of memory", "not said"]
-    assert process.ask(attempts[1]._replace(is_last=False)) == {"later": True}
+    assert "later" in process.ask(attempts[1]._replace(is_last=False))
     process.close()
 
 

@@ -1,8 +1,8 @@
 """Processes that compile constraints at the same time, each asked by a thread of its own: cheap constraints first.
 
 The first attempt to compile a constraint has SLICE_S. If it needs more, it is tried again with the full limit when no first
-attempt waits. What second attempts may spend without finding a finite automaton is one budget of the pool. When it is spent,
-constraints that need more than SLICE_S become lazy automata.
+attempt waits. What attempts may spend without finding a finite automaton is one budget of the pool. When it is spent, constraints
+that need more than a first attempt become lazy automata.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from batchspec.structured.limited_process import OUT_OF_MEMORY, Died, Killed, Li
 SLICE_S = 0.5
 """CPU limit of each step of a first attempt, in seconds: reading the constraint, and making its automaton. Nine of ten schemas of
 JSONSchemaBench need less."""
+SHORT_S = 0.05
+"""The same when first attempts have used up their time. Half of the schemas of JSONSchemaBench need less."""
 CHECK_S = 5
 """CPU limit in seconds of reading a constraint when the budget is spent; 250 schemas of JSONSchemaBench took 0.7 at most."""
 _FIRST, _AGAIN, _END = range(3)
@@ -48,36 +50,40 @@ class Attempt(NamedTuple):
 
 @dataclass(slots=True)
 class Budget:
-    """CPU time for second attempts that find no finite automaton: as many seconds for all of them as one may take, and as many as
-    finite automata took. So hostile constraints can at most double the time that a job compiles. Any thread may use it.
+    """CPU time for constraints without a finite automaton. All first attempts together have as many seconds as one constraint may
+    take, and as many as finite automata took; so have all second attempts. Any thread may use it.
 
     cpu_s  limit of one constraint
     """
 
     cpu_s: int
-    left_s: float
+    _made_s: float = 0.0
+    """CPU time of finite automata."""
+    _lost_s: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
+    """CPU time of first and of second attempts without one."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def attempt(self, kind: str, source: str, *, is_again: bool) -> Attempt:
         """The next attempt for a constraint. The budget decides whether it becomes a finite or a lazy automaton, which have the
         same masks. An error depends on it only where reading the constraint takes more than CHECK_S."""
+        left_s = self.cpu_s + self._made_s - self._lost_s[is_again]
         if not is_again:
-            return Attempt(kind, source, SLICE_S, SLICE_S, is_last=False)
-        if self.left_s >= self.cpu_s:
+            cpu_s = SLICE_S if left_s > 0 else SHORT_S
+            return Attempt(kind, source, cpu_s, cpu_s, is_last=False)
+        if left_s >= self.cpu_s:
             return Attempt(kind, source, self.cpu_s, self.cpu_s, f"compiling it takes more than {self.cpu_s} s")
         too_long = f"compiling it takes more than {SLICE_S} s, and other constraints have used up the time for such ones"
-        return Attempt(kind, source, self.left_s if self.left_s > SLICE_S else 0, min(CHECK_S, self.cpu_s), too_long)
+        return Attempt(kind, source, left_s if left_s > SLICE_S else 0, min(CHECK_S, self.cpu_s), too_long)
 
-    def book(self, attempt: Attempt, answer: Answer) -> Answer:
+    def book(self, attempt: Attempt, answer: Answer) -> None:
         """Count the CPU time of an answer, and mark one that would be another one with the full limit."""
         with self._lock:
             if "table" in answer:
-                self.left_s += answer["seconds"]
-            elif attempt.is_last:
-                self.left_s -= answer["seconds"]
+                self._made_s += answer["seconds"]
+            elif attempt.is_last or "later" in answer:
+                self._lost_s[attempt.is_last] += answer["seconds"]
         if answer.get("out_of_time") and attempt.cpu_s < self.cpu_s:
             answer["retryable"] = True
-        return answer
 
 
 class _Work(NamedTuple):
@@ -97,7 +103,7 @@ class CompilePool:
         self._tasks: _Tasks = queue.PriorityQueue()
         self._numbers = itertools.count()
         self.processes = [CompileProcess(first_message) for _ in range(num)]
-        budget = Budget(cpu_s=first_message[2], left_s=first_message[2])
+        budget = Budget(first_message[2])
         for process in self.processes:
             threading.Thread(target=_serve, args=(self._tasks, process, budget), name="compile", daemon=True).start()
         self.close = weakref.finalize(self, _end, self._tasks, self.processes)
@@ -125,10 +131,11 @@ def _serve(tasks: _Tasks, process: CompileProcess, budget: Budget) -> None:
         except BaseException as error:
             work.answer.set_exception(error)
         else:
+            budget.book(attempt, found)
             if "later" in found:
                 tasks.put((_AGAIN, number, work))
             else:
-                work.answer.set_result(budget.book(attempt, found))
+                work.answer.set_result(found)
             del found
         del work, attempt
 
@@ -155,7 +162,7 @@ class CompileProcess(LimitedProcess):
             return found
         except Died as died:
             if not attempt.is_last:
-                return {"later": True}
+                return {"later": True, "seconds": attempt.cpu_s}
             first = died
         try:
             found = self.result_alone(attempt._replace(too_long=str(first), cpu_s=0))
