@@ -15,7 +15,7 @@ from tests.exhausted_expander import limited
 
 def _answer(attempt: Attempt, **job: object) -> Any:
     made = {"lazy": attempt.too_long}
-    return limited(int(attempt.source), made) if attempt.cpu_s else made
+    return limited(int(attempt.source), made) if attempt.cpu_s and attempt.source.isdigit() else made
 
 
 if __name__ == "__main__":

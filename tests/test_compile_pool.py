@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import time
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from batchspec.structured import compile_process
 from batchspec.structured import compiler as compiler_module
 from batchspec.structured.compile_pool import CHECK_S, SHORT_S, SLICE_S, Attempt, Budget
 from batchspec.structured.compiler import Compiler
-from batchspec.token_automaton import TokenAutomaton
+from batchspec.token_automaton import TokenAutomaton, TokenSymbols
 from tests.automata import EOS, VOCABULARY, finite
 
 HOSTILE = [f"(a?){{{count}}}a{{3000}}" for count in (2990, 2991, 2992)]
@@ -29,11 +31,15 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     return Compiler(VOCABULARY, (EOS,), thinks=False, may_begin=False, cpu_s=2)
 
 
+def _note(done: list[str], text: str, _: Future[Any]) -> None:
+    done.append(text)
+
+
 def test_hostile_constraints_delay_no_other_and_share_one_budget(compiler: Compiler) -> None:
     done: list[str] = []
     begun = {text: compiler.begin("regex", text) for text in (*HOSTILE, *(f"[ab]{{{count}}}" for count in range(9)))}
     for text, future in begun.items():
-        future.add_done_callback(lambda _, text=text: done.append(text))
+        future.add_done_callback(partial(_note, done, text))
     found = {text: future.result(100) for text, future in begun.items()}
     assert done[-3:] == HOSTILE
     assert all(isinstance(found[text], TokenAutomaton) for text in done[:-3])
@@ -44,6 +50,16 @@ def test_hostile_constraints_delay_no_other_and_share_one_budget(compiler: Compi
         ("compiling it takes more than 0.5 s, and other constraints have used up the time for such ones", 2),
         ("compiling it takes more than 2 s", 1),
     ]
+
+
+def test_a_new_process_is_ready_before_its_first_attempt(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it makes once for all constraints is no part of the time of the first one, which would never end in time."""
+    monkeypatch.setattr("batchspec.structured.compile_pool.SLICE_S", 0.05)
+    many = TokenSymbols.of([f"{count:x}".encode() for count in range(200_000)])
+    made = Compiler(many, (0,), thinks=False, may_begin=False, cpu_s=2)
+    assert made.compile("regex", "ab").nbytes
+    assert made._pool is not None
+    assert next(made._pool._numbers) == 1
 
 
 def test_one_that_runs_out_of_time_ends_no_process(compiler: Compiler) -> None:
@@ -95,6 +111,8 @@ def test_first_attempts_become_shorter_when_too_many_were_in_vain() -> None:
         booked(budget, first, later=True, seconds=0.5)
     assert budget.attempt("regex", "a", is_again=False) == first._replace(cpu_s=SHORT_S, check_s=SHORT_S)
     assert budget.attempt("regex", "a", is_again=True) == full
+    booked(budget, full, lazy="", seconds=21.0)
+    assert budget.attempt("regex", "a", is_again=True).cpu_s == SLICE_S  # which it has not had yet
     booked(budget, first, table=None, seconds=0.1)
     assert budget.attempt("regex", "a", is_again=False) == first
 

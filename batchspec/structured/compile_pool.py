@@ -66,14 +66,16 @@ class Budget:
     def attempt(self, kind: str, source: str, *, is_again: bool) -> Attempt:
         """The next attempt for a constraint. The budget decides whether it becomes a finite or a lazy automaton, which have the
         same masks. An error depends on it only where reading the constraint takes more than CHECK_S."""
-        left_s = self.cpu_s + self._made_s - self._lost_s[is_again]
+        first_left_s, left_s = (self.cpu_s + self._made_s - self._lost_s[again] for again in (False, True))
         if not is_again:
-            cpu_s = SLICE_S if left_s > 0 else SHORT_S
+            cpu_s = SLICE_S if first_left_s > 0 else SHORT_S
             return Attempt(kind, source, cpu_s, cpu_s, is_last=False)
         if left_s >= self.cpu_s:
             return Attempt(kind, source, self.cpu_s, self.cpu_s, f"compiling it takes more than {self.cpu_s} s")
         too_long = f"compiling it takes more than {SLICE_S} s, and other constraints have used up the time for such ones"
-        return Attempt(kind, source, left_s if left_s > SLICE_S else 0, min(CHECK_S, self.cpu_s), too_long)
+        had_slice = first_left_s > 0
+        cpu_s = left_s if left_s > SLICE_S else 0 if had_slice else SLICE_S
+        return Attempt(kind, source, cpu_s, min(CHECK_S, self.cpu_s), too_long)
 
     def book(self, attempt: Attempt, answer: Answer) -> None:
         """Count the CPU time of an answer, and mark one that would be another one with the full limit."""
