@@ -11,7 +11,6 @@ import torch
 
 from batchspec import __version__
 from batchspec.config.schema import TEMPLATE_DATE, CacheConfig
-from batchspec.dataset.schema import output_schema
 from batchspec.model.config_values import has_file, read_text
 from batchspec.model.deterministic import ORDER_VERSION
 from batchspec.model.kv_calibration import CALIBRATION
@@ -30,9 +29,8 @@ NEWER_KEYS = ("frequency_penalty", "logit_bias")
 def job_fingerprint(job: Job) -> dict[str, str]:
     """Everything that changes results. Drafter, slots, pages and versions do not; they may differ between the runs of one job."""
     config, decode = job.config, asdict(job.config.decode)
-    think, channels = job.admission.settings.think, job.admission.has_channels
-    calls, score = job.admission.has_calls(job.columns), config.decode.score
-    schema = output_schema(job.source.schema, job.columns, config.output, calls=calls, channels=channels, score=score)
+    think, calls = job.admission.settings.think, job.admission.has_calls(job.columns)
+    schema = job.admission.schema_of(job.source.schema, job.columns, config.output)
     return fingerprint(
         {
             "model.config": read_text(job.folder / "config.json"),

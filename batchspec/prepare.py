@@ -154,10 +154,7 @@ def job_of(
     admission = Admission(config, source=source, columns=columns, spec=model.spec, tokenizer=tokenizer, constraints=constraints)
     if is_new:
         check_keys_of_model(config, model.spec, thinks=admission.settings.think is not None)
-    output_schema(
-        source.schema, columns, config.output, calls=admission.has_calls(columns), channels=admission.has_channels,
-        score=config.decode.score,
-    )  # fmt: skip
+    admission.schema_of(source.schema, columns, config.output)  # raises for columns that have no place
     of_model = {item.name: getattr(model, item.name) for item in fields(model)}
     layout = ShardLayout.even(source.num_rows, config.output.shard_rows or default_shard_rows(source.num_rows))
     return Job(**of_model, source=source, columns=columns, tokenizer=tokenizer, admission=admission, layout=layout)

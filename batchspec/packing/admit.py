@@ -37,10 +37,11 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from batchspec.config.schema import RunConfig
+from batchspec.config.schema import OutputConfig, RunConfig
 from batchspec.dataset.columns import TYPES, ColumnMap
 from batchspec.dataset.reader import InputShard, Source, SourceFacts, locate
 from batchspec.dataset.row_ids import request_ids
+from batchspec.dataset.schema import output_schema
 from batchspec.dataset.untyped_columns import json_kinds
 from batchspec.errors import ConfigError
 from batchspec.packing.cells import (
@@ -157,6 +158,11 @@ class Admission:
     def has_calls(self, columns: ColumnMap) -> bool:
         """Whether completions of rows with these columns may have tool calls apart from their text."""
         return self.has_channels or (self.tool_form is not None and columns.get("tools") is not None)
+
+    def schema_of(self, input_schema: pa.Schema, columns: ColumnMap, output: OutputConfig) -> pa.Schema:
+        """The schema of the output of rows with these columns, as `output_schema`."""
+        calls, channels, score = self.has_calls(columns), self.has_channels, self.decode.score
+        return output_schema(input_schema, columns, output, calls=calls, channels=channels, score=score)
 
     def observe(self, completion: Completion) -> None:
         """Update the predicted output length with a finished row."""

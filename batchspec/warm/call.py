@@ -14,7 +14,6 @@ import pyarrow as pa
 from batchspec.dataset.columns import ColumnMap, map_columns
 from batchspec.dataset.reader import InputShard, table_source
 from batchspec.dataset.row_ids import check_ids
-from batchspec.dataset.schema import output_schema
 from batchspec.engine.choices import run_with_choices
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.errors import CapacityError, EngineInUse, InputError
@@ -162,10 +161,7 @@ def empty_frame(model: JobModel, table: pa.Table, admission: Admission) -> pl.Da
     if not table.num_columns:
         raise InputError("there are no rows and no columns; give a table with a column messages, prompt or prompt_ids")
     columns: ColumnMap = map_columns(table.schema, model.config.input.columns)
-    schema = output_schema(
-        table.schema, columns, model.config.output, calls=admission.has_calls(columns), channels=admission.has_channels,
-        score=model.config.decode.score,
-    )  # fmt: skip
+    schema = admission.schema_of(table.schema, columns, model.config.output)
     frame = pl.from_arrow(schema.empty_table())
     assert isinstance(frame, pl.DataFrame)
     return frame
