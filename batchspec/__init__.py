@@ -22,21 +22,26 @@ if _imported_by_dash_m():  # before any other import
     # -m puts the working directory first in sys.path: a file random.py there would be imported instead of Python's module.
     sys.path.append(sys.path.pop(0))
 
-from typing import TYPE_CHECKING, Any  # noqa: E402
+from typing import TYPE_CHECKING  # noqa: E402
+
+__all__ = ["Engine", "generate"]
 
 if TYPE_CHECKING:
     from batchspec.api import generate as generate
     from batchspec.warm.engine import Engine as Engine
+else:
 
+    def __getattr__(name):
+        # They import torch and hydra: imported only when used. Hidden from type checkers, which then know every name.
+        if name == "generate":
+            from batchspec.api import generate
 
-def __getattr__(name: str) -> Any:
-    # They import torch and hydra: imported only when used.
-    if name == "generate":
-        from batchspec.api import generate
+            return generate
+        if name == "Engine":
+            from batchspec.warm.engine import Engine
 
-        return generate
-    if name == "Engine":
-        from batchspec.warm.engine import Engine
+            return Engine
+        raise AttributeError(f"module 'batchspec' has no attribute {name!r}")
 
-        return Engine
-    raise AttributeError(f"module 'batchspec' has no attribute {name!r}")
+    def __dir__():
+        return sorted({*globals(), *__all__})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import polars as pl
@@ -11,13 +10,14 @@ import pyarrow as pa
 from batchspec.config.call_arguments import explains_arguments
 from batchspec.config.checks import AUTO
 from batchspec.config.compose import compose
+from batchspec.config.overrides import Options, overrides_of
 from batchspec.config.unread import refuse_unread
 from batchspec.dataset.in_memory import table_of
 from batchspec.dataset.reader import table_source
 from batchspec.errors import ConfigError
 from batchspec.job import run_job
 from batchspec.load import make_engine
-from batchspec.prepare import check_gpu, choose_device, open_job, survey_first
+from batchspec.prepare import check_gpu, choose_device, open_job, open_model, survey_first
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runner.decode_shards import decode_shards
 from batchspec.runner.run_monitor import RunMonitor
@@ -26,6 +26,8 @@ from batchspec.runner.shard_work import ShardWork
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
 from batchspec.supervise.watchdog import Watchdog, limit_s
+from batchspec.warm.call import empty_frame
+from batchspec.warm.loading import job_without_rows
 
 _OF_FILES = dict.fromkeys(("input.path", "input.config_name", "input.split"), "the call brings its own rows")
 _OF_OUTPUT = dict.fromkeys(
@@ -35,21 +37,25 @@ _OF_OUTPUT = dict.fromkeys(
 _OF_PROCESSES = {"cluster.workers": "it computes in its own process"}
 
 
-@explains_arguments("batchspec.generate", "overrides=[...]")
-def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()) -> pl.DataFrame:
+@explains_arguments("batchspec.generate", "overrides={...}")
+def generate(data: Any, *, job: str | None = None, overrides: Options = (), **keys: Any) -> pl.DataFrame:
     """Completions of every row of `data`, in input order, in the output schema.
 
-    data       polars, pyarrow or pandas table, or anything that polars.DataFrame accepts; the same columns as a Parquet input
+    data       a table (polars, pyarrow, pandas, datasets.Dataset), a list of dictionaries, of texts or of chats, or anything that
+               polars.DataFrame accepts; the columns of a job's input
     job        name of a recipe: "demo" is `+job=demo`; its own input is not read
-    overrides  Hydra override strings: ("model.path=smollm2-135m", "decode.max_new_tokens=32")
+    overrides  keys of a job: a list, ["model.path=smollm2-135m", "decode.n=4"], or a dictionary, nested or dotted,
+               {"model.path": "smollm2-135m", "decode": {"n": 4}}
+    keys       more keys: model={"path": "smollm2-135m"}, draft="eagle3"
 
     Uses the same engine and checks as `python -m batchspec.run`, and raises its errors (errors.py).
     Nothing is written unless the overrides set output.dir (also through a recipe, `+job=...`); then the same call resumes the
     job.
     """
     recipe = [] if job is None else [f"+job={job}", "output.dir=null"]
-    config = compose([*recipe, *overrides], require=("model.path",))
-    recipe += [word for word in overrides if word.startswith(("+job=", "hydra."))]
+    given = overrides_of(overrides, **keys)
+    config = compose([*recipe, *given], require=("model.path",))
+    recipe += [word for word in given if word.startswith(("+job=", "hydra."))]
     unread = _OF_FILES | _OF_PROCESSES | (_OF_OUTPUT if config.output.dir is None else {})
     refuse_unread(config, recipe, unread, "batchspec.generate")
     check_gpu(config, choose_device(config.device))
@@ -58,7 +64,11 @@ def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()
             f"cluster.tensor_parallel={config.cluster.tensor_parallel}: this call computes in its own process; use "
             "batchspec.Engine or `batchspec run`, which start one per GPU"
         )
-    source = table_source(table_of(data), config.input.limit)
+    table = table_of(data, config.input.columns)
+    if not table.num_rows and config.output.dir is None:
+        model = open_model(config)
+        return empty_frame(model, table, job_without_rows(model).admission)
+    source = table_source(table, config.input.limit)
     if config.output.dir is not None:
         limit = limit_s(config.cluster.watchdog_s, gpu=choose_device(config.device).type == "cuda")
         with Watchdog(limit).watching() as watchdog:

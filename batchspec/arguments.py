@@ -24,7 +24,7 @@ class ArgumentParser(argparse.ArgumentParser):
         for name in names:
             if (value := getattr(args, name)) != self.get_default(name):
                 shown = "" if value is True else f" {','.join(value) if isinstance(value, list) else value}"
-                self.error(f"--{name}{shown} {why}; remove it")
+                self.error(f"--{name.replace('_', '-')}{shown} {why}; remove it")
 
 
 class Renamed(argparse.Action):

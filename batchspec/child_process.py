@@ -85,6 +85,36 @@ def start_module(module: str, **environment: str) -> subprocess.Popen[bytes]:
         )  # fmt: skip
 
 
+AGAIN_S = 1.0
+"""CPU seconds after which `stopped_after` raises once more: an exception that is raised in a destructor is lost."""
+
+
+class OutOfTime(BaseException):
+    """A block of `stopped_after` used up its CPU time. No `Exception`, so that no handler of the block takes it for its own."""
+
+
+@contextmanager
+def stopped_after(cpu_s: float) -> Iterator[None]:
+    """Raises OutOfTime once this process has spent `cpu_s` seconds of CPU time in the block, as soon as Python runs again.
+
+    Only in the main thread, and not inside another such block.
+    """
+
+    end_s = time.process_time() + cpu_s
+
+    def stop(*_: object) -> None:
+        if (left_s := end_s - time.process_time()) <= 0:
+            raise OutOfTime
+        signal.setitimer(signal.ITIMER_PROF, left_s, AGAIN_S)  # the timer counts whole ticks of a process that had parts of them
+
+    signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, cpu_s, AGAIN_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
 def limit_cpu(cpu_s: int) -> None:
     """From now on this process has at least `cpu_s` seconds of CPU time, and at most two more; then the system ends it with
     SIGXCPU."""

@@ -38,7 +38,7 @@ COMMANDS = {
     "compact": ("batchspec.commands.compact", "OUT FOLDER: write the rows of a finished job as a few large Parquet files"),
     "push": ("batchspec.commands.push", "OUT ORG/NAME: the rows and the card of a finished job as a dataset of the hub"),
     "prompts": ("batchspec.commands.prompts", "--open MODEL | --from OUT FILE.parquet: let a chat model write prompts itself"),
-    "submit": ("batchspec.commands.submit", "run a job as a Slurm array: prints the sbatch command, --go runs it"),
+    "submit": ("batchspec.commands.submit", "run a job as a Slurm array: prints sbatch, --go runs it; --to: other systems"),
     "train": (
         "batchspec.commands.train",
         "draft=eagle3|parallel model.path= input.path= output.dir=: train a draft head on a job's completions",

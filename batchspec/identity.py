@@ -11,7 +11,6 @@ import torch
 
 from batchspec import __version__
 from batchspec.config.schema import TEMPLATE_DATE, CacheConfig
-from batchspec.dataset.schema import output_schema
 from batchspec.model.config_values import has_file, read_text
 from batchspec.model.deterministic import ORDER_VERSION
 from batchspec.model.kv_calibration import CALIBRATION
@@ -30,8 +29,8 @@ NEWER_KEYS = ("frequency_penalty", "logit_bias")
 def job_fingerprint(job: Job) -> dict[str, str]:
     """Everything that changes results. Drafter, slots, pages and versions do not; they may differ between the runs of one job."""
     config, decode = job.config, asdict(job.config.decode)
-    think, channels = job.admission.settings.think, job.admission.has_channels
-    schema = output_schema(job.source.schema, job.columns, config.output, channels=channels)
+    think, calls = job.admission.settings.think, job.admission.has_calls(job.columns)
+    schema = job.admission.schema_of(job.source.schema, job.columns, config.output)
     return fingerprint(
         {
             "model.config": read_text(job.folder / "config.json"),
@@ -47,17 +46,21 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "model.max_len": job.admission.max_len,
             "model.end_ids": sorted(job.admission.settings.end_ids),
             "model.think_tokens": None if think is None else (think.begin_id, think.end_id),
+            **({"model.tool_calls": form.name} if calls and (form := job.admission.tool_form) is not None else {}),
             **{f"decode.{key}": value for key, value in decode.items() if key not in (*KINDS, *NEWER_KEYS, "deterministic")},
             **({"decode.deterministic": ORDER_VERSION} if config.decode.deterministic else {}),  # left out without, as above
             **_newer_parts(job),
             **_constraint_parts(job),
+            **({"decode.choice": config.decode.choice} if config.decode.score == "choices" else {}),
             "draft.synthetic": config.draft.synthetic,
             "input.files": [file.identity for file in job.source.files],
             "input.columns": dict(sorted(job.columns.names.items())),
             **{f"input.{key}": getattr(config.input, key) for key in ("chat", "on_overlong", "limit", "template_kwargs")},
+            "input.system": config.input.system,
             # Left out at their defaults, so that jobs begun before these keys existed resume.
             **({} if config.input.template_date == TEMPLATE_DATE else {"input.template_date": config.input.template_date}),
             **({} if config.input.final_assistant == "error" else {"input.final_assistant": config.input.final_assistant}),
+            **({"input.drop": sorted(config.input.drop)} if config.input.drop else {}),
             "output.schema": [(field.name, str(field.type)) for field in schema],
             "output.messages": config.output.messages,
             "output.reasoning_in_messages": config.output.reasoning_in_messages,

@@ -32,6 +32,7 @@ from batchspec.load import make_engine
 from batchspec.packing.survey import Survey
 from batchspec.packing.work_plan import WorkPlan
 from batchspec.prepare import Job, open_job, survey_first
+from batchspec.report.answers import check_answers_file
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.report.push import check_push_key, check_target_key
 from batchspec.report.start_up import StartUp
@@ -51,6 +52,7 @@ from batchspec.runner.weight_sums import keep_sums, with_kept_sums
 from batchspec.runstate.extensions import MAY_DIFFER as EXTENDED
 from batchspec.runstate.extensions import Extension
 from batchspec.runstate.generations import Change, Generation
+from batchspec.runstate.heartbeats import HeartbeatWriter
 from batchspec.runstate.journal import Journaled, saved_rows
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.supervise.signals import EndSignals
@@ -83,6 +85,7 @@ def _run(
     check_push_key(config.output)
     job = open_job(config, source, group=group, is_new=is_new(config))
     output = check_output(job)
+    check_answers_file(config, is_new=output.begins_job(config.output.overwrite))
     check_target(job)
     start_up.done("checks")
     change = new_retry(job, output) or new_extension(job, output)
@@ -145,7 +148,17 @@ def compute(
     watchdog  as for `run_job`
     Raises what `ShardRunner.run` raises.
     """
-    began, start_up = time.perf_counter(), start_up or StartUp()
+    with HeartbeatWriter(output.heartbeats()) as heartbeat:
+        if not output.begins_job(job.config.output.overwrite):
+            heartbeat.begin()  # a run that ends while it loads is told of too
+        _compute(job, output, finished, signals, make, change, start_up or StartUp(), watchdog or Watchdog(0.0), heartbeat)
+
+
+def _compute(
+    job: Job, output: OutputFolder, finished: set[int], signals: EndSignals, make: MakeEngine, change: Change | None,
+    start_up: StartUp, watchdog: Watchdog, heartbeat: HeartbeatWriter,
+) -> None:  # fmt: skip
+    began = time.perf_counter()
     seen = survey_first(job)
     start_up.done("survey")
     surveyed_s = start_up.reached_s
@@ -173,7 +186,7 @@ def compute(
         elif finished or journaled.num_rows:
             shards = f"{len(finished)} of {output.num_shards} shards are committed already"
             progress.phase(f"{shards}, {saved_rows(journaled)}; the rest is computed")
-        watchdog = watchdog or Watchdog(0.0)
+        heartbeat.begin(progress.facts, slots=holder.engine.batch.num_slots)
         ShardRunner(job, output, plan, work, holder, seen, progress, journaled, num_errors, watchdog, signals).run()
     seconds = time.perf_counter() - began - start_up_s
     report_speed(output, holder.engine.totals, start_up, seconds=seconds, start_up_s=start_up_s)
@@ -197,7 +210,7 @@ def work_plan(job: Job, output: OutputFolder, *, is_retry: bool) -> WorkPlan:
 def report_speed(
     output: OutputFolder, totals: EngineTotals, start_up: StartUp, *, seconds: float, start_up_s: float
 ) -> None:  # fmt: skip
-    """Print a line about the run that has ended and one about its start, and write them to the output folder's logs."""
+    """Print lines about the run that has ended and one about its start, and write them to the output folder's logs."""
     summary = RunSummary(
         seconds=seconds,
         start_up_s=start_up_s,
@@ -208,7 +221,8 @@ def report_speed(
         preempted=totals.preempted,
         expert_correlation=totals.expert_correlation,
     )
-    say(summary.line())
+    for line in summary.lines():
+        say(line)
     if start_up.over:
         say(start_up.line())
     output.log_run({**summary.facts(), "start_up": start_up.facts()})

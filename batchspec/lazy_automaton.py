@@ -25,13 +25,15 @@ NONE = np.zeros(0, np.int32)
 class LazyAutomaton(NamedTuple):
     """A constraint without a finite automaton, or with too large a one. `Expanding` computes its states.
 
-    Equal kind and source are the same automaton. A row begins in ANSWER, EITHER or THOUGHT, or with channels in a state inside a
+    Equal ones are the same automaton. A row begins in ANSWER, EITHER or THOUGHT, or with channels in a state inside a
     header (`token_automaton.py`). These have the same numbers in all epochs.
     """
 
     kind: str
     source: str
     """As given: a grammar, a regex, or the JSON text of a schema or a list of strings."""
+    retryable: bool = False
+    """Another run may find a finite automaton: there was too little time or memory for one, because of other constraints."""
 
     @property
     def answer(self) -> int:

@@ -32,15 +32,15 @@ from batchspec.packing.constraints import asked_by
 from batchspec.packing.cost import Rates, device_rates
 from batchspec.packing.feed import window_shards
 from batchspec.packing.memory import graph_tokens, prefill_graph_bytes
-from batchspec.packing.model_notes import model_notes
 from batchspec.packing.planner import GPU_PREFILL, PAGE_SIZE, Demand, choose_batch, free_memory
 from batchspec.packing.survey import Survey
-from batchspec.packing.unused import columns_advice
-from batchspec.prepare import Job, JobModel
+from batchspec.prepare import Job, JobModel, notes
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.structured.expander import Expander
 from batchspec.text import counted
 from batchspec.token_automaton import TokenSymbols
+from batchspec.tool_calls.split import CallParser
+from batchspec.tuning.cpu_threads import limit_threads
 from batchspec.tuning.table import table_in_use
 
 
@@ -75,7 +75,7 @@ def padded_prefill_bytes(job: JobModel) -> int:
     """Bytes of the CUDA graphs of prefill passes (ablation.prefill_graphs); 0 in a job without them."""
     ablation, spec = job.config.ablation, job.spec
     graphed = ablation.prefill_graphs and not spec.ordered and spec.whole is None
-    if job.device.type != "cuda" or not graphed or job.config.decode.max_new_tokens == 0:  # scored prompts: no pass is a graph
+    if job.device.type != "cuda" or not graphed or job.config.decode.score != "none":  # no pass is a graph
         return 0
     tokens = job.config.packing.max_num_batched_tokens or GPU_PREFILL
     return prefill_graph_bytes(job.spec, dtype=job.dtype, tokens=graph_tokens(job.spec, tokens))
@@ -133,7 +133,7 @@ def most_last_rounds(job: Job) -> int | None:
     It is unknown if rows have their own limits, or may wait for their automata while few others decode.
     """
     unknown = job.columns.get("max_new_tokens") is not None or job.admission.constraints is not None
-    return None if unknown else job.config.decode.max_new_tokens
+    return None if unknown else job.config.decode.output_limit
 
 
 def load_engine(
@@ -149,10 +149,10 @@ def load_engine(
     check_memory(job)
     on = job.device.type if job.group is None else f"{job.group.ranks} x {job.device.type}"
     progress.phase(f"loading {config.model.path} in {dtype} on {on}")
-    for _, note in model_notes(config.decode, job.spec, job.admission.settings.end_ids):
+    if job.device.type == "cpu" and (note := limit_threads()):
         progress.phase(note)
-    if advice := columns_advice(job.columns, job.source):
-        progress.phase(advice)
+    for _, note in notes(job):
+        progress.phase(note)
     lead = None if job.group is None else Lead(job.group.channel)
     if lead is not None:
         lead.send(load_message(job.device, None if job.dummy else job.folder))
@@ -172,14 +172,16 @@ def load_engine(
     batch = plan_batch(job, demand, device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises), loaded=True)
     drafter = job.drafter.build(weights, target, slots=batch.num_slots)
     progress.phase(
-        f"{counted(batch.num_slots, 'slot')}, {batch.num_pages} pages of {batch.page_size} tokens, "
-        f"rows of at most {batch.max_len} tokens, draft={drafter.name} K={drafter.max_len}"
+        f"{counted(batch.num_slots, 'slot')}: so many rows at a time, each of at most {batch.max_len} tokens; "
+        f"{batch.num_pages} pages of {batch.page_size} tokens"
     )
+    if config.decode.score == "none":  # else nothing is decoded, and there are no rounds
+        progress.phase(f"draft={drafter.name}: {round_of(drafter.max_len)}")
     if lead is not None:
         lead.send(Build(batch, vocabulary_of(job)))
     engine = build_engine(
         config, target, drafter, batch, tokenizer=job.tokenizer, lead=lead, vocabulary=vocabulary_of(job),
-        expanding=expanding_of(job), defers_text=defers_text,
+        expanding=expanding_of(job), defers_text=defers_text, call_parser=job.admission.call_parser,
     )  # fmt: skip
     if job.device.type == "cuda":
         progress.phase("compiling kernels and capturing the graphs of the rounds")
@@ -189,6 +191,13 @@ def load_engine(
         prepare_engine(engine, usual_mode(job), seen, job.source.num_rows, window_rows, most_rounds=most_rounds)
         progress.start_up.done("other preparations", engine.planner.seconds)
     return engine
+
+
+def round_of(most_drafts: int) -> str:
+    """What a round does, for the first line that names one. most_drafts: K of the drafter."""
+    if most_drafts:
+        return f"a round drafts up to {most_drafts} tokens for each row, and the model verifies them at once"
+    return "a round adds one token to each row"
 
 
 def prepare_engine(
@@ -224,14 +233,14 @@ def rewrite_weights(job: JobModel, target: Target, folder: Path) -> None:
 def build_engine(
     config: RunConfig, target: Target, drafter: Drafter, batch: PackedBatch, *, tokenizer: Tokenizer | None = None,
     lead: Lead | None = None, vocabulary: TokenSymbols | None = None, expanding: Expanding | None = None,
-    defers_text: bool = False,
+    defers_text: bool = False, call_parser: CallParser | None = None,
 ) -> Engine:  # fmt: skip
     """The engine for these settings, on the target's device; nothing is captured yet.
 
-    lead  as for `Engine`; vocabulary (its `symbols`), expanding, defers_text  as for `RowFeatures`
+    lead  as for `Engine`; vocabulary (its `symbols`), expanding, defers_text, call_parser  as for `RowFeatures`
     """
-    ablation, scores = config.ablation, config.decode.max_new_tokens == 0
-    num_top = config.output.prompt_logprobs if scores else config.output.logprobs
+    ablation, scores = config.ablation, config.decode.score != "none"
+    num_top = (config.output.prompt_logprobs or 0) if scores else config.output.logprobs
     return Engine(
         target,
         drafter,
@@ -250,6 +259,7 @@ def build_engine(
             scores=scores,
             symbols=vocabulary,
             expanding=expanding,
+            call_parser=call_parser,
         ),
         eos_ids=frozenset(target.spec.eos_ids) | frozenset(tokenizer.eos_ids if tokenizer else ()),
         refill_dead=ablation.dead_rows,

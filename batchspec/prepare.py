@@ -14,7 +14,7 @@ from batchspec.config.schema import RunConfig
 from batchspec.dataset.columns import ColumnMap, map_columns
 from batchspec.dataset.reader import Source, open_source
 from batchspec.dataset.row_ids import check_ids
-from batchspec.dataset.schema import output_schema
+from batchspec.dataset.schema import columns_read, output_schema
 from batchspec.dataset.shard_layout import ShardLayout
 from batchspec.distributed.group import Group
 from batchspec.draft.spec import DrafterSpec, open_drafter
@@ -38,6 +38,8 @@ from batchspec.model.weights import judge_model
 from batchspec.out_of_memory import admitting_rows
 from batchspec.packing.admit import Admission
 from batchspec.packing.constraints import Constraints
+from batchspec.packing.input_notes import input_notes
+from batchspec.packing.model_notes import model_notes
 from batchspec.packing.survey import Survey
 from batchspec.packing.unused import (
     check_columns,
@@ -119,7 +121,8 @@ def open_job(
     """
     source = source or open_source(config.input, config.output.dir)
     columns = map_columns(source.schema, config.input.columns)
-    output_schema(source.schema, columns, config.output)
+    output_schema(source.schema, columns, config.output, score=config.decode.score)
+    source = source.reading(columns_read(source.schema, columns, config.output))
     check_ids(source, columns)
     model = open_model(config, here=here, group=group)
     if config.model.adapters and columns.get("adapter") is None:
@@ -130,7 +133,7 @@ def open_job(
     tokenizer = tokenizer or open_tokenizer(model.folder, config, columns)
     job = job_of(model, source, columns, tokenizer, is_new=is_new)
     if is_new:
-        check_keys_of_input(config, columns)
+        check_keys_of_input(config, columns, source)
         check_keys_of_engine(config, model.device.type if here else None)
         check_samples(config, columns, source)
     if fetch:
@@ -151,10 +154,16 @@ def job_of(
     admission = Admission(config, source=source, columns=columns, spec=model.spec, tokenizer=tokenizer, constraints=constraints)
     if is_new:
         check_keys_of_model(config, model.spec, thinks=admission.settings.think is not None)
-    output_schema(source.schema, columns, config.output, channels=admission.has_channels)
+    admission.schema_of(source.schema, columns, config.output)  # raises for columns that have no place
     of_model = {item.name: getattr(model, item.name) for item in fields(model)}
     layout = ShardLayout.even(source.num_rows, config.output.shard_rows or default_shard_rows(source.num_rows))
     return Job(**of_model, source=source, columns=columns, tokenizer=tokenizer, admission=admission, layout=layout)
+
+
+def notes(job: Job) -> list[tuple[str, str]]:
+    """(label, line) of each thing about the model's files and the input that the user should know."""
+    of_model = model_notes(job.config.decode, job.spec, job.admission.settings.end_ids)
+    return [*of_model, *input_notes(job.config, job.admission, job.source, job.tokenizer)]
 
 
 def fetch_weights(model: JobModel) -> None:

@@ -132,6 +132,15 @@ class Thinking:
     the prompt ends after a message, or has none."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A text that a prompt may continue with."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    """Its tokens, at least one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
     """One sample of one admitted input row, ready to decode."""
@@ -164,8 +173,12 @@ class Request:
     """The compiled constraint; None before it is compiled. The engine takes no request whose automaton is missing."""
     automaton_state: int = 0
     """State of the automaton in which the output begins."""
+    tools: str | None = None
+    """JSON text of the row's tools, if tool calls are to be found in the text of its answer (`tool_calls/`); else None."""
     adapter: int = 0
     """Number of its LoRA adapter among those that are not merged; 0: none. It is the same in every run of the job."""
+    choices: tuple[Choice, ...] = ()
+    """The texts to score after the prompt (engine/choices.py); empty where the prompt is scored or an answer decoded."""
     resumed: Snapshot | None = None
     """The state of this row when an earlier run stopped, if any."""
     synthetic_len: int | None = None
@@ -276,6 +289,8 @@ class Completion:
     """[prompt tokens] of a scored prompt; NaN for the first token."""
     prompt_top_logprobs: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
     """ids and logprobs, each [prompt tokens, N], likeliest first; ids are -1 for the first token."""
+    choice_logprobs: tuple[tuple[str, float], ...] | None = None
+    """The texts of `Request.choices` in their order, and the natural log of each one's probability."""
     seed: int | None = None
     predicted_tokens: int | None = None
     cached_tokens: int = 0

@@ -2,8 +2,8 @@
 
     python jobs/tool_loop.py [model.path=MODEL] [any other key of a job]
 
-The protocol is plain text, so that it works with any chat template. A template with tools takes a column `tools`, answers have
-`tool_calls` where the model has channels, and a message {"role": "tool", "content": ...} brings the result.
+The protocol is plain text, so that it works with any chat template. A template with tools takes a column `tools`; the calls are
+then in `turn.messages[-1]["tool_calls"]`, and a message {"role": "tool", "tool_call_id": ..., "content": ...} brings each result.
 """
 
 import ast

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from batchspec.structured import compile_process
-from batchspec.structured.compile_pool import LAZY
+from batchspec.structured.compile_pool import Attempt
 from tests.exhausted_expander import limited
 
 
-def _answer(kind: str, source: str, cpu_s: int, **job: object) -> Any:
-    made = {"lazy": kind}
-    return made if kind.startswith(LAZY) else limited(int(source), made)
+def _answer(attempt: Attempt, **job: object) -> Any:
+    made = {"lazy": attempt.too_long}
+    return limited(int(attempt.source), made) if attempt.cpu_s and attempt.source.isdigit() else made
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ from typing import Any
 from batchspec.lazy_automaton import Answer, Ask, LazyAutomaton, Recheck
 from batchspec.model.target import Target
 from batchspec.records import Request
-from batchspec.structured.compile_pool import Defect, Died, Full
 from batchspec.structured.expand_process import Work
 from batchspec.structured.expander import _ExpandProcess
 from batchspec.structured.lazy_dfa import TooManyStates
+from batchspec.structured.limited_process import Defect, Died, Full
 from tests.automata import BEGIN, END, EOS, TOKENS, VOCABULARY, tokens_that_may_follow, written
 from tests.engines import tiny_target
 

@@ -16,7 +16,7 @@ class KillingTokenizer:
     special_ids: Mapping[str, int] = {}
     added_ids = special_ids
     fingerprint = "kills"
-    has_chat_template = False
+    has_chat_template, answer_templates = False, ()
 
     def encode(self, text: str, **_: Any) -> list[int]:
         if text.endswith("die"):

@@ -15,8 +15,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_pushcanary"
-CUT, CUT_AFTER = -1, -2
-"""Faults: the connection ends before the request has an effect, or after it."""
+CUT, CUT_AFTER, SILENT = -1, -2, -3
+"""Faults: the connection ends before the request has an effect, or after it; no answer comes."""
 
 
 @dataclass
@@ -44,6 +44,7 @@ class PushHub(ThreadingHTTPServer):
         self.datasets: dict[str, Dataset] = {}
         self.blobs: dict[str, bytes] = {}
         self.requests: list[str] = []
+        self.ended = threading.Event()
         self.fault: Callable[[str, str], int | None] = lambda method, path: None
 
     @property
@@ -65,6 +66,7 @@ def running_push_hub() -> Iterator[PushHub]:
     try:
         yield hub
     finally:
+        hub.ended.set()
         hub.shutdown()
         hub.server_close()
 
@@ -91,7 +93,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.requests.append(f"{self.command} {path}")
         body = self._body()
         fault = self.server.fault(self.command, path)
-        if fault == CUT:
+        if fault == SILENT:
+            self.server.ended.wait()
+        if fault in (CUT, SILENT):
             return self._cut()
         if fault not in (None, CUT_AFTER):
             return self._send(int(fault or 0), b"injected")
@@ -164,6 +168,9 @@ class _Handler(BaseHTTPRequestHandler):
         for line in map(json.loads, body.splitlines()):
             value = line["value"]
             match line["key"]:
+                case "header":
+                    if value.get("parentCommit") != dataset.sha:
+                        return 412, b'{"error": "A commit has happened since. Please refresh and try again."}', {}
                 case "file":
                     files[value["path"]] = base64.b64decode(value["content"])
                 case "lfsFile":

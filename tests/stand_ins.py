@@ -53,7 +53,7 @@ class ByteTokenizer:
     special_ids: Mapping[str, int] = {"<turn>": 256, "<end>": 257}
     added_ids = special_ids
     fingerprint = "bytes"
-    has_chat_template = True
+    has_chat_template, answer_templates = True, ()
 
     def __init__(self) -> None:
         self.seen: dict[str, Any] = {}

@@ -187,7 +187,7 @@ def test_min_new_tokens_never_exceeds_the_row_s_own_limit() -> None:
         (chats([*user("a"), *user("b")]), "template_error", "roles must alternate"),
         (prompts("a", temperature=[-1.0]), "bad_parameter", "temperature=-1.0 must be in 0 .. 100"),
         (prompts("a", top_p=[float("nan")]), "bad_parameter", "top_p=nan"),
-        (prompts("a", max_new_tokens=[0]), "bad_parameter", "max_new_tokens=0 in a job that decodes"),
+        (prompts("a", max_new_tokens=[0]), "bad_parameter", "max_new_tokens=0 must be at least 1"),
         (prompts("a", max_new_tokens=[64]), "bad_parameter", "leaves no room for a prompt in model.max_len=64"),
         (prompts("a", n=[0]), "bad_parameter", "n=0"),
         (prompts("a", synthetic_len=[0]), "bad_parameter", "synthetic_len=0 must be at least 1"),

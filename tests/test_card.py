@@ -62,9 +62,12 @@ def test_datasets_reads_the_folder_by_its_card_and_chat_lines_as_they_are(
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install datasets")
-    rows = datasets.load_dataset(str(made / "out"), cache_dir=str(tmp_path / "cache"))
-    assert list(rows) == ["train"]
     frame = pl.read_parquet(made / "out/data")
+    ok = datasets.load_dataset(str(made / "out"), split="train", cache_dir=str(tmp_path / "cache"))
+    assert ok["request_id"][:] == frame.filter(status="ok")["request_id"].to_list(), "no error row, and none that was cut off"
+    assert 0 < ok.num_rows < frame.filter(pl.col("status") != "error").height
+    rows = datasets.load_dataset(str(made / "out"), "all", cache_dir=str(tmp_path / "cache"))
+    assert list(rows) == ["train"]
     assert rows["train"].num_rows == frame.height == ROWS + 1
     assert rows["train"].column_names == frame.columns
     assert rows["train"]["request_id"][:] == frame["request_id"].to_list()

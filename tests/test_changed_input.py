@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -194,8 +194,12 @@ class Forgetful:
 
     def __init__(self, source: Source, keeps: int) -> None:
         self.num_rows, self.files, self.schema = source.num_rows, source.files, source.schema
+        self.filled_by_requests = source.filled_by_requests
         self.check, self.column, self.ids, self.alone = source.check, source.column, source.ids, source.alone
         self._source, self._keeps, self._reads = source, keeps, 0
+
+    def reading(self, names: Sequence[str]) -> Source:
+        return self
 
     def shards(self, layout: ShardLayout | int, skip: Container[int] = ()) -> Iterator[InputShard]:
         self._reads += 1

@@ -161,13 +161,18 @@ def test_a_task_is_restarted_as_often_as_under_slurm() -> None:
 
 
 def test_the_table_of_the_page_is_what_the_manifest_does() -> None:
-    page = (JOBS / "README.md").read_text(encoding="utf-8")
+    page = (JOBS / "clusters.md").read_text(encoding="utf-8")
     section = page.split("\n## Kubernetes and SkyPilot\n")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("| ")]
     said = {int(code): row[1] for row in rows for code in re.findall(r"\b\d+\b", row[0])}
     assert set(said) - {0, KILLED} == exit_codes()
     for code, policy in said.items():
         assert code == 0 or policy.startswith(f"`{action(code)}`"), code
+
+
+def test_the_page_about_resuming_explains_each_exit_code() -> None:
+    page = (JOBS / "resume.md").read_text(encoding="utf-8")
+    assert Counter(re.findall(r"^- (\d+): ", page, re.MULTILINE)) == Counter(map(str, exit_codes() | {0}))
 
 
 # -- Kubernetes: a job

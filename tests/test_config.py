@@ -105,7 +105,7 @@ def test_the_defaults_can_run_once_the_required_keys_are_given() -> None:
         ({"decode__temperature": float("nan")}, "decode.temperature=nan must be in 0 .. 100"),
         ({"decode__temperature": -1.0}, "decode.temperature=-1.0"),
         ({"decode__seed": 2**63}, "must be in -2^63 .. 2^63-1"),
-        ({"decode__max_new_tokens": -1}, "decode.max_new_tokens=-1 must be at least 0"),
+        ({"decode__max_new_tokens": -1}, "decode.max_new_tokens=-1 must be at least 1"),
         ({"decode__min_new_tokens": 9, "decode__max_new_tokens": 8}, "decode.min_new_tokens=9 exceeds decode.max_new_tokens=8"),
         ({"decode__max_new_tokens": 64, "model__max_len": 64}, "leaves no room for a prompt in model.max_len=64"),
         ({"decode__stop": [""]}, "empty string"),

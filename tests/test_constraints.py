@@ -26,6 +26,7 @@ from batchspec.errors import ConfigError
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.admit import Admission
 from batchspec.records import Completion, Request
+from batchspec.warm.conversations import Turn
 from tests.automata import finite
 from tests.models import make_checkpoint, make_thinking_tokenizer, make_tokenizer
 from tests.stand_ins import small_spec
@@ -347,7 +348,7 @@ def test_a_warm_engine_takes_constraints_of_each_call_and_compiles_them_once(mod
 
 
 def test_the_turns_of_a_conversation_follow_the_row_s_schema_or_their_own(model: Path) -> None:
-    def next_turn(turn: batchspec.Turn) -> Any:
+    def next_turn(turn: Turn) -> Any:
         if turn.number == 2:
             return None
         own = {"regex": "[a-f]{3}", "schema": None} if turn.number else {}

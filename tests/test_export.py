@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from batchspec.commands.export import main
 from batchspec.config.schema import InputConfig, OutputConfig
 from batchspec.dataset.columns import map_columns
-from batchspec.dataset.openai_requests import TURN_KEYS, parse_request
+from batchspec.dataset.openai_keys import TURN_KEYS
+from batchspec.dataset.openai_requests import BadRequest, parse_request
 from batchspec.dataset.reader import table_source
 from batchspec.dataset.writer import build_table
 from batchspec.errors import ConfigError, InputError, OutputError
@@ -56,12 +57,13 @@ def test_chat_and_prompt_completion_hold_good_rows_and_report_how_many_were_left
     out, file = job(tmp_path / "out", messages=kept), tmp_path / "chat.jsonl"
     assert main([str(out), "--to", "chat", str(file)]) == 0
     assert lines(file) == [
-        {"messages": [turn("user", f"say {row}"), turn("assistant", text)]}
-        for row, text in ((0, "naïve\n\u2028"), (3, "answer 3.0"), (3, "second"))
+        {"request_id": f"q-{row}", "sample_index": sample, "messages": [turn("user", f"say {row}"), turn("assistant", text)]}
+        for row, sample, text in ((0, 0, "naïve\n\u2028"), (3, 0, "answer 3.0"), (3, 1, "second"))
     ]
     assert capsys.readouterr().out == f"{file}: 3 lines; rows left out: 1 error, 1 truncated\n"
     assert main([str(out), str(file), "--to", "prompt_completion", "--status", "truncated,error", "--overwrite"]) == 0
-    assert lines(file) == [{"prompt": [turn("user", "say 2")], "completion": [turn("assistant", "answer 2.0")]}]
+    one = {"prompt": [turn("user", "say 2")], "completion": [turn("assistant", "answer 2.0")]}
+    assert lines(file) == [{"request_id": "q-2", "sample_index": 0, **one}]
     assert capsys.readouterr().out == f"{file}: 1 line; rows left out: 1 error, 3 ok\n"
 
 
@@ -78,7 +80,8 @@ def test_an_answer_that_continues_a_turn_is_one_turn_with_it(tmp_path: Path, kep
     kept_as = OutputConfig(messages=kept)
     folder.commit(0, build_table(shard, [completion(0, text=" zero")], columns=columns, input=asked, output=kept_as, attempt="a"))
     assert main([str(tmp_path / "out"), "--to", "prompt_completion", str(tmp_path / "x.jsonl")]) == 0
-    assert lines(tmp_path / "x.jsonl") == [{"prompt": chat[:1], "completion": [turn("assistant", "Well, zero")]}]
+    (one,) = lines(tmp_path / "x.jsonl")
+    assert (one["prompt"], one["completion"]) == (chat[:1], [turn("assistant", "Well, zero")])
 
 
 @pytest.mark.parametrize("kept", ["full", "prompt"])
@@ -94,7 +97,7 @@ def test_parquet_for_trainers_holds_one_format_of_good_rows_alone(
         assert main([str(out), "--to", form, str(same)]) == 0
         capsys.readouterr()
         rows = pl.read_parquet(file)
-        assert rows.columns == columns
+        assert rows.columns == ["request_id", "sample_index", *columns]
         assert all(rows[name].dtype == pl.List(pl.Struct({"role": pl.String, "content": pl.String})) for name in columns)
         assert rows.to_dicts() == lines(same)
 
@@ -174,7 +177,7 @@ def test_a_file_has_its_name_only_when_it_is_complete(tmp_path: Path, monkeypatc
     def broken(*rest: object, **named: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("batchspec.commands.export._training_line", broken)
+    monkeypatch.setattr("batchspec.commands.export.training_line", broken)
     with pytest.raises(KeyboardInterrupt):
         main([str(out), "--to", "chat", str(file), "--overwrite"])
     assert file.read_text() == "old\n"
@@ -219,11 +222,11 @@ def test_openai_s_requests_become_an_input_that_batchspec_maps(tmp_path: Path, c
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", r"in.jsonl line 2: not a batch request \(BadJson"),
+        ("{", r"in.jsonl: 1 line of 2 is no request .*: line 2: not a batch request \(BadJson"),
         ("[]", "line 2: not a batch request"),
         ('{"custom_id": "a", "body": {}}', r"not a batch request \(KeyError: 'messages'\)"),
         ('{"custom_id": "\\ud800", "body": {"messages": []}}', r"not a batch request \(BadText"),
-        (json.dumps(request() | {"url": "/v1/embeddings"}), r"url '/v1/embeddings' is not /v1/chat/completions"),
+        (json.dumps(request() | {"url": "/v1/embeddings"}), r"url '/v1/embeddings' is not supported, .* computes no embeddings"),
         (
             json.dumps(request(response_format={"type": "structural_tag"})),
             r"response_format.type=\"structural_tag\" is not text, json_object",
@@ -414,8 +417,8 @@ keys = st.sampled_from(["messages", "max_tokens", "temperature", "seed", "stop",
 @given(body=st.dictionaries(keys, json_values, max_size=5), custom_id=json_values)
 def test_any_line_is_a_row_or_one_error(body: dict[str, Any], custom_id: Any) -> None:
     try:
-        row = parse_request(json.dumps({"custom_id": custom_id, "body": body}), "here")
-    except InputError:
+        row = parse_request(json.dumps({"custom_id": custom_id, "body": body}))
+    except BadRequest:
         return
     assert isinstance(row["id"], str)
     assert all({"role", "content"} <= set(turn) <= set(TURN_KEYS) for turn in row["messages"])

@@ -20,6 +20,7 @@ from batchspec.engine.features.thinking import ThinkingBudget, split_thoughts
 from batchspec.model.thinking import ThinkTokens, find_think_tokens
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.records import Thinking
+from batchspec.tool_calls.split import call_id
 from tests.engines import request
 from tests.harmony import SPECIAL, make_harmony_model, make_harmony_tokenizer
 from tests.models import make_tokenizer
@@ -66,7 +67,7 @@ def said(
 def call(name: str, arguments: str, recipient: str, content_type: str | None, index: int = 0) -> dict[str, Any]:
     function = {"name": name, "arguments": arguments}
     return {
-        "id": f"call_3_0_{index}",
+        "id": call_id(request(3, [1], cap=9), index),
         "type": "function",
         "function": function,
         "recipient": recipient,

@@ -112,12 +112,9 @@ def test_a_newcomers_chats_go_through_whole_jobs(model: Path, tmp_path: Path, ca
     exported = [json.loads(line) for line in (tmp_path / "chat.jsonl").read_text().splitlines()]
     assert exported[1]["messages"][-1]["content"] == "Once " + second["completion"]
     assert cli.main(["inspect", str(tmp_path / "out"), "tools"]) == 0
-    capsys.readouterr()
-    assert run.main(arguments(model, tmp_path / "openai.jsonl", tmp_path / "no")) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("batchspec: the input holds OpenAI's batch requests")
-    assert said.count("\n") == 1
-    assert not (tmp_path / "no").exists()
+    assert run.main(arguments(model, tmp_path / "openai.jsonl", tmp_path / "lines", *more, "output.prompt_ids=true")) == 0
+    [of_line] = pl.read_parquet(tmp_path / "lines/data").to_dicts()
+    assert [of_line[name] for name in ("prompt_ids", "messages")] == [first[name] for name in ("prompt_ids", "messages")]
 
 
 class Canary:
@@ -224,7 +221,7 @@ def test_secrets_reach_no_output_and_no_message(
     assert run.main(command) == 0
     for command in (["stats"], ["inspect"], ["status"], ["verify"]):
         cli.main([*command, str(tmp_path / "out"), *(["in.parquet:1"] if command == ["inspect"] else [])])
-    for key in ("model.path", "input.path", "output.dir", "draft.path", "model.chat_template"):
+    for key in ("model.path", "input.path", "output.dir", "output.openai", "draft.path", "model.chat_template"):
         for url in ("https://user:canary-url@host/x", "s3://bucket/x?token=canary-url"):
             assert run.main([*arguments(model, tmp_path / "in.parquet", tmp_path / "no"), f"{key}='{url}'"]) == 2
     captured = capsys.readouterr()

@@ -86,6 +86,17 @@ def test_configs_of_a_card_are_chosen_by_name() -> None:
         assert found(TWO, text) == ["main/test-0.parquet"]
 
 
+def test_a_config_that_holds_only_some_rows_of_its_files_is_refused_and_another_one_named() -> None:
+    some = "- config_name: ok\n  default: true\n  data_files: data/*\n  filters: [[status, '==', ok]]\n"
+    text = card(f"configs:\n{some}- config_name: all\n  data_files: data/*\n")
+    said = r"W: its config 'ok' holds only the rows that pass \[\['status', '==', 'ok'\]\], .*: input.config_name=all"
+    with pytest.raises(InputError, match=said):
+        found(SHARDS, text)
+    assert found(SHARDS, text, "all") == sorted(SHARDS)
+    with pytest.raises(InputError, match="batchspec reads whole files; give files of it"):
+        found(SHARDS, card(f"configs:\n{some}"))
+
+
 def test_a_config_of_a_folder_has_the_splits_of_its_names() -> None:
     files = ["v1/train.csv", "v1/test.csv", "v2/all.csv"]
     text = card("configs:\n- config_name: one\n  data_dir: v1\n- config_name: two\n  data_dir: v2/\n")

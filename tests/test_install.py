@@ -19,7 +19,7 @@ SUFFIXES = (".py", ".yaml", ".parquet", ".json", ".txt", ".safetensors")
 
 
 def built(kind: str, source: Path, folder: Path) -> Path:
-    """The file that setuptools makes of a source tree: kind is sdist or wheel. The network is not used."""
+    """The file that setuptools makes of a source tree: kind is sdist, wheel or editable. The network is not used."""
     folder.mkdir()
     code = f"import sys; from setuptools.build_meta import build_{kind}; build_{kind}(sys.argv[1])"
     done = subprocess.run([sys.executable, "-c", code, str(folder)], cwd=source, check=False, capture_output=True, text=True)
@@ -63,7 +63,8 @@ def test_every_source_test_recipe_and_script_is_in_the_source_distribution(sourc
     wanted = {f"{top}/{name}" for top in ("batchspec", "kernels", "conf", "jobs", "tests") for name in files(ROOT / top)}
     wanted |= {f"batchspec/{top}/{name}" for top in ("kernels", "conf") for name in files(ROOT / top)}
     wanted |= {f"{folder}/README.md" for folder in ("batchspec", "conf", "jobs", "kernels")}
-    wanted |= {"README.md", "jobs/PERFORMANCE.md", "jobs/NOTEBOOK.md", "LICENSE", ".ci/run"}
+    wanted |= {f"jobs/{path.name}" for path in (ROOT / "jobs").glob("*.md")}
+    wanted |= {"README.md", "LICENSE", ".ci/run"}
     wanted |= {"jobs/figures.sh", "jobs/train_head.sh", "jobs/submit.sbatch", "jobs/report.png", "batchspec/py.typed"}
     wanted |= {"jobs/kubernetes.yml", "jobs/skypilot.yml"}
     once = {f"conf/heads/{name}" for name in files(ROOT / "conf/heads")}
@@ -98,6 +99,7 @@ def test_every_module_recipe_and_prompt_file_is_in_the_wheel(unpacked: Path) -> 
     package = unpacked / "batchspec"
     wanted = files(ROOT / "batchspec") | {f"{top}/{name}" for top in ("kernels", "conf") for name in files(ROOT / top)}
     wanted |= {f"conf/job/{path.name}" for path in (ROOT / "jobs").glob("*.yaml")} | {"py.typed", "conf/job/submit.sbatch"}
+    wanted |= {"conf/job/kubernetes.yml", "conf/job/skypilot.yml"}
     assert {name for name in wanted - NOT_PACKED if not (package / name).is_file()} == set()
     assert not (unpacked / "tests").exists()
     assert not (unpacked / "kernels").exists()
@@ -127,3 +129,54 @@ def test_the_prompts_are_found_in_the_wheel(unpacked: Path, tmp_path: Path) -> N
     )
     assert Path(done.stdout.strip()) == unpacked / "batchspec" / "conf" / "prompts" / "demo.parquet"
     assert Path(done.stdout.strip()).is_file()
+
+
+def test_the_package_names_what_it_offers_without_importing_it() -> None:
+    code = "import sys, batchspec; print(*(name for name in dir(batchspec) if name[0] != '_'), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert {"Engine", "generate"} <= set(done.stdout.split())
+    assert done.stdout.endswith("False\n")
+
+
+@pytest.fixture(scope="module")
+def editable(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """site-packages after `pip install -e .` of the source distribution."""
+    folder = tmp_path_factory.mktemp("editable")
+    with zipfile.ZipFile(built("editable", sources, folder / "dist")) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def test_an_editable_install_is_a_path_that_editors_and_type_checkers_follow(editable: Path, sources: Path) -> None:
+    """Not an import hook, which they do not run."""
+    (path,) = editable.glob("*.pth")
+    assert path.read_text().split() == [str(sources)]
+    assert not list(editable.glob("*.py"))
+
+
+def test_a_script_beside_the_clone_imports_the_installed_package(editable: Path, sources: Path) -> None:
+    """A folder of the clone's name is there too, which Python could take for a package without code."""
+    (sources.parent / "batchspec").mkdir()
+    code = f"import site; site.addsitedir({str(editable)!r}); import batchspec; print(batchspec.__file__)"
+    words = [sys.executable, "-S", "-c", code]
+    done = subprocess.run(words, cwd=sources.parent, env={}, check=True, capture_output=True, text=True)
+    assert Path(done.stdout.strip()) == sources / "batchspec/__init__.py"
+
+
+@pytest.mark.slow
+def test_mypy_knows_the_types_of_an_editable_install(editable: Path, tmp_path: Path) -> None:
+    """In an environment of its own, in a folder apart from the clone."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True)
+    (site,) = (tmp_path / "env/lib").glob("python*/site-packages")
+    others = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "all.pth").write_text("\n".join([next(editable.glob("*.pth")).read_text().strip(), *others]))
+    (tmp_path / "mine.py").write_text(
+        "import batchspec\nreveal_type(batchspec.generate(['a'], decode={'n': 2}))\n"
+        "with batchspec.Engine(model={'path': 'm'}) as engine:\n    reveal_type(engine.generate(['a']))\nbatchspec.Enigne\n"
+    )
+    words = ["-m", "mypy", "--strict", "--python-executable", str(tmp_path / "env/bin/python"), "--cache-dir", "cache", "mine.py"]
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=env, check=False, capture_output=True, text=True)
+    assert done.stdout.count('Revealed type is "polars.dataframe.frame.DataFrame"') == 2, done.stdout + done.stderr
+    assert 'Module has no attribute "Enigne"' in done.stdout
+    assert "Found 1 error in 1 file" in done.stdout

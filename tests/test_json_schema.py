@@ -18,7 +18,7 @@ from batchspec.structured.dfa import Dfa, dfa_of
 from batchspec.structured.json_schema.leaves import BadSchema
 from batchspec.structured.json_schema.schema import schema_rules
 from batchspec.structured.regex import regex_node
-from batchspec.structured.regex_syntax import possible, sure
+from batchspec.structured.regex_dialects import possible, sure
 from batchspec.structured.regular import Impossible, TooLarge
 from tests.test_structured import matches, regexes, samples, schema_dfa
 

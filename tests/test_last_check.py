@@ -28,8 +28,8 @@ from batchspec.engine.request_state import RequestState
 from batchspec.kernels.rounds.accept import FULL, STOPPED
 from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Ask, Expansion, LazyAutomaton, Recheck
 from batchspec.records import CONSTRAINT_VIOLATED, Completion, Request, Snapshot, Thinking
-from batchspec.structured.compile_pool import LimitedProcess
 from batchspec.structured.expander import Expander
+from batchspec.structured.limited_process import LimitedProcess
 from batchspec.token_automaton import NEXT, TokenAutomaton
 from tests import grammars
 from tests.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, TOKENS, VOCABULARY, automaton, constrained_tokens, may_follow

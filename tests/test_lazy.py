@@ -24,7 +24,7 @@ from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Answer, Ask, Expan
 from batchspec.records import Completion, Request, SamplingParams, Snapshot, Thinking
 from batchspec.structured import expand_process, lazy_dfa
 from batchspec.structured.channels import state_after_header
-from batchspec.structured.compile_pool import Died
+from batchspec.structured.limited_process import Died
 from batchspec.token_automaton import START, TokenSymbols
 from tests.automata import BEGIN, END, EOS, PATTERNS_OF_LETTERS, VOCABULARY, constrained_tokens, written
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, lazy_of, make_engine, packed, request, tiny_target
@@ -458,6 +458,20 @@ def test_a_row_that_fails_ends_wherever_its_output_begins(begins: int) -> None:
     assert len(done) == 2
     assert done[1].error is not None
     assert (done[1].error.code, done[1].error.retryable) == ("large_schema", False)
+
+
+def test_a_row_may_be_decoded_again_if_its_automaton_is_lazy_only_for_want_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a finite automaton, which another run may have the time for, it would not have failed."""
+    monkeypatch.setattr(lazy_dfa, "MAX_PLACES", 5)
+    wide = Grammar({"S": ("AS", "BS", "CS", "DS", "ES", "FS", "d"), **{name: (f"a{name}c", "b") for name in "ABCDEF"}})
+    first = following(request(0, [0, 7], cap=9), wide)
+    assert isinstance(first.automaton, LazyAutomaton)
+    second = replace(following(request(1, [1, 7], cap=9), wide), automaton=first.automaton._replace(retryable=True))
+    done = run([first, second], ALL["none"](), short_cap=0)
+    errors = [done[row].error for row in range(2)]
+    assert [error is not None and error.retryable for error in errors] == [False, True]
+    assert errors[1] is not None
+    assert errors[1].message.endswith("decode the row again (resume=error)")
 
 
 def test_a_row_without_an_answer_because_of_the_machine_may_be_decoded_again() -> None:

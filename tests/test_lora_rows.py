@@ -24,6 +24,7 @@ from batchspec.commands import verify_kv
 from batchspec.commands.verify import verify
 from batchspec.config.checks import MAX_ADAPTERS
 from batchspec.config.compose import compose
+from batchspec.config.schema import DecodeConfig
 from batchspec.engine import expected_pages
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.kernels.benchmarks.lora_bench import SHAPES
@@ -354,7 +355,8 @@ def test_rows_of_a_job_have_the_answers_of_jobs_with_their_adapter_merged(
 def test_prompts_are_scored_with_the_adapter_of_their_row(
     base: Path, folders: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:
-    more = ["decode.max_new_tokens=0", "output.prompt_logprobs=0", "draft=none"]
+    usual = f"decode.max_new_tokens={DecodeConfig().max_new_tokens}"
+    more = ["decode.score=prompts", usual, "output.prompt_logprobs=0", "draft=none"]
 
     def scores(out: Path) -> list[list[float]]:
         found = pl.read_parquet(out / "data/*.parquet").sort("request_id")["prompt_logprobs"].to_list()

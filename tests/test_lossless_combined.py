@@ -52,7 +52,7 @@ def text(one: Request, output: list[int]) -> str:
 
 
 def adjusted(logits: Tensor, prompt: list[int], output: list[int], params: SamplingParams) -> Tensor:
-    """Biases and penalties by their definitions in jobs/README.md."""
+    """Biases and penalties by their definitions in jobs/input.md."""
     for token, bias in params.logit_bias:
         logits[token] += bias
     for token in {*prompt, *output}:

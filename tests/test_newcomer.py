@@ -396,10 +396,12 @@ def test_sharegpt_is_refused_with_the_line_that_maps_it_and_then_read(tmp_path: 
     assert [turn["role"] for turn in read.output()[0]["messages"]] == [*(role for role, _ in turns), "assistant"]
 
 
-def test_openai_s_batch_requests_are_refused_with_the_command_that_converts_them(tmp_path: Path) -> None:
-    path = lines(tmp_path / "in.jsonl", {"custom_id": "a", "url": "/v1/chat/completions", "body": {"messages": [user("a")]}})
-    with pytest.raises(InputError, match="batchspec export --from-openai"):
-        Read(path)
+def test_openai_s_batch_requests_are_read_as_lines_and_refused_as_columns(tmp_path: Path) -> None:
+    line = {"custom_id": "a", "url": "/v1/chat/completions", "body": {"messages": [user("a")]}}
+    assert Read(lines(tmp_path / "in.jsonl", line)).template.rows[0]["messages"] == [user("a")]
+    pq.write_table(pa.Table.from_pylist([line]), tmp_path / "in.parquet")
+    with pytest.raises(InputError, match="give their JSON lines, whose keys are custom_id, method, url and body alone"):
+        Read(tmp_path / "in.parquet")
 
 
 # --- files: compressed, CSV, other encodings, other shapes

@@ -117,7 +117,7 @@ def test_what_the_job_does_not_follow_of_generation_config_is_one_line(
 def test_a_penalty_that_the_job_sets_itself_and_a_job_that_scores_need_no_advice() -> None:
     generation = read_generation({"repetition_penalty": 1.05, "suppress_tokens": [3]})
     assert sampling_advice(DecodeConfig(repetition_penalty=1.1), {"repetition_penalty": 1.05}) == ""
-    assert sampling_advice(DecodeConfig(max_new_tokens=0), generation) == ""
+    assert sampling_advice(DecodeConfig(score="prompts"), generation) == ""
 
 
 def test_a_key_of_the_config_that_nothing_reads_is_reported(job: RunConfig) -> None:
@@ -135,7 +135,7 @@ def test_a_key_of_the_config_that_nothing_reads_is_reported(job: RunConfig) -> N
         (DecodeConfig(stop=["x"]), set(), "rows end at a stop string or max_new_tokens"),
         (DecodeConfig(), {2}, None),
         (DecodeConfig(ignore_eos=True), set(), None),
-        (DecodeConfig(max_new_tokens=0), set(), None),
+        (DecodeConfig(score="prompts"), set(), None),
     ],
 )  # fmt: skip
 def test_a_model_without_an_end_token_is_reported(decode: DecodeConfig, end_ids: set[int], said: str | None) -> None:
@@ -357,7 +357,7 @@ from batchspec.commands.planning import plan
 from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.config.schema import RunConfig
 class Words:
-    eos_ids, special_ids, added_ids, fingerprint = (2,), {}, {}, "words"
+    eos_ids, special_ids, added_ids, answer_templates, fingerprint = (2,), {}, {}, (), "words"
     def encode(self, text, **_): return [len(word) for word in text.split()]
 for path in sys.argv[2:]:
     config = RunConfig(device="cpu")

@@ -39,9 +39,9 @@ def test_a_log_file_gets_a_line_every_30_seconds_and_one_at_the_end() -> None:
         progress.update(completions=60)
     lines = stream.getvalue().splitlines()
     assert lines[0] == "loading the model"
-    assert lines[1] == "40/100 completions (40.0%), 50 tok/s, mean acceptance length 2.50, 8 live rows"
+    assert lines[1] == "40/100 completions (40.0%), 50 tok/s, mean acceptance length 2.50, 8 rows running"
     assert len(lines) == 4
-    assert lines[3] == "100/100 completions (100.0%), 50 tok/s, mean acceptance length 2.50, 8 live rows, ETA 00:00"
+    assert lines[3] == "100/100 completions (100.0%), 50 tok/s, mean acceptance length 2.50"
 
 
 def test_the_time_left_comes_from_expected_tokens_where_they_are_known() -> None:
@@ -53,8 +53,21 @@ def test_the_time_left_comes_from_expected_tokens_where_they_are_known() -> None
     clock.now += 10
     progress.update(tokens=1000, rounds=1000, mean_output=800, in_flight_tokens=1400)
     first, second = stream.getvalue().splitlines()
-    assert first == "2/10 completions (20.0%), 100 tok/s, mean acceptance length 1.00, 4 live rows, ETA 00:40"
-    assert second == "2/10 completions (20.0%), 100 tok/s, mean acceptance length 1.00, 4 live rows, ETA 00:50"
+    assert first == "2/10 completions (20.0%), 100 tok/s, mean acceptance length 1.00, 4 rows running, ETA 00:40"
+    assert second == "2/10 completions (20.0%), 100 tok/s, mean acceptance length 1.00, 4 rows running, ETA 00:50"
+
+
+def test_no_time_left_is_shown_while_rows_run_that_are_longer_than_was_expected() -> None:
+    """`ETA 00:00` beside running rows was shown for minutes."""
+    clock, stream = Clock(), io.StringIO()
+    progress = ProgressBar(4, stream=stream, clock=clock, interval_s=1)
+    for in_flight in (180, 199, 230):
+        clock.now += 10
+        progress.update(tokens=100, rounds=50, live_rows=4, completions=0, mean_output=50, in_flight_tokens=in_flight)
+    first, second, third = stream.getvalue().splitlines()
+    assert first == "0/4 completions (0.0%), 10 tok/s, mean acceptance length 1.00, 4 rows running, ETA 00:02"
+    assert second.endswith("4 rows running")
+    assert third.endswith("4 rows running")
 
 
 def test_the_tokens_of_prefill_alone_give_no_time_left() -> None:
@@ -63,7 +76,7 @@ def test_the_tokens_of_prefill_alone_give_no_time_left() -> None:
     progress = ProgressBar(80, stream=stream, clock=clock, interval_s=30)
     clock.now += 36
     progress.update(tokens=4, mean_output=100, in_flight_tokens=4, live_rows=16)
-    assert stream.getvalue().splitlines() == ["0/80 completions (0.0%), 0 tok/s, 16 live rows, no round for 36 s"]
+    assert stream.getvalue().splitlines() == ["0/80 completions (0.0%), 0 tok/s, 16 rows running, no round for 36 s"]
 
 
 def test_the_rate_is_that_of_the_last_minute() -> None:
@@ -72,7 +85,7 @@ def test_the_rate_is_that_of_the_last_minute() -> None:
     for second in range(120):
         clock.now += 1
         progress.update(tokens=10 if second < 60 else 500, rounds=1)
-    assert stream.getvalue() == "0/10 completions (0.0%), 500 tok/s, mean acceptance length 1.00, 0 live rows\n"
+    assert stream.getvalue() == "0/10 completions (0.0%), 500 tok/s, mean acceptance length 1.00\n"
 
 
 def test_the_rate_needs_few_samples_however_many_rounds_end_in_a_minute() -> None:
@@ -82,7 +95,7 @@ def test_the_rate_needs_few_samples_however_many_rounds_end_in_a_minute() -> Non
         clock.now += 0.001
         progress.update(tokens=1, rounds=1)
     assert len(progress._history) < 2 * progress_module.WINDOW_S / progress_module.SAMPLE_S
-    assert stream.getvalue() == "0/10 completions (0.0%), 1,000 tok/s, mean acceptance length 1.00, 0 live rows\n"
+    assert stream.getvalue() == "0/10 completions (0.0%), 1,000 tok/s, mean acceptance length 1.00\n"
 
 
 def test_a_terminal_gets_a_bar_and_notes_above_it() -> None:
@@ -94,14 +107,14 @@ def test_a_terminal_gets_a_bar_and_notes_above_it() -> None:
     text = stream.getvalue()
     assert "\r\x1b[Khalf way\\x1b[31m\n  0% |" in text, "above the bar, which is drawn again"
     last = text.splitlines()[-1].rpartition("\r")[2]
-    assert last.startswith("100% |█████████| ")
-    assert last.endswith("| 4/4, 00:02, ETA 00:00, 150 tok/s, acceptance 1.25, 3 live rows\x1b[K")
+    assert last.startswith("100% |█████████████████████████████████| ")
+    assert last.endswith("| 4/4, 00:02, 150 tok/s, acceptance 1.25\x1b[K")
 
 
 @pytest.mark.parametrize(
     ("columns", "said"),
     [
-        (200, f" 45% |{'█' * 18}{'░' * 22}| 450/1000, 12:34, ETA 00:55, 600 tok/s, acceptance 1.25, 32 live rows"),
+        (200, f" 45% |{'█' * 18}{'░' * 22}| 450/1000, 12:34, ETA 00:55, 600 tok/s, acceptance 1.25, 32 rows running"),
         (80, f" 45% |{'█' * 7}{'░' * 10}| 450/1000, 12:34, ETA 00:55, 600 tok/s, acceptance 1.25"),
         (60, f" 45% |{'█' * 6}{'░' * 8}| 450/1000, 12:34, ETA 00:55, 600 tok/s"),
         (40, f" 45% |{'█' * 2}{'░' * 3}| 450/1000, 12:34, ETA 00:55"),
@@ -196,4 +209,4 @@ def on_terminal(columns: int) -> str:
 def test_an_empty_rate_shows_no_time_left(capsys: pytest.CaptureFixture[str]) -> None:
     with ProgressBar(3, clock=Clock()):
         pass
-    assert capsys.readouterr().err == "0/3 completions (0.0%), 0 tok/s, 0 live rows\n"
+    assert capsys.readouterr().err == "0/3 completions (0.0%), 0 tok/s\n"

@@ -20,11 +20,11 @@ from batchspec.cli import main as cli
 from batchspec.commands import push as command
 from batchspec.config.compose import compose
 from batchspec.dataset.reader import open_source
-from batchspec.errors import ConfigError, OutputError, StorageError
+from batchspec.errors import ConfigError, InputError, OutputError, StorageError
 from batchspec.runstate.output_folder import OutputFolder
-from batchspec.storage import hub_push
+from batchspec.storage import hub_push, retry
 from tests.models import make_checkpoint, make_tokenizer
-from tests.push_lab import CUT, CUT_AFTER, TOKEN, PushHub, running_push_hub
+from tests.push_lab import CUT, CUT_AFTER, SILENT, TOKEN, PushHub, running_push_hub
 from tests.test_remote_input import set_endpoint, set_times
 
 REPO = "org/answers"
@@ -85,11 +85,15 @@ def test_a_job_becomes_a_private_dataset_whose_card_names_its_files(
     assert dataset.num_commits == 1
     assert holds(hub, out)
     card = dataset.files["README.md"].decode()
-    assert "configs:\n- config_name: default\n  data_files:\n  - split: train\n    path: data/*.parquet\n" in card
-    assert f'datasets.load_dataset("{REPO}", split="train")' in card
+    assert f'datasets.load_dataset("{REPO}", split="train")  # its rows with status ok' in card
+    assert f'or polars.read_parquet("hf://datasets/{REPO}/data/*.parquet")' in card
+    assert "FOLDER/data" not in card
     assert 'load_dataset("FOLDER"' not in card
-    config = compose([f"input.path=hf://datasets/{REPO}", "input.split=train"], require=())
+    path = f"input.path=hf://datasets/{REPO}"
+    config = compose([path, "input.config_name=all", "input.split=train"], require=())
     assert open_source(config.input).num_rows == 7  # batchspec reads it by the card
+    with pytest.raises(InputError, match=r"config 'ok' holds only the rows that pass .*; choose .* input.config_name=all"):
+        open_source(compose([path], require=()).input)
 
 
 def test_a_push_again_sends_nothing(hub: PushHub, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +121,7 @@ FAULTS: list[tuple[str, str, int]] = [
     ("POST", "/api/repos/create", 503), ("GET", "/api/datasets/", 429), ("GET", "/api/datasets/", CUT),
     ("POST", "/preupload/", 500), ("POST", "/objects/batch", 502), ("PUT", "/upload/", 503), ("PUT", "/upload/", CUT),
     ("PUT", "/upload/", CUT_AFTER), ("POST", "/commit/", 500), ("POST", "/commit/", 429), ("POST", "/commit/", CUT),
-    ("POST", "/commit/", CUT_AFTER), ("POST", "/api/validate-yaml", CUT),
+    ("POST", "/commit/", CUT_AFTER), ("POST", "/commit/", SILENT), ("PUT", "/upload/", SILENT),
 ]  # fmt: skip
 
 
@@ -127,11 +131,43 @@ def first_only(method: str, part: str, fault: int) -> Callable[[str, str], int |
 
 
 @pytest.mark.parametrize(("method", "part", "fault"), FAULTS)
-def test_a_request_that_fails_once_is_repeated(hub: PushHub, out: Path, method: str, part: str, fault: int) -> None:
+def test_a_request_that_fails_once_is_repeated(
+    hub: PushHub, out: Path, monkeypatch: pytest.MonkeyPatch, method: str, part: str, fault: int
+) -> None:
+    monkeypatch.setattr(retry, "REQUEST_S", 1.0)
     hub.fault = first_only(method, part, fault)
     assert command.main([str(out), REPO]) == 0
     assert holds(hub, out)
+    assert hub.datasets[REPO].num_commits == 1
     assert hub.num("PUT", "/upload/") <= 5  # what came up is not sent again
+
+
+@pytest.mark.parametrize("fault", [503, CUT, CUT_AFTER, SILENT])
+@pytest.mark.parametrize("every", [2, 3, 4])
+def test_a_push_ends_well_although_every_few_requests_fail(
+    hub: PushHub, out: Path, monkeypatch: pytest.MonkeyPatch, every: int, fault: int
+) -> None:
+    """A request is repeated alone: one that fails never repeats those before it, which would fail again in the same order."""
+    monkeypatch.setattr(retry, "REQUEST_S", 0.3)
+    monkeypatch.setattr(lfs, "http_backoff", partial(vars(lfs)["http_backoff"], base_wait_time=0.01, max_wait_time=0.01))
+    hub.fault = lambda method, path: fault if len(hub.requests) % every == 0 else None
+    assert command.main([str(out), REPO]) == 0
+    assert holds(hub, out)
+    assert hub.datasets[REPO].num_commits == 1
+    assert not hub.num("POST", "/api/validate-yaml")
+
+
+def test_a_dataset_that_changes_meanwhile_is_not_overwritten(hub: PushHub, out: Path) -> None:
+    def change(method: str, path: str) -> None:
+        if "/upload/" in path:
+            hub.datasets[REPO].files["data/train.parquet"] = b"of another writer"
+
+    hub.fault = change
+    with pytest.raises(StorageError, match="org/answers: it was changed on the hub while files were sent; run the same command"):
+        command.main([str(out), REPO])
+    with pytest.raises(OutputError, match="which no job of batchspec made"):
+        command.main([str(out), REPO])
+    assert not hub.datasets[REPO].num_commits
 
 
 def test_a_killed_push_resumes_and_publishes_nothing_until_its_end(
@@ -536,6 +572,9 @@ def test_a_job_pushes_when_it_is_complete_and_when_it_is_run_again(
     monkeypatch.setattr(lfs, "http_backoff", soon)
     hub.fault = lambda method, path: 503 if "/upload/" in path else None
     assert run.main(arguments) == 74  # the job is done, the push is not
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"{tmp_path}/out: all rows are committed but not pushed: sending files to hf://datasets/{REPO} failed for" in said
+    assert said.endswith(f"run the same command again after that, or: batchspec push {tmp_path}/out {REPO}")
     hub.fault = lambda method, path: None
     assert run.main(arguments) == 0
     assert "already complete" in (said := capsys.readouterr().err)

@@ -17,7 +17,8 @@ from batchspec.commands.report import main
 from batchspec.errors import ConfigError, OutputError
 from batchspec.records import Completion, RowError
 from batchspec.report import page, requests
-from batchspec.report.requests import cut, read_requests
+from batchspec.report.requests import read_requests
+from batchspec.report.texts import cut
 from batchspec.runner import conclude
 from batchspec.runstate.output_folder import OutputFolder
 from tests.browser import running_browser
@@ -155,7 +156,8 @@ def test_the_page_reports_the_rows_and_tokens_of_the_job(tmp_path: Path) -> None
     record(folder)
     text = report(tmp_path, "--by", "kind")
     for said in (
-        "tiny: 12 completions", "6 of 6 shards", "<b>90</b><span>tokens a second", '<b class="error">1</b>', "live rows 75%",
+        "tiny: 12 completions", "6 of 6 shards", "<b>90</b><span>tokens a second", "decoding 75%",
+        '<b><span class="error">1 <small>8.3%</small></span></b>',
         "in prefill 0%", "waiting for a refill or for pages 12%", "no row left 12%", "Acceptance length by kind",
         "error: overlong",
         "<h3>Tokens a second</h3>", "<h3>Use of the slots</h3>", "<h3>K and acceptance length</h3>",
@@ -163,6 +165,22 @@ def test_the_page_reports_the_rows_and_tokens_of_the_job(tmp_path: Path) -> None
         "<dt>torch</dt><dd>2.x</dd>", "&lt;/pre&gt;",
     ):  # fmt: skip
         assert said in text, said
+
+
+def test_the_page_answers_first_whether_the_data_is_good_then_how_fast_it_was_then_how_drafts_fared(tmp_path: Path) -> None:
+    record(job(tmp_path, mixed()))
+    text = report(tmp_path)
+    order = (
+        "<h2>Is the data good?</h2>", "<b>11 <small>91.7%</small></b><span>ok</span>", "truncated at max_new_tokens",
+        "error rows", "empty answers", "answers that end in a loop", "<h3>Prompt lengths</h3>", "Median 41, 90 % up to 101",
+        '<h3 id="errors">Error rows</h3>', "<h3>Random samples</h3>", "<h2>Speed</h2>", "tokens a second",
+        "<h2>Acceptance of drafts</h2>", "<h2>Longest and shortest requests</h2>", "<h2>Runs and settings</h2>",
+    )  # fmt: skip
+    places = [text.index(said) for said in order]
+    assert places == sorted(places)
+    samples = text.split("<h3>Random samples</h3>")[1].split("<h2>")[0]
+    assert samples.count("<article") == 6
+    assert report(tmp_path).split("<h3>Random samples</h3>")[1].split("<h2>")[0] == samples, "the seed is fixed"
 
 
 def test_error_rows_are_listed_by_code_with_their_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +197,7 @@ def test_error_rows_are_listed_by_code_with_their_reasons(tmp_path: Path, monkey
     }  # fmt: skip
     text = report(tmp_path)
     Tags(text)
-    assert "<h3>overlong: 4 rows (the first 3)</h3>" in text
+    assert "<h4>overlong: 4 rows (the first 3)</h4>" in text
     assert "<td>q-1</td><td>1</td><td>row 1:\\n&lt;script&gt;" in text
 
 
@@ -209,7 +227,7 @@ def test_runs_side_by_side_share_the_slots_of_both(tmp_path: Path) -> None:
     record(OutputFolder(tmp_path))
     text = report(tmp_path)
     assert "2 runs" in text
-    assert "live rows 75%" in text
+    assert "decoding 75%" in text
     assert "no row left 12%" in text
 
 

@@ -1,7 +1,8 @@
-"""Jobs and warm engines that score prompts: decode.max_new_tokens=0."""
+"""Jobs and warm engines that score prompts: decode.score=prompts."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from batchspec import run
 from batchspec.cli import main as cli
 from batchspec.config.compose import compose
 from batchspec.engine.features.scoring import PromptScores
-from batchspec.errors import ConfigError, StorageError
+from batchspec.errors import ConfigError, InputError, StorageError
 from batchspec.runstate.journal import Journal
 from batchspec.runstate.output_folder import OutputFolder
 from tests.models import CHAT_TEMPLATE, make_checkpoint, make_tokenizer
@@ -32,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(model: Path, **more: Any) -> list[str]:
-    words = [f"model.path={model}", "decode.max_new_tokens=0", "output.prompt_ids=true", "packing.max_num_seqs=3"]
+    words = [f"model.path={model}", "decode.score=prompts", "output.prompt_ids=true", "packing.max_num_seqs=3"]
     return [*words, *(f"{key.replace('__', '.')}={value}" for key, value in more.items())]
 
 
@@ -40,7 +41,7 @@ def texts() -> pl.DataFrame:
     """With common beginnings of several pages, one row of a token or two, and two bad rows."""
     common = "Say word1 word2 word3 again and again, and then say it all once more. " * 2
     prompts = [common + tail for tail in ("", "yes", "no", "no, never")] + ["a", "other words", None, "x" * 4000]
-    return pl.DataFrame({"id": [f"q{i}" for i in range(len(prompts))], "prompt": prompts, "max_new_tokens": [None] * 7 + [0]})
+    return pl.DataFrame({"id": [f"q{i}" for i in range(len(prompts))], "prompt": prompts})
 
 
 def by_transformers(model: Path, ids: list[int]) -> torch.Tensor:
@@ -97,8 +98,9 @@ def test_a_job_writes_the_logprobs_that_transformers_computes(
     assert cli(["verify", str(out)]) == 2
     said = capsys.readouterr().err
     assert "holds scores of prompts and no answer" in said
-    assert "holds scores of prompts and no output tokens, so there is nothing to decode again" in said
-    assert "left out); no round\n" in said
+    assert "holds scores and no output tokens, so there is nothing to decode again" in said
+    assert "left out)\n" in said
+    assert not re.search(r"\brounds?\b", said)
 
 
 def test_scores_that_a_lost_run_saved_are_those_of_the_job(
@@ -157,7 +159,7 @@ def test_a_warm_engine_scores_call_after_call(model: Path) -> None:
         first, second = engine.generate(texts()), engine.generate(texts().reverse())
         assert check_rows(first, model, 2) == check_rows(second, model, 2) == 6
         assert sum(usage["cached_tokens"] for usage in second["usage"].tail(6)) > 0
-        with pytest.raises(ConfigError, match="a conversation needs answers"):
+        with pytest.raises(ConfigError, match="which a conversation needs"):
             engine.converse(texts(), lambda turn: None)
 
 
@@ -173,37 +175,41 @@ def test_plan_knows_that_nothing_is_decoded(model: Path, tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["draft=window", "draft.window=9"], "draft=window with decode.max_new_tokens=0 drafts nothing"),
-        (["decode.deterministic=true"], "decode.deterministic=true with decode.max_new_tokens=0 is not supported"),
-        (["decode.n=2"], "decode.n=2 with decode.max_new_tokens=0 has no effect"),
-        (["decode.choice=[a,b]"], "decode.choice=['a', 'b'] with decode.max_new_tokens=0 has no effect"),
-        (["decode.grammar=values.gbnf"], "decode.grammar=values.gbnf with decode.max_new_tokens=0 has no effect"),
+        (["draft=window", "draft.window=9"], "draft=window with decode.score=prompts drafts nothing"),
+        (["decode.deterministic=true"], "decode.deterministic=true with decode.score=prompts is not supported"),
+        (["decode.n=2"], "decode.n=2 with decode.score=prompts has no effect"),
+        (["decode.choice=[a,b]"], "decode.choice=['a', 'b'] with decode.score=prompts has no effect"),
+        (["decode.grammar=values.gbnf"], "decode.grammar=values.gbnf with decode.score=prompts has no effect"),
         (["decode.stop=[x]"], "decode.stop=['x'] with"),
-        (["draft.prompt_lookup_max=5"], "draft=lookup with decode.max_new_tokens=0 drafts nothing"),
+        (["draft.prompt_lookup_max=5"], "draft=lookup with decode.score=prompts drafts nothing"),
         (["output.logprobs=1"], "prompts have output.prompt_logprobs"),
-        (["decode.min_new_tokens=1"], "decode.min_new_tokens=1 exceeds decode.max_new_tokens=0"),
-        (["decode.max_new_tokens=5", "output.prompt_logprobs=1"], "output.prompt_logprobs=1 with decode.max_new_tokens=5 is not"),
+        (["decode.min_new_tokens=1"], "decode.min_new_tokens=1 with decode.score=prompts has no effect"),
+        (["decode.max_new_tokens=5"], "decode.max_new_tokens=5 with decode.score=prompts has no effect"),
+        (["decode.score=none", "output.prompt_logprobs=1"], "output.prompt_logprobs=1 with decode.score=none is not"),
+        (["decode.score=choices", "output.prompt_logprobs=1"], "output.prompt_logprobs=1 with decode.score=choices is not"),
+        (["decode.score=choices", "decode.choice=[a,a]"], "decode.choice=['a', 'a'] holds a text twice"),
     ],
 )
 def test_options_without_effect_on_scores_are_refused(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        compose(["decode.max_new_tokens=0", *words])
+        compose(["decode.score=prompts", *words])
     assert said in str(caught.value)
 
 
 def test_the_default_drafter_is_left_out() -> None:
-    config = compose(["decode.max_new_tokens=0"])
+    config = compose(["decode.score=prompts"])
     assert (config.draft.name, config.output.prompt_logprobs) == ("none", 0)
     assert compose([]).output.prompt_logprobs is None
 
 
-def test_rows_that_ask_for_something_else_are_error_rows(model: Path) -> None:
-    rows = [{"prompt": "a b", "max_new_tokens": 3}, {"prompt": "a b", "n": 2}, {"prompt": "a b", "max_new_tokens": 0, "n": 1}]
-    found = batchspec.generate(rows, overrides=options(model, input__max_error_fraction=1))
-    said = [error["message"] if error else "" for error in found["error"]]
-    assert "max_new_tokens=3 in a job that scores prompts" in said[0]
-    assert "n=2 in a job that scores prompts" in said[1]
-    assert said[2] == ""
-    rows = [{"prompt": "a b", "max_new_tokens": 0}, {"prompt": "a b"}]
-    decoded = batchspec.generate(rows, overrides=options(model, decode__max_new_tokens=4))
-    assert "max_new_tokens=0 in a job that decodes; decode.max_new_tokens=0 scores" in decoded["error"].to_list()[0]["message"]
+def test_columns_about_answers_are_refused_by_name(model: Path) -> None:
+    for name, value in (("max_new_tokens", 3), ("n", 2), ("choice", ["a"])):
+        words = options(model, **({"input__columns__choice": "choice"} if name == "choice" else {}))
+        said = rf"^column '{name}' \({name}\) applies to answers, and decode.score=prompts writes none"
+        with pytest.raises(InputError, match=said):
+            batchspec.generate([{"prompt": "a b", name: value}], overrides=words)
+
+
+def test_the_length_0_no_longer_scores(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^decode.max_new_tokens=0 must be at least 1; .*decode.score=prompts decodes none$"):
+        compose(["decode.max_new_tokens=0"])

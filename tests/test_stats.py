@@ -181,7 +181,7 @@ def test_the_start_of_each_run_is_shown_by_phase_and_a_log_without_one_is_left_o
     found = job_stats(tmp_path).start_ups
     assert sorted(sum(run.values()) for run in found) == [3.0, 4.0]
     assert main([str(tmp_path)]) == 0
-    block = capsys.readouterr().out.partition("from the command to the first token, seconds\n")[2]
+    block = capsys.readouterr().out.partition("from the command to the first token, seconds\n")[2].partition("\n\n")[0]
     assert [line.split() for line in block.splitlines()] == [
         ["run", "1", "run", "2"],
         ["imports", "3.2", "2.2"],

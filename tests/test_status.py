@@ -18,6 +18,7 @@ import polars as pl
 import pytest
 import torch
 
+from batchspec import job as job_module
 from batchspec import run
 from batchspec.commands import status as command
 from batchspec.commands.status import render
@@ -99,7 +100,7 @@ def test_rows_saved_at_a_signal_count_until_another_run_resumes_them(tmp_path: P
 
 def test_a_young_run_speaks_soon_and_then_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
-    beacon = HeartbeatWriter(SimpleNamespace(write=lambda facts: None, beat_s=10.0), dict, slots=1)  # type: ignore[arg-type]
+    beacon = HeartbeatWriter(SimpleNamespace(write=lambda facts: None, beat_s=10.0))  # type: ignore[arg-type]
 
     def wait(seconds: float) -> None:
         waited.append(seconds)
@@ -254,7 +255,8 @@ class Files:
 )
 def test_the_last_status_of_a_run_tells_how_it_ended(error: BaseException | None, end: str, said: str) -> None:
     files: Any = Files()
-    with suppress(BaseException), HeartbeatWriter(files, lambda: {"tokens": 7}, slots=4):
+    with suppress(BaseException), HeartbeatWriter(files) as heartbeat:
+        heartbeat.begin(lambda: {"tokens": 7}, slots=4)
         if error is not None:
             raise error
     last = files.written[-1]
@@ -267,15 +269,16 @@ def test_a_store_that_fails_or_hangs_keeps_no_run_from_working_or_ending(monkeyp
         raise StorageError("down")
 
     failing: Any = Files(fail)
-    with HeartbeatWriter(failing, dict, slots=1):
+    with HeartbeatWriter(failing) as heartbeat:
+        heartbeat.begin(slots=1)
         while len(failing.written) < 3:
             time.sleep(0.01)
     assert failing.written[-1]["end"] == "done"
     monkeypatch.setattr(heartbeats_module, "LAST_BEAT_S", 0.1)
     hanging: Any = Files(lambda: time.sleep(5))
     began = time.monotonic()
-    with HeartbeatWriter(hanging, dict, slots=1):
-        pass
+    with HeartbeatWriter(hanging) as heartbeat:
+        heartbeat.begin(slots=1)
     assert time.monotonic() - began < 2
 
 
@@ -351,6 +354,51 @@ def test_a_job_is_followed_from_before_its_beginning_through_a_signal_and_a_kill
     capsys.readouterr()
     assert command.main([str(out)]) == 0
     assert "ended: 1 done, 1 gone, 1 interrupted" in capsys.readouterr().out
+
+
+def test_a_run_that_ended_while_it_loaded_is_told_of_too(
+    tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    words = [*words, f"output.dir={out}", "decode.max_new_tokens=2"]
+    assert run.main(words) == 0
+    (out / "data/part-00003.parquet").unlink()
+    states = list[str]()
+
+    def interrupted(*_: Any) -> None:
+        reader = StatusReader(OutputFolder(out))
+        while not (living := [each.state for each in reader.read().runs if each.lives]):
+            time.sleep(0.01)
+        states.extend(living)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job_module, "EngineWithFallback", interrupted)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                run.main(words)
+    assert states == ["loading", "loading"]
+    assert run.main(words) == 0
+    capsys.readouterr()
+    assert command.main([str(out)]) == 0
+    assert "ended: 2 done, 2 interrupted\n" in capsys.readouterr().out
+
+
+def test_a_loading_run_takes_no_time_left_or_saved_tokens_away(tmp_path: Path) -> None:
+    job(tmp_path, committed=0)
+    say(tmp_path, 1, end="interrupted", open_shards=[[0, 1]], in_flight_tokens=100, at=NOW - 50)
+    say(tmp_path, 2, began_at=NOW - 40, slots=0, tokens=0, tok_s=0, end="interrupted", completions=0, mean_output=0, rounds=0)
+    got = look(tmp_path)
+    assert (got.completions, got.share) == (1, (1 + 1) / 20), "the tokens that the first one saved are still there"
+
+
+def test_the_time_left_is_unknown_where_rows_are_longer_than_was_expected(tmp_path: Path) -> None:
+    job(tmp_path, committed=9)
+    say(tmp_path, 1, in_flight_tokens=300)
+    claim(tmp_path, 9, 1)
+    got = look(tmp_path)
+    assert got.left_s is None
+    assert "time left unknown" in render(got)
 
 
 def test_a_job_whose_progress_cannot_be_written_runs_all_the_same(tmp_path: Path, words: list[str]) -> None:

@@ -37,7 +37,8 @@ def opened(model: Path, kind: str, *words: str, **columns: Any) -> Job:
     """The checked job over one row."""
     words = tuple(word.replace("FOLDER", str(model)) for word in words)
     table = pa.table({kind: [PROMPTS[kind]], **{name: [value] for name, value in columns.items()}})
-    return open_job(compose([f"model.path={model}", "decode.max_new_tokens=4", *words]), table_source(table))
+    few = [] if any(word.startswith("decode.score=") for word in words) else ["decode.max_new_tokens=4"]
+    return open_job(compose([f"model.path={model}", *few, *words]), table_source(table))
 
 
 OF_CHATS = [
@@ -68,19 +69,22 @@ def test_columns_of_chats_are_refused_beside_prompt_ids(model: Path, name: str) 
     opened(model, "messages", **{name: "{}"})
 
 
-@pytest.mark.parametrize("name", ["stop", "schema", "regex", "choice", "grammar", "response_format", "thinking_token_budget"])
+@pytest.mark.parametrize(
+    "name",
+    ["max_new_tokens", "n", "stop", "schema", "regex", "choice", "grammar", "response_format", "thinking_token_budget"],
+)
 def test_columns_about_answers_are_refused_where_prompts_are_scored(model: Path, name: str) -> None:
     named = f"input.columns={{{name}: x}}"
-    value = {"choice": ["a"], "stop": ["a"], "thinking_token_budget": 1}.get(name, "{}")
+    value = {"choice": ["a"], "stop": ["a"], "thinking_token_budget": 1, "max_new_tokens": 3, "n": 2}.get(name, "{}")
     with pytest.raises(InputError, match=rf"^column 'x' \({name}\) applies to answers, .* input.columns.{name}=null$"):
-        opened(model, "prompt", "decode.max_new_tokens=0", named, x=value)
-    opened(model, "prompt", "decode.max_new_tokens=0", x=value)
+        opened(model, "prompt", "decode.score=prompts", named, x=value)
+    opened(model, "prompt", "decode.score=prompts", x=value)
 
 
 def test_a_column_of_nulls_or_empty_lists_asks_for_nothing(model: Path) -> None:
     """As CSV and JSON lines have them, with a type."""
     table = pa.table({"prompt": ["a"], "stop": pa.array([[]], pa.list_(pa.string())), "regex": pa.array([None], pa.string())})
-    open_job(compose([f"model.path={model}", "decode.max_new_tokens=0"]), table_source(table))
+    open_job(compose([f"model.path={model}", "decode.score=prompts"]), table_source(table))
     table = pa.table({"prompt_ids": [[5, 6]], "system": pa.array([None], pa.string())})
     open_job(compose([f"model.path={model}", "decode.max_new_tokens=4"]), table_source(table))
 

@@ -183,8 +183,9 @@ def test_a_table_without_rows_gives_the_same_columns(shared: batchspec.Engine, e
     assert list(shared.stream(rows().clear())) == []
     chats = pl.DataFrame({"messages": [[{"role": "user", "content": "a"}]]})
     assert shared.converse(chats.clear(), lambda turn: None).columns == shared.converse(chats, lambda turn: None).columns
+    assert shared.generate([]).schema == shared.generate(["a"]).schema
     with pytest.raises(InputError, match="no rows and no columns"):
-        shared.generate([])
+        shared.generate({})
 
 
 def test_a_table_that_no_job_accepts_is_refused_and_the_engine_keeps_running(
@@ -447,8 +448,8 @@ TAKEN_BY_ENGINE = "which batchspec.Engine takes for all rows"
             "batchspec.Engine takes",
         ),
         (
-            lambda engine: batchspec.generate(["a"], model="smollm2-135m"),  # type: ignore[call-arg]
-            "model is not an argument of batchspec.generate: the model is the key model.path, which overrides=[...] takes",
+            lambda engine: engine.generate(["a"], model="smollm2-135m"),
+            "model is not an argument of Engine.generate: the model is the key model.path, which batchspec.Engine takes",
         ),
         (
             lambda engine: engine.generate(["a"], {"n": 2}),
@@ -460,9 +461,14 @@ TAKEN_BY_ENGINE = "which batchspec.Engine takes for all rows"
             "of a job: did you mean threads?",
         ),
         (
-            lambda engine: batchspec.generate(["a"], max_completion_tokens=5),  # type: ignore[call-arg]
+            lambda engine: batchspec.generate(["a"], max_completion_tokens=5),
             "max_completion_tokens is not an argument of batchspec.generate: it is the key decode.max_new_tokens, which "
-            "overrides=[...] takes for all rows; a value for each row is the column 'max_new_tokens'",
+            "overrides={...} takes for all rows; a value for each row is the column 'max_new_tokens'",
+        ),
+        (
+            lambda engine: batchspec.Engine(max_tokens=5),
+            "max_tokens is not an argument of batchspec.Engine: it is the key decode.max_new_tokens, which "
+            "batchspec.Engine takes for all rows; a value for each row is the column 'max_new_tokens'",
         ),
     ],
 )
@@ -477,6 +483,27 @@ def test_an_argument_of_vllm_is_answered_with_the_key_or_column_that_is_meant(
 def test_an_error_of_types_inside_a_call_stays_itself(shared: batchspec.Engine) -> None:
     with pytest.raises(TypeError, match="next_turn returned int"):
         shared.converse({"messages": [[{"role": "user", "content": "a"}]]}, lambda turn: 3)  # type: ignore[arg-type, return-value]
+
+
+def test_every_call_takes_overrides_as_a_list_a_dictionary_or_keywords(model: Path) -> None:
+    keys: dict[str, Any] = {"model.path": str(model), "decode.max_new_tokens": 2, "model.max_len": 64, "draft": "none"}
+    texts = [f"{key}={value}" for key, value in keys.items()]
+    groups: dict[str, Any] = {"model": {"path": str(model), "max_len": 64}, "decode": {"max_new_tokens": 2}, "draft": "none"}
+    expected = batchspec.generate(["a b"], overrides=texts)
+    assert batchspec.generate(["a b"], overrides=keys)["completion"].equals(expected["completion"])
+    assert batchspec.generate(["a b"], **groups)["completion"].equals(expected["completion"])
+    for engine in (batchspec.Engine(texts), batchspec.Engine(keys), batchspec.Engine(**keys), batchspec.Engine(**groups)):
+        with engine:
+            assert engine.generate(["a b"])["completion"].equals(expected["completion"])
+
+
+def test_an_engine_says_what_it_is(model: Path) -> None:
+    keys = {"model.path": str(model), "model.max_len": 64, "decode.max_new_tokens": 8, "packing.max_num_seqs": 3}
+    engine = batchspec.Engine({**keys, "draft": "none"})
+    facts = f"<batchspec.Engine model={str(model)!r}, dtype=float64, device=cpu, "
+    assert repr(engine) == f"{facts}draft=none, slots=3, max_len=64>"
+    engine.close()
+    assert repr(engine) == f"{facts}closed>"
 
 
 def test_options_are_overrides_or_a_dictionary_nested_or_dotted() -> None:
@@ -494,6 +521,10 @@ def test_options_are_overrides_or_a_dictionary_nested_or_dotted() -> None:
     assert made.output.token_ids is True
     with pytest.raises(ConfigError, match="is one text"):
         warm_config("model.path=x")
+    with pytest.raises(ConfigError, match=r"^3 is neither a list of overrides nor a dictionary of keys"):
+        warm_config(3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^\{'n': 2\} is not an override; write a list of texts"):
+        warm_config([{"n": 2}])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match=r"model\.paht"):
         warm_config({"model.paht": "x"})
 

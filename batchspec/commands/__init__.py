@@ -1,6 +1,7 @@
 """The subcommands of `batchspec`, one module each, named as the command; `cli.py` has the list.
 
 Parts of commands:
+  picked_rows.py           which rows `export` writes; trainer_rows.py: its forms for trainers
   planning.py              what `plan` computes; plan_text.py: its text
   training.py              what `train` does
   decode_again.py          rows decoded again, for `verify`; verify_kv.py: `--kv`; verify_logprobs.py: log-probabilities

@@ -49,7 +49,7 @@ class StandInTokenizer:
     eos_ids: tuple[int, ...] = (2,)
     special_ids: Mapping[str, int] = {}
     added_ids: Mapping[str, int] = {}
-    fingerprint, has_chat_template = "stand-in", True
+    fingerprint, has_chat_template, answer_templates = "stand-in", True, ()
 
     def __init__(self, texts: Sequence[str], num_tokens: int) -> None:
         random = np.random.default_rng(1)

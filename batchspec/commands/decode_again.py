@@ -94,13 +94,13 @@ def job_of(out: str | Path, dtype: str | None, device: str | None, *, other_kv: 
     dtype, device  to decode with; None: those of the job
     other_kv       with the other cache.dtype: the model's for a job in fp8, fp8 for any other
     Each of the three also decodes without decode.deterministic, whose bits are those of the job's own dtype, device and cache.
-    Raises OutputError if there is no job, it scored prompts, or the input or the model have changed; of weights, those that
+    Raises OutputError if there is no job, it scored rows, or the input or the model have changed; of weights, those that
     samples do not show are found when they are loaded.
     """
     output = OutputFolder(out)
     config = from_dict(output.manifest.config)
-    if config.decode.max_new_tokens == 0:
-        raise OutputError(f"{out} holds scores of prompts and no output tokens, so there is nothing to decode again")
+    if config.decode.score != "none":
+        raise OutputError(f"{out} holds scores and no output tokens, so there is nothing to decode again")
     as_run = open_job(config, is_new=False)
     output.check(
         fingerprint=job_fingerprint(as_run), num_rows=as_run.source.num_rows, shard_rows=config.output.shard_rows

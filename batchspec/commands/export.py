@@ -2,9 +2,14 @@
 
 chat               {"messages": [...]}: the prompt's turns and the answer; .jsonl or .parquet
 prompt_completion  {"prompt": [turns], "completion": [the answer's turn]}; .jsonl or .parquet
+preference         {"prompt": [turns], "chosen": [turn], "rejected": [turn]}: of each request the answers with the highest and the
+                   lowest score; .jsonl or .parquet
+prompt_only        {"prompt": [turns]}, one a request; with a score also "answer", the text of the best; .jsonl or .parquet
 openai             one line a request, its samples as choices; rows without a completion become `error`; .jsonl
 
-TRL's trainers read chat and prompt_completion directly: all rows have the same format, lists of turns, and by default status ok.
+TRL's trainers read all but openai directly: all rows have the same format, lists of turns, and by default status ok. request_id
+and sample_index are written too, and the columns of --keep. With --score, chat and prompt_completion hold the best answer of each
+request. The SQL of --where and --score is that of polars (pl.sql_expr), and sees all rows of the job.
 
 Shards are converted one at a time, so that memory does not grow with the job. The file appears under its name when complete.
 """
@@ -12,40 +17,62 @@ Shards are converted one at a time, so that memory does not grow with the job. T
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from itertools import groupby, islice
-from operator import itemgetter
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
+from batchspec.commands.picked_rows import SCORE, PickedRows, Wish, listed, picked_rows
+from batchspec.commands.trainer_rows import (
+    TURNS,
+    as_openai,
+    goes_on,
+    kept_columns,
+    other_columns,
+    plain_json,
+    trainer_lines,
+    training_line,
+)
+from batchspec.config.schema import DecodeConfig
 from batchspec.dataset.lines import LongLine, lines_of
-from batchspec.dataset.messages import THINKING_FIELD
-from batchspec.dataset.openai_requests import Line, filled, parse_request, request_row, request_schema
-from batchspec.dataset.openai_responses import response_line
-from batchspec.errors import ConfigError, InputError, OutputError
+from batchspec.dataset.openai_requests import (
+    BadRequest,
+    Line,
+    defaults_note,
+    filled,
+    parse_request,
+    request_row,
+    request_schema,
+)
+from batchspec.dataset.openai_responses import TokenText
+from batchspec.errors import BatchspecError, CheckpointError, ConfigError, InputError, OutputError
 from batchspec.local_files import open_regular, unusable_name
+from batchspec.model.hub import find_model
+from batchspec.model.token_texts import TokenTexts
+from batchspec.model.tokenizer import Tokenizer
+from batchspec.report.answers import rows_of, write_answers
+from batchspec.runstate.manifest import fingerprint
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
-from batchspec.storage.store import storing
+from batchspec.storage.new_file import new_file, write_lines
 from batchspec.text import counted, for_shell
 
-FORMATS = ("chat", "prompt_completion", "openai")
+FORMATS = ("chat", "prompt_completion", "preference", "prompt_only", "openai")
 SUFFIXES = {
-    "chat": (".jsonl", ".parquet"), "prompt_completion": (".jsonl", ".parquet"), "openai": (".jsonl",),
+    **dict.fromkeys(TURNS, (".jsonl", ".parquet")), "openai": (".jsonl",),
     "openai's requests": (".parquet",),
 }  # fmt: skip
 STATUSES = ("ok", "truncated", "error", "skipped")
 GROUP_ROWS = 8192
+NAMES = ("status", "completion", "messages")
+"""Columns that training lines are made of."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,22 +82,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", choices=FORMATS, help="format of FILE")
     parser.add_argument("--from-openai", metavar="FILE.jsonl", type=Path, help="OpenAI batch requests to convert to an input")
     parser.add_argument("--status", help=f"rows to write, comma-separated: {', '.join(STATUSES)}; default ok, openai: all")
+    parser.add_argument("--where", metavar="SQL", help="rows to write: a condition over the output's columns, \"kind = 'math'\"")
+    parser.add_argument("--score", metavar="SQL", help="number of a row; the best row of each request is written, or the pair")
+    parser.add_argument(
+        "--join", metavar="FILE", type=Path, help=".parquet or .jsonl: request_id, sample_index and more columns, such as scores"
+    )
+    parser.add_argument("--keep", metavar="COLUMNS", help="columns to write too, comma-separated")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     parser.add_argument(
         "--drop", metavar="KEYS", action="append", default=[], help="--from-openai: ignore these keys, comma-separated"
     )
+    parser.add_argument("--skip-bad", action="store_true", help="--from-openai: leave out lines that batchspec cannot follow")
     args = parser.parse_intermixed_args(argv)
     source, paths = args.from_openai, args.paths
     if (args.to is None) == (source is None) or len(paths) != (2 if source is None else 1):
         parser.error("give OUT --to FORMAT FILE.jsonl, or --from-openai FILE.jsonl OUT.parquet")
-    unread, reads = ("drop", "--from-openai") if source is None else ("status", "--to")
-    parser.refuse(args, (unread,), f"is read only with {reads}")
+    ours = ("status", "where", "score", "join", "keep")
+    unread, reads = (("drop", "skip_bad"), "--from-openai") if source is None else (ours, "--to")
+    parser.refuse(args, unread, f"is read only with {reads}")
+    if args.to == "openai":
+        parser.refuse(args, ("score", "keep"), "has no place in --to openai")
+    if args.to == "preference" and args.score is None:
+        parser.error("--to preference needs --score: a column, or an expression, by which one answer is better than another")
     form = "openai's requests" if source is not None else args.to
     target = target_file(paths[-1], args.overwrite, SUFFIXES[form], form)
     if source is not None:
-        terminal.show_line(from_openai(source, target, [key for keys in args.drop for key in keys.split(",")]))
+        drop = [key for keys in args.drop for key in keys.split(",")]
+        for line in from_openai(source, target, drop, skip_bad=args.skip_bad).splitlines():
+            terminal.show_line(line)
     else:
-        terminal.show_line(export(OutputFolder(paths[0]), target, args.to, _statuses(args.status, args.to)))
+        wish = Wish(
+            statuses=_statuses(args.status, args.to), where=args.where, score=args.score, join=args.join,
+            pairs=args.to == "preference", one_each=args.to == "prompt_only",
+        )  # fmt: skip
+        terminal.show_line(export(OutputFolder(paths[0]), target, args.to, wish, args.keep.split(",") if args.keep else []))
     return 0
 
 
@@ -98,10 +143,11 @@ def _statuses(wish: str | None, form: str) -> set[str]:
     return statuses
 
 
-def export(output: OutputFolder, target: Path, form: str, statuses: set[str]) -> str:
-    """Write the committed rows with one of the statuses; returns a line that says what was written and left out.
+def export(output: OutputFolder, target: Path, form: str, wish: Wish, keep: Sequence[str] = ()) -> str:
+    """Write the committed rows that are wished for; returns a line that says what was written and left out.
 
-    Raises OutputError if there is no such row to write, or `target` is in data/.
+    keep  columns to write besides those of the form
+    Raises OutputError if there is no such row to write, or `target` is in data/; and as `picked_rows` and `kept_columns`.
     """
     done = sorted(output.committed())
     if not done:
@@ -110,151 +156,145 @@ def export(output: OutputFolder, target: Path, form: str, statuses: set[str]) ->
         raise OutputError(f"{target}: data/ may only hold shards, as readers take every file in it; write elsewhere")
     config = output.manifest.config
     kept = config.get("output", {}).get("messages", "full")
-    if config.get("decode", {}).get("max_new_tokens") == 0:
+    if config.get("decode", {}).get("score") == "prompts":
         raise OutputError(f"{output.path} holds scores of prompts and no answer; read its data/")
     if form != "openai" and kept == "none":
         raise OutputError(f"{output.path} holds no prompts, which --to {form} needs; run the job with output.messages=full")
     left_out: Counter[str] = Counter()
+    picked = None if wish.is_plain else picked_rows(output, done, wish)
+    if picked is not None:
+        left_out.update(picked.left_out)
+    with scanning(output.path):
+        kinds = _scan(output, done[:1], picked).collect_schema()
+    scored, as_json = wish.score is not None, target.suffix == ".jsonl"
+    keep = kept_columns(keep, form, kinds, scored=scored, as_json=as_json)
 
     def wanted(row: Line) -> bool:
-        good = row["status"] in statuses and (form == "openai" or (row["completion"] is not None and bool(row["messages"])))
+        good = row["status"] in wish.statuses and (form == "openai" or (row["completion"] is not None and bool(row["messages"])))
         left_out[row["status"]] += not good
         return good
 
-    model = str(config.get("model", {}).get("path"))
-    rows = filter(wanted, _rows(output, done, form))
+    of = None if picked is None else picked.of
     if form == "openai":
-        lines = (response_line(list(samples), model) for _, samples in groupby(rows, itemgetter("row_index")))
+        count = write_answers(output, target, token_text=_token_text(output, done), wanted=wanted, of=of)
     else:
         given, whole = config.get("input", {}).get("final_assistant") == "continue", kept == "full"
         thinks = config.get("output", {}).get("reasoning_in_messages", False)
-        lines = (
-            _training_line(row, form, whole=whole, goes_on=whole and (given or (not thinks and _goes_on(row)))) for row in rows
+        names = [*([SCORE] if picked is not None else []), "request_id", "row_index", "sample_index", *NAMES, *keep]
+        rows = filter(wanted, rows_of(output, done, names, ("tool_calls",), of=of))
+        turned = (
+            (row, training_line(row, form, whole=whole, continues=whole and (given or (not thinks and goes_on(row)))))
+            for row in rows
         )
-        if target.suffix == ".jsonl":
-            lines = ({name: [_as_openai(turn) for turn in turns] for name, turns in line.items()} for line in lines)
-    if target.suffix == ".parquet":
-        with scanning(output.path):
-            turns = output.scan(done[:1]).select("messages").head(0).collect().to_arrow().schema.field("messages").type
-        names = ("messages",) if form == "chat" else ("prompt", "completion")
-        count = _write_rows(lines, target, pa.schema([(name, turns) for name in names]))
-    else:
-        count = _write_lines(lines, target)
+        lines: Iterator[dict[str, Any]] = trainer_lines(turned, form, keep, scored=scored)
+        if as_json:
+            count = write_lines((_plain(line, form) for line in lines), target)
+        else:
+            with scanning(output.path):
+                there = _scan(output, done[:1], picked).select("messages", *keep).head(0).collect().to_arrow().schema
+            turns = ((name, there.field("messages").type) for name in TURNS[form])
+            columns = [*other_columns(form, scored=scored).items(), *turns, *((name, there.field(name).type) for name in keep)]
+            count = _write_rows(lines, target, pa.schema(columns))
     if len(done) < output.num_shards:
         terminal.say(f"{len(done)} of {output.num_shards} shards are committed; the others are not in the file")
-    missing = ", ".join(f"{number:,} {status}" for status, number in sorted(left_out.items()) if number)
+    missing = ", ".join(listed({why: number for why, number in sorted(left_out.items()) if number}))
     what = counted(count, "row" if target.suffix == ".parquet" else "line")
     return f"{target}: {what}" + (f"; rows left out: {missing}" if missing else "")
 
 
-def _rows(output: OutputFolder, shards: list[int], form: str) -> Iterator[Line]:
-    names = ["request_id", "row_index", "sample_index", "status", "completion"]
-    names += ["finish_reason", "reasoning", "usage", "error", "perf"] if form == "openai" else ["messages"]
-    for index in shards:
-        with scanning(output.path):
-            rows = output.scan([index])
-            there = [*names, "tool_calls"] if "tool_calls" in rows.collect_schema() else names
-            shard = rows.select(there).collect()
-        yield from shard.iter_rows(named=True)
+def _scan(output: OutputFolder, shards: list[int], picked: PickedRows | None) -> pl.LazyFrame:
+    rows = output.scan(shards)
+    return rows if picked is None else picked.of(rows)
 
 
-def _training_line(row: Line, form: str, *, whole: bool, goes_on: bool) -> dict[str, Any]:
-    """One row of training data.
-
-    whole    `messages` ends with the answer's turn, which is cut off
-    goes_on  the answer may continue a final assistant turn of the prompt: then the last message is the complete answer
-    """
-    prompt = row["messages"][:-1] if whole else row["messages"]
-    answer = row["messages"][-1:] if goes_on else [_answer(row, whole)]
-    if not whole and prompt[-1]["role"] == "assistant":  # a row has an answer only if it continues this turn
-        begun, (rest,) = prompt[-1], answer
-        prompt, answer = prompt[:-1], [begun | rest | {"content": f"{begun['content']}{rest['content']}"}]
-    return {"messages": prompt + answer} if form == "chat" else {"prompt": prompt, "completion": answer}
+def _plain(line: Line, form: str) -> dict[str, Any]:
+    """A line of a form as JSON has it."""
+    return {
+        name: [as_openai(turn) for turn in value] if name in TURNS[form] else plain_json(value) for name, value in line.items()
+    }
 
 
-def _goes_on(row: Line) -> bool:
-    """Whether the answer continues a turn of the prompt, by the column final_assistant."""
-    said: str = row["messages"][-1].get("content") or ""
-    return len(said) > len(row["completion"]) and said.endswith(row["completion"])
+def _token_text(output: OutputFolder, done: list[int]) -> TokenText | None:
+    """The texts of the job's tokens; None, with a line that says why, where log-probabilities are left out, if there are any."""
+    with scanning(output.path):
+        columns = output.scan(done[:1]).collect_schema().names()
+    if "logprobs" not in columns:
+        return None
+    try:
+        if "token_ids" not in columns:
+            raise ConfigError("the job has no column token_ids; output.token_ids=true writes it")
+        return TokenTexts(_tokenizer_of(output))
+    except BatchspecError as error:
+        terminal.say(f"logprobs are left out: {error}")
+        return None
 
 
-def _answer(row: Line, whole: bool) -> dict[str, Any]:
-    answer = {"role": "assistant", "content": row["completion"]}
-    if row.get("tool_calls") is not None:
-        answer["tool_calls"] = row["tool_calls"]
-    if whole and (thought := row["messages"][-1].get(THINKING_FIELD)) is not None:
-        answer[THINKING_FIELD] = thought
-    return answer
+def _tokenizer_of(output: OutputFolder) -> Tokenizer:
+    """The job's tokenizer. Raises CheckpointError if it cannot be read, or is another one now."""
+    model = output.manifest.config["model"]
+    found, template = find_model(model["path"], model.get("revision")), model.get("chat_template")
+    tokenizer = Tokenizer(found.folder, Path(template) if template else None)
+    if fingerprint({"of": tokenizer.fingerprint})["of"] != output.manifest.fingerprint.get("model.tokenizer"):
+        raise CheckpointError(f"{found.where}: its tokenizer is not the job's any more; give the model's folder its old files")
+    return tokenizer
 
 
-def _as_openai(turn: Line) -> dict[str, Any]:
-    """The turn as OpenAI's chat format has it: tool calls as a list, and no null fields."""
-    turn = {name: value for name, value in turn.items() if value is not None or name == "content"}
-    return turn | ({"tool_calls": json.loads(turn["tool_calls"])} if "tool_calls" in turn else {})
-
-
-def from_openai(source: Path, target: Path, drop: Sequence[str] = ()) -> str:
+def from_openai(source: Path, target: Path, drop: Collection[str] = (), *, skip_bad: bool = False) -> str:
     """Convert a file of request lines to the Parquet input of a job. The file is read twice; the first pass checks every line.
 
-    Only columns that some line fills are written. Raises InputError for the first line that batchspec cannot follow.
+    Only columns that some line fills are written. Raises InputError for lines that batchspec cannot follow, unless `skip_bad`
+    leaves them out: one line with the first one of each kind and how many there are.
     """
-    used: set[str] = set()
-    count = 0
-    for row in _requests(source, drop):
+    used, always = set[str](), set[str]()
+    count, bad = 0, dict[str, list[str]]()
+    for number, row in _requests(source, drop):
+        if isinstance(row, BadRequest):
+            bad.setdefault(row.kind, []).append(f"line {number}: {row}")
+            continue
+        always = row.keys() & (always if count else row.keys())
         used |= filled(row)
         count += 1
+    num_bad = sum(map(len, bad.values()))
+    kinds = "; ".join(f"{first}{f' ({len(more):,} more like it)' if more else ''}" for first, *more in bad.values())
+    if bad and not skip_bad:
+        verb = "is no request" if num_bad == 1 else "are no requests"
+        raise InputError(
+            f"{source}: {counted(num_bad, 'line')} of {count + num_bad:,} {verb} that batchspec can follow: {kinds}; "
+            "--skip-bad leaves such lines out"
+        )
     if not count:
         raise InputError(f"{source}: no request in it; give a file of OpenAI's batch requests")
     schema = request_schema(used)
-    _write_rows((request_row(row, schema) for row in _requests(source, drop)), target, schema)
-    return f"{target}: {count:,} rows with {', '.join(schema.names)}; run it with input.path={for_shell(target)}"
+    rows = (request_row(row, schema) for _, row in _requests(source, drop) if not isinstance(row, BadRequest))
+    _write_rows(rows, target, schema)
+    said = [f"{target}: {count:,} rows with {', '.join(schema.names)}; run it with input.path={for_shell(target)}"]
+    if bad:
+        said.append(f"{counted(num_bad, 'line')} left out: {kinds}")
+    return "\n".join([*said, *filter(None, [defaults_note(always, DecodeConfig())])])
 
 
-def _requests(source: Path, drop: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _requests(source: Path, drop: Collection[str]) -> Iterator[tuple[int, dict[str, Any] | BadRequest]]:
+    """(number of the line, its row or why it has none) of each line that is not blank."""
     try:
         with open_regular(source) as file:
             for number, line in enumerate(lines_of(file), 1):
-                where = f"{source} line {number}"
                 if isinstance(line, LongLine):
-                    raise InputError(f"{where}: {line.problem}; leave it out")
-                if line.strip():
-                    yield parse_request(line.decode("utf-8"), where, drop)
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise InputError(f"{source}: cannot be read ({why}); give a file of JSON lines in UTF-8") from error
+                    yield number, BadRequest(f"not a batch request ({line.problem}); leave it out")
+                elif line.strip():
+                    try:
+                        yield number, parse_request(line.strip(), drop)
+                    except BadRequest as bad:
+                        yield number, bad
+    except OSError as error:
+        raise InputError(f"{source}: cannot be read ({error.strerror or error}); give a file of JSON lines in UTF-8") from error
 
 
 def _write_rows(rows: Iterator[Line], target: Path, schema: pa.Schema) -> int:
     count = 0
     with (
-        _finished(target) as path, path.open("xb") as file, pq.ParquetWriter(file, schema, compression="zstd") as writer
+        new_file(target) as path, path.open("xb") as file, pq.ParquetWriter(file, schema, compression="zstd") as writer
     ):  # fmt: skip
         while group := list(islice(rows, GROUP_ROWS)):
             writer.write_table(pa.Table.from_pylist(group, schema))
             count += len(group)
     return count
-
-
-def _write_lines(lines: Iterator[dict[str, Any]], target: Path) -> int:
-    count = 0
-    with _finished(target) as path, path.open("w", encoding="utf-8") as file:
-        for line in lines:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            count += 1
-    return count
-
-
-@contextmanager
-def _finished(target: Path) -> Iterator[Path]:
-    """A temporary path next to the target: renamed to it if the block succeeds, deleted if it fails."""
-    path = target.with_name(f".batchspec-{uuid.uuid4().hex}")
-    with storing(f"writing {target}"):
-        try:
-            yield path
-            with path.open("rb+") as file:
-                os.fsync(file.fileno())
-            os.replace(path, target)
-        except BaseException:
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
-            raise

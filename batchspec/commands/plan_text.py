@@ -11,18 +11,16 @@ from batchspec.load import automata_bytes, padded_prefill_bytes
 from batchspec.packed_batch import PackedBatch
 from batchspec.packing.cost import Rates, num_multiplied
 from batchspec.packing.kv_memory import kv_bytes
-from batchspec.packing.model_notes import model_notes
 from batchspec.packing.planner import Forecast, free_memory, held_back_bytes
 from batchspec.packing.predict import SHORT_TOKENS
 from batchspec.packing.replicas import GpuLayout, best
 from batchspec.packing.survey import Survey
-from batchspec.packing.unused import columns_advice
-from batchspec.prepare import Job
+from batchspec.prepare import Job, notes
 from batchspec.records import Ids
 from batchspec.text import MESSAGE_CHARS, counted, one_line
 
 COST = "0 to 5 % of decoding in bf16 and 18 % in FP8 (8B) on an H200, long prefill in bf16 not measured"
-"""The cost of decode.deterministic, see jobs/README.md."""
+"""The cost of decode.deterministic, see jobs/resume.md, "The same tokens in bf16 too"."""
 BAR = 40
 
 
@@ -123,8 +121,7 @@ class Plan:
         return [
             f"model        {spec.family}, {spec.num_layers} layers, {num_multiplied(spec) / 1e6:,.0f} M weights a token, "
             f"{_bytes(spec.weight_bytes(job.dtype))} {kept} on {job.device.type}",
-            *(f"{label:12} {note}" for label, note in model_notes(job.config.decode, spec, job.admission.settings.end_ids)),
-            *([f"columns      {advice}"] if (advice := columns_advice(job.columns, job.source)) else []),
+            *(f"{label:12} {note}" for label, note in notes(job)),
             *self._adapters(),
             f"shape        {counted(batch.num_slots, 'slot')}, rows up to {batch.max_len:,} tokens, "
             f"drafter {job.config.draft.name} ({job.drafter.shape}), prefill passes of {batch.prefill_tokens:,} tokens",
@@ -139,7 +136,7 @@ class Plan:
 
     def _rounds(self, ahead: Forecast) -> list[str]:
         if self._scores:
-            return ["rounds       none: prompts are scored, nothing is decoded"]
+            return [f"rounds       none: {self.job.config.decode.score} are scored, nothing is decoded"]
         return [
             f"rounds       {ahead.rounds:,} of {ahead.round_s * 1e3:.1f} ms, {_duration(ahead.decode_s)}; "
             f"each reads {_bytes(ahead.weights_read_bytes)} of weights and {_bytes(ahead.kv_read_bytes)} of K/V"
@@ -147,7 +144,7 @@ class Plan:
 
     @property
     def _scores(self) -> bool:
-        return self.job.config.decode.max_new_tokens == 0
+        return self.job.config.decode.score != "none"
 
     def _adapters(self) -> list[str]:
         spec, dtype = self.job.spec, self.job.dtype

@@ -43,6 +43,7 @@ SUBMIT_HELP = """\
 Submit a job as a Slurm array. Takes the arguments of `batchspec run`; the keys of `cluster` describe the array.
 
   --go      run sbatch; without it the command is only printed
+  --to kubernetes|skypilot  print the file of jobs/ for that system, filled in; --image IMAGE is that of the containers
   --unseen  check the configuration alone, for paths that only the nodes of the cluster see"""
 TRAIN_HELP = """\
 Train an EAGLE-3 draft head from the completions of jobs. The same command again goes on with a training that was stopped.

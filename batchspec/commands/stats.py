@@ -1,4 +1,4 @@
-"""`batchspec stats OUT`: what a job produced, and how its drafts were accepted."""
+"""`batchspec stats OUT`: whether the data is good, how fast it was made, and how drafts were accepted."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import asdict
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.report.stats import Acceptance, Extreme, JobStats, job_stats
-from batchspec.text import one_line
+from batchspec.report.texts import Shown
+from batchspec.text import MESSAGE_CHARS, one_line
 
-MAX_GROUPS, MAX_RUNS = 20, 6
+MAX_GROUPS, MAX_RUNS, MAX_SAMPLES, SAMPLE_CHARS = 20, 6, 3, 100
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,9 +30,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def render(stats: JobStats, by: str | None = None) -> str:
-    """The statistics as plain text."""
-    blocks = [_facts(stats)]
+    """The statistics as plain text: first what the data is like, then the speed, then the acceptance of drafts."""
+    blocks = [_data(stats)]
+    if stats.quality.samples:
+        blocks.append(_samples(stats.quality.samples))
+    blocks.append(_speed(stats))
+    if stats.start_ups:
+        blocks.append(_start_ups(stats.start_ups))
     if stats.drafter != "none":
+        blocks.append(_acceptance(stats))
         positions = [(p.position, f"{p.drafted:,}", f"{p.accepted:,}", _number(p.rate)) for p in stats.by_position]
         blocks.append(_table("acceptance by position", ("position", "drafted", "accepted", "rate"), positions))
         rounds = sum(stats.histogram)
@@ -42,33 +49,73 @@ def render(stats: JobStats, by: str | None = None) -> str:
         blocks.append(_extremes("shortest mean acceptance length", stats.worst))
     if by is not None:
         blocks.append(_groups(f"by {by}", stats.by_column))
-    if stats.start_ups:
-        blocks.append(_start_ups(stats.start_ups))
     return "\n\n".join(blocks)
 
 
-def _facts(stats: JobStats) -> str:
-    every = stats.overall
+def _data(stats: JobStats) -> str:
+    good = stats.quality
     facts = {
         "shards": f"{stats.shards:,} of {stats.shards_total:,}",
         "completions": f"{stats.completions:,} ({_listed(stats.by_status)})",
         "finish reasons": _listed(stats.by_finish_reason),
         "errors": _listed(stats.by_error),
+        "empty answers": _share(good.empty, good.answers),
+        "end in a loop": _share(good.loops, good.answers),
+    }
+    if good.mean_distinct is not None and good.mean_answers is not None:
+        facts["distinct answers"] = (
+            f"{good.mean_distinct:.2f} of {good.mean_answers:.2f} a request; all equal in "
+            f"{_share(good.all_equal, good.sampled_requests)} requests"
+        )
+    for name, lengths in (("prompt length", good.prompt_lengths), ("completion length", good.completion_lengths)):
+        if lengths is not None:
+            facts[name] = (
+                f"median {lengths.median:,}, 90 % up to {lengths.p90:,}, 99 % up to {lengths.p99:,}, "
+                f"longest {lengths.longest:,} tokens"
+            )
+    if not good.answers:
+        del facts["empty answers"], facts["end in a loop"]
+    return "\n".join(terminal.facts(facts))
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part:,} of {whole:,} ({part / whole:.1%})" if whole else "0"
+
+
+def _samples(samples: Sequence[Shown]) -> str:
+    lines = ["random samples (batchspec inspect OUT ID shows one in full)"]
+    for row in samples[:MAX_SAMPLES]:
+        name = f"{row.request_id} sample {row.sample_index}" if row.sample_index else row.request_id
+        lines.append(f"  {one_line(name)}, {row.status}, {row.tokens:,} tokens")
+        if row.prompt is not None:
+            shown = row.prompt[-SAMPLE_CHARS:]
+            lines.append(f"    {one_line(shown if shown == row.prompt else f'... {shown}', MESSAGE_CHARS)}")
+        lines.append(f"    > {one_line(row.completion, SAMPLE_CHARS)}")
+    return "\n".join(lines)
+
+
+def _speed(stats: JobStats) -> str:
+    facts = {
         "prompt tokens": f"{stats.prompt_tokens:,} ({stats.cached_tokens:,} from shared prefixes)",
         "completion tokens": f"{stats.completion_tokens:,}",
-        "reasoning tokens": f"{stats.reasoning_tokens:,} of these, {stats.reasoning_truncated:,} thoughts truncated",
-        "drafter": stats.drafter,
     }
-    if not stats.reasoning_tokens:
-        del facts["reasoning tokens"]
-    if stats.drafter != "none":
-        facts |= {
-            "rounds": f"{every.rounds:,}",
-            "draft tokens": f"{every.drafted:,} verified, {every.accepted:,} accepted, {every.discarded:,} emitted after a stop",
-            "mean acceptance length": f"{_number(every.mean_acceptance_length)} "
-            f"(mean over requests {_number(every.mean_length_over_requests)})",
-            "acceptance rate": f"{_number(every.acceptance_rate)} (mean over requests {_number(every.mean_rate_over_requests)})",
-        }
+    if stats.reasoning_tokens:
+        facts["reasoning tokens"] = f"{stats.reasoning_tokens:,} of these, {stats.reasoning_truncated:,} thoughts truncated"
+    if stats.run_seconds:
+        facts["speed of a run"] = f"{stats.run_tokens / stats.run_seconds:,.1f} tok/s, start-up and interrupted runs left out"
+    return "\n".join(terminal.facts(facts))
+
+
+def _acceptance(stats: JobStats) -> str:
+    every = stats.overall
+    facts = {
+        "drafter": stats.drafter,
+        "rounds": f"{every.rounds:,}",
+        "draft tokens": f"{every.drafted:,} verified, {every.accepted:,} accepted, {every.discarded:,} emitted after a stop",
+        "mean acceptance length": f"{_number(every.mean_acceptance_length)} "
+        f"(mean over requests {_number(every.mean_length_over_requests)})",
+        "acceptance rate": f"{_number(every.acceptance_rate)} (mean over requests {_number(every.mean_rate_over_requests)})",
+    }
     return "\n".join(terminal.facts(facts))
 
 

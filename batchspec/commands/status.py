@@ -110,7 +110,7 @@ def _line(each: RunStatus) -> tuple[str, ...]:
     run = each.run
     length = f"{1 + run.accepted / run.rounds:.2f}" if run.rounds else "-"
     state = "straggler" if each.straggler else each.state
-    rows = f"{run.live_rows} of {run.slots}"
+    rows = f"{run.live_rows} of {run.slots}" if run.slots else "-"
     counts = (f"{run.shards:,}", f"{len(each.shards):,}", f"{run.completions:,}", f"{run.tok_s:,.0f}")
     return (run.name, state, *counts, length, rows, f"{_ago(each.age_s)} ago")
 

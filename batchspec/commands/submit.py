@@ -1,55 +1,162 @@
 """`batchspec submit`: run a job as a Slurm array. It checks everything that the run will check - configuration, input, model and
 drafter with the headers of their weights - and prints the sbatch command; --go runs it.
 
-`--unseen` checks only the configuration: for paths that exist only on the nodes of the cluster.
+`--to kubernetes` and `--to skypilot` print the recipe of jobs/ for that system, filled in. `--unseen` checks only the
+configuration: for paths that exist only on the nodes of the cluster.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.resources
+import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from batchspec import terminal
+from batchspec.arguments import ArgumentParser
+from batchspec.cluster.manifests import OF_SLURM, SYSTEMS, kubernetes, skypilot
 from batchspec.config.checks import AUTO
 from batchspec.config.compose import launch
 from batchspec.config.schema import ClusterConfig, RunConfig
+from batchspec.config.values import PATHS, value_of
 from batchspec.errors import ConfigError
-from batchspec.text import for_shell
+from batchspec.text import counted, for_shell
+
+if TYPE_CHECKING:
+    from batchspec.prepare import Job
 
 TIMEOUT_S = 60.0
+LAUNCH = {
+    "kubernetes": "kubectl create -f FILE",
+    "skypilot": "sky jobs launch --secret HF_TOKEN FILE, once for each of cluster.tasks",
+}
+"""What a user does with the file that is printed."""
+WHERE = {
+    "kubernetes": "in the container of each task; mount a volume there that all share (the lines `shared`), or give URLs",
+    "skypilot": "on the machine of each task, relative ones in a copy of this folder; give URLs, or mount a bucket (file_mounts)",
+}
+"""Where a task looks for a local path, and what to do about it."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Hydra overrides as for `run`, `--go` to submit, and `--unseen`; returns the exit code."""
-    overrides = [item for item in argv if item not in ("--go", "--unseen")]
-    go, unseen = "--go" in argv, "--unseen" in argv
+    """Hydra overrides as for `run`, and options of its own; returns the exit code."""
+    options, overrides = _options(argv)
     if {"-m", "--multirun"} & set(overrides):
         raise ConfigError("submit takes one job; for a sweep: batchspec run -m hydra/launcher=submitit_slurm ...")
 
     def submit(config: RunConfig) -> None:
-        gpus, ranks = config.cluster.gpus, config.cluster.tensor_parallel
+        cluster = config.cluster
+        gpus, ranks = cluster.gpus, cluster.tensor_parallel
         if ranks != AUTO and 0 < gpus < ranks:
             raise ConfigError(f"cluster.gpus={gpus} is less than cluster.tensor_parallel={ranks}; raise cluster.gpus")
-        if not unseen:
-            from batchspec.job import check_target, is_new  # imports torch, so only after the checks of `launch`
-            from batchspec.prepare import open_job
-            from batchspec.report.push import check_push_key
-
-            check_push_key(config.output)
-            check_target(open_job(config, fetch=False, here=False, is_new=is_new(config)))
-        command = sbatch_line(config.cluster, overrides)
-        terminal.show(shlex.join(command))
-        if go:
-            terminal.show_line(submitted(command, config))
+        if options.to != "slurm":
+            _refuse_keys_of_slurm(cluster, options.to)
+        notes = [] if options.unseen else [idle_note(config, _checked(config))]
+        for note in filter(None, [*notes, *place_notes(config, options.to)]):
+            terminal.notice(note)
+        if options.to == "slurm":
+            _to_slurm(config, overrides, go=options.go)
         else:
-            terminal.notice("nothing is submitted yet; the same command with --go submits it")
+            text = kubernetes(cluster, overrides, options.image) if options.to == "kubernetes" else skypilot(cluster, overrides)
+            terminal.show(text)
+            terminal.notice(f"nothing is submitted yet; edit the lines marked so, in a file, then {LAUNCH[options.to]}")
 
-    return launch(submit, overrides, require=("model.path", "input.path", "output.dir"), reads_input=not unseen)
+    return launch(submit, overrides, require=("model.path", "input.path", "output.dir"), reads_input=not options.unseen)
+
+
+def _checked(config: RunConfig) -> Job:
+    """The job, with all checks of a run. Raises as `open_job`."""
+    from batchspec.job import check_target, is_new  # imports torch, so only after the checks of `launch`
+    from batchspec.prepare import open_job
+    from batchspec.report.push import check_push_key
+
+    check_push_key(config.output)
+    job = open_job(config, fetch=False, here=False, is_new=is_new(config))
+    check_target(job)
+    return job
+
+
+def idle_note(config: RunConfig, job: Job) -> str:
+    """One line if the job has fewer shards to compute than the tasks have processes; else empty."""
+    from batchspec.runstate.output_folder import OutputFolder
+
+    assert config.output.dir is not None
+    cluster, output = config.cluster, OutputFolder(config.output.dir)
+    if config.resume.retry != "none" or config.resume.extend:
+        return ""
+    begins = output.begins_job(config.output.overwrite)
+    shards = job.layout.num_shards if begins else output.num_shards - len(output.finished())
+    each = 1 if cluster.tensor_parallel == AUTO else max(1, cluster.gpus // cluster.tensor_parallel)
+    needed = -(-shards // each)
+    if needed >= cluster.tasks:
+        return ""
+    advice = "lower cluster.tasks or output.shard_rows" if begins and shards else "lower cluster.tasks"
+    return (
+        f"{counted(cluster.tasks - needed, 'task')} of cluster.tasks={cluster.tasks} would have nothing to do: "
+        f"{counted(shards, 'shard')} {'is' if shards == 1 else 'are'} to be computed; {advice}"
+    )
+
+
+def _to_slurm(config: RunConfig, overrides: Sequence[str], *, go: bool) -> None:
+    command = sbatch_line(config.cluster, overrides)
+    terminal.show(shlex.join(command))
+    if go:
+        terminal.show_line(submitted(command, config))
+    else:
+        terminal.notice("nothing is submitted yet; the same command with --go submits it")
+
+
+def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options of this command, and the words of `run`. Raises ConfigError for options that do not go together."""
+    parser = ArgumentParser(prog="batchspec submit", add_help=False, allow_abbrev=False)
+    parser.add_argument("--to", choices=SYSTEMS, default="slurm")
+    parser.add_argument("--image")
+    parser.add_argument("--go", action="store_true")
+    parser.add_argument("--unseen", action="store_true")
+    options, words = parser.parse_known_args(list(argv))
+    if options.to != "slurm":
+        parser.refuse(options, ["go"], f"is for Slurm, and --to {options.to} prints a file")
+    if options.to != "kubernetes":
+        parser.refuse(options, ["image"], "is read only with --to kubernetes")
+    return options, words
+
+
+def _refuse_keys_of_slurm(cluster: ClusterConfig, system: str) -> None:
+    """Raises ConfigError for a key that has no effect there."""
+    usual = ClusterConfig()
+    for name in OF_SLURM:
+        if (value := getattr(cluster, name)) != getattr(usual, name):
+            raise ConfigError(f"cluster.{name}={value} is a key of Slurm, and is not read with --to {system}; remove it")
+
+
+def place_notes(config: RunConfig, system: str) -> list[str]:
+    """A line about local paths, if there are any that tasks may not find: where they look for them."""
+    local = [(key, path) for key, path in _local_paths(config) if system != "slurm" or not os.path.isabs(path)]
+    if not local:
+        return []
+    named = ", ".join(f"{key}={path}" for key, path in local)
+    if system == "slurm":
+        return [f"relative paths ({named}) are in {os.getcwd()} on every node"]
+    return [f"local paths ({named}) are {WHERE[system]}"]
+
+
+def _local_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """The local paths that the configuration names, each with its key; a model that is not a folder here is one of the hub."""
+    packaged = str(importlib.resources.files("batchspec"))
+    for key in PATHS:
+        value = value_of(config, key)
+        several = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        for path in several:
+            if not isinstance(path, str) or "://" in path or key == "cluster.log" or path.startswith(packaged):
+                continue
+            if key not in ("model.path", "draft.path") or path.startswith((".", "/")) or os.path.isdir(path):
+                yield key, path
 
 
 def sbatch_line(cluster: ClusterConfig, overrides: Sequence[str]) -> list[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
+from batchspec.config.schema import RunConfig
 from batchspec.config.typed import keys, suggest
 from batchspec.config.vllm_names import NAMES, REMARKS
 from batchspec.dataset.columns import TYPES
@@ -27,19 +29,26 @@ OBJECTS = {
 def explains_arguments(name: str, takes_keys: str) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
     """A decorator: a call with arguments that the function does not take raises ConfigError, which names the key or the column.
 
+    A function with **keys takes the names of groups and of keys without one, and dotted keys, which others check.
     name        of the function, for the message
     takes_keys  what takes the keys of a job: "batchspec.Engine"
     """
 
     def decorate(function: Callable[Given, Result]) -> Callable[Given, Result]:
         signature = inspect.signature(function)
+        known = [each for each, its in signature.parameters.items() if each != "self" and its.kind is not its.VAR_KEYWORD]
+        groups = [item.name for item in fields(RunConfig)] if len(known) < len(signature.parameters.keys() - {"self"}) else []
 
         @wraps(function)
         def called(*args: Given.args, **named: Given.kwargs) -> Result:
+            unknown = next((each for each in named if each not in (*known, *groups) and not (groups and "." in each)), None)
             try:
                 signature.bind(*args, **named)
+                said = ""
             except TypeError as error:
-                raise ConfigError(_explained(signature, name, takes_keys, named, str(error))) from None
+                said = str(error)
+            if said or unknown is not None:
+                raise ConfigError(_explained(known, name, takes_keys, unknown, said))
             return function(*args, **named)
 
         return called
@@ -47,9 +56,8 @@ def explains_arguments(name: str, takes_keys: str) -> Callable[[Callable[Given, 
     return decorate
 
 
-def _explained(signature: inspect.Signature, name: str, takes_keys: str, named: dict[str, Any], said: str) -> str:
-    known = [each for each in signature.parameters if each != "self"]
-    unknown = next((each for each in named if each not in known), None)
+def _explained(known: Sequence[str], name: str, takes_keys: str, unknown: str | None, said: str) -> str:
+    """known, unknown: arguments that the function takes, and one of the call that it does not; said: Python's own message."""
     if unknown is None:
         return f"{name}: {said}; it takes {', '.join(known)}, and {takes_keys} takes the keys of a job"
     begin = f"{unknown} is not an argument of {name}"

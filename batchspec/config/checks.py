@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -24,6 +24,7 @@ from batchspec.errors import ConfigError
 URLS = (
     "input.path",
     "output.dir",
+    "output.openai",
     "model.path",
     "model.revision",
     "model.adapter",
@@ -128,7 +129,7 @@ def _decode(config: RunConfig) -> None:
         raise ConfigError(
             f"decode.min_new_tokens={decode.min_new_tokens} exceeds decode.max_new_tokens={decode.max_new_tokens}; lower it"
         )
-    if max_len is not None and decode.max_new_tokens >= max_len:
+    if max_len is not None and decode.score == "none" and decode.max_new_tokens >= max_len:
         raise ConfigError(
             f"decode.max_new_tokens={decode.max_new_tokens} leaves no room for a prompt in model.max_len={max_len}; "
             "lower it or raise model.max_len"
@@ -152,28 +153,36 @@ def _decode(config: RunConfig) -> None:
 
 
 def _scoring(config: RunConfig) -> None:
-    """decode.max_new_tokens=0: nothing is decoded, so keys about decoding are refused."""
+    """decode.score: nothing is decoded, so keys about decoding are refused."""
     decode, output, usual = config.decode, config.output, RunConfig()
-    if decode.max_new_tokens:
-        if output.prompt_logprobs is not None:
-            raise ConfigError(
-                f"output.prompt_logprobs={output.prompt_logprobs} with decode.max_new_tokens={decode.max_new_tokens} "
-                "is not supported: prompts are scored by a job of their own; set decode.max_new_tokens=0 or remove it"
-            )
+    if decode.score != "prompts" and output.prompt_logprobs is not None:
+        raise ConfigError(
+            f"output.prompt_logprobs={output.prompt_logprobs} with decode.score={decode.score} is not supported: prompts are "
+            "scored by a job of their own; set decode.score=prompts or remove it"
+        )
+    if decode.score == "none":
         return
+    given = f"decode.score={decode.score}"
     if decode.deterministic:
-        raise ConfigError("decode.deterministic=true with decode.max_new_tokens=0 is not supported; remove one")
+        raise ConfigError(f"decode.deterministic=true with {given} is not supported; remove one")
     if config.draft.name != "none":
-        raise ConfigError(f"draft={config.draft.name} with decode.max_new_tokens=0 drafts nothing: prompts are scored; remove it")
+        raise ConfigError(f"draft={config.draft.name} with {given} drafts nothing; remove it")
     for key in (
-        "decode.n", "decode.stop", "decode.schema", "decode.regex", "decode.choice", "decode.grammar",
-        "decode.thinking_token_budget", "output.logprobs",
+        "decode.max_new_tokens", "decode.min_new_tokens", "decode.n", "decode.stop", "decode.schema", "decode.regex",
+        "decode.choice", "decode.grammar", "decode.thinking_token_budget", "output.logprobs", "output.openai",
     ):  # fmt: skip
-        if (value := value_of(config, key)) != value_of(usual, key):
+        if key == "decode.choice" and decode.score == "choices":
+            check_choices_to_score(decode.choice)
+        elif (value := value_of(config, key)) != value_of(usual, key):
             instead = "; prompts have output.prompt_logprobs" if key == "output.logprobs" else ""
-            raise ConfigError(
-                f"{key}={value} with decode.max_new_tokens=0 has no effect: no token is decoded{instead}; remove it"
-            )
+            raise ConfigError(f"{key}={value} with {given} has no effect: no token is decoded{instead}; remove it")
+
+
+def check_choices_to_score(choices: Sequence[str]) -> None:
+    """Raises ConfigError for an empty text, or two equal ones, whose probabilities say nothing."""
+    if "" in choices or len(set(choices)) < len(choices):
+        wrong = "an empty text" if "" in choices else "a text twice"
+        raise ConfigError(f"decode.choice={list(choices)} holds {wrong}; decode.score=choices compares different texts")
 
 
 def _thinking(config: RunConfig) -> None:
@@ -221,6 +230,11 @@ def _unused(config: RunConfig) -> None:
         raise ConfigError(
             f"resume.retry_id={config.resume.retry_id} has no effect without a retry of rows; choose resume=error or "
             "resume=length, or remove the key"
+        )
+    if output.logprob_tokens and not (output.logprobs or output.prompt_logprobs):
+        raise ConfigError(
+            "output.logprob_tokens=true has no effect: no likeliest tokens are written; set output.logprobs=N (of scored prompts "
+            "output.prompt_logprobs=N), at least 1, or remove it"
         )
     if packing.pages is not None and packing.memory_gb is not None:
         raise ConfigError(

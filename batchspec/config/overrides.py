@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
@@ -20,6 +20,8 @@ from batchspec.config.reference import options
 from batchspec.config.schema import RunConfig
 from batchspec.errors import ConfigError
 
+Options = Sequence[str] | Mapping[str, Any]
+"""Keys of a job in a call from Python: a list of overrides, or a map of keys to values."""
 OPEN = ("input.columns", "input.template_kwargs", "model.adapters")
 """Dictionaries that accept any key."""
 SCHEMA, INPUT = "decode.schema", "input.path"
@@ -39,17 +41,32 @@ def for_hydra(overrides: Sequence[str]) -> list[str]:
     return [item if item.startswith("-") or "=" not in item else _one(item) for item in overrides]
 
 
-def overrides_of(options: Mapping[str, Any]) -> list[str]:
-    """Turn options with Python values into overrides: {"model.path": "MODEL", "draft": "eagle3", "decode": {"n": 2}}.
+def overrides_of(options: Options, **keys: Any) -> list[str]:
+    """Options of a call from Python as overrides: a list of overrides, or a map with Python values, nested or dotted.
 
-    Raises ConfigError for a map whose names Hydra cannot read.
+    {"model.path": "MODEL", "draft": "eagle3", "decode": {"n": 2}}; `keys` are a second such map, after the options.
+    Raises ConfigError for one text instead of a list, for anything else that is neither list nor map, and for a map whose names
+    Hydra cannot read.
     """
+    if isinstance(options, str):
+        raise ConfigError(f"{options!r} is one text; give a list of overrides, [{options!r}], or a dictionary of keys")
+    if isinstance(options, Mapping):
+        return [*_of_map(options), *_of_map(keys)]
+    if not isinstance(options, Iterable):
+        raise ConfigError(f"{options!r} is neither a list of overrides nor a dictionary of keys; give one of them")
+    words = list(options)
+    if wrong := [word for word in words if not isinstance(word, str)]:
+        raise ConfigError(f"{wrong[0]!r} is not an override; write a list of texts, ['key=value'], or a dictionary of keys")
+    return [*words, *_of_map(keys)]
+
+
+def _of_map(options: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
     for key, value in options.items():
         if isinstance(value, Mapping) and key.lstrip("+") in MAPS:
             found.append(f"{key}={_map(key.lstrip('+'), value)}")
         elif isinstance(value, Mapping) and (value or key.lstrip("+") in GROUPS):
-            found += overrides_of({f"{key}.{name}": item for name, item in value.items()})
+            found += _of_map({f"{key}.{name}": item for name, item in value.items()})
         else:
             found.append(f"{key}={value if key.lstrip('+') in OPTIONS else _text(value)}")
     return found

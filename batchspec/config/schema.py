@@ -47,6 +47,10 @@ class ModelConfig:
     """The tokens that begin and end a reasoning block. auto is `<think>` and `</think>` or the like, or the channels of harmony
     (gpt-oss), if the tokenizer has them; none turns reasoning off; [begin,end] names two tokens, by text or id; [end] is for a
     model that begins every answer with a reasoning block and emits no begin token."""
+    tool_calls: str = "auto"
+    """How the model writes tool calls in its answers, to find those of rows with the column `tools`. auto is what the tokenizer's
+    response template or the chat template writes, if it is one of the other values; none leaves calls in the text. gpt-oss's
+    calls are always found, by their channel."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,7 +82,7 @@ class DecodeConfig:
     """Sampling and the end of a completion. A column of the input overrides some of these keys for its row."""
 
     max_new_tokens: int = 1024
-    """Maximum number of output tokens of a completion. 0 decodes nothing and scores the prompts: `output.prompt_logprobs`."""
+    """Maximum number of output tokens of a completion."""
     min_new_tokens: int = 0
     """Number of output tokens before which no stop id is drawn."""
     temperature: float = 0.0
@@ -116,10 +120,13 @@ class DecodeConfig:
     regex: str | None = None
     """Regular expression, in Python's syntax, that every answer must match as a whole."""
     choice: list[str] = field(default_factory=list)
-    """The allowed answers: every answer is one of these texts."""
+    """The allowed answers: every answer is one of these texts. With decode.score=choices: the texts that are scored."""
     grammar: str | None = None
     """Context-free grammar that every answer must be a text of, in Lark's syntax or in GBNF: its text, or the path of a file of
-    it. The host computes the states of a recursive one when rows reach them (jobs/README.md, "Lazy automata")."""
+    it. The host computes the states of a recursive one when rows reach them (jobs/structured.md, "Lazy automata")."""
+    score: str = "none"
+    """What is scored instead of decoding an answer. prompts: the tokens of each prompt (`output.prompt_logprobs`). choices: how
+    likely the model continues a prompt with each text of decode.choice, or of the column choice (the column `choice_probs`)."""
     thinking_token_budget: int | None = None
     """Maximum number of tokens of a reasoning block, after which its end token is forced. null means no limit but
     max_new_tokens."""
@@ -132,6 +139,11 @@ class DecodeConfig:
     not merged, and scoring."""
     ignore_eos: bool = False
     """Go on after the model's EOS ids. The stop ids and stop strings of the user still end a completion."""
+
+    @property
+    def output_limit(self) -> int:
+        """Maximum number of output tokens of a completion; 0 where nothing is decoded (`score`)."""
+        return self.max_new_tokens if self.score == "none" else 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -185,6 +197,9 @@ class InputConfig:
     name."""
     chat: bool = False
     """Apply the chat template to the column `prompt`, as one user turn."""
+    system: str | None = None
+    """System prompt of all chats. A row's own is kept: its column `system`, else the system or developer message with which its
+    chat begins. null adds none."""
     on_overlong: str = "error"
     """What to do with a prompt that leaves no space for max_new_tokens. error makes an error row, truncate keeps the prompt's
     end, skip makes a row with status skipped."""
@@ -202,6 +217,9 @@ class InputConfig:
     num_workers: int | None = None
     """Number of processes that apply the chat template, tokenise and write output files, apart from the one that launches the
     rounds. 0 is that one itself; null is up to 4 on a GPU and 0 on a CPU."""
+    drop: list[str] = field(default_factory=list)
+    """Keys that are ignored in the bodies of OpenAI's batch requests, such as logprobs where output.logprobs asks for them in all
+    rows. A request with any other key that has no column becomes an error row."""
     max_error_fraction: float = 0.5
     """Maximum share of error rows; with more of them the job ends with exit code 3. A job of nothing but error rows always
     does."""
@@ -228,11 +246,16 @@ class OutputConfig:
     logprobs: int | None = None
     """Number of most likely tokens per position whose log-probabilities are written. 0 writes those of the emitted tokens
     alone; null writes none."""
+    logprob_tokens: bool = False
+    """Write the text of each token beside its id in `top_logprobs` and `prompt_top_logprobs`."""
     prompt_logprobs: int | None = None
-    """Where prompts are scored (decode.max_new_tokens=0): number of most likely tokens per prompt position whose
+    """Where prompts are scored (decode.score=prompts): number of most likely tokens per prompt position whose
     log-probabilities are written. 0, or null there, writes those of the prompt's own tokens alone."""
     passthrough: Any = "all"
     """Input columns that are copied to the output."""
+    openai: str | None = None
+    """Local file that gets the answers as response lines of OpenAI's batches (.jsonl) when the job is complete. `output=openai`
+    writes `answers.jsonl` into the output folder. null writes none; `batchspec export` can write it later."""
     license: str | None = None
     """Licence of the output for the dataset card, by its name on the hub, e.g. apache-2.0. null: the card states none."""
     push_to_hub: str | None = None
@@ -313,6 +336,7 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     ablation: AblationConfig = field(default_factory=AblationConfig)
     device: str = "auto"
-    """Device that the models run on. auto is a GPU if there is one."""
+    """Device that the models run on. auto is a GPU if there is one. On a CPU as many threads compute as other processes and the
+    cgroup leave when the model is loaded; the environment variable OMP_NUM_THREADS sets another number."""
     requires_gpu: bool = False
     """Refuse to run without a GPU. It is for jobs whose shape makes no sense on a CPU."""

@@ -77,17 +77,18 @@ def from_hydra(cfg: DictConfig) -> RunConfig:
     """
     config = typed(cfg, RunConfig)
     config.input.path = shipped_prompts(config.input.path)
-    if config.decode.max_new_tokens == 0:
+    if config.decode.score != "none":
         _score(config)
     return config
 
 
 def _score(config: RunConfig) -> None:
-    """Defaults of a job that scores prompts. If any key of the drafter was set, the user asked for a drafter: it stays here, and
+    """Defaults of a job that scores. If any key of the drafter was set, the user asked for a drafter: it stays here, and
     checks.py refuses it."""
     if config.draft == RunConfig().draft:
         config.draft = DraftConfig(name="none")
-    config.output.prompt_logprobs = config.output.prompt_logprobs or 0
+    if config.decode.score == "prompts":
+        config.output.prompt_logprobs = config.output.prompt_logprobs or 0
 
 
 def from_dict(values: Mapping[str, Any]) -> RunConfig:

@@ -18,10 +18,12 @@ from batchspec.config.renamed import RENAMED_VALUES
 from batchspec.draft.registry import DRAFTERS
 from batchspec.errors import ConfigError
 from batchspec.records import MAX_LOGIT_BIAS
+from batchspec.tool_calls.registry import FORMS
 
 PATHS = (
     "input.path",
     "output.dir",
+    "output.openai",
     "model.path",
     "model.adapter",
     "model.adapters",
@@ -54,7 +56,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "draft.tree.nodes": (1, MAX_TREE_NODES, "a round verifies the newest token and at most 63 nodes of a row"),
     "draft.window": (1, math.inf, "null reads all keys"),
     "draft.sink_tokens": (0, math.inf, "4 works well with a window"),
-    "decode.max_new_tokens": (0, math.inf, "give the maximum number of output tokens; 0 scores prompts"),
+    "decode.max_new_tokens": (1, math.inf, "give the maximum number of output tokens; decode.score=prompts decodes none"),
     "decode.min_new_tokens": (0, math.inf, "0 is off"),
     "decode.thinking_token_budget": (0, math.inf, "null means no limit"),
     "decode.temperature": (0.0, 100.0, "0 is greedy, 1 the model's own distribution"),
@@ -95,6 +97,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("auto", "float32", "bfloat16", "float64"),
     "model.activations": ("auto", "dtype", "fp8"),
     "model.load_format": ("auto", "dummy"),
+    "model.tool_calls": ("auto", "none", *FORMS),
     "cache.dtype": ("auto", "fp8"),
     "cache.scales": ("auto", "checkpoint", "calibrate"),
     "draft.cache_dtype": ("auto", "fp8"),
@@ -103,6 +106,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "input.on_overlong": ("error", "truncate", "skip"),
     "input.final_assistant": ("error", "continue", "drop"),
     "output.messages": ("full", "prompt", "none"),
+    "decode.score": ("none", "prompts", "choices"),
     "resume.retry": ("none", "error", "length"),
     "device": ("auto", "cpu", "cuda"),
     "draft.name": tuple(DRAFTERS),

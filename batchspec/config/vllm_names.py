@@ -78,7 +78,7 @@ _ADAPTERS = "LoRA needs no switch: model.adapter=FOLDER is for all rows, model.a
 _BANNED = "decode.logit_bias={ID: -100} bans a token"
 _ANSWERS = "input.final_assistant=continue continues a chat that ends with an assistant turn"
 
-REMARKS: dict[str, str] = {
+OF_REQUESTS: dict[str, str] = {
     "do_sample": "decode.temperature=0 is greedy, and a higher one samples; decode=sampled sets temperature and top-p",
     "num_beams": _BEAMS,
     "use_beam_search": _BEAMS,
@@ -94,16 +94,26 @@ REMARKS: dict[str, str] = {
     "logits_processors": "code of the user does not change logits; decode.logit_bias and the constraints of decode do",
     "include_stop_str_in_output": "`completion` never holds the stop string, which the column stop_reason names",
     "skip_special_tokens": _SPECIAL,
+    "truncate_prompt_tokens": "input.on_overlong=truncate keeps the end of a prompt that is too long for model.max_len",
     "spaces_between_special_tokens": _SPECIAL,
     "detokenize": _SPECIAL,
-    "truncate_prompt_tokens": "input.on_overlong=truncate keeps the end of a prompt that is too long for model.max_len",
     "truncation": "input.on_overlong=truncate keeps the end of a prompt that is too long for model.max_len",
+    "sampling_params": "its parameters are keys under `decode`",
     "guided_decoding": _CONSTRAINT,
     "guided_decoding_backend": _CONSTRAINT,
     "structured_outputs": _CONSTRAINT,
     "response_format": _CONSTRAINT,
+    "lora_request": _ADAPTERS,
+    "enable_thinking": _TEMPLATE.format(name="enable_thinking"),
+    "reasoning_effort": _TEMPLATE.format(name="reasoning_effort"),
+    "add_generation_prompt": _ANSWERS,
+    "continue_final_message": _ANSWERS,
+    "echo": "decode.score=prompts scores prompts",
+}
+"""What other programs take with each request, without a group, and is not the value of one key -> what to do instead."""
+
+REMARKS = OF_REQUESTS | {
     "pad_token_id": "a batch needs no padding tokens; remove it",
-    "sampling_params": "its parameters are keys under `decode`",
     "tokenizer": _TOKENIZER,
     "tokenizer_mode": _TOKENIZER,
     "trust_remote_code": "code of a model folder is never run; remove it",
@@ -126,22 +136,18 @@ REMARKS: dict[str, str] = {
     "use_cache": "K/V is always cached; remove it",
     "enable_chunked_prefill": "prefill is always chunked; packing.max_num_batched_tokens is the size of a pass",
     "enable_lora": _ADAPTERS,
-    "lora_request": _ADAPTERS,
     "max_loras": _ADAPTERS,
     "max_lora_rank": _ADAPTERS,
     "attn_implementation": _KERNELS,
     "attention_backend": _KERNELS,
-    "enable_thinking": _TEMPLATE.format(name="enable_thinking"),
-    "reasoning_effort": _TEMPLATE.format(name="reasoning_effort"),
+    "tool_call_parser": "tool calls are found in the form that the chat template writes; model.tool_calls names another one",
+    "enable_auto_tool_choice": "tool calls of rows with the column `tools` are always found; remove it",
     "reasoning_parser": "reasoning is found by its tokens; model.think_tokens names others",
-    "add_generation_prompt": _ANSWERS,
-    "continue_final_message": _ANSWERS,
     "tools": "the column `tools` has the tools of its row",
-    "echo": "decode.max_new_tokens=0 scores prompts",
     "stream": "a job writes files; in Python Engine.stream yields completions as they end",
     "use_tqdm": "the progress line is written to a terminal alone; remove it",
 }
-"""Their name, without a group, of what is not the value of one key -> what to do instead."""
+"""The same, and what they take for all requests."""
 
 
 def remark(name: str, known: Collection[str]) -> str:

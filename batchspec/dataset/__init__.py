@@ -9,6 +9,7 @@ Input:
   hub_splits.py        which files of a hub dataset belong to a split
   in_memory.py         rows in memory as a table
   files.py             an input file as parts that can be read independently; Parquet
+  decoding.py          how a row group of Parquet is decoded in bounded memory
   json_lines.py        JSON lines as such a file
   csv_file.py          CSV as such a file
   formats.py           which files are data, by name; text files, compressed ones too
@@ -18,7 +19,7 @@ Input:
   columns.py           the meaning of each column
   row_ids.py           the ids of the rows
   messages.py          a chat in the form that the template reads and in the form of the output
-  openai_requests.py   requests of OpenAI's batch files as rows
+  openai_requests.py   requests of OpenAI's batch files as rows; openai_keys.py: their keys
 Output:
   schema.py            the columns of an output file
   plain_types.py       types of copied columns

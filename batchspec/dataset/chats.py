@@ -27,16 +27,17 @@ class Chats:
     on the output needs. Rows given as prompt_ids have no messages.
 
     think_tokens  put around a thought if output.reasoning_in_messages asks for it; None: the model's outputs have channels, and
-                  thoughts and tool calls are separate fields
+                  thoughts are a separate field
+    calls  tool calls are a separate field
     """
 
     def __init__(
         self, shard: InputShard, columns: ColumnMap, input: InputConfig, output: OutputConfig,
-        think_tokens: tuple[str, str] | None,
+        think_tokens: tuple[str, str] | None, *, calls: bool,
     ) -> None:  # fmt: skip
-        kind = messages_type(shard.table.schema, columns, output, channels=think_tokens is None)
+        kind = messages_type(shard.table.schema, columns, output, calls=calls, channels=think_tokens is None)
         self._prompts = _prompt_turns(shard, columns, input, [field.name for field in kind.value_type])
-        self._first_row, self._output, self._think_tokens = shard.first_row, output, think_tokens
+        self._first_row, self._output, self._think_tokens, self._calls = shard.first_row, output, think_tokens, calls
 
     def of(self, completion: Completion) -> list[Turn] | None:
         """The turns of a completion's chat; None if its prompt has none or they cannot be read."""
@@ -44,7 +45,7 @@ class Chats:
         if completion.text is None or self._output.messages != "full":
             return prompt
         answer: Turn = {"content": completion.text}
-        if self._think_tokens is None:
+        if self._calls:
             answer |= {"tool_calls": completion.tool_calls}
         if self._output.reasoning_in_messages and completion.reasoning is not None:
             own = {THINKING_FIELD: completion.reasoning}
@@ -64,8 +65,9 @@ def _prompt_turns(shard: InputShard, columns: ColumnMap, input: InputConfig, nam
     finals = [None] * table.num_rows if own is None else _values(table, own, optional=True)
     if kind == "prompt":
         prompts = [[{"role": "user", "content": text}] if isinstance(text, str) else None for text in prompts]
+    usual = input.system if kind == "messages" or input.chat else None
     return [
-        _turns(prompt, text if isinstance(text, str) else None, final or input.final_assistant, names)
+        _turns(prompt, text if isinstance(text, str) else None, final or input.final_assistant, names, usual)
         for prompt, text, final in zip(prompts, systems, finals, strict=True)
     ]
 
@@ -86,11 +88,11 @@ def _values(table: pa.Table, name: str, *, optional: bool = False) -> list[Any]:
     return values
 
 
-def _turns(prompt: Any, system: str | None, final: str, names: Sequence[str]) -> list[Turn] | None:
+def _turns(prompt: Any, system: str | None, final: str, names: Sequence[str], usual: str | None) -> list[Turn] | None:
     try:
         messages = messages_of(prompt)
         keep = "drop" if final == "drop" else "continue"  # a row that is refused keeps all its turns
-        return None if messages is None else [kept_turn(turn, names) for turn in read_chat(messages, system, keep)]
+        return None if messages is None else [kept_turn(turn, names) for turn in read_chat(messages, system, keep, usual)]
     except BadChat:
         return None
 

@@ -193,14 +193,19 @@ def _no_prompt(schema: pa.Schema) -> str:
     names = set(schema.names)
     if {"custom_id", "body"} <= names:
         return (
-            "the input holds OpenAI's batch requests; make an input of them, "
-            "batchspec export --from-openai REQUESTS.jsonl INPUT.parquet, and run that"
+            "the input holds OpenAI's batch requests as columns; give their JSON lines, whose keys are custom_id, method, url "
+            "and body alone"
         )
     (only, *others) = schema
     if not others and is_csv(only) and (mark := next((mark for mark in SEPARATORS if mark in only.name), "")):
         return (
             f"the CSV header {only.name!r} is one column, because batchspec reads commas alone and it has {mark!r}; "
             f"convert the file: polars.read_csv(FILE, separator={mark!r}, infer_schema=False).write_csv(NEW)"
+        )
+    if any(names >= set(pair) for pair in TURNS) and not names & set(PROMPT_NAMES) - {"content"}:
+        return (
+            "the rows are messages, not chats; a row holds a whole chat in its column messages, and in Python rows may be a list "
+            "of chats, [[{role, content}, ...], ...]"
         )
     chats = [name for name in CHAT_NAMES if name in names and _fits(schema.field(name), "messages", _is_messages)]
     texts = [name for name in PROMPT_NAMES if name in names and _fits(schema.field(name), "prompt", is_text)]

@@ -13,16 +13,15 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchspec.errors import InputError, StorageError
+from batchspec.dataset.decoding import BATCH_BYTES as BATCH_BYTES
+from batchspec.dataset.decoding import BATCH_ROWS, Decoding, decoding_of
+from batchspec.errors import CapacityError, InputError, StorageError
 from batchspec.storage.exact_files import parquet_file
 from batchspec.storage.places import LocalPlace, Place
 from batchspec.storage.remote_files import Stamp
 
 PARQUET = (".parquet", ".pq")
 JSON_LINES = (".jsonl", ".ndjson", ".json")
-BATCH_BYTES = 4 << 20
-"""Rows are decoded in batches of about this many bytes, which a reader holds in addition to the tables it has returned."""
-BATCH_ROWS = 4096
 DIGEST_BYTES = 256 << 20
 """Bytes of the whole input's Parquet files that are read for their digests; smaller inputs are read completely."""
 DIGEST_BLOCKS = 8
@@ -52,7 +51,10 @@ class DataFile(Protocol):
     parts: Sequence[Part]
 
     def read(self, part: Part, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        """The part's rows. A bad row is a batch of its own; its metadata have `code` and `message`."""
+        """The part's rows. A bad row is a batch of its own; its metadata have `code` and `message`.
+
+        A column of text or bytes may be dictionaries of its type: what is long and shared by rows is not repeated.
+        """
 
     def check(self) -> None:
         """Raise InputError if the file is no longer the one that was opened; does not read its content."""
@@ -60,9 +62,15 @@ class DataFile(Protocol):
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Within this block, raise a reader's errors in one line: StorageError for disk or network, InputError for a bad file."""
+    """Within this block, raise a reader's errors in one line: StorageError for disk or network, InputError for a bad file,
+    CapacityError without memory."""
     try:
         yield
+    except MemoryError as error:  # Arrow's too
+        raise CapacityError(
+            f"{name}: out of memory while it was read ({str(error).strip() or type(error).__name__}); free the machine's memory, "
+            "leave long columns out of output.passthrough, or lower output.shard_rows, and run the command again"
+        ) from error
     except (pa.ArrowException, OSError) as error:
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__
@@ -99,6 +107,8 @@ class ParquetFile:
         self.place, self.name = place, name
         self._footer: pq.FileMetaData | None = None
         """The footer, kept while the file is being read so that it is not read again for each row group."""
+        self._decodings: dict[tuple[int, tuple[str, ...]], Decoding] = {}
+        """By row group and columns."""
         with reading(name):
             self._stamp = place.stamp()
             self.size_bytes = self._stamp.size_bytes
@@ -112,10 +122,22 @@ class ParquetFile:
         )
 
     def read(self, part: Part, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        rows = max(1, min(BATCH_ROWS, BATCH_BYTES * part.num_rows // max(part.size_bytes, 1)))
-        with reading(self.name), self._open() as file:
-            self._footer = None if part is self.parts[-1] else file.metadata
-            yield from file.iter_batches(batch_size=rows, row_groups=[part.place], columns=columns, use_threads=False)
+        with reading(self.name):
+            decoding = self._decoding(part.place, columns)
+            with self._open(decoding.dictionaries) as file:
+                self._footer = None if part is self.parts[-1] else file.metadata
+                batches = file.iter_batches(
+                    batch_size=decoding.batch_rows, row_groups=[part.place], columns=columns, use_threads=False
+                )
+                yield from decoding.typed(batches, self.schema)
+
+    def _decoding(self, group: int, columns: list[str]) -> Decoding:
+        key = group, tuple(columns)
+        if key not in self._decodings:
+            with self._open() as file:
+                self._footer = file.metadata
+                self._decodings[key] = decoding_of(file, group, columns, self._open)
+        return self._decodings[key]
 
     def check(self) -> None:
         check_same(self.place, self.name, self._stamp)
@@ -125,13 +147,15 @@ class ParquetFile:
         with reading(self.name):
             return _digest(self.place, self.size_bytes, digest_bytes)
 
-    def _open(self) -> AbstractContextManager[pq.ParquetFile]:
+    def _open(self, dictionaries: Sequence[str] = ()) -> AbstractContextManager[pq.ParquetFile]:
+        """The file, with the columns at these paths read as dictionaries."""
         # A buffer size makes Arrow stream the pages; without it a whole column chunk is read at once.
         options: dict[str, Any] = {
             "pre_buffer": False,
             "buffer_size": 1 << 20,
             "page_checksum_verification": True,
             "metadata": self._footer,
+            "read_dictionary": dictionaries or None,
         }
         if isinstance(self.place, LocalPlace):
             return parquet_file(self.place.path, **options)

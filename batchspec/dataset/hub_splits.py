@@ -43,6 +43,8 @@ class _Config:
     name: str
     is_default: bool
     splits: Splits
+    filters: Any = None
+    """Which rows of the files `datasets` gives; None: all."""
 
 
 def files_of_split(files: Sequence[str], card: str, config_name: str | None, split: str | None, where: str) -> list[str]:
@@ -54,7 +56,7 @@ def files_of_split(files: Sequence[str], card: str, config_name: str | None, spl
     split        None: the only one
     where        prefix of error messages: input.path and the dataset
     Raises InputError, which lists the configs or the splits, if the requested one does not exist, or if there are several to
-    choose from.
+    choose from; and for a config that holds only some rows of its files.
     """
     configs = list(_configs(files, card, where))
     names = [config.name for config in configs]
@@ -68,6 +70,13 @@ def files_of_split(files: Sequence[str], card: str, config_name: str | None, spl
         if not found:
             raise InputError(f"{where} has no config {config_name!r}; its configs are {', '.join(names)}")
         config = found[0]
+    if config.filters is not None:
+        rest = [other.name for other in configs if other.filters is None]
+        instead = f"choose one that holds every row: input.config_name={rest[0]}" if rest else "give files of it"
+        raise InputError(
+            f"{where}: its config {config.name!r} holds only the rows that pass {str(config.filters)[:120]}, and batchspec reads "
+            f"whole files; {instead}"
+        )
     splits, of = config.splits, f" of the config {config.name!r}" if len(configs) > 1 else ""
     if split is None and len(splits) > 1:
         raise InputError(f"{where} has the splits {', '.join(splits)}{of}; choose one: input.split={next(iter(splits))}")
@@ -102,7 +111,7 @@ def _configs(files: Sequence[str], card: str, where: str) -> Iterator[_Config]:
             splits = {split: [inner[file] for file in found] for split, found in _by_names(list(inner)).items()}
         else:
             splits = {split: _matching(patterns, folder, files) for split, patterns in _data_files(given, where)}
-        yield _Config(name, entry.get("default") is True or name == "default", splits)
+        yield _Config(name, entry.get("default") is True or name == "default", splits, entry.get("filters"))
 
 
 def _front_matter(card: str, where: str) -> Mapping[str, Any]:

@@ -9,27 +9,55 @@ import msgspec
 import polars as pl
 import pyarrow as pa
 
+from batchspec.dataset.columns import PROMPTS
 from batchspec.dataset.untyped_columns import Kinds, build
 from batchspec.errors import InputError
 
 _NUMBERS = {int, float}
 
 
-def table_of(data: Any) -> pa.Table:
-    """A polars, pyarrow or pandas table, a list of dictionaries or of prompts, or anything that polars.DataFrame accepts.
+def table_of(data: Any, columns: Mapping[str, str | None] | None = None) -> pa.Table:
+    """A table (polars, pyarrow, pandas, datasets.Dataset, or an object that makes one of them), a list of dictionaries, of texts
+    or of chats, or anything that polars.DataFrame accepts.
 
+    columns  input.columns, for the name of the prompt's column of an empty list
     A list of dictionaries is read as JSON lines are: a column with dictionaries, lists of lists or values of several kinds keeps
-    each cell's JSON text, so that no row changes another row's value. A list of strings becomes the column `prompt`; some
-    of them may be None. Raises InputError.
+    each cell's JSON text, so that no row changes another row's value. A list of strings becomes the column `prompt`, a list of
+    lists of messages the column `messages`; some of them may be None. Raises InputError.
     """
     if isinstance(data, str | bytes):
         raise InputError("rows are one text; give a list of texts, [TEXT], a table or a list of dictionaries")
-    rows = data if isinstance(data, list | tuple) else ()
-    if any(isinstance(row, str) for row in rows) and all(isinstance(row, str | None) for row in rows):
-        return _typed({"prompt": list(rows)})
-    if rows and all(isinstance(row, Mapping) for row in rows):
-        return _of_dictionaries(rows)
+    if not isinstance(data, list | tuple):
+        return _typed(_made_table(data))
+    if not data:
+        return _no_rows(columns or {})
+    if all(isinstance(row, str | None) for row in data) and any(row is not None for row in data):
+        return _typed({"prompt": list(data)})
+    if all(isinstance(row, Mapping) for row in data):
+        return _of_dictionaries(data)
+    if all(row is None or _is_chat(row) for row in data) and any(data):
+        return _of_dictionaries([{"messages": row} for row in data])
     return _typed(data)
+
+
+def _made_table(data: Any) -> Any:
+    """The table that an object of another library makes of itself; other data as they are."""
+    if isinstance(data, pl.LazyFrame):
+        return data.collect()
+    if isinstance(data, Mapping | pl.DataFrame | pl.Series) or hasattr(data, "__arrow_c_stream__"):
+        return data
+    make = getattr(data, "to_polars", None) or getattr(data, "to_arrow", None)
+    return data if make is None else make()
+
+
+def _is_chat(row: Any) -> bool:
+    return isinstance(row, list | tuple) and all(isinstance(turn, Mapping) for turn in row)
+
+
+def _no_rows(columns: Mapping[str, str | None]) -> pa.Table:
+    """An empty list may be one of texts, chats or dictionaries: its table has the prompt's column alone."""
+    kind = next((kind for kind in PROMPTS if columns.get(kind)), "prompt")
+    return pa.table({columns.get(kind) or kind: pa.array([], pa.list_(pa.int32()) if kind == "prompt_ids" else pa.string())})
 
 
 def _of_dictionaries(rows: Sequence[Mapping[str, Any]]) -> pa.Table:

@@ -77,9 +77,15 @@ def check_exist(path: Any) -> None:
                     raise _missing(place, entry)
 
 
-def check_apart(entries: Sequence[Any], output_dir: str) -> None:
-    """Raises ConfigError if an entry of input.path includes the files that the job writes: its next run would read them too."""
-    written = (*_parts(output_dir), "data", "part-00000.parquet")
+def check_apart(
+    entries: Sequence[Any], name: str, *, key: str = "output.dir", file: Sequence[str] = ("data", "part-00000.parquet")
+) -> None:
+    """Raises ConfigError if an entry of input.path includes a file that the job writes: its next run would read it too.
+
+    name, key  where the job writes, and the key that says so
+    file       what it writes below that name
+    """
+    written = (*_parts(name), *file)
     for entry in map(str, entries):
         named = _parts(entry)
         below = written[len(named) :] if written[: len(named)] == named else None
@@ -90,8 +96,8 @@ def check_apart(entries: Sequence[Any], output_dir: str) -> None:
             below = written[fixed:] if matches(written, pattern) else None
         if below is not None and not any(part.startswith(HIDDEN) for part in below):
             raise ConfigError(
-                f"output.dir={output_dir} lies in input.path={entry}, so that the next run would read the output as input; "
-                "choose another folder, or name the input's files"
+                f"{key}={name} lies in input.path={entry}, so that the next run would read the output as input; "
+                "choose another place, or name the input's files"
             )
 
 

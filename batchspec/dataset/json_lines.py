@@ -2,13 +2,16 @@
 
 The type of a column follows from all lines of all files (untyped_columns.py). A line that is not a JSON object becomes a bad row:
 a batch with this row alone, whose schema metadata has the code and the message.
+
+A file whose lines are requests of OpenAI's batches is read as the rows that they ask for (openai_requests.py).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
+import msgspec
 import pyarrow as pa
 
 from batchspec.dataset import files
@@ -16,19 +19,27 @@ from batchspec.dataset.files import Part, check_same, reading
 from batchspec.dataset.formats import TextStream
 from batchspec.dataset.json_text import BadJson, BadText, members
 from batchspec.dataset.lines import LongLine, lines_of
+from batchspec.dataset.openai_requests import BadRequest, is_request, parse_request
 from batchspec.dataset.untyped_columns import Cell, Kinds, build
 from batchspec.errors import InputError
 from batchspec.storage.places import Place
 
-BAD_JSON, BAD_TEXT = "bad_json", "bad_text"
+BAD_JSON, BAD_TEXT, BAD_REQUEST = "bad_json", "bad_text", "bad_request"
 ONE_LINE = "python -c \"import json; [print(json.dumps(row)) for row in json.load(open('FILE'))]\" > FILE.jsonl"
 
 
 class JsonLinesFile:
-    """One JSON object per line. The file is read once to find its rows and columns; a key that a line lacks is null."""
+    """One JSON object per line. The file is read once to find its rows and columns; a key that a line lacks is null.
 
-    def __init__(self, place: Place, name: str, codec: str | None = None) -> None:
-        self.place, self.name = place, name
+    drop  keys of OpenAI's requests that are ignored
+    """
+
+    def __init__(self, place: Place, name: str, codec: str | None = None, drop: Collection[str] = ()) -> None:
+        self.place, self.name, self._drop = place, name, drop
+        self._holds_requests: bool | None = None
+        """Whether the lines are OpenAI's requests, which the first object says; None: there was none so far."""
+        self.filled: frozenset[str] | None = None
+        """The columns that all requests fill; None: the file holds no requests."""
         parts: list[Part] = []
         digest = hashlib.sha256()
         self.kinds = Kinds()
@@ -50,10 +61,14 @@ class JsonLinesFile:
                     num_rows += 1
                     first_line = first_line or line
                     try:
-                        self.kinds.add(members(line))
+                        row = self._cells(line)
+                        self.kinds.add(row)
                         num_objects += 1
-                    except BadJson as error:
+                        if self._holds_requests:
+                            self.filled = frozenset(row) if self.filled is None else self.filled.intersection(row)
+                    except (BadJson, BadRequest) as error:
                         first_problem = first_problem or str(error)
+                        self.kinds.add(_known(error))
                 own = hashlib.sha256(block).digest()
                 parts.append(Part(num_rows=num_rows, size_bytes=len(block), place=offset, digest=own))
             self._text.close()
@@ -61,7 +76,8 @@ class JsonLinesFile:
         if _is_array(first_line, num_rows):
             raise InputError(f"{name} is one JSON array, and JSON lines hold an object a line; convert it: {ONE_LINE}")
         if num_rows and not num_objects:
-            raise InputError(f"{name}: no line is a JSON object (the first: {first_problem}); write one object a line")
+            wanted = "a request that batchspec can follow" if self._holds_requests else "a JSON object"
+            raise InputError(f"{name}: no line is {wanted} (the first: {first_problem}); write one object a line")
         self.schema = self.kinds.schema()
         self.digest = digest.hexdigest()
         self.parts: Sequence[Part] = tuple(parts)
@@ -70,25 +86,34 @@ class JsonLinesFile:
         schema = pa.schema([self.schema.field(name) for name in columns])
         last = part is self.parts[-1]
         if part.too_long:
-            yield _bad(self._text.skipped(self.name, part, last=last).problem, BAD_JSON, schema)
+            yield _bad(BadJson(self._text.skipped(self.name, part, last=last).problem), schema)
             return
         block = self._text.block(self.name, part, last=last)
         good: list[Mapping[str, Cell]] = []
         for line in _lines(block):
             try:
-                good.append(members(line))
+                good.append(self._cells(line))
                 continue
-            except BadJson as error:
-                code, problem = BAD_TEXT if isinstance(error, BadText) else BAD_JSON, str(error)
+            except (BadJson, BadRequest) as error:
+                bad = error
             if good:
                 yield _batch(good, schema)
                 good = []
-            yield _bad(problem, code, schema)
+            yield _bad(bad, schema)
         if good:
             yield _batch(good, schema)
 
     def check(self) -> None:
         check_same(self.place, self.name, self._stamp)
+
+    def _cells(self, line: bytes) -> Mapping[str, Cell]:
+        """The row of a line. Raises BadJson, or BadRequest in a file of requests."""
+        row = members(line)
+        if self._holds_requests is None:
+            self._holds_requests = is_request(row)
+        if not self._holds_requests:
+            return row
+        return {name: msgspec.json.encode(value) for name, value in parse_request(line, self._drop).items()}
 
     def _blocks(self) -> Iterator[tuple[int, bytes | LongLine]]:
         """Offset and text of blocks of whole lines. A line that is too long is a block of its own."""
@@ -108,8 +133,17 @@ class JsonLinesFile:
             yield offset, b"".join(waiting)
 
 
-def _bad(problem: str, code: str, schema: pa.Schema) -> pa.RecordBatch:
-    return _batch([{}], schema.with_metadata({"code": code, "message": f"{problem}; correct the line"}))
+def _bad(error: BadJson | BadRequest, schema: pa.Schema) -> pa.RecordBatch:
+    code, message = BAD_TEXT if isinstance(error, BadText) else BAD_JSON, f"{error}; correct the line"
+    if isinstance(error, BadRequest):
+        code, message = BAD_REQUEST, str(error)
+    return _batch([_known(error)], schema.with_metadata({"code": code, "message": message}))
+
+
+def _known(error: BadJson | BadRequest) -> Mapping[str, Cell]:
+    """The cells of a bad line that are known: the id of a request."""
+    own = error.custom_id if isinstance(error, BadRequest) else None
+    return {} if own is None else {"id": msgspec.json.encode(own)}
 
 
 def _lines(block: bytes) -> Iterator[bytes]:

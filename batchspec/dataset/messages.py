@@ -37,15 +37,19 @@ class BadChat(ValueError):
     """What is wrong with a chat, in one line."""
 
 
-def read_chat(prompt: Any, system: str | None = None, final: str = "error") -> list[Message]:
+def read_chat(prompt: Any, system: str | None = None, final: str = "error", usual_system: str | None = None) -> list[Message]:
     """The turns of a prompt: text, messages, or JSON text of messages. Raises BadChat.
 
-    system  replaces the system turn at the beginning, or goes before the first turn
+    system  the row's own: replaces the system turn at the beginning, or goes before the first turn
+    usual_system  the job's: goes before the first turn of a chat that begins neither with a system turn nor with a developer's
     final   error: refuse a chat that ends with the assistant's turn; drop: leave that turn out; continue: keep it
     """
     turns = [_turn(place, message) for place, message in enumerate(prompt)]
+    begins = turns[0]["role"] if turns else ""
     if system is not None:
-        turns = [{"role": "system", "content": system}, *(turns[1:] if turns and turns[0]["role"] == "system" else turns)]
+        turns = [{"role": "system", "content": system}, *(turns[1:] if begins == "system" else turns)]
+    elif usual_system is not None and begins not in ("system", "developer"):
+        turns = [{"role": "system", "content": usual_system}, *turns]
     if not turns or turns[-1]["role"] != "assistant":
         return turns
     if final == "drop":

@@ -7,132 +7,161 @@ Source: https://platform.openai.com/docs/api-reference/batch, and vLLM's names f
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import pyarrow as pa
 
+from batchspec.config.schema import DecodeConfig
 from batchspec.config.values import logit_bias
 from batchspec.dataset.json_text import parse
 from batchspec.dataset.messages import BadChat, Message, read_chat
-from batchspec.errors import InputError
+from batchspec.dataset.openai_keys import (
+    ADDS_ANSWER,
+    COLUMNS,
+    GOES_ON,
+    GUIDED,
+    JOB_KEYS,
+    LINE_KEYS,
+    NEUTRAL,
+    NUMBERS,
+    OF_TEMPLATE,
+    OTHER_ENDPOINTS,
+    PREFIX,
+    TEMPLATE_KWARGS,
+    TURN_KEYS,
+    URLS,
+    WITHOUT_EFFECT,
+)
 
 Line = Mapping[str, Any]
 
-URLS = ("/v1/chat/completions", "/chat/completions")
-LINE_KEYS = ("custom_id", "method", "url", "body")
-COLUMNS = {
-    "id": pa.string(),
-    "messages": pa.list_(pa.struct([("role", pa.string()), ("content", pa.large_string())])),
-    "max_new_tokens": pa.int64(),
-    "temperature": pa.float64(),
-    "top_p": pa.float64(),
-    "top_k": pa.int64(),
-    "min_p": pa.float64(),
-    "seed": pa.int64(),
-    "n": pa.int64(),
-    "thinking_token_budget": pa.int64(),
-    "repetition_penalty": pa.float64(),
-    "presence_penalty": pa.float64(),
-    "frequency_penalty": pa.float64(),
-    "logit_bias": pa.string(),
-    "stop": pa.list_(pa.string()),
-    "tools": pa.string(),
-    "template_kwargs": pa.string(),
-    "response_format": pa.string(),
-    "final_assistant": pa.string(),
-}
-"""Columns of a batchspec input that a request line may fill."""
-NUMBERS = {
-    "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "temperature": "temperature", "top_p": "top_p",
-    "top_k": "top_k", "min_p": "min_p", "seed": "seed", "n": "n", "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
-    "thinking_token_budget": "thinking_token_budget",
-}  # fmt: skip
-"""Key of a body -> column."""
-TURN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
-"""Keys of a message that chat templates read."""
-PREFIX = ("prefix", "partial")
-"""Keys of a last message with which the answer continues it."""
-TEMPLATE_KWARGS = "chat_template_kwargs"
-OF_TEMPLATE = ("reasoning_effort",)
-"""Keys of a body that are arguments of the chat template."""
-GOES_ON, ADDS_ANSWER = "continue_final_message", "add_generation_prompt"
-"""vLLM's keys of a body: the answer continues the last message; the template begins a new answer (true)."""
-GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-"""vLLM's older keys, and the key of `structured_outputs` that replaced each."""
-WITHOUT_EFFECT = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-"""Keys of a body that do not affect tokens."""
-NEUTRAL = {
-    "stream": False, "logprobs": False, "top_logprobs": 0, "tool_choice": "auto", "parallel_tool_calls": True,
-}  # fmt: skip
-"""Keys of a body for which batchspec has no column, and the value with which they have no effect."""
+_KIND = re.compile(r"not a batch request|url '[^']*'|[\w.]+(?:\[\d+\][\w.]*)*")
 
 
-def parse_request(text: str, where: str, drop: Sequence[str] = ()) -> dict[str, Any]:
+class BadRequest(ValueError):
+    """Why a line is no request that batchspec can follow, in one line. custom_id: of the line, if it has one."""
+
+    def __init__(self, problem: str, custom_id: str | None = None) -> None:
+        super().__init__(problem)
+        self.custom_id = custom_id
+
+    @property
+    def kind(self) -> str:
+        """What lines with the same defect have in common: the key, or the endpoint."""
+        found = _KIND.match(str(self))
+        return str(self) if found is None else re.sub(r"\[\d+\]", "[]", found[0])
+
+
+def is_request(members: Mapping[str, Any]) -> bool:
+    """Whether a JSON object is a request line, and not a row with such columns. members: the JSON text of each value."""
+    return {"custom_id", "body"} <= members.keys() <= {*LINE_KEYS} and bytes(members["body"]).startswith(b"{")
+
+
+def parse_request(text: str | bytes, drop: Collection[str] = ()) -> dict[str, Any]:
     """The input row for a request line, with only those of COLUMNS that it fills.
 
-    `where` is the prefix of error messages (file and line). Raises InputError for a line that is not JSON, another endpoint,
-    an id or a content that is not text, a message that no template can read completely, a value of the wrong type, two keys that
-    contradict each other, and a key that batchspec cannot honour, unless `drop` names it.
+    Raises BadRequest for a line that is not JSON, another endpoint, an id or a content that is not text, a message that no
+    template can read completely, a value of the wrong type, two keys that contradict each other, and a key that batchspec cannot
+    honour, unless `drop` names it.
     """
     try:
         line = parse(text)
-        custom_id, body, url = line["custom_id"], line["body"], line.get("url") or URLS[0]
-        messages = body["messages"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise InputError(
-            f"{where}: not a batch request ({reason}); a line is an object with custom_id and body.messages"
-        ) from error
-    if url not in URLS:
-        raise InputError(f"{where}: url {url!r} is not {URLS[0]}, the one endpoint that batchspec takes; leave the line out")
+        custom_id, body = line["custom_id"], line["body"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise _no_request(error) from error
     if not isinstance(custom_id, str | int) or isinstance(custom_id, bool):
-        raise InputError(f"{where}: custom_id={json.dumps(custom_id)[:60]} is not text; give every line a unique one, as text")
+        raise BadRequest(f"custom_id={json.dumps(custom_id)[:60]} is not text; give every line a unique one, as text")
+    try:
+        _check_line(line, drop)
+        return {"id": str(custom_id), **_row(body, drop)}
+    except BadRequest as bad:
+        raise BadRequest(str(bad), str(custom_id)) from bad.__cause__
+
+
+def _no_request(error: Exception) -> BadRequest:
+    reason = f"{type(error).__name__}: {error}"
+    return BadRequest(f"not a batch request ({reason}); a line is an object with custom_id and body.messages")
+
+
+def _check_line(line: Line, drop: Collection[str]) -> None:
+    """Raises BadRequest for another endpoint, and for a key outside of the body."""
+    url = line.get("url") or URLS[0]
+    if url not in URLS:
+        name = str(url).removeprefix("/v1").strip("/")
+        instead = OTHER_ENDPOINTS.get(name, "leave the line out")
+        raise BadRequest(f"url {url!r} is not supported, {URLS[0]} alone is; {instead}")
     if extra := [key for key in line if key not in (*LINE_KEYS, *drop)]:
-        raise InputError(
-            f"{where}: {extra[0]} is outside body, where nothing reads it; move it into body, or pass --drop {extra[0]}"
-        )
-    row: dict[str, Any] = {"id": str(custom_id), "messages": _messages(messages, where)}
-    row |= _prefix(messages, where) if messages else {}
+        raise BadRequest(f"{extra[0]} is outside body, where nothing reads it; move it into body, or {_dropped(extra[0])}")
+
+
+def _row(body: Any, drop: Collection[str]) -> dict[str, Any]:
+    """The columns of a row but the id."""
+    try:
+        messages = body["messages"]
+        keys_of_body = body.items()
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _no_request(error) from error
+    row: dict[str, Any] = {"messages": _messages(messages)}
+    row |= _prefix(messages) if messages else {}
     keys: dict[str, str] = {}
-    for key, value in body.items():
+    for key, value in keys_of_body:
         if value is None or key in ("messages", *WITHOUT_EFFECT, *drop):
             continue
-        for column, cell in _cells(key, value, body, where).items():
+        for column, cell in _cells(key, value, body).items():
             if column in keys and row[column] != cell:
-                raise InputError(
-                    f"{where}: body.{keys[column]} and body.{key} ask for different things, and a row has one {column}; "
-                    f"leave one out, or pass --drop {key}"
+                raise BadRequest(
+                    f"body.{keys[column]} and body.{key} ask for different things, and a row has one {column}; "
+                    f"leave one out, or {_dropped(key)}"
                 )
             row[column], keys[column] = cell, key
     return row
 
 
-def _cells(key: str, value: Any, body: Line, where: str) -> dict[str, Any]:
-    """The columns that a key of the body fills, and their cells. Raises InputError, as `parse_request`."""
+def _dropped(key: str) -> str:
+    return f"ignore it: input.drop=[{key}] of a job, --drop {key} of export"
+
+
+def defaults_note(always: Collection[str], decode: DecodeConfig) -> str:
+    """One line about what OpenAI's API would do otherwise with requests that leave out keys; empty if nothing differs.
+
+    always  the columns that all requests fill
+    """
+    usual, said = DecodeConfig(), []
+    if "temperature" not in always and decode.temperature == usual.temperature:
+        said.append("requests without temperature are decoded greedily (OpenAI's default is 1: decode.temperature=1)")
+    if "max_new_tokens" not in always and decode.max_new_tokens == usual.max_new_tokens:
+        cap = f"{usual.max_new_tokens:,}"
+        said.append(f"those without max_tokens get at most {cap} tokens (OpenAI has no limit: decode.max_new_tokens=N)")
+    return "; ".join(said)
+
+
+def _cells(key: str, value: Any, body: Line) -> dict[str, Any]:
+    """The columns that a key of the body fills, and their cells. Raises BadRequest, as `parse_request`."""
     if key in NUMBERS:
-        return {NUMBERS[key]: _number(value, COLUMNS[NUMBERS[key]], f"{where}: body.{key}")}
+        return {NUMBERS[key]: _number(value, COLUMNS[NUMBERS[key]], f"body.{key}")}
     if key == "tools":
         return {"tools": json.dumps(value, ensure_ascii=False)}
     if key == TEMPLATE_KWARGS or key in OF_TEMPLATE:
-        return {"template_kwargs": json.dumps(_template_kwargs(body, where), ensure_ascii=False)}
+        return {"template_kwargs": json.dumps(_template_kwargs(body), ensure_ascii=False)}
     if key == "response_format":
-        return _response_format(value, f"{where}: body.{key}")
+        return _response_format(value, f"body.{key}")
     if key == "logit_bias":
-        return _logit_bias(value, f"{where}: body.{key}")
+        return _logit_bias(value, f"body.{key}")
     if key == "structured_outputs" or key in GUIDED:
-        return _structured(key, value, f"{where}: body.{key}")
+        return _structured(key, value, f"body.{key}")
     if key == "stop":
-        return {"stop": _strings(value, f"{where}: body.stop")}
+        return {"stop": _strings(value, "body.stop")}
     if key in (GOES_ON, ADDS_ANSWER):
-        return _final_assistant(body, f"{where}: body.{key}")
+        return _final_assistant(body, f"body.{key}")
     if key in NEUTRAL and value == NEUTRAL[key]:
         return {}
-    raise InputError(
-        f"{where}: body.{key}={json.dumps(value)[:60]} has no column in a batchspec input; "
-        f"set it for the whole job if there is a key for it, and pass --drop {key}"
+    own = JOB_KEYS.get(key)
+    raise BadRequest(
+        f"body.{key}={json.dumps(value)[:60]} has no column in a batchspec input; "
+        f"{f'set {own} for the whole job, and ' if own else ''}{_dropped(key)}"
     )
 
 
@@ -140,23 +169,23 @@ def _final_assistant(body: Line, where: str) -> dict[str, str]:
     """What vLLM's two keys ask for. They contradict each other if both are true, or both false."""
     goes_on, adds = body.get(GOES_ON) or False, body.get(ADDS_ANSWER)
     if not isinstance(goes_on, bool) or adds not in (None, True, False):
-        raise InputError(f"{where} is neither true nor false; correct the line")
+        raise BadRequest(f"{where} is neither true nor false; correct the line")
     if (adds is True and goes_on) or (adds is False and not goes_on):
-        raise InputError(
+        raise BadRequest(
             f"{where}: {ADDS_ANSWER}={json.dumps(adds)} with {GOES_ON}={json.dumps(goes_on)} asks for no answer; correct it"
         )
     if goes_on and (not body["messages"] or body["messages"][-1].get("role") != "assistant"):
-        raise InputError(f"{where}: the last message is not the assistant's, so nothing can continue it; correct the line")
+        raise BadRequest(f"{where}: the last message is not the assistant's, so nothing can continue it; correct the line")
     return {"final_assistant": "continue"} if goes_on else {}
 
 
-def _prefix(turns: Sequence[Line], where: str) -> dict[str, str]:
+def _prefix(turns: Sequence[Line]) -> dict[str, str]:
     """What `prefix` or `partial` of the last message asks for: that the answer continues it (DeepSeek's, Mistral's, Qwen's)."""
     for i, turn in enumerate(turns):
         for name in PREFIX:
             value = turn.get(name)
             if value not in (None, True, False) or (value and (i + 1 < len(turns) or turn.get("role") != "assistant")):
-                raise InputError(f"{where}: body.messages[{i}].{name} is for a last message of the assistant; correct the line")
+                raise BadRequest(f"body.messages[{i}].{name} is for a last message of the assistant; correct the line")
     return {"final_assistant": "continue"} if any(turns[-1].get(name) for name in PREFIX) else {}
 
 
@@ -165,7 +194,7 @@ def _logit_bias(biases: Any, where: str) -> dict[str, str]:
     try:
         found = logit_bias(biases)
     except ValueError as error:
-        raise InputError(f"{where} {error}") from None
+        raise BadRequest(f"{where} {error}") from None
     return {"logit_bias": json.dumps(found)} if found else {}
 
 
@@ -173,7 +202,7 @@ def _response_format(form: Any, where: str) -> dict[str, str]:
     """OpenAI's object unchanged; nothing for plain text. Admission checks the schema."""
     kind = form.get("type") if isinstance(form, dict) else None
     if kind not in ("text", "json_object", "json_schema", "grammar", "regex", "choice"):
-        raise InputError(
+        raise BadRequest(
             f"{where}.type={json.dumps(kind)[:60]} is not text, json_object, json_schema, grammar, regex or choice; "
             "correct the line"
         )
@@ -192,7 +221,7 @@ def _structured(key: str, value: Any, where: str) -> dict[str, str]:
         case [("regex" | "choice" | "grammar" as name, one)]:
             form = {"type": name, name: one}
         case _:
-            raise InputError(
+            raise BadRequest(
                 f"{where}={json.dumps(value)[:60]} is not one of json, regex, choice, grammar and json_object; correct the line"
             )
     return {"response_format": json.dumps(form, ensure_ascii=False)}
@@ -206,27 +235,25 @@ def _parsed(schema: Any) -> Any:
         return schema
 
 
-def _template_kwargs(body: Line, where: str) -> dict[str, Any]:
+def _template_kwargs(body: Line) -> dict[str, Any]:
     kwargs = body.get(TEMPLATE_KWARGS) or {}
     if not isinstance(kwargs, dict):
-        raise InputError(f"{where}: body.{TEMPLATE_KWARGS} is not an object; correct the line")
+        raise BadRequest(f"body.{TEMPLATE_KWARGS} is not an object; correct the line")
     return {**kwargs, **{key: body[key] for key in OF_TEMPLATE if body.get(key) is not None}}
 
 
-def _messages(turns: Any, where: str) -> list[Message]:
+def _messages(turns: Any) -> list[Message]:
     if not isinstance(turns, list):
-        raise InputError(f"{where}: body.messages is not a list of messages; write objects with role and content")
+        raise BadRequest("body.messages is not a list of messages; write objects with role and content")
     for i, turn in enumerate(turns):
         known = (*TURN_KEYS, *PREFIX)
         other = [key for key in turn if key not in known and turn[key] not in (None, [])] if isinstance(turn, dict) else []
         if other:
-            raise InputError(
-                f"{where}: body.messages[{i}].{other[0]} has no place in a batchspec input; leave the line out or rewrite it"
-            )
+            raise BadRequest(f"body.messages[{i}].{other[0]} has no place in a batchspec input; leave the line out or rewrite it")
     try:
         return read_chat([_only_read(turn) for turn in turns], final="continue")
     except BadChat as error:
-        raise InputError(f"{where}: body.messages: {error}") from None
+        raise BadRequest(f"body.messages: {error}") from None
 
 
 def _only_read(turn: Any) -> Any:
@@ -256,14 +283,14 @@ def request_row(row: Line, schema: pa.Schema) -> Line:
 def _number(value: Any, kind: pa.DataType, where: str) -> int | float:
     whole = pa.types.is_integer(kind)
     if isinstance(value, bool) or not isinstance(value, int | float) or (whole and value % 1 != 0):
-        raise InputError(f"{where}={json.dumps(value)[:60]} is not {'a whole number' if whole else 'a number'}; correct the line")
+        raise BadRequest(f"{where}={json.dumps(value)[:60]} is not {'a whole number' if whole else 'a number'}; correct the line")
     if (whole or isinstance(value, int)) and not -(1 << 63) <= value < 1 << 63:  # a float may not hold such an integer either
-        raise InputError(f"{where}={str(value)[:60]} does not fit in 64 bits; correct the line")
+        raise BadRequest(f"{where}={str(value)[:60]} does not fit in 64 bits; correct the line")
     return int(value) if whole else float(value)
 
 
 def _strings(value: Any, where: str) -> list[str]:
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
-        raise InputError(f"{where} is neither a string nor a list of strings; correct the line")
+        raise BadRequest(f"{where} is neither a string nor a list of strings; correct the line")
     return strings

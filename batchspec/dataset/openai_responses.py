@@ -7,15 +7,27 @@ Source: https://platform.openai.com/docs/api-reference/batch
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 Line = Mapping[str, Any]
 
 
-def response_line(samples: Sequence[Line], model: str) -> dict[str, Any]:
+TokenText = Callable[[int], tuple[str, list[int]]]
+"""The text and the bytes of a token."""
+NAMES = (
+    "request_id", "row_index", "sample_index", "status", "completion", "finish_reason", "reasoning", "usage", "error", "perf",
+)  # fmt: skip
+"""The columns of output rows that are read."""
+OPTIONAL = ("tool_calls", "token_ids", "logprobs", "top_logprobs")
+"""Those that a job may lack."""
+
+
+def response_line(samples: Sequence[Line], model: str, token_text: TokenText | None = None) -> dict[str, Any]:
     """The response to one request from the output rows of its samples, which share a row_index.
+
+    token_text  to write log-probabilities, which need the column token_ids too; None: they are left out
 
     It has a choice for each sample with a completion; if no sample has one, it has `error` and no response. As in OpenAI's
     responses, tokens are summed over the choices and the prompt's are counted once.
@@ -31,7 +43,7 @@ def response_line(samples: Sequence[Line], model: str) -> dict[str, Any]:
         "object": "chat.completion",
         "created": _created(good[0]),
         "model": model,
-        "choices": [_choice(row) for row in good],
+        "choices": [_choice(row, token_text) for row in good],
         "usage": _usage([row["usage"] for row in good]),
     }
     return line | {"response": {"status_code": 200, "request_id": f"req_{first['row_index']}", "body": body}}
@@ -42,7 +54,7 @@ def _created(row: Line) -> int | None:
     return int(when.timestamp()) if isinstance(when, datetime) else None
 
 
-def _choice(row: Line) -> dict[str, Any]:
+def _choice(row: Line, token_text: TokenText | None) -> dict[str, Any]:
     message = {"role": "assistant", "content": row["completion"]}
     if row["reasoning"] is not None:
         message["reasoning_content"] = row["reasoning"]
@@ -50,7 +62,25 @@ def _choice(row: Line) -> dict[str, Any]:
     if row.get("tool_calls") is not None:
         message |= {"content": row["completion"] or None, "tool_calls": json.loads(row["tool_calls"])}
         reason = "tool_calls" if reason == "stop" else reason
-    return {"index": row["sample_index"], "message": message, "logprobs": None, "finish_reason": reason}
+    logprobs = None
+    if token_text is not None and row.get("logprobs") is not None and row.get("token_ids") is not None:
+        logprobs = {"content": _logprobs(row, token_text), "refusal": None}
+    return {"index": row["sample_index"], "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _logprobs(row: Line, token_text: TokenText) -> list[dict[str, Any]]:
+    """An entry for each output token, those of reasoning and the end token included. The log-probability of a token that closed a
+    thought which had used up its budget is null."""
+    tops = row.get("top_logprobs") or [[]] * len(row["token_ids"])
+    return [
+        _entry(token, logprob, token_text) | {"top_logprobs": [_entry(one["id"], one["logprob"], token_text) for one in top]}
+        for token, logprob, top in zip(row["token_ids"], row["logprobs"], tops, strict=True)
+    ]
+
+
+def _entry(token: int, logprob: float | None, token_text: TokenText) -> dict[str, Any]:
+    text, data = token_text(token)
+    return {"token": text, "logprob": logprob, "bytes": data}
 
 
 def _usage(usages: Sequence[Line]) -> dict[str, Any]:

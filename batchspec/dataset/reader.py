@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,6 +15,7 @@ import pyarrow as pa
 
 from batchspec.config.schema import InputConfig
 from batchspec.dataset.csv_file import CsvFile
+from batchspec.dataset.decoding import short_pieces
 from batchspec.dataset.files import DIGEST_BYTES, DataFile, MemoryFile, ParquetFile, Part, changed
 from batchspec.dataset.formats import format_of
 from batchspec.dataset.input_paths import check_apart, entries_of, find_files
@@ -58,7 +60,7 @@ class InputShard:
     first_row: int
     """Index of the table's first row in the whole input."""
     table: pa.Table
-    """All columns of the input."""
+    """The columns that the source reads. Some of text or bytes may be dictionaries of their type, which `Source.schema` has."""
     bad: Mapping[int, Unreadable] = field(default_factory=dict)
     """Row index in the whole input -> why the row cannot be read."""
 
@@ -78,6 +80,11 @@ class Source(Protocol):
     """Number of rows, at most input.limit."""
     files: tuple[InputFile, ...]
     schema: pa.Schema
+    filled_by_requests: frozenset[str] | None
+    """The columns that all of OpenAI's requests in the input fill; None: it holds none."""
+
+    def reading(self, names: Sequence[str]) -> Source:
+        """The same dataset, with no other columns than these in its shards."""
 
     def shards(self, layout: ShardLayout | int, skip: Container[int] = ()) -> Iterator[InputShard]:
         """The input as shards; those in `skip` are left out.
@@ -123,14 +130,17 @@ def open_source(config: InputConfig, output_dir: str | None = None) -> Source:
     remote = any(isinstance(place, RemotePlace) for place in found.values())
     with ThreadPoolExecutor(OPENED_AT_ONCE if remote else 1) as pool:
         share = DIGEST_BYTES // len(found)
-        return _FileSource(list(pool.map(lambda name, place: _open(name, place, share), found, found.values())), config.limit)
+        files = list(pool.map(lambda name, place: _open(name, place, share, config.drop), found, found.values()))
+    return _FileSource(files, config.limit)
 
 
-def _open(name: str, place: Place, digest_bytes: int) -> DataFile:
+def _open(name: str, place: Place, digest_bytes: int, drop: Collection[str]) -> DataFile:
     form = format_of(place.path)
     if form is None or form.kind == "parquet":
         return ParquetFile(place, name, digest_bytes)
-    return (JsonLinesFile if form.kind == "jsonl" else CsvFile)(place, name, form.codec)
+    if form.kind == "jsonl":
+        return JsonLinesFile(place, name, form.codec, drop)
+    return CsvFile(place, name, form.codec)
 
 
 def table_source(table: pa.Table, limit: int | None = None) -> Source:
@@ -165,7 +175,15 @@ class _FileSource:
             raise InputError(f"the input has no rows: none in {names}{more}; check input.path")
         self._files = [data for data, file in zip(files, self.files, strict=True) if file.num_rows]
         self.schema = _common_schema(self._files)
+        filled = [file.filled for file in files if isinstance(file, JsonLinesFile) and file.filled is not None]
+        self.filled_by_requests = frozenset.intersection(*filled) if filled else None
+        self._names: list[str] = self.schema.names
         self._stops = list(itertools.accumulate(file.num_rows for file in self.files if file.num_rows))
+
+    def reading(self, names: Sequence[str]) -> Source:
+        same = copy.copy(self)
+        same._names = [name for name in self.schema.names if name in names]
+        return same
 
     def shards(self, layout: ShardLayout | int, skip: Container[int] = ()) -> Iterator[InputShard]:
         shards = layout if isinstance(layout, ShardLayout) else ShardLayout.even(self.num_rows, layout)
@@ -175,7 +193,7 @@ class _FileSource:
 
         pieces: list[pa.RecordBatch] = []
         bad: dict[int, Unreadable] = {}
-        for batch_first, batch, why in self._batches(self.schema.names, wanted):
+        for batch_first, batch, why in self._batches(self._names, wanted):
             first, rest = batch_first, batch
             while rest.num_rows:
                 index = shards.shard_of(first)
@@ -189,7 +207,7 @@ class _FileSource:
                 if why is not None:
                     bad[batch_first] = why
                 if first == rows.stop:
-                    table = pa.Table.from_batches(pieces, self.schema)
+                    table = _table(pieces)
                     pieces.clear()
                     self.check(rows.start, rows.stop)
                     yield InputShard(index=index, first_row=rows.start, table=table, bad=bad)
@@ -217,7 +235,11 @@ class _FileSource:
 
     def _pieces(self, name: str) -> Iterator[tuple[int, pa.Array, Unreadable | None]]:
         """One column of `_batches`."""
-        return ((first, batch.column(0), why) for first, batch, why in self._batches([name], lambda first, stop: True))
+        kind = self.schema.field(name).type
+        for first, batch, why in self._batches([name], lambda first, stop: True):
+            for piece in short_pieces(batch.column(0)):
+                yield first, piece if piece.type == kind else piece.dictionary_decode(), why
+                first += len(piece)
 
     def _batches(
         self, names: list[str], wanted: Callable[[int, int], bool]
@@ -225,17 +247,18 @@ class _FileSource:
         """Batches of the parts that hold a wanted row, up to the limit: (index of the first row, batch, why it is unreadable). An
         unreadable row is a batch of its own.
         """
-        schema = pa.schema([self.schema.field(name) for name in names])
+        plain = pa.schema([self.schema.field(name) for name in names])
         part_first = 0
         for file in self._files:
             for part in file.parts:
                 stop = min(part_first + part.num_rows, self.num_rows)
                 first = part_first
                 if first < stop and wanted(first, stop):
-                    for batch in _whole(file, part, names):
-                        batch = batch.slice(0, stop - first)
+                    for batch in _rows_of(file, part, names, stop - first):
                         if batch.num_rows:
                             columns = [batch.column(name) for name in names]
+                            types = [column.type for column in columns]
+                            schema = plain if types == plain.types else pa.schema(map(pa.Field.with_type, plain, types))
                             marks = batch.schema.metadata or {}
                             why = None
                             if b"code" in marks:
@@ -245,19 +268,35 @@ class _FileSource:
                 part_first += part.num_rows
 
 
-def _whole(file: DataFile, part: Part, names: list[str]) -> Iterator[pa.RecordBatch]:
-    """The rows of a part. Raises InputError if their number has changed since the file was opened."""
+def _rows_of(file: DataFile, part: Part, names: list[str], most: int) -> Iterator[pa.RecordBatch]:
+    """At most so many rows of a part. Raises InputError if all are read and there are not as many as when it was opened."""
     num_rows = 0
     try:
         for batch in file.read(part, names):
+            yield batch.slice(0, most - num_rows)
             num_rows += batch.num_rows
-            yield batch
+            if num_rows >= most < part.num_rows:
+                return
     except InputError:
         file.check()  # raises an error that says why, if the file has changed
         raise
     if num_rows != part.num_rows:
         file.check()
         raise changed(file.name, f"{num_rows:,} rows where {part.num_rows:,} were")
+
+
+def _table(pieces: Sequence[pa.RecordBatch]) -> pa.Table:
+    """The batches as one table. A column that is a dictionary in one of them becomes one in all."""
+    fields = list(pieces[0].schema)
+    if all(piece.schema == pieces[0].schema for piece in pieces):
+        return pa.Table.from_batches(pieces)
+    for piece in pieces:
+        fields = [new if pa.types.is_dictionary(new.type) else old for old, new in zip(fields, piece.schema, strict=True)]
+    columns = []
+    for place, wanted in enumerate(fields):
+        chunks = (piece.column(place) for piece in pieces)
+        columns.append(pa.chunked_array([one if one.type == wanted.type else one.dictionary_encode() for one in chunks]))
+    return pa.Table.from_arrays(columns, schema=pa.schema(fields))
 
 
 def _facts_of(file: DataFile, digest: str) -> InputFile:

@@ -22,6 +22,9 @@ TOOL_MESSAGES = pa.list_(pa.struct([*TURN, *((name, pa.large_string()) for name 
 THINKING_MESSAGES = pa.list_(pa.struct([*TURN, *((name, pa.large_string()) for name in (THINKING_FIELD, *TOOL_FIELDS))]))
 """The same with a field for the thought, where gpt-oss's chat templates read it."""
 TOP_LOGPROBS = pa.list_(pa.list_(pa.struct([("id", pa.int32()), ("logprob", pa.float32())])))
+TOP_TOKENS = pa.list_(pa.list_(pa.struct([("id", pa.int32()), ("token", pa.string()), ("logprob", pa.float32())])))
+"""The same with the text of each token (output.logprob_tokens)."""
+CHOICE_PROBS = pa.list_(pa.struct([("choice", pa.large_string()), ("prob", pa.float64()), ("logprob", pa.float64())]))
 USAGE = pa.struct([(f"{name}_tokens", pa.int32()) for name in ("prompt", "completion", "reasoning", "cached", "total")])
 ERROR = pa.struct([("code", pa.string()), ("stage", pa.string()), ("message", pa.string()), ("retryable", pa.bool_())])
 SPEC_DECODE = pa.struct(
@@ -56,40 +59,56 @@ PERF = pa.struct(
 )
 
 
-def output_schema(input_schema: pa.Schema, columns: ColumnMap, output: OutputConfig, *, channels: bool = False) -> pa.Schema:
+def output_schema(
+    input_schema: pa.Schema, columns: ColumnMap, output: OutputConfig, *, calls: bool = False, channels: bool = False,
+    score: str = "none",
+) -> pa.Schema:  # fmt: skip
     """The schema of every output file of a job: its own columns, then the input's columns that output.passthrough copies.
 
-    channels  the model's outputs have channels (harmony), so there is a column of tool calls
+    calls     completions may have tool calls apart from their text, so there is a column of them
+    channels  the model's outputs have channels (harmony), so that messages may have a field for the thought
+    score     decode.score
     A mapped input column `messages`, `prompt_ids` or `seed` is not copied, because the output's column of that name has its
     values.
     Raises ConfigError if another input column has the name of an output column, or output.passthrough names a missing column,
     and InputError for a column that cannot be copied.
     """
-    own = _own_fields(output, messages_type(input_schema, columns, output, channels=channels), channels)
+    messages = messages_type(input_schema, columns, output, calls=calls, channels=channels)
+    own = _own_fields(output, messages, calls=calls, score=score)
     copied = _passthrough(input_schema, columns, output.passthrough, {field.name for field in own})
     return pa.schema([*own, *(_copied_field(input_schema.field(name), copied) for name in copied)])
 
 
-def messages_type(input_schema: pa.Schema, columns: ColumnMap, output: OutputConfig, *, channels: bool = False) -> pa.DataType:
+def columns_read(input_schema: pa.Schema, columns: ColumnMap, output: OutputConfig) -> list[str]:
+    """The input's columns that the rows of a job are made of. `output_schema` has checked output.passthrough."""
+    wish = output.passthrough
+    copied = input_schema.names if wish == "all" else () if wish == "none" else wish
+    return [*columns.names.values(), *copied]
+
+
+def messages_type(
+    input_schema: pa.Schema, columns: ColumnMap, output: OutputConfig, *, calls: bool, channels: bool
+) -> pa.DataType:
     """Type of the column `messages`: role and content, and the fields of tool calls if input or output may have them."""
     if channels and output.reasoning_in_messages:
         return THINKING_MESSAGES
-    calls = columns.prompt_kind == "messages" and may_call_tools(input_schema.field(columns.prompt_column))
-    return TOOL_MESSAGES if calls or channels else MESSAGES
+    in_prompt = columns.prompt_kind == "messages" and may_call_tools(input_schema.field(columns.prompt_column))
+    return TOOL_MESSAGES if in_prompt or calls else MESSAGES
 
 
-def _own_fields(output: OutputConfig, messages: pa.DataType, channels: bool) -> list[pa.Field]:
-    ids = pa.list_(pa.int32())
+def _own_fields(output: OutputConfig, messages: pa.DataType, *, calls: bool, score: str) -> list[pa.Field]:
+    ids, top = pa.list_(pa.int32()), TOP_TOKENS if output.logprob_tokens else TOP_LOGPROBS
     optional = {
         "messages": output.messages != "none",
         "prompt_ids": output.prompt_ids,
         "token_ids": output.token_ids,
-        "tool_calls": channels,
+        "tool_calls": calls,
         "logprobs": output.logprobs is not None,
         "top_logprobs": bool(output.logprobs),
         "prompt_logprob_sum": output.prompt_logprobs is not None,
         "prompt_logprobs": output.prompt_logprobs is not None,
         "prompt_top_logprobs": bool(output.prompt_logprobs),
+        "choice_probs": score == "choices",
     }
     fields = [
         pa.field("request_id", pa.string(), nullable=False),
@@ -106,10 +125,11 @@ def _own_fields(output: OutputConfig, messages: pa.DataType, channels: bool) -> 
         pa.field("prompt_ids", ids),
         pa.field("token_ids", ids),
         pa.field("logprobs", pa.list_(pa.float32())),
-        pa.field("top_logprobs", TOP_LOGPROBS),
+        pa.field("top_logprobs", top),
         pa.field("prompt_logprob_sum", pa.float64()),
         pa.field("prompt_logprobs", pa.list_(pa.float32())),
-        pa.field("prompt_top_logprobs", TOP_LOGPROBS),
+        pa.field("prompt_top_logprobs", top),
+        pa.field("choice_probs", CHOICE_PROBS),
         pa.field("usage", USAGE),
         pa.field("seed", pa.int64()),
         pa.field("error", ERROR),

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from batchspec.config.schema import InputConfig, OutputConfig
 from batchspec.dataset.chats import Chats
 from batchspec.dataset.columns import ColumnMap
+from batchspec.dataset.decoding import plain_bytes
+from batchspec.dataset.plain_types import plain_type
 from batchspec.dataset.reader import InputShard
 from batchspec.dataset.schema import output_schema
 from batchspec.dataset.untyped_columns import as_text
@@ -36,29 +38,34 @@ def build_table(
     output: OutputConfig,
     attempt: str,
     think_tokens: tuple[str, str] | None = ("<think>", "</think>"),
+    calls: bool = False,
+    score: str = "none",
+    token_text: Callable[[int], str] | None = None,
     finished_at: datetime | None = None,
 ) -> pa.Table:
-    """The output rows of a shard, by (row_index, sample_index), in the schema of `output_schema`.
+    """The output rows of a shard, by (row_index, sample_index), in the schema of `output_schema`. Copied columns that are
+    dictionaries in `shard.table` stay so; `plain_table` makes the schema's own type of them, and so does `write_parquet`.
 
-    `messages` and `think_tokens` as for `Chats`. Copied columns come from `shard.table`; text that is not valid UTF-8 gets
-    U+FFFD, so that every reader can open the file. `attempt` is the uuid of the run, `finished_at` (default now) the time of the
-    build.
+    `messages`, `think_tokens` and `calls` as for `Chats`. Copied columns come from `shard.table`; text that is not valid UTF-8
+    gets U+FFFD, so that every reader can open the file. `attempt` is the uuid of the run, `score` is decode.score, `token_text`
+    gives the text of a token (needed with output.logprob_tokens), `finished_at` (default now) is the time of the build.
     """
     completions = sorted(completions, key=lambda c: (c.row_index, c.sample_index))
     assert not any(completion.text_due for completion in completions), "a text was never decoded"
-    channels = think_tokens is None
-    schema = output_schema(shard.table.schema, columns, output, channels=channels)
+    schema = output_schema(shard.table.schema, columns, output, calls=calls, channels=think_tokens is None, score=score)
+    token_text = token_text if output.logprob_tokens else None
     input_fields = {field.name: field for field in shard.table.schema}
     rows = pa.array([c.row_index - shard.first_row for c in completions], pa.int64())
-    chats = Chats(shard, columns, input, output, think_tokens) if output.messages != "none" else None
+    chats = Chats(shard, columns, input, output, think_tokens, calls=calls) if output.messages != "none" else None
     when = finished_at or datetime.now(UTC)
     values: dict[str, Callable[[Completion], Any]] = {
         "completion": attrgetter("text"),
         "logprobs": lambda completion: logprob_cells(completion.logprobs),
-        "top_logprobs": lambda completion: top_logprob_cells(completion.top_logprobs),
+        "top_logprobs": lambda completion: top_logprob_cells(completion.top_logprobs, token_text),
         "prompt_logprob_sum": _prompt_sum,
         "prompt_logprobs": lambda completion: logprob_cells(completion.prompt_logprobs),
-        "prompt_top_logprobs": lambda completion: top_logprob_cells(completion.prompt_top_logprobs),
+        "prompt_top_logprobs": lambda completion: top_logprob_cells(completion.prompt_top_logprobs, token_text),
+        "choice_probs": lambda completion: choice_cells(completion.choice_logprobs),
         "usage": _usage,
         "error": _error,
         "spec_decode": lambda completion: _spec_decode(completion.stats),
@@ -74,8 +81,17 @@ def build_table(
     for field in list(schema)[num_own:]:
         column = shard.table.column(field.name)
         column = valid_text(as_text(column.combine_chunks(), input_fields[field.name]))
-        arrays.append(column.cast(field.type).take(rows))
-    return pa.Table.from_arrays(arrays, schema=schema)
+        arrays.append(column.take(rows) if pa.types.is_dictionary(column.type) else column.cast(field.type).take(rows))
+    return pa.Table.from_arrays(arrays, schema=pa.schema(list(map(_of_type, schema, arrays))))
+
+
+def _of_type(field: pa.Field, column: pa.Array) -> pa.Field:
+    return field.with_type(column.type)
+
+
+def plain_table(table: pa.Table) -> pa.Table:
+    """The table in the types of `output_schema`: the values of dictionaries are repeated in each row."""
+    return table.cast(pa.schema([field.with_type(plain_type(field.type)) for field in table.schema]))
 
 
 def write_parquet(table: pa.Table, path: Path, metadata: Mapping[str, str]) -> None:
@@ -83,19 +99,19 @@ def write_parquet(table: pa.Table, path: Path, metadata: Mapping[str, str]) -> N
 
     `metadata` becomes the file's key-value metadata. Raises OSError, which leaves the unfinished file.
     """
-    schema = table.schema.with_metadata(dict(metadata))
+    schema = plain_table(table.slice(0, 0)).schema.with_metadata(dict(metadata))
     with path.open("xb") as file:
         with pq.ParquetWriter(
             file, schema, compression="zstd", compression_level=3, write_page_checksum=True, write_page_index=True
         ) as writer:
             for group in _row_groups(table):
-                writer.write_table(group.replace_schema_metadata(schema.metadata), row_group_size=GROUP_ROWS)
+                writer.write_table(plain_table(group).replace_schema_metadata(schema.metadata), row_group_size=GROUP_ROWS)
         file.flush()
         os.fsync(file.fileno())
 
 
 def _row_groups(table: pa.Table) -> Iterator[pa.Table]:
-    if table.num_rows <= 1 or (table.num_rows <= GROUP_ROWS and table.nbytes <= GROUP_BYTES):
+    if table.num_rows <= 1 or (table.num_rows <= GROUP_ROWS and sum(map(plain_bytes, table.columns)) <= GROUP_BYTES):
         yield table
         return
     half = table.num_rows // 2
@@ -113,14 +129,29 @@ def logprob_cells(values: NDArray[np.float32] | None) -> list[float | None] | No
     return None if values is None else [None if value != value else value for value in values.tolist()]
 
 
-def top_logprob_cells(top: tuple[Ids, NDArray[np.float32]] | None) -> list[list[dict[str, Any]]] | None:
-    """Ids and logprobs [tokens, N] as cells of a top_logprobs column: no entry for the id -1."""
+def top_logprob_cells(
+    top: tuple[Ids, NDArray[np.float32]] | None, token_text: Callable[[int], str] | None = None
+) -> list[list[dict[str, Any]]] | None:
+    """Ids and logprobs [tokens, N] as cells of a top_logprobs column, with texts if they can be made: no entry for the id -1."""
     if top is None:
         return None
     ids, logprobs = top
+    text = {} if token_text is None else {token: {"token": token_text(token)} for token in np.unique(ids).tolist() if token >= 0}
     return [
-        [{"id": token, "logprob": value} for token, value in zip(*place, strict=True) if token >= 0]
+        [{"id": token, **text.get(token, {}), "logprob": value} for token, value in zip(*place, strict=True) if token >= 0]
         for place in zip(ids.tolist(), logprobs.tolist(), strict=True)
+    ]
+
+
+def choice_cells(choices: Sequence[tuple[str, float]] | None) -> list[dict[str, Any]] | None:
+    """The choices, each with its log-probability and with its share of the probabilities of all of them."""
+    if choices is None:
+        return None
+    logprobs = np.array([value for _, value in choices])
+    shares = np.exp(logprobs - logprobs.max())
+    return [
+        {"choice": text, "prob": share, "logprob": value}
+        for (text, value), share in zip(choices, (shares / shares.sum()).tolist(), strict=True)
     ]
 
 

@@ -14,7 +14,7 @@ Requests on the host:
   request_state.py      one request: tokens so far, statistics
   slots.py              all slots, one array a field
   stop_strings.py       stop strings in the text
-  token_kinds.py        kinds of output tokens; thinking.py and channels.py find the kind of each token; tool_calls.py
+  token_kinds.py        kinds of output tokens; thinking.py and channels.py find the kind of each token; channel_calls.py
   last_check.py         a row with a constraint is checked before it becomes a completion
   completion.py         the completion of an ended request
 Rounds on the device:
@@ -33,7 +33,7 @@ Prefill:
   prefill_cost.py       the time of a pass
   expected_passes.py    the shapes that passes of the surveyed rows will most likely have
   refill_times.py       the fixed time of refills, learned from the run
-  score_pass.py         scoring prompts on the device; scoring.py: on the host
+  score_pass.py         scoring prompts on the device; scoring.py: on the host; choices.py: texts after a prompt
 Automata (structured output):
   automaton_places.py   which automata are on the device, and where
   lazy_states.py        rows that wait for states; lazy_places.py: where these are on the device

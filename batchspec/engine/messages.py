@@ -104,7 +104,7 @@ def _stripped(prefill: Prefill) -> Prefill:
 
 def _on_device(request: Request) -> Request:
     """The request without what only the leader's host uses."""
-    return replace(request, request_id="", stop=(), thinking=None, constraint=None, automaton=None, resumed=None)
+    return replace(request, request_id="", stop=(), thinking=None, constraint=None, automaton=None, tools=None, resumed=None)
 
 
 def _plain(value: Any) -> Any:

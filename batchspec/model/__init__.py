@@ -27,6 +27,8 @@ Scales of an FP8 K/V cache:
   kv_calibration.py     from fixed texts; calibration_texts.py: the texts
 Text:
   tokenizer.py          text <-> ids, chats -> ids; token_bytes.py: the bytes of each token; text_bytes.py: bounds of them
+  token_texts.py        the text and bytes of single tokens
+  text_growth.py        refuses a tokenizer that lets text grow without bounds
   special_tokens.py     special and added tokens from tokenizer_config.json, which tokenizer.json may lack
   templates.py          chat templates, rendered by template_process.py
   thinking.py           the tokens around a thought

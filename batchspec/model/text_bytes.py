@@ -35,7 +35,7 @@ class TextBound:
 def text_bound(tokenizer: Json) -> TextBound | None:
     """The bound for a tokenizer.json; None if the text of a token is not bounded."""
     model, added = tokenizer.get("model") or {}, tokenizer.get("added_tokens") or []
-    factor, names = _shrink(tokenizer.get("normalizer")), _entries(model)
+    factor, names = _shrink(tokenizer.get("normalizer")), entries(model)
     left_out = _left_out(model, names, tokenizer)
     if factor is None or left_out is None or not _keeps_all(tokenizer.get("pre_tokenizer")):
         return None
@@ -51,7 +51,8 @@ def _size(text: str) -> int:
     return len(text.encode("utf-8", "surrogatepass"))
 
 
-def _entries(model: Json) -> set[str]:
+def entries(model: Json) -> set[str]:
+    """The texts of the vocabulary."""
     vocab = model.get("vocab") or {}
     return set(vocab) if isinstance(vocab, dict) else {entry[0] for entry in vocab}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -24,6 +24,7 @@ from batchspec.model.special_tokens import add_declared, special_tokens, tokeniz
 from batchspec.model.template_process import Limit
 from batchspec.model.templates import Templates
 from batchspec.model.text_bytes import LongText, text_bound
+from batchspec.model.text_growth import added_problem, growth_problem
 from batchspec.model.token_bytes import token_symbols
 from batchspec.token_automaton import TokenSymbols
 
@@ -49,6 +50,9 @@ class Tokenizer:
     """Special token -> id: control tokens, which ordinary text never produces and `decode` can omit."""
     added_ids: dict[str, int]
     """Added token -> id, special or not: text is split at these tokens first."""
+    answer_templates: tuple[Collection[str], ...]
+    """Texts that say how the model writes its answers, the surest first: the response template of tokenizer_config.json, which
+    transformers reads, as JSON text, if there is one, and the chat templates."""
     fingerprint: str
     """sha256 of everything that determines the ids: tokenizer.json, special tokens, templates."""
 
@@ -60,17 +64,25 @@ class Tokenizer:
         text = read_text(path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises bare Exception
+        except BaseException as error:
+            if not _is_of_library(error):
+                raise
             raise CheckpointError(f"{shown(path)}: tokenizers {tokenizers.__version__} cannot read it ({error})") from None
+        facts = json.loads(text)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = tokenizer_config(folder)
         self._variables = special_tokens(config)
         added_later = add_declared(self._tokenizer, folder, config, self._variables)
-        self._bound = text_bound(json.loads(self._tokenizer.to_str() if added_later else text))
+        self._bound = text_bound(json.loads(self._tokenizer.to_str()) if added_later else facts)
         sources = _template_sources(folder, config, chat_template)
         self._templates = Templates(sources, shown(folder), date=date)
+        described = config.get("response_template")
+        self.answer_templates = (*([[json.dumps(described)]] if described else []), list(sources.values()))
         added = self._tokenizer.get_added_tokens_decoder()
+        num_added = self._tokenizer.num_special_tokens_to_add(is_pair=False)
+        if problem := growth_problem(facts) or added_problem([token.content for token in added.values()], num_added):
+            raise CheckpointError(f"{shown(folder)}: the tokenizer is refused: {problem}; use another one")
         self.special_ids = {token.content: index for index, token in added.items() if token.special}
         self.added_ids = {token.content: index for index, token in added.items()}
         eos = self._tokenizer.token_to_id(self._variables.get("eos_token", ""))
@@ -111,6 +123,11 @@ class Tokenizer:
                 if token is not None and self.decode([token], skip_special=False) == text[begin:end]:
                     found[*ids, token] = end
         return frozenset(complete)
+
+    def token_text(self, token: int) -> str:
+        """The text of a token inside of a text, with the space before a word; bytes that are not valid UTF-8 become U+FFFD."""
+        before = self.encode_part("a")
+        return self.decode([*before, token], skip_special=False)[len(self.decode(before, skip_special=False)) :]
 
     def encode_chat(
         self,
@@ -233,6 +250,11 @@ class Tokenizer:
             chars *= 4
         return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, those of added tokens included; the model may have more."""
+        return max(self._tokenizer.get_vocab_size(), max(self.added_ids.values(), default=-1) + 1)
+
     def symbols(self, vocab_size: int, marks: Mapping[int, int]) -> TokenSymbols:
         """The bytes of each of the model's tokens: see `token_bytes.token_symbols`."""
         return token_symbols(self._tokenizer, vocab_size, marks)
@@ -240,6 +262,11 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of ids; bytes that are not (yet) valid UTF-8 become U+FFFD."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
+
+
+def _is_of_library(error: BaseException) -> bool:
+    """Whether the package tokenizers raised it: an `Exception`, or a panic of its Rust code, which is none."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _substrings(text: str) -> set[str]:

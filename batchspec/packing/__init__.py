@@ -5,8 +5,9 @@ Rows to requests:
   cells.py            its cells as checked values
   row_settings.py     its settings, or the job's
   prompt_encoder.py   its prompt's token ids
-  constraints.py      what its answer must match
+  constraints.py      what its answer must match; choices.py: what is scored after its prompt
   unused.py           keys and columns that would have no effect
+  input_notes.py      columns that no row reads, and texts for a chat model
   model_notes.py      lines for the user about a model's files: unread keys, recommended sampling, no end token
 The stream:
   work_plan.py        what a run does with each output row

@@ -5,6 +5,7 @@ A bad row never raises and never reaches the engine. It is checked in this order
 
 bad_json       the line is not a JSON object, or is nested too deeply
 bad_csv        the row of a CSV file does not fit the header, or is quoted wrongly
+bad_request    a line of OpenAI's batch requests is none, or asks for something that is not supported
 bad_type       a cell of JSON lines is not text, and the column must be text
 null_prompt    the prompt cell is null
 empty_prompt   no message, no character, no token
@@ -25,6 +26,8 @@ input.on_overlong=truncate keeps the end of such a prompt, skip gives the row th
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -32,29 +35,40 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from batchspec.config.schema import RunConfig
+import pyarrow as pa
+
+from batchspec.config.schema import OutputConfig, RunConfig
 from batchspec.dataset.columns import TYPES, ColumnMap
 from batchspec.dataset.reader import InputShard, Source, SourceFacts, locate
 from batchspec.dataset.row_ids import request_ids
+from batchspec.dataset.schema import output_schema
 from batchspec.dataset.untyped_columns import json_kinds
 from batchspec.errors import ConfigError
 from batchspec.packing.cells import (
     BadRow,
+    json_cell,
     plain_cell,
     prompt_cell,
     row_values,
     synthetic_len_cell,
 )
+from batchspec.packing.choices import Choices
 from batchspec.packing.constraints import COLUMNS, Constraints, asked_by, check_constraints
 from batchspec.packing.predict import LengthPredictor
 from batchspec.packing.prompt_encoder import PromptEncoder
 from batchspec.packing.ready_requests import RequestCompiler
 from batchspec.packing.row_settings import RowSettings
 from batchspec.records import Completion, Request, RowError
+from batchspec.tool_calls.registry import choose_form
+from batchspec.tool_calls.split import CallParser
 
 if TYPE_CHECKING:
     from batchspec.model.spec import ModelSpec
     from batchspec.model.tokenizer import Tokenizer
+
+
+ROWS_AT_ONCE = 64
+"""Rows whose cells are Python objects at a time: cells may be long."""
 
 
 def hash64(*parts: int | str) -> int:
@@ -95,9 +109,16 @@ class Admission:
             check_constraints, config, tokenizer=tokenizer, think=self.settings.think, end_ids=self.settings.end_ids
         )
         asked = asked_by(config, columns)
-        if asked is not None and self.decode.max_new_tokens:
+        if asked is not None:
             self._check_constraints(asked)
             self.constraints = constraints or self._own_constraints()
+        self.tool_form = None
+        """How the model writes tool calls in its answers; None: it is unknown, calls stay text, or have channels of their own."""
+        if tokenizer is not None:
+            self.tool_form = choose_form(config.model.tool_calls, tokenizer.answer_templates, channels=self.has_channels)
+        self.choices = None if self.decode.score != "choices" else Choices(config, columns, tokenizer, self.settings.think)
+        if config.output.logprob_tokens and tokenizer is None:
+            raise ConfigError("output.logprob_tokens needs a tokenizer, and the model folder has none; remove the key")
         self.encoder = PromptEncoder(self.input, columns, tokenizer, vocab_size=self.vocab_size, max_len=self.max_len)
         self.fields = {name: source.schema.field(column) for name, column in columns.names.items()}
         chat = self.columns.prompt_kind == "messages" or (self.columns.prompt_kind == "prompt" and self.input.chat)
@@ -119,14 +140,29 @@ class Admission:
 
         constraints  compiler to share; None: make one
         """
-        if self.constraints is None and self.tokenizer is not None and self.decode.max_new_tokens:
+        if self.constraints is None and self.tokenizer is not None and self.decode.score == "none":
             with suppress(ConfigError):
                 self.constraints = constraints or self._own_constraints()
 
     @property
     def has_channels(self) -> bool:
-        """Whether the model's outputs have channels (harmony), so that tool calls are separated from the answer."""
+        """Whether the model's outputs have channels (harmony)."""
         return self.settings.think is not None and self.settings.think.channels is not None
+
+    @property
+    def call_parser(self) -> CallParser | None:
+        """Finds the tool calls in the text of answers; None: calls stay text, or have channels of their own."""
+        form = self.tool_form
+        return None if form is None or self.tokenizer is None else CallParser(form, self.tokenizer.decode)
+
+    def has_calls(self, columns: ColumnMap) -> bool:
+        """Whether completions of rows with these columns may have tool calls apart from their text."""
+        return self.has_channels or (self.tool_form is not None and columns.get("tools") is not None)
+
+    def schema_of(self, input_schema: pa.Schema, columns: ColumnMap, output: OutputConfig) -> pa.Schema:
+        """The schema of the output of rows with these columns, as `output_schema`."""
+        calls, channels, score = self.has_calls(columns), self.has_channels, self.decode.score
+        return output_schema(input_schema, columns, output, calls=calls, channels=channels, score=score)
 
     def observe(self, completion: Completion) -> None:
         """Update the predicted output length with a finished row."""
@@ -235,33 +271,35 @@ class Admission:
         """Each row's cells under batchspec's names; prompt_ids stay an Arrow array."""
         names = {name: column for name, column in self.columns.names.items() if name not in ("id", "prompt_ids")}
         table = shard.table.select(list(names.values())).rename_columns(list(names))
-        try:
-            rows = table.to_pylist()
-        except UnicodeDecodeError:
-            rows = [{name: plain_cell(table.column(name)[index]) for name in names} for index in range(table.num_rows)]
+        pieces = (table.slice(first, ROWS_AT_ONCE) for first in range(0, table.num_rows, ROWS_AT_ONCE))
+        rows = itertools.chain.from_iterable(map(_cells, pieces)) if names else itertools.repeat({})
         if self.columns.prompt_kind != "prompt_ids":
-            return iter(rows)
+            return rows
         cells = shard.table.column(self.columns.prompt_column)
         if json_kinds(self.fields["prompt_ids"]):
             prompts: Iterator[Any] = (cell.as_py() for cell in cells)
         else:
             prompts = (cell.values for cell in cells)
-        return ({**row, "prompt_ids": prompt} for row, prompt in zip(rows or [{}] * len(cells), prompts, strict=True))
+        return ({**row, "prompt_ids": prompt} for row, prompt in zip(rows, prompts, strict=bool(names)))
 
     def _requests(self, row: dict[str, Any], request_id: str, row_index: int, shard: int) -> Iterator[Request]:
         prompt = prompt_cell(row, self.columns.prompt_kind)
         settings, values = self.settings, self.settings.values(row)
         stop, stop_ids = settings.stops(row.get("stop"))
-        max_new_tokens = int(values["max_new_tokens"])
-        settings.check_scored(max_new_tokens, int(values["n"]))
-        max_prompt_tokens = self.max_len - max_new_tokens
+        max_new_tokens = int(values["max_new_tokens"]) if self.decode.score == "none" else 0
+        choices = () if self.choices is None else self.choices.of_row(row.get("choice"))
+        longest = max((len(choice.token_ids) for choice in choices), default=max_new_tokens)
+        max_prompt_tokens = self.max_len - longest
         if max_prompt_tokens < 1:
-            said = f"max_new_tokens={max_new_tokens} leaves no room for a prompt in model.max_len={self.max_len}; lower it"
-            raise BadRow("bad_parameter", said)
+            said = f"max_new_tokens={max_new_tokens} leaves" if not choices else f"a choice of {longest} tokens leaves"
+            raise BadRow("bad_parameter", f"{said} no room for a prompt in model.max_len={self.max_len}; lower it")
         adapter = settings.adapter(row.get("adapter"))
         prompt_ids = self.encoder.encode(prompt, row, max_prompt_tokens)
+        tools = None if self.tool_form is None else json_cell(row, "tools", list)
         sampling = settings.sampling(values, row)
         thinking = settings.thinking(prompt_ids, row.get("thinking_token_budget")) if max_new_tokens else None
+        if self.choices is not None:
+            self.choices.check_prompt(prompt_ids)
         constraint = None
         if self.constraints is not None:
             constraint = self.constraints.of_row(row)
@@ -275,8 +313,18 @@ class Admission:
                 max_new_tokens=max_new_tokens, min_new_tokens=min(self.decode.min_new_tokens, max_new_tokens),
                 sampling=sampling, stop_ids=stop_ids, stop=stop,
                 seed=hash64(base, sample_index) if sample_index else base, predicted_tokens=predicted,
-                thinking=thinking, synthetic_len=synthetic_len, constraint=constraint, adapter=adapter,
+                thinking=thinking, synthetic_len=synthetic_len, constraint=constraint, adapter=adapter, choices=choices,
+                tools=json.dumps(tools, ensure_ascii=False) if tools else None,
             )  # fmt: skip
+
+
+def _cells(table: pa.Table) -> list[dict[str, Any]]:
+    """Each row's cells. Text that is not UTF-8 stays bytes."""
+    try:
+        return table.to_pylist()  # type: ignore[no-any-return]
+    except UnicodeDecodeError:
+        names = table.column_names
+        return [{name: plain_cell(table.column(name)[index]) for name in names} for index in range(table.num_rows)]
 
 
 def job_max_len(config: RunConfig, spec: ModelSpec) -> int:
@@ -288,7 +336,7 @@ def job_max_len(config: RunConfig, spec: ModelSpec) -> int:
     why = f" ({spec.rope.limit_note})" if spec.rope.limit_note else ""
     if limit > spec.max_len:
         raise ConfigError(f"model.max_len={limit} exceeds the model's own limit of {spec.max_len} tokens{why}; lower it")
-    cap = config.decode.max_new_tokens
+    cap = config.decode.output_limit
     if cap >= limit:
         raise ConfigError(f"decode.max_new_tokens={cap} leaves no room for a prompt in the model's {limit} tokens{why}; lower it")
     return limit

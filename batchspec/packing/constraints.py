@@ -113,7 +113,9 @@ def first_state(automaton: TokenAutomaton | LazyAutomaton, thinking: Thinking | 
 
 
 def asked_by(config: RunConfig, columns: ColumnMap) -> str | None:
-    """The key or column that asks for structured output; None if none does."""
+    """The key or column that asks for structured output; None if none does, or nothing is decoded."""
+    if config.decode.score != "none":
+        return None
     given = job_constraint(config.decode)
     mapped = next((name for name in COLUMNS if columns.get(name) is not None), None)
     return f"decode.{given[0]}" if given is not None else None if mapped is None else f"column {columns.get(mapped)!r} ({mapped})"
@@ -181,7 +183,7 @@ def row_constraint(row: Mapping[str, Any]) -> Constraint | None:
         case "regex" | "grammar":
             return given[0], _text(given[0], row[given[0]])
         case "choice":
-            return "choice", _choice(_parsed(row["choice"]))
+            return "choice", json.dumps(choice_cell(row["choice"]))
         case "schema":
             return "schema", json.dumps(json_cell(row, "schema", dict))
     return _of_response_format(json_cell(row, "response_format", dict))
@@ -193,20 +195,15 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def _parsed(choices: Any) -> Any:
-    """A list that may be given as JSON text, as in CSV. Its items stay text, even if they look like numbers."""
-    if not isinstance(choices, str):
-        return choices
+def choice_cell(choices: Any) -> list[str]:
+    """The texts of a list, which may be JSON text, as in CSV. Its items stay text, even if they look like numbers."""
     try:
-        return parse(choices)
+        choices = parse(choices) if isinstance(choices, str) else choices
     except BadJson as error:
         raise BadRow("bad_parameter", f"choice is text, and {error}; give a JSON list, or leave it null") from error
-
-
-def _choice(choices: Any) -> str:
     if not isinstance(choices, list) or not choices or not all(isinstance(one, str) for one in choices):
         raise BadRow("bad_parameter", "choice must be a list of strings, at least one; correct it or leave it null")
-    return json.dumps(choices)
+    return choices
 
 
 def _of_response_format(form: Mapping[str, Any]) -> Constraint | None:
@@ -226,7 +223,7 @@ def _of_response_format(form: Mapping[str, Any]) -> Constraint | None:
         case "grammar" | "regex" as name:
             return name, _text(f"response_format.{name}", form.get(name))
         case "choice":
-            return "choice", _choice(form.get("choice"))
+            return "choice", json.dumps(choice_cell(form.get("choice")))
     raise BadRow(
         "bad_parameter",
         f"response_format.type={json.dumps(form.get('type'))} must be text, json_object, json_schema, grammar, "

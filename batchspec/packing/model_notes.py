@@ -35,7 +35,7 @@ def sampling_advice(decode: DecodeConfig, generation: Mapping[str, Any]) -> str:
     generation  what that file sets (`ModelSpec.generation`), which jobs do not follow: the same command gives the same tokens
                 with every copy of a model
     """
-    if decode.max_new_tokens == 0:
+    if decode.score != "none":
         return ""
     greedy = decode.temperature <= 0 and bool(generation.get("do_sample"))
     keys = [key for key in _RECOMMENDED if greedy and key in generation]
@@ -49,7 +49,7 @@ def sampling_advice(decode: DecodeConfig, generation: Mapping[str, Any]) -> str:
 
 
 def _end_note(decode: DecodeConfig, end_ids: Collection[int]) -> str:
-    if end_ids or decode.ignore_eos or decode.max_new_tokens == 0:
+    if end_ids or decode.ignore_eos or decode.score != "none":
         return ""
     return (
         "no token ends a row: none is named by generation_config.json, config.json, tokenizer_config.json and decode.stop_ids; "

@@ -83,7 +83,7 @@ class PromptEncoder:
         assert self.tokenizer is not None
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
-            turns = read_chat(messages, system, final)
+            turns = read_chat(messages, system, final, self.input.system)
         except BadChat as error:
             raise BadRow("bad_messages", str(error)) from None
         try:

@@ -123,17 +123,6 @@ class RowSettings:
             raise BadRow("bad_parameter", f"stop={own!r} makes {len(ids)} stop ids, at most {MAX_STOP_IDS} fit; shorten the list")
         return tuple(item for item in strings if item not in self.special_ids), tuple(sorted(ids))
 
-    def check_scored(self, max_new_tokens: int, num_samples: int) -> None:
-        """Raises BadRow for a row to be scored in a job that decodes, or the reverse: all rows of a job are scored, or none."""
-        scores = self.decode.max_new_tokens == 0
-        if scores != (max_new_tokens == 0):
-            whole = (
-                "a job that scores prompts" if scores else "a job that decodes; decode.max_new_tokens=0 scores all its prompts"
-            )
-            raise BadRow("bad_parameter", f"max_new_tokens={max_new_tokens} in {whole}; leave it null")
-        if scores and num_samples > 1:
-            raise BadRow("bad_parameter", f"n={num_samples} in a job that scores prompts; leave it null")
-
     def adapter(self, own: Any) -> int:
         """The number of the row's LoRA adapter; 0: none."""
         if own is None:

@@ -42,7 +42,8 @@ class Survey:
         self.num_rows += num_rows
         for item in admitted:
             if isinstance(item, Request):
-                self.prompt_tokens.append(len(item.prompt_ids))
+                # The prompt of choices is computed once: they share its pages.
+                self.prompt_tokens.append(len(item.prompt_ids) + max((len(one.token_ids) for one in item.choices), default=0))
                 self.max_new_tokens.append(item.max_new_tokens)
                 self.predicted_tokens.append(item.predicted_tokens)
                 self._compare_prefix(item)

@@ -1,8 +1,8 @@
 """Keys and columns that would have no effect with this input, model, drafter or device are refused by name.
 
 The user set it for a reason, and the output would not show that it changed nothing. A job that an earlier version of batchspec
-began with such a key goes on. A column named like an option of vLLM or OpenAI is not refused, because it may be data:
-the user is told.
+began with such a key goes on. A column that no row reads and that is named like an option is not refused, because it may be data:
+the user is told (`input_notes.py`).
 """
 
 from __future__ import annotations
@@ -14,59 +14,40 @@ import pyarrow.compute as pc
 
 from batchspec.config.schema import RunConfig
 from batchspec.config.values import value_of
-from batchspec.config.vllm_names import NAMES
-from batchspec.dataset.columns import TYPES, ColumnMap
+from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.reader import Source
 from batchspec.errors import ConfigError, InputError
+from batchspec.packing.input_notes import has_value
 from batchspec.records import LEAST_TEMPERATURE
 
 if TYPE_CHECKING:
     from batchspec.model.spec import ModelSpec
 
-OF_CHATS = ("input.final_assistant", "input.template_kwargs", "input.template_date", "model.chat_template")
+OF_CHATS = ("input.system", "input.final_assistant", "input.template_kwargs", "input.template_date", "model.chat_template")
 """Keys that only chats read."""
 CHAT_COLUMNS = ("system", "tools", "template_kwargs", "final_assistant")
 """Columns that only chats read. If prompts are text and `input.chat` is false, rows that fill them are error rows."""
 DECODED_COLUMNS = (
-    "stop", "schema", "regex", "choice", "grammar", "response_format", "thinking_token_budget", "synthetic_len"
+    "max_new_tokens", "n", "stop", "schema", "regex", "choice", "grammar", "response_format", "thinking_token_budget",
+    "synthetic_len",
 )  # fmt: skip
-"""Columns about the end and the form of an answer, which a scored prompt does not have."""
+"""Columns about the length, the end and the form of an answer, which a scored row does not have."""
 
 
 def check_columns(config: RunConfig, columns: ColumnMap, source: Source) -> None:
     """Raises InputError for a mapped column that no row can use. A column without any value asks for nothing."""
     if columns.prompt_kind == "prompt_ids":
         _refuse(columns, source, CHAT_COLUMNS, "applies to chats, and the prompts of this input are prompt_ids")
-    if config.decode.max_new_tokens == 0:
-        _refuse(columns, source, DECODED_COLUMNS, "applies to answers, and decode.max_new_tokens=0 only scores prompts")
-
-
-def columns_advice(columns: ColumnMap, source: Source) -> str:
-    """One line about columns that have a name of vLLM's or OpenAI's, such as max_tokens, and that no row reads; else empty."""
-    read = set(columns.names.values())
-    said = []
-    for column in source.schema.names:
-        ours = NAMES.get(column, "")
-        if not ours.startswith("decode.") or column in read:
-            continue
-        name = ours.removeprefix("decode.")
-        there = f"{name!r}; map it, input.columns.{name}={column}" if name in TYPES else f"the key {ours}, for all rows"
-        said.append(f"column {column!r} has no effect: batchspec's name is {there}")
-    return "; ".join(said)
+    if (score := config.decode.score) != "none":
+        names = tuple(name for name in DECODED_COLUMNS if (name, score) != ("choice", "choices"))
+        _refuse(columns, source, names, f"applies to answers, and decode.score={score} writes none")
 
 
 def _refuse(columns: ColumnMap, source: Source, names: tuple[str, ...], why: str) -> None:
     for name in names:
         column = columns.get(name)
-        if column is not None and any(map(_has_value, source.column(column))):
+        if column is not None and any(map(has_value, source.column(column))):
             raise InputError(f"column {column!r} ({name}) {why}; ignore the column with input.columns.{name}=null")
-
-
-def _has_value(values: pa.Array) -> bool:
-    """Whether any value is neither null nor an empty list."""
-    if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
-        return bool(pc.any(pc.greater(pc.list_value_length(values), 0)).as_py())
-    return bool(values.null_count < len(values))
 
 
 def check_samples(config: RunConfig, columns: ColumnMap, source: Source) -> None:
@@ -75,7 +56,7 @@ def check_samples(config: RunConfig, columns: ColumnMap, source: Source) -> None
     In an input with a column `temperature` above 0 in some row, single rows are not checked: greedy ones get equal completions.
     """
     decode, temperature, column = config.decode, columns.get("temperature"), columns.get("n")
-    if decode.max_new_tokens == 0 or decode.temperature >= LEAST_TEMPERATURE or (decode.n == 1 and column is None):
+    if decode.score != "none" or decode.temperature >= LEAST_TEMPERATURE or (decode.n == 1 and column is None):
         return
     if temperature is not None and any(_exceeds(values, 0, unknown=True) for values in source.column(temperature)):
         return
@@ -121,7 +102,7 @@ def check_keys_of_engine(config: RunConfig, device: str | None) -> None:
         )
 
 
-def check_keys_of_input(config: RunConfig, columns: ColumnMap) -> None:
+def check_keys_of_input(config: RunConfig, columns: ColumnMap, source: Source) -> None:
     """Raises ConfigError for a key that this input leaves without effect."""
     kind, usual, decode = columns.prompt_kind, RunConfig(), config.decode
     if kind == "prompt_ids" and config.input.chat:
@@ -133,6 +114,16 @@ def check_keys_of_input(config: RunConfig, columns: ColumnMap) -> None:
                 raise ConfigError(
                     f"{key}={value} applies to chats, and column {columns.prompt_column!r} ({kind}) has none; {instead}"
                 )
+    if config.input.drop and source.filled_by_requests is None:
+        raise ConfigError(
+            f"input.drop={config.input.drop} is for OpenAI's batch requests, JSON lines with custom_id and body, and the input "
+            "has none; remove the key"
+        )
+    if config.model.tool_calls != "auto" and (columns.get("tools") is None or kind == "prompt_ids"):
+        raise ConfigError(
+            f"model.tool_calls={config.model.tool_calls} has no effect without the column `tools`; name it, "
+            "input.columns.tools=COLUMN, or remove the key"
+        )
     if decode.thinking_closing and decode.thinking_token_budget is None and columns.get("thinking_token_budget") is None:
         raise ConfigError(
             "decode.thinking_closing has no effect without a thinking budget; set decode.thinking_token_budget, add a column "

@@ -4,12 +4,15 @@ While it runs:
   progress_bar.py   a bar, or a line now and then
   start_up.py       the phases until the first token
   timeline.py       samples of a run over time
-  summary.py        the last line of a run
+  summary.py        the last lines of a run
   status.py         a job over all its runs
 Afterwards:
   stats.py          statistics of output and speculation
+  quality.py        is the data good: lengths, empty answers, loops, distinct answers, random samples
+  texts.py          requests that are shown, with their texts
   about.py          short facts about a job
   card.py           README.md; columns.py: what each column means; push.py: rows and card to the hub
+  answers.py        the rows as OpenAI's response lines
   page.py           report.html
     figures.py      its sections with pictures; pictures.py: SVG
     requests.py     its sections about requests

@@ -17,7 +17,13 @@ from batchspec.text import for_markdown, for_terminal, one_line
 
 CARD = """---
 configs:
-- config_name: default
+- config_name: ok
+  default: true
+  data_files:
+  - split: train
+    path: data/*.parquet
+  filters: [[status, "==", ok]]
+- config_name: all
   data_files:
   - split: train
     path: data/*.parquet
@@ -32,8 +38,12 @@ tags:
 Made by batchspec: one row per completion, in the order of the input.
 
 ```python
-rows = datasets.load_dataset("FOLDER", split="train")  # this folder; or polars.read_parquet("FOLDER/data")
+rows = datasets.load_dataset("FOLDER", split="train")  # this folder: its rows with status ok
+rows = datasets.load_dataset("FOLDER", "all", split="train")  # every row; or polars.read_parquet("FOLDER/data")
 ```
+
+The first line needs datasets 3.2 or newer: older versions ignore the card's `filters`, and give every row. It fails if no row
+is ok.
 
 {facts}
 
@@ -54,23 +64,22 @@ Save this as `mine/job/again.yaml` and run `{command}`.
 TRAINING = """
 ## Train on it
 
-`data/` holds every row, truncated rows and error rows included. Give a trainer the rows with status `ok` and one format of them:
-TRL takes the list `messages` and the text `completion` of one row for two formats.
+Give a trainer one format of the rows: TRL takes the list `messages` and the text `completion` of one row for two formats.
 """
 MESSAGES = """
 ```python
-rows = rows.filter(lambda status: status == "ok", input_columns="status").select_columns(["messages"])
+rows = datasets.load_dataset("FOLDER", split="train").select_columns(["messages"])
 trainer = trl.SFTTrainer(model, train_dataset=rows)
 ```
 """
 EXPORT = """
-`batchspec export FOLDER --to prompt_completion train.parquet` writes such rows as `prompt` and `completion`, both lists of turns:
-TRL then computes the loss on the completion alone.
+`batchspec export FOLDER --to prompt_completion train.parquet` writes the ok rows as `prompt` and `completion`, both lists of
+turns: TRL then computes the loss on the completion alone.
 """
 
 PATHS = (
     "model.path", "model.adapter", "model.adapters", "model.chat_template", "draft.path", "input.path", "output.dir",
-    "decode.schema", "decode.grammar",
+    "output.openai", "decode.schema", "decode.grammar",
 )  # fmt: skip
 TEXTS = ("decode.schema", "decode.grammar")
 """Of those the ones that may also be a map, or a text of one line or more."""
@@ -78,7 +87,7 @@ UNLICENSED = "not stated; see the licences of the model and of the prompts"
 
 
 def dataset_card(manifest: Manifest, stats: JobStats) -> str:
-    """The card of a job, in Markdown; its front matter points datasets.load_dataset at data/.
+    """The card of a job, in Markdown; its front matter points datasets.load_dataset at data/, by default at its ok rows.
 
     It may be published: of a path on this machine it has only the last part.
     """

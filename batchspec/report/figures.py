@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from batchspec.report import html, pictures
+from batchspec.report.quality import Lengths
 from batchspec.report.requests import Requests
 from batchspec.report.stats import Acceptance, JobStats
 from batchspec.report.timeline import Course
@@ -14,8 +15,8 @@ MAX_GROUPS = 12
 MAX_LINES = 40
 
 
-def acceptance(stats: JobStats, by: str | None) -> Iterator[str]:
-    """Acceptance by position, by round and by prompt length, and by the output column `by` if given."""
+def acceptance(stats: JobStats, by: str | None, over: Course | None) -> Iterator[str]:
+    """Acceptance by position, by round and by prompt length, over time, and by the output column `by` if given."""
     rounds = sum(stats.histogram)
     positions = [str(position.position) for position in stats.by_position]
     figures = [
@@ -44,9 +45,12 @@ def acceptance(stats: JobStats, by: str | None) -> Iterator[str]:
             "Tokens a round, every round weighted equally; number of completions in brackets.",
         ),
     ]
+    if over is not None:
+        caption = html.key("second", "draft tokens a round (K)") + html.key("first", "tokens a round (acceptance length)")
+        caption += "Means over the decoding rows; K of a tree is its number of levels."
+        figures.append(html.figure("K and acceptance length", pictures.drafting(over), caption))
     if by is not None:
         figures.append(_acceptance_by(stats, by))
-    yield "<h2>Acceptance</h2>"
     yield html.grid(figures)
     tables = [_groups("prompt tokens", stats.by_prompt_tokens)]
     if by is not None:
@@ -74,9 +78,8 @@ def _groups(name: str, groups: Iterable[Acceptance]) -> str:
     return html.table((name, "completions", "tokens a round", "accepted"), lines)
 
 
-def over_time(over: Course | None, *, drafted: bool) -> Iterator[str]:
-    """Tokens a second, use of the slots and, if `drafted`, K and acceptance length over time."""
-    yield "<h2>Over time</h2>"
+def over_time(over: Course | None) -> Iterator[str]:
+    """Tokens a second and use of the slots over time."""
     if over is None:
         yield '<p class="note">No run recorded a timeline.</p>'
         return
@@ -86,19 +89,15 @@ def over_time(over: Course | None, *, drafted: bool) -> Iterator[str]:
     share = [part / (sum(sums) or 1) for part in sums]
     preempted = f" Requests were preempted for lack of pages {over.preempted:,} times." if over.preempted else ""
     keys = (
-        html.key("first", f"live rows {share[0]:.0%}")
+        html.key("first", f"decoding {share[0]:.0%}")
         + html.key("fourth", f"in prefill {share[1]:.0%}")
         + html.key("second", f"waiting for a refill or for pages {share[2]:.0%}")
         + html.key("third", f"no row left {share[3]:.0%}")
     )
     figures = [
         html.figure("Tokens a second", pictures.speed(over), f"Completion tokens.{joined}"),
-        html.figure("Use of the slots", pictures.slots(over), keys + preempted),
+        html.figure("Use of the slots", pictures.slots(over), f"Slots: places for rows in the batch. {keys}{preempted}"),
     ]
-    if drafted:
-        caption = html.key("second", "draft tokens a round (K)") + html.key("first", "tokens a round (acceptance length)")
-        caption += "Means over live rows; K of a tree is its number of levels."
-        figures.append(html.figure("K and acceptance length", pictures.drafting(over), caption))
     yield html.grid(figures)
 
 
@@ -107,14 +106,21 @@ def lengths(stats: JobStats, requests: Requests) -> Iterator[str]:
     reasons = {f"error: {code}": count for code, count in stats.by_error.items()}
     reasons = {reason: count for reason, count in stats.by_finish_reason.items() if reason != "error"} | reasons
     count = int(requests.output_lens.sum())
-    caption = f"Of {count:,} completion{'s' * (count != 1)}."
     figures = []
     if count:
         prompts = pictures.histogram(requests.prompt_lens, x="prompt tokens")
-        figures.append(html.figure("Prompt lengths", prompts, caption))
+        figures.append(html.figure("Prompt lengths", prompts, _percentiles(stats.quality.prompt_lengths)))
         completions = pictures.histogram(requests.output_lens, x="completion tokens")
-        figures.append(html.figure("Completion lengths", completions, caption))
+        figures.append(html.figure("Completion lengths", completions, _percentiles(stats.quality.completion_lengths)))
     ends = pictures.rows(dict(list(reasons.items())[:MAX_GROUPS]))
     figures.append(html.figure("Finish reasons", ends, "Completions by finish reason."))
-    yield "<h2>Lengths and finish reasons</h2>"
     yield html.grid(figures)
+
+
+def _percentiles(lengths: Lengths | None) -> str:
+    if lengths is None:
+        return ""
+    return (
+        f"Median {lengths.median:,}, 90 % up to {lengths.p90:,}, 99 % up to {lengths.p99:,}, longest {lengths.longest:,} tokens; "
+        "ok and truncated rows."
+    )

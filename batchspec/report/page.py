@@ -8,10 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from batchspec.errors import ConfigError
 from batchspec.report import html
 from batchspec.report.about import input_rows, last_part, sampling, when
-from batchspec.report.requests import Requests, Shown, read_requests
+from batchspec.report.quality import Quality
+from batchspec.report.requests import Requests, read_requests
 from batchspec.report.stats import JobStats, job_stats
 from batchspec.report.status import RunStatus, StatusReader
 from batchspec.report.style import STYLE
+from batchspec.report.texts import Shown
 from batchspec.report.timeline import Course, course, parse_run
 from batchspec.runstate.manifest import Manifest
 from batchspec.runstate.output_folder import OutputFolder
@@ -79,11 +81,16 @@ def report_page(
     body = [
         f"<header><h1>{html.line(last_part(model))}: {_size(stats)}</h1>",
         html.facts(_about(manifest, stats, over_time, states, name)) + "</header>",
-        _tiles(stats, over_time),
-        *_errors(stats, requests),
-        *(figures.acceptance(stats, by) if stats.drafter != "none" else ()),
-        *figures.over_time(over_time, drafted=stats.drafter != "none"),
+        "<h2>Is the data good?</h2>",
+        _tiles(_of_data(stats)),
         *figures.lengths(stats, requests),
+        *_errors(stats, requests),
+        *_samples(stats.quality),
+        "<h2>Speed</h2>",
+        _tiles(_of_speed(stats, over_time)),
+        *figures.over_time(over_time),
+        *(("<h2>Acceptance of drafts</h2>", _tiles(_of_acceptance(stats))) if stats.drafter != "none" else ()),
+        *(figures.acceptance(stats, by, over_time) if stats.drafter != "none" else ()),
         *_requests(requests),
         *_settings(manifest, states),
     ]
@@ -113,50 +120,82 @@ def _about(
     return {fact: value for fact, value in facts.items() if value}
 
 
-def _tiles(stats: JobStats, over_time: Course | None) -> str:
-    errors = stats.by_status.get("error", 0)
-    tiles = {
-        "tokens in completions": f"{stats.completion_tokens:,}",
-        "tokens in prompts": f"{stats.prompt_tokens:,}",
-        "tokens a second": f"{over_time.tok_s.mean():,.0f}" if over_time is not None else "-",
-        "mean acceptance length": html.number(stats.overall.mean_acceptance_length),
-        "draft tokens accepted": html.percent(stats.overall.acceptance_rate),
-        "thoughts cut off": f"{stats.reasoning_truncated:,}",
-        "error rows": f'<b class="error">{errors:,}</b>' if errors else "0",
-    }
-    if not stats.reasoning_tokens:
-        del tiles["thoughts cut off"]
-    if stats.drafter == "none":
-        del tiles["mean acceptance length"], tiles["draft tokens accepted"]
+def _tiles(tiles: Mapping[str, str]) -> str:
+    """Label -> value, both HTML."""
     cells = (f'<div class="tile"><b>{value}</b><span>{label}</span></div>' for label, value in tiles.items())
     return f'<div class="tiles">{"".join(cells)}</div>'
+
+
+def _of_data(stats: JobStats) -> dict[str, str]:
+    good, total = stats.quality, stats.completions
+    status = stats.by_status.get
+    tiles = {"ok": _share(status("ok", 0), total), "truncated at max_new_tokens": _share(status("truncated", 0), total)}
+    errors = status("error", 0)
+    tiles["error rows"] = f'<span class="error">{_share(errors, total)}</span>' if errors else "0"
+    if status("skipped", 0):
+        tiles["skipped, prompt too long"] = _share(status("skipped", 0), total)
+    if good.answers:
+        tiles["empty answers"] = _share(good.empty, good.answers)
+        tiles["answers that end in a loop"] = _share(good.loops, good.answers)
+    if good.mean_distinct is not None and good.mean_answers is not None:
+        requests = f"{good.all_equal:,} of {good.sampled_requests:,} requests"
+        tiles[f"distinct answers a request; all equal in {requests}"] = f"{good.mean_distinct:.1f} of {good.mean_answers:.1f}"
+    if stats.reasoning_tokens:
+        tiles["thoughts cut off"] = f"{stats.reasoning_truncated:,}"
+    return tiles
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part:,} <small>{html.percent(part / whole)}</small>" if part else "0"
+
+
+def _of_speed(stats: JobStats, over_time: Course | None) -> dict[str, str]:
+    return {
+        "tokens a second": f"{over_time.tok_s.mean():,.0f}" if over_time is not None else "-",
+        "tokens in completions": f"{stats.completion_tokens:,}",
+        "tokens in prompts": f"{stats.prompt_tokens:,}",
+    }
+
+
+def _of_acceptance(stats: JobStats) -> dict[str, str]:
+    return {
+        "tokens a round (mean acceptance length)": html.number(stats.overall.mean_acceptance_length),
+        "draft tokens accepted": html.percent(stats.overall.acceptance_rate),
+    }
 
 
 def _errors(stats: JobStats, requests: Requests) -> Iterator[str]:
     """Error rows by code: the first rows of each code with their reasons."""
     if not requests.errors:
         return
-    yield '<h2 id="errors">Error rows</h2>'
+    yield '<h3 id="errors">Error rows</h3>'
     cards = []
     for code, count in list(stats.by_error.items())[:MAX_CODES]:
         rows = requests.errors.get(code, ())
         lines = [(html.line(row.request_id), f"{row.row_index:,}", html.line(row.message, MESSAGE_CHARS)) for row in rows]
         more = f" (the first {len(rows)})" if count > len(rows) else ""
         table = html.table(("request", "row", "reason"), lines, safe=True, texts=True)
-        cards.append(f'<div class="card"><h3>{html.line(code)}: {count:,} row{"s" * (count != 1)}{more}</h3>{table}</div>')
+        cards.append(f'<div class="card"><h4>{html.line(code)}: {count:,} row{"s" * (count != 1)}{more}</h4>{table}</div>')
     yield f'<div class="stack">{"".join(cards)}</div>'
     if len(stats.by_error) > MAX_CODES:
         yield f'<p class="note">And {len(stats.by_error) - MAX_CODES} more codes.</p>'
 
 
+def _samples(good: Quality) -> Iterator[str]:
+    """Random answers, which the page shows before those that are the best or the worst in some way."""
+    if good.samples:
+        yield "<h3>Random samples</h3>"
+        yield f'<div class="texts">{"".join(_article(row) for row in good.samples)}</div>'
+
+
 def _requests(requests: Requests) -> Iterator[str]:
     if not requests.shown:
         return
-    yield "<h2>Requests</h2>"
+    yield "<h2>Longest and shortest requests</h2>"
     yield html.grid(f'<div class="card"><h3>{title}</h3>{_shown(rows)}</div>' for title, rows in requests.shown.items())
     texts = {(row.row_index, row.sample_index): row for rows in requests.shown.values() for row in rows}
-    yield '<h2>Their text</h2><p class="note">Truncated; <code>batchspec inspect OUT ID</code> shows one in full.</p>'
-    yield f'<div class="texts">{"".join(_article(texts[key]) for key in sorted(texts))}</div>'
+    yield '<h3>Their text</h3><p class="note">Truncated; <code>batchspec inspect OUT ID</code> shows one in full.</p>'
+    yield f'<div class="texts">{"".join(_article(texts[key], _anchor(texts[key])) for key in sorted(texts))}</div>'
 
 
 def _shown(rows: Iterable[Shown]) -> str:
@@ -172,12 +211,13 @@ def _shown(rows: Iterable[Shown]) -> str:
     return html.table(("request", "prompt", "tokens", "a round"), lines, safe=True)
 
 
-def _article(row: Shown) -> str:
-    ratio = "" if row.mean_length is None else f", {row.mean_length:.2f} tokens a round"
-    facts = f"{row.prompt_tokens:,} prompt tokens, {row.tokens:,} tokens, {row.finish_reason}{ratio}"
+def _article(row: Shown, anchor: str = "") -> str:
+    ratio = f", {row.mean_length:.2f} tokens a round" if anchor and row.mean_length is not None else ""
+    facts = f"{row.status}: {row.prompt_tokens:,} prompt tokens, {row.tokens:,} tokens{ratio}"
+    place = f' id="{anchor}"' if anchor else ""
     prompt = "" if row.prompt is None else f'<p class="note">prompt</p><pre>{html.text(row.prompt)}</pre>'
     return (
-        f'<article class="card" id="{_anchor(row)}"><h3>{_label(row)}</h3><p class="note">{html.line(facts)}</p>{prompt}'
+        f'<article class="card"{place}><h3>{_label(row)}</h3><p class="note">{html.line(facts)}</p>{prompt}'
         f'<p class="note">completion</p><pre>{html.text(row.completion)}</pre></article>'
     )
 

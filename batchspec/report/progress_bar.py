@@ -32,7 +32,7 @@ MIN_BAR, MAX_BAR = 4, 40
 
 
 class ProgressBar:
-    """Completions done, tokens a second, mean acceptance length, live rows and the time left.
+    """Completions done, tokens a second, mean acceptance length, running rows and the time left.
 
     total_completions  of the whole job, `done` of them committed by earlier runs
     clock              seconds, monotonic
@@ -178,7 +178,7 @@ class ProgressBar:
         left = self._eta_s()
         facts = [f"{self.done}/{self.total}", tqdm.format_interval(self.clock() - self._began_at)]
         facts += ["" if left is None else f"ETA {tqdm.format_interval(left)}", f"{self._rate(1):,.0f} tok/s", self._quiet()]
-        facts += [f"acceptance {1 + self.accepted / self.rounds:.2f}" if self.rounds else "", counted(self.live_rows, "live row")]
+        facts += [f"acceptance {1 + self.accepted / self.rounds:.2f}" if self.rounds else "", self._running()]
         facts = [fact for fact in facts if fact]
         percent = f"{int(100 * share):3}%"
         room = columns - 1  # a cursor after the last column would wrap
@@ -205,6 +205,9 @@ class ProgressBar:
         quiet_s = self.clock() - self._round_at
         return f"no round for {quiet_s:.0f} s" if self._working and quiet_s >= QUIET_S and self.done < self.total else ""
 
+    def _running(self) -> str:
+        return f"{counted(self.live_rows, 'row')} running" if self.live_rows and self.done < self.total else ""
+
     def _line(self) -> None:
         share = self.done / self.total if self.total else 1.0
         terminal.say(f"{self.done}/{self.total} completions ({share:.1%}), {self._speed()}", stream=self.stream)
@@ -213,7 +216,8 @@ class ProgressBar:
         parts = [f"{self._rate(1):,.0f} tok/s"]
         if self.rounds:
             parts.append(f"mean acceptance length {1 + self.accepted / self.rounds:.2f}")
-        parts.append(counted(self.live_rows, "live row"))
+        if running := self._running():
+            parts.append(running)
         left = self._eta_s()
         if left is not None:
             parts.append(f"ETA {tqdm.format_interval(left)}")
@@ -222,14 +226,14 @@ class ProgressBar:
         return ", ".join(parts)
 
     def _eta_s(self) -> float | None:
-        """Seconds left; None before there is a rate. The first tokens come from prefill, whose rate says little about rounds."""
-        tokens_rate, done_rate = self._rate(1), self._rate(2)
-        if self.done >= self.total:
-            return 0.0
+        """Seconds left, at least 1; None if that is not known: before there is a rate (the first tokens come from prefill, whose
+        rate says little about rounds), and where the running rows have become longer than was expected of all that are left."""
+        rows, rate = self.total - self.done, self._rate(2)
+        left = float(rows)
         if self.mean_output:  # 0 where prompts are scored
-            left = max(0.0, (self.total - self.done) * self.mean_output - self.in_flight_tokens)
-            return left / tokens_rate if tokens_rate and self.rounds else None
-        return (self.total - self.done) / done_rate if done_rate else None
+            left, rate = rows * self.mean_output - self.in_flight_tokens, self._rate(1) if self.rounds else 0.0
+        seconds = left / rate if rate else 0.0
+        return seconds if seconds >= 1 else None
 
     def _rate(self, column: int) -> float:
         first, last = self._history[0], self._history[-1]

@@ -40,7 +40,7 @@ def check_target_key(output: OutputConfig, job: str) -> None:
     if repo is None:
         return
     before = "" if output.dir is None else OutputFolder(output.dir).pushed_job(repo)
-    command = _command(output.dir or "OUT", repo, private=output.push_private)
+    command = push_command(output.dir or "OUT", repo, "--overwrite", private=output.push_private)
     instead = f"give another name, or run the job without output.push_to_hub and then: {command}"
     check_target(repo, private=output.push_private, refusal=partial(_refusal, job=job, before=before, instead=instead))
 
@@ -68,7 +68,7 @@ def push_output(
     card = card_for(repo, output.card() if output.has_card() and not missing else _card(output))
     files = [PushedFile(name=name, content=content) for name, content in output.contents(names)]
     files.append(PushedFile(name="README.md", content=lambda: card))
-    command = _command(output.path, repo, private=private, incomplete=bool(missing))
+    command = push_command(output.path, repo, "--overwrite", *["--incomplete"] * bool(missing), private=private)
     instead = f"give another name, or replace data/ and the card with: {command}"
     refusal = partial(
         _refusal, job=output.manifest.job, before=output.pushed_job(repo), num_shards=output.num_shards, instead=instead
@@ -83,16 +83,16 @@ def push_output(
     return pushed
 
 
-def _command(out: str, repo: str, *, private: bool, incomplete: bool = False) -> str:
-    """The command that replaces a dataset of another job."""
-    options = ["--public"] * (not private) + ["--incomplete"] * incomplete
-    return " ".join(["batchspec push", for_shell(out), *map(shlex.quote, (repo, "--overwrite", *options))])
+def push_command(out: str, repo: str, *options: str, private: bool) -> str:
+    """The command that pushes the job in this folder."""
+    return " ".join(["batchspec push", for_shell(out), *map(shlex.quote, (repo, *options)), *["--public"] * (not private)])
 
 
 def card_for(repo: str, card: bytes) -> bytes:
     """The card with the dataset's name in place of the folder's."""
-    return card.replace(b'datasets.load_dataset("FOLDER", split="train")  # this folder; or polars.read_parquet("FOLDER/data")',
-        f'datasets.load_dataset("{repo}", split="train")  # or polars.read_parquet("hf://datasets/{repo}/data/*.parquet")'.encode(),
+    return card.replace(b'load_dataset("FOLDER"', f'load_dataset("{repo}"'.encode()).replace(
+        b'split="train")  # this folder: its', b'split="train")  # its').replace(
+        b'polars.read_parquet("FOLDER/data")', f'polars.read_parquet("hf://datasets/{repo}/data/*.parquet")'.encode()
     )  # fmt: skip
 
 

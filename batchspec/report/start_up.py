@@ -26,6 +26,7 @@ def age_clock() -> Callable[[], float]:
     return lambda: time.perf_counter() - began
 
 
+LEAST_SHARE = 0.05
 LAST = "first rows"
 """The phase that ends with the first token."""
 
@@ -70,9 +71,11 @@ class StartUp:
         self.over = True
 
     def line(self) -> str:
-        """All phases, in one line."""
-        phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
-        return f"the first token came {sum(self.seconds.values()):.1f} s after the command: {phases}"
+        """The phases in one line, without those that took less than LEAST_SHARE."""
+        total = sum(self.seconds.values())
+        phases = [f"{name} {seconds:.1f}" for name, seconds in self.seconds.items() if seconds >= LEAST_SHARE * total]
+        rest = ", ..." if len(phases) < len(self.seconds) else ""
+        return f"the first token came {total:.1f} s after the command: {', '.join(phases)}{rest}"
 
     def facts(self) -> dict[str, float]:
         """The phases for a file, in seconds."""

@@ -12,7 +12,9 @@ import polars as pl
 
 from batchspec.errors import OutputError
 from batchspec.report.columns import type_names
+from batchspec.report.quality import Quality, QualityTally, quality_columns
 from batchspec.report.start_up import start_up_of
+from batchspec.report.summary import speed_of
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
 
@@ -39,6 +41,8 @@ SPEC = {
     "drafted_at": "drafted_per_position",
 }
 """Column of the tables here -> field of spec_decode."""
+SHOWN = ("prompt_tokens", "tokens", "mean_length")
+"""Those of both that `quality_columns` reads under the same names."""
 NUM_EXTREMES = 5
 READ_ROWS = 32768
 """Rows in memory at a time."""
@@ -104,6 +108,10 @@ class JobStats:
     """The part of completion_tokens that belongs to thoughts."""
     reasoning_truncated: int
     """Completions whose thought was cut off, by its budget or by max_new_tokens."""
+    quality: Quality
+    run_tokens: int
+    run_seconds: float
+    """Tokens and seconds of the runs that have ended, start-up left out."""
     drafter: str
     """The drafters of the rows, comma-separated; "none" without a drafter."""
     overall: Acceptance
@@ -132,8 +140,9 @@ def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
         schema = folder.scan(done[:1]).collect_schema()
     _check_column(schema, by)
     tally = _Tally()
-    for rows in _read(folder, done, by):
+    for rows in _read(folder, done, by, schema):
         tally.add(rows)
+    speeds = list(filter(None, map(speed_of, folder.logs(".json"))))
     histogram, drafted = tally.histogram, tally.drafted_at
     accepted = [sum(histogram[j + 1 :]) for j in range(len(drafted))]
     groups = sorted(_groups(tally.by_group), key=lambda group: (-group.completions, group.name))
@@ -150,6 +159,9 @@ def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
         cached_tokens=tally.tokens["cached_tokens"],
         reasoning_tokens=tally.tokens["reasoning_tokens"],
         reasoning_truncated=tally.reasoning_truncated,
+        quality=tally.quality.result(folder),
+        run_tokens=sum(tokens for tokens, _ in speeds),
+        run_seconds=sum(seconds for _, seconds in speeds),
         drafter=",".join(sorted(tally.drafters)) or "none",
         overall=next(iter(_groups(tally.overall)), _acceptance({"name": "all"})),
         by_position=tuple(
@@ -182,8 +194,10 @@ class _Tally:
         self.drafted_at: list[int] = []
         self.overall = self.by_prompt_tokens = self.by_group = pl.DataFrame()
         self.best = self.worst = pl.DataFrame()
+        self.quality = QualityTally()
 
     def add(self, rows: pl.DataFrame) -> None:
+        self.quality.add(rows)
         spec = rows.filter(pl.col("drafter").is_not_null())
         self.completions += rows.height
         self.reasoning_truncated += int(rows["reasoning_truncated"].sum())
@@ -218,18 +232,16 @@ def _has_text(kind: pl.DataType) -> bool:
     return (kind.is_numeric() and not too_wide) or kind in TEXT_KINDS
 
 
-def _read(folder: OutputFolder, shards: list[int], by: str | None) -> Iterator[pl.DataFrame]:
+def _read(folder: OutputFolder, shards: list[int], by: str | None, schema: pl.Schema) -> Iterator[pl.DataFrame]:
     """Tables of one row a completion, with the columns that the statistics need."""
     step = max(1, READ_ROWS // folder.manifest.layout.most_rows(shards))
     for start in range(0, len(shards), step):
         picked = folder.scan(shards[start : start + step]).select(
-            *ROW_KEY,
-            "status",
-            "finish_reason",
+            *quality_columns(schema),
             "reasoning_truncated",
             pl.col("error").struct.field("code").alias("error"),
-            *(pl.col("usage").struct.field(field).alias(name) for name, field in USAGE.items()),
-            *(pl.col("spec_decode").struct.field(field).alias(name) for name, field in SPEC.items()),
+            *(pl.col("usage").struct.field(field).alias(name) for name, field in USAGE.items() if name not in SHOWN),
+            *(pl.col("spec_decode").struct.field(field).alias(name) for name, field in SPEC.items() if name not in SHOWN),
             (pl.lit("") if by is None else pl.col(by).cast(pl.String)).fill_null("(null)").alias("group"),
         )
         with scanning(folder.path):

@@ -27,6 +27,7 @@ class RunStatus:
     run: RunHeartbeat
     state: str
     """running
+    loading  it reads the input or loads the model: it has no batch yet
     waiting  it has no shard, because other runs work on the last ones
     stuck    it has rows, and no round for STUCK_S
     silent   no heartbeat for as long as a claim lasts, by this machine's clock
@@ -41,7 +42,7 @@ class RunStatus:
 
     @property
     def lives(self) -> bool:
-        return self.state in ("running", "waiting", "stuck")
+        return self.state in ("running", "loading", "waiting", "stuck")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,7 @@ class JobStatus:
     """Tokens of all runs since the job began, including those that were computed twice."""
     mean_acceptance_length: float | None
     left_s: float | None
-    """Seconds left at the present speed; None if nothing runs."""
+    """Seconds left at the present speed; None if nothing runs, or the running rows have become longer than was expected."""
     runs: tuple[RunStatus, ...]
     """Living ones first, then by when they ended, the latest first."""
     stale_claims: dict[int, str]
@@ -160,6 +161,8 @@ def _state(run: RunHeartbeat, held: tuple[int, ...], last_start: int, who: dict[
         return "gone"
     if now - run.at >= stale_s:
         return "silent"
+    if not run.slots:
+        return "loading"
     if held:
         return "stuck" if run.quiet_s >= STUCK_S else "running"
     return "waiting" if run.quiet_s >= 5 else "running"
@@ -182,8 +185,8 @@ def _left(
     share = (done + (in_flight / mean_output if mean_output else 0.0)) / (total or 1.0)
     if not tok_s:
         return done, total, share, None
-    seconds = max(0.0, ((total - done) * mean_output - in_flight) / tok_s)
-    return done, total, share, seconds if math.isfinite(seconds) else None
+    seconds = ((total - done) * mean_output - in_flight) / tok_s
+    return done, total, share, seconds if math.isfinite(seconds) and seconds > 0 else None
 
 
 def _open(statuses: Sequence[RunStatus], missing: set[int]) -> int:
@@ -202,7 +205,7 @@ def _open(statuses: Sequence[RunStatus], missing: set[int]) -> int:
 
 def _in_flight(statuses: Sequence[RunStatus]) -> int:
     """Tokens of unfinished rows: of living runs, and of interrupted runs that saved them if no run has begun since."""
-    latest = max((status.run.began_at for status in statuses), default=0.0)
+    latest = max((status.run.began_at for status in statuses if status.run.slots), default=0.0)  # without those that only loaded
     counted = (status.run for status in statuses if status.lives or (status.state == "interrupted" and status.run.at >= latest))
     return sum(run.in_flight_tokens for run in counted)
 

@@ -11,16 +11,20 @@ body { margin: 0 auto; padding: 1.5rem clamp(.8rem, 3vw, 2.5rem) 4rem; max-width
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
 h1 { font-size: 1.5rem; line-height: 1.25; margin: 0; }
 h2 { font-size: 1.15rem; margin: 2.5rem 0 .8rem; }
-h3 { font-size: .95rem; margin: 0 0 .4rem; }
+h3 { font-size: .95rem; margin: 1.4rem 0 .4rem; }
+h4 { font-size: .95rem; margin: 0 0 .4rem; }
+figure h3, .card h3 { margin-top: 0; }
 p { margin: .3rem 0; }
 a { color: var(--first); }
-.note, figcaption, th, dt, .tile span { color: var(--muted); }
+.note, figcaption, th, dt, .tile > span { color: var(--muted); }
 .note { max-width: 70ch; }
 header dl { margin-top: .8rem; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); gap: .6rem; margin-top: 1.2rem; }
 .tile, figure, .card { background: var(--card); border-radius: 8px; padding: .8rem .9rem; margin: 0; min-width: 0; }
 .tile b { display: block; font-size: 1.3rem; line-height: 1.3; }
-.tile span { font-size: .85rem; }
+.tile small { font-size: .85rem; font-weight: 400; color: var(--muted); }
+.tile > span { font-size: .85rem; }
+.tiles + .grid, .grid + .tiles { margin-top: .8rem; }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); gap: .8rem; }
 .grid.pairs { grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
 .texts { columns: 21rem; column-gap: .8rem; margin-top: .8rem; }

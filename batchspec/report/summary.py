@@ -1,8 +1,12 @@
-"""The summary of one run: one line, and values for a file."""
+"""The summary of one run: two lines at most, and values for a file."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from batchspec.text import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,24 +39,31 @@ class RunSummary:
     def mean_live_rows(self) -> float:
         return self.row_rounds / self.rounds if self.rounds else 0.0
 
-    def line(self) -> str:
-        return (
-            f"{self.tokens:,} tokens in {round(self.seconds, 3):.2f} s from the first row read to the last commit, "
-            f"{self.tok_s:,.1f} tok/s (start-up, {self.start_up_s:.1f} s, left out); "
-            + (
-                f"mean acceptance length {self.mean_acceptance_length:.3f}, "
-                f"{self.rounds:,} rounds, {self.mean_live_rows:.1f} live rows a round"
-                if self.rounds
-                else "no round"
+    def lines(self) -> Iterator[str]:
+        start_up = f"start-up, {self.start_up_s:.1f} s, left out"
+        speed = f"{self.tokens:,} tokens in {round(self.seconds, 3):.2f} s, {self.tok_s:,.1f} tok/s"
+        yield f"{speed}, from the first row read to the last commit ({start_up})"
+        if self.rounds:  # none where prompts are scored
+            experts = "" if self.expert_correlation is None else f"; packing.expert_correlation {self.expert_correlation:.3g}"
+            yield (
+                f"{counted(self.rounds, 'round')} of {self.mean_live_rows:.1f} rows on average, "
+                f"mean acceptance length {self.mean_acceptance_length:.3f}{experts}"
             )
-            + ("" if self.expert_correlation is None else f"; packing.expert_correlation {self.expert_correlation:.3g}")
-        )
 
     def facts(self) -> dict[str, float]:
-        """The values of the line, and those from which they were computed."""
+        """The values of the lines, and those from which they were computed."""
         found = {
             "seconds": round(self.seconds, 3), "start_up_s": round(self.start_up_s, 3), "tokens": self.tokens,
             "tok_s": round(self.tok_s, 1), "mean_acceptance_length": round(self.mean_acceptance_length, 4),
             "rounds": self.rounds, "mean_live_rows": round(self.mean_live_rows, 2), "preempted": self.preempted,
         }  # fmt: skip
         return found if self.expert_correlation is None else found | {"expert_correlation": round(self.expert_correlation, 4)}
+
+
+def speed_of(log: str) -> tuple[int, float] | None:
+    """Tokens and seconds in the log of a run, the JSON object of `RunSummary.facts`; None for another file."""
+    try:
+        found = json.loads(log)
+        return int(found["tokens"]), float(found["seconds"])
+    except (ValueError, TypeError, KeyError, OverflowError):
+        return None

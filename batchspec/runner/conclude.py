@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import shlex
 from glob import has_magic
+from pathlib import Path
 
 from batchspec import terminal
-from batchspec.errors import Interrupted
+from batchspec.errors import Interrupted, StorageError
+from batchspec.model.token_texts import TokenTexts
 from batchspec.prepare import Job
+from batchspec.report.answers import write_answers
 from batchspec.report.card import dataset_card
 from batchspec.report.page import NEEDS_EXTRA, can_draw, write_report
-from batchspec.report.push import push_output
+from batchspec.report.push import push_command, push_output
 from batchspec.report.stats import JobStats, job_stats
 from batchspec.runner.run_shards import check_errors
 from batchspec.runstate.output_folder import OutputFolder
+from batchspec.storage.hub_push import Pushed
 from batchspec.supervise.signals import EndSignals
 from batchspec.text import counted, for_shell
 
@@ -30,11 +34,12 @@ def conclude(job: Job, output: OutputFolder, signals: EndSignals, *, again: bool
     try:
         stats = job_stats(output.path)
         finish(output, stats, again=again)
+        write_answers_of(job, output, again=again)
         if repo is not None:
-            terminal.say(push_output(output, repo, private=job.config.output.push_private).line())
+            terminal.say(_pushed(output, repo, private=job.config.output.push_private).line())
     except KeyboardInterrupt:
         signals.ignore()
-        left = [*unwritten(output), *([] if repo is None else [f"the dataset {repo} of the hub"])]
+        left = [*unwritten(output, job.config.output.openai), *([] if repo is None else [f"the dataset {repo} of the hub"])]
         rest = f"; run the same command again for {' and '.join(left)}" if left else ""
         line = f"{output.path}: {signals.name or 'SIGINT'}: all rows are committed{rest}"
         if repo is not None:
@@ -54,6 +59,14 @@ def conclude(job: Job, output: OutputFolder, signals: EndSignals, *, again: bool
     terminal.say(f"             python -c {shlex.quote(code)}")
 
 
+def _pushed(output: OutputFolder, repo: str, *, private: bool) -> Pushed:
+    try:
+        return push_output(output, repo, private=private)
+    except StorageError as error:
+        alone = push_command(output.path, repo, private=private)
+        raise StorageError(f"{output.path}: all rows are committed but not pushed: {error}, or: {alone}") from error
+
+
 def _check_errors(job: Job, stats: JobStats) -> None:
     check_errors(job, stats.error_rows, all_failed=stats.by_status.get("error", 0) == stats.completions)
 
@@ -70,7 +83,22 @@ def finish(output: OutputFolder, stats: JobStats, *, again: bool) -> None:
         terminal.say(f"{output.path}/report.html: the job in pictures")
 
 
-def unwritten(output: OutputFolder) -> list[str]:
-    """Files about the job that `finish` would write."""
+def write_answers_of(job: Job, output: OutputFolder, *, again: bool) -> None:
+    """Write the file of output.openai, if there is to be one and it is missing, or if `again`."""
+    name = job.config.output.openai
+    if name is None or (Path(name).exists() and not again):
+        return
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    has_logprobs = job.config.output.logprobs is not None and job.tokenizer is not None
+    if has_logprobs and not job.config.output.token_ids:
+        terminal.say(f"{name}: logprobs are left out: the job has no column token_ids; output.token_ids=true writes it")
+    token_text = None if not has_logprobs or job.tokenizer is None else TokenTexts(job.tokenizer)
+    count = write_answers(output, Path(name), token_text=token_text)
+    terminal.say(f"{name}: {counted(count, 'answer')} as OpenAI's response lines")
+
+
+def unwritten(output: OutputFolder, answers: str | None = None) -> list[str]:
+    """Files about the job that `finish` would write, and the file of output.openai."""
     there = {"README.md": output.has_card(), "report.html": output.has_report() or not can_draw()}
+    there |= {} if answers is None else {answers: Path(answers).exists()}
     return [name for name, written in there.items() if not written]

@@ -7,6 +7,7 @@ from contextlib import closing
 
 from batchspec.dataset.reader import InputShard
 from batchspec.engine.engine import Engine
+from batchspec.engine.features.choices import run_with_choices
 from batchspec.packing.feed import Feed
 from batchspec.packing.work_plan import Commit, DecodedShard, PlanRows, WorkPlan, all_rows
 from batchspec.prepare import Job
@@ -54,7 +55,7 @@ def decode_shards(
     )
     engine.on_round = monitor
     requests = monitor.watch(feed)  # closed, because an engine that was stopped keeps what it has not read to its end
-    with closing(requests), closing(engine.run(requests, num_ready=lambda: feed.num_ready)) as completions:
+    with closing(requests), closing(run_with_choices(engine, requests, num_ready=lambda: feed.num_ready)) as completions:
         for completion in completions:
             job.admission.observe(completion)
             feed.add(completion)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 
-from batchspec.dataset.schema import output_schema
 from batchspec.errors import OutputError
 from batchspec.identity import job_fingerprint
 from batchspec.prepare import Job
@@ -80,7 +79,7 @@ def check_added_columns(job: Job, output: OutputFolder) -> None:
         return
     _check_rows(job, output)
     both = (job.source.alone(len(output.manifest.files)).schema, job.source.schema)
-    old, new = (output_schema(each, job.columns, job.config.output, channels=job.admission.has_channels) for each in both)
+    old, new = (job.admission.schema_of(each, job.columns, job.config.output) for each in both)
     if changed := [field.name for field in new if field.name not in old.names or old.field(field.name) != field]:
         raise OutputError(
             f"{output.path}: with the new files column {changed[0]!r} of the output has another type (messages has more fields "

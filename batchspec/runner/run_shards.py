@@ -24,7 +24,6 @@ from batchspec.runner.run_monitor import RunMonitor
 from batchspec.runner.shard_work import ShardWork
 from batchspec.runner.shard_workers import ShardWorkers
 from batchspec.runstate.claims import RENEW_S
-from batchspec.runstate.heartbeats import HeartbeatWriter
 from batchspec.runstate.journal import Journaled, saved_rows
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.supervise.deadline import Deadline
@@ -67,7 +66,6 @@ class ShardRunner:
         """
         slots = self.holder.engine.batch.num_slots
         with ExitStack() as stack:
-            stack.enter_context(HeartbeatWriter(self.output.heartbeats(), self.progress.facts, slots=slots))
             timeline = stack.enter_context(closing(Timeline(self.output.log_timeline, slots=slots)))
             self._signals.stop_with(self.holder.stop)
             stack.enter_context(released_at_end(self._claims, self._attempts))

@@ -15,7 +15,7 @@ from batchspec.config.schema import InputConfig, OutputConfig
 from batchspec.constrained_text import checked_text
 from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.reader import InputShard
-from batchspec.dataset.writer import build_table
+from batchspec.dataset.writer import build_table, plain_table
 from batchspec.packing.admit import Admission
 from batchspec.packing.work_plan import AdmittedShard, AdmittedShards
 from batchspec.records import Completion
@@ -55,19 +55,29 @@ class ShardWork:
         self, shard: InputShard, completions: Sequence[Completion], file: UnpublishedFile
     ) -> Callable[[], WrittenFile]:
         """As `RowWriter.begin_file`. Worker processes begin to write at once; here the file is written when it is asked for."""
-        return lambda: file.write(self.table(shard, completions))
+        return lambda: file.write(self.compact_table(shard, completions))
 
     def table(self, shard: InputShard, completions: Sequence[Completion]) -> pa.Table:
         """The completions as output rows; texts that the engine has not decoded are decoded here."""
-        think = self.admission.settings.think
+        return plain_table(self.compact_table(shard, completions))
+
+    def compact_table(self, shard: InputShard, completions: Sequence[Completion]) -> pa.Table:
+        """The same rows as `build_table` returns them."""
+        think, tokenizer = self.admission.settings.think, self.admission.tokenizer
+        texts = [self._with_text(completion) for completion in completions]
+        # A later turn of a conversation may bring tools of its own.
+        calls = self.admission.has_calls(self.columns) or any(completion.tool_calls is not None for completion in texts)
         return build_table(
             shard,
-            [self._with_text(completion) for completion in completions],
+            texts,
             columns=self.columns,
             input=self.input,
             output=self.output,
             attempt=self.attempt,
             think_tokens=None if self.admission.has_channels else (think.begin, think.end) if think else ("", ""),
+            calls=calls,
+            score=self.admission.decode.score,
+            token_text=None if tokenizer is None else tokenizer.token_text,
         )
 
     def _with_text(self, completion: Completion) -> Completion:

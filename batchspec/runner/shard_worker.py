@@ -131,7 +131,7 @@ def table(work: ShardWork, shard: InputShard, completions: list[Completion]) -> 
 
 def write(work: ShardWork, shard: InputShard, completions: list[Completion], file: UnpublishedFile) -> WrittenFile:
     """Write the shard's table to the unpublished file; only the run's own process publishes it."""
-    return file.write(work.table(shard, completions))
+    return file.write(work.compact_table(shard, completions))
 
 
 def main() -> None:

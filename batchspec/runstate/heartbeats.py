@@ -149,30 +149,38 @@ class HeartbeatFiles:
 
 
 class HeartbeatWriter:
-    """Writes a run's heartbeat within a block: after FIRST_BEAT_S, later every `files.beat_s` s, and at the end, with how the run
-    ended.
+    """Writes a run's heartbeat within a block: from `begin` on, again after FIRST_BEAT_S, later every `files.beat_s` s, and at
+    the end, with how the run ended.
 
     It has its own thread, so that a slow store does not delay rounds, and a run that hangs still reports (`quiet_s`).
-
-    facts  returns fields of RunHeartbeat; called in that thread
-    slots  number of slots of the batch
     """
 
-    def __init__(self, files: HeartbeatFiles, facts: Callable[[], Mapping[str, Any]], *, slots: int) -> None:
-        self._files, self._facts = files, facts
-        self._who = {**this_process(), "job": _job(), "began_at": round(time.time(), 3), "slots": slots}
+    def __init__(self, files: HeartbeatFiles) -> None:
+        self._files = files
+        self._facts: Callable[[], Mapping[str, Any]] = dict
+        self._who = {**this_process(), "job": _job(), "began_at": round(time.time(), 3), "slots": 0}
         self._over = threading.Event()
         self._last_beat: dict[str, Any] = {}
         self._thread = threading.Thread(target=self._beat, name="progress", daemon=True)
 
     def __enter__(self) -> Self:
-        self._thread.start()
         return self
+
+    def begin(self, facts: Callable[[], Mapping[str, Any]] = dict, *, slots: int = 0) -> None:
+        """Write the heartbeat from now on; called again once there is more to report.
+
+        facts  returns fields of RunHeartbeat; called in the thread
+        slots  number of slots of the batch; 0: the run still loads
+        """
+        self._facts, self._who["slots"] = facts, slots
+        if self._thread.ident is None:
+            self._thread.start()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._last_beat = _last_beat(error)
         self._over.set()
-        self._thread.join(LAST_BEAT_S)
+        if self._thread.ident is not None:
+            self._thread.join(LAST_BEAT_S)
 
     def _beat(self) -> None:
         wait_s = min(FIRST_BEAT_S, self._files.beat_s)

@@ -104,6 +104,7 @@ def _completion(values: dict[str, Any]) -> Completion:
     arrays: dict[str, Any] = {  # segments of older versions lack the newer arrays
         **{name: None if values.get(name) is None else _unpacked(values[name], dtype) for name, dtype in DTYPES.items()},
         **{name: _unpacked_top(values.get(name)) for name in TOPS},
+        "choice_logprobs": None if (listed := values.get("choice_logprobs")) is None else tuple(map(tuple, listed)),
         "stats": None if stats is None else RowStats(**_tuples(stats)),
         "error": None if error is None else RowError(**error),
     }

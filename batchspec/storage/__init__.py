@@ -20,6 +20,7 @@ Where input files are (read only):
 Where a finished job is pushed to:
   hub_push.py       files to a dataset of the Hugging Face hub
 For all:
+  new_file.py       local files that appear when they are complete
   s3_client.py      settings, clients and errors of S3
   cloud_client.py   URLs, clients and errors of Google Cloud Storage and Azure
   retry.py          how often and how long a request is repeated

@@ -32,7 +32,7 @@ class HubFiles:
     def __init__(self, root: str, repo: str, revision: str | None) -> None:
         self.root, self._repo, self._revision = root, repo, revision
         self.errors = _errors()
-        self._commit = ""
+        self.commit = ""
         self.is_private = False
         self._files: dict[str, Stamp] = {}
 
@@ -61,7 +61,7 @@ class HubFiles:
         from huggingface_hub import hf_hub_url
 
         size = self.stamp(path).size_bytes
-        url = hf_hub_url(self._repo, self._name(path), repo_type="dataset", revision=self._commit)
+        url = hf_hub_url(self._repo, self._name(path), repo_type="dataset", revision=self.commit)
         return _HubFile(url, size)
 
     def check_bucket(self, path: str) -> bool:
@@ -89,7 +89,7 @@ class HubFiles:
 
     def _list(self) -> None:
         """Ask for the commit and its files, in one request, at the first question."""
-        if self._commit:
+        if self.commit:
             return
         from huggingface_hub import HfApi
 
@@ -105,7 +105,7 @@ class HubFiles:
             for each in info.siblings or ()
         }
         self.is_private = bool(info.private)
-        self._commit = str(info.sha)
+        self.commit = str(info.sha)
 
     def _name(self, path: str) -> str:
         return path.removeprefix(self.root).strip("/")

@@ -1,8 +1,8 @@
 """Pushes files to a dataset of the Hugging Face hub in one commit: readers see the old files, or all of the new ones.
 
-Contents are uploaded first, several at a time, and the commit that names them comes last. What the hub has already is not sent
-again: a push that was killed continues where it ended, and a push of unchanged files does nothing. The token is
-huggingface_hub's: HF_TOKEN, or the one of `hf auth login`.
+Contents are uploaded first, several at a time, and the commit that names them comes last. A request that fails is repeated alone.
+What the hub has already is not sent again: a push that was killed continues where it ended, and a push of unchanged files does
+nothing. The token is huggingface_hub's: HF_TOKEN, or the one of `hf auth login`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from batchspec.errors import ConfigError, OutputError, StorageError
+from batchspec.storage import retry
 from batchspec.storage.hub_files import HubFiles, may_pass, reason_of
 from batchspec.storage.remote_files import Stamp
-from batchspec.storage.retry import REQUEST_S, retried
 from batchspec.text import counted
 
 REPO = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}", re.ASCII)
+PRECONDITION_FAILED = 412
+"""The hub's answer to a commit whose parent is not the newest commit."""
 AT_ONCE, IN_MEMORY = 16, 4
 """Number of files that are uploaded together, and how many of these may be held in memory because they have no local path."""
 T = TypeVar("T")
@@ -62,6 +64,8 @@ class Present:
     """What a dataset holds."""
 
     files: Mapping[str, Stamp]
+    commit: str
+    """The newest commit."""
     is_private: bool
     read: Callable[[str, int | None], bytes]
     """Of a file the content, or so many bytes at its end; with retries."""
@@ -112,9 +116,12 @@ def push(
     Raises ConfigError and OutputError for errors that a retry cannot cure, StorageError for others. A refusal comes before
     anything is sent.
     """
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, errors
 
     hub, api = _Hub(repo), HfApi()
+    # Each call is to be one request, which is repeated alone. create_commit would ask to check the card first: the hub checks it
+    # again, and a failure of the check would repeat the commit.
+    api._validate_yaml = lambda *_, **__: None  # type: ignore[method-assign]
     present = check_target(repo, private=private, refusal=refusal)
     if present is None:
         hub.tried("making", lambda: api.create_repo(repo, repo_type="dataset", private=private, exist_ok=True))
@@ -127,27 +134,36 @@ def push(
     for group in _groups(files):
         new = []
         for file in group:
-            content = file.content if isinstance(file.content, Path) else file.content()
+            content = _content(file)
             if not _same(there.get(file.name), content):
                 new.append(CommitOperationAdd(file.name, content))
         if new:
             with nullcontext() if with_xet() else _without_xet():
                 hub.tried("sending files to", lambda new=new: api.preupload_lfs_files(repo, new, repo_type="dataset"))  # type: ignore[misc]
         operations += new
-    num_sent, tries = len(operations) - len(stale), list[int]()
-
-    def commit() -> None:
-        """If the answer to an earlier try was lost, its commit may exist: files that it deleted cannot be deleted again."""
-        now = hub.present().files if tries else there
-        tries.append(1)
-        gone = {name for name in stale if name not in now}
-        left = [one for one in operations if one.path_in_repo not in gone]
-        api.create_commit(repo, left, commit_message=message, repo_type="dataset")
-
     if operations:
+
+        def landed() -> bool:
+            now = hub.tried("listing", hub.present).files
+            return not now.keys() & {*stale} and all(_same(now.get(file.name), _content(file)) for file in files)
+
+        def commit() -> None:
+            """The hub makes the commit once, after the one that was listed. If the answer is lost, it refuses the next try."""
+            try:
+                api.create_commit(
+                    repo, operations, commit_message=message, repo_type="dataset", parent_commit=present.commit
+                )  # fmt: skip
+            except errors.HfHubHTTPError as error:
+                if error.response.status_code != PRECONDITION_FAILED:
+                    raise
+                if not landed():
+                    raise StorageError(
+                        f"{repo}: it was changed on the hub while files were sent; run the same command again"
+                    ) from error
+
         hub.tried("committing to", commit)
     return Pushed(
-        url=f"{api.endpoint}/datasets/{repo}", num_sent=num_sent, num_deleted=len(stale),
+        url=f"{api.endpoint}/datasets/{repo}", num_sent=len(operations) - len(stale), num_deleted=len(stale),
         stays_private=present.is_private and not private,
     )  # fmt: skip
 
@@ -162,6 +178,10 @@ def _groups(files: Sequence[PushedFile]) -> Iterator[list[PushedFile]]:
             group = []
     if group:
         yield group
+
+
+def _content(file: PushedFile) -> Path | bytes:
+    return file.content if isinstance(file.content, Path) else file.content()
 
 
 def _same(there: Stamp | None, content: Path | bytes) -> bool:
@@ -194,6 +214,20 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
+def _in_time() -> Iterator[None]:
+    """Within this block a request ends after REQUEST_S without a byte: huggingface_hub waits for most answers without limit."""
+    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
+
+    session: Any = get_session()
+    before = getattr(session, "timeout", None)
+    session.timeout = retry.REQUEST_S
+    try:
+        yield
+    finally:
+        session.timeout = before
+
+
+@contextmanager
 def _without_xet() -> Iterator[None]:
     """Within this block huggingface_hub uploads by LFS. To a server without Xet it would send nothing, and be silent about it for
     minutes: hf_xet repeats its own request for a token, whatever the answer.
@@ -217,8 +251,8 @@ class _Hub:
     def tried(self, doing: str, act: Callable[[], T]) -> T:
         what = f"{doing} hf://datasets/{self._repo}"
         try:
-            with _quiet():
-                return retried(
+            with _quiet(), _in_time():
+                return retry.retried(
                     what, act, lambda error: may_pass(_cause(error)), lambda error: reason_of(_cause(error)), notice_s=0.0
                 )  # fmt: skip
         except (StorageError, ConfigError, OutputError):
@@ -236,7 +270,7 @@ class _Hub:
         url = f"{constants.ENDPOINT}/api/datasets/{self._repo}/xet-write-token/main"
 
         def asked() -> bool:
-            answer: Any = get_session().get(url, headers=build_hf_headers(), timeout=REQUEST_S)
+            answer: Any = get_session().get(url, headers=build_hf_headers(), timeout=retry.REQUEST_S)
             if answer.status_code in (404, 405, 501):
                 return False
             hf_raise_for_status(answer)
@@ -269,7 +303,7 @@ class _Hub:
             count = file.size() if last is None else min(last, file.size())
             return self.tried("reading", lambda: file.read_at(count, file.size() - count)) if count else b""
 
-        return Present(files=files, is_private=hub.is_private, read=read)
+        return Present(files=files, commit=hub.commit, is_private=hub.is_private, read=read)
 
 
 def _cause(error: Exception) -> Exception:

@@ -7,8 +7,9 @@ is one code point, however it is written in JSON. States from which no text can 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import TypeVar
 
@@ -39,7 +40,8 @@ class CharDfa:
         start = nfa.state()
         end = nfa.add(node, start)
 
-        def closure(states: Iterable[int]) -> frozenset[int]:
+        @cache
+        def closure(states: frozenset[int]) -> frozenset[int]:
             seen = set(states)
             todo = list(seen)
             while todo:
@@ -52,7 +54,7 @@ class CharDfa:
             split = _split([move for state in states for move in nfa.moves[state]])
             return [(low, high, closure(targets)) for low, high, targets in split]
 
-        return _explored(closure([start]), step, lambda states: end in states)
+        return _explored(closure(frozenset([start])), step, lambda states: end in states)
 
     @property
     def is_empty(self) -> bool:

@@ -1,214 +1,173 @@
-"""Processes that compile constraints at the same time, each asked by a thread of its own.
+"""Processes that compile constraints at the same time, each asked by a thread of its own: cheap constraints first.
 
-A process has limits of CPU time and memory, because what it compiles comes from the input; one that exceeds a limit dies alone,
-and the next constraint gets a new one. They start when they are first needed and end with the run.
+The first attempt to compile a constraint has SLICE_S. If it needs more, it is tried again with the full limit when no first
+attempt waits. What attempts may spend without finding a finite automaton is one budget of the pool. When it is spent, constraints
+that need more than a first attempt become lazy automata.
 """
 
 from __future__ import annotations
 
-import os
-import pickle
+import itertools
 import queue
-import signal
-import subprocess
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from batchspec.child_process import start_module
+from batchspec.structured.limited_process import OUT_OF_MEMORY, Died, Killed, LimitedProcess
 
-MOST_PROCESSES = 8
-MAX_KILLS = 3
-"""Number of processes that may be killed from outside, one after another, until their request is given up."""
-OUT_OF_MEMORY, TOO_MANY_STATES = 12, 13
-"""Exit codes of a process that has reached a limit. It ends, because what it holds would make later requests fail too."""
-LAZY = "lazy "
-"""Prefix of the kind in a request: only check that the constraint can be a lazy automaton."""
-
-
-class Defect(NamedTuple):
-    """An answer: the process met an error in batchspec, so that what it holds may be wrong."""
-
-    text: str
-
-
+SLICE_S = 0.5
+"""CPU limit of each step of a first attempt, in seconds: reading the constraint, and making its automaton. Nine of ten schemas of
+JSONSchemaBench need less."""
+SHORT_S = 0.05
+"""The same when first attempts have used up their time. Half of the schemas of JSONSchemaBench need less."""
+CHECK_S = 5
+"""CPU limit in seconds of reading a constraint when the budget is spent; 250 schemas of JSONSchemaBench took 0.7 at most."""
+_FIRST, _AGAIN, _END = range(3)
 Answer = dict[str, Any]
-"""The tables of an automaton and `seconds`; or the reason why it is `lazy`; or `error` and `code`. See compile_process.py."""
+"""See `answer` of compile_process.py. `retryable`: the cause is the machine or other constraints, not this one."""
 
 
-def num_processes() -> int:
-    """Half of the CPUs that this process may use, at least one and at most MOST_PROCESSES."""
-    return min(MOST_PROCESSES, max(1, len(os.sched_getaffinity(0)) // 2))
+class Attempt(NamedTuple):
+    """A request: compile a constraint.
+
+    kind, source  as for `rules_of`
+    cpu_s         CPU seconds for making a finite automaton; 0: only check whether it can be a lazy one
+    check_s       CPU seconds for reading it, and again for that check
+    too_long      why it becomes a lazy automaton if `cpu_s` is not enough
+    is_last       whether it does then; if not, the answer is `later`
+    """
+
+    kind: str
+    source: str
+    cpu_s: float
+    check_s: float
+    too_long: str = ""
+    is_last: bool = True
+
+
+@dataclass(slots=True)
+class Budget:
+    """CPU time for constraints without a finite automaton. All first attempts together have as many seconds as one constraint may
+    take, and as many as finite automata took; so have all second attempts. Any thread may use it.
+
+    cpu_s  limit of one constraint
+    """
+
+    cpu_s: int
+    _made_s: float = 0.0
+    """CPU time of finite automata."""
+    _lost_s: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
+    """CPU time of first and of second attempts without one."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def attempt(self, kind: str, source: str, *, is_again: bool) -> Attempt:
+        """The next attempt for a constraint. The budget decides whether it becomes a finite or a lazy automaton, which have the
+        same masks. An error depends on it only where reading the constraint takes more than CHECK_S."""
+        first_left_s, left_s = (self.cpu_s + self._made_s - self._lost_s[again] for again in (False, True))
+        if not is_again:
+            cpu_s = SLICE_S if first_left_s > 0 else SHORT_S
+            return Attempt(kind, source, cpu_s, cpu_s, is_last=False)
+        if left_s >= self.cpu_s:
+            return Attempt(kind, source, self.cpu_s, self.cpu_s, f"compiling it takes more than {self.cpu_s} s")
+        too_long = f"compiling it takes more than {SLICE_S} s, and other constraints have used up the time for such ones"
+        had_slice = first_left_s > 0
+        cpu_s = left_s if left_s > SLICE_S else 0 if had_slice else SLICE_S
+        return Attempt(kind, source, cpu_s, min(CHECK_S, self.cpu_s), too_long)
+
+    def book(self, attempt: Attempt, answer: Answer) -> None:
+        """Count the CPU time of an answer, and mark one that would be another one with the full limit."""
+        with self._lock:
+            if "table" in answer:
+                self._made_s += answer["seconds"]
+            elif attempt.is_last or "later" in answer:
+                self._lost_s[attempt.is_last] += answer["seconds"]
+        if answer.get("out_of_time") and attempt.cpu_s < self.cpu_s:
+            answer["retryable"] = True
+
+
+class _Work(NamedTuple):
+    kind: str
+    source: str
+    answer: Future[Answer]
+
+
+_Tasks = queue.PriorityQueue[tuple[int, int, _Work | None]]
+"""_FIRST, _AGAIN or _END, a number in order of arrival, and the work; None: the thread ends."""
 
 
 class CompilePool:
     """`num` processes. first_message is the first one that each gets: (arguments of `compiled`, memory in bytes, CPU seconds)."""
 
     def __init__(self, num: int, first_message: tuple[Any, int, int]) -> None:
-        self._tasks: queue.SimpleQueue[tuple[tuple[str, str], Future[Answer]] | None] = queue.SimpleQueue()
+        self._tasks: _Tasks = queue.PriorityQueue()
+        self._numbers = itertools.count()
         self.processes = [CompileProcess(first_message) for _ in range(num)]
+        budget = Budget(first_message[2])
         for process in self.processes:
-            threading.Thread(target=_serve, args=(self._tasks, process.ask), name="compile", daemon=True).start()
+            threading.Thread(target=_serve, args=(self._tasks, process, budget), name="compile", daemon=True).start()
         self.close = weakref.finalize(self, _end, self._tasks, self.processes)
         """Ends the processes and what they compile at present; called with the pool's end too."""
 
-    def submit(self, request: tuple[str, str]) -> Future[Answer]:
-        """The answer to (kind, text). The future raises RuntimeError if no process can be started."""
+    def submit(self, kind: str, source: str) -> Future[Answer]:
+        """The answer about a constraint. The future raises RuntimeError if no process can be started."""
         answer: Future[Answer] = Future()
-        self._tasks.put((request, answer))
+        self._tasks.put((_FIRST, next(self._numbers), _Work(kind, source, answer)))
         return answer
 
 
-def _serve(
-    tasks: queue.SimpleQueue[tuple[tuple[str, str], Future[Answer]] | None], ask: Callable[[tuple[str, str]], Answer]
-) -> None:  # fmt: skip
+def _serve(tasks: _Tasks, process: CompileProcess, budget: Budget) -> None:
     """The main function of a thread: answers tasks until it reads None.
 
     It holds no reference to the pool, so that the pool is collected, and its processes end, with the last user's reference.
     """
-    while (task := tasks.get()) is not None:
-        request, answer = task
+    while True:
+        turn, number, work = tasks.get()
+        if work is None:
+            return
+        attempt = budget.attempt(work.kind, work.source, is_again=turn == _AGAIN)
         try:
-            found = ask(request)
+            found = process.ask(attempt)
         except BaseException as error:
-            answer.set_exception(error)
+            work.answer.set_exception(error)
         else:
-            answer.set_result(found)
-        del task, request, answer
+            budget.book(attempt, found)
+            if "later" in found:
+                tasks.put((_AGAIN, number, work))
+            else:
+                work.answer.set_result(found)
+            del found
+        del work, attempt
 
 
-def _end(tasks: queue.SimpleQueue[Any], processes: list[CompileProcess]) -> None:
-    for _ in processes:
-        tasks.put(None)
+def _end(tasks: _Tasks, processes: list[CompileProcess]) -> None:
+    for number in range(len(processes)):
+        tasks.put((_END, number, None))
     for process in processes:
         process.close()
 
 
-class Died(Exception):
-    """The process has reached a limit, or was killed; the message says which."""
-
-
-class Full(Died):
-    """It has reached a limit on all that it holds, of this request and of earlier ones."""
-
-
-class Killed(Died):
-    """It was killed from outside, probably because the machine's memory ran out. Its request need not be the cause."""
-
-
-class LimitedProcess:
-    """A process with limits that answers pickled requests. The first request, and the first after it died, starts it.
-
-    One thread at a time may call `result`.
-    """
+class CompileProcess(LimitedProcess):
+    """The process of compile_process.py."""
 
     module = "batchspec.structured.compile_process"
     limits: ClassVar[Mapping[int, str]] = {OUT_OF_MEMORY: "compiling it takes more than {gib:g} GiB of memory"}
-    """The error message of each exit code; {gib}: the limit of memory in GiB."""
-    too_long: ClassVar[str] = "compiling it takes more than {cpu_s} s"
-    """The error message of the limit of CPU time."""
 
-    def __init__(self, first_message: tuple[Any, int, int]) -> None:
-        self._first_message, self._cpu_s = first_message, first_message[2]
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lock, self._closed = threading.Lock(), False
-
-    @property
-    def pid(self) -> int | None:
-        """None before the first request, and after the process has died."""
-        return None if self._process is None else self._process.pid
-
-    def result(self, request: object) -> Any:
-        """The answer of the process. Raises Died, also for a Defect, and RuntimeError if it was closed or cannot be started."""
-        process = self._process or self._start()
-        assert process.stdin is not None
-        assert process.stdout is not None
+    def ask(self, attempt: Attempt) -> Answer:
+        """The answer of the process. If it dies in the last attempt, another one checks whether the constraint can be lazy;
+        `error` and `code` if that one dies too."""
+        self.too_long = f"reading it takes more than {attempt.check_s:g} s"  # what takes `cpu_s` alone is stopped, not killed
         try:
-            pickle.dump(request, process.stdin)
-            process.stdin.flush()
-            answer = pickle.load(process.stdout)
-        except (BrokenPipeError, EOFError, pickle.UnpicklingError):
-            code = self._code()
-            if code in self.limits:
-                raise Full(self.limits[code].format(gib=self._first_message[1] / 2**30)) from None
-            if self._closed:
-                raise RuntimeError("the process that compiles schemas was closed") from None
-            if code >= 0:  # it never ends by itself while it is asked
-                raise RuntimeError(f"the process that compiles schemas ended with {code}; try python -m {self.module}") from None
-            if code == -signal.SIGKILL:
-                raise Killed("its process was killed, probably because the machine has too little memory") from None
-            too_long = self.too_long.format(cpu_s=self._cpu_s)
-            raise Died(too_long if code == -signal.SIGXCPU else f"its process ended with {code}") from None
-        if isinstance(answer, Defect):
-            self.end()
-            raise Died(answer.text)
-        return answer
-
-    def result_alone(self, request: object) -> Any:
-        """As `result`, from a new process, which holds nothing of earlier requests. Raises Killed after MAX_KILLS killed ones."""
-        for kills_left in reversed(range(MAX_KILLS)):
-            self.end()
-            try:
-                return self.result(request)
-            except Killed:
-                if not kills_left:
-                    raise
-        raise AssertionError
-
-    def close(self) -> None:
-        """Kill the process at once. No other one is started."""
-        with self._lock:
-            self._closed = True
-            if self._process is not None:
-                self._process.kill()
-
-    def end(self) -> None:
-        """Kill the process and so drop all that it holds; the next request starts another one."""
-        if self._process is not None:
-            self._process.kill()
-            self._code()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("the process that compiles schemas was closed")
-            process = start_module(self.module, OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")  # each thread reserves memory
-            self._process = process
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):  # found again, with its code, when it is asked
-            pickle.dump(self._first_message, process.stdin)
-        return process
-
-    def _code(self) -> int:
-        """The exit code of the process that has died; negative: the signal."""
-        with self._lock:
-            process, self._process = self._process, None
-        assert process is not None
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except BrokenPipeError:
-                    continue
-        return process.wait()
-
-
-class CompileProcess(LimitedProcess):
-    """The process of compile_process.py. A constraint that exceeds its limits is requested once more, as a lazy automaton."""
-
-    def ask(self, request: tuple[str, str]) -> Answer:
-        """The answer of the process; `error` and `code` of one that died twice."""
-        kind, source = request
-        try:
-            found: Answer = self.result(request)
+            found: Answer = self.result(attempt)
             return found
         except Died as died:
-            reason = str(died)
+            if not attempt.is_last:
+                return {"later": True, "seconds": attempt.cpu_s}
+            first = died
         try:
-            found = self.result_alone((f"{LAZY}{kind}", source))
+            found = self.result_alone(attempt._replace(too_long=str(first), cpu_s=0))
         except Died as died:
-            return {"code": "large_schema", "error": str(died), "retryable": isinstance(died, Killed)}
-        return found | ({"lazy": reason} if "lazy" in found else {})
+            first, found = died, {"code": "large_schema", "error": str(died)}
+        return found | {"seconds": attempt.cpu_s or attempt.check_s, "retryable": isinstance(first, Killed)}

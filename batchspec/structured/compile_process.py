@@ -1,13 +1,14 @@
 """The process that compiles schemas, regexes, choices and grammars, which come from the input: with limits of time and memory.
 
-It reads pickles from its input and answers with pickles: first (arguments of `compiled`, memory in bytes, CPU seconds), then for
-each constraint (kind, text). The answer is a dictionary: the tables of the automaton, or `error` and `code`. With too little
-memory the process ends with OUT_OF_MEMORY instead.
+It reads pickles from its input and answers with pickles: first (arguments of `compiled`, memory in bytes, CPU seconds), then an
+`Attempt` for each constraint. The answer is a dictionary: the tables of the automaton, or `later`, `lazy`, or `error` and `code`.
+With too little memory the process ends with OUT_OF_MEMORY instead.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import os
 import pickle
 import resource
@@ -15,14 +16,16 @@ import sys
 import time
 from typing import Any
 
-from batchspec.child_process import limit_cpu
-from batchspec.structured.compile_pool import LAZY, OUT_OF_MEMORY
+from batchspec.child_process import OutOfTime, limit_cpu, stopped_after
+from batchspec.structured.compile_pool import Attempt
 from batchspec.structured.dfa import dfa_of
 from batchspec.structured.json_schema.leaves import BadSchema
-from batchspec.structured.parse import AFTER_THOUGHT, network_of, rules_of, single_bytes
+from batchspec.structured.limited_process import OUT_OF_MEMORY
+from batchspec.structured.network import Network
+from batchspec.structured.parse import AFTER_THOUGHT, rules_of, single_bytes
 from batchspec.structured.regex import BadRegex
 from batchspec.structured.regular import Impossible, TooLarge
-from batchspec.structured.rules import BadGrammar
+from batchspec.structured.rules import BadGrammar, Rules
 from batchspec.structured.token_masks import over_tokens
 from batchspec.token_automaton import TokenAutomaton, TokenSymbols
 
@@ -35,49 +38,75 @@ class Recursive(ValueError):
 
 
 def compiled(
-    kind: str, source: str, vocabulary: TokenSymbols, end_ids: tuple[int, ...], *, thinks: bool, may_begin: bool,
-    channels: bool = False,
-) -> TokenAutomaton:  # fmt: skip
-    """The automaton of a constraint; kind and source as for `rules_of`, the others as for `over_tokens`.
+    rules: Rules, vocabulary: TokenSymbols, end_ids: tuple[int, ...], *, thinks: bool, may_begin: bool, channels: bool = False
+) -> TokenAutomaton:
+    """The automaton of a constraint; arguments as for `over_tokens`.
 
-    Raises BadSchema, BadGrammar, BadRegex, Impossible, TooLarge; Recursive where there is no finite automaton.
+    Raises Impossible, TooLarge; Recursive where there is no finite automaton.
     """
-    node = rules_of(kind, source).inlined()
+    node = rules.inlined()
     if node is None:
         raise Recursive("it is recursive")
     dfa = dfa_of(node, AFTER_THOUGHT, single_bytes(vocabulary))
     return over_tokens(dfa, vocabulary, end_ids, thinks=thinks, may_begin=may_begin, channels=channels)
 
 
-def answer(kind: str, source: str, cpu_s: int, **job: Any) -> dict[str, Any]:
-    """The process's answer about one constraint. A kind that begins with LAZY asks only whether it can be followed at all.
+def answer(attempt: Attempt, **job: Any) -> dict[str, Any]:
+    """The process's answer about one constraint. `seconds` is the CPU time that it took, and with it comes one of:
 
-    Returns FIELDS and `seconds` (CPU time) of a finite automaton, `lazy` (why it has none), or `code` and `error`. Raises
-    MemoryError.
+    FIELDS           of a finite automaton
+    lazy             why it has none: it can be followed as a lazy automaton
+    later            the time is over, and this is not the last attempt
+    code and error   why it cannot be followed at all
+    `out_of_time` comes with `lazy` and `error` if more time might change them. Raises MemoryError.
     """
-    limit_cpu(cpu_s)
     began = time.process_time()
+    limit_cpu(math.ceil(attempt.cpu_s + 2 * attempt.check_s) + 1)  # ends what does not return to Python
     try:
-        if kind.startswith(LAZY):
-            return _lazily(kind.removeprefix(LAZY), source, "", job["vocabulary"])
-        try:
-            made = compiled(kind, source, **job)
-        except (TooLarge, RecursionError, Recursive) as error:
-            return _lazily(kind, source, why(error), job["vocabulary"])
+        found = _found(attempt, **job)
+    except OutOfTime:
+        said = f"reading it takes more than {attempt.check_s:g} s"
+        found = {"code": "large_schema", "error": said, "out_of_time": True} if attempt.is_last else {"later": True}
     except (BadSchema, BadGrammar, BadRegex) as error:
-        return {"code": "bad_schema", "error": str(error)}
+        found = {"code": "bad_schema", "error": str(error)}
     except Impossible as error:
-        return {"code": "impossible", "error": f"{error} that the tokenizer can write; correct it or drop the row"}
+        found = {"code": "impossible", "error": f"{error} that the tokenizer can write; correct it or drop the row"}
     except UnicodeEncodeError as error:  # JSON can write "\ud800"
         half = ascii(error.object[error.start])
-        return {"code": "bad_schema", "error": f"it holds {half}, half of a surrogate pair, which UTF-8 cannot write; correct it"}
+        said = f"it holds {half}, half of a surrogate pair, which UTF-8 cannot write; correct it"
+        found = {"code": "bad_schema", "error": said}
     except (TooLarge, RecursionError) as error:
-        return {"code": "large_schema", "error": why(error)}
+        found = {"code": "large_schema", "error": why(error)}
     except MemoryError:
         raise
     except Exception as error:  # a defect here must not end the job: the row becomes an error row
-        return {"code": "bad_schema", "error": unexpected(error)}
-    return {name: getattr(made, name) for name in FIELDS} | {"seconds": time.process_time() - began}
+        found = {"code": "bad_schema", "error": unexpected(error)}
+    return found | {"seconds": time.process_time() - began}
+
+
+def _found(attempt: Attempt, **job: Any) -> dict[str, Any]:
+    """A finite automaton, or why the constraint becomes a lazy one. It is parsed once for both.
+
+    Raises as `compiled` and `Network`, and OutOfTime if it is not known in time whether the constraint can be followed.
+    """
+    with stopped_after(attempt.check_s):
+        rules = rules_of(attempt.kind, attempt.source)
+    late = not attempt.cpu_s
+    try:
+        if not late:
+            with stopped_after(attempt.cpu_s):
+                made = compiled(rules, **job)
+                return {name: getattr(made, name) for name in FIELDS}
+        reason = attempt.too_long
+    except OutOfTime:
+        if not attempt.is_last:
+            raise
+        late, reason = True, attempt.too_long
+    except (TooLarge, RecursionError, Recursive) as error:
+        reason = why(error)
+    with stopped_after(attempt.check_s):  # after the handlers, which keep what was built
+        Network(rules, AFTER_THOUGHT, single_bytes(job["vocabulary"]))
+    return {"lazy": reason, "out_of_time": late}
 
 
 def why(error: Exception) -> str:
@@ -90,24 +119,18 @@ def unexpected(error: Exception) -> str:
     return f"it cannot be compiled because of an error in batchspec ({type(error).__name__}: {error}); report it with its text"
 
 
-def _lazily(kind: str, source: str, reason: str, vocabulary: TokenSymbols) -> dict[str, Any]:
-    """The answer about a constraint that becomes a lazy automaton for this reason; raises as `network_of`."""
-    network_of(kind, source, vocabulary)
-    return {"lazy": reason}
-
-
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sys.setrecursionlimit(MAX_RECURSION)
     read, write = sys.stdin.buffer, sys.stdout.buffer
     job, memory_bytes, cpu_s = pickle.load(read)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes,) * 2)
+    answer(Attempt("choice", '["a"]', cpu_s, cpu_s), **job)  # what all constraints share takes time, too: it is made before
     gc.freeze()
     gc.disable()  # while an automaton is made, nearly nothing is garbage: looking for it takes a sixth of the time
     while True:
         try:
-            kind, source = pickle.load(read)
-            pickle.dump(answer(kind, source, cpu_s, **job), write)
+            pickle.dump(answer(pickle.load(read), **job), write)
             write.flush()
         except EOFError:
             return

@@ -15,11 +15,13 @@ from functools import partial
 from typing import Any
 
 from batchspec.lazy_automaton import LazyAutomaton
-from batchspec.structured.compile_pool import Answer, CompilePool, num_processes
+from batchspec.structured.compile_pool import Answer, CompilePool
+from batchspec.structured.limited_process import num_processes
 from batchspec.token_automaton import TokenAutomaton, TokenSymbols
 
 CPU_S = 20
-"""CPU limit of one constraint, in whole seconds. Most take hundredths of a second."""
+"""CPU limit of one constraint, and of all together that have no finite automaton, in whole seconds. Most take hundredths of a
+second."""
 MEMORY_BYTES = 4 << 30
 """Limit of the address space of each process."""
 KEPT_BYTES = 1 << 30
@@ -30,7 +32,7 @@ class BadConstraint(ValueError):
     """A constraint without an automaton.
 
     code       bad_schema, impossible or large_schema
-    retryable  the machine is the cause, not the constraint
+    retryable  the machine or other constraints are the cause, not this one
     """
 
     def __init__(self, code: str, message: str, *, retryable: bool = False) -> None:
@@ -116,27 +118,28 @@ class Compiler:
             if self._pool is None:
                 self._pool = CompilePool(num_processes(), (self.job, self.memory_bytes, self.cpu_s))
             found = self._kept[key] = Future()
-            answer = self._pool.submit((kind, source))
-        answer.add_done_callback(partial(self._take, key, LazyAutomaton(kind, source), found))
+            answer = self._pool.submit(kind, source)
+        answer.add_done_callback(partial(self._take, key, kind, source, found))
         return found
 
-    def _take(self, key: bytes, lazy: LazyAutomaton, found: Future[Compiled], answer: Future[Answer]) -> None:
+    def _take(self, key: bytes, kind: str, source: str, found: Future[Compiled], answer: Future[Answer]) -> None:
         """The answer of a process, in the thread that asked it."""
         try:
-            made = self._made(answer.result(), lazy)
+            made = self._made(answer.result(), kind, source)
         except BaseException as error:
             found.set_exception(error)
         else:
             found.set_result(made)
             self._keep(key, made.nbytes if isinstance(made, TokenAutomaton) else len(str(made)))
 
-    def _made(self, answer: Answer, lazy: LazyAutomaton) -> Compiled:
+    def _made(self, answer: Answer, kind: str, source: str) -> Compiled:
+        retryable = answer.get("retryable", False)
         if "error" in answer:
-            return BadConstraint(answer["code"], answer["error"], retryable=answer.get("retryable", False))
+            return BadConstraint(answer["code"], answer["error"], retryable=retryable)
         if "lazy" in answer:
             with self._lock:
                 self.stats.lazy[answer["lazy"]] += 1
-            return lazy
+            return LazyAutomaton(kind, source, retryable=retryable)
         seconds = answer.pop("seconds")
         made, stats = TokenAutomaton(**answer, vocabulary=self.vocabulary), self.stats
         with self._lock:

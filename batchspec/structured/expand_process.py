@@ -26,10 +26,10 @@ import numpy as np
 
 from batchspec.child_process import limit_cpu
 from batchspec.lazy_automaton import Ask, Expansion, LazyAutomaton, Recheck
-from batchspec.structured.compile_pool import OUT_OF_MEMORY, TOO_MANY_STATES, Defect
 from batchspec.structured.compile_process import MAX_RECURSION, unexpected, why
 from batchspec.structured.lazy_dfa import LazyDfa, TooManyStates
 from batchspec.structured.lazy_masks import Expander
+from batchspec.structured.limited_process import OUT_OF_MEMORY, TOO_MANY_STATES, Defect
 from batchspec.structured.network import Network
 from batchspec.structured.parse import network_of
 from batchspec.structured.regular import Impossible, TooLarge

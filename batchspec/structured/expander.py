@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from batchspec.lazy_automaton import Answer, Ask, MachineError, Recheck
-from batchspec.structured.compile_pool import OUT_OF_MEMORY, TOO_MANY_STATES, Died, Full, Killed, LimitedProcess, num_processes
 from batchspec.structured.lazy_dfa import MAX_STATES
+from batchspec.structured.limited_process import OUT_OF_MEMORY, TOO_MANY_STATES, Died, Full, Killed, LimitedProcess, num_processes
 
 CPU_S = 20
 """CPU limit of one state, in whole seconds. Most take hundredths of a second."""
@@ -75,7 +75,7 @@ class _ExpandProcess(LimitedProcess):
         OUT_OF_MEMORY: "its states take more than {gib:g} GiB of memory",
         TOO_MANY_STATES: f"its texts take more than {MAX_STATES:,} states",
     }
-    too_long: ClassVar[str] = "one of its states takes more than {cpu_s} s to compute"
+    too_long = "one of its states takes more than {cpu_s} s to compute"
     _epoch, _lost_epoch = -1, -2
     """The newest epoch, and the one whose states were lost with a process. The next process numbers states anew."""
     _reads_ahead = True

@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from batchspec.structured.regex_syntax import ANY
-from batchspec.structured.regular import Alt, Chars, Node, Ref, Repeat, Seq
+from batchspec.structured.regular import ANY, Alt, Chars, Node, Ref, Repeat, Seq
 from batchspec.structured.rules import BadGrammar, Rules, references
 
 _TOKEN = re.compile(

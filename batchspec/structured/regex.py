@@ -1,17 +1,19 @@
 """Regular expressions in the syntax of Python's `re`, as nodes of `regular.py`. The whole text must match.
 
-Built: literals, classes, `.`, groups, alternatives, repetitions, and `^` and `$` at the outer ends. Classes such as \\d, \\w
-and \\s are those of ASCII, and so are the letters of (?i:...). Refused: lookaround, references to groups, word boundaries, other
-flags. Lazy repetitions match the same texts as greedy ones.
+Built: literals, classes, `.`, groups, alternatives, repetitions, `^` and `$` at the outer ends, the flags i and s. Each text
+matches by Python's `re`; `regex_dialects.py` says which ones are left out. Refused: lookaround, references to groups, word
+boundaries, other flags. Lazy repetitions match the same texts as greedy ones.
 """
 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Sequence
 
-from batchspec.structured.regex_syntax import ANY, ASCII, At, Dialect, Group, Item, NotSupported, Repeated, parsed
-from batchspec.structured.regular import Alt, Chars, Node, Repeat, Seq, optional
+from batchspec.structured.regex_dialects import Dialect, python
+from batchspec.structured.regex_syntax import At, Group, Item, NotSupported, Repeated, parsed
+from batchspec.structured.regular import ANY, Alt, Chars, Node, Repeat, Seq, optional
 
 MAX_REPEATS = 100_000
 
@@ -21,20 +23,25 @@ class BadRegex(ValueError):
 
 
 def regex_node(
-    pattern: str, of_char: Callable[[Chars], Node] = lambda chars: chars, *, anywhere: bool = False, dialect: Dialect = ASCII
+    pattern: str,
+    of_char: Callable[[Chars], Node] = lambda chars: chars,
+    *,
+    anywhere: bool = False,
+    dialect: Dialect | None = None,
 ) -> Node:
     """The texts that match an expression as a whole, or that hold a match if `anywhere`.
 
     of_char  how a character of the text is written: as it is, or escaped as in JSON
-    dialect  the meaning of classes of characters
+    dialect  the meaning of classes of characters; None: `python`
     Raises BadRegex.
     """
     try:
-        flags = re.compile(pattern).flags
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of `[[`, which may mean another class in a later Python
+            re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise BadRegex(f"{pattern!r} is not a regular expression ({error})") from None
-    if flags & ~re.UNICODE:
-        raise BadRegex(f"{pattern!r} sets flags, which are not supported; spell them out, as [aA] for (?i)a")
+    dialect = dialect or python()
     try:
         more = Repeat(of_char(ANY), 0, None) if anywhere else None
         end = None if dialect.end is None else optional(of_char(dialect.end))

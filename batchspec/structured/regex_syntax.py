@@ -7,63 +7,16 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 
-from batchspec.structured.regular import MAX_CODE_POINT, SURROGATES, Chars
-
-ANY = Chars.of([(0, MAX_CODE_POINT)])
-LINE = Chars.of([(ord("\n"), ord("\n"))]).inverted()
-DIGIT = Chars.of([(0x30, 0x39)])
-WORD = Chars.of([(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)])
-SPACE = Chars.of([(0x09, 0x0D), (0x20, 0x20)])
-CLASSES = {
-    "d": DIGIT, "w": WORD, "s": SPACE, "D": DIGIT.inverted(), "W": WORD.inverted(), "S": SPACE.inverted()
-}  # fmt: skip
-BREAKS = Chars.of([(0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029)])
-"""Characters that `.` does not match by ECMA-262; by Python it excludes only the first."""
-PUNCTUATION = Chars.of([(0x2010, 0x2027), (0x2030, 0x203E), (0x2041, 0x2053), (0x20A0, 0x20BF), (0x3001, 0x3003)])
-"""Characters outside of ASCII that are word characters in neither dialect."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dialect:
-    """The meaning of classes, `.` and `$`. `inverse` makes the dialect for the characters that [^...] excludes."""
-
-    classes: Mapping[str, Chars]
-    dot: Chars
-    end: Chars | None
-    """A character that may follow `$`."""
-    inverse: Callable[[], Dialect] | None = None
-
-
-ASCII = Dialect(CLASSES, LINE, None)
-
-
-@cache
-def sure() -> Dialect:
-    """A text matches if it does by ECMA-262 and by Python's `re`, which differ in the characters outside of ASCII."""
-    possible_ = possible()
-    classes = dict(CLASSES) | {name.upper(): possible_.classes[name].inverted() for name in "ds"}
-    classes["W"] = Chars.of([*WORD.inverted().both(Chars(((0, 0x7F),))).ranges, *PUNCTUATION.ranges])
-    return Dialect(classes, BREAKS.inverted(), None, possible)
-
-
-@cache
-def possible() -> Dialect:
-    """A text matches if it does by ECMA-262 or by Python's `re`: a text without a match has none by either."""
-    every = "".join(map(chr, (*range(SURROGATES[0]), *range(SURROGATES[1] + 1, MAX_CODE_POINT + 1))))
-    found = {name: Chars.of((ord(run[0][0]), ord(run[0][-1])) for run in re.finditer(rf"\{name}+", every)) for name in "dws"}
-    found["s"] = Chars.of([*found["s"].ranges, (0xFEFF, 0xFEFF)])
-    classes = found | {name.upper(): CLASSES[name].inverted() for name in "dws"}
-    return Dialect(classes, LINE, Chars.of([(0x0A, 0x0A)]), sure)
-
+from batchspec.structured.regex_dialects import Dialect
+from batchspec.structured.regular import ANY, Chars
 
 CONTROLS = {"a": 7, "f": 12, "n": 10, "r": 13, "t": 9, "v": 11, "\\": 92}
 HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 COUNTS = re.compile(r"\{(\d*)(?:(,)(\d*))?\}", re.ASCII)
-NAMED = re.compile(r"\?P<\w+>")
+NAMED = re.compile(r"\?P<[^>]+>")
+FLAGS = re.compile(r"\?([a-zA-Z]*)-?([a-z]*)([:)])")
 REFUSED_GROUPS = {
     "?=": "lookahead", "?!": "lookahead", "?<=": "lookbehind", "?<!": "lookbehind", "?P=": "a group reference",
     "?(": "a condition on a group", "?>": "an atomic group",
@@ -98,7 +51,7 @@ class Repeated:
 Item = Chars | At | Group | Repeated
 
 
-def parsed(pattern: str, dialect: Dialect = ASCII) -> Group:
+def parsed(pattern: str, dialect: Dialect) -> Group:
     """The tree of a valid expression. Raises NotSupported."""
     parser = _Parser(pattern, dialect)
     found = parser.group()
@@ -108,7 +61,9 @@ def parsed(pattern: str, dialect: Dialect = ASCII) -> Group:
 
 class _Parser:
     def __init__(self, text: str, dialect: Dialect) -> None:
-        self._text, self.place, self._any_case, self._dialect = text, 0, False, dialect
+        self._text, self.place, self._dialect = text, 0, dialect
+        self._flags: frozenset[str] = frozenset()
+        """i: any case; s: `.` matches line breaks."""
 
     def group(self) -> Group:
         """Branches up to the end, or to a parenthesis."""
@@ -138,7 +93,7 @@ class _Parser:
     def _item(self) -> Item | None:
         match char := self._next():
             case ".":
-                return self._dialect.dot
+                return ANY if "s" in self._flags else self._dialect.dot
             case "^" | "$":
                 return At(char == "^")
             case "[":
@@ -147,35 +102,40 @@ class _Parser:
                 return self._parenthesis()
             case "\\":
                 return self._escape()
-        return self._cased(Chars.of([(ord(char), ord(char))]))
+        return self._range(ord(char), ord(char))
 
     def _parenthesis(self) -> Group | None:
-        """None for a comment."""
+        """None for a comment, and for flags of the whole expression, with which it begins."""
         if self._skip("?#"):
             self.place = self._text.index(")", self.place) + 1
             return None
         for begin, what in REFUSED_GROUPS.items():
             if self._skip(begin):
                 raise NotSupported(what)
+        outside = self._flags
         if (named := NAMED.match(self._text, self.place)) is not None:
             self.place = named.end()
-        any_case = self._any_case
-        if named is None and self._skip("?i:"):
-            self._any_case = True
-        elif named is None and not self._skip("?:") and self._skip("?"):
-            raise NotSupported("a group with flags other than i")
+        elif (flags := FLAGS.match(self._text, self.place)) is not None:
+            self.place = flags.end()
+            on, off, end = flags.groups()
+            for letter in sorted(set(on + off) - set("isu")):
+                raise NotSupported(f"the flag {letter}")
+            self._flags = (outside | set(on)) - set(off)
+            if end == ")":
+                return None
         found = self.group()
         self._skip(")")
-        self._any_case = any_case
+        self._flags = outside
         return found
 
-    def _cased(self, chars: Chars) -> Chars:
-        """The characters; in a group with the flag i with small and capital letters of ASCII alike."""
-        if not self._any_case:
+    def _range(self, low: int, high: int) -> Chars:
+        """The characters from `low` to `high`, and those that are equal to them in a group with the flag i."""
+        chars = Chars.of([(low, high)])
+        if "i" not in self._flags:
             return chars
-        cases = ((0x61, -32), (0x41, 32))
-        others = [(low + by, high + by) for first, by in cases for low, high in chars.both(Chars(((first, first + 25),))).ranges]
-        return Chars.of([*chars.ranges, *others])
+        if any(code > 0xFFFF and chr(code).lower() != chr(code) for code in (low, high)):
+            raise NotSupported("a capital letter beyond U+FFFF with the flag i")  # `re` itself does not find each of them
+        return self._dialect.any_case(chars)
 
     def _repeated(self, item: Item) -> Item:
         """The item with the repetitions that follow it; `{` begins none unless a count follows."""
@@ -206,52 +166,56 @@ class _Parser:
             raise NotSupported("^, $ or \\b inside")
         if char in "123456789" and not re.match(r"[0-3][0-7]{2}", self._text[self.place - 1 :]):
             raise NotSupported("a group reference")
-        return self._cased(Chars.of(self._escaped(char).ranges))
+        code = self._escaped(char)
+        return self._dialect.named(code) if isinstance(code, str) else self._range(code, code)
 
-    def _escaped(self, char: str) -> Chars:
-        """After a backslash, in a class or outside of one: a class, or one character, which may be half of a surrogate pair."""
-        if char in CLASSES:
-            return self._dialect.classes[char]
+    def _escaped(self, char: str) -> int | str:
+        """What follows a backslash anywhere: one of dwsDWS, or a character, which may be half of a surrogate pair."""
+        if char in "dwsDWS":
+            return char
         if char in CONTROLS:
-            return _one(CONTROLS[char])
+            return CONTROLS[char]
         if char in HEX_DIGITS:
             self.place += HEX_DIGITS[char]
-            return _one(int(self._text[self.place - HEX_DIGITS[char] : self.place], 16))
+            return int(self._text[self.place - HEX_DIGITS[char] : self.place], 16)
         if char == "N":
             name = self._text[self.place + 1 : self._text.index("}", self.place)]
             self.place += len(name) + 2
-            return _one(ord(unicodedata.lookup(name)))
+            return ord(unicodedata.lookup(name))
         if char in "01234567":
             digits = re.match(r"[0-7]{1,3}", self._text[self.place - 1 :])
             assert digits is not None
             self.place += len(digits[0]) - 1
-            return _one(int(digits[0], 8))
-        return _one(ord(char))
+            return int(digits[0], 8)
+        return ord(char)
 
     def _class(self) -> Chars:
-        inverted, ranges, first, dialect = self._skip("^"), list[tuple[int, int]](), True, self._dialect
-        if inverted and dialect.inverse is not None:
+        inverted, dialect = self._skip("^"), self._dialect
+        if inverted:
             self._dialect = dialect.inverse()
+        ranges, named, first = list[tuple[int, int]](), set[str](), True
         while first or self._text[self.place] != "]":
             first = False
             low = self._in_class()
+            if isinstance(low, str):
+                named.add(low)
+                ranges += self._dialect.named(low).ranges
+                continue
+            high: int | str = low
             if self._text[self.place] == "-" and self._text[self.place + 1] != "]":
                 self.place += 1
-                ranges.append((low.ranges[0][0], self._in_class().ranges[0][0]))
-            else:
-                ranges += low.ranges
+                high = self._in_class()
+            assert isinstance(high, int)
+            ranges += self._range(low, high).ranges
         self.place += 1
         self._dialect = dialect
-        found = self._cased(Chars.of(ranges))
+        found = ANY if any(name.swapcase() in named for name in named) else Chars.of(ranges)
         return found.inverted() if inverted else found
 
-    def _in_class(self) -> Chars:
+    def _in_class(self) -> int | str:
+        """As `_escaped`."""
         char = self._next()
         if char != "\\":
-            return _one(ord(char))
+            return ord(char)
         char = self._next()
-        return _one(8) if char == "b" else self._escaped(char)
-
-
-def _one(code: int) -> Chars:
-    return Chars(((code, code),))
+        return 8 if char == "b" else self._escaped(char)

@@ -47,6 +47,9 @@ class Chars:
         return Chars.of((max(a, c), min(b, d)) for a, b in self.ranges for c, d in other.ranges if max(a, c) <= min(b, d))
 
 
+ANY = Chars.of([(0, MAX_CODE_POINT)])
+
+
 @dataclass(frozen=True, slots=True)
 class Seq:
     """All parts, one after the other; () is the empty text."""

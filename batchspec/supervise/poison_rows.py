@@ -49,6 +49,7 @@ from dataclasses import dataclass
 from batchspec.dataset.reader import InputShard, locate
 from batchspec.dataset.row_ids import request_ids
 from batchspec.engine.engine import Engine
+from batchspec.engine.features.choices import run_with_choices
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.packing.work_plan import DecodedShard, WorkPlan
 from batchspec.prepare import Job
@@ -138,7 +139,7 @@ class SuspectShards:
         requests = [entry for entry in entries if isinstance(entry, Request)]
         yield from (entry for entry in entries if not isinstance(entry, Request))
         with self._checkpointed(entries) if retry.isolated else nullcontext():
-            for completion in self._engine.run(iter(requests)):
+            for completion in run_with_choices(self._engine, iter(requests)):
                 self._job.admission.observe(completion)
                 self._finished(completion)
                 self._journal.add(completion)

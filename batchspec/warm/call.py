@@ -14,12 +14,13 @@ import pyarrow as pa
 from batchspec.dataset.columns import ColumnMap, map_columns
 from batchspec.dataset.reader import InputShard, table_source
 from batchspec.dataset.row_ids import check_ids
-from batchspec.dataset.schema import output_schema
+from batchspec.engine.features.choices import run_with_choices
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.errors import CapacityError, EngineInUse, InputError
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.out_of_memory import OutOfMemoryGuard
 from batchspec.packed_batch import PackedBatch
+from batchspec.packing.admit import Admission
 from batchspec.packing.constraints import Constraints
 from batchspec.packing.feed import Feed
 from batchspec.packing.predict import LengthPredictor
@@ -103,7 +104,8 @@ class Call:
             feed = self.feed(engine.batch.num_slots)
             requests, num_ready = feed.requests(), lambda: feed.num_ready
         engine.on_round = self.check
-        with OutOfMemoryGuard() as guard, closing(engine.run(self._checked(requests), num_ready=num_ready)) as completions:
+        running = run_with_choices(engine, self._checked(requests), num_ready=num_ready)
+        with OutOfMemoryGuard() as guard, closing(running) as completions:
             try:
                 for completion in completions:
                     self._num_unfinished -= 1
@@ -151,11 +153,15 @@ def frame_of(job: Job, rows: InputShard, completions: Sequence[Completion]) -> p
     return frame
 
 
-def empty_frame(model: JobModel, table: pa.Table, *, channels: bool) -> pl.DataFrame:
-    """The output for a table without rows. Raises InputError if it has no columns either, or not those of an input."""
+def empty_frame(model: JobModel, table: pa.Table, admission: Admission) -> pl.DataFrame:
+    """The output for a table without rows. Raises InputError if it has no columns either, or not those of an input.
+
+    admission  of any rows of this engine
+    """
     if not table.num_columns:
         raise InputError("there are no rows and no columns; give a table with a column messages, prompt or prompt_ids")
     columns: ColumnMap = map_columns(table.schema, model.config.input.columns)
-    frame = pl.from_arrow(output_schema(table.schema, columns, model.config.output, channels=channels).empty_table())
+    schema = admission.schema_of(table.schema, columns, model.config.output)
+    frame = pl.from_arrow(schema.empty_table())
     assert isinstance(frame, pl.DataFrame)
     return frame

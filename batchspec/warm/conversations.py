@@ -218,7 +218,8 @@ class Conversations:
 
     def _chat(self, messages: Any, values: Mapping[str, Any]) -> list[Message]:
         """The turns that the prompt of an admitted chat has. values: the other cells of its row."""
-        return read_chat(messages, values.get("system"), values.get("final_assistant") or self._job.config.input.final_assistant)
+        usual = self._job.config.input
+        return read_chat(messages, values.get("system"), values.get("final_assistant") or usual.final_assistant, usual.system)
 
     def _with_answer(self, chat: list[Message], completion: Completion) -> list[Message]:
         answer: Message = {"role": "assistant", "content": completion.text}

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import polars as pl
 import pyarrow as pa
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from batchspec import terminal
 from batchspec.config.call_arguments import explains_arguments
-from batchspec.config.overrides import overrides_of
+from batchspec.config.overrides import Options, overrides_of
 from batchspec.dataset.in_memory import table_of
 from batchspec.engine.engine import Engine as BatchEngine
 from batchspec.engine.output_processor import EngineTotals
@@ -36,14 +36,15 @@ from batchspec.model.quant.base import Weights
 from batchspec.model.spec import load_spec
 from batchspec.model.weights import Checkpoint, judge_model
 from batchspec.packed_batch import PackedBatch
+from batchspec.packing.input_notes import input_notes
 from batchspec.packing.predict import LengthPredictor
-from batchspec.packing.unused import check_samples, columns_advice
+from batchspec.packing.unused import check_samples
 from batchspec.prepare import JobModel, open_model
 from batchspec.records import Completion
 from batchspec.warm.call import Call, empty_frame
 from batchspec.warm.conversations import Conversations, NextTurn, with_turns
 from batchspec.warm.loading import load, open_warm
-from batchspec.warm.options import Options, warm_config
+from batchspec.warm.options import warm_config
 from batchspec.warm.ranks import EngineOfRanks
 from batchspec.warm.stream import Stream
 from batchspec.warm.weights import check_scales, written
@@ -55,9 +56,10 @@ KEYS = "batchspec.Engine"
 class Engine:
     """A warm engine; a context manager that closes it.
 
-    options  Hydra override strings, or a dictionary of keys: {"model.path": "smollm2-135m", "decode": {"n": 4}}
-    job      name of a recipe; its own input, output, cluster and resume keys are not read
-    keys     more keys of the dictionary: model={"path": ...}, draft="eagle3"
+    overrides  keys of a job: a list, ["model.path=smollm2-135m", "decode.n=4"], or a dictionary, nested or dotted,
+               {"model.path": "smollm2-135m", "decode": {"n": 4}}
+    job        name of a recipe; its own input, output, cluster and resume keys are not read
+    keys       more keys: model={"path": "smollm2-135m"}, draft="eagle3"
 
     With cluster.tensor_parallel the model is cut over that many GPUs. Each has a process; this process holds no GPU memory. If
     one of them ends or hangs, the call raises RankLost with its name, and the engine has ended.
@@ -66,19 +68,31 @@ class Engine:
     thread, raises EngineInUse. Raises ConfigError, CheckpointError and CapacityError as `batchspec run` does.
     """
 
-    def __init__(self, options: Options = (), *, job: str | None = None, **keys: Any) -> None:
-        given = overrides_of(options) if isinstance(options, Mapping) else options
-        config = warm_config([*given, *overrides_of(keys)] if keys else given, job)
+    @explains_arguments("batchspec.Engine", KEYS)
+    def __init__(self, overrides: Options = (), *, job: str | None = None, **keys: Any) -> None:
+        config = warm_config(overrides_of(overrides, **keys), job)
         self._in_use, self._half_loaded = threading.Lock(), False
         self._running: Call | None = None
-        self._advised = set[str]()
+        self._noted = set[str]()
         self._predictor = LengthPredictor()
         self._model: JobModel = open_model(config)
         opened = open_warm(self._model)
-        self._tokenizer, self._channels = opened.tokenizer, opened.admission.has_channels
+        self._tokenizer, self._admission = opened.tokenizer, opened.admission
         self._constraints = opened.admission.constraints
         self._engine: BatchEngine | EngineOfRanks | None = None
         self._engine = load(opened) if config.cluster.tensor_parallel == 1 else EngineOfRanks(config)
+
+    def __repr__(self) -> str:
+        model = self._model
+        facts = f"model={model.config.model.path!r}, dtype={str(model.dtype).removeprefix('torch.')}, device={model.device.type}"
+        if self._engine is None:
+            return f"<batchspec.Engine {facts}, closed>"
+        batch = self._engine.batch
+        return f"<batchspec.Engine {facts}, draft={model.config.draft.name}, slots={batch.num_slots}, max_len={batch.max_len}>"
+
+    def __reduce__(self) -> NoReturn:
+        # datasets' map would pickle all weights, for a hash.
+        raise TypeError("batchspec.Engine is not pickled: it holds a loaded model; make one in each process")
 
     @property
     def shape(self) -> PackedBatch:
@@ -94,10 +108,10 @@ class Engine:
     def generate(self, data: Any) -> pl.DataFrame:
         """Completions of every row, in the order of the rows, in the output columns of a job; bad rows are rows with an error.
 
-        data  polars, pyarrow or pandas table, or a list of dictionaries; the columns of a job's input
+        data  as for `table_of`: a table, a list of dictionaries, of texts or of chats; the columns of a job's input
         Raises InputError and ConfigError for a table that a job would refuse.
         """
-        table = table_of(data)
+        table = table_of(data, self._model.config.input.columns)
         if not table.num_rows:
             return self._no_rows(table)
         call = self._call(table, samples=True)
@@ -114,7 +128,7 @@ class Engine:
 
         Raises as `generate`; EngineInUse when iteration begins.
         """
-        table = table_of(data)
+        table = table_of(data, self._model.config.input.columns)
         if not table.num_rows:
             self._no_rows(table)
             return Stream((_ for _ in ()), lambda: None)
@@ -137,9 +151,9 @@ class Engine:
         threads    number of threads that call it while rows decode; with more than one it must be thread-safe
         Raises what next_turn raises, and as `generate`.
         """
-        if self._model.config.decode.max_new_tokens == 0:
-            raise ConfigError("decode.max_new_tokens=0 scores prompts, and a conversation needs answers; make another engine")
-        table = table_of(data)
+        if (score := self._model.config.decode.score) != "none":
+            raise ConfigError(f"decode.score={score} writes no answers, which a conversation needs; make another engine")
+        table = table_of(data, self._model.config.input.columns)
         if not table.num_rows:
             return with_turns(self._no_rows(table), [])
         conversations = Conversations(self._call(table), next_turn, threads)
@@ -223,16 +237,16 @@ class Engine:
     def _call(self, table: pa.Table, *, samples: bool = False) -> Call:
         """samples: refuse several completions of a row that would be equal. Conversations may begin with equal answers."""
         call = Call(self._model, self._tokenizer, self._predictor, table, self._constraints)
-        advice = columns_advice(call.job.columns, call.job.source)
-        if advice and advice not in self._advised:  # said once, not in each call
-            self._advised.add(advice)
-            terminal.notice(advice)
+        for _, note in input_notes(call.job.config, call.job.admission, call.job.source, self._tokenizer):
+            if note not in self._noted:  # said once, not in each call
+                self._noted.add(note)
+                terminal.notice(note)
         if samples:
             check_samples(call.job.config, call.job.columns, call.job.source)
         return call
 
     def _no_rows(self, table: pa.Table) -> pl.DataFrame:
-        return empty_frame(self._model, table, channels=self._channels)
+        return empty_frame(self._model, table, self._admission)
 
     @property
     def _loaded(self) -> BatchEngine | EngineOfRanks:

@@ -25,7 +25,14 @@ _IDS = ColumnMap(names={"prompt_ids": "prompt_ids"}, prompt_kind="prompt_ids")
 
 
 def open_warm(model: JobModel) -> Job:
-    """A job without rows: makes all checks that need none, and downloads the weights. Raises as `open_job`."""
+    """As `job_without_rows`, and downloads the weights."""
+    job = job_without_rows(model)
+    fetch_weights(model)
+    return job
+
+
+def job_without_rows(model: JobModel) -> Job:
+    """Makes all checks of a job that need no rows. Raises as `open_job`."""
     config = model.config
     check_gpu(config, model.device)
     check_keys_of_engine(config, model.device.type)
@@ -34,7 +41,6 @@ def open_warm(model: JobModel) -> Job:
     bare = replace(model, config=replace(config, output=replace(config.output, passthrough="none")))
     job = job_of(bare, some, _IDS, tokenizer)
     job.admission.expect_constraints()
-    fetch_weights(model)
     return replace(job, config=config)
 
 
@@ -56,9 +62,9 @@ def expected_demand(job: Job) -> Demand:
     They may share prefixes: memory is kept for the graphs of such rounds.
     """
     max_len, decode = job.admission.max_len, job.config.decode
-    prompt = min(PROMPT_TOKENS, max_len - decode.max_new_tokens)
-    output = decode.max_new_tokens if decode.ignore_eos else LengthPredictor().predict(decode.max_new_tokens)
+    prompt = min(PROMPT_TOKENS, max_len - decode.output_limit)
+    output = decode.output_limit if decode.ignore_eos else LengthPredictor().predict(decode.output_limit)
     return Demand(
         num_completions=GPU_SLOTS, prompt_tokens=float(prompt), output_tokens=float(output), max_tokens=max_len,
-        shares_prefix=True, scores=decode.max_new_tokens == 0,
+        shares_prefix=True, scores=decode.score != "none",
     )  # fmt: skip

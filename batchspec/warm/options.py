@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from batchspec.config.checks import AUTO
 from batchspec.config.compose import compose
-from batchspec.config.overrides import overrides_of
+from batchspec.config.overrides import Options, overrides_of
 from batchspec.config.schema import RunConfig
 from batchspec.config.unread import refuse_unread
 from batchspec.config.values import value_of
 from batchspec.errors import ConfigError
-
-Options = Sequence[str] | Mapping[str, Any]
 
 NOT_HERE = {
     "input.path": "each call brings its own rows",
@@ -39,14 +34,11 @@ TAKEN, OF_RANKS = ("cluster.tensor_parallel",), ("cluster.watchdog_s",)
 def warm_config(options: Options, job: str | None = None) -> RunConfig:
     """The configuration that these options give, checked.
 
-    options  Hydra override strings, or a dictionary of keys, nested or dotted
+    options  as for `overrides_of`
     job      name of a recipe; what it says of the keys in NOT_HERE is not read
     Raises ConfigError, in one line, for what `run` would refuse and for keys in NOT_HERE.
     """
-    if isinstance(options, str):
-        raise ConfigError(f"options={options!r} is one text; give a list of overrides, [{options!r}], or a dictionary")
-    recipe = [] if job is None else [f"+job={job}"]
-    given = overrides_of(options) if isinstance(options, Mapping) else list(options)
+    recipe, given = [] if job is None else [f"+job={job}"], overrides_of(options)
     config = compose([*recipe, *given], require=("model.path",))
     if config.cluster.tensor_parallel == AUTO:
         raise ConfigError(f"cluster.tensor_parallel={AUTO} compares what rows would take, and there are none; give 1, 2, 4 or 8")

@@ -1,4 +1,4 @@
-"""Prompts that are scored (decode.max_new_tokens=0): the log-probabilities of one slot and one pass a row.
+"""Prompts that are scored (decode.score=prompts): the log-probabilities of one slot and one pass a row.
 
 They are not bit for bit the same in bf16, so they are compared with a tolerance.
 """
@@ -22,7 +22,7 @@ CLOSE, MEAN_OF_BF16 = 1e-5, 0.15
 def keys_of_scoring(group: Group, top: int) -> Keys:
     own = {key: value for key, value in group.keys.items() if key.startswith(("model.", "cache.")) or key == "input.chat"}
     own.pop("model.think_tokens", None)
-    return {**own, "decode.max_new_tokens": 0, "output.prompt_logprobs": top, "output.prompt_ids": True}
+    return {**own, "decode.score": "prompts", "output.prompt_logprobs": top, "output.prompt_ids": True}
 
 
 def prompts_of(group: Group) -> list[Row]:

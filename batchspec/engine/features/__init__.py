@@ -1,13 +1,17 @@
-"""What rows may ask for beyond tokens. Each is a `RowFeature` (`engine/row_feature.py`) in a file of its own; `RowFeatures`
-below has those of a job.
+"""What rows may ask for beyond tokens. Each is a `RowFeature` (`engine/row_feature.py`) in a file of its own; `RowFeatures` below
+has those of a job.
 
   stop_strings.py       stop strings in the answer
-  thinking.py           thinking budgets, and the parts of an output; token_kinds.py: kinds of its tokens; channels.py: by
-  channels constraints.py        what finite and lazy constraints share, and finite ones; automaton_places.py: their memory on
-  the device lazy_constraints.py   lazy ones: rows that wait for states; lazy_places.py: where these are on the device
-  last_check.py         a row with a constraint is checked before it becomes a completion texts.py              the texts of a
-  finished row; channel_calls.py: tool calls of a model with channels logprobs.py           log-probabilities of output tokens
-  scoring.py            log-probabilities of prompt tokens adapter.py            LoRA adapters of rows
+  thinking.py           thinking budgets, and the parts of an output
+  token_kinds.py        kinds of an output's tokens; channels.py: in a model with channels (harmony)
+  constraints.py        what finite and lazy constraints share, and finite ones; automaton_places.py: their memory on the device
+  lazy_constraints.py   lazy ones: rows that wait for states; lazy_places.py: where these are on the device
+  last_check.py         a row with a constraint is checked before it becomes a completion
+  texts.py              the texts of a finished row
+  tool_calls.py         tool calls in the text of an answer; channel_calls.py: those of a model with channels
+  logprobs.py           log-probabilities of output tokens
+  scoring.py            log-probabilities of prompt tokens; choices.py: of given answers
+  adapter.py            LoRA adapters of rows
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from batchspec.engine.features.scoring import PromptScores, Scoring, score_pass
 from batchspec.engine.features.stop_strings import Decode, StopStrings
 from batchspec.engine.features.texts import Texts, decode_of_answer
 from batchspec.engine.features.thinking import ThinkingBudgets
+from batchspec.engine.features.tool_calls import ToolCalls
 from batchspec.engine.prefill import PrefillPass
 from batchspec.engine.round import LogitReader
 from batchspec.engine.row_feature import Features, RowFeature
@@ -35,6 +40,7 @@ from batchspec.engine.slots import SlotTable
 from batchspec.lazy_automaton import Expanding
 from batchspec.records import Request
 from batchspec.token_automaton import TokenSymbols
+from batchspec.tool_calls.split import CallParser
 
 
 @dataclass(kw_only=True)
@@ -47,6 +53,7 @@ class RowFeatures(Features):
     scores     prompts are scored, and nothing is decoded; num_top is then of prompt tokens
     symbols    of the vocabulary: set if rows may have constraints; capacity: the device's memory for these, None for the default
     expanding  set if rows may have lazy constraints
+    call_parser  finds the tool calls in answers; None: calls stay text
     """
 
     decode: Decode | None = None
@@ -56,6 +63,7 @@ class RowFeatures(Features):
     symbols: TokenSymbols | None = None
     capacity: AutomataCapacity | None = None
     expanding: Expanding | None = None
+    call_parser: CallParser | None = None
     lazy: LazyConstraints | None = field(default=None, init=False)
     """Rows of the present run that follow lazy automata."""
 
@@ -94,6 +102,8 @@ class RowFeatures(Features):
                 self.lazy = LazyConstraints(check, self.expanding, self.symbols, self._places)
                 features.append(self.lazy)
         features.append(Texts(self.decode, self.symbols, stops, check, defers=self.defers_text))
+        if self.call_parser is not None:
+            features.append(ToolCalls(self.call_parser, self.symbols))
         if self.num_top is not None:
             features.append(Logprobs(slots, self.num_top))
         return tuple(features)

@@ -1,14 +1,14 @@
-"""The tool calls of an output as JSON text, in the form of OpenAI's chat format."""
+"""The tool calls that a model with channels (harmony) makes, as JSON text in the form of OpenAI's chat format."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from batchspec.engine.features.thinking import Call
 from batchspec.records import Channels, Request
+from batchspec.tool_calls.split import json_of, openai_call
 
 NAMESPACE = "functions."
 """Recipients that are the user's own tools begin with this; others, such as `python`, belong to the model's format."""
@@ -35,16 +35,10 @@ def tool_calls(calls: Sequence[Call], request: Request, decode: Callable[[Sequen
             continue
         words = before.replace(recipient[0], " ").split()
         named = " ".join(word for word in words if word not in ("assistant", "analysis", "commentary", "final"))
-        found.append(
-            {
-                "id": f"call_{request.row_index}_{request.sample_index}_{len(found)}",
-                "type": "function",
-                "function": {"name": recipient[1].removeprefix(NAMESPACE), "arguments": arguments},
-                "recipient": recipient[1],
-                "content_type": kind.strip() or named or None,
-            }
-        )
-    return (json.dumps(found, ensure_ascii=False) if found else None), texts
+        name = recipient[1].removeprefix(NAMESPACE)
+        of_harmony = {"recipient": recipient[1], "content_type": kind.strip() or named or None}
+        found.append(openai_call(request, len(found), name, arguments) | of_harmony)
+    return (json_of(found) if found else None), texts
 
 
 def _text_of_no_call(call: Call, channels: Channels, text: str) -> list[str]:

@@ -223,11 +223,9 @@ class LazyConstraints(Constraints):
     def _fail(self, key: _Key, why: str | None) -> None:
         """End the rows that asked. why: None where their tokens are not allowed, about which `LastCheck` says more."""
         for row in self._of(key):
-            is_of_machine = isinstance(why, MachineError)
-            advice = (
-                "decode the row again (resume=error)" if is_of_machine else f"shorten the {row.automaton.kind} or drop the row"
-            )
-            self._end(row, None if why is None else _error(row, "large_schema", why, advice, retryable=is_of_machine))
+            retryable = isinstance(why, MachineError) or row.automaton.retryable
+            advice = "decode the row again (resume=error)" if retryable else f"shorten the {row.automaton.kind} or drop the row"
+            self._end(row, None if why is None else _error(row, "large_schema", why, advice, retryable=retryable))
 
     def _end(self, row: _Row, error: RowError | None) -> None:
         row.state.fail(error)

@@ -49,7 +49,7 @@ class Texts(RowFeature):
         thinking, decode = state.request.thinking, self._decode
         if thinking is None and decode is None:
             return done
-        if thinking is None and self._defers and found is None:
+        if thinking is None and self._defers and found is None and state.request.tools is None:
             return replace(done, text_due=True)
         return checked_text(self._of_all(state, done, found) if thinking is None else self._split(state, done, found, breaks))
 

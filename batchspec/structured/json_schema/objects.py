@@ -39,8 +39,7 @@ from batchspec.structured.json_schema.values import (
     literal,
     wrapped,
 )
-from batchspec.structured.regex_syntax import ANY
-from batchspec.structured.regular import NOTHING, Alt, LeftOut, Node, Repeat, Seq, text
+from batchspec.structured.regular import ANY, NOTHING, Alt, LeftOut, Node, Repeat, Seq, text
 
 MAX_OVERLAPS = 4
 """Keys that match several patterns are written if there are at most this many patterns."""

@@ -18,8 +18,8 @@ from batchspec.structured.json_schema.formats import FORMATS
 from batchspec.structured.json_schema.leaves import NOT_PATTERNS, NOT_VALUES, BadSchema, Leaf, count_of, listed_values, types_of
 from batchspec.structured.json_schema.values import ANY_STRING, escaped, string, wrapped
 from batchspec.structured.regex import BadRegex, regex_node
-from batchspec.structured.regex_syntax import ANY, Dialect, possible, sure
-from batchspec.structured.regular import NOTHING, Alt, Chars, LeftOut, Node, Repeat, TooLarge, text
+from batchspec.structured.regex_dialects import Dialect, possible, sure
+from batchspec.structured.regular import ANY, NOTHING, Alt, Chars, LeftOut, Node, Repeat, TooLarge, text
 
 AHEAD = re.compile(r"\^\(\?([=!])")
 

@@ -1,0 +1,60 @@
+"""The recipes jobs/kubernetes.yml and jobs/skypilot.yml, filled in for a job. What only the user knows keeps its `# edit`."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import re
+import shlex
+from collections.abc import Sequence
+
+from batchspec.config.schema import ClusterConfig
+from batchspec.errors import ConfigError
+
+SYSTEMS = ("slurm", "kubernetes", "skypilot")
+OF_SLURM = ("time_h", "partition", "account", "log", "sbatch", "signal_s", "max_restarts")
+"""Keys of `cluster` that only Slurm's tasks read."""
+
+
+def kubernetes(cluster: ClusterConfig, words: Sequence[str], image: str | None = None) -> str:
+    """The manifest of an Indexed Job whose tasks run `words`. image: of the container; None: the user edits it."""
+    text = _recipe("kubernetes", words)
+    for key in ("completions", "parallelism"):
+        text = _replaced(text, rf"{key}: 8 .*", f"{key}: {cluster.tasks}")
+    if image is not None:
+        text = _replaced(text, r"image: .*", f"image: {json.dumps(image)}")
+    given = (json.dumps(word.replace("$(", "$$(")) for word in words)  # $(NAME) is a variable
+    text = _replaced(text, r"args:(\n +- .*)+", "".join(["args:", *(f"\n            - {word}" for word in given)]))
+    cpus, memory = cluster.cpus or 8, "64Gi" if cluster.memory_gb is None else f"{max(1, int(cluster.memory_gb * 1e9 / 2**20))}Mi"
+    edit = "  # edit" if None in (cluster.cpus, cluster.memory_gb) else ""
+    text = _replaced(text, r"requests: .*", f"requests: {{cpu: {cpus}, memory: {memory}}}{edit}")
+    gpus = f", nvidia.com/gpu: {cluster.gpus}" * bool(cluster.gpus)
+    return _replaced(text, r"limits: .*", f"limits: {{memory: {memory}{gpus}}}{edit}")
+
+
+def skypilot(cluster: ClusterConfig, words: Sequence[str]) -> str:
+    """A managed job that runs `words`: one of cluster.tasks, which are launched one by one. Raises ConfigError."""
+    if any("\n" in word for word in words):
+        raise ConfigError("a value with a line break cannot be written into SkyPilot's file; put it into a recipe or a file")
+    text = _recipe("skypilot", words)
+    gpus = [f"accelerators: H100:{cluster.gpus}  # edit: the kind of GPU"] if cluster.gpus else []
+    cpus = [] if cluster.cpus is None else [f"cpus: {cluster.cpus}+"]
+    memory = [] if cluster.memory_gb is None else [f"memory: {cluster.memory_gb:g}+"]
+    text = _replaced(text, r"accelerators: .*\n  ", "".join(f"{line}\n  " for line in (*gpus, *cpus, *memory)))
+    text = _replaced(text, r"envs:\n(  .*\n)+\n", "")
+    command = f"~/batchspec/bin/python -m batchspec.run {shlex.join(words)} ||"
+    return _replaced(text, r"# edit: more keys\n +~/batchspec/bin/python -m batchspec\.run [^|]*\|\|", command)
+
+
+def _recipe(system: str, words: Sequence[str]) -> str:
+    """The recipe, with the command that fills it in instead of its first comment."""
+    file = importlib.resources.files("batchspec.conf") / "job" / f"{system}.yml"
+    text = re.sub(r"\A(#.*\n)+", "", file.read_text(encoding="utf-8"))
+    command = shlex.join(["batchspec", "submit", "--to", system, *words]).replace("\n", " ")
+    return f"# {command}\n{text}"
+
+
+def _replaced(text: str, pattern: str, by: str) -> str:
+    found, count = re.subn(pattern, lambda _: by, text)
+    assert count == 1, f"the recipe has {count} places for {by}"
+    return found

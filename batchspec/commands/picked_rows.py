@@ -1,0 +1,200 @@
+"""Which rows `batchspec export` writes: by status, by a condition, and of a request the best by a score, or best and worst.
+
+Conditions and scores are SQL expressions of polars over the output's columns and those of a file that is joined to them. They see
+the rows of the whole job, so that AVG(x) and OVER (PARTITION BY row_index) mean what they say.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+
+from batchspec.errors import ConfigError, InputError
+from batchspec.runstate.output_folder import OutputFolder
+from batchspec.runstate.scan import scanning
+from batchspec.text import one_line
+
+KEY = ["row_index", "sample_index"]
+ROW_ID = ["request_id", "sample_index"]
+SCORE = "batchspec.score"
+"""Names with a dot are columns that are made here: no column of a job that the expressions see is replaced."""
+READERS: Mapping[str, Callable[[Path], pl.DataFrame]] = {".parquet": pl.read_parquet, ".jsonl": pl.read_ndjson}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What the command asks for."""
+
+    statuses: Collection[str]
+    where: str | None = None
+    score: str | None = None
+    join: Path | None = None
+    pairs: bool = False
+    """Of each request the best and the worst row by the score; else, with a score, the best."""
+    one_each: bool = False
+    """Of each request one row, also without a score."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the status alone decides."""
+        return not (self.where or self.score or self.join or self.one_each)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PickedRows:
+    """The rows to write, in the order of the input."""
+
+    rows: pl.DataFrame
+    """row_index, sample_index, SCORE (null without one) and the joined file's columns; of a pair the best row is the first."""
+    left_out: dict[str, int]
+    """Reason -> number of rows."""
+    joined: Sequence[str]
+    """The columns of the joined file."""
+
+    def of(self, rows: pl.LazyFrame) -> pl.LazyFrame:
+        """Those of these rows that are picked, with the joined columns and SCORE, in their order."""
+        placed = self.rows.with_row_index("batchspec.place").lazy()
+        return rows.join(placed, on=KEY, how="inner").sort("batchspec.place").drop("batchspec.place")
+
+
+def picked_rows(output: OutputFolder, shards: Sequence[int], wish: Wish) -> PickedRows:
+    """The rows of these shards that the command asks for.
+
+    Memory grows with the job: by a few numbers a row, and by the columns that the expressions name. Raises ConfigError for an
+    expression that cannot be computed, InputError for a file that cannot be joined, StorageError.
+    """
+    joined = None if wish.join is None else _joined(wish.join)
+    every = output.scan(shards)
+    with scanning(output.path):
+        own = list(every.collect_schema())
+    names = [*own, *(name for name in (joined.columns if joined is not None else ()) if name not in ROW_ID)]
+    if joined is not None and (twice := [name for name in joined.columns if name in own and name not in ROW_ID]):
+        raise InputError(f"--join {wish.join}: the output has a column {twice[0]!r} too; rename it in the file")
+    asked = {option: text for option, text in (("--where", wish.where), ("--score", wish.score)) if text is not None}
+    made = {option: _expression(option, text, names) for option, text in asked.items()}
+    needed = dict.fromkeys([*ROW_ID, "row_index", "status", *(name for one in made.values() for name in one.meta.root_names())])
+    with scanning(output.path):
+        picked = [name for name in needed if name in own]
+        text = pl.when(pl.col("completion").is_not_null()).then(pl.col("completion").hash())
+        rows = every.select(*picked, text.alias("batchspec.text")).collect()
+    if joined is not None:
+        rows = _with_columns(rows, joined, wish.join)
+    left_out: dict[str, int] = {}
+    rows = _only(rows, pl.col("status").is_in(list(wish.statuses)), left_out)
+    if (where := made.get("--where")) is not None:
+        passes = _values(rows, where, "--where", asked["--where"]).fill_null(value=False)
+        left_out["by --where"] = int((~passes).sum())
+        rows = rows.filter(passes)
+    score = pl.Series([None] * rows.height, dtype=pl.Float64)
+    if (expression := made.get("--score")) is not None:
+        score = _values(rows, expression, "--score", asked["--score"]).cast(pl.Float64)
+    rows = rows.with_columns(score.alias(SCORE))
+    more = [] if joined is None else [name for name in joined.columns if name not in ROW_ID]
+    kept = _best(rows, wish, left_out).select(*KEY, SCORE, *more)
+    return PickedRows(rows=kept, left_out={why: count for why, count in left_out.items() if count}, joined=more)
+
+
+def _only(rows: pl.DataFrame, good: pl.Expr, left_out: dict[str, int]) -> pl.DataFrame:
+    for status, count in sorted(rows.filter(~good)["status"].value_counts().iter_rows()):
+        left_out[str(status)] = count
+    return rows.filter(good)
+
+
+def _best(rows: pl.DataFrame, wish: Wish, left_out: dict[str, int]) -> pl.DataFrame:
+    """Of each request the rows that its score decides for."""
+    if wish.score is None:
+        kept = rows.unique("row_index", keep="first", maintain_order=True) if wish.one_each else rows
+        if wish.one_each:
+            left_out["other samples"] = rows.height - kept.height
+        return kept
+    rated = rows.filter(
+        pl.col("batchspec.text").is_not_null() & pl.col(SCORE).is_not_nan()
+    )  # a comparison with null is null: left out too
+    left_out["without a score"] = rows.height - rated.height
+    order = rated.sort(["row_index", SCORE, "sample_index"], descending=[False, True, False])
+    best = order.unique("row_index", keep="first", maintain_order=True)
+    if not wish.pairs:
+        left_out["other samples"] = rated.height - best.height
+        return best
+    top = best.select("row_index", pl.col(SCORE).alias("batchspec.top"), pl.col("batchspec.text").alias("batchspec.top_text"))
+    lower = order.join(top, on="row_index", how="left", maintain_order="left").filter(
+        (pl.col(SCORE) < pl.col("batchspec.top")) & (pl.col("batchspec.text") != pl.col("batchspec.top_text"))
+    )
+    worst = lower.unique("row_index", keep="last", maintain_order=True).select(best.columns)
+    paired = best.filter(pl.col("row_index").is_in(worst["row_index"].implode()))
+    pairs = pl.concat([paired, worst]).sort(["row_index", SCORE], descending=[False, True])
+    left_out["other samples"] = rated.filter(pl.col("row_index").is_in(worst["row_index"].implode())).height - pairs.height
+    left_out["of requests without a better and a worse answer"] = rated.height - pairs.height - left_out["other samples"]
+    return pairs
+
+
+def _expression(option: str, text: str, names: Sequence[str]) -> pl.Expr:
+    """The SQL expression. Raises ConfigError if it is none, or names an unknown column."""
+    try:
+        made = pl.sql_expr(text)
+        used = made.meta.root_names()
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
+        raise ConfigError(f"{option} {text}: not an SQL expression ({_said(error)}); an example is {_EXAMPLE}") from None
+    if unknown := [name for name in used if name not in names]:
+        near = difflib.get_close_matches(unknown[0], names, n=3) or names
+        raise ConfigError(f"{option} {text}: no column {unknown[0]!r}; did you mean {', '.join(near)}?")
+    return made
+
+
+_EXAMPLE = "\"kind = 'math' AND usage.completion_tokens > 50\""
+
+
+def _values(rows: pl.DataFrame, expression: pl.Expr, option: str, text: str) -> pl.Series:
+    """The value of each row: true or false for --where, a number for --score. Raises ConfigError."""
+    try:
+        value = rows.with_columns(expression.alias("batchspec.value"))["batchspec.value"]
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
+        raise ConfigError(f"{option} {text}: cannot be computed ({_said(error)})") from None
+    if option == "--where" and value.dtype != pl.Boolean:
+        raise ConfigError(f"{option} {text}: its values are {value.dtype}, not true or false; an example is {_EXAMPLE}")
+    if option == "--score" and not (value.dtype.is_numeric() or value.dtype == pl.Boolean):
+        raise ConfigError(f"{option} {text}: its values are {value.dtype}, not numbers; give a column of numbers")
+    return value
+
+
+def _said(error: BaseException) -> str:
+    return one_line(str(error).split("\n")[0], 160)
+
+
+def _joined(path: Path) -> pl.DataFrame:
+    """The file to join. Raises InputError."""
+    reader = READERS.get(path.suffix)
+    if reader is None:
+        raise InputError(f"--join {path}: not {' or '.join(READERS)}; give such a file with {' and '.join(ROW_ID)}")
+    try:
+        rows = reader(path)
+    except (pl.exceptions.PolarsError, OSError) as error:
+        raise InputError(f"--join {path}: cannot be read ({_said(error)})") from None
+    if missing := [name for name in ROW_ID if name not in rows.columns]:
+        raise InputError(
+            f"--join {path}: no column {missing[0]!r}; a line is joined to the output row with its {' and '.join(ROW_ID)}"
+        )
+    rows = rows.cast({"request_id": pl.String, "sample_index": pl.Int32}, strict=False)
+    if (twice := rows.filter(pl.struct(ROW_ID).is_duplicated())).height:
+        name, sample = twice.row(0, named=True)["request_id"], twice.row(0, named=True)["sample_index"]
+        raise InputError(f"--join {path}: several lines for request {name!r}, sample {sample}; give one line each")
+    return rows
+
+
+def _with_columns(rows: pl.DataFrame, joined: pl.DataFrame, path: Path | None) -> pl.DataFrame:
+    found = rows.join(
+        joined.with_columns(pl.lit(value=True).alias("batchspec.there")), on=ROW_ID, how="left", maintain_order="left"
+    )
+    if rows.height and not found["batchspec.there"].any():
+        raise InputError(f"--join {path}: none of its lines has the {' and '.join(ROW_ID)} of a row of this job")
+    return found.drop("batchspec.there")
+
+
+def listed(left_out: dict[str, int]) -> Iterator[str]:
+    """The reasons with their numbers."""
+    for why, count in left_out.items():
+        yield f"{count:,} {why}"

@@ -1,0 +1,111 @@
+"""Scores choices with an engine that scores prompts: a request with choices becomes a prompt for each of them, and their scores
+one completion.
+
+The prompts of a request share the pages of its own prompt, so that this is computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from batchspec.records import Choice, Completion, Request
+
+ROUNDING = 2.0**-24
+"""Relative rounding error of a probability in fp32: of two that differ by less, the difference counts as this share."""
+
+
+class Runs(Protocol):
+    """An engine, in this process or of several ranks."""
+
+    def run(self, requests: Iterator[Request | None], *, num_ready: Callable[[], int] | None = None) -> Generator[Completion]:
+        """As `engine.Engine.run`."""
+
+
+@dataclass(slots=True)
+class _Row:
+    request: Request
+    scores: dict[int, Completion] = field(default_factory=dict)
+    """Of each choice, by its number."""
+
+
+def run_with_choices(
+    engine: Runs, requests: Iterator[Request | None], *, num_ready: Callable[[], int] | None = None
+) -> Generator[Completion]:
+    """As `engine.run`, which gets no request with choices."""
+    rows: dict[int, _Row] = {}
+
+    def prompts() -> Iterator[Request | None]:
+        for request in requests:
+            if request is None or not request.choices:
+                yield request
+                continue
+            rows[request.row_index] = _Row(request)
+            for number, choice in enumerate(request.choices):
+                ids = np.concatenate((request.prompt_ids, np.array(choice.token_ids, np.int32)))
+                yield replace(request, prompt_ids=ids, sample_index=number, choices=())
+
+    with closing(engine.run(prompts(), num_ready=num_ready)) as completions:
+        for completion in completions:
+            row = rows.get(completion.row_index)
+            if row is None:
+                yield completion
+                continue
+            row.scores[completion.sample_index] = completion
+            if len(row.scores) == len(row.request.choices):
+                del rows[completion.row_index]
+                yield _completion(row)
+
+
+def _completion(row: _Row) -> Completion:
+    """The row's completion, with the likeliest choice as its text; of failed ones the first."""
+    request, scores = row.request, [row.scores[number] for number in range(len(row.scores))]
+    failed = next((score for score in scores if score.prompt_logprobs is None), None)
+    if failed is not None:
+        return replace(failed, sample_index=0, prompt_ids=request.prompt_ids)
+    begun = [_sum(score, choice) for score, choice in zip(scores, request.choices, strict=True)]
+    logprobs = apart(request.choices, begun)
+    stats = scores[0].stats
+    return replace(
+        scores[0],
+        prompt_ids=request.prompt_ids,
+        prompt_logprobs=None,
+        finish_reason="stop",
+        text=request.choices[int(np.argmax(logprobs))].text,
+        choice_logprobs=tuple((choice.text, value) for choice, value in zip(request.choices, logprobs, strict=True)),
+        stats=stats and replace(
+            stats,
+            num_prefills=sum(score.stats.num_prefills for score in scores if score.stats),
+            prefill_s=sum(score.stats.prefill_s for score in scores if score.stats),
+        ),
+    )  # fmt: skip
+
+
+def _sum(score: Completion, choice: Choice) -> float:
+    """Log of the probability that the output begins with the choice's tokens: the sum of theirs."""
+    assert score.prompt_logprobs is not None
+    return float(score.prompt_logprobs[-len(choice.token_ids) :].sum(dtype=np.float64))
+
+
+def apart(choices: tuple[Choice, ...], begun: list[float]) -> list[float]:
+    """Log of the probability that an output begins with a choice's tokens and with those of no longer choice.
+
+    begun  log of the probability that it begins with the choice's tokens, of each choice
+    Of the choices 1 and 10, whose tokens are `1` and `1` `0`, an output 10 counts for the second alone.
+    """
+    found = []
+    for own, value in zip(choices, begun, strict=True):
+        longer = [other for other in choices if other is not own and _begins(own, other)]
+        nearest = [one for one in longer if not any(_begins(other, one) for other in longer if other is not one)]
+        inside = sum(float(np.exp(begun[choices.index(one)] - value)) for one in nearest)
+        found.append(value + float(np.log1p(-min(inside, 1 - ROUNDING))))
+    return found
+
+
+def _begins(first: Choice, second: Choice) -> bool:
+    """Whether the second's tokens begin with the first's."""
+    return second.token_ids[: len(first.token_ids)] == first.token_ids
