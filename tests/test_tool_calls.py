@@ -19,8 +19,6 @@ from hypothesis import strategies as st
 import batchspec
 from batchspec import run
 from batchspec.commands import export, plan
-from batchspec.engine.completion import completion_of as completion_of_state
-from batchspec.engine.request_state import RequestState
 from batchspec.errors import ConfigError
 from batchspec.model.thinking import find_think_tokens
 from batchspec.model.tokenizer import Tokenizer
@@ -31,6 +29,7 @@ from batchspec.tool_calls.split import CallParser, call_id
 from batchspec.warm.conversations import Turn
 from tests.engines import request
 from tests.models import make_checkpoint, make_thinking_tokenizer, make_tokenizer
+from tests.one_row import OneRow
 from tests.tool_templates import TEMPLATES, chat_template, tool, tools_text, written
 
 TOOLS = (
@@ -468,16 +467,13 @@ def test_the_answer_after_a_thought_is_read_and_the_thought_is_not(tmp_path: Pat
     tokenizer = Tokenizer(folder)
     think = find_think_tokens("auto", tokenizer, 320)
     assert think is not None
-    row = replace(
+    asked = replace(
         request(3, [1], cap=900), tools=tools_text(*TOOLS), thinking=think.of_row(np.array([5], np.int32), None, ())
     )  # fmt: skip
-    state = RequestState.of(row, 0, None)
-    state.tokens = tokenizer.encode_part(f"<think>{CALL}</think>\n\n{SAID}")
-    state.finish_reason = "length"
-    parser = CallParser(FORMS["hermes"], tokenizer.decode)
-    done = completion_of_state(
-        state, decode=tokenizer.decode, drafter="none", eos_ids=frozenset(), slot=0, now=0.0, call_parser=parser
-    )
+    row = OneRow(asked, decode=tokenizer.decode, call_parser=CallParser(FORMS["hermes"], tokenizer.decode))
+    row.state.tokens = tokenizer.encode_part(f"<think>{CALL}</think>\n\n{SAID}")
+    row.state.finish_reason = "length"
+    done = row.completion()
     assert (done.reasoning, done.text, calls_of(done.tool_calls)) == (CALL, "Let me see.", OURS)
 
 
