@@ -31,7 +31,7 @@ from batchspec.warm.loading import job_without_rows
 
 _OF_FILES = dict.fromkeys(("input.path", "input.config_name", "input.split"), "the call brings its own rows")
 _OF_OUTPUT = dict.fromkeys(
-    ("output.overwrite", "output.push_to_hub", "output.push_private", "output.license", "resume"),
+    ("output.overwrite", "output.push_to_hub", "output.push_private", "output.push_overwrite", "output.license", "resume"),
     "nothing is written without output.dir",
 ) | {"input.num_workers": "without output.dir it prepares rows in its own process"}
 _OF_PROCESSES = {"cluster.workers": "it computes in its own process"}

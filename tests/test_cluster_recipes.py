@@ -36,6 +36,7 @@ TEXT = (JOBS / "kubernetes.yml").read_text(encoding="utf-8")
 JOB: dict[str, Any] = yaml.safe_load(TEXT)
 POD: dict[str, Any] = JOB["spec"]["template"]["spec"]
 SKY: dict[str, Any] = yaml.safe_load((JOBS / "skypilot.yml").read_text(encoding="utf-8"))
+PYTHON = "/opt/batchspec/bin/python"
 VERSIONS = ("1.29", "1.31", "1.33", "1.37")
 """Of Kubernetes. 1.29 has backoffLimitPerIndex on by default; 1.33 and later have it as stable."""
 ROWS = 160
@@ -293,7 +294,7 @@ def starts(folder: Path, codes: Sequence[int]) -> tuple[list[list[str]], int]:
     """The commands that the recipe's `run` gives to Python, which ends with these codes and then with the last of them again, and
     the exit code of the whole."""
     home, log = folder / "home", folder / "log"
-    program, pause = home / "batchspec/bin/python", folder / "bin/sleep"
+    program, pause = home / "python", folder / "bin/sleep"
     for path in (program, pause):
         path.parent.mkdir(parents=True)
     program.write_text(
@@ -306,7 +307,7 @@ def starts(folder: Path, codes: Sequence[int]) -> tuple[list[list[str]], int]:
     program.chmod(0o755)
     pause.chmod(0o755)
     env = {"HOME": str(home), "PATH": f"{pause.parent}:{os.environ['PATH']}", **SKY["envs"]}
-    done = subprocess.run(["bash", "-c", SKY["run"]], env=env, check=False, timeout=60)
+    done = subprocess.run(["bash", "-c", SKY["run"].replace(PYTHON, str(program))], env=env, check=False, timeout=60)
     return [json.loads(line) for line in log.read_text().splitlines()], done.returncode
 
 
@@ -343,7 +344,7 @@ def test_skypilot_takes_the_recipe(tmp_path: Path) -> None:
     (resources,) = task.resources
     assert (resources.use_spot, resources.accelerators) == (True, {"H100": 1})
     assert resources.job_recovery["recover_on_exit_codes"] == [Interrupted.exit_code]
-    assert (task.run, task.setup, task.num_nodes) == (SKY["run"], SKY["setup"], 1)
+    assert (task.run, task.setup, task.num_nodes) == (SKY["run"], None, 1)
     for name, wrong in (("jobrecovery", {}), ("accelerator", "H100:1"), ("job_recovery", {"recover_on_exit_codes": ["75"]})):
         (tmp_path / "wrong.yml").write_text(yaml.safe_dump({**SKY, "resources": {**SKY["resources"], name: wrong}}))
         with pytest.raises(Exception, match="nvalid"):

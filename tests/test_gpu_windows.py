@@ -71,9 +71,7 @@ def run(
 
 @pytest.mark.parametrize("windows", [SLIDING, MIXED, TWO_WINDOWS], ids=str)
 @pytest.mark.parametrize("name", ["none", "lookup", "window", "eagle3", "eagle3 with a window", "tree"])
-def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(
-    name: str, windows: Windows, tmp_path: Path
-) -> None:
+def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, windows: Windows, tmp_path: Path) -> None:
     asked = requests(24)
     engine, found = run(windows, make_drafter(name, windows, tmp_path, 8), shape(8), asked)
     assert engine.executor.graphs.num_captured > 0

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -66,7 +68,7 @@ def test_every_source_test_recipe_and_script_is_in_the_source_distribution(sourc
     wanted |= {f"jobs/{path.name}" for path in (ROOT / "jobs").glob("*.md")}
     wanted |= {"README.md", "LICENSE", ".ci/run"}
     wanted |= {"jobs/figures.sh", "jobs/train_head.sh", "jobs/submit.sbatch", "jobs/report.png", "batchspec/py.typed"}
-    wanted |= {"jobs/kubernetes.yml", "jobs/skypilot.yml"}
+    wanted |= {"jobs/kubernetes.yml", "jobs/skypilot.yml", "jobs/Dockerfile"}
     once = {f"conf/heads/{name}" for name in files(ROOT / "conf/heads")}
     assert {name for name in wanted - once if not (sources / name).is_file()} == set()
     assert not any(path.is_symlink() for path in sources.rglob("*"))
@@ -103,6 +105,25 @@ def test_every_module_recipe_and_prompt_file_is_in_the_wheel(unpacked: Path) -> 
     assert {name for name in wanted - NOT_PACKED if not (package / name).is_file()} == set()
     assert not (unpacked / "tests").exists()
     assert not (unpacked / "kernels").exists()
+
+
+def test_the_image_holds_what_the_wheel_holds(unpacked: Path, tmp_path: Path) -> None:
+    """Built from what jobs/Dockerfile copies, with the extras that the package has; the recipes run the image's Python."""
+    text = (ROOT / "jobs/Dockerfile").read_text(encoding="utf-8")
+    for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE):
+        *names, into = line.split()
+        folder = tmp_path / into.removeprefix("/")
+        parts = [f"{ROOT / name}/." if (ROOT / name).is_dir() else str(ROOT / name) for name in names]
+        folder.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["cp", "-a", *parts, str(folder)], check=True)
+    with zipfile.ZipFile(built("wheel", tmp_path / "src", tmp_path / "dist")) as archive:
+        made = {name for name in archive.namelist() if name.startswith("batchspec/")}
+    assert made == {path.relative_to(unpacked).as_posix() for path in (unpacked / "batchspec").rglob("*") if path.is_file()}
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    (given,) = re.findall(r'"/src\[(.+)\]"', text)
+    assert set(given.split(",")) <= extras.keys()
+    (venv,) = re.findall(r"RUN python -m venv (\S+)", text)
+    assert f"{venv}/bin/python -m batchspec.run" in (ROOT / "jobs/skypilot.yml").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("words", [["batchspec.run"], ["batchspec.cli", "run"]], ids=["module", "command"])

@@ -255,8 +255,8 @@ def test_the_dataset_of_another_job_is_replaced_only_with_overwrite(hub: PushHub
         command.main([str(out), REPO])
     assert str(caught.value) == (
         f"org/answers: it holds the rows of another job, {id_of(another)[:8]} "
-        f"(Completions by `{model_of(another)}`: 7 truncated); this one is {id_of(out)[:8]}: "
-        f"give another name, or replace data/ and the card with: batchspec push {out} org/answers --overwrite"
+        f"(Completions by `{model_of(another)}`: 7 truncated); this one is {id_of(out)[:8]}; "
+        f"batchspec push {out} org/answers --overwrite replaces all of data/ and the card; or give another name"
     )
     assert hub.datasets[REPO].files == before
     assert all(one.startswith("GET ") for one in hub.requests[requests:])  # nothing was sent
@@ -308,7 +308,7 @@ def test_a_job_whose_push_would_replace_another_one_is_refused_before_it_begins(
         assert cli([name, *arguments]) == 2
         assert f"it holds the rows of another job, {id_of(another)[:8]}" in capsys.readouterr().err
     assert cli(["plan", *(word for word in arguments if "output.dir" not in word)]) == 2
-    assert "this one is new: give another name" in capsys.readouterr().err
+    assert "this one is new; output.push_overwrite=true replaces all of data/" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert hub.datasets[REPO].files == before
     assert cli(["plan", *arguments[:-1], "output.push_to_hub=org/free"]) == 0
@@ -317,82 +317,34 @@ def test_a_job_whose_push_would_replace_another_one_is_refused_before_it_begins(
 
 def night(model: Path, folder: Path, cap: int, *more: str) -> list[str]:
     """The command that a timer runs every night, with other outputs each time."""
-    return words(
-        model,
-        folder,
-        folder / "out",
-        f"output.push_to_hub={REPO}",
-        "output.overwrite=true",
-        f"decode.max_new_tokens={cap}",
-        *more,
-    )
+    keys = (f"output.push_to_hub={REPO}", "output.push_overwrite=true", "output.overwrite=true", f"decode.max_new_tokens={cap}")
+    return words(model, folder, folder / "out", *keys, *more)
 
 
-def test_a_job_that_overwrites_the_one_in_its_folder_replaces_what_the_folder_pushed(
-    hub: PushHub, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second night fails before its push: the dataset is still of the first one in the third night."""
+def test_a_job_of_every_night_replaces_the_dataset_of_the_night_before(hub: PushHub, model: Path, tmp_path: Path) -> None:
+    """Also where the folder of the night before was deleted."""
     out, ids = tmp_path / "out", set()
-    assert run.main(night(model, tmp_path, 3)) == 0
-    ids.add(id_of(out))
-    first = dict(hub.datasets[REPO].files)
-    assert cli(["plan", *night(model, tmp_path, 4)]) == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(OutputFolder, "finish", lambda self, card: (_ for _ in ()).throw(StorageError("full")))
-        assert run.main(night(model, tmp_path, 4)) == 74
-    ids.add(id_of(out))
-    assert hub.datasets[REPO].files == first
-    assert run.main(night(model, tmp_path, 5)) == 0
-    ids.add(id_of(out))
-    assert len(ids) == 3, "three jobs"
-    assert holds(hub, out)
-    assert run.main(words(model, tmp_path, out, f"output.push_to_hub={REPO}", "decode.max_new_tokens=5")) == 0
-    assert hub.datasets[REPO].num_commits == 2, "the same rows again"
-    shutil.rmtree(out)
-    assert run.main(night(model, tmp_path, 6)) == 2, "what the folder pushed is no longer known"
-
-
-def test_a_job_that_overwrites_never_replaces_what_another_folder_pushed(
-    hub: PushHub, model: Path, another: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Nor what its own folder pushed to another name, nor what a copy of it pushed. The job in the folder stays."""
-    assert run.main(night(model, tmp_path, 3)) == 0
-    copy = shutil.copytree(tmp_path / "out", tmp_path / "copy")
-    assert command.main([str(copy), "org/copied"]) == 0
-    assert command.main([str(another), REPO, "--overwrite"]) == 0
-    before, done = dict(hub.datasets[REPO].files), shards(tmp_path / "out")
-    capsys.readouterr()
-    for name in ("run", "plan", "submit"):
-        assert cli([name, *night(model, tmp_path, 4)]) == 2
-        assert capsys.readouterr().err.endswith(
-            f"{id_of(another)[:8]} (Completions by `{model_of(another)}`: 7 truncated); this one is new: give another name, or "
-            f"run the job without output.push_to_hub and then: batchspec push {tmp_path}/out org/answers --overwrite\n"
-        )
-    assert run.main(night(model, tmp_path, 4, "output.push_to_hub=org/copied")) == 2
-    assert "this one is new" in capsys.readouterr().err
-    assert (hub.datasets[REPO].files, shards(tmp_path / "out")) == (before, done)
-    assert run.main([word for word in night(model, tmp_path, 4) if "push_to_hub" not in word]) == 0
-    assert cli(["push", f"{tmp_path}/out", REPO, "--overwrite"]) == 0, "the command of the message"
-    assert holds(hub, tmp_path / "out")
-    assert run.main(night(model, tmp_path, 5)) == 0, "from then on it is the folder's own push"
-    assert holds(hub, tmp_path / "out")
-
-
-def test_a_copy_of_a_folder_pushed_nothing_until_it_does(
-    hub: PushHub, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A new job in the copy is refused; one in the folder is not, however its path is written."""
-    out, copy = tmp_path / "out", f"output.dir={tmp_path}/copy"
-    assert run.main(night(model, tmp_path, 3)) == 0
-    shutil.copytree(out, tmp_path / "copy")
-    for name in ("run", "plan"):
-        assert cli([name, *night(model, tmp_path, 4, copy)]) == 2
-    assert holds(hub, out)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "link").symlink_to(out)
-    for cap, folder in ((4, "out"), (5, "link"), (6, f"{tmp_path}/out")):
-        assert run.main(night(model, tmp_path, cap, f"output.dir={folder}")) == 0
+    for cap in (3, 4, 5):
+        assert cli(["plan", *night(model, tmp_path, cap)]) == 0
+        assert run.main(night(model, tmp_path, cap)) == 0
         assert holds(hub, out)
+        ids.add(id_of(out))
+        if cap == 4:
+            shutil.rmtree(out)
+    assert len(ids) == 3, "three jobs"
+
+
+def test_a_job_that_overwrites_its_folder_alone_never_replaces_a_dataset(
+    hub: PushHub, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.main(night(model, tmp_path, 3)) == 0
+    before, done = dict(hub.datasets[REPO].files), shards(tmp_path / "out")
+    careful = [word for word in night(model, tmp_path, 4) if "push_overwrite" not in word]
+    for name in ("run", "plan", "submit"):
+        capsys.readouterr()
+        assert cli([name, *careful]) == 2
+        assert "it holds the rows of another job" in capsys.readouterr().err
+    assert (hub.datasets[REPO].files, shards(tmp_path / "out")) == (before, done), "the job in the folder stays too"
 
 
 def test_fewer_shards_of_a_job_that_was_extended_elsewhere_are_not_pushed_over_more(
@@ -410,54 +362,16 @@ def test_fewer_shards_of_a_job_that_was_extended_elsewhere_are_not_pushed_over_m
     with pytest.raises(OutputError) as refused:
         command.main([str(copy), REPO])
     assert str(refused.value) == (
-        "org/answers: it holds data/part-00003.parquet of this job, which has 2 shards in this folder and was extended in "
-        "another one, or before this one was deleted; give another name, or replace data/ and the card with: "
-        f"batchspec push {copy} org/answers --overwrite"
+        "org/answers: it holds 2 files of this job that this folder lacks, such as data/part-00002.parquet; "
+        f"batchspec push {copy} org/answers --overwrite replaces all of data/ and the card; or give another name"
     )
     shutil.rmtree(out)
     capsys.readouterr()
     assert run.main(few) == 2
-    assert "extended in another one, or before this one was deleted" in capsys.readouterr().err
+    assert "2 files of this job that this folder lacks" in capsys.readouterr().err
     assert hub.datasets[REPO].files == before
     assert command.main([str(copy), REPO, "--overwrite"]) == 0
     assert holds(hub, copy)
-
-
-def test_the_command_of_a_refusal_pushes_as_the_job_would(
-    hub: PushHub, model: Path, another: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command.main([str(another), REPO, "--public"]) == 0
-    (tmp_path / "my jobs").mkdir()
-    assert run.main(night(model, tmp_path / "my jobs", 3, "output.push_private=false")) == 2
-    said = capsys.readouterr().err
-    assert said.endswith(f"and then: batchspec push '{tmp_path}/my jobs/out' org/answers --overwrite --public\n")
-
-
-@pytest.mark.parametrize("record", [b"", b"{}", b"[1]", b'{"repo": "org/other", "folder": "DIR", "job": "JOB"}', b"\xff", None])
-def test_a_damaged_or_missing_record_of_a_push_lets_nothing_be_replaced(
-    hub: PushHub, model: Path, tmp_path: Path, record: bytes | None
-) -> None:
-    out = tmp_path / "out"
-    assert run.main(night(model, tmp_path, 3)) == 0
-    (file,) = (out / "_batchspec" / "pushed").iterdir()
-    if record is None:
-        file.unlink()
-    else:
-        file.write_bytes(record.replace(b"JOB", id_of(out).encode()).replace(b"DIR", bytes(out)))
-    done = shards(out)
-    assert run.main(night(model, tmp_path, 4)) == 2
-    assert holds(hub, out)
-    assert shards(out) == done
-    assert run.main(words(model, tmp_path, out, f"output.push_to_hub={REPO}")) == 0, "the job that pushed may push again"
-
-
-def test_a_folder_that_cannot_be_written_is_pushed_too(hub: PushHub, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(self: OutputFolder, repo: str) -> None:
-        raise StorageError("read-only")
-
-    monkeypatch.setattr(OutputFolder, "keep_pushed", fails)
-    assert command.main([str(out), REPO]) == 0
-    assert holds(hub, out)
 
 
 def test_a_public_dataset_is_refused_before_a_job_begins(

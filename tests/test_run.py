@@ -224,9 +224,7 @@ def test_a_recipe_without_its_first_line_is_told_which(
 
 def test_an_option_of_another_program_is_answered_with_the_key(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main([*GIVEN, "--max-model-len", "4096"]) == 2
-    assert line(capsys) == (
-        "--max-model-len is not an option; keys are written without dashes; batchspec calls it model.max_len"
-    )
+    assert line(capsys) == ("--max-model-len is not an option; keys are written without dashes; batchspec calls it model.max_len")
 
 
 def test_an_error_of_the_job_is_one_line_with_its_exit_code(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:

@@ -108,7 +108,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
 """Keys that make another job -> another value, and what the refusal names."""
 NO_PART = re.compile(
     r"(packing|resume|cluster|ablation)\..*|draft\.(?!synthetic).*|model\.(path|revision)|input\.(max_error_fraction|num_workers|config_name|split)"
-    r"|output\.(dir|overwrite|license|push_to_hub|push_private)|device|requires_gpu"
+    r"|output\.(dir|overwrite|license|push_to_hub|push_private|push_overwrite)|device|requires_gpu"
 )
 """Keys that say where a job lies and how it is run."""
 

@@ -57,14 +57,16 @@ def test_what_no_key_says_is_left_to_be_edited(capsys: pytest.CaptureFixture[str
 
 
 def test_the_file_of_skypilot_is_the_recipe_with_the_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    text, said = printed(capsys, "--unseen", "--to", "skypilot", *WORDS, *CLUSTER)
+    text, said = printed(capsys, "--unseen", "--to", "skypilot", "--image", "hub.io/me/batchspec:1", *WORDS, *CLUSTER)
     made: dict[str, Any] = yaml.safe_load(text)
     (line,) = [line for line in made["run"].splitlines() if "batchspec.run" in line]
     python, *words = shlex.split(line)
-    assert python == "~/batchspec/bin/python"
+    assert python == "/opt/batchspec/bin/python"
     assert words == ["-m", "batchspec.run", *WORDS, *CLUSTER, "||", "code=$?"]
     assert compose(words[2:-2]).decode.stop == ["it's", "$(HOME)"]
-    assert made["resources"] == {**SKY["resources"], "accelerators": "H100:2", "cpus": "4+", "memory": "32+"}
+    assert made["resources"] == {
+        **SKY["resources"], "image_id": "docker:hub.io/me/batchspec:1", "accelerators": "H100:2", "cpus": "4+", "memory": "32+"
+    }  # fmt: skip
     assert "envs" not in made
     assert {key: value for key, value in made.items() if key not in ("run", "resources")} == {
         key: value for key, value in SKY.items() if key not in ("run", "resources", "envs")
@@ -77,8 +79,7 @@ def test_the_file_of_skypilot_is_the_recipe_with_the_arguments(capsys: pytest.Ca
     ("words", "said"),
     [
         (["--to", "kubernetes", "--go"], "--go is for Slurm, and --to kubernetes prints a file; remove it"),
-        (["--to", "skypilot", "--image", "x"], "--image x is read only with --to kubernetes; remove it"),
-        (["--image", "x"], "--image x is read only with --to kubernetes; remove it"),
+        (["--image", "x"], "--image x is read only with --to kubernetes or skypilot; remove it"),
         (["--to", "nomad"], "argument --to: invalid choice: 'nomad'"),
         (["--to", "kubernetes", "cluster.partition=gpu"], "cluster.partition=gpu is a key of Slurm, and is not read with --to"),
         (["--to", "skypilot", "decode.stop=['\n']"], "a value with a line break cannot be written into SkyPilot's file"),
@@ -102,7 +103,7 @@ def test_relative_paths_are_said_to_be_in_the_folder_of_the_command(
         "batchspec: local paths (input.path=a.parquet, input.path=/b.parquet, output.dir=out) are in the container of each task"
     )
     _, said = printed(capsys, *words, "--to", "skypilot")
-    assert "on the machine of each task, relative ones in a copy of this folder; give URLs" in said[0]
+    assert "output.dir=out) are in the container of each task; give URLs" in said[0]
     _, said = printed(capsys, "--unseen", *WORDS)
     assert len(said) == 1
 

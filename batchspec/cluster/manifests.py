@@ -32,18 +32,20 @@ def kubernetes(cluster: ClusterConfig, words: Sequence[str], image: str | None =
     return _replaced(text, r"limits: .*", f"limits: {{memory: {memory}{gpus}}}{edit}")
 
 
-def skypilot(cluster: ClusterConfig, words: Sequence[str]) -> str:
-    """A managed job that runs `words`: one of cluster.tasks, which are launched one by one. Raises ConfigError."""
+def skypilot(cluster: ClusterConfig, words: Sequence[str], image: str | None = None) -> str:
+    """A managed job that runs `words`: one of cluster.tasks, launched one by one. image: as above. Raises ConfigError."""
     if any("\n" in word for word in words):
         raise ConfigError("a value with a line break cannot be written into SkyPilot's file; put it into a recipe or a file")
     text = _recipe("skypilot", words)
+    if image is not None:
+        text = _replaced(text, r"image_id: .*", f"image_id: {json.dumps(f'docker:{image}')}")
     gpus = [f"accelerators: H100:{cluster.gpus}  # edit: the kind of GPU"] if cluster.gpus else []
     cpus = [] if cluster.cpus is None else [f"cpus: {cluster.cpus}+"]
     memory = [] if cluster.memory_gb is None else [f"memory: {cluster.memory_gb:g}+"]
     text = _replaced(text, r"accelerators: .*\n  ", "".join(f"{line}\n  " for line in (*gpus, *cpus, *memory)))
     text = _replaced(text, r"envs:\n(  .*\n)+\n", "")
-    command = f"~/batchspec/bin/python -m batchspec.run {shlex.join(words)} ||"
-    return _replaced(text, r"# edit: more keys\n +~/batchspec/bin/python -m batchspec\.run [^|]*\|\|", command)
+    command = f"/opt/batchspec/bin/python -m batchspec.run {shlex.join(words)} ||"
+    return _replaced(text, r"# edit: more keys\n +/opt/batchspec/bin/python -m batchspec\.run [^|]*\|\|", command)
 
 
 def _recipe(system: str, words: Sequence[str]) -> str:

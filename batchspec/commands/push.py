@@ -1,7 +1,8 @@
 """`batchspec push OUT ORG/NAME`: the rows and the card of a finished job as a dataset of the Hugging Face hub.
 
 The dataset is made if it is not there, private unless --public is given. All files come in one commit. After a kill or a failure
-the same command goes on: what the hub has is not sent again. A dataset that another job made is replaced only with --overwrite.
+the same command goes on: what the hub has is not sent again. A push replaces only what the same job pushed and deletes nothing; a
+dataset with other data is refused, and --overwrite replaces it.
 The token is HF_TOKEN, or that of `hf auth login`. `output.push_to_hub=ORG/NAME` does the same at the end of a job.
 """
 
@@ -23,9 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("repo", metavar="ORG/NAME", help="the dataset")
     parser.add_argument("--public", action="store_true", help="make a public dataset, or push to one")
     parser.add_argument("--incomplete", action="store_true", help="push the shards of an unfinished job that are there")
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace data/ and the card of a dataset that this job did not make"
-    )
+    parser.add_argument("--overwrite", action="store_true", help="replace data/ and the card whatever they hold")
     args = parser.parse_args(argv)
     pushed = push_output(
         OutputFolder(args.out), args.repo, private=not args.public, incomplete=args.incomplete, overwrite=args.overwrite

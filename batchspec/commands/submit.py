@@ -39,7 +39,7 @@ LAUNCH = {
 """What a user does with the file that is printed."""
 WHERE = {
     "kubernetes": "in the container of each task; mount a volume there that all share (the lines `shared`), or give URLs",
-    "skypilot": "on the machine of each task, relative ones in a copy of this folder; give URLs, or mount a bucket (file_mounts)",
+    "skypilot": "in the container of each task; give URLs, or mount a bucket there (file_mounts)",
 }
 """Where a task looks for a local path, and what to do about it."""
 
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         if options.to == "slurm":
             _to_slurm(config, overrides, go=options.go)
         else:
-            text = kubernetes(cluster, overrides, options.image) if options.to == "kubernetes" else skypilot(cluster, overrides)
+            text = {"kubernetes": kubernetes, "skypilot": skypilot}[options.to](cluster, overrides, options.image)
             terminal.show(text)
             terminal.notice(f"nothing is submitted yet; edit the lines marked so, in a file, then {LAUNCH[options.to]}")
 
@@ -122,8 +122,8 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     options, words = parser.parse_known_args(list(argv))
     if options.to != "slurm":
         parser.refuse(options, ["go"], f"is for Slurm, and --to {options.to} prints a file")
-    if options.to != "kubernetes":
-        parser.refuse(options, ["image"], "is read only with --to kubernetes")
+    else:
+        parser.refuse(options, ["image"], "is read only with --to kubernetes or skypilot")
     return options, words
 
 

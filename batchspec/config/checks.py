@@ -222,10 +222,9 @@ def _unused(config: RunConfig) -> None:
     """Refuse keys that another key leaves without effect. packing/unused.py refuses those that have none with the job's input or
     model."""
     output, packing = config.output, config.packing
-    if not output.push_private and output.push_to_hub is None:
-        raise ConfigError(
-            "output.push_private=false has no effect without output.push_to_hub; set output.push_to_hub or remove the key"
-        )
+    for key, given in (("push_private=false", not output.push_private), ("push_overwrite=true", output.push_overwrite)):
+        if given and output.push_to_hub is None:
+            raise ConfigError(f"output.{key} has no effect without output.push_to_hub; set output.push_to_hub or remove the key")
     if config.resume.retry_id != 1 and config.resume.retry == "none":
         raise ConfigError(
             f"resume.retry_id={config.resume.retry_id} has no effect without a retry of rows; choose resume=error or "

@@ -260,9 +260,10 @@ class OutputConfig:
     """Licence of the output for the dataset card, by its name on the hub, e.g. apache-2.0. null: the card states none."""
     push_to_hub: str | None = None
     """Dataset of the Hugging Face hub, ORG/NAME, that gets the rows and the card when the job is complete, with the token of the
-    environment (HF_TOKEN). The run that ends the job pushes; `batchspec push` does it later. A dataset that another job made
-    is refused before the work begins, unless this folder pushed it and output.overwrite has replaced that
-    job since."""
+    environment (HF_TOKEN). The run that ends the job pushes; `batchspec push` does it later. A dataset that holds other data
+    than this job's is refused before the work begins."""
+    push_overwrite: bool = False
+    """Whether the push replaces data/ and the card of the dataset whatever they hold, as a job that runs every night needs."""
     push_private: bool = True
     """Whether the dataset of output.push_to_hub is private. A public one is then refused."""
     overwrite: bool = False

@@ -29,9 +29,7 @@ _WRITTEN = dict.fromkeys(("logprobs", "top_logprobs"), "output.logprobs") | {"pr
 """The same of options that are also columns of a job's output, as lists."""
 
 
-def input_notes(
-    config: RunConfig, admission: Admission, source: Source, tokenizer: Tokenizer | None
-) -> list[tuple[str, str]]:
+def input_notes(config: RunConfig, admission: Admission, source: Source, tokenizer: Tokenizer | None) -> list[tuple[str, str]]:
     """(label, line) of each note that applies."""
     columns, filled = admission.columns, source.filled_by_requests
     notes = [

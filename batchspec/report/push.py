@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from batchspec.config.schema import OutputConfig
-from batchspec.errors import BatchspecError, OutputError
+from batchspec.errors import OutputError
 from batchspec.report.card import dataset_card
 from batchspec.report.stats import job_stats
 from batchspec.runstate.footers import DamagedFooter, part_name, read_footer
@@ -22,6 +21,7 @@ _PART = re.compile(r"data/part-(\d{5,18})\.parquet")
 _TAG = b"\n- batchspec\n"
 _CARD_LINES = (r"^# (Completions by .+)$", r"^\| Completions \| (.+) \|$")
 """Of a job's card: the model, and the number of rows by status."""
+_REPLACES = "replaces all of data/ and the card; or give another name"
 
 
 def check_push_key(output: OutputConfig) -> None:
@@ -33,16 +33,14 @@ def check_push_key(output: OutputConfig) -> None:
 def check_target_key(output: OutputConfig, job: str) -> None:
     """Ask the hub whether output.push_to_hub, if it is given, may be replaced by the job of this id.
 
-    job  empty for a job that has no id yet: it may replace no other but the one that its folder pushed before
+    job  empty for a job that has no id yet: no dataset is its own
     Raises as `push_output` would at the end of the job.
     """
     repo = output.push_to_hub
     if repo is None:
         return
-    before = "" if output.dir is None else OutputFolder(output.dir).pushed_job(repo)
-    command = push_command(output.dir or "OUT", repo, "--overwrite", private=output.push_private)
-    instead = f"give another name, or run the job without output.push_to_hub and then: {command}"
-    check_target(repo, private=output.push_private, refusal=partial(_refusal, job=job, before=before, instead=instead))
+    refusal = None if output.push_overwrite else partial(_refusal, job=job, instead=f"output.push_overwrite=true {_REPLACES}")
+    check_target(repo, private=output.push_private, refusal=refusal)
 
 
 def push_output(
@@ -51,9 +49,9 @@ def push_output(
     """Push data/ and the card. The same call does nothing where the hub has all of it.
 
     incomplete  push the shards that are there
-    overwrite   replace a dataset that this job did not make, data/ and card
-    Raises OutputError for a job that is not complete, and for a dataset of that name that neither this job made nor an earlier
-    one in this folder, which was overwritten; otherwise as `push`.
+    overwrite   replace whatever the dataset holds in data/, and its card
+    Raises OutputError for a job that is not complete, and without `overwrite` for a dataset that holds other data than this
+    job's; otherwise as `push`.
     """
     missing = output.missing()
     check_push(repo)
@@ -69,18 +67,12 @@ def push_output(
     files = [PushedFile(name=name, content=content) for name, content in output.contents(names)]
     files.append(PushedFile(name="README.md", content=lambda: card))
     command = push_command(output.path, repo, "--overwrite", *["--incomplete"] * bool(missing), private=private)
-    instead = f"give another name, or replace data/ and the card with: {command}"
-    refusal = partial(
-        _refusal, job=output.manifest.job, before=output.pushed_job(repo), num_shards=output.num_shards, instead=instead
-    )
-    pushed = push(
-        repo, files, private=private, refusal=(lambda present: None) if overwrite else refusal,
+    refusal = partial(_refusal, job=output.manifest.job, names=names, instead=f"{command} {_REPLACES}")
+    return push(
+        repo, files, private=private, refusal=None if overwrite else refusal,
         message=f"Push {len(names):,} files of a job",
-        deletes=lambda name: _PART.fullmatch(name) is not None or (overwrite and name.startswith("data/")),
+        deletes=lambda name: name.startswith("data/"),
     )  # fmt: skip
-    with suppress(BatchspecError):  # a folder that cannot be written: then a later job in it may not replace this push
-        output.keep_pushed(repo)
-    return pushed
 
 
 def push_command(out: str, repo: str, *options: str, private: bool) -> str:
@@ -100,32 +92,30 @@ def _card(output: OutputFolder) -> bytes:
     return dataset_card(output.manifest, job_stats(output.path)).encode()
 
 
-def _refusal(present: Present, *, job: str, before: str, instead: str, num_shards: int | None = None) -> str | None:
-    """Why the dataset's present files must not be replaced; None: they may be, because the job of this id made them, or an
-    earlier job in the same folder.
+def _refusal(present: Present, *, job: str, instead: str, names: Collection[str] | None = None) -> str | None:
+    """Why the dataset's present files must not be replaced; None: each of them is a file that the job of this id made, or it
+    holds none.
 
-    before      the job that the folder pushed to this dataset before; empty: none is known
-    instead     what the user can do
-    num_shards  of the job; None: it may grow before the push
+    names    the files of data/ that the push sends; None: they are not known before the job has run
+    instead  what replaces them all the same
     """
     card = present.read("README.md", None) if "README.md" in present.files else b""
-    other = next((name for name in present.files if name.startswith("data/") and not _PART.fullmatch(name)), None)
+    data = [name for name in present.files if name.startswith("data/")]
+    other = next((name for name in data if not _PART.fullmatch(name)), None)
     if other is None and card and _TAG not in card:
         other = "README.md"
     if other is not None:
         return f"it holds {other}, which no job of batchspec made; {instead}"
-    for name in _ends([name for name in present.files if _PART.fullmatch(name)]):
+    for name in _ends(data):
         found = _job_of(name, present)
         if not found:
             return f"it holds {name}, which names no job and may be of another one{_described(card)}; {instead}"
-        if found not in (job, before):
+        if found != job:
             own = f"this one is {job[:8]}" if job else "this one is new"
-            return f"it holds the rows of another job, {for_terminal(found[:8])}{_described(card)}; {own}: {instead}"
-        if num_shards is not None and found == job and int(_PART.sub(r"\1", name)) >= num_shards:
-            return (
-                f"it holds {name} of this job, which has {counted(num_shards, 'shard')} in this folder and was extended in "
-                f"another one, or before this one was deleted; {instead}"
-            )
+            return f"it holds the rows of another job, {for_terminal(found[:8])}{_described(card)}; {own}; {instead}"
+    lost = [name for name in data if names is not None and name not in names]
+    if lost:
+        return f"it holds {counted(len(lost), 'file')} of this job that this folder lacks, such as {lost[0]}; {instead}"
     return None
 
 

@@ -8,6 +8,7 @@ from glob import has_magic
 from pathlib import Path
 
 from batchspec import terminal
+from batchspec.config.schema import OutputConfig
 from batchspec.errors import Interrupted, StorageError
 from batchspec.model.token_texts import TokenTexts
 from batchspec.prepare import Job
@@ -36,7 +37,7 @@ def conclude(job: Job, output: OutputFolder, signals: EndSignals, *, again: bool
         finish(output, stats, again=again)
         write_answers_of(job, output, again=again)
         if repo is not None:
-            terminal.say(_pushed(output, repo, private=job.config.output.push_private).line())
+            terminal.say(_pushed(output, repo, job.config.output).line())
     except KeyboardInterrupt:
         signals.ignore()
         left = [*unwritten(output, job.config.output.openai), *([] if repo is None else [f"the dataset {repo} of the hub"])]
@@ -59,11 +60,11 @@ def conclude(job: Job, output: OutputFolder, signals: EndSignals, *, again: bool
     terminal.say(f"             python -c {shlex.quote(code)}")
 
 
-def _pushed(output: OutputFolder, repo: str, *, private: bool) -> Pushed:
+def _pushed(output: OutputFolder, repo: str, keys: OutputConfig) -> Pushed:
     try:
-        return push_output(output, repo, private=private)
+        return push_output(output, repo, private=keys.push_private, overwrite=keys.push_overwrite)
     except StorageError as error:
-        alone = push_command(output.path, repo, private=private)
+        alone = push_command(output.path, repo, *["--overwrite"] * keys.push_overwrite, private=keys.push_private)
         raise StorageError(f"{output.path}: all rows are committed but not pushed: {error}, or: {alone}") from error
 
 

@@ -14,7 +14,6 @@ _batchspec/kv_scales.json scales of an e4m3 K/V cache, the same for all runs; wr
 _batchspec/weights.json   sha256 of every tensor of the model, the same for all runs; written once
 _batchspec/retry          retries and extensions of the job, see generations.py
 _batchspec/overwrite      which process deleted the folder's previous job, see overwrite.py
-_batchspec/pushed         which job the folder pushed last to a dataset of the hub; kept when the job is overwritten
 """
 
 from __future__ import annotations

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from batchspec.errors import OutputError
@@ -20,7 +18,6 @@ from batchspec.runstate.journal import Journal
 
 KV_SCALES = "_batchspec/kv_scales.json"
 WEIGHTS = "_batchspec/weights.json"
-PUSHED = "_batchspec/pushed"
 
 
 class RunFolder(JobFolder):
@@ -63,27 +60,6 @@ class RunFolder(JobFolder):
             time.sleep(SETTLE_S)
         return self._store.read(WEIGHTS)
 
-    def pushed_job(self, repo: str) -> str:
-        """The id of the job that this folder pushed last to a dataset of the hub, also if it was overwritten since; empty if none
-        is known. A copy of the folder, or one that was moved, has pushed nothing.
-        """
-        name = _pushed_name(repo)
-        try:
-            record = json.loads(self._store.read(name)) if self._store.exists(name) else {}
-            return str(record["job"]) if (record["repo"], record["folder"]) == (repo, self._place) else ""
-        except (ValueError, KeyError, TypeError):  # damaged: the push is then refused
-            return ""
-
-    def keep_pushed(self, repo: str) -> None:
-        """Record that the present job was pushed to this dataset. Raises StorageError, and OutputError as `check_own`."""
-        record = {"repo": repo, "folder": self._place, "job": self.manifest.job}
-        self._put_own(_pushed_name(repo), json.dumps(record).encode())
-
-    @property
-    def _place(self) -> str:
-        """The folder's path, the same from every working folder and through every link."""
-        return self.path if "://" in self.path else str(Path(self.path).resolve())
-
     def log_run(self, facts: Mapping[str, Any]) -> None:
         """Store the summary of a run that has ended. Raises StorageError, and OutputError as `check_own`."""
         self._put_own(f"_batchspec/logs/run-{self.attempt}.json", (json.dumps(dict(facts)) + "\n").encode())
@@ -120,7 +96,3 @@ class RunFolder(JobFolder):
             if self._store.read(name) == data:
                 self._store.delete(name, version)
             raise
-
-
-def _pushed_name(repo: str) -> str:
-    return f"{PUSHED}/{hashlib.sha256(repo.encode()).hexdigest()}.json"

@@ -87,14 +87,14 @@ def check_push(repo: str) -> None:
         raise ConfigError(f"{repo}: a push needs a token that may write; set HF_TOKEN, or log in (hf auth login)")
 
 
-def check_target(repo: str, *, private: bool, refusal: Refusal) -> Present | None:
+def check_target(repo: str, *, private: bool, refusal: Refusal | None) -> Present | None:
     """What the dataset holds; None if there is no such dataset. Only reads; raises as `push` with the same arguments."""
     present = _Hub(repo).present_if_there()
     if present is None:
         return None
     if private and not present.is_private:
         raise ConfigError(f"{repo} is public on the hub; make it private there, or push to it as public")
-    if (why := refusal(present)) is not None:
+    if refusal is not None and (why := refusal(present)) is not None:
         raise OutputError(f"{repo}: {why}")
     return present
 
@@ -104,14 +104,14 @@ def push(
     files: Sequence[PushedFile],
     *,
     private: bool,
-    refusal: Refusal,
+    refusal: Refusal | None,
     deletes: Callable[[str], bool],
     message: str,
 ) -> Pushed:
     """Create the dataset if it does not exist, and give it these files.
 
     private  whether a new dataset is private; an existing one must not be public then
-    refusal  says why the present files must not be replaced, if so
+    refusal  says why the present files must not be replaced, if so; None: any may be
     deletes  whether a present file that is not among `files` is deleted
     Raises ConfigError and OutputError for errors that a retry cannot cure, StorageError for others. A refusal comes before
     anything is sent.

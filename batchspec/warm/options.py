@@ -22,6 +22,7 @@ NOT_HERE = {
     "output.overwrite": "each call returns its rows and writes nothing",
     "output.push_to_hub": "each call returns its rows and writes nothing",
     "output.push_private": "each call returns its rows and writes nothing",
+    "output.push_overwrite": "each call returns its rows and writes nothing",
     "output.license": "each call returns its rows and writes nothing",
     "resume": "nothing is stored that could be resumed",
     "cluster": "it computes with one copy of the model",

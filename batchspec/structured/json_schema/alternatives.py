@@ -116,9 +116,7 @@ class Alternatives:
         brought = [] if isinstance(needed, list) else [(f"{where}/{key}/{name}", needed)]
         if len(more) < MAX_TRIGGERS or name in named_keys([leaf, *others])[1]:
             return rest, [[(where, absent)], [(where, present), *brought]]
-        said = (
-            f"{where}/{key}: of optional properties with dependencies only the last {MAX_TRIGGERS} are written; require others"
-        )
+        said = f"{where}/{key}: of optional properties with dependencies only the last {MAX_TRIGGERS} are written; require others"
         left_out = made(schema, (key, NOT_FIT), lambda: {NOT_FIT: (said, {"not": schema})})
         return rest, [[(where, absent)], [(where, left_out)]]
 
