@@ -57,9 +57,9 @@ def padded_passes() -> Iterator[list[PassShape]]:
             there.copy_(value)
         left[:] = home
         results, slot_ids, carried = home[: len(found.result.tensors)], home[len(found.result.tensors)], found.carried
-        names = ("log", "logprobs", "top_ids", "top_logprobs", "experts_read")
-        kept = [name for name in names if getattr(found.result, name) is not None]
-        result = RoundResult(**dict(zip(kept, results, strict=True)))
+        log, *others = results
+        count = len(found.result.read)
+        result = RoundResult(log, tuple(others[:count]), *others[count:])
         return Prefilled(result, found.mask, slot_ids, home[len(home) - len(carried) :] if carried else ())
 
     def send(result: RoundResult, began: Moment | None = None) -> PendingResult:

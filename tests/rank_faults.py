@@ -43,8 +43,7 @@ def make_faulty() -> None:
     def executed(self: Executor, step: ScheduledStep) -> None:
         count[0] += step.round is not None
         if KIND == "poison":
-            refills = step.prefill.refills if step.prefill else ()
-            if any(int(refill.request.prompt_ids[0]) == int(STEP) for refill in refills):
+            if any(int(refill.request.prompt_ids[0]) == int(STEP) for refill in step.refills):
                 os.kill(os.getpid(), signal.SIGKILL)
         elif count[0] == int(STEP):
             count[0] += 1

@@ -142,8 +142,8 @@ def test_free_slots_wait_until_they_have_idled_as_long_as_a_short_pass_takes(pro
 def test_slots_wait_for_the_time_of_a_replay_only_where_the_next_pass_can_be_replayed(
     prompt: int, waits: bool, rounds: int
 ) -> None:
-    """2 s to launch, half a second to replay, for rows of up to 5 tokens that need not wait in their slots; a round takes 1 s, and one of
-    eight slots is free."""
+    """2 s to launch, half a second to replay, for rows of up to 5 tokens that need not wait in their slots; a round takes 1 s,
+    and one of eight slots is free."""
     pools = pools_of(200)
     asked = [progress(request(i, [1] * prompt, cap=4)) for i in range(20)]
     for own in asked[8:]:
@@ -313,7 +313,10 @@ def test_a_prefix_that_nobody_owns_any_more_counts_as_pages_to_be_taken() -> Non
 
 
 @given(
-    st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40), st.integers(1, 7), st.integers(0, 2), st.sampled_from([b"", b"\0\0\0\1"])
+    st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40),
+    st.integers(1, 7),
+    st.integers(0, 2),
+    st.sampled_from([b"", b"\0\0\0\1"]),
 )
 def test_a_page_key_is_the_hash_of_the_key_before_and_of_the_page_and_its_lookahead(
     ids: list[int], page_size: int, lookahead: int, salt: bytes

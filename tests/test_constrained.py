@@ -23,7 +23,7 @@ from batchspec.engine.features.automaton_places import AutomatonPlaces
 from batchspec.engine.sampling import greedy_sample as choose_greedily
 from batchspec.model.target import Target
 from batchspec.records import Completion, Request, SamplingParams, Snapshot, Thinking
-from batchspec.token_automaton import ENDS, FORCED
+from batchspec.token_automaton import ENDS, FORCED, TokenAutomaton
 from tests.automata import BEGIN, END, EOS, TOKENS, VOCABULARY, automaton, constrained_tokens, may_follow, written
 from tests.automata import PATTERNS_OF_LETTERS as PATTERNS
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, make_engine, packed, request, tiny_target
@@ -252,6 +252,14 @@ def test_before_its_minimum_a_text_ends_only_if_it_cannot_continue() -> None:
     assert made.table[made.walk(made.answer, [5]), FORCED] == 6
 
 
+def held_in(places: AutomatonPlaces, one: TokenAutomaton) -> bool:
+    """Whether there is room for the automaton of a row, which then enters a slot."""
+    if not places.bring(one):
+        return False
+    places.hold(one)
+    return True
+
+
 def test_an_automaton_keeps_its_place_while_a_row_follows_it() -> None:
     first, second, third = (automaton(pattern) for pattern in PATTERNS[:3])
     largest = max((first, second, third), key=lambda one: one.num_words)
@@ -259,19 +267,19 @@ def test_an_automaton_keeps_its_place_while_a_row_follows_it() -> None:
         num_tokens=VOCAB, table_words=1 + largest.num_words, masks_bytes=4 * max(len(one.masks) for one in (first, second, third))
     )
     places = AutomatonPlaces(room)
-    assert places.hold(first)
-    assert places.hold(first)
+    assert held_in(places, first)
+    assert held_in(places, first)
     (upload,) = places.take_uploads()
     assert (upload.place, len(upload.words)) == (1, first.num_words)
     places.release(first)
-    assert not places.hold(second)  # a row still follows the first
+    assert not held_in(places, second)  # a row still follows the first
     assert places.take_uploads() == ()
     places.release(first)
-    assert places.hold(first)  # it is there still
+    assert held_in(places, first)  # it is there still
     assert places.take_uploads() == ()
     places.release(first)
     for one in (second, third, first):
-        assert places.hold(one)
+        assert held_in(places, one)
         (upload,) = places.take_uploads()
         assert upload.masks is one.masks
         places.release(one)
@@ -282,7 +290,7 @@ def test_automata_share_the_tables_without_overlap() -> None:
     places, held, taken, refused = AutomatonPlaces(room), deque[Any](), 0, 0
     for turn in range(60):
         one = automaton(PATTERNS[(turn * 7) % len(PATTERNS)])
-        while not places.hold(one):
+        while not held_in(places, one):
             there = sorted((each.place, each.place + each.automaton.num_words) for each in places._residents.values())
             assert all(each.num_rows for each in places._residents.values())  # whatever no row follows has made room
             ends, begins = [1, *(end for _, end in there)], [*(begin for begin, _ in there), room.table_words]

@@ -77,7 +77,7 @@ def poison(row: str, number: int, sample: int = 0) -> None:
     execute = Executor.execute
 
     def deadly(self: Executor, step: ScheduledStep) -> None:
-        requests = [refill.request for refill in step.prefill.refills] if step.prefill else []
+        requests = [refill.request for refill in step.refills]
         if any((request.request_id, request.sample_index) == (row, sample) for request in requests):
             os.kill(os.getpid(), number)
         execute(self, step)
@@ -228,7 +228,7 @@ def break_row(row: str) -> None:
     execute = Executor.execute
 
     def broken(self: Executor, step: ScheduledStep) -> None:
-        if step.prefill and any(refill.request.request_id == row for refill in step.prefill.refills):
+        if any(refill.request.request_id == row for refill in step.refills):
             raise RuntimeError("an illegal memory access was encountered")
         execute(self, step)
 

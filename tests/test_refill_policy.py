@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.draft.none import NoDrafter
 from batchspec.engine import scheduler as scheduler_module
 from batchspec.engine.executor import Executor
@@ -84,14 +85,14 @@ def test_as_many_rounds_as_the_device_needs_are_launched_before_a_refill(nums_le
     assert [unread for _, unread in found[: len(counts)]] == [2 + count for count in counts]
 
 
-@pytest.mark.parametrize("change", ["scores", "lazy", "no graphs"])
-def test_no_extra_round_precedes_refills_of_scoring_lazy_automata_or_rounds_without_graphs(change: str) -> None:
+@pytest.mark.parametrize("change", ["no row decodes", "rows may wait", "no graphs"])
+def test_no_extra_round_precedes_refills_without_rounds_beside_rows_that_may_wait_or_without_graphs(change: str) -> None:
     for changed in (False, True):
         scheduler = object.__new__(Scheduler)
         now = change if changed else ""
         executor: Any = SimpleNamespace(num_left_at_refill=None if now == "no graphs" else 0)
-        lazy: Any = object() if now == "lazy" else None
-        scheduler._executor, scheduler._scores, scheduler._lazy = executor, now == "scores", lazy
+        slots: Any = SimpleNamespace(num_decoding=now != "no row decodes", mode=SamplingMode(waits=now == "rows may wait"))
+        scheduler._executor, scheduler.slots = executor, slots
         scheduler._rounds_before_refill = 0
         scheduler._learn_from_refill()
         assert scheduler._rounds_before_refill == (0 if changed else 1)

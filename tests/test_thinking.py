@@ -301,7 +301,8 @@ def test_a_row_that_changes_its_slot_is_checked_when_its_budget_or_a_thought_req
     table = SlotTable(4, 64, 0)
     for slot, opened in ((2, True), (3, False)):
         how = thinking(2, opened=opened)
-        table.place([RequestState.of(replace(request(slot, [7] * 10, cap=9), thinking=how), 0, [ThinkingBudgets()])], [slot], slot)
+        asked = replace(request(slot, [7] * 10, cap=9), thinking=how)
+        table.place([RequestState.of(asked, 0, [ThinkingBudgets()])], [slot], slot)
     table.move([(2, 0), (3, 1)])
     slots = np.array([0, 1])
     begins, ends = (RoundLog.of(np.array([[0, 0, 1, 0, 7, -1], [0, 0, 1, 0, 7, mark]], np.int32)) for mark in (BEGIN, END))

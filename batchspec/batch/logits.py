@@ -111,8 +111,10 @@ def drafters_read_drafts(mode: SamplingMode) -> bool:
 def masks_alone(mode: SamplingMode) -> LogitRule | None:
     """The rule that turns greedy choices of the target into choices among the tokens of its masks; None: logits must be
     changed."""
-    (*others, rule) = [rule for rule in RULES if rule.wanted(mode)] or [None]
-    return None if others or rule is None or rule.masks is None or mode.random or mode.waits else rule
+    wanted = [rule for rule in RULES if rule.wanted(mode)]
+    if len(wanted) != 1 or wanted[0].masks is None or mode.random or mode.waits:
+        return None
+    return wanted[0]
 
 
 def check_drafts(rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, mode: SamplingMode) -> None:

@@ -174,8 +174,7 @@ class EngineRun:
             (done if one.state.ready else waiting).append(one)
         self._ended[:] = waiting
         if not done and self.scheduler.idle and (stopping or not self.slots.num_decoding):
-            if pending := [future for feature in self.features for future in feature.pending()]:
-                wait(pending, REST_S, FIRST_COMPLETED)
+            wait([future for feature in self.features for future in feature.pending()], REST_S, FIRST_COMPLETED)
         return done
 
     def is_over(self, *, stopping: bool) -> bool:

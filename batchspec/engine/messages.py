@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.engine.step import Prefill, ScheduledStep
+from batchspec.engine.step import ScheduledStep
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Request
 from batchspec.token_automaton import TokenSymbols
@@ -88,18 +88,14 @@ Message = Load | Calibrate | Scales | Build | Prepare | Begin | Step | NewWeight
 
 
 def encode(message: Message) -> bytes:
-    if isinstance(message, Step) and message.step.prefill is not None:
-        message = Step(replace(message.step, prefill=_stripped(message.step.prefill)), message.number)
+    if isinstance(message, Step):
+        refills = tuple(replace(refill, request=_on_device(refill.request)) for refill in message.step.refills)
+        message = Step(replace(message.step, refills=refills), message.number)
     return _ENCODER.encode(message)
 
 
 def decode(data: bytes) -> Message:
     return _DECODER.decode(data)
-
-
-def _stripped(prefill: Prefill) -> Prefill:
-    refills = tuple(replace(refill, request=_on_device(refill.request)) for refill in prefill.refills)
-    return replace(prefill, refills=refills)
 
 
 def _on_device(request: Request) -> Request:

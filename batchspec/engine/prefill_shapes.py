@@ -72,8 +72,7 @@ class PassShapes:
         self._layouts = {kv.layout for kv in round_.cache.layers}
         self._on_gpu = round_.cache.layers[0].pages.is_cuda
         # Never padded: passes whose rows do not decode, which keep logits of all tokens; passes of several ranks, which exchange
-        # in buffers of the largest pass; deterministic passes, of which it was not shown that products do not depend on the padded
-        # number of tokens.
+        # in buffers of the largest pass; deterministic passes, because products may depend on the padded number of tokens.
         self._never = (
             not round_.options.decodes
             or round_.target.ranks is not None

@@ -92,7 +92,7 @@ class SharedVocabulary(Vocabulary):
     @property
     def _first(self) -> int:
         """The first token of this rank."""
-        return self.target.spec.vocab_part.start
+        return int(self.target.spec.vocab_part.start)
 
 
 def checksums(hidden: Tensor) -> Tensor:

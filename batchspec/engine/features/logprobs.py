@@ -63,7 +63,7 @@ class Logprobs(RowFeature):
         if done.token_ids is None:
             return done
         logprobs, *top = kept.of(len(done.token_ids), forced=state.forced)
-        return replace(done, logprobs=logprobs, top_logprobs=tuple(top) or None)
+        return replace(done, logprobs=logprobs, top_logprobs=(top[0], top[1]) if top else None)
 
 
 class _Kept:
@@ -73,13 +73,13 @@ class _Kept:
         self._none = [np.full(1, np.nan, np.float32)]
         if num_top:
             self._none += [np.full((1, num_top), -1, np.int32), np.full((1, num_top), np.nan, np.float32)]
-        self._parts: list[tuple[int, list[NDArray[np.generic]]]] = []
+        self._parts: list[tuple[int, list[NDArray[Any]]]] = []
         """Place of the first token, and the values, in the order in which they were read: later ones count."""
 
-    def put(self, place: int, values: list[NDArray[np.generic]]) -> None:
+    def put(self, place: int, values: list[NDArray[Any]]) -> None:
         self._parts.append((place, [part.copy() for part in values]))
 
-    def of(self, count: int, forced: Sequence[range]) -> list[NDArray[np.generic]]:
+    def of(self, count: int, forced: Sequence[range]) -> list[NDArray[Any]]:
         """The values of the first `count` tokens; none (NaN, ids of -1) for tokens that the model did not choose."""
         found = [np.repeat(none, count, axis=0) for none in self._none]
         for place, values in self._parts:
