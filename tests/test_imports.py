@@ -312,6 +312,14 @@ def test_a_module_imports_only_what_its_place_allows(path: Path) -> None:
             assert top in ("torch", "triton", "batchspec"), f"{module} imports {name}"
 
 
+def test_the_engine_knows_no_feature_by_name() -> None:
+    """Features know the engine: whoever builds an engine brings its features."""
+    core = [path for path in sources() if within(module_of(path), {"engine"}) and not within(module_of(path), {"engine.features"})]
+    assert len(core) > 30
+    known = {module_of(path): name for path in core for name in imports(path) if within(name, {"batchspec.engine.features"})}
+    assert known == {}
+
+
 def test_records_and_io_can_be_read_without_torch() -> None:
     modules = [module_of(path) for path in sources()]
     light = ("dataset", "storage", "runstate", "records", "packed_batch", "errors", "config")

@@ -13,14 +13,12 @@ Steps:
 Requests on the host:
   request_state.py      one request: tokens so far, statistics
   slots.py              all slots, one array a field
-  stop_strings.py       stop strings in the text
-  token_kinds.py        kinds of output tokens; thinking.py and channels.py find the kind of each token; channel_calls.py
-  last_check.py         a row with a constraint is checked before it becomes a completion
+  row_feature.py        what a row may ask for beyond tokens: the places where a feature acts; features/ has them all
   completion.py         the completion of an ended request
 Rounds on the device:
   round.py              draft, verify, accept, commit, catch up; verify_inputs.py: what it verifies;
                         tree_round.py: the same for trees; ablation.py: its variants
-  sampling.py           logits -> the target's choice; logprobs.py: log-probabilities
+  sampling.py           logits -> the target's choice
   graphs.py             rounds as CUDA graphs; graph_pool.py: capture
   results.py            results on their way to the host, and there
   shared_prefix.py      rows whose first pages are the same
@@ -33,11 +31,8 @@ Prefill:
   prefill_cost.py       the time of a pass
   expected_passes.py    the shapes that passes of the surveyed rows will most likely have
   refill_times.py       the fixed time of refills, learned from the run
-  score_pass.py         scoring prompts on the device; scoring.py: on the host; choices.py: texts after a prompt
-Automata (structured output):
-  automaton_places.py   which automata are on the device, and where
-  lazy_states.py        rows that wait for states; lazy_places.py: where these are on the device
 Several ranks for one model:
   lockstep.py           the leader decides, all execute; messages.py: what it sends
-  vocabulary.py         choices when each rank has a part of the vocabulary; cutoff_of_ranks.py: top-k, top-p, min-p
+  vocabulary.py         choices among the tokens of the vocabulary; vocabulary_of_ranks.py: each rank has a part of it;
+                        cutoff_of_ranks.py: top-k, top-p, min-p of these
 """
