@@ -95,7 +95,7 @@ def test_a_job_writes_the_logprobs_that_transformers_computes(
     capsys.readouterr()
     left_out = ("decode.score", "output.prompt_logprobs")
     assert run.main([*(word for word in words if not word.startswith(left_out)), "decode.max_new_tokens=3"]) == 2
-    assert re.search(r"holds another job \(.*\bdecode\.score: prompts -> ", capsys.readouterr().err)
+    assert re.search(r"holds another job \(.*\bdecode\.score: \"prompts\" -> ", capsys.readouterr().err)
     for command in (["stats", str(out)], ["status", str(out)], ["inspect", str(out), "q1"], ["report", str(out)]):
         assert cli(command) == 0, command
     assert cli(["export", str(out), "--to", "chat", str(tmp_path / "x.jsonl")]) == 2
