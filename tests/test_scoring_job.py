@@ -92,10 +92,6 @@ def test_a_job_writes_the_logprobs_that_transformers_computes(
     assert found["prompt_logprob_sum"].is_null().to_list() == [False] * 6 + [True] * 2
     assert sum(usage["cached_tokens"] for usage in found["usage"].head(6)) > 0
     assert run.main(words) == 0  # nothing left to compute
-    capsys.readouterr()
-    left_out = ("decode.score", "output.prompt_logprobs")
-    assert run.main([*(word for word in words if not word.startswith(left_out)), "decode.max_new_tokens=3"]) == 2
-    assert re.search(r"holds another job \(.*\bdecode\.score: \"prompts\" -> ", capsys.readouterr().err)
     for command in (["stats", str(out)], ["status", str(out)], ["inspect", str(out), "q1"], ["report", str(out)]):
         assert cli(command) == 0, command
     assert cli(["export", str(out), "--to", "chat", str(tmp_path / "x.jsonl")]) == 2
@@ -105,6 +101,9 @@ def test_a_job_writes_the_logprobs_that_transformers_computes(
     assert "holds scores and no output tokens, so there is nothing to decode again" in said
     assert "left out)\n" in said
     assert not re.search(r"\brounds?\b", said)
+    left_out = ("decode.score", "output.prompt_logprobs")
+    assert run.main([*(word for word in words if not word.startswith(left_out)), "decode.max_new_tokens=3"]) == 2
+    assert re.search(r"holds another job \(.*\bdecode\.score: \"prompts\" -> ", capsys.readouterr().err)
 
 
 def test_scores_that_a_lost_run_saved_are_those_of_the_job(
