@@ -22,7 +22,7 @@ from batchspec.runstate.manifest import fingerprint
 
 CONSTRAINTS_VERSION = 2
 """Raised with every change of what is written for a constraint: a job that began with another version is refused."""
-NEWER_KEYS = ("frequency_penalty", "logit_bias")
+NEWER_KEYS = ("frequency_penalty", "logit_bias", "score")
 """Keys of `decode` that are left out where they are off, so that jobs begun before these keys existed resume."""
 
 
@@ -56,10 +56,10 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "input.files": [file.identity for file in job.source.files],
             "input.columns": dict(sorted(job.columns.names.items())),
             **{f"input.{key}": getattr(config.input, key) for key in ("chat", "on_overlong", "limit", "template_kwargs")},
-            "input.system": config.input.system,
             # Left out at their defaults, so that jobs begun before these keys existed resume.
             **({} if config.input.template_date == TEMPLATE_DATE else {"input.template_date": config.input.template_date}),
             **({} if config.input.final_assistant == "error" else {"input.final_assistant": config.input.final_assistant}),
+            **({} if config.input.system is None else {"input.system": config.input.system}),
             **({"input.drop": sorted(config.input.drop)} if config.input.drop else {}),
             "output.schema": [(field.name, str(field.type)) for field in schema],
             "output.messages": config.output.messages,
@@ -83,7 +83,11 @@ def weight_parts(folder: Path, *, dummy: bool) -> dict[str, Any]:
 def _newer_parts(job: Job) -> dict[str, Any]:
     """Those of NEWER_KEYS that are not off."""
     decode = job.config.decode
-    parts = {"decode.frequency_penalty": decode.frequency_penalty, "decode.logit_bias": job.admission.settings.logit_bias}
+    parts = {
+        "decode.frequency_penalty": decode.frequency_penalty,
+        "decode.logit_bias": job.admission.settings.logit_bias,
+        "decode.score": None if decode.score == "none" else decode.score,
+    }
     return {key: value for key, value in parts.items() if value}
 
 

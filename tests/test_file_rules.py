@@ -17,9 +17,11 @@ OPENS: dict[str, str] = {
     "report.start_up": "/proc",
     "load_progress": "/proc",
     "cluster.crew": "/proc",
+    "tuning.cpu_threads": "/proc and the control group",
     "packing.planner": "/proc and the control group",
     "commands.bench_job": "/proc",
     "config.reference": "the package's own conf",
+    "cluster.manifests": "the package's own recipes",
     "tuning.table": "the package's own tables, and that of doctor --tune",
     "train.folder": "the record that a training wrote",
     "model.packaged": "the wheel, after is_file",
@@ -30,10 +32,10 @@ OPENS: dict[str, str] = {
     "commands.workloads": "after is_file",
     "commands.profile": "what torch's profiler wrote",
     "storage.hub_push": "shards of this job",
+    "storage.new_file": "the file that it has just made",
     "storage.s3_store": "shards that this run made",
     "runstate.shard_writer": "shards that this run made",
     "storage.local_store": "folders, to sync them",
-    "commands.export": "the new file, to sync it",
     "commands.compact": "the new file, to sync it",
 }
 READERS = ("safe_open", "GGUFReader", "load_file", "torch.load", "os.open", "open")

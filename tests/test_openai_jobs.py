@@ -248,7 +248,10 @@ def test_a_converted_file_and_the_lines_give_the_same_answers(folder: Path, mode
         (["output.openai={tmp}/in.jsonl", "output.overwrite=true"], "output.openai={tmp}/in.jsonl lies in input.path={tmp}/in"),
         (["output.openai={tmp}/out/data/a.jsonl"], "data/ may only hold shards"),
         (["output.openai={tmp}/there.jsonl/a.jsonl"], "is a folder, or lies in a file"),
-        (["output.openai=a.jsonl", "decode.score=prompts"], "output.openai=a.jsonl with decode.score=prompts has no"),
+        (
+            ["output.openai=a.jsonl", "decode.score=prompts", "decode.max_new_tokens=1024"],
+            "output.openai=a.jsonl with decode.score=prompts has no",
+        ),
     ],
 )  # fmt: skip
 def test_a_file_of_answers_that_cannot_be_is_refused_before_the_work(

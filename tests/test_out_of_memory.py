@@ -85,8 +85,8 @@ PLACES: dict[str, tuple[type, str, BaseException, int]] = {
     "a round": (Round, "run", GPU, 7),
     "a round, of the host": (Round, "run", MemoryError(), 7),
     "a shard that is admitted, after the survey": (Admission, "admit", MemoryError(), 6),
-    "the table of a shard": (ShardWork, "table", MemoryError(), 1),
-    "the table of a later shard": (ShardWork, "table", MemoryError(), 3),
+    "the table of a shard": (ShardWork, "compact_table", MemoryError(), 1),
+    "the table of a later shard": (ShardWork, "compact_table", MemoryError(), 3),
     "publishing a shard": (OutputFolder, "publish", MemoryError(), 2),
 }
 

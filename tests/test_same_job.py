@@ -99,6 +99,11 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "output.shard_rows": (4, "output.shard_rows"),
     "output.messages": ("prompt", "output.messages"),
     "output.reasoning_in_messages": (True, "output.reasoning_in_messages"),
+    "input.system": ("Be brief.", "input.system"),
+    "input.drop": (["logprobs"], "input.drop"),
+    "decode.score": ("prompts", "decode.score"),
+    "model.tool_calls": ("hermes", "model.tool_calls"),
+    "output.logprob_tokens": (True, "output.schema"),
     "output.token_ids": (False, "output.schema"),
     "output.prompt_ids": (False, "output.schema"),
     "output.logprobs": (1, "output.logprobs"),
@@ -106,9 +111,18 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "output.passthrough": ("none", "output.schema"),
 }
 """Keys that make another job -> another value, and what the refusal names."""
+ELSEWHERE = {
+    "model.activations": "tests/test_fp8.py",
+    "model.adapters": "tests/test_lora_rows.py",
+    "model.tool_calls": "tests/test_tool_calls.py",
+    "input.drop": "tests/test_openai_jobs.py",
+    "output.logprob_tokens": "the test below",
+    "decode.score": "tests/test_scoring_job.py",
+}
+"""Keys that need other rows or another model -> where they are tested."""
 NO_PART = re.compile(
     r"(packing|resume|cluster|ablation)\..*|draft\.(?!synthetic).*|model\.(path|revision)|input\.(max_error_fraction|num_workers|config_name|split)"
-    r"|output\.(dir|overwrite|license|push_to_hub|push_private|push_overwrite)|device|requires_gpu"
+    r"|output\.(dir|openai|overwrite|license|push_to_hub|push_private|push_overwrite)|device|requires_gpu"
 )
 """Keys that say where a job lies and how it is run."""
 
@@ -142,7 +156,7 @@ def test_another_value_of_any_key_that_makes_another_job_is_refused_by_name(fini
     job = open_job(compose(arguments(model, finished.parent / "prompts.parquet", finished)))
     assert not check_output(job).missing()
     for key, (value, name) in CHANGES.items():
-        if key in ("model.activations", "model.adapters"):  # FP8, a column: tests/test_fp8.py, tests/test_lora_rows.py
+        if key in ELSEWHERE:
             continue
         value = value.format(folder=tmp_path) if isinstance(value, str) else value
         config = changed(job.config, key, value)
@@ -152,6 +166,12 @@ def test_another_value_of_any_key_that_makes_another_job_is_refused_by_name(fini
         with pytest.raises(OutputError, match=rf"holds another job \(.*\b{re.escape(name)}: .*output\.overwrite=true") as caught:
             check_output(other)
         assert "\n" not in str(caught.value)
+
+
+def test_the_texts_of_likeliest_tokens_are_a_part_of_what_a_job_is(finished: Path, model: Path) -> None:
+    job = open_job(compose(arguments(model, finished.parent / "prompts.parquet", finished, "output.logprobs=1")))
+    other = replace(job, config=changed(job.config, "output.logprob_tokens", True))
+    assert job_fingerprint(other) != job_fingerprint(job)
 
 
 def test_how_and_where_a_job_is_run_does_not_enter_its_fingerprint(finished: Path, model: Path) -> None:

@@ -101,6 +101,9 @@ def test_a_job_writes_the_logprobs_that_transformers_computes(
     assert "holds scores and no output tokens, so there is nothing to decode again" in said
     assert "left out)\n" in said
     assert not re.search(r"\brounds?\b", said)
+    left_out = ("decode.score", "output.prompt_logprobs")
+    assert run.main([*(word for word in words if not word.startswith(left_out)), "decode.max_new_tokens=3"]) == 2
+    assert re.search(r"holds another job \(.*\bdecode\.score: \"prompts\" -> ", capsys.readouterr().err)
 
 
 def test_scores_that_a_lost_run_saved_are_those_of_the_job(
