@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Mapping
 
 MESSAGE_CHARS = 2000
 CELL_CHARS = 120
@@ -28,6 +29,11 @@ UNSAFE = re.compile(
 def counted(number: int, noun: str) -> str:
     """1 shard, 2 shards, 1,000 shards."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def listed(counts: Mapping[str, int]) -> str:
+    """1,000 ok, 2 error; empty without any."""
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items())
 
 
 def for_terminal(text: str) -> str:

@@ -18,9 +18,12 @@ from tests.runs import make_model
 
 ROOT = Path(__file__).parents[1]
 DEPENDENCIES = ("numpy", "torch", "polars", "pyarrow", "hydra", "omegaconf", "jinja2", "tokenizers", "safetensors", "msgspec")
-BEFORE = {"abc", "codecs", "collections", "contextlib", "functools", "io", "keyword", "operator", "os", "reprlib", "runpy",
-          "site", "stat", "sys", "threading", "types", "warnings"}  # fmt: skip
-"""Modules that `python -m` may import before it imports batchspec: only the user can prevent that, by python -P."""
+SHOW_IMPORTED = "import runpy, sys; print(*sys.modules)"
+BEFORE = set(
+    subprocess.run([sys.executable, "-S", "-c", SHOW_IMPORTED], capture_output=True, text=True, check=True).stdout.split()
+)
+"""Modules that `python -m` may import before it imports batchspec: only the user can prevent that, by python -P.
+-S leaves out the site module: which of them it has imported earlier depends on the .pth files of the environment."""
 
 
 @pytest.fixture(scope="module")

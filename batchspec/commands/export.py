@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
-from batchspec.commands.picked_rows import SCORE, PickedRows, Wish, listed, picked_rows
+from batchspec.commands.picked_rows import SCORE, PickedRows, Wish, picked_rows
 from batchspec.commands.trainer_rows import (
     TURNS,
     as_openai,
@@ -57,12 +57,12 @@ from batchspec.local_files import open_regular, unusable_name
 from batchspec.model.hub import find_model
 from batchspec.model.token_texts import TokenTexts
 from batchspec.model.tokenizer import Tokenizer
-from batchspec.report.answers import rows_of, write_answers
+from batchspec.report.answers import NO_TOKEN_IDS, check_not_in_data, rows_of, write_answers
 from batchspec.runstate.manifest import fingerprint
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
 from batchspec.storage.new_file import new_file, write_lines
-from batchspec.text import counted, for_shell
+from batchspec.text import counted, for_shell, listed
 
 FORMATS = ("chat", "prompt_completion", "preference", "prompt_only", "openai")
 SUFFIXES = {
@@ -152,8 +152,7 @@ def export(output: OutputFolder, target: Path, form: str, wish: Wish, keep: Sequ
     done = sorted(output.committed())
     if not done:
         raise OutputError(f"{output.path} has no committed shard yet; run the job first")
-    if target.absolute().is_relative_to(Path(output.path, "data").absolute()):
-        raise OutputError(f"{target}: data/ may only hold shards, as readers take every file in it; write elsewhere")
+    check_not_in_data(target, output.path, str(target))
     config = output.manifest.config
     kept = config.get("output", {}).get("messages", "full")
     if config.get("decode", {}).get("score") == "prompts":
@@ -197,7 +196,7 @@ def export(output: OutputFolder, target: Path, form: str, wish: Wish, keep: Sequ
             count = _write_rows(lines, target, pa.schema(columns))
     if len(done) < output.num_shards:
         terminal.say(f"{len(done)} of {output.num_shards} shards are committed; the others are not in the file")
-    missing = ", ".join(listed({why: number for why, number in sorted(left_out.items()) if number}))
+    missing = listed({why: number for why, number in sorted(left_out.items()) if number})
     what = counted(count, "row" if target.suffix == ".parquet" else "line")
     return f"{target}: {what}" + (f"; rows left out: {missing}" if missing else "")
 
@@ -222,7 +221,7 @@ def _token_text(output: OutputFolder, done: list[int]) -> TokenText | None:
         return None
     try:
         if "token_ids" not in columns:
-            raise ConfigError("the job has no column token_ids; output.token_ids=true writes it")
+            raise ConfigError(NO_TOKEN_IDS)
         return TokenTexts(_tokenizer_of(output))
     except BatchspecError as error:
         terminal.say(f"logprobs are left out: {error}")

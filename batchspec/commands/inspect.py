@@ -17,7 +17,7 @@ from batchspec.runstate.footers import part_name
 from batchspec.runstate.manifest import Manifest
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
-from batchspec.text import one_line
+from batchspec.text import listed, one_line
 
 Row = Mapping[str, Any]
 
@@ -126,7 +126,7 @@ def _facts(row: Row, samples: list[int], where: str, manifest: Manifest) -> dict
         facts["input"] = f"row {row['row_index']}: {file} row {file_row}"
     if row["usage"] is not None:
         counts = {name.removesuffix("_tokens"): count for name, count in row["usage"].items() if count is not None}
-        facts["tokens"] = ", ".join(f"{count:,} {name}" for name, count in counts.items())
+        facts["tokens"] = listed(counts)
     # Copies of the id and prompt columns are not shown again.
     shown = [row["request_id"], *(turn["content"] for turn in row.get("messages") or [])]
     return facts | {k: v for k, v in row.items() if k not in SHOWN_APART and v is not None and v not in shown}

@@ -7,7 +7,7 @@ the rows of the whole job, so that AVG(x) and OVER (PARTITION BY row_index) mean
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from batchspec.text import one_line
 
 KEY = ["row_index", "sample_index"]
 ROW_ID = ["request_id", "sample_index"]
-SCORE = "batchspec.score"
+SCORE, _PLACE = "batchspec.score", "batchspec.place"
 """Names with a dot are columns that are made here: no column of a job that the expressions see is replaced."""
 READERS: Mapping[str, Callable[[Path], pl.DataFrame]] = {".parquet": pl.read_parquet, ".jsonl": pl.read_ndjson}
 
@@ -49,16 +49,13 @@ class PickedRows:
     """The rows to write, in the order of the input."""
 
     rows: pl.DataFrame
-    """row_index, sample_index, SCORE (null without one) and the joined file's columns; of a pair the best row is the first."""
+    """row_index, sample_index, SCORE (null without one), columns of the joined file, _PLACE; of a pair the best row is first."""
     left_out: dict[str, int]
     """Reason -> number of rows."""
-    joined: Sequence[str]
-    """The columns of the joined file."""
 
     def of(self, rows: pl.LazyFrame) -> pl.LazyFrame:
         """Those of these rows that are picked, with the joined columns and SCORE, in their order."""
-        placed = self.rows.with_row_index("batchspec.place").lazy()
-        return rows.join(placed, on=KEY, how="inner").sort("batchspec.place").drop("batchspec.place")
+        return rows.join(self.rows.lazy(), on=KEY, how="inner").sort(_PLACE).drop(_PLACE)
 
 
 def picked_rows(output: OutputFolder, shards: Sequence[int], wish: Wish) -> PickedRows:
@@ -94,8 +91,8 @@ def picked_rows(output: OutputFolder, shards: Sequence[int], wish: Wish) -> Pick
         score = _values(rows, expression, "--score", asked["--score"]).cast(pl.Float64)
     rows = rows.with_columns(score.alias(SCORE))
     more = [] if joined is None else [name for name in joined.columns if name not in ROW_ID]
-    kept = _best(rows, wish, left_out).select(*KEY, SCORE, *more)
-    return PickedRows(rows=kept, left_out={why: count for why, count in left_out.items() if count}, joined=more)
+    kept = _best(rows, wish, left_out).select(*KEY, SCORE, *more).with_row_index(_PLACE)
+    return PickedRows(rows=kept, left_out={why: count for why, count in left_out.items() if count})
 
 
 def _only(rows: pl.DataFrame, good: pl.Expr, left_out: dict[str, int]) -> pl.DataFrame:
@@ -192,9 +189,3 @@ def _with_columns(rows: pl.DataFrame, joined: pl.DataFrame, path: Path | None) -
     if rows.height and not found["batchspec.there"].any():
         raise InputError(f"--join {path}: none of its lines has the {' and '.join(ROW_ID)} of a row of this job")
     return found.drop("batchspec.there")
-
-
-def listed(left_out: dict[str, int]) -> Iterator[str]:
-    """The reasons with their numbers."""
-    for why, count in left_out.items():
-        yield f"{count:,} {why}"

@@ -9,7 +9,7 @@ from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.report.stats import Acceptance, Extreme, JobStats, job_stats
 from batchspec.report.texts import Shown
-from batchspec.text import MESSAGE_CHARS, one_line
+from batchspec.text import MESSAGE_CHARS, listed, one_line
 
 MAX_GROUPS, MAX_RUNS, MAX_SAMPLES, SAMPLE_CHARS = 20, 6, 3, 100
 
@@ -120,7 +120,7 @@ def _acceptance(stats: JobStats) -> str:
 
 
 def _listed(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count:,} {name}" for name, count in counts.items()) or "none"
+    return listed(counts) or "none"
 
 
 def _groups(title: str, groups: Sequence[Acceptance]) -> str:

@@ -16,7 +16,7 @@ from batchspec.errors import OutputError
 from batchspec.report.status import JobStatus, RunStatus, StatusReader
 from batchspec.runstate.heartbeats import BEAT_S
 from batchspec.runstate.output_folder import OutputFolder
-from batchspec.text import MESSAGE_CHARS, for_shell, one_line
+from batchspec.text import MESSAGE_CHARS, counted, for_shell, one_line
 
 MAX_LIVING = 40
 MAX_ENDED = 8
@@ -86,10 +86,10 @@ def _facts(status: JobStatus) -> Iterator[str]:
         left = "unknown" if status.left_s is None else tqdm.format_interval(status.left_s)
         if status.left_s is not None and status.left_s < BEAT_S:  # the runs' reports may be as old as that
             left = f"under {BEAT_S:.0f} s"
-        yield f"  {status.tok_s:,.0f} tok/s by {_count(len(living), 'run')}, time left {left}"
+        yield f"  {status.tok_s:,.0f} tok/s by {counted(len(living), 'run')}, time left {left}"
     yield f"  {status.tokens:,} tokens" + ("" if length is None else f", mean acceptance length {length:.2f}")
     if status.errors:
-        yield f"  {_count(status.errors, 'error row')}; batchspec stats {one_line(for_shell(status.path))} counts them by code"
+        yield f"  {counted(status.errors, 'error row')}; batchspec stats {one_line(for_shell(status.path))} counts them by code"
     slow = [each for each in living if each.straggler]
     if slow:
         yield f"  stragglers, less than half the speed of the others: {', '.join(one_line(each.run.name) for each in slow)}"
@@ -101,7 +101,7 @@ def _facts(status: JobStatus) -> Iterator[str]:
         todo = "another run will take them over" if living else "the next run will take them over"
         yield f"  stale claims of runs that have ended, on shards {shards}: {todo}"
     if status.unreadable:
-        yield f"  {_count(status.unreadable, 'progress file')} not readable, ignored"
+        yield f"  {counted(status.unreadable, 'progress file')} not readable, ignored"
     if status.state == "stopped":
         yield "  no run is working on it; run the same command again to continue"
 
@@ -121,14 +121,10 @@ def _end(each: RunStatus) -> str:
         "gone": "killed or crashed: its process has ended",
         "silent": "no heartbeat: killed, crashed, or disconnected",
     }.get(each.state, run.said)
-    made = f"{_count(run.shards, 'shard')}, {_count(run.completions, 'completion')}"
+    made = f"{counted(run.shards, 'shard')}, {counted(run.completions, 'completion')}"
     line = f"  {one_line(each.run.name)}  {each.state} {_ago(each.age_s)} ago, {made}"
     return line + (f": {one_line(' '.join(reason.split()), MESSAGE_CHARS)}" if reason else "")
 
 
 def _ago(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else tqdm.format_interval(seconds)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""The forms of `batchspec export` for trainers beside chat and prompt_completion, and the columns that are kept in each.
+"""The forms of `batchspec export` for trainers other than chat and prompt_completion, and the columns that --keep adds to each.
 
 Source: TRL 1.16, docs/source/dataset_formats (prompt-only, preference); a reward function of GRPO gets the other columns.
 """
@@ -25,11 +25,11 @@ TURNS = {
 }  # fmt: skip
 """Form -> its columns that hold turns."""
 TAKEN = ("messages", "prompt", "completion", "chosen", "rejected")
-"""Columns from which TRL tells the form of a row: none of them may be kept beside the form's own."""
+"""Columns from which TRL tells the form of a row: --keep may add none of them."""
 
 
 def other_columns(form: str, *, scored: bool) -> dict[str, pa.DataType]:
-    """The columns of a form beside its turns and those that --keep names."""
+    """The columns of a form other than its turns and those that --keep names."""
     if form == "preference":
         samples = dict.fromkeys(("chosen_sample_index", "rejected_sample_index"), pa.int32())
         return {"request_id": pa.string(), **samples, "score_chosen": pa.float64(), "score_rejected": pa.float64()}

@@ -247,7 +247,7 @@ class OutputConfig:
     """Number of most likely tokens per position whose log-probabilities are written. 0 writes those of the emitted tokens
     alone; null writes none."""
     logprob_tokens: bool = False
-    """Write the text of each token beside its id in `top_logprobs` and `prompt_top_logprobs`."""
+    """Write the text of each token, next to its id, in `top_logprobs` and `prompt_top_logprobs`."""
     prompt_logprobs: int | None = None
     """Where prompts are scored (decode.score=prompts): number of most likely tokens per prompt position whose
     log-probabilities are written. 0, or null there, writes those of the prompt's own tokens alone."""

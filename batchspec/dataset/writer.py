@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def build_table(
     completions = sorted(completions, key=lambda c: (c.row_index, c.sample_index))
     assert not any(completion.text_due for completion in completions), "a text was never decoded"
     schema = output_schema(shard.table.schema, columns, output, calls=calls, channels=think_tokens is None, score=score)
-    token_text = token_text if output.logprob_tokens else None
+    token_text = cache(token_text) if output.logprob_tokens and token_text is not None else None
     input_fields = {field.name: field for field in shard.table.schema}
     rows = pa.array([c.row_index - shard.first_row for c in completions], pa.int64())
     chats = Chats(shard, columns, input, output, think_tokens, calls=calls) if output.messages != "none" else None

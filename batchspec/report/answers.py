@@ -20,6 +20,8 @@ from batchspec.runstate.scan import scanning
 from batchspec.storage.new_file import write_lines
 
 Row = Mapping[str, Any]
+NO_TOKEN_IDS = "the job has no column token_ids; output.token_ids=true writes it"
+"""Why response lines have no log-probabilities, which name the tokens of an answer."""
 Picked = Callable[[pl.LazyFrame], pl.LazyFrame]
 
 
@@ -55,6 +57,12 @@ def rows_of(
         yield from shard.iter_rows(named=True)
 
 
+def check_not_in_data(target: Path, folder: str, given: str) -> None:
+    """Raises OutputError for a file in data/ of an output folder. given: how the message calls the file."""
+    if target.absolute().is_relative_to(Path(folder, "data").absolute()):
+        raise OutputError(f"{given}: data/ may only hold shards, as readers take every file in it; write elsewhere")
+
+
 def check_answers_file(config: RunConfig, *, is_new: bool) -> None:
     """Raises OutputError if output.openai is no file that this job may write. is_new: the job begins."""
     name = config.output.openai
@@ -71,8 +79,8 @@ def check_answers_file(config: RunConfig, *, is_new: bool) -> None:
     if target.is_dir() or any(parent.exists() and not parent.is_dir() for parent in target.parents):
         raise OutputError(f"{given} is a folder, or lies in a file; give the name of a file")
     own = config.output.dir is not None and target.absolute().is_relative_to(Path(config.output.dir).absolute())
-    if own and "data" in target.absolute().relative_to(Path(str(config.output.dir)).absolute()).parts[:1]:
-        raise OutputError(f"{given}: data/ may only hold shards, as readers take every file in it; write elsewhere")
+    if config.output.dir is not None:
+        check_not_in_data(target, config.output.dir, given)
     if config.input.path:
         check_apart(entries_of(config.input.path), name, key="output.openai", file=())
     if target.exists() and is_new and not own and not config.output.overwrite:

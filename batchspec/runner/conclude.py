@@ -12,7 +12,7 @@ from batchspec.config.schema import OutputConfig
 from batchspec.errors import Interrupted, StorageError
 from batchspec.model.token_texts import TokenTexts
 from batchspec.prepare import Job
-from batchspec.report.answers import write_answers
+from batchspec.report.answers import NO_TOKEN_IDS, write_answers
 from batchspec.report.card import dataset_card
 from batchspec.report.page import NEEDS_EXTRA, can_draw, write_report
 from batchspec.report.push import push_command, push_output
@@ -92,7 +92,7 @@ def write_answers_of(job: Job, output: OutputFolder, *, again: bool) -> None:
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     has_logprobs = job.config.output.logprobs is not None and job.tokenizer is not None
     if has_logprobs and not job.config.output.token_ids:
-        terminal.say(f"{name}: logprobs are left out: the job has no column token_ids; output.token_ids=true writes it")
+        terminal.say(f"{name}: logprobs are left out: {NO_TOKEN_IDS}")
     token_text = None if not has_logprobs or job.tokenizer is None else TokenTexts(job.tokenizer)
     count = write_answers(output, Path(name), token_text=token_text)
     terminal.say(f"{name}: {counted(count, 'answer')} as OpenAI's response lines")
