@@ -63,9 +63,8 @@ def padded_passes() -> Iterator[list[PassShape]]:
         return Prefilled(result, found.mask, slot_ids, home[len(home) - len(carried) :] if carried else ())
 
     def send(result: RoundResult, began: Moment | None = None) -> PendingResult:
-        fields = ("log", "logprobs", "top_ids", "top_logprobs")
-        copies = {name: value.clone() for name in fields if (value := getattr(result, name)) is not None}
-        return send_result(replace(result, **copies), began)
+        read = tuple(value.clone() for value in result.read)
+        return send_result(replace(result, log=result.log.clone(), read=read), began)
 
     def executor(*args: Any, **options: Any) -> Executor:
         return Executor(*args, **(options | {"prefill_graphs": True}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -25,9 +25,11 @@ from batchspec.draft.shapes import PROB, TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import load_head
 from batchspec.draft.window import WindowDrafter
-from batchspec.engine import expected_pages, prefill
+from batchspec.engine import expected_pages
 from batchspec.engine.engine import Engine
+from batchspec.engine.prefill import Prefilled
 from batchspec.engine.round import RoundOptions
+from batchspec.engine.step import Segment
 from batchspec.model.rope_config import RopeSpec
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
@@ -361,16 +363,17 @@ def test_prefill_is_rehearsed_with_rows_as_long_as_the_job_has_seen(
     longest: int | None, rehearsed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Longer ones may need another attention, which would be compiled for nothing."""
-    ends: list[int] = []
-    whole = prefill.prefill_chunk
-
-    def recorded(round_: Any, rows: Any, segments: Any, mode: Any) -> Any:
-        ends.append(max(segment.end for segment in segments))
-        return whole(round_, rows, segments, mode)
-
-    monkeypatch.setattr(prefill, "prefill_chunk", recorded)
     batch = shape(4, longest_prompt=longest, max_len=128, prefill_tokens=400)
-    make_engine(target("cuda"), NoDrafter(), batch, device=torch.device("cuda"), decode=decode).prepare(SamplingMode())
+    engine = make_engine(target("cuda"), NoDrafter(), batch, device=torch.device("cuda"), decode=decode)
+    ends: list[int] = []
+    launch = engine.executor._pass
+
+    def recorded(segments: Sequence[Segment], mode: SamplingMode) -> Prefilled:
+        ends.append(max(segment.end for segment in segments))
+        return launch(segments, mode)
+
+    monkeypatch.setattr(engine.executor, "_pass", recorded)
+    engine.prepare(SamplingMode())
     assert max(ends) == rehearsed
 
 

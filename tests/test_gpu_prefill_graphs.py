@@ -144,8 +144,7 @@ class Passes:
         self._slots, self._rng = slots, np.random.default_rng(0)
         reading = RoundOptions(reader=LogprobReader(0))
         self.plain, self.graphed = (
-            Executor(own, make(), batch, device=GPU, options=reading, prefill_graphs=True, **options)
-            for _ in range(2)
+            Executor(own, make(), batch, device=GPU, options=reading, prefill_graphs=True, **options) for _ in range(2)
         )
 
     def enter(self, mean: int) -> list[Segment]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -226,7 +226,8 @@ def test_padded_passes_leave_what_plain_passes_leave_and_touch_no_other_row(name
     plain, padded = (job.executor(DRAFTERS[name](job.slots)) for _ in range(2))
     before = [layer.pages.clone() for layer in padded.cache.layers]
     with padded_passes() as shapes:
-        graphs = PrefillGraphs(padded.round, padded.rows, padded.graphs, max_tokens=64)
+        launch = partial(prefill_chunk, padded.round, padded.rows)
+        graphs = PrefillGraphs(padded.round, padded.rows, padded.graphs, launch, max_tokens=64)
         for segments in job.passes:
             expected, found = prefill_chunk(plain.round, plain.rows, segments, job.mode), graphs.run(segments, job.mode)
             assert (found.result is None) == (expected.result is None) == (not any(s.last for s in segments))
@@ -305,17 +306,15 @@ def test_a_shape_is_captured_when_it_is_asked_for_the_third_time(most: int, monk
     target, drafter = tiny_target(window=5), ChainDrafter(parallel_head(), tiny_target(window=5), 2, slots=3)
     plain: list[Sequence[Segment]] = []
 
-    def counted(round_: Any, rows: Any, segments: Sequence[Segment], mode: SamplingMode) -> Prefilled:
-        plain.append(segments)
-        return prefill_chunk(round_, rows, segments, mode)
+    engine = make_engine(target, drafter, packed(3, draft_len=2), device=DEVICE, prefill_graphs=True)
+    graphs, pool = graphs_with(engine, ALWAYS)
+    launch = graphs._launch
 
-    monkeypatch.setattr("batchspec.engine.prefill_graphs.prefill_chunk", counted)
-    batch = packed(3, draft_len=2)
-    engine = make_engine(target, drafter, batch, device=DEVICE, prefill_graphs=True)
-    graphs = engine.executor.prefill_graphs
-    assert graphs is not None
-    pool: Any = Copied(engine.executor)
-    graphs.cost, graphs._captures, graphs._pool = ALWAYS, True, pool
+    def counted(segments: Sequence[Segment], mode: SamplingMode) -> Prefilled:
+        plain.append(segments)
+        return launch(segments, mode)
+
+    monkeypatch.setattr(graphs, "_launch", counted)
     found = {c.request_id: c.token_ids.tolist() for c in engine.run(iter(asked)) if c.token_ids is not None}
     assert found == {r.request_id: plain_tokens(target, r) for r in asked}
     assert graphs.num_captured == min(most, sum(uses >= CAPTURE_AT for uses in graphs._uses.values()))
@@ -338,7 +337,6 @@ REPLAYED = replace(ALWAYS, replay=0.5)
 
 def test_shapes_that_the_survey_predicts_are_captured_before_the_first_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then no pass is launched kernel by kernel: other shapes are padded to the smallest captured one that holds them."""
-    monkeypatch.setattr("batchspec.engine.prefill_graphs.prefill_chunk", None)
     rng = np.random.default_rng(2)
     lengths = [40 - i for i in range(36)]
     asked = [
@@ -349,6 +347,7 @@ def test_shapes_that_the_survey_predicts_are_captured_before_the_first_row(monke
     batch = packed(3, draft_len=2, max_len=64, prefill_tokens=128)
     engine = make_engine(target, drafter, batch, device=DEVICE, prefill_graphs=True)
     graphs, pool = graphs_with(engine, replace(REPLAYED, least=0.01))
+    monkeypatch.setattr(graphs, "_launch", None)
     mode = SamplingMode.union(SamplingMode.of(one.sampling, 0) for one in asked)
     monkeypatch.setattr(SamplingMode, "union", lambda modes: mode)
     expected = ExpectedRows(prompt_lens=np.array(lengths, np.int32), common_tokens=0, output_tokens=4.0, num_rows=1000)
@@ -455,9 +454,7 @@ def test_no_pass_is_padded_before_passes_were_timed_nor_without_being_asked_for(
 
 def shapes_of(drafter: Drafter | None = None, *, target: Target | None = None, **options: Any) -> PassShapes:
     own = drafter or NoDrafter()
-    engine = make_engine(
-        target or tiny_target(), own, packed(32, draft_len=own.max_len), device=DEVICE, **options
-    )
+    engine = make_engine(target or tiny_target(), own, packed(32, draft_len=own.max_len), device=DEVICE, **options)
     return PassShapes(engine.executor.round, num_slots=24, max_tokens=4096)
 
 

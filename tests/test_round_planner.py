@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -17,7 +18,6 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.sharing_cost import SharingCost
 from batchspec.draft.none import NoDrafter
 from batchspec.engine import executor as executor_module
-from batchspec.engine import prefill
 from batchspec.engine.draft_lengths import candidates
 from batchspec.engine.executor import Executor
 from batchspec.engine.graphs import GRAPH_DTYPES, RoundShape
@@ -28,6 +28,7 @@ from batchspec.engine.results import PendingResult
 from batchspec.engine.round import RoundOptions
 from batchspec.engine.round_planner import RoundPlanner
 from batchspec.engine.shared_prefix import PrefixGroupTables
+from batchspec.engine.step import Segment
 from batchspec.kernels.attention.settings import work_shape
 from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.packed_batch import ExpectedRows, PackedBatch
@@ -60,6 +61,7 @@ def planner(
     """
     drafter = SimpleNamespace(max_len=max_len, kv_windows=kv_windows[1], state=())
     executor: Any = SimpleNamespace(
+        _pass=lambda *_: None,
         target=SimpleNamespace(spec=SimpleNamespace(windows=kv_windows[0], experts=None)),
         drafter=drafter,
         round=SimpleNamespace(drafter=drafter, draft_lens=draft_lens, nodes=None, options=RoundOptions()),
@@ -456,11 +458,13 @@ def test_a_rehearsal_is_the_largest_pass_that_there_can_be_and_a_short_one(
 ) -> None:
     """More than once each: the first time compiles. All powers of two of tokens and of rows below it only compile."""
     passes: list[list[int]] = []
-    monkeypatch.setattr(prefill, "prefill_chunk", lambda _, __, segments, ___: passes.append([s.end for s in segments]))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     rows: Any = SimpleNamespace(page_tables=(torch.ones(4, 8),), live=torch.zeros(4))
-    none: Any = None
-    rehearse(none, rows, max_tokens=max_tokens, longest=longest, mode=MODE)
+
+    def launch(segments: Sequence[Segment], _: SamplingMode) -> None:
+        passes.append([s.end for s in segments])
+
+    rehearse(launch, rows, max_tokens=max_tokens, longest=longest, mode=MODE)
     assert passes == between + [ends] * 3 + [[short]] * 6
     assert not rows.page_tables[0].any()
 
@@ -474,11 +478,9 @@ def test_a_stall_of_the_host_does_not_make_a_pass_dear(stalled: int, monkeypatch
     def timed_pass(*_: Any) -> None:
         clock[0] += next(taken) + 8.0 * next(stalls)
 
-    monkeypatch.setattr(prefill, "prefill_chunk", timed_pass)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr("batchspec.engine.prefill.time.perf_counter", lambda: clock[0])
     rows: Any = SimpleNamespace(page_tables=(), live=torch.zeros(4))
-    none: Any = None
-    cost = rehearse(none, rows, max_tokens=100, longest=40, mode=MODE)
+    cost = rehearse(timed_pass, rows, max_tokens=100, longest=40, mode=MODE)
     assert cost.least == 0.0625
     assert cost.token == 0.0025

@@ -90,13 +90,13 @@ class Executor:
         self.sharing = NO_LAUNCHES
         if self.graphs.captures:
             self.sharing = spec.sharing_cost(target.dtype, page_size=batch.page_size, max_q=batch.draft_len + 1)
+        self._pass = partial(prefill_pass, self.round, self.rows)
         self.prefill_graphs: PrefillGraphs | None = None
         if prefill_graphs:
-            self.prefill_graphs = PrefillGraphs(self.round, self.rows, self.graphs, max_tokens=batch.most_graph_tokens)
-        self._pass = partial(prefill_pass, self.round, self.rows)
-        self._prefill = PrefillRunner(
-            self.rows, drafter, self._pass if self.prefill_graphs is None else self.prefill_graphs.run
-        )
+            self.prefill_graphs = PrefillGraphs(
+                self.round, self.rows, self.graphs, self._pass, max_tokens=batch.most_graph_tokens
+            )
+        self._prefill = PrefillRunner(self.rows, drafter, self._pass if self.prefill_graphs is None else self.prefill_graphs.run)
         self._pending: deque[PendingResult] = deque()
         self.num_left_at_refill: int | None = None
         """Number of earlier rounds and passes that the device had not finished when the last refill was launched: at 0 the device

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -29,7 +29,7 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.flash import SHORT
 from batchspec.engine.expected_passes import expected_uses
 from batchspec.engine.graphs import Graphs
-from batchspec.engine.prefill import FEW, Prefilled, emit, prefill_chunk, prefill_drafter, seconds_of
+from batchspec.engine.prefill import FEW, Prefilled, emit, prefill_drafter, seconds_of
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.prefill_inputs import PassInputs, emitting_first
 from batchspec.engine.prefill_shapes import PassShape, PassShapes
@@ -53,8 +53,21 @@ class PrefillGraphs:
     cost: PrefillCost | None = None
     """The cost of passes, once they were timed; until then no pass is padded."""
 
-    def __init__(self, round_: Round, rows: DeviceBatch, graphs: Graphs, *, max_tokens: int) -> None:
-        """graphs: those of the rounds, which share memory and stream with these; max_tokens: of the largest graph."""
+    def __init__(
+        self,
+        round_: Round,
+        rows: DeviceBatch,
+        graphs: Graphs,
+        launch: Callable[[Sequence[Segment], SamplingMode], Prefilled],
+        *,
+        max_tokens: int,
+    ) -> None:
+        """
+        graphs      those of the rounds, which share memory and stream with these
+        launch      launches a pass kernel by kernel
+        max_tokens  of the largest graph
+        """
+        self._launch = launch
         self._round, self._rows, self._captures, self._pool = round_, rows, graphs.captures, graphs.pool
         num_slots = rows.live.shape[0]
         self._shapes = PassShapes(round_, num_slots=num_slots, max_tokens=max_tokens)
@@ -115,10 +128,10 @@ class PrefillGraphs:
         return captured
 
     def run(self, segments: Sequence[Segment], mode: SamplingMode) -> Prefilled:
-        """As `prefill_chunk`. The next pass or round overwrites the returned tensors: use them before it, in stream order."""
+        """As `launch`. The next pass or round overwrites the returned tensors: use them before it, in stream order."""
         shape = self._shape(PassShape.exact(segments, mode))
         if shape is None:
-            return prefill_chunk(self._round, self._rows, segments, mode)
+            return self._launch(segments, mode)
         self.num_padded += 1
         segments = emitting_first(segments)
         self._inputs.fill(segments, shape.num_rows)
