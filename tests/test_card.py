@@ -16,7 +16,8 @@ from omegaconf import OmegaConf
 from batchspec import cli, run
 from batchspec.config.checks import check
 from batchspec.config.compose import compose
-from batchspec.config.schema import DecodeConfig, InputConfig, ModelConfig, OutputConfig, RunConfig
+from batchspec.config.decode_schema import DecodeConfig
+from batchspec.config.schema import InputConfig, ModelConfig, OutputConfig, RunConfig
 from batchspec.config.typed import from_json, to_json
 from batchspec.report.card import _without_local_paths, _yaml
 from tests.models import make_checkpoint, make_tokenizer

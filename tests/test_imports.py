@@ -17,6 +17,7 @@ EVERYONE = {
     "errors",
     "config.draft_schema",
     "config.schema",
+    "config.decode_schema",
     "config.renamed",
     "config.values",
     "config.checks",

@@ -24,7 +24,7 @@ from batchspec.commands import verify_kv
 from batchspec.commands.verify import verify
 from batchspec.config.checks import MAX_ADAPTERS
 from batchspec.config.compose import compose
-from batchspec.config.schema import DecodeConfig
+from batchspec.config.decode_schema import DecodeConfig
 from batchspec.engine import expected_pages
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.kernels.benchmarks.lora_bench import SHAPES

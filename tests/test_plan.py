@@ -20,7 +20,8 @@ from batchspec.commands import plan_text, planning
 from batchspec.commands.plan_text import Plan, histogram
 from batchspec.commands.planning import plan
 from batchspec.commands.shapes import COMMON, SHAPES
-from batchspec.config.schema import DecodeConfig, RunConfig
+from batchspec.config.decode_schema import DecodeConfig
+from batchspec.config.schema import RunConfig
 from batchspec.errors import CapacityError, ConfigError, InputError, StorageError
 from batchspec.model.generation_config import read_generation
 from batchspec.model.spec import read_spec

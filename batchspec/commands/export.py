@@ -40,7 +40,7 @@ from batchspec.commands.trainer_rows import (
     trainer_lines,
     training_line,
 )
-from batchspec.config.schema import DecodeConfig
+from batchspec.config.decode_schema import DecodeConfig
 from batchspec.dataset.lines import LongLine, lines_of
 from batchspec.dataset.openai_requests import (
     BadRequest,

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from batchspec.config.decode_schema import DecodeConfig
 from batchspec.config.draft_schema import DraftConfig
-from batchspec.config.schema import DecodeConfig, InputConfig, ModelConfig, RunConfig
+from batchspec.config.schema import InputConfig, ModelConfig, RunConfig
 from batchspec.config.typed import shipped_prompts
 from batchspec.draft.base import Drafter
 from batchspec.draft.eagle3 import build_chain

@@ -1,6 +1,6 @@
 """The configuration: keys as dataclasses, their checks, and Hydra, which only compose.py calls.
 
-schema.py         every key; draft_schema.py: those of drafters
+schema.py         every key; draft_schema.py, decode_schema.py: those of drafters and of decoding
 typed.py          Hydra's configuration -> dataclasses; overrides.py: what users write -> what Hydra reads
 checks.py         every check; draft_checks.py: of drafters; values.py: of single values
 renamed.py        old names of keys; vllm_names.py: names of other programs

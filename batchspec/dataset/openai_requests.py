@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from batchspec.config.schema import DecodeConfig
+from batchspec.config.decode_schema import DecodeConfig
 from batchspec.config.values import logit_bias
 from batchspec.dataset.json_text import parse
 from batchspec.dataset.messages import BadChat, Message, read_chat

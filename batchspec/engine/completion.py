@@ -43,7 +43,7 @@ def completion_of(
     stop_id = None if state.stop_id is None or state.stop_id in eos_ids else str(state.stop_id)
     return replace(
         done,
-        status="truncated" if state.finish_reason == "length" else "ok",
+        status="truncated" if state.truncated else "ok",
         finish_reason=state.finish_reason,
         stop_reason=stop_id if state.stop_reason is None else state.stop_reason,
         token_ids=np.array(state.tokens, np.int32),

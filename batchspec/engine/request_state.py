@@ -68,6 +68,8 @@ class RequestState:
     finish_reason: str | None = None
     error: RowError | None = None
     """Why the host ended the request without a completion."""
+    truncated: bool = False
+    """It was ended before the model's answer was complete."""
     stop_reason: str | None = None
     """The text that ended it."""
     stop_id: int | None = None
@@ -175,25 +177,28 @@ class RequestState:
         """The device has ended the row: at a stop id, at its limit, or because its logits were not finite."""
         if finish == STOPPED:
             self.finish_reason, self.stop_id = "stop", self.tokens[-1]
+        elif finish == FAILED:
+            self.finish_reason = "error"
         else:
-            self.finish_reason = "error" if finish == FAILED else "length"
+            self.finish_reason, self.truncated = "length", True
 
     def fail(self, error: RowError | None) -> None:
         """The host ends the request without a completion. error: None for the message about logits that are not finite."""
         self.finish_reason, self.error = "error", error
 
-    def cut(self, num_kept: int, finish_reason: str, stop_reason: str | None = None) -> None:
+    def cut(self, num_kept: int, finish_reason: str, stop_reason: str | None = None, *, truncated: bool = False) -> None:
         """A feature ends the request after its first `num_kept` tokens."""
         self.num_discarded += len(self.tokens) - num_kept
         del self.tokens[num_kept:]
-        self.finish_reason, self.stop_reason, self.stop_id = finish_reason, stop_reason, None
+        self.finish_reason, self.truncated, self.stop_reason, self.stop_id = finish_reason, truncated, stop_reason, None
 
     def rewrite(self, num_kept: int, forced: Sequence[int]) -> None:
         """A feature replaces all tokens after the first `num_kept` by `forced`, which may end the request."""
         self.num_discarded += len(self.tokens) - num_kept
         self.num_forced += len(forced)
         kept = self.tokens[:num_kept]
-        self.tokens, self.finish_reason, self.stop_reason, self.stop_id, self.rewritten = [], None, None, None, True
+        self.finish_reason, self.truncated, self.stop_reason, self.stop_id = None, False, None, None
+        self.tokens, self.rewritten = [], True
         self._add([*kept, *forced])
 
     def _add(self, tokens: Sequence[int]) -> None:
@@ -204,4 +209,4 @@ class RequestState:
                 self.finish_reason, self.stop_id = "stop", token
                 return
         if len(self.tokens) >= self.request.device_limit > 0:
-            self.finish_reason = "length"
+            self.finish_reason, self.truncated = "length", True

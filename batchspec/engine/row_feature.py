@@ -34,7 +34,8 @@ NO_TOKEN = -2
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """When a feature examines a row next: once it has `num_tokens` output tokens, or as soon as `token` is among its new ones."""
+    """When a feature examines a row next: once it has `num_tokens` output tokens, as soon as `token` is among its new ones, and
+    when it ends."""
 
     num_tokens: int = NEVER
     token: int = NO_TOKEN

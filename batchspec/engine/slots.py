@@ -12,6 +12,7 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.results import RoundLog, Slots
 from batchspec.engine.row_feature import NEVER, NO_TOKEN
+from batchspec.kernels.rounds.accept import WAITING
 
 FREE = -1
 """Owner of a slot without a request."""
@@ -126,9 +127,12 @@ class SlotTable:
 
     def due(self, slots: Slots, log: RoundLog) -> Slots:
         """Those of `slots`, whose lines are added, whose features examine them now."""
-        token = self.watch_token[slots]
-        seen = (log.tokens == token[:, None]).any(1) if (token != NO_TOKEN).any() else np.zeros(len(slots), bool)
-        found: Slots = slots[(self.num_tokens[slots] >= self.watch_at[slots]) | seen]
+        token, at = self.watch_token[slots], self.watch_at[slots]
+        due = self.num_tokens[slots] >= at
+        if (watches_token := token != NO_TOKEN).any():
+            due |= (log.tokens == token[:, None]).any(1)
+        due |= ((at < NEVER) | watches_token) & (log.finish != 0) & (log.finish != WAITING)
+        found: Slots = slots[due]
         return found
 
     def hold(self, state: RequestState) -> None:

@@ -14,7 +14,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from batchspec.config.schema import DecodeConfig, RunConfig
+from batchspec.config.decode_schema import DecodeConfig
+from batchspec.config.schema import RunConfig
 from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.json_text import BadJson, parse
 from batchspec.errors import ConfigError

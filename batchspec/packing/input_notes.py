@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchspec.config.schema import DecodeConfig, RunConfig
+from batchspec.config.decode_schema import DecodeConfig
+from batchspec.config.schema import RunConfig
 from batchspec.config.vllm_names import NAMES, OF_REQUESTS
 from batchspec.dataset.columns import NAMED_ONLY, TYPES, ColumnMap, is_list
 from batchspec.dataset.openai_requests import defaults_note

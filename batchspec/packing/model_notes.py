@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from batchspec.config.schema import DecodeConfig
+from batchspec.config.decode_schema import DecodeConfig
 from batchspec.model.config_values import short_json
 from batchspec.model.generation_config import NOT_FOLLOWED
 from batchspec.model.unread_keys import unread_note

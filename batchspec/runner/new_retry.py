@@ -21,7 +21,7 @@ from batchspec.text import counted
 CAP = "decode.max_new_tokens"
 MAY_DIFFER = {"length": (CAP,), "error": (), "none": ()}
 """Keys of the fingerprint that this kind of retry may change."""
-TRUNCATED = pl.col("status") == "truncated"
+TRUNCATED = pl.col("finish_reason") == "length"
 
 
 def new_retry(job: Job, output: OutputFolder) -> Generation | None:

@@ -26,7 +26,8 @@ from batchspec.runstate.generations import Generation
 from batchspec.runstate.output_folder import OutputFolder
 
 READ = (
-    "row_index", "sample_index", "status", "error", "usage", "token_ids", "prompt_ids", "logprobs", "spec_decode", "perf",
+    "row_index", "sample_index", "status", "finish_reason", "error", "usage", "token_ids", "prompt_ids", "logprobs",
+    "spec_decode", "perf",
 )  # fmt: skip
 """Columns of the output that determine what happens to a row."""
 Row = Mapping[str, Any]
@@ -85,7 +86,7 @@ class RetryPlan:
         if self._kind == "error":
             anew = row["status"] == "error" and bool(row["error"]["retryable"])
         else:  # no room for more tokens under the larger limit: keep the row
-            anew = isinstance(entry, Request) and row["status"] == "truncated" and entry.device_limit > _num_tokens(row)
+            anew = isinstance(entry, Request) and row["finish_reason"] == "length" and entry.device_limit > _num_tokens(row)
         if not anew:
             return None
         return replace(entry, resumed=_snapshot(entry, row)) if isinstance(entry, Request) else entry

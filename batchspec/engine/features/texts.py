@@ -71,7 +71,7 @@ class Texts(RowFeature):
         request, decode = state.request, self._decode
         assert request.thinking is not None
         parts = split_thoughts(_without_stop_id(state), request.thinking)
-        cut_off = bool(done.reasoning_truncated) or (parts.inside and state.finish_reason == "length")
+        cut_off = bool(done.reasoning_truncated) or (parts.inside and state.truncated)
         done = replace(done, reasoning_truncated=cut_off, reasoning_tokens=parts.num_reasoning)
         of_answer = decode_of_answer(request, decode, self._symbols)
         if decode is None or of_answer is None:
