@@ -59,7 +59,8 @@ class RoundResult:
 
     log           int32 [R, 5+K] accepted_len (-1: dead row), draft_len, kept, finish, then the emitted tokens, -1 after them
     read          what the options' reader read of each emitted token, [R, S, ...]; a pass without choices: of each of its T
-    tokens experts_read  int32 [layers with experts] number of experts that had tokens; only of rounds whose experts are counted
+                  tokens; empty if nothing was emitted
+    experts_read  int32 [layers with experts] number of experts that had tokens; only of rounds whose experts are counted
     """
 
     log: Tensor

@@ -53,6 +53,8 @@ class Logprobs(RowFeature):
         return True
 
     def read(self, launch: Launch, result: RoundResult, slots: Slots, log: RoundLog) -> None:
+        if not result.read:  # no token was emitted
+            return
         chosen, *top = (values.numpy() for values in result.read)
         places = (self._slots.num_tokens - self._slots.prompt_len)[slots]
         for slot, place, count in zip(slots.tolist(), places.tolist(), log.num_kept.tolist(), strict=True):
