@@ -171,7 +171,7 @@ def test_the_page_answers_first_whether_the_data_is_good_then_how_fast_it_was_th
     record(job(tmp_path, mixed()))
     text = report(tmp_path)
     order = (
-        "<h2>Is the data good?</h2>", "<b>11 <small>91.7%</small></b><span>ok</span>", "truncated at max_new_tokens",
+        "<h2>Is the data good?</h2>", "<b>11 <small>91.7%</small></b><span>ok</span>", "truncated",
         "error rows", "empty answers", "answers that end in a loop", "<h3>Prompt lengths</h3>", "Median 41, 90 % up to 101",
         '<h3 id="errors">Error rows</h3>', "<h3>Random samples</h3>", "<h2>Speed</h2>", "tokens a second",
         "<h2>Acceptance of drafts</h2>", "<h2>Longest and shortest requests</h2>", "<h2>Runs and settings</h2>",

@@ -110,5 +110,5 @@ def _messages(prompt: list[Turn] | None, answer: Turn) -> list[Turn] | None:
 def _with_thought(completion: Completion, think_tokens: tuple[str, str]) -> str:
     """The thought between its tokens, then the answer, with the line breaks that chat templates put there."""
     thought = f"{think_tokens[0]}\n{completion.reasoning}\n"
-    unfinished = completion.finish_reason == "length" and not completion.text
+    unfinished = completion.status == "truncated" and not completion.text
     return thought if unfinished else f"{thought}{think_tokens[1]}\n\n{completion.text}"

@@ -129,7 +129,7 @@ def _tiles(tiles: Mapping[str, str]) -> str:
 def _of_data(stats: JobStats) -> dict[str, str]:
     good, total = stats.quality, stats.completions
     status = stats.by_status.get
-    tiles = {"ok": _share(status("ok", 0), total), "truncated at max_new_tokens": _share(status("truncated", 0), total)}
+    tiles = {"ok": _share(status("ok", 0), total), "truncated": _share(status("truncated", 0), total)}
     errors = status("error", 0)
     tiles["error rows"] = f'<span class="error">{_share(errors, total)}</span>' if errors else "0"
     if status("skipped", 0):
