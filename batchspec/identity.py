@@ -22,7 +22,7 @@ from batchspec.runstate.manifest import fingerprint
 
 CONSTRAINTS_VERSION = 2
 """Raised with every change of what is written for a constraint: a job that began with another version is refused."""
-NEWER_KEYS = ("frequency_penalty", "logit_bias", "score")
+NEWER_KEYS = ("frequency_penalty", "logit_bias", "repetition_detection", "score")
 """Keys of `decode` that are left out where they are off, so that jobs begun before these keys existed resume."""
 
 
@@ -82,10 +82,11 @@ def weight_parts(folder: Path, *, dummy: bool) -> dict[str, Any]:
 
 def _newer_parts(job: Job) -> dict[str, Any]:
     """Those of NEWER_KEYS that are not off."""
-    decode = job.config.decode
+    decode, repetition = job.config.decode, job.admission.settings.repetition
     parts = {
         "decode.frequency_penalty": decode.frequency_penalty,
         "decode.logit_bias": job.admission.settings.logit_bias,
+        "decode.repetition_detection": None if repetition is None else asdict(repetition),
         "decode.score": None if decode.score == "none" else decode.score,
     }
     return {key: value for key, value in parts.items() if value}

@@ -181,13 +181,15 @@ class Request:
     """The texts to score after the prompt (engine/choices.py); empty where the prompt is scored or an answer decoded."""
     resumed: Snapshot | None = None
     """The state of this row when an earlier run stopped, if any."""
+    repetition: Repetition | None = None
+    """The repetition that ends the row; None: it may repeat itself."""
     synthetic_len: int | None = None
     """Benchmarks only: the row ends after this many tokens, whatever they are. Packing and scheduling must not use it."""
 
     @property
     def may_end_early(self) -> bool:
         """Whether anything can end the row before max_new_tokens."""
-        return bool(self.stop_ids or self.stop) or self.synthetic_len is not None
+        return bool(self.stop_ids or self.stop or self.repetition) or self.synthetic_len is not None
 
     @property
     def constraint_kind(self) -> str | None:
@@ -200,6 +202,16 @@ class Request:
     def device_limit(self) -> int:
         """Number of output tokens after which the row ends on the device: max_new_tokens, or synthetic_len if that is smaller."""
         return self.max_new_tokens if self.synthetic_len is None else min(self.max_new_tokens, self.synthetic_len)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repetition:
+    """A row ends when its newest tokens are `min_count` times one pattern of min_pattern_size .. max_pattern_size tokens."""
+
+    min_pattern_size: int
+    max_pattern_size: int
+    min_count: int
+    """At least 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

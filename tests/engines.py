@@ -31,7 +31,7 @@ from batchspec.model.rope_config import RopeSpec
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
-from batchspec.records import Request, SamplingParams
+from batchspec.records import Repetition, Request, SamplingParams
 from batchspec.token_automaton import TokenSymbols
 from tests.stand_ins import dense_spec
 
@@ -161,8 +161,15 @@ def plain_tokens(target: Target, req: Request) -> list[int]:
             found.append(_next_token(target, req, out))
         out.append(found[len(out)])
         text = decode(out)
-        if out[-1] in req.stop_ids or any(stop in text for stop in req.stop) or len(out) == req.max_new_tokens:
+        ended = out[-1] in req.stop_ids or any(stop in text for stop in req.stop) or len(out) == req.max_new_tokens
+        if ended or (req.repetition is not None and repeats(out, req.repetition)):
             return out
+
+
+def repeats(out: Sequence[int], repetition: Repetition) -> bool:
+    """The definition: the newest tokens are `min_count` times one pattern."""
+    sizes, count = range(repetition.min_pattern_size, repetition.max_pattern_size + 1), repetition.min_count
+    return any(list(out[-count * size :]) == list(out[-size:]) * count for size in sizes)
 
 
 @torch.inference_mode()

@@ -86,6 +86,9 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "decode.grammar": ('root ::= "a"', "decode.grammar"),
     "decode.thinking_token_budget": (5, "decode.thinking_token_budget"),
     "decode.thinking_closing": ("so", "decode.thinking_closing"),
+    "decode.repetition_detection.max_pattern_size": (8, "decode.repetition_detection"),
+    "decode.repetition_detection.min_pattern_size": (2, "decode.repetition_detection"),
+    "decode.repetition_detection.min_count": (3, "decode.repetition_detection"),
     "decode.deterministic": (True, "decode.deterministic"),
     "decode.ignore_eos": (True, "model.end_ids"),
     "input.path": ("{folder}/other.parquet", "input.files"),
@@ -120,6 +123,12 @@ ELSEWHERE = {
     "decode.score": "tests/test_scoring_job.py",
 }
 """Keys that need other rows or another model -> where they are tested."""
+ONLY_WITH = {
+    "decode.thinking_closing": ("decode.thinking_token_budget", 5),
+    "decode.repetition_detection.min_pattern_size": ("decode.repetition_detection.max_pattern_size", 9),
+    "decode.repetition_detection.min_count": ("decode.repetition_detection.max_pattern_size", 9),
+}
+"""Keys that are refused, or have no effect, without another one."""
 NO_PART = re.compile(
     r"(packing|resume|cluster|ablation)\..*|draft\.(?!synthetic).*|model\.(path|revision)|input\.(max_error_fraction|num_workers|config_name|split)"
     r"|output\.(dir|openai|overwrite|license|push_to_hub|push_private|push_overwrite)|device|requires_gpu"
@@ -160,8 +169,8 @@ def test_another_value_of_any_key_that_makes_another_job_is_refused_by_name(fini
             continue
         value = value.format(folder=tmp_path) if isinstance(value, str) else value
         config = changed(job.config, key, value)
-        if key == "decode.thinking_closing":  # without a budget the key is refused
-            config = changed(config, "decode.thinking_token_budget", 5)
+        if key in ONLY_WITH:
+            config = changed(config, *ONLY_WITH[key])
         other = open_job(config, tokenizer=None if key.startswith("model.") else job.tokenizer)
         with pytest.raises(OutputError, match=rf"holds another job \(.*\b{re.escape(name)}: .*output\.overwrite=true") as caught:
             check_output(other)

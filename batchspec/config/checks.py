@@ -142,6 +142,12 @@ def _decode(config: RunConfig) -> None:
             f"decode.deterministic=true with draft.tree.topk={config.draft.tree.topk} is not supported: a tree's keys lie in "
             "another order; use draft=eagle3"
         )
+    repetition = decode.repetition_detection
+    if 0 < repetition.max_pattern_size < repetition.min_pattern_size:
+        raise ConfigError(
+            f"decode.repetition_detection.min_pattern_size={repetition.min_pattern_size} exceeds "
+            f"max_pattern_size={repetition.max_pattern_size}; lower it"
+        )
     if "" in decode.stop:
         raise ConfigError(f"decode.stop={decode.stop} holds an empty string, which ends every output at once; remove it")
     try:
@@ -169,7 +175,8 @@ def _scoring(config: RunConfig) -> None:
         raise ConfigError(f"draft={config.draft.name} with {given} drafts nothing; remove it")
     for key in (
         "decode.max_new_tokens", "decode.min_new_tokens", "decode.n", "decode.stop", "decode.schema", "decode.regex",
-        "decode.choice", "decode.grammar", "decode.thinking_token_budget", "output.logprobs", "output.openai",
+        "decode.choice", "decode.grammar", "decode.thinking_token_budget", "decode.repetition_detection.max_pattern_size",
+        "output.logprobs", "output.openai",
     ):  # fmt: skip
         if key == "decode.choice" and decode.score == "choices":
             check_choices_to_score(decode.choice)

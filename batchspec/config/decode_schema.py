@@ -7,6 +7,17 @@ from typing import Any
 
 
 @dataclass(slots=True, kw_only=True)
+class RepetitionConfig:
+    max_pattern_size: int = 0
+    """Maximum number of tokens of a pattern whose repetition ends a completion. 0 is off: a completion may repeat itself."""
+    min_pattern_size: int = 1
+    """Minimum number of tokens of such a pattern. Tables and drawings repeat single tokens: a few tokens spare these."""
+    min_count: int = 10
+    """How often the pattern must follow itself. The completion ends with the token that completes the last of them, with status
+    truncated and finish_reason repetition; resume=length continues it only if these keys have changed."""
+
+
+@dataclass(slots=True, kw_only=True)
 class DecodeConfig:
     """Sampling and the end of a completion. A column of the input overrides some of these keys for its row."""
 
@@ -43,6 +54,7 @@ class DecodeConfig:
     in tool calls that gpt-oss makes in its commentary channel, whose arguments would be cut in two."""
     stop_ids: list[int] = field(default_factory=list)
     """Token ids that end a completion, in addition to the model's EOS ids."""
+    repetition_detection: RepetitionConfig = field(default_factory=RepetitionConfig)
     schema: Any = None
     """JSON Schema that every answer must be valid by: a map, JSON text, or the path of a JSON file. The columns schema, regex,
     choice, grammar and response_format (OpenAI's) override it for their rows."""

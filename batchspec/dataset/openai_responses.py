@@ -58,7 +58,7 @@ def _choice(row: Line, token_text: TokenText | None) -> dict[str, Any]:
     message = {"role": "assistant", "content": row["completion"]}
     if row["reasoning"] is not None:
         message["reasoning_content"] = row["reasoning"]
-    reason = row["finish_reason"]
+    reason = "length" if row["finish_reason"] == "repetition" else row["finish_reason"]
     if row.get("tool_calls") is not None:
         message |= {"content": row["completion"] or None, "tool_calls": json.loads(row["tool_calls"])}
         reason = "tool_calls" if reason == "stop" else reason

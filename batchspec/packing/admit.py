@@ -305,7 +305,7 @@ class Admission:
             constraint = self.constraints.of_row(row)
         base = hash64(self.decode.seed, request_id) if row.get("seed") is None else int(values["seed"])
         synthetic_len = synthetic_len_cell(row)
-        may_end_early = bool(stop_ids or stop) or synthetic_len is not None
+        may_end_early = bool(stop_ids or stop or settings.repetition) or synthetic_len is not None
         predicted = self.predictor.predict(max_new_tokens) if may_end_early else max_new_tokens
         for sample_index in range(int(values["n"])):
             yield Request(
@@ -314,7 +314,7 @@ class Admission:
                 sampling=sampling, stop_ids=stop_ids, stop=stop,
                 seed=hash64(base, sample_index) if sample_index else base, predicted_tokens=predicted,
                 thinking=thinking, synthetic_len=synthetic_len, constraint=constraint, adapter=adapter, choices=choices,
-                tools=json.dumps(tools, ensure_ascii=False) if tools else None,
+                tools=json.dumps(tools, ensure_ascii=False) if tools else None, repetition=settings.repetition,
             )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from batchspec.config.schema import RunConfig
@@ -11,7 +12,7 @@ from batchspec.dataset.columns import ColumnMap
 from batchspec.errors import ConfigError
 from batchspec.model.thinking import find_think_tokens
 from batchspec.packing.cells import BadRow, bias_cell, checked_biases, number_cell
-from batchspec.records import MAX_STOP_IDS, Ids, SamplingParams, Thinking
+from batchspec.records import MAX_STOP_IDS, Ids, Repetition, SamplingParams, Thinking
 
 if TYPE_CHECKING:
     from batchspec.model.spec import ModelSpec
@@ -53,6 +54,8 @@ class RowSettings:
             self.logit_bias = checked_biases(self.decode.logit_bias, self.vocab_size)
         except BadRow as error:
             raise ConfigError(f"decode.{error}") from None
+        detection = self.decode.repetition_detection
+        self.repetition = Repetition(**asdict(detection)) if detection.max_pattern_size else None
         self.adapters = {name: number for number, name in enumerate(config.model.adapters, 1)}
         self.usual_adapter = 1 if spec.lora is not None and spec.lora.of_all_rows else 0
         if (column := columns.get("adapter")) is not None and not self.adapters:

@@ -11,6 +11,7 @@ has those of a job.
   tool_calls.py         tool calls in the text of an answer; channel_calls.py: those of a model with channels
   logprobs.py           log-probabilities of output tokens
   scoring.py            log-probabilities of prompt tokens; choices.py: of given answers
+  repetition.py         a stop where tokens repeat themselves
   adapter.py            LoRA adapters of rows
 """
 
@@ -28,6 +29,7 @@ from batchspec.engine.features.last_check import LastCheck
 from batchspec.engine.features.lazy_constraints import LazyConstraints
 from batchspec.engine.features.lazy_places import LazyPlaces
 from batchspec.engine.features.logprobs import LogprobReader, Logprobs
+from batchspec.engine.features.repetition import RepetitionStop
 from batchspec.engine.features.scoring import PromptScores, Scoring, score_pass
 from batchspec.engine.features.stop_strings import Decode, StopStrings
 from batchspec.engine.features.texts import Texts, decode_of_answer
@@ -94,7 +96,7 @@ class RowFeatures(Features):
             return Adapter(), Scoring(slots, self._scores, shares_prefixes=not pools.any_window)
         check = None if self.symbols is None else LastCheck(self.symbols, self.expanding)
         stops = StopStrings(self._decode_of)
-        features: list[RowFeature] = [Adapter(), ThinkingBudgets(), stops]
+        features: list[RowFeature] = [Adapter(), ThinkingBudgets(), stops, RepetitionStop()]
         self.lazy = None
         if check is not None and self.capacity is not None:
             features.append(FiniteConstraints(check, self.capacity))
