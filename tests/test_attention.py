@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import fields, replace
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -199,6 +202,7 @@ def test_prefill_on_a_gpu_is_that_of_the_cpu(longest: int, way: str, window: int
     torch.testing.assert_close(out, expected, atol=2e-2, rtol=0)
 
 
+@pytest.mark.usefixtures("no_kernel_known")
 @pytest.mark.parametrize(("longest", "asks"), [(flash.SHORT, False), (flash.SHORT + 1, True)])
 def test_flashinfer_is_imported_for_long_prompts_alone(longest: int, asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The import takes a second or two of a job's start-up."""
@@ -207,9 +211,60 @@ def test_flashinfer_is_imported_for_long_prompts_alone(longest: int, asks: bool,
     generator = torch.Generator().manual_seed(0)
     batch = make_batch([(70, 90), (200, longest)], generator)
     batch.host = HostLayout([70, 200], [90, longest])
-    _, kv = make_tensors(batch, (6, 2), torch.bfloat16, generator)
+    _, kv = make_tensors(batch, (6, 2), torch.bfloat16, generator, head_dim=64)
     assert type(flash.plan_flash(batch, layer_kv(kv), num_heads=6, window=None)) is flash.VarlenPlan
     assert bool(asked) == asks
+
+
+@pytest.fixture
+def no_kernel_known() -> Iterator[None]:
+    """Whether FlashInfer has a kernel is asked anew within the test."""
+    flash._flashinfer_compiles.cache_clear()
+    yield
+    flash._flashinfer_compiles.cache_clear()
+
+
+def long_rows(head_dim: int) -> tuple[FlatBatch, Tensor, Tensor]:
+    """One row of more than SHORT keys, its queries and its K/V."""
+    generator = torch.Generator().manual_seed(0)
+    batch = make_batch([(200, flash.SHORT + 1)], generator)
+    batch.host = HostLayout([200], [flash.SHORT + 1])
+    return batch, *make_tensors(batch, (6, 2), torch.bfloat16, generator, head_dim=head_dim)
+
+
+@pytest.mark.usefixtures("no_kernel_known")
+def test_where_flashinfer_cannot_compile_torch_attends_and_one_warning_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its build needs nvcc and ninja, which a machine that only runs jobs may lack."""
+    wrapper = SimpleNamespace(plan=Mock(side_effect=RuntimeError("Could not find nvcc\nand much more")))
+    monkeypatch.setattr(flash, "flashinfer", lambda: object())
+    monkeypatch.setattr(flash, "_ring", lambda _: SimpleNamespace(take=lambda: wrapper))
+    batch, _, kv = long_rows(64)
+    for _ in range(2):
+        assert type(flash.plan_flash(batch, layer_kv(kv), num_heads=6, window=None)) is flash.VarlenPlan
+    assert len(caplog.messages) == 1
+    assert "FlashInfer cannot compile its prefill kernel (Could not find nvcc): torch's attention is used" in caplog.messages[0]
+
+
+@pytest.mark.usefixtures("no_kernel_known")
+@pytest.mark.parametrize("head_dim", [32, 80, 96, 192])
+def test_head_sizes_that_flashinfer_does_not_have_are_never_compiled(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "flashinfer", Mock(side_effect=AssertionError))
+    batch, _, kv = long_rows(head_dim)
+    assert type(flash.plan_flash(batch, layer_kv(kv), num_heads=6, window=None)) is flash.VarlenPlan
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("head_dim", [32, 96])
+def test_long_rows_of_any_head_size_are_prefilled_on_a_gpu(head_dim: int) -> None:
+    batch, q, kv = long_rows(head_dim)
+    expected = attend(q, layer_kv(kv), batch, scale=head_dim**-0.5, window=None)
+    there = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    there = {name: value.cuda() if isinstance(value, Tensor) else value for name, value in there.items()}
+    plan = plan_attention(FlatBatch(**there), layer_kv(kv.cuda()), num_heads=6, window=None)
+    out = plan.attend(q.cuda(), layer_kv(kv.cuda()), head_dim**-0.5)
+    torch.testing.assert_close(out.cpu(), expected, atol=2e-2, rtol=0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

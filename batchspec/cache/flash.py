@@ -3,6 +3,7 @@ FlashAttention 2 for short rows, for passes of which the host knows only bounds,
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from functools import cache
@@ -27,6 +28,9 @@ SHORT = 2048
 (8 rows of 2,048, 32 heads of 128, H200: 0.97 ms a layer instead of 0.53, of about 12 ms in total), but FlashInfer compiles for a
 minute and a half when it is first used with a head size on a machine."""
 _MAX_HEAD_DIM = 256
+_FLASHINFER_HEAD_DIMS = (64, 128, 256)
+"""Those for which FlashInfer has kernels on every card: `prefill_sm90.cuh` of 0.6.13 allows no other."""
+log = logging.getLogger(__name__)
 
 
 @cache
@@ -54,9 +58,32 @@ def fits_layout(layout: KVLayout) -> bool:
 def plan_flash(batch: FlatBatch, kv: LayerKV, *, num_heads: int, window: int | None) -> FlashPlan | VarlenPlan:
     """The plan of one prefill pass for all layers with this window. `fits_flash` must be true for the batch."""
     # FlashInfer comes last: its import takes a second or two. A dry run can skip torch's attention, but not FlashInfer's.
-    if batch.host is None or max(batch.host.kv_len) <= SHORT or is_dry() or flashinfer() is None:
+    layout, short = kv.layout, batch.host is None or max(batch.host.kv_len) <= SHORT
+    if short or is_dry() or not _flashinfer_compiles(kv.pages.device, layout.dtype, layout.head_dim, window is not None):
         return VarlenPlan(batch, kv, window=window)
     return FlashPlan(batch, kv, num_heads=num_heads, window=window)
+
+
+@cache
+def _flashinfer_compiles(device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool) -> bool:
+    """Whether FlashInfer is installed and has a kernel for such rows. The first call compiles it, which needs nvcc and ninja; if
+    that fails, a warning says so, and the job goes on with torch's attention."""
+    if head_dim not in _FLASHINFER_HEAD_DIMS or flashinfer() is None:
+        return False
+    try:
+        one = _cu_seqlens([1])
+        _ring(device).take().plan(
+            one, one, 1, 1, head_dim, causal=True, window_left=0 if windowed else -1, q_data_type=dtype, kv_data_type=dtype
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a compiler may fail in many ways
+        cause = str(error).strip().partition("\n")[0]
+        log.warning(
+            "FlashInfer cannot compile its prefill kernel (%s): torch's attention is used, slower above %d keys", cause, SHORT
+        )
+        return False
+    return True
 
 
 class VarlenPlan:
