@@ -19,7 +19,6 @@ _batchspec/overwrite      which process deleted the folder's previous job, see o
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -112,8 +111,12 @@ class OutputFolder(RunFolder):
         """The rows of a committed shard, and the version of its file for `recommit`."""
         name = f"data/{part_name(index)}"
         version = self._store.version(name)
+        data = self._store.read(name)
+        own = pa.allocate_buffer(len(data))
+        memoryview(own).cast("B")[:] = data
+        # Memory of Arrow, not Python's: a thread of Arrow may free it while the process exits, and aborts where it needs Python.
         with scanning(f"{self.path}/{name}"):
-            return pq.read_table(io.BytesIO(self._store.read(name))).replace_schema_metadata(None), version
+            return pq.read_table(pa.BufferReader(own)).replace_schema_metadata(None), version
 
     def recommit(self, index: int, table: pa.Table | None, version: str) -> bool:
         """Finish a shard of a retry: `table` replaces its file atomically; None keeps the file.
