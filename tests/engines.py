@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -21,10 +21,6 @@ from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import KVCache
 from batchspec.cache.sharing_cost import SharingCost
 from batchspec.draft.base import Drafter, NoFeatures
-from batchspec.engine.engine import Engine
-from batchspec.engine.features import RowFeatures
-from batchspec.engine.features.lazy_constraints import LazyConstraints
-from batchspec.engine.features.stop_strings import Decode
 from batchspec.kernels.sampling.sample import gumbel_reference
 from batchspec.lazy_automaton import Expanding
 from batchspec.model.rope_config import RopeSpec
@@ -34,6 +30,11 @@ from batchspec.packed_batch import PackedBatch
 from batchspec.records import Repetition, Request, SamplingParams
 from batchspec.token_automaton import TokenSymbols
 from tests.stand_ins import dense_spec
+
+if TYPE_CHECKING:
+    from batchspec.engine.engine import Engine
+    from batchspec.engine.features.lazy_constraints import LazyConstraints
+    from batchspec.engine.features.stop_strings import Decode
 
 VOCAB = 31
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -233,6 +234,10 @@ def make_engine(
     automata_capacity: AutomataCapacity | None = None, expanding: Expanding | None = None, **more: Any,
 ) -> Engine:  # fmt: skip
     """An `Engine` with these `RowFeatures`; more: its other arguments."""
+    # Imported here: the process that only replays steps (`replaying.py`) imports no scheduler.
+    from batchspec.engine.engine import Engine
+    from batchspec.engine.features import RowFeatures
+
     features = RowFeatures(
         decode=decode, defers_text=defers_text, num_top=logprobs, scores=scores, symbols=vocabulary,
         capacity=automata_capacity, expanding=expanding,
@@ -242,6 +247,8 @@ def make_engine(
 
 def lazy_of(engine: Engine) -> LazyConstraints:
     """Rows of the engine's present run that follow lazy automata."""
+    from batchspec.engine.features import RowFeatures
+
     assert isinstance(engine.features, RowFeatures)
     assert engine.features.lazy is not None
     return engine.features.lazy
