@@ -20,6 +20,7 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.draft.base import Drafter
 from batchspec.engine import expected_pages
 from batchspec.engine.features.automaton_places import AutomatonPlaces
+from batchspec.engine.features.constraints import Constraints
 from batchspec.engine.sampling import greedy_sample as choose_greedily
 from batchspec.model.target import Target
 from batchspec.records import Completion, Request, SamplingParams, Snapshot, Thinking
@@ -339,7 +340,7 @@ def mixed_job() -> list[tuple[Request, str | None]]:
 def test_a_row_that_enters_without_its_constraint_is_an_error_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may draw nothing, because it has been told no place; other rows are as ever."""
     job = mixed_job()
-    monkeypatch.setattr(AutomatonPlaces, "constraint", lambda *_: None)
+    monkeypatch.setattr(Constraints, "constrain", lambda *_: None)
     done = run([req for req, _ in job], ALL[name]())
     for req, pattern in job:
         if pattern is None:
