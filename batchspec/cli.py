@@ -22,7 +22,7 @@ COMMANDS = {
     "run": ("batchspec.run", "run a job: Hydra overrides, e.g. +job=demo"),
     "plan": ("batchspec.commands.plan", "what a run would do, without running it: the overrides of run, --full for every row"),
     "status": ("batchspec.commands.status", "OUT [--watch] [--json]: progress of a job over all of its runs"),
-    "stats": ("batchspec.commands.stats", "OUT [--by COLUMN] [--json]: acceptance and speed of a finished job"),
+    "stats": ("batchspec.commands.stats", "OUT [--by COLUMN] [--json]: is the data good; speed and acceptance"),
     "verify": (
         "batchspec.commands.verify",
         "OUT: decode rows again without speculation and compare the tokens; --files: compare checksums",

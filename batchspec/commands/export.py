@@ -198,7 +198,16 @@ def export(output: OutputFolder, target: Path, form: str, wish: Wish, keep: Sequ
         terminal.say(f"{len(done)} of {output.num_shards} shards are committed; the others are not in the file")
     missing = listed({why: number for why, number in sorted(left_out.items()) if number})
     what = counted(count, "row" if target.suffix == ".parquet" else "line")
-    return f"{target}: {what}" + (f"; rows left out: {missing}" if missing else "")
+    return f"{target}: {what}" + (f"; rows left out: {missing}" if missing else "") + _lost(output, done, form, count)
+
+
+def _lost(output: OutputFolder, done: list[int], form: str, count: int) -> str:
+    """The end of the message if some request has no line at all in a form with a line a request."""
+    if form != "prompt_only":
+        return ""
+    with scanning(output.path):
+        asked = int(output.scan(done).select(pl.col("row_index").n_unique()).collect().item())
+    return f"; no row of {counted(asked - count, 'request')} was wanted" if count < asked else ""
 
 
 def _scan(output: OutputFolder, shards: list[int], picked: PickedRows | None) -> pl.LazyFrame:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
@@ -84,7 +85,8 @@ def _share(part: int, whole: int) -> str:
 
 def _samples(samples: Sequence[Shown]) -> str:
     lines = ["random samples (batchspec inspect OUT ID shows one in full)"]
-    for row in samples[:MAX_SAMPLES]:
+    drawn = random.Random(0).sample(range(len(samples)), min(MAX_SAMPLES, len(samples)))  # the first ones would be early rows
+    for row in (samples[place] for place in sorted(drawn)):
         name = f"{row.request_id} sample {row.sample_index}" if row.sample_index else row.request_id
         lines.append(f"  {one_line(name)}, {row.status}, {row.tokens:,} tokens")
         if row.prompt is not None:

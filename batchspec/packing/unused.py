@@ -65,8 +65,8 @@ def check_samples(config: RunConfig, columns: ColumnMap, source: Source) -> None
         raise ConfigError(f"decode.n={decode.n}: {why}; choose decode=sampled, or remove decode.n")
     if column is not None and any(_exceeds(values, 1, unknown=False) for values in source.column(column)):
         raise InputError(
-            f"column {column!r} (n) asks for several completions of a row: {why}; choose decode=sampled, or ignore the column "
-            "with input.columns.n=null"
+            f"column {column!r} (n) asks for several completions of a row: {why}; choose decode=sampled, fill a column "
+            "temperature, or ignore the column with input.columns.n=null"
         )
 
 
