@@ -18,6 +18,7 @@ from batchspec import token_automaton
 from batchspec.batch.automata import Automata, AutomataCapacity, AutomatonUpload, ConstraintOffsets
 from batchspec.engine.completion import completion_of
 from batchspec.engine.engine import Engine
+from batchspec.engine.engine_run import Ended, EngineRun
 from batchspec.engine.features.automaton_places import AutomatonPlaces
 from batchspec.engine.features.last_check import LastCheck
 from batchspec.engine.features.lazy_constraints import LazyConstraints
@@ -310,13 +311,15 @@ def test_rows_that_have_ended_are_not_decoded_anew_when_memory_runs_out(how: str
     engine = engine_of(NeverChecked(0) if how == "not checked" else ExpandLate(0))
     with monkeypatch.context() as patch:
         if how == "not checked":
-            turns = iter(range(60))
+            take_ended = EngineRun.take_ended
 
-            def run_out(_: object) -> None:
-                if next(turns, None) is None or len(lazy_of(engine)._check._asked) == 2:
+            def run_out(own: EngineRun, *, stopping: bool) -> list[Ended]:
+                found = take_ended(own, stopping=stopping)
+                if len(lazy_of(engine)._check._asked) == 2:
                     raise MemoryError
+                return found
 
-            engine.on_round = run_out
+            patch.setattr(EngineRun, "take_ended", run_out)
         else:
             patch.setattr("batchspec.engine.engine.completion_of", lambda *_, **__: [][0])
         with suppress(MemoryError, IndexError):
