@@ -124,8 +124,9 @@ class LazyConstraints(Constraints):
         return [*super().pending(), *self._asked.values()]
 
     def poll(self) -> Iterable[RequestState]:
-        self._collect()
+        # Before new answers are taken: requests whose states were placed when the tables became full have entered by now.
         stopped = self.forget() if self._must_forget() else []
+        self._collect()
         failed, self._failed = self._failed, []
         return [*failed, *(state for state in stopped if state not in failed)]
 
