@@ -17,11 +17,13 @@ class ArgumentParser(argparse.ArgumentParser):
         self.register("action", None, _StoreOnce)
         self.register("action", "store", _StoreOnce)
 
-    def parse_known_args(self, *args: Any, **options: Any) -> Any:
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
         for action in self._actions:
             if isinstance(action, _StoreOnce):
                 action.given = None
-        return super().parse_known_args(*args, **options)
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{' '.join(message.split())}; `{self.prog} --help` lists its arguments")
