@@ -22,7 +22,7 @@ from batchspec.runstate.manifest import fingerprint
 
 CONSTRAINTS_VERSION = 2
 """Raised with every change of what is written for a constraint: a job that began with another version is refused."""
-NEWER_KEYS = ("frequency_penalty", "logit_bias", "repetition_detection", "score")
+NEWER_KEYS = ("bad_words", "frequency_penalty", "logit_bias", "repetition_detection", "score")
 """Keys of `decode` that are left out where they are off, so that jobs begun before these keys existed resume."""
 
 
@@ -84,6 +84,7 @@ def _newer_parts(job: Job) -> dict[str, Any]:
     """Those of NEWER_KEYS that are not off."""
     decode, repetition = job.config.decode, job.admission.settings.repetition
     parts = {
+        "decode.bad_words": job.admission.settings.bad_words,
         "decode.frequency_penalty": decode.frequency_penalty,
         "decode.logit_bias": job.admission.settings.logit_bias,
         "decode.repetition_detection": None if repetition is None else asdict(repetition),

@@ -21,6 +21,9 @@ CONSTRAINT_VIOLATED = "constraint_violated"
 MAX_LOGIT_BIAS = 1024
 """Maximum number of tokens of a row whose logits are biased: the width of two tensors on the device."""
 
+MAX_BAD_WORDS, MAX_BAD_WORD = 64, 8
+"""Maximum number of token sequences of a row that are never completed, and of tokens of one: they give a tensor's width."""
+
 LEAST_TEMPERATURE = 1e-7
 """Lower temperatures count as 0. The noise spans 26 units, so at this temperature it only decides between logits that differ by
 at most 2.6e-6, the rounding error of an fp32 logit near 20. A logit divided by a denormal temperature would be infinite."""
@@ -46,6 +49,9 @@ class SamplingParams:
     """Subtract from the logit of a token, once for each time it is in the output; 0 is off."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token, bias added to its logit), each token once, at most MAX_LOGIT_BIAS."""
+
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that are never completed in the output: at most MAX_BAD_WORDS, each of 1 to MAX_BAD_WORD tokens."""
 
     def __post_init__(self) -> None:
         if self.temperature < LEAST_TEMPERATURE:

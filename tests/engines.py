@@ -185,6 +185,9 @@ def _next_token(target: Target, req: Request, out: Sequence[int]) -> int:
         logits[token] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
     for token in set(out):
         logits[token] -= params.presence_penalty + params.frequency_penalty * out.count(token)
+    for *before, last in params.bad_words:
+        if len(before) <= len(out) and list(out[len(out) - len(before) :]) == before:
+            logits[last] = -torch.inf
     if len(out) < req.min_new_tokens:
         logits[list(req.stop_ids)] = -torch.inf
     return _draw(logits, params, req.seed, len(prompt) + len(out))

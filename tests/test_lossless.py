@@ -72,6 +72,9 @@ SAMPLINGS = (
     SamplingParams(frequency_penalty=0.75),
     SamplingParams(temperature=0.8, frequency_penalty=0.5, presence_penalty=0.25, logit_bias=((3, 1.5), (7, -2.5))),
     SamplingParams(repetition_penalty=1.25, logit_bias=((0, -100.0), (5, 2.25), (VOCAB - 1, 3.0))),
+    SamplingParams(bad_words=tuple((i,) for i in range(2, VOCAB, 5))),
+    SamplingParams(bad_words=tuple((i, j) for i in range(8) for j in range(8))),
+    SamplingParams(temperature=1.2, bad_words=(*((i, (i * 7 + 3) % VOCAB) for i in range(VOCAB)), (3, 4, 5), (5,) * 8)),
 )
 
 

@@ -76,6 +76,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "decode.presence_penalty": (0.5, "decode.presence_penalty"),
     "decode.frequency_penalty": (0.5, "decode.frequency_penalty"),
     "decode.logit_bias": ({5: -1}, "decode.logit_bias"),
+    "decode.bad_words": (["x"], "decode.bad_words"),
     "decode.seed": (1, "decode.seed"),
     "decode.n": (2, "decode.n"),
     "decode.stop": (["x"], "decode.stop"),

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from batchspec.batch.automata import Automata, ConstraintOffsets
+from batchspec.batch.bad_words import line_of
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.batch.slot_field import SlotField, declared, known_tokens
 from batchspec.batch.upload import upload, upload_all
 from batchspec.kernels.rounds.move_rows import move_rows
 from batchspec.packed_batch import PackedBatch
-from batchspec.records import MAX_LOGIT_BIAS, MAX_STOP_IDS, Request
+from batchspec.records import MAX_BAD_WORD, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_IDS, Request
 
 SEEN = 1
 """Bit that is set for a token that is in prompt or output."""
@@ -71,6 +72,8 @@ class DeviceBatch:
         metadata=declared(dtype=torch.float32, width="biases", begin=lambda r, _: [bias for _, bias in r.sampling.logit_bias])
     )
     """float32 [R, MAX_LOGIT_BIAS] the bias of each of these tokens' logits"""
+    bad_words: Tensor = field(metadata=declared(width="bad_words", initial=-1, begin=lambda r, _: line_of(r)))
+    """int32 [R, MAX_BAD_WORDS * MAX_BAD_WORD] see `bad_words.py`; [R, 0] before a row has any"""
     stop_ids: Tensor = field(metadata=declared(width="stop_ids", initial=-1, begin=lambda r, _: r.stop_ids))
     """int32 [R, MAX_STOP_IDS] -1 where unused"""
     page_tables: tuple[Tensor, ...] = field(metadata=declared(width="pages", per_group=True))
@@ -112,6 +115,7 @@ class DeviceBatch:
             "pages": -(-(batch.max_len + num_lookahead_slots) // batch.page_size),
             "seen": 0,
             "biases": 0,
+            "bad_words": 0,
         }
         made: dict[str, Any] = {}
         for name, spec in SLOT_FIELDS.items():
@@ -127,6 +131,7 @@ class DeviceBatch:
         """Allocate the state that `mode` needs and that few jobs have. Call it before a graph of such a mode is captured."""
         wanted = [("seen", self.vocab_size)] if mode.penalties else []
         wanted += [("bias_ids", MAX_LOGIT_BIAS), ("bias", MAX_LOGIT_BIAS)] if mode.biased else []
+        wanted += [("bad_words", MAX_BAD_WORDS * MAX_BAD_WORD)] if mode.bad_words else []
         for name, width in wanted:
             spec, tensor = SLOT_FIELDS[name], getattr(self, name)
             if tensor.shape[1] != width:

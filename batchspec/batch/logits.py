@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from batchspec.batch.bad_words import forbid_bad_words
 from batchspec.batch.device_batch import ONCE_IN_OUTPUT, SEEN, DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
 
@@ -251,6 +252,7 @@ RULES: list[LogitRule] = [
         commit=lambda rows, log, live: mark_output(rows, log[:, 4:], log[:, 2]),
     ),
     LogitRule(lambda mode: mode.min_tokens, forbid_stop_ids),
+    LogitRule(lambda mode: mode.bad_words, forbid_bad_words, reads_drafts=True),
     LogitRule(
         lambda mode: mode.constrained,
         follow_automata,

@@ -17,6 +17,7 @@ class SamplingMode:
     filters: bool = False
     penalties: bool = False
     biased: bool = False
+    bad_words: bool = False
     min_tokens: bool = False
     constrained: bool = False
     waits: bool = False
@@ -30,6 +31,7 @@ class SamplingMode:
             filters=p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0),
             penalties=p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0,
             biased=bool(p.logit_bias),
+            bad_words=bool(p.bad_words),
             min_tokens=min_new_tokens > 0,
             constrained=constrained,
             waits=waits,

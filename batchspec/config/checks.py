@@ -174,7 +174,8 @@ def _scoring(config: RunConfig) -> None:
     if config.draft.name != "none":
         raise ConfigError(f"draft={config.draft.name} with {given} drafts nothing; remove it")
     for key in (
-        "decode.max_new_tokens", "decode.min_new_tokens", "decode.n", "decode.stop", "decode.schema", "decode.regex",
+        "decode.max_new_tokens", "decode.min_new_tokens", "decode.n", "decode.stop", "decode.bad_words", "decode.schema",
+        "decode.regex",
         "decode.choice", "decode.grammar", "decode.thinking_token_budget", "decode.repetition_detection.max_pattern_size",
         "output.logprobs", "output.openai",
     ):  # fmt: skip

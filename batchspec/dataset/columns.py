@@ -23,7 +23,8 @@ _JSON = {
     "id": ("text", "number"), "messages": ("list", "text"), "prompt": ("text",), "prompt_ids": ("list",),
     "schema": ("object", "text"), "regex": ("text",), "choice": ("list", "text"), "grammar": ("text",),
     "response_format": ("object", "text"), "adapter": ("text",),
-    "stop": ("text", "list"), "system": ("text",), "tools": ("text", "list", "object"), "template_kwargs": ("object", "text"),
+    "stop": ("text", "list"), "bad_words": ("text", "list"), "system": ("text",),
+    "tools": ("text", "list", "object"), "template_kwargs": ("object", "text"),
     "logit_bias": ("object", "text"), "final_assistant": ("text",),
 }  # fmt: skip
 """Kinds of JSON values allowed in a column of JSON text; columns that are not listed take numbers."""
@@ -95,6 +96,7 @@ TYPES: Mapping[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "n": (_is_number, "integer"),
     "thinking_token_budget": (_is_number, "integer"),
     "stop": (_is_stop, "list of strings, or string"),
+    "bad_words": (_is_stop, "list of strings, or string"),
     "schema": (is_text, "JSON string"),
     "regex": (is_text, "string"),
     "choice": (_is_stop, "list of strings"),
@@ -108,7 +110,7 @@ TYPES: Mapping[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "synthetic_len": (_is_number, "integer"),
 }
 """batchspec's names: a test of the column's type, and the text for the types that it accepts."""
-LISTS = ("messages", "prompt_ids", "stop", "choice", "tools")
+LISTS = ("messages", "prompt_ids", "stop", "bad_words", "choice", "tools")
 """Columns whose cells may be lists."""
 NAMED_ONLY = ("schema", "regex", "choice", "grammar")
 """Columns that input.columns must name, because many datasets have a column of that name with another meaning."""

@@ -62,7 +62,7 @@ def _cell_value(name: str, cell: Any, field: pa.Field, is_prompt: bool) -> Any:
         value = value_of(cell, field, number=name in NUMBERS, optional=not is_prompt)
         if name == "messages":
             value = messages_of(value)
-        elif name == "stop" and is_csv(field):
+        elif name in ("stop", "bad_words") and is_csv(field):
             value = _listed(value)
     except BadChat as error:
         raise BadRow("bad_messages", str(error)) from None

@@ -12,7 +12,7 @@ from batchspec.dataset.columns import ColumnMap
 from batchspec.errors import ConfigError
 from batchspec.model.thinking import find_think_tokens
 from batchspec.packing.cells import BadRow, bias_cell, checked_biases, number_cell
-from batchspec.records import MAX_STOP_IDS, Ids, Repetition, SamplingParams, Thinking
+from batchspec.records import MAX_BAD_WORD, MAX_BAD_WORDS, MAX_STOP_IDS, Ids, Repetition, SamplingParams, Thinking
 
 if TYPE_CHECKING:
     from batchspec.model.spec import ModelSpec
@@ -52,6 +52,10 @@ class RowSettings:
             )
         try:
             self.logit_bias = checked_biases(self.decode.logit_bias, self.vocab_size)
+        except BadRow as error:
+            raise ConfigError(f"decode.{error}") from None
+        try:
+            self.bad_words = self._bad_words(list(self.decode.bad_words))
         except BadRow as error:
             raise ConfigError(f"decode.{error}") from None
         detection = self.decode.repetition_detection
@@ -107,7 +111,28 @@ class RowSettings:
             repetition_penalty=values["repetition_penalty"], presence_penalty=values["presence_penalty"],
             frequency_penalty=values["frequency_penalty"],
             logit_bias=bias_cell(row, self.logit_bias, self.vocab_size),
+            bad_words=self.bad_words if (own := row.get("bad_words")) is None else self._bad_words(own),
         )  # fmt: skip
+
+    def _bad_words(self, words: Any) -> tuple[tuple[int, ...], ...]:
+        """The token sequences of these texts: each as at the beginning of a text, and as after a space."""
+        texts = [words] if isinstance(words, str) else words
+        if not isinstance(texts, list) or not all(isinstance(text, str) and text.strip() for text in texts):
+            raise BadRow("bad_parameter", f"bad_words={words!r} must be texts that are not empty; correct it or leave it out")
+        if texts and self.tokenizer is None:
+            raise BadRow("bad_parameter", f"bad_words={words!r} needs a tokenizer, and the model folder has none; leave it out")
+        found: dict[tuple[int, ...], None] = {}
+        for text in texts:
+            assert self.tokenizer is not None
+            both = [tuple(self.tokenizer.encode_part(f"{space}{text.lstrip()}")) for space in ("", " ")]
+            if max(map(len, both)) > MAX_BAD_WORD:
+                said = f"bad_words: {text!r} has {max(map(len, both))} tokens, at most {MAX_BAD_WORD} are supported; shorten it"
+                raise BadRow("bad_parameter", said)
+            found |= dict.fromkeys(ids for ids in both if ids and max(ids) < self.vocab_size)
+        if len(found) > MAX_BAD_WORDS:
+            said = f"bad_words has {len(found)} token sequences, at most {MAX_BAD_WORDS} are supported; shorten the list"
+            raise BadRow("bad_parameter", said)
+        return tuple(found)
 
     def stops(self, own: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """Stop strings to search for in the text, and stop ids. A stop string that is a special token becomes a stop id.
