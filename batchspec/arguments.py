@@ -12,19 +12,6 @@ from batchspec.errors import ConfigError
 class ArgumentParser(argparse.ArgumentParser):
     """`prog` is the command as a user types it, such as `batchspec stats`. Wrong arguments raise ConfigError."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.register("action", None, _StoreOnce)
-        self.register("action", "store", _StoreOnce)
-
-    def parse_known_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        for action in self._actions:
-            if isinstance(action, _StoreOnce):
-                action.given = None
-        return super().parse_known_args(args, namespace)
-
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{' '.join(message.split())}; `{self.prog} --help` lists its arguments")
 
@@ -38,22 +25,6 @@ class ArgumentParser(argparse.ArgumentParser):
             if (value := getattr(args, name)) != self.get_default(name):
                 shown = "" if value is True else f" {','.join(value) if isinstance(value, list) else value}"
                 self.error(f"--{name.replace('_', '-')}{shown} {why}; remove it")
-
-
-class _StoreOnce(argparse._StoreAction):
-    """Stores the value of an option. Given twice, argparse would keep the last value without a word."""
-
-    given: Any = None
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        if option_string is not None and self.given is not None:
-            parser.error(f"{option_string} is given twice, {_shown(self.given)} and {_shown(values)}; give it once")
-        self.given = values
-        super().__call__(parser, namespace, values, option_string)
-
-
-def _shown(values: Any) -> str:
-    return " ".join(map(str, values)) if isinstance(values, list) else str(values)
 
 
 class Renamed(argparse.Action):

@@ -156,18 +156,3 @@ def test_a_script_ends_with_one_line_after_an_error_or_ctrl_c(
     with pytest.raises(SystemExit) as ended:
         cli.script(fails, "what it does")
     assert ended.value.code == said
-
-
-def test_an_option_that_is_given_twice_is_refused() -> None:
-    """argparse would keep the last value: of two --keep one would be lost without a word."""
-    from batchspec.arguments import ArgumentParser
-
-    parser = ArgumentParser(prog="batchspec export")
-    parser.add_argument("out", nargs="+")
-    parser.add_argument("--keep", default="")
-    parser.add_argument("--to", nargs="*")
-    parser.add_argument("--all", action="store_true")
-    for _ in range(2):
-        assert parser.parse_args(["a", "b", "--keep", "x", "--to", "y", "z", "--all", "--all"]).keep == "x"
-    with pytest.raises(ConfigError, match=r"^--keep is given twice, x and y; give it once"):
-        parser.parse_args(["a", "--keep", "x", "--keep=y"])

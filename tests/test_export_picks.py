@@ -181,6 +181,7 @@ def test_pairs_are_the_best_and_the_worst_answer_as_trl_reads_them(tmp_path: Pat
 def test_prompts_are_written_once_each_with_the_reference_or_the_best_answer(tmp_path: Path) -> None:
     out = job(tmp_path / "out")
     rows = exported(out, "prompt_only", "--keep", "answer,day,score")
+    assert exported(out, "prompt_only", "--keep", "answer,day", "--keep", "score") == rows
     assert rows == [
         {"request_id": f"q-{i}", "prompt": [turn("user", f"say {i}")], "answer": REFERENCE[i], "day": f"2026-01-0{i + 1}",
          "score": None if i == 2 else 10.0 * (i + 1)} for i in range(4)

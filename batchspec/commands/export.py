@@ -81,13 +81,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("paths", metavar="OUT FILE", nargs="+", help="output folder, FILE to write; --from-openai: OUT.parquet")
     parser.add_argument("--to", choices=FORMATS, help="format of FILE")
     parser.add_argument("--from-openai", metavar="FILE.jsonl", type=Path, help="OpenAI batch requests to convert to an input")
-    parser.add_argument("--status", help=f"rows to write, comma-separated: {', '.join(STATUSES)}; default ok, openai: all")
+    parser.add_argument(
+        "--status", action="append", help=f"rows to write, comma-separated: {', '.join(STATUSES)}; default ok, openai: all"
+    )
     parser.add_argument("--where", metavar="SQL", help="rows to write: a condition over the output's columns, \"kind = 'math'\"")
     parser.add_argument("--score", metavar="SQL", help="number of a row; the best row of each request is written, or the pair")
     parser.add_argument(
         "--join", metavar="FILE", type=Path, help=".parquet or .jsonl: request_id, sample_index and more columns, such as scores"
     )
-    parser.add_argument("--keep", metavar="COLUMNS", help="columns to write too, comma-separated")
+    parser.add_argument("--keep", metavar="COLUMNS", action="append", help="columns to write too, comma-separated")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     parser.add_argument(
         "--drop", metavar="KEYS", action="append", default=[], help="--from-openai: ignore these keys, comma-separated"
@@ -107,16 +109,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     form = "openai's requests" if source is not None else args.to
     target = target_file(paths[-1], args.overwrite, SUFFIXES[form], form)
     if source is not None:
-        drop = [key for keys in args.drop for key in keys.split(",")]
-        for line in from_openai(source, target, drop, skip_bad=args.skip_bad).splitlines():
+        for line in from_openai(source, target, _names(args.drop), skip_bad=args.skip_bad).splitlines():
             terminal.show_line(line)
     else:
         wish = Wish(
-            statuses=_statuses(args.status, args.to), where=args.where, score=args.score, join=args.join,
+            statuses=_statuses(_names(args.status), args.to), where=args.where, score=args.score, join=args.join,
             pairs=args.to == "preference", one_each=args.to == "prompt_only",
         )  # fmt: skip
-        terminal.show_line(export(OutputFolder(paths[0]), target, args.to, wish, args.keep.split(",") if args.keep else []))
+        terminal.show_line(export(OutputFolder(paths[0]), target, args.to, wish, _names(args.keep)))
     return 0
+
+
+def _names(given: Sequence[str] | None) -> list[str]:
+    """The names of an option that holds several, comma-separated, and may be given more than once."""
+    return [name for names in given or () for name in names.split(",")]
 
 
 def target_file(name: str, overwrite: bool, suffixes: Sequence[str], form: str) -> Path:
@@ -136,10 +142,12 @@ def target_file(name: str, overwrite: bool, suffixes: Sequence[str], form: str) 
     return target
 
 
-def _statuses(wish: str | None, form: str) -> set[str]:
-    statuses = set(wish.split(",")) if wish is not None else set(STATUSES if form == "openai" else ["ok"])
+def _statuses(wish: Sequence[str], form: str) -> set[str]:
+    statuses = set(wish or (STATUSES if form == "openai" else ["ok"]))
     if unknown := statuses - set(STATUSES):
-        raise ConfigError(f"--status {wish}: {', '.join(sorted(unknown))} is not a status; choose from {', '.join(STATUSES)}")
+        raise ConfigError(
+            f"--status {','.join(wish)}: {', '.join(sorted(unknown))} is not a status; choose from {', '.join(STATUSES)}"
+        )
     return statuses
 
 
