@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -176,6 +177,13 @@ def test_nodes_of_a_tree_see_the_tokens_before_it_and_their_own_path(num_nodes: 
         torch.testing.assert_close(out[t], torch.einsum("hk,khd->hd", weights, v), atol=1e-12, rtol=0)
 
 
+def on_gpu(batch: FlatBatch) -> FlatBatch:
+    """The batch with its tensors on the GPU."""
+    values: dict[str, Any] = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    values |= {name: value.cuda() for name, value in values.items() if isinstance(value, Tensor)}
+    return FlatBatch(**values)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("window", [None, 1, 30, 700])
 @pytest.mark.parametrize("way", ["both, by length", "torch alone"])
@@ -191,9 +199,7 @@ def test_prefill_on_a_gpu_is_that_of_the_cpu(longest: int, way: str, window: int
     batch.host = HostLayout([q for q, _ in rows], [n for _, n in rows])
     q, kv = make_tensors(batch, (6, 2), torch.bfloat16, generator, head_dim=64)
     expected = attend(q, layer_kv(kv), batch, scale=1 / 8, window=window)
-    there = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    there = {name: value.cuda() if isinstance(value, Tensor) else value for name, value in there.items()}
-    plan = plan_attention(FlatBatch(**there), layer_kv(kv.cuda()), num_heads=6, window=window)
+    plan = plan_attention(on_gpu(batch), layer_kv(kv.cuda()), num_heads=6, window=window)
     assert type(plan) is (flash.VarlenPlan if way == "torch alone" or longest <= flash.SHORT else flash.FlashPlan)
     torch.testing.assert_close(plan.attend(q.cuda(), layer_kv(kv.cuda()), 1 / 8).cpu(), expected, atol=2e-2, rtol=0)
     sinks = torch.tensor([-2.0, 1.0, 0.0, 4.0, -9.0, 2.0])
@@ -260,9 +266,7 @@ def test_head_sizes_that_flashinfer_does_not_have_are_never_compiled(head_dim: i
 def test_long_rows_of_any_head_size_are_prefilled_on_a_gpu(head_dim: int) -> None:
     batch, q, kv = long_rows(head_dim)
     expected = attend(q, layer_kv(kv), batch, scale=head_dim**-0.5, window=None)
-    there = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    there = {name: value.cuda() if isinstance(value, Tensor) else value for name, value in there.items()}
-    plan = plan_attention(FlatBatch(**there), layer_kv(kv.cuda()), num_heads=6, window=None)
+    plan = plan_attention(on_gpu(batch), layer_kv(kv.cuda()), num_heads=6, window=None)
     out = plan.attend(q.cuda(), layer_kv(kv.cuda()), head_dim**-0.5)
     torch.testing.assert_close(out.cpu(), expected, atol=2e-2, rtol=0)
 
@@ -280,9 +284,7 @@ def test_a_key_that_is_not_finite_stays_with_its_row_in_a_prefill_on_a_gpu(longe
     batch.host = HostLayout([q for q, _ in rows], [n for _, n in rows])
     q, kv = make_tensors(batch, (6, 2), torch.bfloat16, generator, head_dim=64)
     kv[0, 0] = float("nan")  # the scratch page
-    there = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    there = {name: value.cuda() if isinstance(value, Tensor) else value for name, value in there.items()}
-    plan = plan_attention(FlatBatch(**there), layer_kv(kv.cuda()), num_heads=6, window=window)
+    plan = plan_attention(on_gpu(batch), layer_kv(kv.cuda()), num_heads=6, window=window)
     healthy = plan.attend(q.cuda(), layer_kv(kv.cuda()), 1 / 8).cpu()
     assert bool(healthy.isfinite().all())
     kv[0, batch.page_table[0, 60 // PAGE_SIZE].long(), 60 % PAGE_SIZE] = float("nan")

@@ -192,6 +192,16 @@ def test_prompts_are_written_once_each_with_the_reference_or_the_best_answer(tmp
     ]  # fmt: skip
 
 
+def test_requests_that_have_no_prompt_in_the_file_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = job(tmp_path / "out")
+    assert len(exported(out, "prompt_only")) == 4
+    assert "was wanted" not in capsys.readouterr().out
+    assert len(exported(out, "prompt_only", "--where", "request_id IN ('q-0', 'q-3')")) == 2
+    assert capsys.readouterr().out.endswith("; no row of 2 requests was wanted\n")
+    exported(out, "chat", "--where", "request_id = 'q-0'")
+    assert "was wanted" not in capsys.readouterr().out
+
+
 def test_a_score_is_the_expression_s_value_where_the_job_has_a_column_of_that_name(tmp_path: Path) -> None:
     rows = exported(job(tmp_path / "out"), "chat", "--score", "sample_index * 2")
     assert [(row["sample_index"], row["score"]) for row in rows] == [(2, 4.0), (2, 4.0), (1, 2.0), (2, 4.0)]

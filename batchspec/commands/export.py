@@ -206,16 +206,17 @@ def export(output: OutputFolder, target: Path, form: str, wish: Wish, keep: Sequ
         terminal.say(f"{len(done)} of {output.num_shards} shards are committed; the others are not in the file")
     missing = listed({why: number for why, number in sorted(left_out.items()) if number})
     what = counted(count, "row" if target.suffix == ".parquet" else "line")
-    return f"{target}: {what}" + (f"; rows left out: {missing}" if missing else "") + _lost(output, done, form, count)
+    lost = _num_requests(output, done) - count if form == "prompt_only" else 0  # it has a line a request
+    return (
+        f"{target}: {what}"
+        + (f"; rows left out: {missing}" if missing else "")
+        + (f"; no row of {counted(lost, 'request')} was wanted" if lost else "")
+    )
 
 
-def _lost(output: OutputFolder, done: list[int], form: str, count: int) -> str:
-    """The end of the message if some request has no line at all in a form with a line a request."""
-    if form != "prompt_only":
-        return ""
+def _num_requests(output: OutputFolder, done: list[int]) -> int:
     with scanning(output.path):
-        asked = int(output.scan(done).select(pl.col("row_index").n_unique()).collect().item())
-    return f"; no row of {counted(asked - count, 'request')} was wanted" if count < asked else ""
+        return int(output.scan(done).select(pl.col("row_index").n_unique()).collect().item())
 
 
 def _scan(output: OutputFolder, shards: list[int], picked: PickedRows | None) -> pl.LazyFrame:
