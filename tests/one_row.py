@@ -10,8 +10,8 @@ import numpy as np
 
 from batchspec.engine.completion import completion_of
 from batchspec.engine.features import RowFeatures
-from batchspec.engine.request_state import RequestState
 from batchspec.engine.results import RoundLog
+from batchspec.engine.run_features import RunFeatures
 from batchspec.engine.slots import SlotTable
 from batchspec.kernels.rounds.accept import FULL, STOPPED
 from batchspec.records import Completion, Request
@@ -24,8 +24,8 @@ class OneRow:
         self.request, self.draft_len, self.made = request, draft_len, features
         self.table = SlotTable(1, len(request.prompt_ids) + request.max_new_tokens + 64, draft_len)
         pools: Any = SimpleNamespace(any_window=False, page_size=16, pools=[SimpleNamespace(num_pages=2)])
-        self.features = RowFeatures(**features).begin(self.table, pools)
-        self.state = RequestState.of(request, draft_len, self.features)
+        self.features = RunFeatures(RowFeatures(**features).begin(self.table, pools))
+        self.state = self.features.arrive(request, draft_len)
         self.table.place([self.state], [0], 0)
 
     def add_prefill(self, tokens: Sequence[int]) -> None:
@@ -52,7 +52,7 @@ class OneRow:
 
     def examine(self) -> bool:
         """Let the features look at the tokens. Returns whether they have replaced some."""
-        self.state.examine()
+        self.features.examine(self.state)
         rewritten, self.state.rewritten = self.state.rewritten, False
         self.table.num_tokens[0] = self.state.num_tokens
         return rewritten
@@ -60,7 +60,5 @@ class OneRow:
     def completion(self, *, drafter: str = "lookup", eos_ids: frozenset[int] = frozenset(), now: float = 1.0) -> Completion:
         """The completion of the row, which has ended."""
         done = completion_of(self.state, drafter=drafter, eos_ids=eos_ids, slot=0, now=now)
-        assert self.state.ready
-        for feature in self.state.features:
-            done = feature.finish(self.state, done)
-        return done
+        assert self.features.ready(self.state)
+        return self.features.finish(self.state, done)

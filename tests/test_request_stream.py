@@ -220,7 +220,7 @@ def test_requests_that_were_taken_ahead_wait_in_the_order_of_the_stream(
     """False: the stream has no request at present. No more are taken than asked for, nor more than may wait."""
     given = [RequestState.of(request(i, [1], cap=1), 0) if there else None for i, there in enumerate(stream)]
     asked, found = iter(given), list[RequestState]()
-    waiting = WaitingRequests(asked)
+    waiting = WaitingRequests(asked, lambda _: True)
     for turn in turns:
         before = len(list(waiting))
         if turn is None:

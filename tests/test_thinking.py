@@ -24,6 +24,7 @@ from batchspec.engine.output_processor import EngineTotals
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.results import RoundLog
 from batchspec.engine.round import RoundOptions
+from batchspec.engine.run_features import RunFeatures
 from batchspec.engine.slots import SlotTable
 from batchspec.errors import ConfigError
 from batchspec.model.thinking import find_think_tokens
@@ -302,7 +303,7 @@ def test_a_row_that_changes_its_slot_is_checked_when_its_budget_or_a_thought_req
     for slot, opened in ((2, True), (3, False)):
         how = thinking(2, opened=opened)
         asked = replace(request(slot, [7] * 10, cap=9), thinking=how)
-        table.place([RequestState.of(asked, 0, [ThinkingBudgets()])], [slot], slot)
+        table.place([RunFeatures([ThinkingBudgets()]).arrive(asked, 0)], [slot], slot)
     table.move([(2, 0), (3, 1)])
     slots = np.array([0, 1])
     begins, ends = (RoundLog.of(np.array([[0, 0, 1, 0, 7, -1], [0, 0, 1, 0, 7, mark]], np.int32)) for mark in (BEGIN, END))

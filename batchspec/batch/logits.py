@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchspec.batch.bad_words import forbid_bad_words
+from batchspec.batch.bad_words import PROMPT, forbid_completions
 from batchspec.batch.device_batch import ONCE_IN_OUTPUT, SEEN, DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.records import MAX_BAD_WORD
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,6 +203,27 @@ def forbid_stop_ids(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: T
     # Unused entries name id 0: amin keeps its logit there.
     value = torch.where(early, -torch.inf, torch.inf).to(logits.dtype)
     logits.scatter_reduce_(1, ids, value, "amin")
+
+
+def forbid_bad_words(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: Tensor | None = None) -> None:
+    """Tokens that would complete one of the row's bad words get -inf, in place."""
+    assert map_ids is None, "bad words are the target's alone"
+    first_id = 0 if at.tokens is None else at.tokens.start
+    forbid_completions(logits, rows.bad_words[at.row_ids], newest_output(at, rows, MAX_BAD_WORD - 1), first_id)
+
+
+def newest_output(at: LogitRows, rows: DeviceBatch, count: int) -> Tensor:
+    """int32 [T, count] output tokens and drafts before each position, the newest last; PROMPT for those of the prompt or before
+    it."""
+    back = torch.arange(count, 0, -1, device=at.positions.device)
+    places = at.positions.unsqueeze(1) - back
+    row_ids = at.row_ids.long().unsqueeze(1)
+    found = rows.tokens[row_ids, places.clamp(0, rows.tokens.shape[1] - 1)]
+    if at.drafts is not None and at.num_drafted is not None and at.drafts.shape[1]:
+        drafted = at.num_drafted.unsqueeze(1) - back  # the place among the drafts; negative: committed
+        draft_rows = row_ids if at.draft_rows is None else at.draft_rows.long().unsqueeze(1)
+        found = torch.where(drafted >= 0, at.drafts[draft_rows, drafted.clamp(0, at.drafts.shape[1] - 1)], found)
+    return torch.where(places >= rows.prompt_len.long()[row_ids], found, PROMPT)
 
 
 def follow_automata(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: Tensor | None = None) -> None:

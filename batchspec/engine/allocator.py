@@ -17,6 +17,7 @@ from batchspec.engine.expected_pages import ExpectedPages
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.refill_policy import IdleSlots
 from batchspec.engine.request_state import RequestState
+from batchspec.engine.run_features import RunFeatures
 from batchspec.engine.slots import SlotTable
 from batchspec.engine.step import PageGrant
 from batchspec.engine.waiting import WaitingRequests
@@ -41,6 +42,7 @@ class SlotAllocator:
         pools: PagePools,
         requests: Iterator[RequestState | None],
         *,
+        features: RunFeatures | None = None,
         slots: SlotTable | None = None,
         lookahead: int = 0,
         num_lookahead_slots: int = 0,
@@ -48,6 +50,7 @@ class SlotAllocator:
     ) -> None:
         """
         requests             None: there is no request at present, but more may come
+        features             of the run's rows; None: they have none
         slots                None: an empty table
         lookahead            as `Round.prefix_lookahead`
         num_lookahead_slots  K/V slots after a row's last token that it needs too, such as those of a tree's nodes
@@ -55,7 +58,8 @@ class SlotAllocator:
         """
         self.batch, self.pools = batch, pools
         self.slots = slots or SlotTable(batch.num_slots, batch.max_len, batch.draft_len, num_groups=pools.groups.num_groups)
-        self._waiting = WaitingRequests(requests)
+        self._features = features or RunFeatures()
+        self._waiting = WaitingRequests(requests, self._features.ready)
         self._num_refills = 0
         self._lookahead, self._num_lookahead_slots = lookahead, num_lookahead_slots
         self._expected_pages = ExpectedPages(batch.page_size, num_lookahead_slots)
@@ -113,8 +117,7 @@ class SlotAllocator:
             del self._waiting[place]
             group.append(state)
             state.slot = slot
-            for feature in state.features:
-                feature.enter(state)
+            self._features.enter(state)
         if group:
             self.slots.place(group, free[: len(group)], self._num_refills)
             self._num_refills += len(group)
@@ -219,8 +222,7 @@ class SlotAllocator:
 
     def release(self, state: RequestState) -> None:
         """The request leaves its slot. Steps that are scheduled from now on may use its slot and pages."""
-        for feature in state.features:
-            feature.leave(state)
+        self._features.leave(state)
         self.slots.clear(state)
         self.pools.release(state.pages)
 

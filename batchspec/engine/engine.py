@@ -257,8 +257,7 @@ class Engine:
             ended.state, drafter=self.drafter.name, eos_ids=self._eos_ids, slot=ended.slot, now=ended.now,
             nodes=self.executor.round.nodes,
         )  # fmt: skip
-        for feature in ended.state.features:
-            done = feature.finish(ended.state, done)
+        done = self._current.features.finish(ended.state, done)
         if done.prompt_ids is not None and done.token_ids is not None:  # no error
             self._finished.append((done.prompt_ids, done.token_ids))
         return done

@@ -8,8 +8,7 @@ rows, the planner's clock and the leader's digest.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from batchspec.cache.page_tables import PagePools
@@ -22,7 +21,8 @@ from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.results import PendingResult, RoundLog, Slots
 from batchspec.engine.round_planner import RoundPlanner
-from batchspec.engine.row_feature import Features, RowFeature
+from batchspec.engine.row_feature import Features
+from batchspec.engine.run_features import RunFeatures
 from batchspec.engine.scheduler import Scheduler
 from batchspec.engine.slots import SlotTable
 from batchspec.engine.step import ScheduledStep
@@ -88,11 +88,12 @@ class EngineRun:
         self._ended: list[Ended] = []
         """Those that have ended."""
         self.slots = SlotTable(batch.num_slots, batch.max_len, drafter.max_len, num_groups=groups.num_groups)
-        self.features = features.begin(self.slots, self.pools)
+        self.features = RunFeatures(features.begin(self.slots, self.pools))
         self._allocator = allocator_kind(
             batch,
             self.pools,
             _states(self._requests, self.taken, self._ended, self.features, drafter.max_len),
+            features=self.features,
             slots=self.slots,
             lookahead=round_.prefix_lookahead,
             num_lookahead_slots=round_.num_lookahead_slots,
@@ -124,8 +125,7 @@ class EngineRun:
         now  seconds of the host's clock
         Returns the arguments of `end` for each request that ended: its state, and the device's reason, 0 if a feature ended it.
         """
-        for feature in self.features:
-            feature.read(launch, result.result, slots, log)
+        self.features.read(launch, result, slots, log)
         add_result(self.slots, result, slots, log, now)
         on_device = log.finish != 0
         ended: dict[int, int] = dict(zip(slots[on_device].tolist(), log.finish[on_device].tolist(), strict=True))
@@ -145,7 +145,7 @@ class EngineRun:
     def _examine(self, state: RequestState) -> None:
         """Let the features look at the row's tokens. If they have replaced some, it is prefilled with the new ones."""
         self.slots.flush(state)
-        state.examine()
+        self.features.examine(state)
         self.slots.watch(state)
         if state.rewritten and state.finish_reason is None:
             self.scheduler.preempt(state)
@@ -171,10 +171,10 @@ class EngineRun:
         now, done, waiting = time.perf_counter(), list[Ended](), list[Ended]()
         self._ended += [Ended(state, slot, now) for state, slot in self.scheduler.take_failed()]
         for one in self._ended:
-            (done if one.state.ready else waiting).append(one)
+            (done if self.features.ready(one.state) else waiting).append(one)
         self._ended[:] = waiting
         if not done and self.scheduler.idle and (stopping or not self.slots.num_decoding):
-            wait([future for feature in self.features for future in feature.pending()], REST_S, FIRST_COMPLETED)
+            self.features.wait(REST_S)
         return done
 
     def is_over(self, *, stopping: bool) -> bool:
@@ -200,7 +200,7 @@ def _states(
     requests: Iterator[Request | None],
     taken: dict[RequestState, None],
     ended: list[Ended],
-    features: Sequence[RowFeature],
+    features: RunFeatures,
     draft_len: int,
 ) -> Iterator[RequestState | None]:
     """The states of the requests that need a slot. A request that has ended already, by the tokens of an earlier run or by what
@@ -209,7 +209,7 @@ def _states(
         if request is None:
             yield None
             continue
-        state = RequestState.of(request, draft_len, features)
+        state = features.arrive(request, draft_len)
         taken[state] = None
         if state.finish_reason is None:
             yield state

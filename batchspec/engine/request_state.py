@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.page_tables import RowPages
-from batchspec.engine.row_feature import NEVER, NO_TOKEN, RowFeature, Watch
+from batchspec.engine.watch import Watch
 from batchspec.kernels.rounds.accept import FAILED, STOPPED
 from batchspec.records import Request, RowError, Snapshot
 
@@ -25,8 +25,6 @@ class RequestState:
     request: Request
     draft_len: int
     """K: the length of the per-position statistics."""
-    features: tuple[RowFeature, ...] = ()
-    """What the row asks for beyond tokens."""
     mode: SamplingMode = field(init=False)
     shares_prefix: bool = True
     """Whether its prompt's pages may be shared with other rows."""
@@ -84,28 +82,21 @@ class RequestState:
         self.accepted_at = [0] * self.draft_len
 
     @classmethod
-    def of(cls, request: Request, draft_len: int, features: Sequence[RowFeature] = ()) -> RequestState:
-        """The state of a new request, or of one that continues from an earlier run, which may have had a larger K.
+    def of(cls, request: Request, draft_len: int) -> RequestState:
+        """The state of a request without tokens; it may have been begun in an earlier run with a larger K."""
+        longest = draft_len if request.resumed is None else max(draft_len, len(request.resumed.accepted) - 1)
+        return cls(request=request, draft_len=longest)
 
-        features  of all rows; those that are this row's are asked about the tokens of the earlier run
-        """
-        resumed = request.resumed
-        longest = draft_len if resumed is None else max(draft_len, len(resumed.accepted) - 1)
-        state = cls(request=request, draft_len=longest)
-        state.features = tuple(feature for feature in features if feature.arrive(state))
-        tokens: Sequence[int] | None = None if resumed is None else resumed.tokens
-        for feature in state.features:
-            tokens = None if tokens is None else feature.keep(state, tokens)
-        if resumed is not None and tokens is not None:
-            state.num_prefills, state.cached_tokens = resumed.num_prefills, resumed.cached_tokens
-            state.num_discarded = resumed.num_discarded
-            state.num_forced = resumed.num_forced - (len(resumed.tokens) - len(tokens))  # what is not kept was forced
-            state.prefill_s, state.earlier_s = resumed.prefill_s, resumed.decode_s
-            state.add_counts(resumed.accepted, resumed.drafted)
-            state._add(tokens)
-        state.examine()
-        state.rewritten = False  # nothing of it is on the device
-        return state
+    def resume(self, tokens: Sequence[int]) -> None:
+        """Go on from the earlier run of the request with these of its tokens, the first ones: those after them were forced."""
+        resumed = self.request.resumed
+        assert resumed is not None
+        self.num_prefills, self.cached_tokens = resumed.num_prefills, resumed.cached_tokens
+        self.num_discarded = resumed.num_discarded
+        self.num_forced = resumed.num_forced - (len(resumed.tokens) - len(tokens))
+        self.prefill_s, self.earlier_s = resumed.prefill_s, resumed.decode_s
+        self.add_counts(resumed.accepted, resumed.drafted)
+        self._add(tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -116,20 +107,6 @@ class RequestState:
     def max_tokens(self) -> int:
         """Maximum number of prompt and output tokens."""
         return len(self.request.prompt_ids) + self.request.max_new_tokens
-
-    @property
-    def ready(self) -> bool:
-        """Whether no feature of the row makes it wait. A feature may fail the row instead."""
-        return all(feature.ready(self) for feature in self.features)
-
-    def examine(self) -> None:
-        """Let the features look at the tokens, each at what those before it have left."""
-        watches = [watch for feature in self.features if (watch := feature.examine(self)) is not None]
-        marks = {watch.token for watch in watches} - {NO_TOKEN}
-        self.watch = None
-        if watches:
-            due = min(watch.num_tokens for watch in watches) if len(marks) < 2 else 0
-            self.watch = Watch(min(due, NEVER), marks.pop() if len(marks) == 1 else NO_TOKEN)
 
     def snapshot(self, now: float) -> Snapshot:
         """The state from which another run can continue; `now` is the host's clock in seconds."""

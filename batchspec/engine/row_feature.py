@@ -8,37 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from batchspec.batch.automata import Automata
 from batchspec.batch.row_commands import NO_COMMANDS, RowCommands
+from batchspec.cache.page_tables import PagePools
+from batchspec.engine.launch import Launch
+from batchspec.engine.prefill import PrefillPass
+from batchspec.engine.request_state import RequestState
+from batchspec.engine.results import RoundLog, Slots
+from batchspec.engine.round import LogitReader, RoundResult
+from batchspec.engine.slots import SlotTable
+from batchspec.engine.watch import Watch
 from batchspec.records import Completion
-
-if TYPE_CHECKING:
-    import torch
-
-    from batchspec.batch.automata import Automata
-    from batchspec.cache.page_tables import PagePools
-    from batchspec.engine.launch import Launch
-    from batchspec.engine.prefill import PrefillPass
-    from batchspec.engine.request_state import RequestState
-    from batchspec.engine.results import RoundLog, Slots
-    from batchspec.engine.round import LogitReader, RoundResult
-    from batchspec.engine.slots import SlotTable
-
-NEVER = 1 << 62
-"""More tokens than a row can have."""
-NO_TOKEN = -2
-"""Matches no token of a log, which holds ids, and -1 for no token."""
-
-
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """When a feature examines a row next: once it has `num_tokens` output tokens, as soon as `token` is among its new ones, and
-    when it ends."""
-
-    num_tokens: int = NEVER
-    token: int = NO_TOKEN
 
 
 class RowFeature:

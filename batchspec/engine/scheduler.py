@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from batchspec.batch.row_commands import RowCommands
 from batchspec.engine.allocator import SlotAllocator
 from batchspec.engine.executor import Executor
 from batchspec.engine.launch import Launches
@@ -16,7 +15,7 @@ from batchspec.engine.refill_policy import rounds_before_refill
 from batchspec.engine.refills import prefill_of, refill_of
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.round_planner import RoundPlanner
-from batchspec.engine.row_feature import RowFeature
+from batchspec.engine.run_features import RunFeatures
 from batchspec.engine.shared_prefix import PrefixGroups
 from batchspec.engine.step import PageGrant, Prefill, Refill, ScheduledRound, ScheduledStep
 from batchspec.records import Ids
@@ -37,7 +36,7 @@ class Scheduler:
         executor: Executor,
         totals: EngineTotals,
         *,
-        features: Sequence[RowFeature] = (),
+        features: RunFeatures,
         finished: list[tuple[Ids, Ids]],
     ) -> None:
         """
@@ -77,12 +76,10 @@ class Scheduler:
 
     def _poll(self) -> Iterator[ScheduledStep]:
         """Stop the rows that features must stop, and let those continue that wait no longer, the oldest first."""
-        for feature in self._features:
-            self._stop(feature.poll())
+        self._stop(self._features.poll())
         for state in sorted(self._held, key=lambda state: state.order):
-            if self.launches.num_read >= self._held[state] and state.ready:
-                for feature in state.features:
-                    feature.enter(state)
+            if self.launches.num_read >= self._held[state] and self._features.ready(state):
+                self._features.enter(state)
                 self.slots.resume(state)
                 self._resumed.append(state.slot)
                 del self._held[state]
@@ -246,6 +243,6 @@ class Scheduler:
         self.finished.clear()
         return ScheduledStep(
             finished=finished, killed=killed, moves=moves, refills=refills,
-            commands=RowCommands.joined(feature.take_commands() for feature in self._features), resumed=resumed, prefill=prefill,
-            grants=grants, round=round_, num_reads=num_reads,
+            commands=self._features.take_commands(), resumed=resumed, prefill=prefill, grants=grants,
+            round=round_, num_reads=num_reads,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.results import RoundLog, Slots
-from batchspec.engine.row_feature import NEVER, NO_TOKEN
+from batchspec.engine.watch import NEVER, NO_TOKEN
 from batchspec.kernels.rounds.accept import WAITING
 
 FREE = -1

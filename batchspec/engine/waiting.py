@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from batchspec.engine.request_state import RequestState
 
@@ -11,9 +11,12 @@ from batchspec.engine.request_state import RequestState
 class WaitingRequests:
     """A queue that takes a request from the stream only when a place beyond its present end is asked for."""
 
-    def __init__(self, stream: Iterator[RequestState | None]) -> None:
-        """stream: None means that there is no request at present, but more may come."""
-        self._stream, self._stream_ended = stream, False
+    def __init__(self, stream: Iterator[RequestState | None], ready: Callable[[RequestState], bool]) -> None:
+        """
+        stream  None: there is no request at present, but more may come
+        ready   whether a request may enter a slot
+        """
+        self._stream, self._stream_ended, self._ready = stream, False, ready
         self._queue: deque[RequestState] = deque()
 
     @property
@@ -50,7 +53,7 @@ class WaitingRequests:
         `most` requests are passed over."""
         for place in range(passed, most + 1):
             state = self.peek(place)
-            if state is None or state.ready:
+            if state is None or self._ready(state):
                 return None if state is None else place
         return None
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from batchspec.engine.request_state import RequestState
 from batchspec.engine.row_feature import RowFeature
-
-if TYPE_CHECKING:
-    from batchspec.engine.request_state import RequestState
 
 
 class Adapter(RowFeature):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchspec.batch.automata import AutomataCapacity, ConstraintOffsets
 from batchspec.batch.row_commands import RowCommands
@@ -18,12 +18,10 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.completion import NON_FINITE, non_finite
 from batchspec.engine.features.automaton_places import AutomatonPlaces
 from batchspec.engine.features.last_check import LastCheck
+from batchspec.engine.request_state import RequestState
 from batchspec.engine.row_feature import RowFeature
 from batchspec.records import Completion
 from batchspec.token_automaton import TokenAutomaton
-
-if TYPE_CHECKING:
-    from batchspec.engine.request_state import RequestState
 
 OF_ALLOWED = " of a token that its schema, regex, choice or grammar allows; or a token was drawn that it does not allow"
 

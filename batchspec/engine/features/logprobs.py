@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from batchspec.engine.launch import Launch
+from batchspec.engine.request_state import RequestState
+from batchspec.engine.results import RoundLog, Slots
+from batchspec.engine.round import RoundResult
 from batchspec.engine.row_feature import RowFeature
+from batchspec.engine.slots import SlotTable
 from batchspec.engine.vocabulary import Vocabulary
 from batchspec.records import Completion
-
-if TYPE_CHECKING:
-    from batchspec.engine.launch import Launch
-    from batchspec.engine.request_state import RequestState
-    from batchspec.engine.results import RoundLog, Slots
-    from batchspec.engine.round import RoundResult
-    from batchspec.engine.slots import SlotTable
 
 
 @dataclass(frozen=True, slots=True)

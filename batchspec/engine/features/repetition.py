@@ -4,15 +4,13 @@ thousands of tokens, and a batch pays for each of them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from batchspec.engine.row_feature import RowFeature, Watch
+from batchspec.engine.request_state import RequestState
+from batchspec.engine.row_feature import RowFeature
+from batchspec.engine.watch import Watch
 from batchspec.records import Completion, Repetition
-
-if TYPE_CHECKING:
-    from batchspec.engine.request_state import RequestState
 
 EXAMINED_TOGETHER = 16
 """A row is examined once for so many tokens: it may decode some of them in vain, which are not part of it."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,19 +21,17 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.batch.upload import upload
 from batchspec.engine.completion import non_finite
+from batchspec.engine.launch import Launch
 from batchspec.engine.prefill import Prefilled, flat_batch, prefilling
+from batchspec.engine.request_state import RequestState
+from batchspec.engine.results import RoundLog, Slots
 from batchspec.engine.round import Round, RoundResult
 from batchspec.engine.row_feature import RowFeature
+from batchspec.engine.slots import SlotTable
 from batchspec.engine.step import Segment
 from batchspec.kernels.rounds.accept import FULL
 from batchspec.packed_batch import SCORED_TOKENS
 from batchspec.records import Completion
-
-if TYPE_CHECKING:
-    from batchspec.engine.launch import Launch
-    from batchspec.engine.request_state import RequestState
-    from batchspec.engine.results import RoundLog, Slots
-    from batchspec.engine.slots import SlotTable
 
 
 class Scoring(RowFeature):

@@ -4,15 +4,13 @@ not searched."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from batchspec.engine.features.thinking import tracker_of
 from batchspec.engine.features.token_kinds import Kind
-from batchspec.engine.row_feature import RowFeature, Watch
-
-if TYPE_CHECKING:
-    from batchspec.engine.request_state import RequestState
-    from batchspec.records import Request
+from batchspec.engine.request_state import RequestState
+from batchspec.engine.row_feature import RowFeature
+from batchspec.engine.watch import Watch
+from batchspec.records import Request
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens left out."""

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from batchspec.constrained_text import checked_text
 from batchspec.engine.features.channel_calls import tool_calls
 from batchspec.engine.features.last_check import LastCheck
 from batchspec.engine.features.stop_strings import UNFINISHED, Decode, StopStrings
 from batchspec.engine.features.thinking import Parts, split_thoughts
+from batchspec.engine.request_state import RequestState
 from batchspec.engine.row_feature import RowFeature
-from batchspec.records import Completion
+from batchspec.records import Completion, Request
 from batchspec.token_automaton import BREAKS_AFTER_THOUGHT, DEAD, TokenAutomaton, TokenSymbols
-
-if TYPE_CHECKING:
-    from batchspec.engine.request_state import RequestState
-    from batchspec.records import Request
 
 
 def decode_of_answer(request: Request, decode: Decode | None, symbols: TokenSymbols | None) -> Decode | None:

@@ -10,15 +10,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from batchspec.engine.features.channels import ChannelTracker
 from batchspec.engine.features.token_kinds import Header, Kind, Tracker
-from batchspec.engine.row_feature import NEVER, NO_TOKEN, RowFeature, Watch
+from batchspec.engine.request_state import RequestState
+from batchspec.engine.row_feature import RowFeature
+from batchspec.engine.watch import NEVER, NO_TOKEN, Watch
 from batchspec.records import Completion, Request, Thinking
-
-if TYPE_CHECKING:
-    from batchspec.engine.request_state import RequestState
 
 
 class ThinkingBudgets(RowFeature):

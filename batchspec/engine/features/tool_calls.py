@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from batchspec.engine.features.thinking import split_thoughts
+from batchspec.engine.request_state import RequestState
 from batchspec.engine.row_feature import RowFeature
 from batchspec.records import Completion
 from batchspec.token_automaton import TokenSymbols
 from batchspec.tool_calls.split import CallParser
-
-if TYPE_CHECKING:
-    from batchspec.engine.request_state import RequestState
 
 
 class ToolCalls(RowFeature):
