@@ -25,7 +25,7 @@ from batchspec import terminal
 from batchspec.config.schema import RunConfig
 from batchspec.dataset.reader import Source
 from batchspec.distributed.group import Group
-from batchspec.engine.output_processor import EngineTotals
+from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import TooManyErrors
 from batchspec.identity import job_fingerprint, recorded_facts
 from batchspec.load import make_engine

@@ -14,11 +14,11 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.config.schema import RunConfig
 from batchspec.distributed.group import Group
 from batchspec.draft.base import Drafter
-from batchspec.engine.engine import Engine
 from batchspec.engine.features import RowFeatures
-from batchspec.engine.lockstep import Lead
-from batchspec.engine.messages import Build, Calibrate, Load, Scales
-from batchspec.engine.round import RoundOptions
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.ranks.lead import Lead
+from batchspec.engine.ranks.messages import Build, Calibrate, Load, Scales
+from batchspec.engine.rounds.round import RoundOptions
 from batchspec.errors import CapacityError
 from batchspec.lazy_automaton import Expanding
 from batchspec.model.kv_calibration import give_scales

@@ -16,9 +16,9 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Drafter, DrafterBase
 from batchspec.draft.weights import Head, load_head
-from batchspec.engine import expected_pages
-from batchspec.engine.engine import Engine
-from batchspec.engine.round import RoundOptions
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.rounds.round import RoundOptions
+from batchspec.engine.slots import expected_pages
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request, SamplingParams
 from tests.eagle_reference import Design

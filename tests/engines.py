@@ -32,9 +32,9 @@ from batchspec.token_automaton import TokenSymbols
 from tests.stand_ins import dense_spec
 
 if TYPE_CHECKING:
-    from batchspec.engine.engine import Engine
     from batchspec.engine.features.lazy_constraints import LazyConstraints
     from batchspec.engine.features.stop_strings import Decode
+    from batchspec.engine.loop.engine import Engine
 
 VOCAB = 31
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -238,8 +238,8 @@ def make_engine(
 ) -> Engine:  # fmt: skip
     """An `Engine` with these `RowFeatures`; more: its other arguments."""
     # Imported here: the process that only replays steps (`replaying.py`) imports no scheduler.
-    from batchspec.engine.engine import Engine
     from batchspec.engine.features import RowFeatures
+    from batchspec.engine.loop.engine import Engine
 
     features = RowFeatures(
         decode=decode, defers_text=defers_text, num_top=logprobs, scores=scores, symbols=vocabulary,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from batchspec.cache.pages import SCRATCH_PAGE, PagePool
-from batchspec.engine.engine import Engine
+from batchspec.engine.loop.engine import Engine
 
 
 def poison_freed_pages(patch: pytest.MonkeyPatch, engines: Sequence[Engine]) -> None:

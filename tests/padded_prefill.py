@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchspec.engine import engine as engine_module
-from batchspec.engine.executor import Executor
-from batchspec.engine.prefill import Prefilled
-from batchspec.engine.prefill_cost import PrefillCost
-from batchspec.engine.prefill_graphs import PrefillGraphs
-from batchspec.engine.prefill_inputs import PassInputs
-from batchspec.engine.prefill_shapes import PassShape
-from batchspec.engine.results import Moment, PendingResult
-from batchspec.engine.round import RoundResult
+from batchspec.engine.loop import engine as engine_module
+from batchspec.engine.loop.executor import Executor
+from batchspec.engine.prefill.cost import PrefillCost
+from batchspec.engine.prefill.graphs import PrefillGraphs
+from batchspec.engine.prefill.inputs import PassInputs
+from batchspec.engine.prefill.passes import Prefilled
+from batchspec.engine.prefill.shapes import PassShape
+from batchspec.engine.rounds.results import Moment, PendingResult
+from batchspec.engine.rounds.round import RoundResult
 from batchspec.engine.step import Segment
 
 ALWAYS = PrefillCost(least=1.0, token=0.0)

@@ -21,8 +21,8 @@ from types import SimpleNamespace
 
 from batchspec.cli import guarded
 from batchspec.cluster import worker
-from batchspec.engine.engine import Engine
-from batchspec.engine.executor import Executor
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.executor import Executor
 from batchspec.engine.step import ScheduledStep
 from batchspec.runner import follower
 from batchspec.supervise.leave import leave

@@ -25,8 +25,8 @@ from batchspec.draft.shapes import LOGPROB, TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
-from batchspec.engine.executor import Executor
-from batchspec.engine.round import RoundOptions
+from batchspec.engine.loop.executor import Executor
+from batchspec.engine.rounds.round import RoundOptions
 from batchspec.engine.step import ScheduledStep
 from batchspec.packed_batch import PackedBatch
 from tests.engines import DEVICE, packed, tiny_target
@@ -116,6 +116,6 @@ def replay(recorded: list[tuple[Scenario, list[tuple[bytes, bytes]]]]) -> list[s
 
 if __name__ == "__main__":
     differs = replay(pickle.loads(Path(sys.argv[1]).read_bytes()))
-    deciders = {"batchspec.engine.scheduler", "batchspec.engine.allocator", "batchspec.engine.round_planner"}
+    deciders = {"batchspec.engine.loop.scheduler", "batchspec.engine.slots.allocator", "batchspec.engine.loop.round_planner"}
     print("\n".join([*differs, *(f"{name} was imported" for name in deciders & set(sys.modules))]))
     sys.exit(bool(differs) or bool(deciders & set(sys.modules)))

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from batchspec.engine.graphs import Graphs
-from batchspec.engine.results import PendingResult
+from batchspec.engine.rounds.graphs import Graphs
+from batchspec.engine.rounds.results import PendingResult
 from batchspec.tuning import policy
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from batchspec.engine.ablation import greedy_by_softmax
-from batchspec.engine.round import RoundOptions
-from batchspec.engine.vocabulary import Vocabulary
+from batchspec.engine.rounds.ablation import greedy_by_softmax
+from batchspec.engine.rounds.round import RoundOptions
+from batchspec.engine.rounds.vocabulary import Vocabulary
 from batchspec.model.target import Target
 from batchspec.records import SamplingParams
 from tests.engines import DEVICE, make_engine, packed, request, tiny_spec, tiny_target
@@ -55,7 +55,7 @@ def test_ranks_without_argmax_choose_the_tokens_of_one_process_with_it(
         widths.append(logits.shape[1])
         return greedy_by_softmax(logits)
 
-    monkeypatch.setattr("batchspec.engine.ablation.greedy_by_softmax", watched)
+    monkeypatch.setattr("batchspec.engine.rounds.ablation.greedy_by_softmax", watched)
     for found in on_ranks(2, lambda ranks: tokens(part_of(spec, ranks, Loud), argmax=False)):
         assert found == expected
     assert set(widths) == {spec.vocab_size}

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.engine.draft_lengths import (
+from batchspec.engine.loop.round_clock import RoundClock, RoundTime
+from batchspec.engine.rounds.draft_lengths import (
     HALF_LIFE_ROWS,
     PRIOR_RATE,
     PRIOR_ROWS,
@@ -19,9 +20,8 @@ from batchspec.engine.draft_lengths import (
     DraftLengths,
     candidates,
 )
-from batchspec.engine.launch import Launch
-from batchspec.engine.results import PendingResult
-from batchspec.engine.round_clock import RoundClock, RoundTime
+from batchspec.engine.rounds.results import PendingResult
+from batchspec.engine.slots.launch import Launch
 
 ROWS = 64
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.page_tables import PagePools
 from batchspec.cache.pages import PagePool, prefix_hashes
-from batchspec.engine.allocator import SlotAllocator
-from batchspec.engine.expected_pages import ExpectedPages
-from batchspec.engine.prefill_cost import PrefillCost
-from batchspec.engine.request_state import RequestState
-from batchspec.engine.slots import SlotTable
-from batchspec.engine.static_batching import StaticBatching
+from batchspec.engine.prefill.cost import PrefillCost
+from batchspec.engine.slots.allocator import SlotAllocator
+from batchspec.engine.slots.expected_pages import ExpectedPages
+from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.slot_table import SlotTable
+from batchspec.engine.slots.static_batching import StaticBatching
 from batchspec.engine.step import PageGrant
 from batchspec.errors import CapacityError
 from batchspec.packed_batch import PackedBatch

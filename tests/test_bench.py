@@ -24,8 +24,8 @@ from batchspec.commands.profile import read_trace
 from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.commands.workloads import make_job, make_workload
 from batchspec.draft import pard
-from batchspec.engine.engine import Engine
-from batchspec.engine.prefill_graphs import PrefillGraphs
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.prefill.graphs import PrefillGraphs
 from batchspec.errors import ConfigError, InputError
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.model.lora_products import LoraStacks

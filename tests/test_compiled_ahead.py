@@ -19,10 +19,10 @@ from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
-from batchspec.engine.engine import Engine
-from batchspec.engine.executor import NUM_PROBES, _longest
-from batchspec.engine.graphs import RoundShape
-from batchspec.engine.prefill import prefill_chunk, rehearsal
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.executor import NUM_PROBES, _longest
+from batchspec.engine.prefill.passes import prefill_chunk, rehearsal
+from batchspec.engine.rounds.graphs import RoundShape
 from batchspec.kernels.common.dry_run import dry_run, is_dry
 from batchspec.model.quant import plain
 from batchspec.model.target import Target

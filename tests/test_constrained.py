@@ -18,10 +18,10 @@ from torch import Tensor
 from batchspec.batch.automata import Automata, AutomataCapacity, ConstraintOffsets
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.draft.base import Drafter
-from batchspec.engine import expected_pages
 from batchspec.engine.features.automaton_places import AutomatonPlaces
 from batchspec.engine.features.constraints import Constraints
-from batchspec.engine.sampling import greedy_sample as choose_greedily
+from batchspec.engine.rounds.sampling import greedy_sample as choose_greedily
+from batchspec.engine.slots import expected_pages
 from batchspec.model.target import Target
 from batchspec.records import Completion, Request, SamplingParams, Snapshot, Thinking
 from batchspec.token_automaton import ENDS, FORCED, TokenAutomaton

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchspec.engine import expected_pages
-from batchspec.engine.engine import Engine
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.slots import expected_pages
 from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT
 from batchspec.records import Completion, Request, Thinking
 from tests import grammars

@@ -22,7 +22,7 @@ from batchspec.draft.shapes import TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
-from batchspec.engine.round import RoundOptions
+from batchspec.engine.rounds.round import RoundOptions
 from batchspec.records import Completion, Request, SamplingParams
 from tests.engines import DEVICE, VOCAB, full_logits, make_engine, packed, request, tiny_target
 from tests.kernels.covering import covering

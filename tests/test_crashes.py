@@ -22,10 +22,10 @@ import torch
 
 from batchspec import run
 from batchspec.config.schema import PackingConfig
-from batchspec.engine.engine import Engine
-from batchspec.engine.executor import Executor
-from batchspec.engine.round import Round
-from batchspec.engine.scheduler import Scheduler
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.executor import Executor
+from batchspec.engine.loop.scheduler import Scheduler
+from batchspec.engine.rounds.round import Round
 from batchspec.engine.step import ScheduledRound, ScheduledStep
 from batchspec.errors import Interrupted
 from batchspec.model.spec import load_spec

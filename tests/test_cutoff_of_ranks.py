@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.engine.cutoff_of_ranks import searched_cutoffs
+from batchspec.engine.rounds.cutoff_of_ranks import searched_cutoffs
 from tests.ranks import Table, on_ranks
 from tests.test_sampling import make_rows
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from batchspec.batch.automata import AutomataCapacity
 from batchspec.commands.decode_again import _rises, first_difference
 from batchspec.draft.none import NoDrafter
-from batchspec.engine.engine import Engine
+from batchspec.engine.loop.engine import Engine
 from batchspec.packing.planner import PAGE_SIZE
 from batchspec.records import Request, SamplingParams
 from tests.automata import EOS, VOCABULARY, automaton, may_follow

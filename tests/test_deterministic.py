@@ -22,9 +22,9 @@ from batchspec.draft.none import NoDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
-from batchspec.engine import expected_pages
-from batchspec.engine.engine import Engine
-from batchspec.engine.output_processor import EngineTotals
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.totals import EngineTotals
+from batchspec.engine.slots import expected_pages
 from batchspec.kernels.attention import ordered_prefill, settings
 from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch

@@ -19,7 +19,7 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.pages import KVCache, prefix_hashes
 from batchspec.draft.chain import ChainDrafter
-from batchspec.engine.round import Round, RoundOptions, RoundResult
+from batchspec.engine.rounds.round import Round, RoundOptions, RoundResult
 from batchspec.records import SamplingParams
 from tests.drafting import (
     TARGET,

@@ -18,8 +18,8 @@ from batchspec import run
 from batchspec.draft.base import Drafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
-from batchspec.engine.engine import Engine
-from batchspec.engine.output_processor import EngineTotals
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import StorageError
 from batchspec.garbage import OF_PYTHON, RARE, imports_frozen, older_objects_frozen
 from batchspec.records import Request

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from batchspec.batch.automata import Automata, AutomataCapacity
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.page_tables import PagePools
-from batchspec.engine import expected_pages
-from batchspec.engine.engine import Engine
-from batchspec.engine.executor import Executor
 from batchspec.engine.features.lazy_constraints import LazyConstraints
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.executor import Executor
+from batchspec.engine.slots import expected_pages
 from batchspec.records import Completion, Request
 from tests.automata import VOCABULARY
 from tests.engines import DEVICE, VOCAB, make_engine, packed, tiny_target

@@ -7,9 +7,9 @@ import pytest
 
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.draft.none import NoDrafter
-from batchspec.engine.expected_passes import SIZES, expected_uses, rows_of_a_refill
-from batchspec.engine.prefill_cost import PrefillCost
-from batchspec.engine.prefill_shapes import PassShape, PassShapes
+from batchspec.engine.prefill.cost import PrefillCost
+from batchspec.engine.prefill.expected_passes import SIZES, expected_uses, rows_of_a_refill
+from batchspec.engine.prefill.shapes import PassShape, PassShapes
 from batchspec.packed_batch import ExpectedRows
 from batchspec.packing.survey import PREFIX_ROWS, Survey
 from batchspec.records import Request

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from batchspec.engine.draft_lengths import DraftLengths, candidates
-from batchspec.engine.expert_reads import ExpertReads, counted
+from batchspec.engine.rounds.draft_lengths import DraftLengths, candidates
+from batchspec.engine.rounds.expert_reads import ExpertReads, counted
 from batchspec.packing.planner import row_buckets
 
 NUM_EXPERTS, TOP_K, LAYERS = 128, 4, 3

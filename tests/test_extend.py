@@ -18,7 +18,7 @@ from batchspec import job, run
 from batchspec.commands import compact, export, plan, status, verify
 from batchspec.commands import inspect as inspecting
 from batchspec.config.compose import compose
-from batchspec.engine.engine import Engine
+from batchspec.engine.loop.engine import Engine
 from batchspec.errors import StorageError
 from batchspec.prepare import open_job
 from batchspec.records import Completion, Request, RowError

@@ -209,7 +209,7 @@ def test_names_of_the_original_folder_are_refused_with_what_to_use(tmp_path: Pat
 def test_rows_that_share_pages_or_lose_them_have_the_tokens_of_plain_decoding(
     num_pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("batchspec.engine.expected_pages.SHORT_CAP_TOKENS", 0)
+    monkeypatch.setattr("batchspec.engine.slots.expected_pages.SHORT_CAP_TOKENS", 0)
     target, requests = tiny_moe("gpt_oss"), long_requests(6, sampling=SamplingParams(temperature=0.9))
     head_spec = replace(dummy_spec(target.spec, draft_vocab_size=19), aux_layer_ids=(0, 1, 2))
     drafter = ChainDrafter(dummy_head(head_spec, dtype=torch.float64, device=DEVICE), target, 3, slots=6)

@@ -29,7 +29,7 @@ from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
-from batchspec.engine import expected_pages
+from batchspec.engine.slots import expected_pages
 from batchspec.kernels.attention.merge_states import partials_of
 from batchspec.kernels.attention.ordered_attention import ordered_attention
 from batchspec.kernels.attention.ordered_prefill import ordered_prefill

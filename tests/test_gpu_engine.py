@@ -25,10 +25,10 @@ from batchspec.draft.shapes import PROB, TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import load_head
 from batchspec.draft.window import WindowDrafter
-from batchspec.engine import expected_pages
-from batchspec.engine.engine import Engine
-from batchspec.engine.prefill import Prefilled
-from batchspec.engine.round import RoundOptions
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.prefill.passes import Prefilled
+from batchspec.engine.rounds.round import RoundOptions
+from batchspec.engine.slots import expected_pages
 from batchspec.engine.step import Segment
 from batchspec.model.rope_config import RopeSpec
 from batchspec.model.spec import ModelSpec

@@ -24,7 +24,7 @@ from batchspec.draft.base import Drafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.window import WindowDrafter
-from batchspec.engine.engine import Engine
+from batchspec.engine.loop.engine import Engine
 from batchspec.kernels.attention.merge_states import partials_of
 from batchspec.kernels.attention.settings import work_shape
 from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule

@@ -18,12 +18,12 @@ from batchspec.draft.base import Drafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.window import WindowDrafter
-from batchspec.engine.engine import Engine
-from batchspec.engine.executor import Executor
 from batchspec.engine.features.logprobs import LogprobReader
-from batchspec.engine.prefill import Prefilled, prefill_chunk
-from batchspec.engine.prefill_graphs import CAPTURE_AT, PrefillGraphs
-from batchspec.engine.round import RoundOptions
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.executor import Executor
+from batchspec.engine.prefill.graphs import CAPTURE_AT, PrefillGraphs
+from batchspec.engine.prefill.passes import Prefilled, prefill_chunk
+from batchspec.engine.rounds.round import RoundOptions
 from batchspec.engine.step import Segment
 from batchspec.model.target import Target
 from batchspec.packed_batch import ExpectedRows
@@ -57,13 +57,13 @@ LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaun
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes are padded whatever they take."""
     monkeypatch.setattr(PrefillGraphs, "cost", ALWAYS)
-    monkeypatch.setattr("batchspec.engine.executor.rehearse", lambda *_, **__: ALWAYS)
+    monkeypatch.setattr("batchspec.engine.loop.executor.rehearse", lambda *_, **__: ALWAYS)
 
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shape is captured when it is asked for the first time: a job of few rows replays many passes."""
-    monkeypatch.setattr("batchspec.engine.prefill_graphs.CAPTURE_AT", 1)
+    monkeypatch.setattr("batchspec.engine.prefill.graphs.CAPTURE_AT", 1)
 
 
 def graphs_of(engine: Engine) -> PrefillGraphs:

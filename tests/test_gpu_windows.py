@@ -26,8 +26,8 @@ from batchspec.draft.base import Drafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.window import WindowDrafter
-from batchspec.engine import expected_pages
-from batchspec.engine.engine import Engine
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.slots import expected_pages
 from batchspec.model import target as target_module
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Request

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from batchspec.cache.page_tables import RowPages
 from batchspec.cache.sharing_cost import NO_LAUNCHES, SharingCost
 from batchspec.draft.none import NoDrafter
-from batchspec.engine.request_state import RequestState
-from batchspec.engine.shared_prefix import MIN_PAGES, PrefixGroups, PrefixGroupTables, find_groups
+from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
+from batchspec.engine.slots.prefix_groups import MIN_PAGES, PrefixGroups, find_groups
+from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.step import PrefixGroup, ScheduledRound
 from tests.engines import DEVICE, VOCAB, make_engine, packed, request, tiny_spec, tiny_target
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from batchspec import load_progress, run
 from batchspec.distributed import group
-from batchspec.engine.engine import Engine
+from batchspec.engine.loop.engine import Engine
 from batchspec.load_progress import RESIDENT_BYTES, WINDOW_S, WRITTEN_BYTES, Activity, steps_of_download
 from batchspec.model.weights import Checkpoint
 from batchspec.report import progress_bar

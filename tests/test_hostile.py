@@ -233,7 +233,7 @@ def test_secrets_reach_no_output_and_no_message(
 
 
 def crash() -> None:
-    from batchspec.engine.executor import Executor
+    from batchspec.engine.loop.executor import Executor
 
     def broken(*_: Any) -> None:
         raise RuntimeError("an illegal memory access was encountered")

@@ -16,7 +16,7 @@ from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
-from batchspec.engine.engine import Engine
+from batchspec.engine.loop.engine import Engine
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Request
 from tests.engines import DEVICE, make_engine, packed, plain_tokens, request, tiny_target

@@ -84,7 +84,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "runner",
         "dataset",
         "distributed.group",
-        "engine.output_processor",
+        "engine.loop.totals",
         "runstate",
         "packing",
         "report",
@@ -129,8 +129,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "cli",
         "config",
         "distributed",
-        "engine.lockstep",
-        "engine.messages",
+        "engine.ranks.lead", "engine.loop.follower",
+        "engine.ranks.messages",
         "packing",
         "run",
         "runner.follower",
@@ -255,7 +255,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "yaml": ("config.compose", "config.reference", "dataset.hub_splits", "report"),
     "flashinfer": ("cache.flash",),
     "matplotlib": ("report.pictures",),
-    "msgspec": ("dataset", "runstate", "storage", "engine.messages"),
+    "msgspec": ("dataset", "runstate", "storage", "engine.ranks.messages"),
     "pyarrow": ("dataset", "storage", "runstate", "report", "packing", "api", "commands", "runner", "warm"),
     "polars": ("dataset", "runstate", "report", "packing", "api", "commands", "runner", "warm"),
     "triton": ("kernels",),
@@ -313,13 +313,27 @@ def test_a_module_imports_only_what_its_place_allows(path: Path) -> None:
             assert top in ("torch", "triton", "batchspec"), f"{module} imports {name}"
 
 
-def test_the_engine_knows_no_feature_by_name() -> None:
-    """Features know the engine: whoever builds an engine brings its features."""
-    engine = [path for path in sources() if within(module_of(path), {"engine"})]
-    core = [path for path in engine if not within(module_of(path), {"engine.features"})]
-    assert len(core) > 30
-    known = {module_of(path): name for path in core for name in imports(path) if within(name, {"batchspec.engine.features"})}
-    assert known == {}
+# Room of the engine -> the others that it may import. None but features/ names a feature: whoever builds an engine brings them.
+ROOMS: dict[str, set[str]] = {
+    "step": set(),
+    "rounds": {"step"},
+    "prefill": {"step", "rounds"},
+    "ranks": {"step", "rounds"},
+    "slots": {"step", "rounds", "prefill"},
+    "loop": {"step", "rounds", "prefill", "ranks", "slots"},
+    "features": {"step", "rounds", "prefill", "slots"},
+}
+
+
+def test_a_room_of_the_engine_imports_only_those_below_it() -> None:
+    paths = [path for path in sources() if within(module_of(path), {"engine"}) and module_of(path) != "engine"]
+    assert {module_of(path).split(".")[1] for path in paths} == set(ROOMS)
+    for path in paths:
+        room = module_of(path).split(".")[1]
+        for name in imports(path):
+            if name.startswith("batchspec.engine."):
+                inner = name.removeprefix("batchspec.engine.")
+                assert within(inner, ROOMS[room] | {room}), f"{module_of(path)} imports {name}"
 
 
 def test_records_and_io_can_be_read_without_torch() -> None:

@@ -25,9 +25,9 @@ import batchspec
 from batchspec import prepare, run
 from batchspec.commands import verify
 from batchspec.commands.decode_again import Difference, summary
-from batchspec.engine.engine import Engine
-from batchspec.engine.output_processor import EngineTotals
-from batchspec.engine.round import Round, RoundResult
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.totals import EngineTotals
+from batchspec.engine.rounds.round import Round, RoundResult
 from batchspec.errors import ConfigError, OutputError
 from batchspec.records import Snapshot
 from batchspec.runner import decode_shards

@@ -29,8 +29,8 @@ from batchspec.draft.shapes import TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import load_head
 from batchspec.draft.window import WindowDrafter
-from batchspec.engine.engine import Engine
-from batchspec.engine.round import RoundOptions
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.rounds.round import RoundOptions
 from batchspec.model.target import Target
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Request, SamplingParams
@@ -168,7 +168,7 @@ def test_e4m3_keys_give_the_tokens_of_plain_decoding_over_e4m3_keys(
     name: str, poisoned: list[Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With windows, shared prefixes, preempted rows and drafts, whose own K/V are not e4m3."""
-    monkeypatch.setattr("batchspec.engine.expected_pages.SHORT_CAP_TOKENS", 0)
+    monkeypatch.setattr("batchspec.engine.slots.expected_pages.SHORT_CAP_TOKENS", 0)
     target, requests = windowed_target(MIXED, fp8_kv=True), long_requests(8, sampling=SamplingParams(temperature=1.0))
     batch = replace(batch_of(6, page_size=2, draft_len=8, run_ahead=1), num_pages=1 + 39)
     engine = make_engine(target, make_drafter(name, target, tmp_path, 6), batch, device=DEVICE)
@@ -245,7 +245,7 @@ def test_preempted_rows_resume_with_the_same_tokens(
     name: str, windows: tuple[int | None, ...], poisoned: list[Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages for the longest row alone: six slots preempt each other."""
-    monkeypatch.setattr("batchspec.engine.expected_pages.SHORT_CAP_TOKENS", 0)
+    monkeypatch.setattr("batchspec.engine.slots.expected_pages.SHORT_CAP_TOKENS", 0)
     target, requests = windowed_target(windows), long_requests(8)
     drafter = make_drafter(name, target, tmp_path, 6)
     batch = replace(batch_of(6, page_size=2, draft_len=8, run_ahead=1), num_pages=1 + 39)

@@ -16,16 +16,16 @@ from torch import Tensor
 
 from batchspec import token_automaton
 from batchspec.batch.automata import Automata, AutomataCapacity, AutomatonUpload, ConstraintOffsets
-from batchspec.engine.completion import completion_of
-from batchspec.engine.engine import Engine
-from batchspec.engine.engine_run import Ended, EngineRun
 from batchspec.engine.features.automaton_places import AutomatonPlaces
 from batchspec.engine.features.last_check import LastCheck
 from batchspec.engine.features.lazy_constraints import LazyConstraints
 from batchspec.engine.features.lazy_places import LazyPlaces
 from batchspec.engine.features.stop_strings import StopStrings
 from batchspec.engine.features.texts import Texts
-from batchspec.engine.request_state import RequestState
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.engine_run import Ended, EngineRun
+from batchspec.engine.slots.completion import completion_of
+from batchspec.engine.slots.request_state import RequestState
 from batchspec.kernels.rounds.accept import FULL, STOPPED
 from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Ask, Expansion, LazyAutomaton, Recheck
 from batchspec.records import CONSTRAINT_VIOLATED, Completion, Request, Snapshot, Thinking
@@ -321,7 +321,7 @@ def test_rows_that_have_ended_are_not_decoded_anew_when_memory_runs_out(how: str
 
             patch.setattr(EngineRun, "take_ended", run_out)
         else:
-            patch.setattr("batchspec.engine.engine.completion_of", lambda *_, **__: [][0])
+            patch.setattr("batchspec.engine.loop.engine.completion_of", lambda *_, **__: [][0])
         with suppress(MemoryError, IndexError):
             done |= {out.row_index: out for out in engine.run(iter(job))}
     left = {one.row_index: one for one in engine.unfinished()}

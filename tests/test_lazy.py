@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from batchspec.batch.automata import Automata, AutomataCapacity, StatesUpload
 from batchspec.draft.base import Drafter
-from batchspec.engine import expected_pages
-from batchspec.engine.engine import Engine
 from batchspec.engine.features.lazy_constraints import LazyConstraints
 from batchspec.engine.features.lazy_places import LazyPlaces
-from batchspec.engine.request_state import RequestState
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.slots import expected_pages
+from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.step import ScheduledStep
 from batchspec.lazy_automaton import ANSWER, EITHER, THOUGHT, Answer, Ask, Expanding, Expansion, LazyAutomaton
 from batchspec.records import Completion, Request, SamplingParams, Snapshot, Thinking

@@ -12,7 +12,7 @@ import torch
 
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.config.compose import compose
-from batchspec.engine.engine import Engine
+from batchspec.engine.loop.engine import Engine
 from batchspec.load import prepare_engine, usual_mode
 from batchspec.packing.survey import Survey
 from batchspec.prepare import open_job

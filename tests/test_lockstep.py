@@ -25,15 +25,16 @@ from batchspec.distributed.collectives import Collectives
 from batchspec.draft.base import Drafter
 from batchspec.draft.corpus import Corpus
 from batchspec.draft.lookup import LookupDrafter
-from batchspec.engine import expected_pages
-from batchspec.engine.draft_lengths import DraftLengths
-from batchspec.engine.engine import Engine
-from batchspec.engine.lockstep import RUN, Beats, Lead, follow
-from batchspec.engine.messages import Begin, Build, Calibrate, End, Load, Message, Prepare, Scales, Step, decode, encode
-from batchspec.engine.results import PendingResult
-from batchspec.engine.round_clock import RoundClock, RoundTime
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.follower import Beats, follow
+from batchspec.engine.loop.round_clock import RoundClock, RoundTime
+from batchspec.engine.ranks.lead import RUN, Lead
+from batchspec.engine.ranks.messages import Begin, Build, Calibrate, End, Load, Message, Prepare, Scales, Step, decode, encode
+from batchspec.engine.rounds.draft_lengths import DraftLengths
+from batchspec.engine.rounds.results import PendingResult
+from batchspec.engine.rounds.vocabulary_of_ranks import DIVERGED, checksums
+from batchspec.engine.slots import expected_pages
 from batchspec.engine.step import ScheduledStep
-from batchspec.engine.vocabulary_of_ranks import DIVERGED, checksums
 from batchspec.errors import DivergedError, RankLost
 from batchspec.kernels.rounds.accept import WAIT
 from batchspec.kernels.sampling.argmax import NO_TOKEN
@@ -403,8 +404,8 @@ def test_a_request_that_was_sent_begins_alike_on_the_device() -> None:
 
 def test_results_read_by_one_rank_only_do_not_hide_a_difference() -> None:
     """A digest depends on the order of results and on the slots of their lines."""
-    from batchspec.engine.lockstep import Digest
-    from batchspec.engine.round import RoundResult
+    from batchspec.engine.ranks.lead import Digest
+    from batchspec.engine.rounds.round import RoundResult
 
     def digest(*logs: list[list[int]]) -> int:
         found = Digest()

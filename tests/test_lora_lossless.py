@@ -26,7 +26,7 @@ from batchspec.draft.pard import PardDrafter
 from batchspec.draft.shapes import TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.window import WindowDrafter
-from batchspec.engine import expected_pages
+from batchspec.engine.slots import expected_pages
 from batchspec.model.lora_products import DummyAdapters, LoraStacks
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target

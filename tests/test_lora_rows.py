@@ -25,7 +25,7 @@ from batchspec.commands.verify import verify
 from batchspec.config.checks import MAX_ADAPTERS
 from batchspec.config.compose import compose
 from batchspec.config.decode_schema import DecodeConfig
-from batchspec.engine import expected_pages
+from batchspec.engine.slots import expected_pages
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.kernels.benchmarks.lora_bench import SHAPES
 from batchspec.kernels.lora.lora_shrink import RANKS, num_splits

@@ -36,11 +36,11 @@ from batchspec.draft.shapes import LOGPROB, PROB, TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
-from batchspec.engine import expected_pages
-from batchspec.engine.engine import Engine
-from batchspec.engine.graphs import RoundShape
-from batchspec.engine.output_processor import EngineTotals
-from batchspec.engine.round import Round, RoundOptions, RoundResult
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.totals import EngineTotals
+from batchspec.engine.rounds.graphs import RoundShape
+from batchspec.engine.rounds.round import Round, RoundOptions, RoundResult
+from batchspec.engine.slots import expected_pages
 from batchspec.engine.step import ScheduledRound
 from batchspec.model import target as target_module
 from batchspec.packed_batch import PackedBatch
@@ -364,7 +364,7 @@ def test_pages_that_run_out_set_rows_back_and_change_nothing(run_ahead: int, fp8
 def test_rows_that_are_all_sampled_alike_are_preempted_and_resume(sampling: SamplingParams) -> None:
     """No other row makes a round do what these rows need; a preempted row keeps its own counts, not those of its slot."""
     requests = [request(i, [i, 5, 7, 1, 3], cap=24, sampling=sampling, predicted=4) for i in range(5)]
-    tokens, done, _ = run(requests, packed(3, num_pages=16, max_len=29), lookup(3, 2, 0), short_cap=2)
+    tokens, done, _ = run(requests, packed(3, num_pages=14, max_len=29), lookup(3, 2, 0), short_cap=2)
     assert max(c.stats.num_prefills for c in done.values() if c.stats) > 1
     assert tokens == expected_tokens(requests)
 

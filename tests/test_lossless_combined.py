@@ -16,8 +16,8 @@ from torch import Tensor
 
 from batchspec.batch.automata import AutomataCapacity
 from batchspec.draft.base import Drafter
-from batchspec.engine import expected_pages
-from batchspec.engine.engine import Engine
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.slots import expected_pages
 from batchspec.lazy_automaton import ANSWER
 from batchspec.records import Request, SamplingParams
 from tests import automata, grammars

@@ -24,12 +24,12 @@ from batchspec.draft.shapes import TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
-from batchspec.engine import expected_pages
-from batchspec.engine.draft_lengths import DraftLengths
-from batchspec.engine.engine import Engine
-from batchspec.engine.graphs import RoundShape
-from batchspec.engine.round import RoundResult
-from batchspec.engine.round_clock import RoundClock
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.round_clock import RoundClock
+from batchspec.engine.rounds.draft_lengths import DraftLengths
+from batchspec.engine.rounds.graphs import RoundShape
+from batchspec.engine.rounds.round import RoundResult
+from batchspec.engine.slots import expected_pages
 from batchspec.model.spec import read_spec
 from batchspec.model.target import Target
 from batchspec.records import Request, SamplingParams

@@ -29,7 +29,7 @@ from batchspec.draft.shapes import LOGPROB, TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
-from batchspec.engine.completion import NON_FINITE
+from batchspec.engine.slots.completion import NON_FINITE
 from batchspec.model.target import Target
 from batchspec.records import Completion, Request, SamplingParams
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, decode, make_engine, packed, plain_tokens, request, tiny_target

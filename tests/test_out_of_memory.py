@@ -13,8 +13,8 @@ import torch
 
 from batchspec import run
 from batchspec.commands import plan
-from batchspec.engine.prefill_runner import PrefillRunner
-from batchspec.engine.round import Round
+from batchspec.engine.prefill.runner import PrefillRunner
+from batchspec.engine.rounds.round import Round
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.admit import Admission
 from batchspec.runner import shard_workers

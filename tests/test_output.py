@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchspec.engine.completion import completion_of
+from batchspec.engine.slots.completion import completion_of
 from batchspec.kernels.rounds.accept import FULL
 from batchspec.records import Request, SamplingParams, Thinking
 from tests.automata import automaton

@@ -26,7 +26,7 @@ from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.spec import open_drafter
 from batchspec.draft.weights import dummy_head, dummy_spec
-from batchspec.engine.round import Round, RoundOptions
+from batchspec.engine.rounds.round import Round, RoundOptions
 from batchspec.errors import ConfigError
 from batchspec.records import SamplingParams
 from tests.drafting import (

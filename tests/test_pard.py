@@ -17,9 +17,9 @@ from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.schema import ModelConfig, RunConfig
 from batchspec.draft.pard import PardDrafter, PardModel, load_pard, read_pard
 from batchspec.draft.spec import open_drafter
-from batchspec.engine import expected_pages
-from batchspec.engine.engine import Engine
-from batchspec.engine.round import Round, RoundOptions
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.rounds.round import Round, RoundOptions
+from batchspec.engine.slots import expected_pages
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.config.schema import PackingConfig
-from batchspec.engine.draft_lengths import candidates
+from batchspec.engine.rounds.draft_lengths import candidates
 from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
 from batchspec.packed_batch import PackedBatch

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchspec.engine.prefetch import Prefetcher
+from batchspec.engine.slots.prefetch import Prefetcher
 from batchspec.records import Request
 from tests.engines import request
 from tests.test_feed import done, feed, requests_of

@@ -30,14 +30,14 @@ from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.pard import PardDrafter
 from batchspec.draft.shapes import TreeShape
 from batchspec.draft.tree import TreeDrafter
-from batchspec.engine.engine import Engine
-from batchspec.engine.executor import Executor
-from batchspec.engine.prefill import Prefilled, chunks, prefill_chunk
-from batchspec.engine.prefill_cost import PrefillCost
-from batchspec.engine.prefill_graphs import CAPTURE_AT, PrefillGraphs
-from batchspec.engine.prefill_inputs import PassInputs, emitting_first
-from batchspec.engine.prefill_shapes import PassShape, PassShapes
-from batchspec.engine.round import RoundOptions
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.executor import Executor
+from batchspec.engine.prefill.cost import PrefillCost
+from batchspec.engine.prefill.graphs import CAPTURE_AT, PrefillGraphs
+from batchspec.engine.prefill.inputs import PassInputs, emitting_first
+from batchspec.engine.prefill.passes import Prefilled, chunks, prefill_chunk
+from batchspec.engine.prefill.shapes import PassShape, PassShapes
+from batchspec.engine.rounds.round import RoundOptions
 from batchspec.engine.step import Segment
 from batchspec.kernels.lora.lora_tokens import LoraTokens
 from batchspec.load import build_engine
@@ -300,7 +300,7 @@ class Copied:
 @pytest.mark.parametrize("most", [0, 1, 16])
 def test_a_shape_is_captured_when_it_is_asked_for_the_third_time(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then, and if there are as many graphs as there may be, passes are plain. The capturing pass counts once."""
-    monkeypatch.setattr("batchspec.engine.prefill_graphs.PREFILL_GRAPHS", most)
+    monkeypatch.setattr("batchspec.engine.prefill.graphs.PREFILL_GRAPHS", most)
     rng = np.random.default_rng(2)
     asked = [request(i, rng.integers(0, VOCAB, 5 + i % 3).tolist(), cap=2 + i % 5, sampling=SAMPLINGS[i % 4]) for i in range(40)]
     target, drafter = tiny_target(window=5), ChainDrafter(parallel_head(), tiny_target(window=5), 2, slots=3)
@@ -382,8 +382,8 @@ def test_no_shape_is_captured_ahead_that_is_rare_or_has_no_time_or_no_graph_left
         assert found == graphs.num_captured
         return found
 
-    monkeypatch.setattr("batchspec.engine.prefill_graphs.PREPARE_S", limit_s)
-    monkeypatch.setattr("batchspec.engine.prefill_graphs.PREFILL_GRAPHS", most)
+    monkeypatch.setattr("batchspec.engine.prefill.graphs.PREPARE_S", limit_s)
+    monkeypatch.setattr("batchspec.engine.prefill.graphs.PREFILL_GRAPHS", most)
     assert captured() == 0
     monkeypatch.undo()
     num_rows, cost = 1000, replace(REPLAYED, least=0.01)
@@ -432,7 +432,7 @@ def test_the_replay_of_a_short_pass_is_timed_where_it_pays(
     pool: Any = Timed(engine.executor)
     graphs._captures, graphs._pool = True, pool
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr("batchspec.engine.prefill.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("batchspec.engine.prefill.passes.time.perf_counter", lambda: clock[0])
     plain = PrefillCost(least=launches_s, token=0.05)
     with torch.inference_mode():
         cost = graphs.learn(plain, GREEDY, longest=40)

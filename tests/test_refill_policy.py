@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.draft.none import NoDrafter
-from batchspec.engine import scheduler as scheduler_module
-from batchspec.engine.executor import Executor
-from batchspec.engine.results import PendingResult
-from batchspec.engine.scheduler import Scheduler
+from batchspec.engine.loop import scheduler as scheduler_module
+from batchspec.engine.loop.executor import Executor
+from batchspec.engine.loop.scheduler import Scheduler
+from batchspec.engine.rounds.results import PendingResult
 from batchspec.engine.step import ScheduledStep
 from batchspec.packed_batch import MOST_ROUNDS_BEFORE_REFILL
 from batchspec.records import Request

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchspec.engine.launch import Launch
-from batchspec.engine.prefill_cost import PrefillCost
-from batchspec.engine.refill_times import FIRST, RefillTimes
-from batchspec.engine.results import PendingResult
-from batchspec.engine.round_clock import RoundClock
+from batchspec.engine.loop.refill_times import FIRST, RefillTimes
+from batchspec.engine.loop.round_clock import RoundClock
+from batchspec.engine.prefill.cost import PrefillCost
+from batchspec.engine.rounds.results import PendingResult
+from batchspec.engine.slots.launch import Launch
 
 COST = PrefillCost(least=0.033, token=1e-6, replay=0.001, most_replayed=2048)
 SLOTS = 8

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from batchspec.engine import expected_pages
-from batchspec.engine.draft_lengths import DraftLengths
-from batchspec.engine.engine import Engine
-from batchspec.engine.round_clock import RoundClock, RoundTime
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.round_clock import RoundClock, RoundTime
+from batchspec.engine.rounds.draft_lengths import DraftLengths
+from batchspec.engine.slots import expected_pages
 from batchspec.engine.step import ScheduledStep
 from batchspec.records import Request, SamplingParams, Thinking
 from tests.engines import VOCAB, decode, make_engine, plain_tokens, request, tiny_target

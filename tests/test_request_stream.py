@@ -16,11 +16,11 @@ from batchspec.cache.pages import prefix_hashes
 from batchspec.draft.base import Drafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
-from batchspec.engine.allocator import TAKEN_AHEAD, SlotAllocator
-from batchspec.engine.engine import Engine
-from batchspec.engine.engine_run import EngineRun
-from batchspec.engine.request_state import RequestState
-from batchspec.engine.waiting import WaitingRequests
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.engine_run import EngineRun
+from batchspec.engine.slots.allocator import TAKEN_AHEAD, SlotAllocator
+from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.waiting import WaitingRequests
 from batchspec.errors import EngineInUse
 from batchspec.records import Request, Snapshot
 from tests.engines import DEVICE, VOCAB, make_engine, packed, plain_tokens, request, tiny_target
@@ -257,7 +257,7 @@ def test_prompts_of_requests_that_were_taken_ahead_are_hashed_once_and_before_th
 
     take_ahead = EngineRun.take_ahead
     monkeypatch.setattr(EngineRun, "take_ahead", take)
-    monkeypatch.setattr("batchspec.engine.allocator.prefix_hashes", watched)
+    monkeypatch.setattr("batchspec.engine.slots.allocator.prefix_hashes", watched)
     done = {c.request_id: ids_of(c) for c in engine.run(iter(asked))}
     assert done == {i.request_id: plain_tokens(tiny_target(), i) for i in asked}
     assert [ids for _, ids in hashed] == [one.prompt_ids.tobytes() for one in asked]

@@ -25,8 +25,8 @@ from polars.testing import assert_frame_equal
 from batchspec import run
 from batchspec.commands import plan, verify
 from batchspec.config.compose import compose
-from batchspec.engine.engine import Engine
-from batchspec.engine.round import Round
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.rounds.round import Round
 from batchspec.errors import OutputError
 from batchspec.prepare import open_job
 from batchspec.records import Completion, Request, RowError

@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.sharing_cost import SharingCost
 from batchspec.draft.none import NoDrafter
-from batchspec.engine import executor as executor_module
-from batchspec.engine.draft_lengths import candidates
-from batchspec.engine.executor import Executor
-from batchspec.engine.graphs import GRAPH_DTYPES, RoundShape
-from batchspec.engine.launch import Launch
-from batchspec.engine.prefill import rehearse
-from batchspec.engine.prefill_cost import PrefillCost
-from batchspec.engine.results import PendingResult
-from batchspec.engine.round import RoundOptions
-from batchspec.engine.round_planner import RoundPlanner
-from batchspec.engine.shared_prefix import PrefixGroupTables
+from batchspec.engine.loop import executor as executor_module
+from batchspec.engine.loop.executor import Executor
+from batchspec.engine.loop.round_planner import RoundPlanner
+from batchspec.engine.prefill.cost import PrefillCost
+from batchspec.engine.prefill.passes import rehearse
+from batchspec.engine.rounds.draft_lengths import candidates
+from batchspec.engine.rounds.graphs import GRAPH_DTYPES, RoundShape
+from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
+from batchspec.engine.rounds.results import PendingResult
+from batchspec.engine.rounds.round import RoundOptions
+from batchspec.engine.slots.launch import Launch
 from batchspec.engine.step import Segment
 from batchspec.kernels.attention.settings import work_shape
 from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
@@ -479,7 +479,7 @@ def test_a_stall_of_the_host_does_not_make_a_pass_dear(stalled: int, monkeypatch
         clock[0] += next(taken) + 8.0 * next(stalls)
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr("batchspec.engine.prefill.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("batchspec.engine.prefill.passes.time.perf_counter", lambda: clock[0])
     rows: Any = SimpleNamespace(page_tables=(), live=torch.zeros(4))
     cost = rehearse(timed_pass, rows, max_tokens=100, longest=40, mode=MODE)
     assert cost.least == 0.0625

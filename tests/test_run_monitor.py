@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from batchspec.engine.output_processor import EngineTotals
-from batchspec.engine.results import RoundLog
+from batchspec.engine.loop.totals import EngineTotals
+from batchspec.engine.rounds.results import RoundLog
 from batchspec.records import Completion
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runner.run_monitor import RunMonitor

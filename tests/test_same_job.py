@@ -19,8 +19,8 @@ from batchspec import run
 from batchspec.config.compose import compose
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import keys
-from batchspec.engine.engine import Engine
-from batchspec.engine.scheduler import Scheduler
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.scheduler import Scheduler
 from batchspec.engine.step import ScheduledRound
 from batchspec.errors import OutputError
 from batchspec.identity import job_fingerprint

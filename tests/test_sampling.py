@@ -16,8 +16,8 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.logits import LogitRows, add_bias, apply_penalties, forbid_stop_ids, mark_output
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.engine.ablation import greedy_by_softmax
-from batchspec.engine.sampling import choose, cutoffs
+from batchspec.engine.rounds.ablation import greedy_by_softmax
+from batchspec.engine.rounds.sampling import choose, cutoffs
 from batchspec.kernels.sampling import cutoff
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import LEAST_TEMPERATURE, SamplingParams

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from batchspec.distributed.collectives import Collectives
 from batchspec.draft.none import NoDrafter
-from batchspec.engine.engine import Engine
 from batchspec.engine.features import scoring
-from batchspec.engine.vocabulary_of_ranks import DIVERGED
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.rounds.vocabulary_of_ranks import DIVERGED
 from batchspec.model.target import Target
 from batchspec.records import Completion, Request
 from tests.engines import DEVICE, VOCAB, full_logits, make_engine, packed, request, tiny_spec, tiny_target

@@ -23,7 +23,7 @@ from batchspec.draft.shard import cut, part_of_head
 from batchspec.draft.spec import open_drafter
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec, expected_shapes
-from batchspec.engine.round import RoundOptions
+from batchspec.engine.rounds.round import RoundOptions
 from batchspec.errors import ConfigError
 from batchspec.model.blocks.base import Shard
 from batchspec.model.target import Target

@@ -21,7 +21,7 @@ from batchspec.cache.layout import LayerKV
 from batchspec.cache.pages import PagePool
 from batchspec.cache.verify import fits_verify, plan_verify
 from batchspec.draft.none import NoDrafter
-from batchspec.engine import shared_prefix as groups_module
+from batchspec.engine.slots import prefix_groups as groups_module
 from batchspec.model.target import Target
 from batchspec.packing.planner import row_buckets
 from batchspec.records import Request

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.engine.request_state import RequestState
-from batchspec.engine.results import RoundLog
-from batchspec.engine.slots import SlotTable
+from batchspec.engine.rounds.results import RoundLog
+from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.slot_table import SlotTable
 from tests.engines import request
 
 SLOTS, K, MAX_LEN = 4, 3, 40

@@ -17,15 +17,15 @@ from batchspec.commands import plan, stats, verify
 from batchspec.draft.base import Drafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
-from batchspec.engine import expected_pages
-from batchspec.engine.engine import Engine
 from batchspec.engine.features.thinking import ThinkingBudgets, split_thoughts
-from batchspec.engine.output_processor import EngineTotals
-from batchspec.engine.request_state import RequestState
-from batchspec.engine.results import RoundLog
-from batchspec.engine.round import RoundOptions
-from batchspec.engine.run_features import RunFeatures
-from batchspec.engine.slots import SlotTable
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.totals import EngineTotals
+from batchspec.engine.rounds.results import RoundLog
+from batchspec.engine.rounds.round import RoundOptions
+from batchspec.engine.slots import expected_pages
+from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.run_features import RunFeatures
+from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.errors import ConfigError
 from batchspec.model.thinking import find_think_tokens
 from batchspec.model.tokenizer import Tokenizer

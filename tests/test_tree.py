@@ -32,9 +32,9 @@ from batchspec.draft.shapes import LOGPROB, PROB, ChainShape, TreeShape
 from batchspec.draft.spec import open_drafter
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, load_head
-from batchspec.engine import graphs
-from batchspec.engine.round import RoundOptions, RoundResult
-from batchspec.engine.tree_round import TreeRound
+from batchspec.engine.rounds import graphs
+from batchspec.engine.rounds.round import RoundOptions, RoundResult
+from batchspec.engine.rounds.tree_round import TreeRound
 from batchspec.errors import CapacityError, ConfigError
 from batchspec.records import SamplingParams
 from tests import drafting

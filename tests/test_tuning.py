@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from batchspec.commands.workloads import shape_spec
 from batchspec.draft.head import products as head_products
 from batchspec.draft.weights import dummy_spec
-from batchspec.engine.messages import Load, decode, encode
+from batchspec.engine.ranks.messages import Load, decode, encode
 from batchspec.errors import ConfigError
 from batchspec.kernels.gemm import autotune as trial
 from batchspec.kernels.gemm.tiles import Tile

@@ -28,9 +28,9 @@ from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.features.logprobs import LogprobReader
-from batchspec.engine.sampling import choose, cutoffs
-from batchspec.engine.vocabulary import Vocabulary
-from batchspec.engine.vocabulary_of_ranks import SharedVocabulary, choose_of_ranks, cutoffs_of_ranks
+from batchspec.engine.rounds.sampling import choose, cutoffs
+from batchspec.engine.rounds.vocabulary import Vocabulary
+from batchspec.engine.rounds.vocabulary_of_ranks import SharedVocabulary, choose_of_ranks, cutoffs_of_ranks
 from batchspec.kernels.sampling import cutoff
 from batchspec.model.target import Target
 from batchspec.model.vocabulary import greedy_of_ranks
@@ -86,7 +86,7 @@ def test_ranks_choose_what_one_process_does(problem: dict[str, Any], count: int,
     logits, rows, at, mode = (problem[name] for name in ("logits", "rows", "at", "mode"))
     expected = choose(logits.clone(), at, rows, mode)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("batchspec.engine.vocabulary_of_ranks.QUICK_TOP", quick)
+        patch.setattr("batchspec.engine.rounds.vocabulary_of_ranks.QUICK_TOP", quick)
 
         def chosen(ranks: Collectives) -> Tensor:
             own = columns(ranks.rank, count)
@@ -107,7 +107,7 @@ def test_the_cutoff_of_ranks_keeps_the_same_tokens(problem: dict[str, Any], coun
 
 
 def test_few_logits_are_exchanged_where_few_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchspec.engine.vocabulary_of_ranks.QUICK_TOP", 8)
+    monkeypatch.setattr("batchspec.engine.rounds.vocabulary_of_ranks.QUICK_TOP", 8)
     monkeypatch.setattr(cutoff, "QUICK_TOP", 8)
     rows, table = make_rows(2, vocab=WIDTH), Table(2)
     rows.top_k.fill_(5)

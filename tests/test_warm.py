@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 import batchspec
-from batchspec.engine.engine import Engine as BatchEngine
+from batchspec.engine.loop.engine import Engine as BatchEngine
 from batchspec.errors import CapacityError, CheckpointError, ConfigError, EngineInUse, InputError
 from batchspec.model.files import LocalFiles
 from batchspec.model.target import Target

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 import batchspec
 from batchspec.distributed import silent_ranks
-from batchspec.engine.output_processor import EngineTotals
+from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import BatchspecError, CapacityError, CheckpointError, ConfigError, DivergedError, EngineInUse, RankLost
 from batchspec.records import Completion, Request
 from batchspec.warm import ranks as ranks_module

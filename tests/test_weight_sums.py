@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from batchspec import Engine, run
 from batchspec.commands import verify
-from batchspec.engine.engine import Engine as BatchEngine
+from batchspec.engine.loop.engine import Engine as BatchEngine
 from batchspec.errors import CheckpointError, OutputError
 from batchspec.model import weight_sums
 from batchspec.model.blocks.base import Shard

@@ -15,7 +15,7 @@ import torch
 from batchspec.commands.plan_text import Plan
 from batchspec.commands.planning import plan
 from batchspec.config.schema import RunConfig
-from batchspec.engine import executor as executor_module
+from batchspec.engine.loop import executor as executor_module
 from batchspec.packing.cost import H200, kv_read_bytes, prefill_seconds, round_seconds
 from tests.engines import packed
 from tests.models import write_weights

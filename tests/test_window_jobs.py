@@ -22,7 +22,7 @@ from torch import Tensor
 
 from batchspec import load, run
 from batchspec.cache.groups import KVGroups
-from batchspec.engine import expected_pages
+from batchspec.engine.slots import expected_pages
 from batchspec.model.spec import load_spec
 from batchspec.packing import planner
 from batchspec.packing.predict import LengthPredictor

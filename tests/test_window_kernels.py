@@ -18,7 +18,7 @@ from batchspec.cache.attention import AttentionPlan, plan_attention
 from batchspec.cache.layout import LayerKV
 from batchspec.cache.verify import fits_verify, plan_verify
 from batchspec.draft.lookup import LookupDrafter
-from batchspec.engine import shared_prefix
+from batchspec.engine.slots import prefix_groups
 from batchspec.model import target as target_module
 from batchspec.model.target import Target
 from batchspec.packing.planner import row_buckets
@@ -47,7 +47,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int | None, bool]]:
         return plan_verify(batch, kv, shared=batch.shared, interpret=DEVICE.type == "cpu", **options)
 
     monkeypatch.setattr(target_module, "plan_attention", plan)
-    monkeypatch.setattr(shared_prefix, "MIN_PAGES", PREFIX // PAGE_SIZE)
+    monkeypatch.setattr(prefix_groups, "MIN_PAGES", PREFIX // PAGE_SIZE)
     return made
 
 

@@ -19,7 +19,7 @@ from batchspec import load_progress, run
 from batchspec.cluster import crew, devices, workers
 from batchspec.config.schema import RunConfig
 from batchspec.distributed import silent_ranks
-from batchspec.engine.round import Round
+from batchspec.engine.rounds.round import Round
 from batchspec.errors import ConfigError
 from tests.crews import ended, journals, make_job, owners, tokens, wait_for_end, wait_until, workers_of
 from tests.runs import new_interpreters, put, run_apart, start_apart

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchspec.engine.engine_run import EngineRun
+from batchspec.engine.loop.engine_run import EngineRun
 
 
 def count_waiting(patch: pytest.MonkeyPatch) -> list[int]:

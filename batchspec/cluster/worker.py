@@ -58,8 +58,8 @@ def run_rank(config: RunConfig, seat: Seat) -> int:
     import torch
 
     from batchspec.distributed.group import joined
-    from batchspec.engine.lockstep import Lead
-    from batchspec.engine.messages import End
+    from batchspec.engine.ranks.lead import Lead
+    from batchspec.engine.ranks.messages import End
     from batchspec.runner.follower import run_follower
 
     gpu, channel = config.device != "cpu" and torch.cuda.is_available(), Channel.of(seat)

@@ -32,7 +32,7 @@ from batchspec.commands.bench_variants import Record, TransformersVariant, Varia
 from batchspec.commands.doctor import versions
 from batchspec.commands.workloads import make_job, make_workload
 from batchspec.distributed.group import Group
-from batchspec.engine.lockstep import Lead
+from batchspec.engine.ranks.lead import Lead
 
 JOB_ROWS = 192
 

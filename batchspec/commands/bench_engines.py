@@ -25,8 +25,8 @@ from batchspec.draft.base import Drafter
 from batchspec.draft.registry import DRAFTERS
 from batchspec.draft.shapes import LOGPROB, PROB
 from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec, open_drafter
-from batchspec.engine.engine import Engine
-from batchspec.engine.lockstep import Lead
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.ranks.lead import Lead
 from batchspec.errors import ConfigError
 from batchspec.load import build_engine
 from batchspec.packed_batch import PackedBatch

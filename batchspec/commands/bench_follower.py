@@ -23,8 +23,8 @@ from batchspec.commands.workloads import make_workload
 from batchspec.config.compose import reported
 from batchspec.distributed.group import Group, joined
 from batchspec.distributed.seat import Seat
-from batchspec.engine.lockstep import follow
-from batchspec.engine.messages import Load, decode
+from batchspec.engine.loop.follower import follow
+from batchspec.engine.ranks.messages import Load, decode
 from batchspec.errors import BatchspecError, RankLost
 from batchspec.runner.follower import compute_as_leader
 from batchspec.supervise.leave import leave

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from batchspec.engine.engine import Engine
-from batchspec.engine.output_processor import EngineTotals
-from batchspec.engine.prefetch import PREFETCHED_PER_ROUND, Prefetcher
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.totals import EngineTotals
+from batchspec.engine.slots.prefetch import PREFETCHED_PER_ROUND, Prefetcher
 from batchspec.garbage import older_objects_frozen
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.survey import Survey

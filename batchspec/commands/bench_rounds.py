@@ -20,8 +20,8 @@ from batchspec.commands.bench_engines import Bench, VariantSpec, variant_specs
 from batchspec.commands.bench_schemas import begin_anywhere
 from batchspec.commands.bench_variants import Record, clock
 from batchspec.commands.profile import PROFILED_ROUNDS, profile_calls
-from batchspec.engine.engine import Engine
-from batchspec.engine.graphs import RoundShape
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.rounds.graphs import RoundShape
 from batchspec.errors import ConfigError
 from batchspec.kernels.common.e4m3 import movable
 

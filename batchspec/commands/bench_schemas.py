@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import cache
 
 from batchspec.batch.automata import AutomataCapacity, ConstraintOffsets
-from batchspec.engine.engine import Engine
 from batchspec.engine.features.automaton_places import AutomatonPlaces
+from batchspec.engine.loop.engine import Engine
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.records import Request
 from batchspec.structured.compiler import Compiler

@@ -18,9 +18,9 @@ from batchspec.commands.bench_schemas import following
 from batchspec.commands.profile import Profile, profile_rounds
 from batchspec.commands.workloads import survey_of
 from batchspec.draft.none import NoDrafter
-from batchspec.engine.engine import Engine
-from batchspec.engine.messages import End
-from batchspec.engine.output_processor import EngineTotals
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.totals import EngineTotals
+from batchspec.engine.ranks.messages import End
 from batchspec.errors import InputError
 from batchspec.load import free_after_loading, prepare_engine
 from batchspec.packing.kv_memory import kv_bytes

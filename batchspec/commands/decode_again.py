@@ -17,10 +17,10 @@ from batchspec.cache.page_tables import RowPages
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.schema import CacheConfig
 from batchspec.config.typed import from_dict
-from batchspec.engine.engine import Engine
 from batchspec.engine.features import RowFeatures
-from batchspec.engine.prefill import flat_batch
-from batchspec.engine.sampling import cutoffs
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.prefill.passes import flat_batch
+from batchspec.engine.rounds.sampling import cutoffs
 from batchspec.engine.step import Segment
 from batchspec.errors import CheckpointError, OutputError
 from batchspec.identity import job_fingerprint

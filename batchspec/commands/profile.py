@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from batchspec.engine.engine import Engine
-from batchspec.engine.output_processor import EngineTotals
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import ConfigError
 from batchspec.records import Request
 

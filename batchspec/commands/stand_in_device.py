@@ -28,18 +28,18 @@ from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.schema import ModelConfig, RunConfig
 from batchspec.draft.base import Drafter
 from batchspec.draft.spec import open_drafter
-from batchspec.engine.engine import Engine
-from batchspec.engine.engine_run import Ended
-from batchspec.engine.executor import Executor
 from batchspec.engine.features import RowFeatures
-from batchspec.engine.graphs import Graphs, RoundShape
-from batchspec.engine.prefill import prefill_chunk
-from batchspec.engine.prefill_cost import PrefillCost
-from batchspec.engine.prefill_runner import PrefillRunner
-from batchspec.engine.request_state import RequestState
-from batchspec.engine.results import Moment, PendingResult
-from batchspec.engine.round import RoundOptions, RoundResult
-from batchspec.engine.round_planner import RoundPlanner
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.engine_run import Ended
+from batchspec.engine.loop.executor import Executor
+from batchspec.engine.loop.round_planner import RoundPlanner
+from batchspec.engine.prefill.cost import PrefillCost
+from batchspec.engine.prefill.passes import prefill_chunk
+from batchspec.engine.prefill.runner import PrefillRunner
+from batchspec.engine.rounds.graphs import Graphs, RoundShape
+from batchspec.engine.rounds.results import Moment, PendingResult
+from batchspec.engine.rounds.round import RoundOptions, RoundResult
+from batchspec.engine.slots.request_state import RequestState
 from batchspec.engine.step import Prefill, ScheduledStep, Segment
 from batchspec.kernels.rounds.accept import FULL
 from batchspec.model.spec import load_spec

@@ -18,7 +18,7 @@ import torch
 from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.config.typed import from_dict
 from batchspec.distributed.group import Group
-from batchspec.engine.lockstep import Lead
+from batchspec.engine.ranks.lead import Lead
 from batchspec.errors import ConfigError
 from batchspec.load import load_message
 from batchspec.model.deterministic import in_one_order

@@ -18,7 +18,7 @@ def order_requests(window: Sequence[Request], page_size: int = PAGE_SIZE) -> lis
 
     Prompts are not sorted by length. How long a row keeps its slot depends on its output alone; and refills of mixed prompt
     lengths have about equal numbers of tokens, so that prefill passes have few shapes and their CUDA graphs are captured early
-    (engine/prefill_graphs.py).
+    (engine/prefill/graphs.py).
     """
     group_of = _groups(window, page_size)
     longest: dict[Hashable, tuple[int, int, int]] = {}

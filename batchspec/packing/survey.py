@@ -13,7 +13,7 @@ from batchspec.packing.planner import Demand
 from batchspec.records import Completion, Ids, Request
 
 PREFIX_TOKENS = 128
-"""Rounds read a prefix of at least 8 pages of 16 tokens once for all rows that share it (engine/shared_prefix.py)."""
+"""Rounds read a prefix of at least 8 pages of 16 tokens once for all rows that share it (engine/slots/prefix_groups.py)."""
 PREFIX_ROWS = 1024
 """Number of requests whose prefixes are compared."""
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import closing
 
 from batchspec.dataset.reader import InputShard
-from batchspec.engine.engine import Engine
 from batchspec.engine.features.choices import run_with_choices
+from batchspec.engine.loop.engine import Engine
 from batchspec.packing.feed import Feed
 from batchspec.packing.work_plan import Commit, DecodedShard, PlanRows, WorkPlan, all_rows
 from batchspec.prepare import Job

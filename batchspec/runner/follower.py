@@ -9,8 +9,8 @@ import torch
 
 from batchspec.config.schema import RunConfig
 from batchspec.distributed.group import Group
-from batchspec.engine.lockstep import follow
-from batchspec.engine.messages import Build, Calibrate, End, Load, Scales, decode
+from batchspec.engine.loop.follower import follow
+from batchspec.engine.ranks.messages import Build, Calibrate, End, Load, Scales, decode
 from batchspec.errors import CapacityError, CheckpointError, ConfigError
 from batchspec.load import build_engine, check_memory, device_facts, free_bytes, load_weights, rewrite_weights
 from batchspec.model.kv_calibration import calibrate

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from batchspec.config.schema import PackingConfig
-from batchspec.engine.engine import Engine
+from batchspec.engine.loop.engine import Engine
 from batchspec.errors import CapacityError
 from batchspec.load import make_engine, plan_batch
 from batchspec.model.kv_scales import KVScales

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 
-from batchspec.engine.output_processor import EngineTotals
+from batchspec.engine.loop.totals import EngineTotals
 from batchspec.packing.feed import Feed
 from batchspec.packing.work_plan import DecodedShard
 from batchspec.records import Completion, Request

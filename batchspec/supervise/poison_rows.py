@@ -48,9 +48,9 @@ from dataclasses import dataclass
 
 from batchspec.dataset.reader import InputShard, locate
 from batchspec.dataset.row_ids import request_ids
-from batchspec.engine.engine import Engine
 from batchspec.engine.features.choices import run_with_choices
-from batchspec.engine.output_processor import EngineTotals
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.totals import EngineTotals
 from batchspec.packing.work_plan import DecodedShard, WorkPlan
 from batchspec.prepare import Job
 from batchspec.records import Completion, Request, RowError

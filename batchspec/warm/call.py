@@ -15,7 +15,7 @@ from batchspec.dataset.columns import ColumnMap, map_columns
 from batchspec.dataset.reader import InputShard, table_source
 from batchspec.dataset.row_ids import check_ids
 from batchspec.engine.features.choices import run_with_choices
-from batchspec.engine.output_processor import EngineTotals
+from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import CapacityError, EngineInUse, InputError
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.out_of_memory import OutOfMemoryGuard

@@ -25,8 +25,8 @@ from batchspec import terminal
 from batchspec.config.call_arguments import explains_arguments
 from batchspec.config.overrides import Options, overrides_of
 from batchspec.dataset.in_memory import table_of
-from batchspec.engine.engine import Engine as BatchEngine
-from batchspec.engine.output_processor import EngineTotals
+from batchspec.engine.loop.engine import Engine as BatchEngine
+from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import CheckpointError, ConfigError, EngineInUse
 from batchspec.model.given import GivenWeights
 from batchspec.model.hub import find_model

@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from batchspec.dataset.columns import ColumnMap
 from batchspec.dataset.reader import table_source
-from batchspec.engine.engine import Engine
+from batchspec.engine.loop.engine import Engine
 from batchspec.errors import CapacityError
 from batchspec.load import load_engine
 from batchspec.out_of_memory import OutOfMemoryGuard

@@ -27,10 +27,10 @@ from batchspec.config.typed import from_json
 from batchspec.distributed.channel import Channel
 from batchspec.distributed.group import Group, joined
 from batchspec.distributed.seat import Seat
-from batchspec.engine.engine import Engine
-from batchspec.engine.lockstep import Lead
-from batchspec.engine.messages import Calibrate, End, NewWeights
-from batchspec.engine.output_processor import EngineTotals
+from batchspec.engine.loop.engine import Engine
+from batchspec.engine.loop.totals import EngineTotals
+from batchspec.engine.ranks.lead import Lead
+from batchspec.engine.ranks.messages import Calibrate, End, NewWeights
 from batchspec.errors import BatchspecError, CapacityError, RankLost
 from batchspec.load import rewrite_weights, vocabulary_of
 from batchspec.model.kv_calibration import give_scales

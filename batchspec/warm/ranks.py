@@ -27,8 +27,8 @@ from batchspec.config.typed import to_json
 from batchspec.distributed.channel import Channel, make_memory, make_rendezvous, path_of
 from batchspec.distributed.seat import Seat, ending
 from batchspec.distributed.silent_ranks import SilentRanks
-from batchspec.engine.output_processor import EngineTotals
-from batchspec.engine.prefetch import Prefetcher
+from batchspec.engine.loop.totals import EngineTotals
+from batchspec.engine.slots.prefetch import Prefetcher
 from batchspec.errors import EngineInUse, RankLost
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request
@@ -102,7 +102,7 @@ class EngineOfRanks:
     def run(
         self, requests: Iterator[Request | None], *, num_ready: Callable[[], int] | None = None
     ) -> Generator[Completion]:  # fmt: skip
-        """As `Engine.run` of `engine/engine.py`. Raises RankLost if a rank has ended or hangs; the engine has ended then."""
+        """As `Engine.run` of `engine/loop/engine.py`. Raises RankLost if a rank has ended or hangs; the engine has ended then."""
         self._send(Run())
         runs, self._automata = True, {}
         ahead = Prefetcher(requests, num_ready, most=REQUESTS)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from batchspec.engine.output_processor import EngineTotals
+from batchspec.engine.loop.totals import EngineTotals
 from batchspec.errors import BatchspecError
 from batchspec.packed_batch import PackedBatch
 from batchspec.records import Completion, Request

@@ -26,9 +26,9 @@ from batchspec import run
 from batchspec.cache.page_tables import Counts, PagePools
 from batchspec.config.compose import compose
 from batchspec.config.overrides import overrides_of
-from batchspec.engine.expected_pages import ExpectedPages
-from batchspec.engine.request_state import RequestState
-from batchspec.engine.slots import SlotTable
+from batchspec.engine.slots.expected_pages import ExpectedPages
+from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.errors import BatchspecError, CapacityError, ConfigError
 from batchspec.warm.conversations import Turn
 from tests.gpu_jobs.cases import Case, Keys

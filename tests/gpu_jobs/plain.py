@@ -12,7 +12,7 @@ import pytest
 
 import batchspec
 from batchspec.config.overrides import overrides_of
-from batchspec.engine import allocator
+from batchspec.engine.slots import allocator
 from tests.gpu_jobs.cases import Group
 from tests.gpu_jobs.compare import Rows, rows_of
 from tests.gpu_jobs.rows import Row

@@ -1,5 +1,5 @@
-"""What rows may ask for beyond tokens. Each is a `RowFeature` (`engine/row_feature.py`) in a file of its own; `RowFeatures` below
-has those of a job.
+"""What rows may ask for beyond tokens. Each is a `RowFeature` (`engine/slots/row_feature.py`) in a file of its own;
+`RowFeatures` below has those of a job.
 
   stop_strings.py       stop strings in the answer
   thinking.py           thinking budgets, and the parts of an output
@@ -35,10 +35,10 @@ from batchspec.engine.features.stop_strings import Decode, StopStrings
 from batchspec.engine.features.texts import Texts, decode_of_answer
 from batchspec.engine.features.thinking import ThinkingBudgets
 from batchspec.engine.features.tool_calls import ToolCalls
-from batchspec.engine.prefill import PrefillPass
-from batchspec.engine.round import LogitReader
-from batchspec.engine.row_feature import Features, RowFeature
-from batchspec.engine.slots import SlotTable
+from batchspec.engine.prefill.passes import PrefillPass
+from batchspec.engine.rounds.round import LogitReader
+from batchspec.engine.slots.row_feature import Features, RowFeature
+from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.lazy_automaton import Expanding
 from batchspec.records import Request
 from batchspec.token_automaton import TokenSymbols

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from batchspec.engine.request_state import RequestState
-from batchspec.engine.row_feature import RowFeature
+from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.row_feature import RowFeature
 
 
 class Adapter(RowFeature):

@@ -15,11 +15,11 @@ from typing import Any
 from batchspec.batch.automata import AutomataCapacity, ConstraintOffsets
 from batchspec.batch.row_commands import RowCommands
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.engine.completion import NON_FINITE, non_finite
 from batchspec.engine.features.automaton_places import AutomatonPlaces
 from batchspec.engine.features.last_check import LastCheck
-from batchspec.engine.request_state import RequestState
-from batchspec.engine.row_feature import RowFeature
+from batchspec.engine.slots.completion import NON_FINITE, non_finite
+from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.row_feature import RowFeature
 from batchspec.records import Completion
 from batchspec.token_automaton import TokenAutomaton
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 
 from batchspec.engine.features.thinking import split_thoughts
-from batchspec.engine.request_state import RequestState
+from batchspec.engine.slots.request_state import RequestState
 from batchspec.lazy_automaton import Expanding, LazyAutomaton, Recheck
 from batchspec.records import CONSTRAINT_VIOLATED, RowError
 from batchspec.token_automaton import BREAKS_AFTER_THOUGHT, TokenAutomaton, TokenSymbols

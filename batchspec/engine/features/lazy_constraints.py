@@ -18,7 +18,7 @@ from batchspec.batch.row_commands import RowCommands
 from batchspec.engine.features.constraints import Constraints
 from batchspec.engine.features.last_check import ADVICE, CAUSE, LastCheck
 from batchspec.engine.features.lazy_places import LazyPlaces
-from batchspec.engine.request_state import RequestState
+from batchspec.engine.slots.request_state import RequestState
 from batchspec.lazy_automaton import Answer, Ask, Expanding, Expansion, LazyAutomaton, MachineError, Recheck
 from batchspec.records import CONSTRAINT_VIOLATED, Request, RowError
 from batchspec.token_automaton import DEAD, TokenSymbols

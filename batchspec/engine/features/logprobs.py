@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batchspec.engine.launch import Launch
-from batchspec.engine.request_state import RequestState
-from batchspec.engine.results import RoundLog, Slots
-from batchspec.engine.round import RoundResult
-from batchspec.engine.row_feature import RowFeature
-from batchspec.engine.slots import SlotTable
-from batchspec.engine.vocabulary import Vocabulary
+from batchspec.engine.rounds.results import RoundLog, Slots
+from batchspec.engine.rounds.round import RoundResult
+from batchspec.engine.rounds.vocabulary import Vocabulary
+from batchspec.engine.slots.launch import Launch
+from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.row_feature import RowFeature
+from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.records import Completion
 
 

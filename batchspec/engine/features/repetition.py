@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from batchspec.engine.request_state import RequestState
-from batchspec.engine.row_feature import RowFeature
-from batchspec.engine.watch import Watch
+from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.row_feature import RowFeature
+from batchspec.engine.slots.watch import Watch
 from batchspec.records import Completion, Repetition
 
 EXAMINED_TOGETHER = 16

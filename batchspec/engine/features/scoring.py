@@ -20,14 +20,14 @@ from torch import Tensor
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.batch.upload import upload
-from batchspec.engine.completion import non_finite
-from batchspec.engine.launch import Launch
-from batchspec.engine.prefill import Prefilled, flat_batch, prefilling
-from batchspec.engine.request_state import RequestState
-from batchspec.engine.results import RoundLog, Slots
-from batchspec.engine.round import Round, RoundResult
-from batchspec.engine.row_feature import RowFeature
-from batchspec.engine.slots import SlotTable
+from batchspec.engine.prefill.passes import Prefilled, flat_batch, prefilling
+from batchspec.engine.rounds.results import RoundLog, Slots
+from batchspec.engine.rounds.round import Round, RoundResult
+from batchspec.engine.slots.completion import non_finite
+from batchspec.engine.slots.launch import Launch
+from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.row_feature import RowFeature
+from batchspec.engine.slots.slot_table import SlotTable
 from batchspec.engine.step import Segment
 from batchspec.kernels.rounds.accept import FULL
 from batchspec.packed_batch import SCORED_TOKENS

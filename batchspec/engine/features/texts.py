@@ -9,8 +9,8 @@ from batchspec.engine.features.channel_calls import tool_calls
 from batchspec.engine.features.last_check import LastCheck
 from batchspec.engine.features.stop_strings import UNFINISHED, Decode, StopStrings
 from batchspec.engine.features.thinking import Parts, split_thoughts
-from batchspec.engine.request_state import RequestState
-from batchspec.engine.row_feature import RowFeature
+from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.row_feature import RowFeature
 from batchspec.records import Completion, Request
 from batchspec.token_automaton import BREAKS_AFTER_THOUGHT, DEAD, TokenAutomaton, TokenSymbols
 

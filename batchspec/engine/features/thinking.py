@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 
 from batchspec.engine.features.channels import ChannelTracker
 from batchspec.engine.features.token_kinds import Header, Kind, Tracker
-from batchspec.engine.request_state import RequestState
-from batchspec.engine.row_feature import RowFeature
-from batchspec.engine.watch import NEVER, NO_TOKEN, Watch
+from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.row_feature import RowFeature
+from batchspec.engine.slots.watch import NEVER, NO_TOKEN, Watch
 from batchspec.records import Completion, Request, Thinking
 
 

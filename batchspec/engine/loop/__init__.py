@@ -1,0 +1,10 @@
+"""The loop: schedule, execute, process.
+
+  engine.py         the loop; engine_run.py: the state of one run
+  scheduler.py      decides every step; refills.py: what the requests that enter slots bring to a step
+  executor.py       does what a step says, and owns the device's state
+  follower.py       the loop of the other ranks of a group: they execute what the first one sends
+  round_planner.py  the number of draft tokens of each round, by measured times and acceptance
+  round_clock.py    the time between the results of two rounds; refill_times.py: the fixed time of refills
+  totals.py         adds each result to requests and totals
+"""

@@ -1,0 +1,278 @@
+"""The engine: requests stream through a static batch and come out as completions.
+
+A step is three verbs: `schedule` decides, `execute` launches, `process` reads the results that are due. The host launches rounds
+before it has read the results of earlier ones (`run_ahead`); `Scheduler` explains why that is safe.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+
+import torch
+
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.cache.page_tables import PagePools
+from batchspec.draft.base import Drafter
+from batchspec.engine.loop.engine_run import Ended, EngineRun
+from batchspec.engine.loop.executor import Executor
+from batchspec.engine.loop.round_planner import RoundPlanner
+from batchspec.engine.loop.scheduler import Scheduler
+from batchspec.engine.loop.totals import EngineTotals
+from batchspec.engine.prefill.cost import PrefillCost
+from batchspec.engine.prefill.passes import prefill_chunk
+from batchspec.engine.ranks.lead import Lead
+from batchspec.engine.ranks.messages import Prepare, Scales
+from batchspec.engine.rounds.round import RoundOptions
+from batchspec.engine.slots.allocator import SlotAllocator
+from batchspec.engine.slots.completion import completion_of
+from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.row_feature import Features
+from batchspec.engine.slots.slot_table import SlotTable
+from batchspec.engine.slots.static_batching import StaticBatching
+from batchspec.errors import EngineInUse
+from batchspec.garbage import older_objects_frozen
+from batchspec.model.target import Target
+from batchspec.packed_batch import ExpectedRows, PackedBatch
+from batchspec.records import Completion, Ids, Request, Snapshot
+
+
+class Engine:
+    """One target, one drafter, one static shape. `run` may be called again with more requests."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        batch: PackedBatch,
+        *,
+        device: torch.device,
+        options: RoundOptions | None = None,
+        features: Features | None = None,
+        eos_ids: frozenset[int] = frozenset(),
+        refill_dead: bool = True,
+        adaptive: bool = False,
+        prefill_graphs: bool = False,
+        expert_correlation: float = 1.0,
+        lead: Lead | None = None,
+    ) -> None:
+        """
+        features     what rows may ask for beyond tokens; None: nothing
+        eos_ids      the model's EOS ids, which are not reported as stop_reason
+        refill_dead  False: no new rows until all rows have ended (ablation)
+        adaptive     choose the draft length of each round, 0 included, by measured times and acceptance (GPU only)
+        prefill_graphs  run prefill passes of short rows as CUDA graphs if that pays (GPU only)
+        expert_correlation  share of tokens that choose experts independently, used until rounds were counted (`ExpertReads`)
+        lead         set if this process leads several ranks that compute the target together
+        """
+        self.features = features or Features()
+        self.target, self.drafter, self.batch = target, drafter, batch
+        self.lead = lead
+        self.executor = executor_of(
+            target, drafter, batch, device=device, options=options, features=self.features, prefill_graphs=prefill_graphs
+        )
+        self.planner = RoundPlanner(self.executor, batch, adaptive=adaptive, expert_correlation=expert_correlation)
+        self.totals = EngineTotals()
+        self.on_round: Callable[[EngineTotals], None] | None = None
+        """Called after each processed result."""
+        self._allocator_kind: type[SlotAllocator] = SlotAllocator if refill_dead else StaticBatching
+        self._finished: list[tuple[Ids, Ids]] = []
+        """Prompt and output of rows that the drafter has not learned from yet: the last rows of a run are learned in the next."""
+        self._eos_ids = eos_ids
+        self._stopping = False
+        self._prefill_cost: PrefillCost | None = None
+        self.keeps_prefixes = False
+        """Whether prompts share K/V with prompts of an earlier run, provided that the run was not stopped."""
+        self._kept_pools: PagePools | None = None
+        """Pages of a run that was not stopped: no row owns one, and their prefixes can be found."""
+        self._begin(iter(()))
+
+    @property
+    def pools(self) -> PagePools:
+        """Pages and prefixes of the present run, or of the last one."""
+        return self._current.pools
+
+    @property
+    def slots(self) -> SlotTable:
+        """Requests of the present run, or of the last one, by slot."""
+        return self._current.slots
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Decides the steps of the present run, or of the last one."""
+        return self._current.scheduler
+
+    @torch.inference_mode()
+    def prepare(
+        self, mode: SamplingMode, *, shared: bool = False, most_rounds: int | None = None, expected: ExpectedRows | None = None
+    ) -> None:
+        """Rehearse a prefill, capture the graphs of every row bucket and draft length for `mode`, and time them.
+
+        Only while no row is live.
+
+        shared  also capture the graphs of rows with shared prefixes. A graph that is not prepared is captured at its first use.
+        most_rounds, expected  as for `RoundPlanner.prepare`; ignored with several ranks, which prepare all row buckets and launch
+                               prefill passes kernel by kernel
+        """
+        if self.lead is not None:
+            self.lead.send(Prepare(mode, shared))
+        if self.lead is not None:  # both are compared with times, which differ between ranks
+            most_rounds = expected = None
+        self._prefill_cost = self.planner.prepare(mode, shared=shared, most_rounds=most_rounds, expected=expected)
+        self.batch = replace(self.batch, row_buckets=self.planner.row_buckets)
+
+    def run(
+        self, requests: Iterator[Request | None], *, num_ready: Callable[[], int] | None = None
+    ) -> Generator[Completion]:  # fmt: skip
+        """Decode every request; completions come in the order in which rows end.
+
+        requests   the engine asks for the next request while slots are free. None: there is none at present, but completions may
+                   bring more. If no request is unfinished, the iterator itself must wait and not return None
+        num_ready  as for `Prefetcher`: how many requests may be taken before slots are free
+        """
+        with closing(self.steps(requests, num_ready=num_ready)) as steps:
+            for done in steps:
+                yield from done
+
+    @torch.inference_mode()
+    def steps(
+        self, requests: Iterator[Request | None], *, num_ready: Callable[[], int] | None = None
+    ) -> Generator[list[Completion]]:  # fmt: skip
+        """As `run`, but yields the completions of each step as a list, which is often empty."""
+        if not self.planner.ready:
+            self.prepare(SamplingMode())
+        run = self._begin(requests, num_ready)
+        with older_objects_frozen():
+            while run is self._current:
+                ended = self._step()
+                done = [self._completed(one) for one in ended]
+                is_over = run.is_over(stopping=self._stopping)
+                if is_over and not run.slots.num_live and self.keeps_prefixes:
+                    self._kept_pools = run.pools
+                yield done
+                for one in ended:
+                    del run.taken[one.state]
+                if is_over:
+                    return
+        raise EngineInUse(
+            "another run of this engine has begun and dropped the rows of this one; end one run before the next begins"
+        )
+
+    def use_kv_scales(self, values: torch.Tensor) -> None:
+        """As `Target.use_kv_scales`, on all ranks. Call it only while no row has K or V."""
+        if self.lead is not None:
+            self.lead.send(Scales(values.tolist()))
+        self.pools.forget()
+        self.target.use_kv_scales(values)
+
+    def _begin(self, requests: Iterator[Request | None], num_ready: Callable[[], int] | None = None) -> EngineRun:
+        """Replace the present run, wherever it was interrupted. Its pages are dropped too, unless their prefixes are kept."""
+        if self.lead is not None:
+            self.lead.begin()
+        self.executor.clear()
+        self.planner.restart()
+        kept, self._kept_pools = self._kept_pools, None
+        self._current = EngineRun(
+            requests, batch=self.batch, executor=self.executor, planner=self.planner, totals=self.totals, features=self.features,
+            allocator_kind=self._allocator_kind, finished=self._finished, num_ready=num_ready, pools=kept,
+            prefill_cost=self._prefill_cost,
+        )  # fmt: skip
+        return self._current
+
+    def _step(self) -> list[Ended]:
+        """Schedule, execute, process. Returns the requests that have ended and wait for nothing."""
+        step = self._current.next_step(stopping=self._stopping)
+        if self.lead is not None:
+            self.lead.send_step(step)
+        self.executor.execute(step)
+        for _ in range(step.num_reads):
+            self._process()
+        return self._current.take_ended(stopping=self._stopping)
+
+    def stop(self) -> None:
+        """End the present `run`, or the next one, at its next step, and every later one: launched work is read, nothing more is
+        launched.
+
+        A signal handler may call this.
+        """
+        self._stopping = True
+
+    @contextmanager
+    def changing_target(self) -> Iterator[None]:
+        """Write new weights of the target within this block, between two runs. K/V and measured acceptance are dropped."""
+        try:
+            self.executor.synchronise()  # the new weights may come from a stream of the caller's
+            yield
+        finally:
+            self.executor.synchronise()
+            self.pools.forget()
+            self.planner.forget()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stopping
+
+    def unfinished(self) -> list[Snapshot]:
+        """As `EngineRun.unfinished`, after all ranks agree on what was read. Call it in `on_round`, or after a `run` that was
+        stopped or failed."""
+        if self.lead is not None:
+            self.lead.confirm()
+        return self._current.unfinished()
+
+    def _process(self) -> None:
+        """Read the oldest result; the requests that ended in it leave their slots."""
+        launch, result = self.scheduler.launches.unread.popleft(), self.executor.read()
+        if self.lead is not None:
+            self.lead.read(result)
+        slots, log = result.rows_of(launch.owners, self.slots.owner)
+        self.totals.add(result, log)
+        if not self.executor.round.options.decodes:
+            self.totals.tokens += sum(segment.end - segment.begin for segment in launch.segments)
+        self.totals.live_rows = self.slots.num_live
+        self.planner.learn(launch, result, log.accepted_len)
+        if self.planner.experts is not None:
+            self.totals.expert_correlation = self.planner.experts.correlation
+        now = time.perf_counter()
+        for state, finish in self._current.process(launch, result, slots, log, now):
+            self._end(state, finish, now)
+        if self.on_round is not None:
+            self.on_round(self.totals)
+        self._take_ahead()
+
+    def _take_ahead(self) -> None:
+        """As `EngineRun.take_ahead`; a method of its own, so that `bench --host` can time it."""
+        self._current.take_ahead()
+
+    def _end(self, state: RequestState, finish: int, now: float) -> None:
+        """As `EngineRun.end`, after all ranks agree on what was read."""
+        if self.lead is not None:
+            self.lead.confirm()
+        self._current.end(state, finish, now)
+
+    def _completed(self, ended: Ended) -> Completion:
+        done = completion_of(
+            ended.state, drafter=self.drafter.name, eos_ids=self._eos_ids, slot=ended.slot, now=ended.now,
+            nodes=self.executor.round.nodes,
+        )  # fmt: skip
+        done = self._current.features.finish(ended.state, done)
+        if done.prompt_ids is not None and done.token_ids is not None:  # no error
+            self._finished.append((done.prompt_ids, done.token_ids))
+        return done
+
+
+def executor_of(
+    target: Target, drafter: Drafter, batch: PackedBatch, *, device: torch.device, options: RoundOptions | None = None,
+    features: Features | None = None, prefill_graphs: bool = False,
+) -> Executor:  # fmt: skip
+    """The device's side of an engine with these features, which every rank of a group has."""
+    features = features or Features()
+    decodes = features.prefill_pass is None
+    assert decodes or drafter.max_len == 0, "nothing is decoded that could be drafted"
+    return Executor(
+        target, drafter, batch, device=device, prefill_graphs=prefill_graphs,
+        options=replace(options or RoundOptions(), reader=features.reader, decodes=decodes),
+        prefill_pass=features.prefill_pass or prefill_chunk, tables=features.tables(device),
+    )  # fmt: skip

@@ -1,0 +1,217 @@
+"""The state of one run of the engine: made when the run begins, dropped as a whole when the next run begins.
+
+What one run leaves to the next belongs to the engine: weights, captured graphs, measured times and acceptance, totals, what its
+`Features` keep, rows that the drafter learns from, and, if prefixes are kept, the pages. `Engine._begin` resets the executor's
+rows, the planner's clock and the leader's digest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from batchspec.cache.page_tables import PagePools
+from batchspec.engine.loop.executor import Executor
+from batchspec.engine.loop.round_planner import RoundPlanner
+from batchspec.engine.loop.scheduler import Scheduler
+from batchspec.engine.loop.totals import EngineTotals, add_result
+from batchspec.engine.prefill.cost import PrefillCost
+from batchspec.engine.rounds.results import PendingResult, RoundLog, Slots
+from batchspec.engine.slots.allocator import SlotAllocator
+from batchspec.engine.slots.launch import Launch
+from batchspec.engine.slots.prefetch import PREFETCHED_PER_ROUND, Prefetcher
+from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.row_feature import Features
+from batchspec.engine.slots.run_features import RunFeatures
+from batchspec.engine.slots.slot_table import SlotTable
+from batchspec.engine.step import ScheduledStep
+from batchspec.kernels.rounds.accept import WAITING
+from batchspec.packed_batch import MOST_ROUNDS_BEFORE_REFILL, PackedBatch
+from batchspec.records import Ids, Request, Snapshot
+
+REST_S = 0.05
+"""Longest time, in seconds, that the host waits for what features wait for when it has nothing else to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request that has ended: the slot that it had, -1 for none, and the host's clock in seconds."""
+
+    state: RequestState
+    slot: int
+    now: float
+
+
+class EngineRun:
+    """All host state of one run.
+
+    pools      pages, and the prefixes that can be found; the allocator grants them
+    taken      requests whose completions the caller does not have yet
+    slots      the requests in slots; the allocator fills them, results add tokens
+    features   what rows of this run may ask for
+    scheduler  decides the steps; it has the launches whose results are not read
+    """
+
+    def __init__(
+        self,
+        requests: Iterator[Request | None],
+        *,
+        batch: PackedBatch,
+        executor: Executor,
+        planner: RoundPlanner,
+        totals: EngineTotals,
+        features: Features,
+        allocator_kind: type[SlotAllocator],
+        finished: list[tuple[Ids, Ids]],
+        num_ready: Callable[[], int] | None = None,
+        pools: PagePools | None = None,
+        prefill_cost: PrefillCost | None = None,
+    ) -> None:
+        """
+        finished      prompt and output of rows that the drafter has not learned from yet
+        num_ready     as for `Prefetcher`
+        pools         of an earlier run, whose prefixes can be found; None: new ones
+        prefill_cost  as for `SlotAllocator`
+        """
+        groups, round_, drafter = executor.cache.groups, executor.round, executor.drafter
+        self._requests = Prefetcher(requests, num_ready, most=batch.num_slots // 2)
+        self.pools = pools or PagePools(
+            groups,
+            batch.group_pages(groups.num_groups),
+            batch.page_size,
+            lookahead=(batch.run_ahead + MOST_ROUNDS_BEFORE_REFILL) * round_.max_emitted + round_.kv_per_round,
+        )
+        self.taken: dict[RequestState, None] = {}
+        """Requests that were taken from the stream and whose completions the caller does not have yet: they wait, are in a slot,
+        are preempted, or have ended and wait for their completion. A dict, because it keeps their order."""
+        self._ended: list[Ended] = []
+        """Those that have ended."""
+        self.slots = SlotTable(batch.num_slots, batch.max_len, drafter.max_len, num_groups=groups.num_groups)
+        self.features = RunFeatures(features.begin(self.slots, self.pools))
+        self._allocator = allocator_kind(
+            batch,
+            self.pools,
+            _states(self._requests, self.taken, self._ended, self.features, drafter.max_len),
+            features=self.features,
+            slots=self.slots,
+            lookahead=round_.prefix_lookahead,
+            num_lookahead_slots=round_.num_lookahead_slots,
+            prefill_cost=prefill_cost,
+        )
+        self.scheduler = Scheduler(self._allocator, planner, executor, totals, features=self.features, finished=finished)
+        self._steps = self.scheduler.schedule()
+
+    def next_step(self, *, stopping: bool) -> ScheduledStep:
+        """stopping: the step only reads results that are outstanding; it launches nothing."""
+        return self.scheduler.drain() if stopping else next(self._steps)
+
+    def take_ahead(self) -> None:
+        """Prefetch some requests, if their stream gives them without waiting, and prepare those that the next refills need, so
+        that a refill takes the host less time. Call it after each result, while the device computes."""
+        self._requests.take(PREFETCHED_PER_ROUND)
+        self._requests.only_taken = True  # the allocator asks for another request where one ends at once and needs no slot
+        try:
+            self._allocator.take_ahead(PREFETCHED_PER_ROUND)
+        finally:
+            self._requests.only_taken = False
+
+    def process(
+        self, launch: Launch, result: PendingResult, slots: Slots, log: RoundLog, now: float
+    ) -> list[tuple[RequestState, int]]:
+        """Add a result that was read.
+
+        log  line i is that of the row in slots[i]
+        now  seconds of the host's clock
+        Returns the arguments of `end` for each request that ended: its state, and the device's reason, 0 if a feature ended it.
+        """
+        self.features.read(launch, result, slots, log)
+        add_result(self.slots, result, slots, log, now)
+        on_device = log.finish != 0
+        ended: dict[int, int] = dict(zip(slots[on_device].tolist(), log.finish[on_device].tolist(), strict=True))
+        for slot in self.slots.due(slots, log).tolist():
+            state = self.slots.at(slot)
+            self._examine(state)
+            if state.slot < 0:  # preempted
+                ended.pop(slot, None)
+            elif state.finish_reason is not None:
+                ended.setdefault(slot, 0)
+        found = [(self.slots.at(slot), finish) for slot, finish in sorted(ended.items())]
+        for state, finish in found:
+            if finish == WAITING and state.finish_reason is None:
+                self.scheduler.hold(state)
+        return [(state, finish) for state, finish in found if finish != WAITING or state.finish_reason is not None]
+
+    def _examine(self, state: RequestState) -> None:
+        """Let the features look at the row's tokens. If they have replaced some, it is prefilled with the new ones."""
+        self.slots.flush(state)
+        self.features.examine(state)
+        self.slots.watch(state)
+        if state.rewritten and state.finish_reason is None:
+            self.scheduler.preempt(state)
+        state.rewritten = False
+
+    def end(self, state: RequestState, finish: int, now: float) -> None:
+        """Take a request that has ended out of its slot. Arguments as for `process`.
+
+        If it ended with an error, later rows share no page of its prompt: an infinite key in one of them may be the cause.
+        Pages of the whole prefix are forgotten, even if other rows read them without an error: an infinite key breaks some
+        queries only.
+        """
+        slot = state.slot
+        self.scheduler.end(state, on_device=finish not in (0, WAITING))
+        if state.finish_reason is None:
+            state.end(finish)
+        if state.finish_reason == "error":
+            self.pools.forget_prefix(state.prefix_hashes or ())
+        self._ended.append(Ended(state, slot, now))
+
+    def take_ended(self, *, stopping: bool) -> list[Ended]:
+        """The requests that have ended and wait for nothing, once each. If nothing else is left to do, waits for a while."""
+        now, done, waiting = time.perf_counter(), list[Ended](), list[Ended]()
+        self._ended += [Ended(state, slot, now) for state, slot in self.scheduler.take_failed()]
+        for one in self._ended:
+            (done if self.features.ready(one.state) else waiting).append(one)
+        self._ended[:] = waiting
+        if not done and self.scheduler.idle and (stopping or not self.slots.num_decoding):
+            self.features.wait(REST_S)
+        return done
+
+    def is_over(self, *, stopping: bool) -> bool:
+        """Whether nothing is left to do."""
+        if self._ended or not self.scheduler.idle:
+            return False
+        return stopping or (not self.slots.num_live and self._allocator.exhausted and not self._ended)
+
+    def unfinished(self) -> list[Snapshot]:
+        """Snapshots of all requests that have tokens and whose completions the caller does not have.
+
+        Requests that have ended and wait for their completion are included: the next run completes them without decoding.
+        Requests that have failed are not: the next run decodes them from the beginning.
+        """
+        now = time.perf_counter()
+        for state in self.slots.live:
+            self.slots.flush(state)
+        taken = (state for state in self.taken if state.resumable and state.tokens and state.finish_reason != "error")
+        return [state.snapshot(now) for state in taken]
+
+
+def _states(
+    requests: Iterator[Request | None],
+    taken: dict[RequestState, None],
+    ended: list[Ended],
+    features: RunFeatures,
+    draft_len: int,
+) -> Iterator[RequestState | None]:
+    """The states of the requests that need a slot. A request that has ended already, by the tokens of an earlier run or by what
+    its features force, is added to `ended` instead. All states are added to `taken`."""
+    for request in requests:
+        if request is None:
+            yield None
+            continue
+        state = features.arrive(request, draft_len)
+        taken[state] = None
+        if state.finish_reason is None:
+            yield state
+        else:
+            ended.append(Ended(state, -1, time.perf_counter()))

@@ -1,0 +1,226 @@
+"""Executes scheduled steps: owns all device state of the engine and decides nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from batchspec.batch.automata import Automata
+from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.cache.groups import KVGroups
+from batchspec.cache.pages import KVCache
+from batchspec.cache.sharing_cost import NO_LAUNCHES
+from batchspec.draft.base import Drafter
+from batchspec.engine.prefill.cost import PrefillCost
+from batchspec.engine.prefill.graphs import PrefillGraphs
+from batchspec.engine.prefill.passes import PrefillPass, prefill_chunk, rehearsal, rehearse
+from batchspec.engine.prefill.runner import PrefillRunner
+from batchspec.engine.rounds.graphs import Graphs, RoundShape
+from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
+from batchspec.engine.rounds.results import PendingResult
+from batchspec.engine.rounds.round import RoundOptions
+from batchspec.engine.rounds.tree_round import round_for
+from batchspec.engine.step import ScheduledRound, ScheduledStep
+from batchspec.kernels.common.compile_ahead import compile_ahead
+from batchspec.model.target import Target
+from batchspec.packed_batch import ExpectedRows, PackedBatch
+
+NUM_PROBES = 3
+"""Number of launches that `compile_ahead` tries first. If Triton's cache on disk has all their kernels, it tries no others."""
+
+
+class Executor:
+    """The state of the slots on the device, the K/V cache, the drafter's state and the captured rounds.
+
+    All of it depends on the steps alone: two executors that execute the same steps hold the same tokens and page tables. The
+    host waits only in `read`.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        batch: PackedBatch,
+        *,
+        device: torch.device,
+        options: RoundOptions,
+        prefill_graphs: bool = False,
+        prefill_pass: PrefillPass = prefill_chunk,
+        tables: Automata | None = None,
+    ) -> None:
+        """
+        prefill_graphs  run short prefill passes as CUDA graphs if that pays
+        prefill_pass    launches one pass kernel by kernel
+        tables          what rules of logits read besides the state of the slots
+        """
+        spec = target.spec
+        self.target, self.drafter, self.batch = target, drafter, batch
+        groups = KVGroups.of(spec.windows, drafter.kv_windows, batch.max_len)
+        self.cache = KVCache.allocate(
+            spec.kv_layout(target.dtype, batch.page_size),
+            groups=groups,
+            num_pages=batch.group_pages(groups.num_groups),
+            device=device,
+            num_draft_layers=drafter.num_kv_layers,
+            draft_layout=drafter.kv_layout(batch.page_size),
+            scales=target.kv_scales,
+        )
+        if target.ranks is not None:
+            num_tokens = batch.num_slots * (batch.draft_len + 1)
+            target.ranks.reserve(num_tokens * spec.hidden_size * target.dtype.itemsize)
+        self.round = round_for(target, drafter, self.cache, batch, options, device)
+        self.rows = DeviceBatch.allocate(
+            batch,
+            vocab_size=spec.vocab_size,
+            device=device,
+            num_lookahead_slots=self.round.num_lookahead_slots,
+            num_groups=groups.num_groups,
+            automata=tables,
+        )
+        self.prefix_groups = PrefixGroupTables(batch.num_slots, batch.page_size, device)
+        self.graphs = Graphs(self.round, self.rows, self.prefix_groups)
+        self.sharing = NO_LAUNCHES
+        if self.graphs.captures:
+            self.sharing = spec.sharing_cost(target.dtype, page_size=batch.page_size, max_q=batch.draft_len + 1)
+        self._pass = partial(prefill_pass, self.round, self.rows)
+        self.prefill_graphs: PrefillGraphs | None = None
+        if prefill_graphs:
+            self.prefill_graphs = PrefillGraphs(
+                self.round, self.rows, self.graphs, self._pass, max_tokens=batch.most_graph_tokens
+            )
+        self._prefill = PrefillRunner(self.rows, drafter, self._pass if self.prefill_graphs is None else self.prefill_graphs.run)
+        self._pending: deque[PendingResult] = deque()
+        self.num_left_at_refill: int | None = None
+        """Number of earlier rounds and passes that the device had not finished when the last refill was launched: at 0 the device
+        may have waited for the host. None: rounds are no CUDA graphs, so a launch may return after its work is done."""
+
+    def execute(self, step: ScheduledStep) -> None:
+        """Launch what the step says, in the order of its fields. Results are read later, in launch order."""
+        for prompt_ids, token_ids in step.finished:
+            self.drafter.learn(prompt_ids, token_ids)
+        if step.killed:
+            self.rows.kill(step.killed)
+        if step.moves:
+            self.rows.move(step.moves, self.drafter.state)
+        if step.refills:
+            self._prefill.place(step.refills)
+        step.commands.execute(self.rows)
+        if step.resumed:
+            self.rows.resume(step.resumed)
+        if step.prefill is not None:
+            earlier = tuple(self._pending)
+            self._pending += self._prefill.run(step.prefill)
+            if self.graphs.captures:
+                self.num_left_at_refill = sum(not result.has_arrived for result in earlier)
+        if step.grants:
+            self.rows.grant([(grant.slot, grant.first_column, grant.pages) for grant in step.grants])
+        if step.round is not None:
+            self._launch_round(step.round)
+
+    def _launch_round(self, scheduled: ScheduledRound) -> None:
+        if scheduled.new_prefix_groups is not None:
+            self.prefix_groups.write(scheduled.new_prefix_groups, scheduled.num_rows)
+        self.drafter.refresh(scheduled.drafter_update)
+        shape = RoundShape(
+            scheduled.num_rows, scheduled.draft_len, scheduled.mode, scheduled.shares_prefixes, scheduled.prepare_next,
+            scheduled.max_kv,
+        )  # fmt: skip
+        result = self.graphs.run(shape)
+        if scheduled.counts_experts:
+            result = replace(result, experts_read=self.target.experts_read())
+        self._pending.append(PendingResult.send(result))
+
+    def read(self) -> PendingResult:
+        """Wait for the oldest result and return it."""
+        result = self._pending.popleft()
+        result.wait()
+        if self.target.ranks is not None:
+            self.target.ranks.check()
+        return result
+
+    def clear(self) -> None:
+        """Reset all state: an earlier run may have been interrupted."""
+        self._pending.clear()
+        self.rows.clear()
+
+    def rehearse(self, mode: SamplingMode) -> PrefillCost | None:
+        """Compile prefill and time it; no row may be live. Returns None, and times nothing, if rounds are not CUDA graphs."""
+        self.rows.live.zero_()
+        if not self.graphs.captures:
+            return None
+        self.rows.provide(mode)
+        if self.batch.num_slots > 1:
+            self._move_row()
+        cost = rehearse(self._pass, self.rows, max_tokens=self.batch.prefill_tokens, longest=_longest(self.batch), mode=mode)
+        return cost if self.prefill_graphs is None else self.prefill_graphs.learn(cost, mode, longest=_longest(self.batch))
+
+    def prepare_passes(self, expected: ExpectedRows, mode: SamplingMode, *, round_s: float) -> int:
+        """As `PrefillGraphs.prepare`; 0 if prefill passes are not CUDA graphs. Only after `rehearse`; no row may be live."""
+        return 0 if self.prefill_graphs is None else self.prefill_graphs.prepare(expected, mode, round_s=round_s)
+
+    def compile_ahead(self, mode: SamplingMode, shapes: Sequence[RoundShape]) -> bool:
+        """Compile the kernels of `rehearse` and of these rounds, several at a time; no kernel is launched.
+
+        Returns whether any was compiled: none is if rounds are not CUDA graphs, or if the first NUM_PROBES launches find their
+        kernels in Triton's cache on disk.
+        """
+        if not self.graphs.captures:
+            return False
+        self.rows.provide(mode)
+        return compile_ahead(self.launches(mode, shapes), self.rows.live.device, num_probes=NUM_PROBES)
+
+    def launches(self, mode: SamplingMode, shapes: Sequence[RoundShape]) -> list[Callable[[], object]]:
+        """Functions that launch each pass of `rehearse`, and each of these rounds kernel by kernel.
+
+        The first NUM_PROBES are the largest and a short pass, and a round if there are any.
+        """
+        num_slots, options = self.batch.num_slots, self.round.options
+        passes = rehearsal(num_slots, max_tokens=self.batch.prefill_tokens, longest=_longest(self.batch))
+        prefills = [partial(self._pass, segments, mode) for segments in reversed(passes)]
+        rounds = self.graphs.launches(shapes) if options.decodes else []
+        moves = [self._move_row] if num_slots > 1 else []
+        return [*prefills[:2], *rounds[:1], *moves, *prefills[2:], *rounds[1:]]
+
+    def _move_row(self) -> None:
+        self.rows.move([(1, 0)], self.drafter.state)
+
+    def dead_tokens_routed(self) -> AbstractContextManager[object]:
+        """Within this block tokens of dead rows go through experts as those of live rows do."""
+        return self.target.dead_tokens_routed()
+
+    @contextmanager
+    def different_tokens(self) -> Iterator[None]:
+        """Within this block the newest tokens of the slots differ from each other, as those of live rows do, so that they choose
+        different experts. No row may be live.
+        """
+        tokens, newest = self.rows.tokens, (self.rows.num_tokens - 1).clamp(min=0).long().unsqueeze(1)
+        before, noise = tokens.gather(1, newest), torch.Generator(tokens.device).manual_seed(0)
+        tokens.scatter_(1, newest, torch.empty_like(before).random_(self.target.spec.vocab_size, generator=noise))
+        try:
+            yield
+        finally:
+            tokens.scatter_(1, newest, before)
+
+    def experts_read(self) -> NDArray[np.int32]:
+        """int32 [layers with experts]: number of experts that had tokens in the latest forward pass. Synchronises."""
+        found = self.target.experts_read()
+        assert found is not None
+        return found.cpu().numpy()
+
+    def synchronise(self) -> None:
+        """Wait until the device has done everything that was launched on it, in any stream."""
+        if self.rows.live.is_cuda:
+            torch.cuda.synchronize(self.rows.live.device)
+
+
+def _longest(batch: PackedBatch) -> int:
+    """Maximum number of tokens of a row in a prefill pass."""
+    return min(batch.longest_prompt or batch.max_len, batch.max_len - 1)

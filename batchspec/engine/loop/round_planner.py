@@ -1,0 +1,257 @@
+"""Chooses the draft length of each round by measured times and acceptance, and learns from the results."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.cache.groups import most_keys
+from batchspec.engine.loop.executor import Executor
+from batchspec.engine.loop.refill_times import RefillTimes
+from batchspec.engine.loop.round_clock import RoundClock
+from batchspec.engine.prefill.cost import PrefillCost
+from batchspec.engine.rounds.draft_lengths import DraftLengths
+from batchspec.engine.rounds.expert_reads import ExpertReads, counted
+from batchspec.engine.rounds.graphs import RoundShape
+from batchspec.engine.rounds.results import Ints, PendingResult
+from batchspec.engine.slots.launch import Launch
+from batchspec.packed_batch import ExpectedRows, PackedBatch
+
+SPARE = 1.25
+"""Margin over the longest surveyed row. Rounds with longer rows plan attention for the longest row that the job allows."""
+
+
+def usual_kv(batch: PackedBatch) -> int | None:
+    """Limit on the tokens of a row, drafts included, that few rows exceed: a power of two. None: no row was surveyed, or max_len
+    is less."""
+    if batch.longest_row is None:
+        return None
+    most = 1 << (int(SPARE * batch.longest_row) + drafted_keys(batch)).bit_length()
+    return most if most < batch.max_len else None
+
+
+def drafted_keys(batch: PackedBatch) -> int:
+    """Keys after a row's last token that a round may read: those of drafts past the row's limit, and those of a parallel head's
+    mask tokens."""
+    return 2 * (batch.draft_len + 1)
+
+
+class RoundPlanner:
+    """Call `learn` with each result, in the order of their launches."""
+
+    def __init__(self, executor: Executor, batch: PackedBatch, *, adaptive: bool, expert_correlation: float = 1.0) -> None:
+        """
+        adaptive            choose the draft length of each round, 0 included, if rounds are timed; otherwise always the largest
+        expert_correlation  as for `ExpertReads`, used until rounds have been counted
+        """
+        self._executor, self._batch = executor, batch
+        self._max_len = executor.drafter.max_len
+        self._windows = Counter((*executor.target.spec.windows, *executor.drafter.kv_windows))
+        experts = executor.target.spec.experts
+        self.seconds: dict[str, float] = {}
+        """Seconds that each part of `prepare` took."""
+        self.experts = None if experts is None else ExpertReads(*experts, expert_correlation)
+        """The model of how many experts rounds read; None for a target without experts."""
+        self._num_rounds = 0
+        self._lengths = None
+        if adaptive and executor.graphs.captures and executor.round.options.decodes:
+            self._lengths = DraftLengths(self._max_len, executor.round.draft_lens, self.experts, executor.round.nodes)
+        self.usual_kv = None if executor.round.nodes is not None else usual_kv(batch)
+        """Rounds are prepared for rows of at most this many tokens; None: of any number. A tree's plan does not depend on it."""
+        self.row_buckets = batch.row_buckets
+        """Row counts with which rounds may run: those that `prepare` did not leave out."""
+        self._clock = RoundClock()
+        self._refills: RefillTimes | None = None
+        self._round_s: dict[int, float] = {}
+        self._draft_len = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether `choose` may be called: choosing draft lengths needs times, which `prepare` measures."""
+        return self._lengths is None or self._lengths.ready
+
+    def prepare(
+        self, mode: SamplingMode, *, shared: bool = False, most_rounds: int | None = None, expected: ExpectedRows | None = None
+    ) -> PrefillCost | None:
+        """Run a prefill; capture the graphs of every row bucket and draft length for `mode`; time them. No row may be live.
+
+        shared       also capture the graphs of rows with shared prefixes, if the longest prompt is long enough for them
+        most_rounds  after the job's last row began, its rows end within this many rounds; None: unknown. Row buckets smaller than
+                     all slots serve only these rounds: they are left out if preparing them takes longer than they would save
+        expected     also capture the prefill passes that these rows will most likely need (`PrefillGraphs.prepare`)
+        Returns the cost of prefill passes in seconds; None if rounds are not CUDA graphs (CPU, float64): then nothing is timed.
+        """
+        batch, graphs, shapes = self._batch, self._executor.graphs, self._shapes(mode)
+        most_pages = (batch.longest_prompt or batch.max_len) // batch.page_size
+        shared = shared and self._executor.sharing.may_pay(batch.num_slots, most_pages)
+        variants = [*shapes, *(replace(shape, shared=True) for shape in shapes if shared)]
+        started = time.perf_counter()
+        ahead = self._executor.compile_ahead(mode, variants)
+        began = time.perf_counter()
+        cost = self._executor.rehearse(mode)
+        rehearsed = time.perf_counter()
+        if not self._executor.round.options.decodes:  # there are no rounds
+            return cost
+        graphs.prepare(shape for shape in variants if shape.num_rows == batch.num_slots)
+        if most_rounds is not None and self._ends_before_smaller_rounds_pay(most_rounds, shapes):
+            self.row_buckets = (batch.num_slots,)
+            shapes = [shape for shape in shapes if shape.num_rows == batch.num_slots]
+        else:
+            graphs.prepare(shape for shape in variants if shape.num_rows < batch.num_slots)
+        if cost is None:
+            return None
+        self._refills = None if cost.replay is None else RefillTimes(cost, batch.num_slots)
+        self._time_all(shapes, mode)
+        timed = time.perf_counter()
+        passes = 0 if expected is None else self._executor.prepare_passes(expected, mode, round_s=self.round_s)
+        self.seconds = {
+            **({"compiling kernels": began - started} if ahead else {}),
+            "prefill (compile, time)": rehearsed - began,
+            "kernels of rounds": graphs.warm_up_s,
+            f"capture of {graphs.num_captured + passes} graphs": graphs.capture_s + time.perf_counter() - timed,
+        }
+        return cost
+
+    def _shapes(self, mode: SamplingMode) -> list[RoundShape]:
+        """The rounds of every row bucket and draft length that may be chosen, without shared prefixes."""
+        lengths = self._lengths
+        draft_lens = [self._max_len] if lengths is None else lengths.choices
+        kinds = [(k, prepare_next) for k in draft_lens for prepare_next in ((True,) if k or lengths is None else (True, False))]
+        return [
+            RoundShape(num_rows, k, mode, prepare_next=prepare_next, max_kv=self.usual_kv)
+            for num_rows in self._batch.row_buckets
+            for k, prepare_next in kinds
+        ]
+
+    def _ends_before_smaller_rounds_pay(self, most_rounds: int, shapes: Sequence[RoundShape]) -> bool:
+        """Whether `most_rounds` rounds over all slots take less time than preparing the graphs of all smaller row buckets.
+
+        The estimate takes a capture to last as long as its warm-up round (factor 2).
+        """
+        graphs = self._executor.graphs
+        whole = [shape for shape in shapes if shape.num_rows == self._batch.num_slots]
+        if not graphs.captures or len(whole) == len(shapes):
+            return False
+        prepare_s = 2 * graphs.capture_s / graphs.num_captured * (len(shapes) - len(whole))
+        return most_rounds * min(graphs.seconds(shape) for shape in whole) < prepare_s
+
+    def _time_all(self, shapes: Sequence[RoundShape], mode: SamplingMode) -> None:
+        """Time rounds over dead rows; of a target with experts also what reading an expert costs."""
+        if self.experts is None:
+            self._time(shapes)
+            return
+        with self._executor.dead_tokens_routed():
+            if self._lengths is not None:
+                shape = RoundShape(self._batch.num_slots, 0, mode, prepare_next=False, max_kv=self.usual_kv)
+                self._time_experts(self.experts, shape)
+            with self._executor.different_tokens():
+                self._time(shapes)
+
+    def _time(self, shapes: Sequence[RoundShape]) -> None:
+        """Time rounds over dead rows, and count the experts that they read."""
+        for shape in shapes:
+            whole = shape.num_rows == self._batch.num_slots and shape.prepare_next
+            seconds = self._executor.graphs.seconds(shape) if whole or self._lengths is not None else 0.0
+            if whole:
+                self._draft_len, self._round_s[shape.draft_len] = shape.draft_len, seconds
+            if self._lengths is not None:
+                self._lengths.set_base(shape.num_rows, shape.draft_len, seconds, prepare_next=shape.prepare_next)
+                if self.experts is not None:
+                    self.experts.set_base(shape.num_rows, shape.draft_len, self._executor.experts_read())
+
+    def _time_experts(self, experts: ExpertReads, shape: RoundShape) -> None:
+        """Time one round twice: over rows with equal tokens, which choose equal experts, and over rows with different tokens."""
+        graphs, executor = self._executor.graphs, self._executor
+        same_s, same = graphs.seconds(shape), executor.experts_read().mean()
+        with executor.different_tokens():
+            many_s, many = graphs.seconds(shape), executor.experts_read().mean()
+        experts.set_cost(many_s - same_s, float(many - same))
+
+    @property
+    def round_s(self) -> float:
+        """Seconds of a round over all slots with the newest round's draft length: measured in the run once two such rounds have
+        followed each other, before that as timed by `prepare`, without attention; 1 if nothing is timed."""
+        measured = {} if self._refills is None else self._refills.round_s
+        return measured.get(self._draft_len) or self._round_s.get(self._draft_len, 1.0)
+
+    @property
+    def refill_s(self) -> float | None:
+        """Fixed seconds of a refill whose pass is replayed (`RefillTimes`); None if no pass is."""
+        return None if self._refills is None else self._refills.fixed_s
+
+    def max_kv(self, longest: int) -> int | None:
+        """`ScheduledRound.max_kv` of a round whose rows may reach `longest` tokens, its own drafts not counted."""
+        return self.usual_kv if longest + drafted_keys(self._batch) <= (self.usual_kv or 0) else None
+
+    def choose(self, num_rows: int, num_tokens: NDArray[np.int64], owners: NDArray[np.int64]) -> Launch:
+        """Choose draft length and preparation of the round to launch now.
+
+        num_tokens, owners  int64 [slots] of the `SlotTable`
+        """
+        draft_len, prepare_next, context_tokens = self._max_len, True, 0
+        live_rows = int((owners[:num_rows] >= 0).sum())
+        if self._lengths is not None:
+            context_tokens = self._context_tokens(num_tokens[owners >= 0])
+            draft_len, next_drafts = self._lengths.choose(num_rows, context_tokens, live_rows=live_rows)
+            prepare_next = draft_len > 0 or next_drafts
+        self._draft_len = draft_len
+        self._num_rounds += 1
+        return Launch(
+            owners=owners.copy(),
+            num_rows=num_rows,
+            live_rows=live_rows,
+            draft_len=draft_len,
+            prepare_next=prepare_next,
+            context_tokens=context_tokens,
+            counts_experts=self.experts is not None and counted(self._num_rounds),
+        )
+
+    def _context_tokens(self, num_tokens: NDArray[np.int64]) -> int:
+        """Keys that a round reads for rows with these numbers of tokens, on average over the layers of target and drafter."""
+        total = 0
+        for window, num_layers in self._windows.items():
+            keys = num_tokens if window is None else np.minimum(num_tokens, most_keys(window, self._batch.draft_len + 1))
+            total += num_layers * int(keys.sum())
+        return total // self._windows.total()
+
+    def learn(self, launch: Launch, result: PendingResult, accepted_len: Ints) -> None:
+        """Learn from the result of a round or prefill pass; accepted_len int32 [rows] of the round."""
+        if launch.counts_experts and self.experts is not None and result.result.experts_read is not None:
+            self.experts.observe(result.result.experts_read.numpy(), self._live_tokens(launch, result))
+        took = self._clock.add(launch, result)
+        if took is not None and self._refills is not None:
+            self._refills.add(launch, took)
+        if self._lengths is None:
+            return
+        if not launch.is_prefill:
+            self._lengths.observe(launch.draft_len, accepted_len)
+        if took is not None and not took.num_prefilled:
+            self._lengths.timed(
+                launch.num_rows, launch.draft_len, launch.context_tokens, took.seconds, prepare_next=launch.prepare_next,
+                live_rows=launch.live_rows,
+            )  # fmt: skip
+
+    def _live_tokens(self, launch: Launch, result: PendingResult) -> int:
+        """Tokens of live rows that the round verified."""
+        log, round_ = result.result.log.numpy(), self._executor.round
+        drafted = log[log[:, 0] >= 0, 1]
+        if round_.is_uniform:  # it also verifies drafts past a row's limit
+            drafted = np.full_like(drafted, launch.draft_len if round_.nodes is None or not launch.draft_len else round_.nodes)
+        return int((drafted + 1).sum())
+
+    def forget(self) -> None:
+        """Discard the measured acceptance: the target's weights have changed."""
+        if self._lengths is not None:
+            self._lengths.forget()
+
+    def restart(self) -> None:
+        """A run begins: its first round follows no earlier launch, and no draft length was chosen for it."""
+        self._clock = RoundClock()
+        if self._lengths is not None:
+            self._lengths.restart()

@@ -1,0 +1,248 @@
+"""Decides every step: refills, prefill, page grants, preemption, compaction, the shape of each round.
+
+Clocks, free memory and what the host has read are consulted only here; the decisions are in the `ScheduledStep`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from batchspec.engine.loop.executor import Executor
+from batchspec.engine.loop.refills import prefill_of, refill_of
+from batchspec.engine.loop.round_planner import RoundPlanner
+from batchspec.engine.loop.totals import EngineTotals
+from batchspec.engine.slots.allocator import SlotAllocator
+from batchspec.engine.slots.launch import Launches
+from batchspec.engine.slots.prefix_groups import PrefixGroups
+from batchspec.engine.slots.refill_policy import rounds_before_refill
+from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.run_features import RunFeatures
+from batchspec.engine.step import PageGrant, Prefill, Refill, ScheduledRound, ScheduledStep
+from batchspec.records import Ids
+
+
+class Scheduler:
+    """`schedule` yields the steps; the caller executes each and processes `num_reads` results before it asks for the next one.
+
+    Launching rounds before earlier results are read is safe because the device ends rows at stop ids and limits by itself; a
+    result belongs to the row that owned the slot at launch; pages reach as far as all launched rounds can write; and the next
+    owner of a page writes it after the rounds of its last owner, in their stream or in one that waits for it.
+    """
+
+    def __init__(
+        self,
+        allocator: SlotAllocator,
+        planner: RoundPlanner,
+        executor: Executor,
+        totals: EngineTotals,
+        *,
+        features: RunFeatures,
+        finished: list[tuple[Ids, Ids]],
+    ) -> None:
+        """
+        executor      asked for shapes, whether passes are done and what its drafter has ready; never for data on the device
+        features      of the run's rows
+        finished      prompt and output of rows that ended, to be put into the next step; may hold rows of an earlier run
+        """
+        self.slots, self.batch, self._features = allocator.slots, allocator.batch, features
+        self._allocator, self._planner, self._executor, self._totals = allocator, planner, executor, totals
+        self._prefix_groups = PrefixGroups(self.batch.num_slots, executor.sharing.pays)
+        self.launches = Launches(self.slots, decodes=executor.round.options.decodes)
+        self._rounds_before_refill = 0
+        """Number of further rounds that are launched before the next refill is prepared."""
+        self._killed: list[int] = []
+        self._held: dict[RequestState, int] = {}
+        """Rows in slots that wait, and the number of results after which all their tokens are known."""
+        self._resumed: list[int] = []
+        self._failed: list[tuple[RequestState, int]] = []
+        self.finished = finished
+        self.num_rows = self.batch.num_slots
+        """Row bucket of the next round."""
+
+    def schedule(self) -> Iterator[ScheduledStep]:
+        """Yield steps without end; some are empty. Raises CapacityError for a request that can never fit.
+
+        The scheduler keeps no reference to this iterator, so that dropping an engine frees its graphs and pages at once.
+        """
+        while True:
+            yield from self._poll()
+            yield from self._refill()
+            yield from self._compact()
+            if self.slots.num_decoding:
+                yield from self._round()
+            if not self.slots.num_decoding:  # read all but the newest pass: while it runs, the free slots are refilled
+                unread = len(self.launches.unread)
+                yield self._step(num_reads=max(unread - 1, min(1, unread)))
+
+    def _poll(self) -> Iterator[ScheduledStep]:
+        """Stop the rows that features must stop, and let those continue that wait no longer, the oldest first."""
+        self._stop(self._features.poll())
+        for state in sorted(self._held, key=lambda state: state.order):
+            if self.launches.num_read >= self._held[state] and self._features.ready(state):
+                self._features.enter(state)
+                self.slots.resume(state)
+                self._resumed.append(state.slot)
+                del self._held[state]
+        if self._resumed:  # at once: another step may move rows
+            yield self._step()
+
+    def _stop(self, states: Iterable[RequestState]) -> None:
+        """Take rows that have failed out of their slots, and hold others. Rows without a slot have failed."""
+        for state in states:
+            if state.finish_reason is None:
+                self._killed.append(state.slot)
+                self.hold(state, num_results=self.launches.num_launched)
+                continue
+            self._failed.append((state, state.slot))
+            if state.slot >= 0:
+                self.end(state, on_device=False)
+
+    def take_failed(self) -> list[tuple[RequestState, int]]:
+        """Rows that features have failed since the last call, and the slots that they had; -1 for none."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def hold(self, state: RequestState, *, num_results: int = 0) -> None:
+        """The row stays in its slot and waits until it is `ready`, once so many results of the run have been read. The device has
+        stopped it, or will with the next step."""
+        self.slots.hold(state)
+        self._held[state] = max(num_results, self._held.get(state, 0))
+
+    def drain(self) -> ScheduledStep:
+        """The step that ends a run that was stopped: it reads all launched work and launches nothing."""
+        return self._step(read_all=True)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether the newest round read its rows' shared prefixes once."""
+        return self._prefix_groups.any
+
+    @property
+    def idle(self) -> bool:
+        """Whether all launched work has been read, and every row that has failed was taken."""
+        return not (self.launches.unread or self._failed)
+
+    def end(self, state: RequestState, *, on_device: bool) -> None:
+        """Take the request out of its slot. on_device: the device has ended its row already."""
+        if not on_device:
+            self._killed.append(state.slot)
+        self._held.pop(state, None)
+        self._allocator.release(state)
+
+    def preempt(self, state: RequestState) -> None:
+        """Take the request out of its slot; it waits to be prefilled again with all its tokens."""
+        self._killed.append(state.slot)
+        self._held.pop(state, None)
+        self._allocator.preempt(state)
+
+    def _refill(self) -> Iterator[ScheduledStep]:
+        """Refill free slots."""
+        if not self._allocator.refill_is_due(self._planner.round_s, self._planner.refill_s):
+            return
+        for _ in range(self._rounds_before_refill):
+            yield from self._round(reads=False)
+        group = self._allocator.refill()
+        if not group:
+            return
+        refills = tuple(refill_of(state, self.batch.page_size) for state in group)
+        self._count(group, refills)
+        self.num_rows = max(self.num_rows, self._allocator.num_rows_taken())
+        decoding = bool(self.launches.unread)
+        yield self._step(refills=refills, prefill=prefill_of(group, refills, self.batch))
+        if decoding:
+            self._learn_from_refill()
+
+    def _learn_from_refill(self) -> None:
+        """Choose how many rounds are launched before the next refill, by what the device had left to do when this one was
+        launched. None where there are no rounds, and where rows may have to wait."""
+        applies = self.slots.num_decoding and not self.slots.mode.waits
+        num_left = self._executor.num_left_at_refill if applies else None
+        self._rounds_before_refill = rounds_before_refill(self._rounds_before_refill, num_left)
+
+    def _count(self, group: Sequence[RequestState], refills: Sequence[Refill]) -> None:
+        """Count the tokens of requests that enter slots."""
+        for state, refill in zip(group, refills, strict=True):
+            if state.num_prefills == 0:
+                state.cached_tokens = refill.num_cached
+            self._totals.cached_tokens += refill.num_cached
+            self._totals.prefill_tokens += state.num_tokens - refill.num_cached
+
+    def _compact(self) -> Iterator[ScheduledStep]:
+        """Once no request waits, shrink to the next smaller row bucket as soon as the live rows fit."""
+        if not self.slots.num_live:
+            return
+        num_rows = self._allocator.num_rows_needed()
+        if num_rows < self.num_rows:
+            if self.launches.unread:
+                yield self._step(read_all=True)
+            moves = self._allocator.compact(num_rows)
+            self.num_rows = num_rows
+            if moves:
+                yield self._step(moves=tuple(moves))
+
+    def _round(self, *, reads: bool = True) -> Iterator[ScheduledStep]:
+        """Grant pages for all that the launched rounds and the next one may write, preempting the youngest rows if needed; then
+        launch that round.
+
+        reads  whether the step also reads the results that are due by `run_ahead`
+        """
+        grants: list[PageGrant] = []
+        while not self._allocator.grow(self._tokens_ahead, grants):
+            if self.launches.unread:  # unread results may free pages, and the tokens of a preempted row must all be known
+                yield self._step(num_reads=1)
+            else:
+                self.preempt(self._allocator.youngest())
+                self._totals.preempted += 1
+        if not self.slots.num_decoding:  # all of them ended, or were stopped, in the results that were read
+            return
+        yield self._step(reads_due=reads, grants=tuple(grants), round_=self._schedule_round())
+
+    @property
+    def _tokens_ahead(self) -> int:
+        """Tokens of a row, after those read, that the launched rounds and the next one may write."""
+        round_ = self._executor.round
+        return len(self.launches.unread) * round_.max_emitted + round_.kv_per_round
+
+    def _schedule_round(self) -> ScheduledRound:
+        slots, groups = self.slots, self._prefix_groups
+        new_groups = groups.renew(slots.requests, slots.owner, self.num_rows)
+        launch = self._planner.choose(self.num_rows, slots.num_tokens, slots.owner)
+        self.launches.add(launch)
+        self._totals.rounds += 1
+        return ScheduledRound(
+            num_rows=self.num_rows,
+            draft_len=launch.draft_len,
+            prepare_next=launch.prepare_next,
+            mode=slots.mode,
+            shares_prefixes=groups.any,
+            new_prefix_groups=new_groups,
+            max_kv=self._planner.max_kv(int(slots.max_tokens[slots.owner >= 0].max(initial=0))),
+            counts_experts=launch.counts_experts,
+            drafter_update=self._executor.drafter.next_update(),
+        )
+
+    def _step(
+        self, *, moves: tuple[tuple[int, int], ...] = (), refills: tuple[Refill, ...] = (), prefill: Prefill | None = None,
+        grants: tuple[PageGrant, ...] = (), round_: ScheduledRound | None = None, num_reads: int = 0, read_all: bool = False,
+        reads_due: bool = True,
+    ) -> ScheduledStep:  # fmt: skip
+        """A step with the changes since the last one; notes what it launches. Arguments are fields of `ScheduledStep`, but:
+
+        read_all   read the results of all launches, those of this step included
+        reads_due  if it launches a round: whether the results that are due by `run_ahead` are read
+        """
+        if prefill is not None:
+            self.launches.add_prefill(prefill)
+        if read_all:
+            num_reads = len(self.launches.unread)
+        elif reads_due and round_ is not None:
+            num_reads = max(0, len(self.launches.unread) - self.batch.run_ahead)
+        killed, self._killed = tuple(self._killed), []
+        resumed, self._resumed = tuple(self._resumed), []
+        finished = tuple(self.finished)
+        self.finished.clear()
+        return ScheduledStep(
+            finished=finished, killed=killed, moves=moves, refills=refills,
+            commands=self._features.take_commands(), resumed=resumed, prefill=prefill, grants=grants,
+            round=round_, num_reads=num_reads,
+        )  # fmt: skip

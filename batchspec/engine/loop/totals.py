@@ -1,0 +1,58 @@
+"""Adds each result to the requests in slots and to the engine's totals, and says which requests the host must check."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchspec.engine.rounds.results import PendingResult, RoundLog, Slots
+from batchspec.engine.slots.slot_table import SlotTable
+
+
+@dataclass(slots=True)
+class EngineTotals:
+    """Sums over the engine's life, of the results that the host has read."""
+
+    rounds: int = 0
+    """Launched."""
+    row_rounds: int = 0
+    """Sum over the rounds of their live rows."""
+    tokens: int = 0
+    """Output tokens; where prompts are scored, prompt tokens."""
+    accepted: int = 0
+    drafted: int = 0
+    prefill_tokens: int = 0
+    prefill_s: float = 0.0
+    """Seconds of prefill, each group counted from its begin to its last result."""
+    cached_tokens: int = 0
+    preempted: int = 0
+    """Number of preemptions: requests that lost their slot because pages ran out."""
+    live_rows: int = 0
+    expert_correlation: float | None = None
+    """See `expert_reads.py`; None without experts."""
+    _group: object = None
+    """Begin of the group of the latest prefill result: all passes of a group have the same."""
+    _group_s: float = 0.0
+
+    def add(self, result: PendingResult, log: RoundLog) -> None:
+        """Add a result that has arrived; `log` has the lines of its live rows."""
+        self.tokens += int(log.num_kept.sum())
+        if result.began is not None:
+            seconds = result.seconds_since(result.began)
+            self.prefill_s += seconds - (self._group_s if result.began is self._group else 0.0)
+            self._group, self._group_s = result.began, seconds
+        else:
+            self.row_rounds += len(log.num_kept)
+            self.accepted += int(log.accepted_len.sum())
+            self.drafted += int(log.draft_len.sum())
+
+
+def add_result(table: SlotTable, result: PendingResult, slots: Slots, log: RoundLog, now: float) -> None:
+    """Add a result that has arrived: line i of `log` is that of the row in slots[i]; now: seconds of the host's clock."""
+    table.num_tokens[slots] += log.num_kept
+    if result.began is None:
+        table.add_round(slots, log)
+        return
+    table.add_prefill(slots, log)
+    elapsed = result.seconds_since(result.began)
+    for slot in slots.tolist():
+        table.at(slot).note_prefill(elapsed, now)

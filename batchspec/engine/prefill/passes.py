@@ -1,0 +1,225 @@
+"""Chunked prefill: the known tokens of refilled slots go through the target, many rows a pass, and each row emits one token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.flat_batch import FlatBatch, HostLayout
+from batchspec.batch.logits import LogitRows, park
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.batch.upload import upload
+from batchspec.draft.base import Drafter
+from batchspec.engine.prefill.cost import PrefillCost
+from batchspec.engine.rounds.round import Drafts, Round, RoundResult
+from batchspec.engine.step import Segment
+from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
+
+FEW = 17
+"""Number of tokens of a pass whose time is nearly all launches."""
+
+
+def chunks(spans: Iterable[tuple[int, int, int]], max_tokens: int) -> Iterator[list[Segment]]:
+    """Cut (slot, begin, end) spans into passes of at most `max_tokens` tokens, in order.
+
+    The order matters: a row may share pages that an earlier row writes, in an earlier pass or in the same one, where every layer
+    writes all K/V before it reads any.
+    """
+    chunk: list[Segment] = []
+    left = max_tokens
+    for slot, begin, end in spans:
+        while begin < end:
+            stop = min(end, begin + left)
+            chunk.append(Segment(slot, begin, stop, stop == end))
+            left -= stop - begin
+            begin = stop
+            if left == 0:
+                yield chunk
+                chunk, left = [], max_tokens
+    if chunk:
+        yield chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A pass that was launched. Its rows stay inactive until `activate`."""
+
+    result: RoundResult | None
+    """None if no row's tokens ended in the pass; otherwise its log is that of a round without drafts."""
+    mask: Tensor | None
+    """int32 [slots] 1 for the rows that decode on after their first token."""
+    slot_ids: Tensor
+    carried: tuple[Tensor, ...]
+    """The drafter's state of each row of the pass, as its field `state`."""
+
+    def activate(self, rows: DeviceBatch, drafter: Drafter) -> None:
+        """Rows whose tokens ended in this pass decode from the next round on."""
+        for state, value in zip(drafter.state, self.carried, strict=True):
+            state.index_copy_(0, self.slot_ids, value)
+        if self.mask is not None:
+            rows.live.bitwise_or_(self.mask)
+
+
+def prefill_chunk(round_: Round, rows: DeviceBatch, segments: Sequence[Segment], mode: SamplingMode) -> Prefilled:
+    """One pass over `segments`; rows whose tokens end in it emit their next token. Does not synchronise."""
+    device = rows.tokens.device
+    batch, slot_ids = flat_batch(rows, segments, round_.cache.page_size)
+    with prefilling(round_):
+        hidden, aux_hidden_states = round_.target.forward(batch, round_.cache, round_.drafter.aux_layer_ids, ends_only=True)
+        # The rows that end here, in slot order: the choice of slot r is at index cu_seqlens_q[r].
+        ending = sorted((s.slot, i) for i, s in enumerate(segments) if s.last)
+        result, mask = None, None
+        if ending:
+            slots = upload([slot for slot, _ in ending], torch.int64, device)
+            segment = upload([i for _, i in ending], torch.int64, device)
+            mask = torch.zeros_like(rows.live)
+            mask[slots] = 1
+            cu_seqlens_q = torch.zeros(mask.shape[0] + 1, dtype=torch.int32, device=device)
+            torch.cumsum(mask, 0, dtype=torch.int32, out=cu_seqlens_q[1:])
+            places = LogitRows(slots.int(), batch.kv_len[segment].long())
+            result = emit(round_, rows, hidden[segment], places, cu_seqlens_q, mask, mode)
+            park(rows, mask, result.log, mode)
+        return Prefilled(result, mask, slot_ids, prefill_drafter(round_, rows, batch, slot_ids, aux_hidden_states, mode))
+
+
+PrefillPass = Callable[[Round, DeviceBatch, Sequence[Segment], SamplingMode], Prefilled]
+"""As `prefill_chunk`."""
+
+
+def prefilling(round_: Round) -> AbstractContextManager[object]:
+    """Within this block, exchanges between ranks use the buffers of prefill passes."""
+    ranks = round_.target.ranks
+    return nullcontext() if ranks is None else ranks.prefilling()
+
+
+def emit(
+    round_: Round, rows: DeviceBatch, hidden: Tensor, places: LogitRows, cu_seqlens_q: Tensor, mask: Tensor, mode: SamplingMode
+) -> RoundResult:
+    """Choose and commit the token after each of the hidden states `hidden` [N, H]; `places` has their rows and positions.
+
+    cu_seqlens_q  int32 [slots + 1]: for a slot r that emits, its state is hidden[cu_seqlens_q[r]]
+    mask          int32 [slots] in: 1 for the slots that emit; out: 0 for those that end with this token
+    """
+    drafts = Drafts(rows.tokens[:, :0], torch.zeros_like(rows.live))
+    return round_.commit(hidden, places, cu_seqlens_q, drafts, rows, mask, mode, torch.empty_like(mask))
+
+
+def prefill_drafter(
+    round_: Round, rows: DeviceBatch, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, mode: SamplingMode
+) -> tuple[Tensor, ...]:
+    """The drafter's state of each row of the batch, after its tokens were committed: what `Drafter.prefill` returns.
+
+    slot_ids int64 [R], aux_hidden_states [T, number of layers * H] or None
+    """
+    round_.set_draft_mode(mode)
+    own_batch = batch.of_group(round_.cache.groups.draft_group)
+    return round_.drafter.prefill(own_batch, slot_ids, aux_hidden_states, rows, round_.cache)
+
+
+def rehearse(
+    launch: Callable[[Sequence[Segment], SamplingMode], object], rows: DeviceBatch, *, max_tokens: int, longest: int,
+    mode: SamplingMode,
+) -> PrefillCost:  # fmt: skip
+    """Seconds of a pass of `max_tokens` and of a short one, over free slots; K/V go to page 0, which no row reads. GPU only; no
+    row may be live.
+
+    launch   launches a pass
+    longest  tokens of a row of the pass: long rows use another attention kernel, which compiles for a minute at its first use
+
+    The minimum of several times is used: a short pass is mostly launches, and one stall of the host, such as a garbage
+    collection, may take longer than all of them. The rehearsal also compiles the kernels and allocates the memory of the largest
+    pass. Kernels are specialised at most once per doubling of the number of tokens or rows, so passes of all powers of two
+    compile every variant.
+    """
+    for table in rows.page_tables:
+        table.zero_()
+    passes = rehearsal(rows.live.shape[0], max_tokens=max_tokens, longest=longest)
+    *others, short, largest = (partial(launch, segments, mode) for segments in passes)
+    for other in others:
+        other()
+    full_s = min(seconds_of(largest) for _ in range(3))  # the first compiles
+    short_s = min(seconds_of(short) for _ in range(6))
+    return PrefillCost(least=short_s, token=full_s / sum(s.end - s.begin for s in passes[-1]))
+
+
+def rehearsal(num_slots: int, *, max_tokens: int, longest: int) -> list[list[Segment]]:
+    """The passes of `rehearse`, which launch every variant of prefill's kernels; the last two are a short one and the largest."""
+    longest = min(max_tokens, longest)
+    few = min(FEW, longest)
+    spans = [(slot, 0, longest) for slot in range(min(num_slots, -(-max_tokens // longest)))]
+    largest = min(max_tokens, len(spans) * longest)
+    passes = [next(chunks(spans, 1 << power)) for power in range((largest - 1).bit_length())]
+    num_rows = 2
+    while num_rows <= num_slots and num_rows * few < largest:
+        passes.append([Segment(slot, 0, few, True) for slot in range(num_rows)])
+        num_rows *= 2
+    return [*passes, [Segment(0, 0, few, True)], next(chunks(spans, largest))]
+
+
+def seconds_of(launch: Callable[[], object]) -> float:
+    """Seconds until the device is done."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    launch()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def flat_batch(rows: DeviceBatch, segments: Sequence[Segment], page_size: int) -> tuple[FlatBatch, Tensor]:
+    """The segments concatenated, and the slot of each, int64 [segments]."""
+    device = rows.tokens.device
+    lengths = [s.end - s.begin for s in segments]
+    slot_ids, begins, ends, q_len = upload(
+        [[s.slot for s in segments], [s.begin for s in segments], [s.end for s in segments], lengths], torch.int64, device
+    )
+    batch = lay_out(
+        rows, slot_ids, [table[slot_ids] for table in rows.page_tables], begins.int(), q_len.int(), ends.int(),
+        num_tokens=sum(lengths), max_q=max(lengths), max_kv=max(s.end for s in segments), page_size=page_size,
+    )  # fmt: skip
+    batch.host = HostLayout(lengths, [s.end for s in segments])
+    begin = 0
+    for segment, length in zip(segments, lengths, strict=True):
+        if segment.num_recomputed:
+            batch.slot_mapping[begin : begin + segment.num_recomputed] = 0  # page 0, which no row reads
+        begin += length
+    return batch, slot_ids
+
+
+def lay_out(
+    rows: DeviceBatch, slot_ids: Tensor, page_tables: Sequence[Tensor], begins: Tensor, q_len: Tensor, kv_len: Tensor, *,
+    num_tokens: int, max_q: int, max_kv: int, page_size: int,
+) -> FlatBatch:  # fmt: skip
+    """Concatenate the tokens of rows, which are on the device already, and pad them to `num_tokens`.
+
+    slot_ids       int64 [R] the slot of each row
+    page_tables    of each K/V group, int32 [R, max pages a row]
+    begins, q_len, kv_len  int32 [R] position of the row's first token, number of its tokens, keys that the last one sees
+    max_q, max_kv  bounds of q_len and kv_len
+    """
+    page_table, *more_tables = page_tables
+    device = slot_ids.device
+    cu_seqlens_q, row_ids = (torch.empty(size, dtype=torch.int32, device=device) for size in (slot_ids.shape[0] + 1, num_tokens))
+    positions, slots = (torch.empty(num_tokens, dtype=torch.int64, device=device) for _ in range(2))
+    compute_slot_mapping(
+        begins, q_len, page_table, page_size=page_size,
+        out_cu_seqlens_q=cu_seqlens_q, out_row_ids=row_ids, out_positions=positions, out_slot_mapping=slots,
+    )  # fmt: skip
+    batch = FlatBatch(
+        token_ids=rows.tokens[slot_ids[row_ids], positions],
+        row_ids=row_ids,
+        positions=positions,
+        slot_mapping=slots,
+        cu_seqlens_q=cu_seqlens_q,
+        kv_len=kv_len,
+        page_table=page_table,
+        max_q=max_q,
+        max_kv=max_kv,
+    )
+    return batch.read_rows(rows, slot_ids).add_groups(more_tables, page_size)

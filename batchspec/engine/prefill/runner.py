@@ -1,0 +1,37 @@
+"""Puts requests into their slots and runs their prefill passes between rounds. Results come in launch order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.draft.base import Drafter
+from batchspec.engine.prefill.passes import Prefilled
+from batchspec.engine.rounds.results import PendingResult, now_on
+from batchspec.engine.step import Prefill, Refill, Segment
+
+
+class PrefillRunner:
+    """Launches the passes of a `Prefill`. launch: launches one pass, kernel by kernel or as a graph."""
+
+    def __init__(
+        self, rows: DeviceBatch, drafter: Drafter, launch: Callable[[Sequence[Segment], SamplingMode], Prefilled]
+    ) -> None:
+        self._rows, self._drafter, self._launch = rows, drafter, launch
+
+    def place(self, refills: Sequence[Refill]) -> None:
+        """Put requests into their slots: their tokens and their pages."""
+        rows = self._rows
+        rows.begin([refill.slot for refill in refills], [r.request for r in refills], [r.tokens for r in refills])
+        rows.grant([(refill.slot, 0, refill.pages) for refill in refills])
+
+    def run(self, prefill: Prefill) -> list[PendingResult]:
+        """Launch the passes of requests that are in their slots; their rows decode from the next round on."""
+        began, results = now_on(self._rows.tokens.device), []
+        for segments in prefill.passes:
+            prefilled = self._launch(segments, prefill.mode)
+            prefilled.activate(self._rows, self._drafter)
+            if prefilled.result is not None:
+                results.append(PendingResult.send(prefilled.result, began))
+        return results

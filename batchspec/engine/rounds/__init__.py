@@ -1,0 +1,11 @@
+"""Rounds on the device: draft, verify, accept, commit, catch up. Begin with round.py.
+
+  round.py                 a round; verify_inputs.py: what it verifies; tree_round.py: the same for trees
+  sampling.py              logits -> the target's choice
+  vocabulary.py            choices among the tokens of the vocabulary; vocabulary_of_ranks.py: each rank has a part of it;
+                           cutoff_of_ranks.py: top-k, top-p, min-p of these; ablation.py: a variant
+  graphs.py                rounds as CUDA graphs; graph_pool.py: capture
+  prefix_tables.py         groups of rows that share a prefix
+  results.py               results on their way to the host, and there
+  draft_lengths.py         the number of draft tokens that pays; expert_reads.py: the experts that a round reads
+"""

@@ -1,0 +1,117 @@
+"""Rounds as CUDA graphs: the host launches one graph instead of some hundred kernels. On a CPU the same calls run as they are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.engine.rounds.graph_pool import GraphPool
+from batchspec.engine.rounds.prefix_tables import PrefixGroupTables
+from batchspec.engine.rounds.round import Round, RoundResult
+from batchspec.load_progress import count_step
+
+GRAPH_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""fp64, used by tests, has no verify attention that is planned on the device, so it cannot be captured."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundShape:
+    """What a graph is captured for: R rows, at most K drafts a row, the sampling mode, and whether rows share prefixes.
+
+    prepare_next  the next round may draft
+    max_kv        limit on the tokens of a row, drafts included; None: the batch's. It matters because attention splits long rows
+                  over programs, and merging their parts is one more launch in every layer
+    """
+
+    num_rows: int
+    draft_len: int
+    mode: SamplingMode
+    shared: bool = False
+    prepare_next: bool = True
+    max_kv: int | None = None
+
+
+def largest_first(shapes: Iterable[RoundShape]) -> list[RoundShape]:
+    return sorted(shapes, key=lambda shape: (-shape.num_rows, -shape.draft_len))
+
+
+class Graphs:
+    """Runs rounds, captured if the device can. A shape that was not prepared is captured at its first use."""
+
+    def __init__(self, round_: Round, rows: DeviceBatch, prefix_groups: PrefixGroupTables) -> None:
+        self._round, self._rows, self._prefix_groups = round_, rows, prefix_groups
+        self.captures = rows.tokens.is_cuda and round_.target.dtype in GRAPH_DTYPES
+        self._graphs: dict[RoundShape, tuple[torch.cuda.CUDAGraph, RoundResult]] = {}
+        self.pool = GraphPool()
+        self.warm_up_s = self.capture_s = 0.0
+        """Seconds spent in the first execution of rounds, which compiles their kernels, and in capturing them."""
+
+    def run(self, shape: RoundShape) -> RoundResult:
+        """Run one round over the first slots. The result's tensors belong to the graph: copy them before the next round."""
+        if not self.captures:
+            return self._run(shape)
+        if shape not in self._graphs:
+            self._capture(shape)
+        graph, result = self._graphs[shape]
+        graph.replay()
+        return result
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._graphs)
+
+    def prepare(self, shapes: Iterable[RoundShape]) -> None:
+        """Capture ahead of time, the largest shape first: later graphs reuse its memory."""
+        for shape in largest_first(shapes):
+            if self.captures and shape not in self._graphs:
+                self._capture(shape)
+
+    def launches(self, shapes: Iterable[RoundShape]) -> list[Callable[[], object]]:
+        """Functions that launch each of these rounds kernel by kernel, in the order of `prepare`."""
+        return [partial(self._run, shape) for shape in largest_first(shapes)]
+
+    def seconds(self, shape: RoundShape, repeats: int = 5) -> float:
+        """Seconds of the round over dead rows: without attention, and without experts unless dead tokens go through them.
+
+        Synchronises; only while no row is live.
+        """
+        if not self.captures:
+            return 0.0
+        self.run(shape)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(repeats):
+            self.run(shape)
+        end.record()
+        end.synchronize()
+        seconds: float = start.elapsed_time(end) / 1e3 / repeats
+        return seconds
+
+    def _run(self, shape: RoundShape) -> RoundResult:
+        self._rows.provide(shape.mode)
+        shared = self._prefix_groups.first(shape.num_rows) if shape.shared else None
+        return self._round.run(
+            self._rows.first(shape.num_rows, shape.max_kv), shape.mode, shape.draft_len, shared, shape.prepare_next
+        )
+
+    def _capture(self, shape: RoundShape) -> None:
+        """Run the round once over dead rows, which compiles kernels, then capture it; restores the drafter's state afterwards."""
+        state: Sequence[torch.Tensor] = (self._rows.live, *self._round.drafter.state)
+        before = [tensor.clone() for tensor in state]
+        self._rows.live.zero_()
+        began = time.perf_counter()
+        self._run(shape)
+        warmed_up = time.perf_counter()
+        count_step()
+        captured = self.pool.capture(partial(self._run, shape))
+        self.warm_up_s += warmed_up - began
+        self.capture_s += time.perf_counter() - warmed_up
+        for tensor, value in zip(state, before, strict=True):
+            tensor.copy_(value)
+        self._graphs[shape] = captured

@@ -1,0 +1,235 @@
+"""One round: draft, verify, accept, commit, catch up. Written once, on device tensors, for every drafter and device.
+
+Nothing is read back to the host. Legend: R rows, K draft_len, S = K + 1, T flat positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.logits import LogitRows, adjusts_drafts, check_drafts, commit_rules, park
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.cache.pages import KVCache
+from batchspec.draft.base import Drafter
+from batchspec.engine.rounds.ablation import vocabulary_for
+from batchspec.engine.rounds.draft_lengths import candidates
+from batchspec.engine.rounds.verify_inputs import VerifyInputs
+from batchspec.engine.rounds.vocabulary import Vocabulary
+from batchspec.kernels.attention.work_list import SharedPrefixes
+from batchspec.kernels.rounds.accept import accept
+from batchspec.model.target import Target
+from batchspec.packed_batch import PackedBatch
+
+
+class LogitReader(Protocol):
+    """Reads the target's logits before any rule changes them, for a feature of rows that writes what it reads."""
+
+    def read(self, raw: Tensor, ids: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, ...]:
+        """Tensors [T, ...] about raw logits [T, V] and the tokens ids int [T] that were chosen by them, or come next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundOptions:
+    """Options of the rounds, the same for a whole job."""
+
+    reader: LogitReader | None = None
+    """Reads the logits of every emitted token."""
+    decodes: bool = True
+    """Rows decode after their prefill. False: every row ends with it, and there are no rounds."""
+    coupled: bool = True
+    """Whether drafts of sampled rows are drawn with the noise of the target's draws."""
+    synthetic: tuple[float, ...] | None = None
+    """Unconditional acceptance rates per position; for benchmarks."""
+    argmax: bool = True
+    """Greedy tokens by an argmax; False: by softmax and top-k (`ablation.argmax`)."""
+    uniform_slots: bool = True
+    """Rows of equal draft length have a layout without a prefix sum; False: a ragged one (`ablation.uniform_slots`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundResult:
+    """The results of a round that the host reads, as tensors on the device or their copies on the host.
+
+    log           int32 [R, 5+K] accepted_len (-1: dead row), draft_len, kept, finish, then the emitted tokens, -1 after them
+    read          what the options' reader read of each emitted token, [R, S, ...]; a pass without choices: of each of its T
+                  tokens; empty if nothing was emitted
+    experts_read  int32 [layers with experts] number of experts that had tokens; only of rounds whose experts are counted
+    """
+
+    log: Tensor
+    read: tuple[Tensor, ...] = ()
+    experts_read: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors."""
+        return (self.log, *self.read, *(() if self.experts_read is None else (self.experts_read,)))
+
+    def to_host(self) -> RoundResult:
+        """Copies in pinned host memory, in stream order: complete only once an event recorded after this call has passed."""
+        log, *others = (tensor.to("cpu", non_blocking=True) for tensor in self.tensors)
+        count = len(self.read)
+        return RoundResult(log, tuple(others[:count]), others[count] if self.experts_read is not None else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """The drafts that a round verifies: ids int32 [R, K], length int32 [R], rates float32 [K] of simulated acceptance or None."""
+
+    ids: Tensor
+    length: Tensor
+    rates: Tensor | None = None
+
+
+class Round:
+    """A round and its buffers. One object serves all row buckets and draft lengths, by views of its buffers."""
+
+    def __init__(
+        self, target: Target, drafter: Drafter, cache: KVCache, batch: PackedBatch, options: RoundOptions, device: torch.device
+    ) -> None:
+        self.target, self.drafter, self.cache, self.options = target, drafter, cache, options
+        self.vocabulary = vocabulary_for(target, argmax=options.argmax)
+        self.is_uniform = drafter.fixed_len and options.uniform_slots
+        """Whether every row verifies the same number of positions, so that the layout needs no prefix sum."""
+        self.max_emitted = drafter.max_len + 1
+        """Maximum number of tokens that a round emits for a row: K + 1."""
+        self.kv_per_round = drafter.shape.kv_per_round
+        """Number of K/V positions that a round writes, from a row's newest token on."""
+        self.draft_lens = candidates(drafter.max_len)
+        """Draft lengths for which graphs are captured."""
+        self.num_lookahead_slots = drafter.shape.num_lookahead_slots
+        """Number of K/V positions after a row's last token that a round may write and read."""
+        self.prefix_lookahead = 1 if drafter.num_kv_layers else 0
+        """Number of tokens after a page on which its K/V depend too: a drafter's K/V depend on the next token."""
+        self.nodes: int | None = None
+        """Number of nodes that a round with drafts verifies, for trees; None for chains."""
+        self._accepted_len = torch.zeros(batch.num_slots, dtype=torch.int32, device=device)
+        self.inputs = VerifyInputs(batch.num_slots, drafter.max_len, cache.page_size, options.synthetic, device)
+
+    def run(
+        self,
+        rows: DeviceBatch,
+        mode: SamplingMode,
+        draft_len: int,
+        shared: SharedPrefixes | None = None,
+        prepare_next: bool = True,
+    ) -> RoundResult:
+        """Run one round over all of `rows` with at most `draft_len` drafts each. Dead rows do not affect results.
+
+        shared        rows that share a prefix, which attention on a GPU then reads once
+        prepare_next  the next round may draft; otherwise the drafter only keeps its K/V up to date and prepares no draft
+        """
+        self.set_draft_mode(mode)
+        num_rows, inputs = rows.live.shape[0], self.inputs
+        ids, lengths = inputs.ids(num_rows, draft_len), inputs.lengths(num_rows)
+        if draft_len:
+            self.drafter.propose(rows, ids[:, 1:], lengths, self.cache)
+            if not self.drafter.fixed_len:  # such drafts, as a lookup's, are not chosen from adjusted logits
+                check_drafts(rows, ids[:, 1:], lengths, mode)
+        batch = inputs.uniform(rows, draft_len) if self.is_uniform else inputs.ragged(rows, draft_len)
+        if not batch.token_ids.shape[0]:  # ragged, on a CPU: every row ended after the host's last read
+            return RoundResult(torch.full((num_rows, 5 + draft_len), -1, dtype=torch.int32))
+        batch.read_rows(rows).shared = shared
+        hidden, aux_hidden_states = self.target.forward(batch, self.cache, self.drafter.aux_layer_ids)
+        places = None
+        if not mode.greedy or self.options.reader is not None:
+            place = batch.positions - (rows.num_tokens - 1)[batch.row_ids]
+            places = LogitRows(batch.row_ids, batch.positions + 1, ids[:, 1:], place)
+        drafts = Drafts(ids[:, 1:], lengths, inputs.rates(draft_len))
+        accepted_len = self._accepted_len[:num_rows]
+        with self.waiting(rows, mode) as park_rows:
+            result = self.commit(hidden, places, batch.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len)
+            own_batch = batch.of_group(self.cache.groups.draft_group)
+            self.drafter.catch_up(own_batch, aux_hidden_states, accepted_len, rows, self.cache, prepare_next=prepare_next)
+            park_rows(result)
+        return result
+
+    @contextmanager
+    def waiting(self, rows: DeviceBatch, mode: SamplingMode) -> Iterator[Callable[[RoundResult], None]]:
+        """Wraps commit and catch-up. Call the yielded function with the result after both: it stops the rows that must wait.
+
+        The drafter's state of rows that took no part is restored at the end: waiting rows continue with it.
+        """
+        if not mode.waits:
+            yield lambda result: None
+            return
+        took_part, num_rows = rows.live != 0, rows.live.shape[0]
+        carried = [state[:num_rows].clone() for state in self.drafter.state]
+        yield lambda result: park(rows, rows.live, result.log, mode)
+        for state, before in zip(self.drafter.state, carried, strict=True):
+            shape = (num_rows, *(1 for _ in before.shape[1:]))
+            state[:num_rows] = torch.where(took_part.view(shape), state[:num_rows], before)
+
+    def set_draft_mode(self, mode: SamplingMode) -> None:
+        """Set the drafter's sampling mode for the next pass or round; None if its choices do not depend on it."""
+        depends = (mode.random and self.options.coupled) or adjusts_drafts(mode)
+        self.drafter.mode = mode if depends else None
+
+    def commit(
+        self, hidden: Tensor, places: LogitRows | None, cu_seqlens_q: Tensor, drafts: Drafts, rows: DeviceBatch, live: Tensor,
+        mode: SamplingMode, out_accepted_len: Tensor,
+    ) -> RoundResult:  # fmt: skip
+        """Choose the target's tokens after `hidden` [T, H], accept the drafts that agree with them, and commit the emitted
+        tokens.
+
+        places  None if all rows are greedy and no logits are read
+        live    int32 [R] in: which rows take part; out: 0 for rows that have ended
+        out_accepted_len  int32 [R]
+        """
+        target_ids, raw = self.choose(hidden, places, rows, mode)
+        return self._settle(target_ids, raw, places, cu_seqlens_q, drafts, rows, live, mode, out_accepted_len)
+
+    def _settle(
+        self,
+        target_ids: Tensor,
+        raw: Tensor | None,
+        places: LogitRows | None,
+        cu_seqlens_q: Tensor,
+        drafts: Drafts,
+        rows: DeviceBatch,
+        live: Tensor,
+        mode: SamplingMode,
+        out_accepted_len: Tensor,
+    ) -> RoundResult:
+        """The second half of `commit`, from the target's choices on."""
+        log = torch.empty((live.shape[0], 5 + drafts.ids.shape[1]), dtype=torch.int32, device=live.device)
+        accept(
+            drafts.ids, drafts.length, target_ids, cu_seqlens_q, rows.stop_ids, rows.limit, drafts.rates, rows.keys,
+            tokens=rows.tokens, num_tokens=rows.num_tokens, live=live, finish=rows.finish,
+            out_accepted_len=out_accepted_len, out_log=log,
+        )  # fmt: skip
+        commit_rules(rows, log, live, mode)
+        if raw is None or places is None or self.options.reader is None:
+            return RoundResult(log)
+        found = self.options.reader.read(raw, target_ids, self.vocabulary)
+        return RoundResult(log, by_row(found, places, log.shape[0], log.shape[1] - 4))
+
+    def choose(
+        self, hidden: Tensor, places: LogitRows | None, rows: DeviceBatch, mode: SamplingMode
+    ) -> tuple[Tensor, Tensor | None]:
+        """The target's choices after `hidden` [T, H], int32 [T], and the raw logits if they are read."""
+        return self.vocabulary.choose(hidden, places, rows, mode, keeps_raw=self.options.reader is not None)
+
+
+def by_row(values: Sequence[Tensor], places: LogitRows, num_rows: int, width: int) -> tuple[Tensor, ...]:
+    """Values [T, ...] of flat positions laid out by row and number of drafts before the token, [R, S, ...]; R num_rows, S width.
+
+    places  the row and the number of drafted tokens of each of the T positions
+    Does not synchronise.
+    """
+    column = torch.zeros_like(places.positions) if places.num_drafted is None else places.num_drafted
+    # Padding and dead rows have column numbers out of range: their values go to an extra column, which is dropped.
+    column = torch.where((column >= 0) & (column < width), column, width)
+    indices, found = (places.row_ids.long(), column), []
+    for value in values:
+        laid_out = value.new_zeros((num_rows, width + 1, *value.shape[1:]))
+        laid_out[indices] = value
+        found.append(laid_out[:, :width])
+    return tuple(found)

@@ -1,0 +1,158 @@
+"""A round that verifies a tree of drafts: one forward pass over all nodes, then a chain's round along the accepted path.
+
+Nodes take the K/V slots after the row's last committed token, in the order of their numbers. A node's position is its depth, and
+it attends to its own path. The target chooses at every node with the noise of its position; the path from the root along these
+choices is accepted. Its K/V are moved to where a chain's would be; commit and catch-up treat it as a chain of `depth` drafts.
+Legend: R rows, N nodes besides the root, S = N + 1, D depth, T = R * S flat positions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.flat_batch import FlatBatch, TreeTail
+from batchspec.batch.logits import LogitRows, reads_drafts
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.batch.uniform_layout import UniformLayout
+from batchspec.cache.pages import KVCache
+from batchspec.draft.base import Drafter
+from batchspec.draft.shapes import TreeShape
+from batchspec.engine.rounds.round import Drafts, Round, RoundOptions, RoundResult
+from batchspec.kernels.attention.work_list import SharedPrefixes
+from batchspec.kernels.tree.find_accepted_path import find_accepted_path
+from batchspec.kernels.tree.prepare_tree_inputs import prepare_tree_inputs
+from batchspec.model.target import Target
+from batchspec.packed_batch import PackedBatch
+
+
+def round_for(
+    target: Target, drafter: Drafter, cache: KVCache, batch: PackedBatch, options: RoundOptions, device: torch.device
+) -> Round:
+    """The round that verifies what this drafter proposes: a tree or a chain."""
+    if isinstance(drafter.shape, TreeShape):
+        return TreeRound(target, drafter, drafter.shape, cache, batch, options, device)
+    return Round(target, drafter, cache, batch, options, device)
+
+
+class TreeRound(Round):
+    """A round drafts the whole tree or nothing."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        shape: TreeShape,
+        cache: KVCache,
+        batch: PackedBatch,
+        options: RoundOptions,
+        device: torch.device,
+    ) -> None:
+        super().__init__(target, drafter, cache, batch, options, device)
+        slots, places = batch.num_slots, shape.nodes + 1
+        self.nodes = shape.nodes
+        self.draft_lens = (0, shape.depth)
+        self._node_ids = torch.zeros(slots, places, dtype=torch.int32, device=device)
+        self._node_layout = UniformLayout(slots, (places,), device)
+        self._node_kv_len = torch.zeros(slots, dtype=torch.int32, device=device)
+        self._node_positions, self._node_slots, self._ancestors = torch.zeros(3, slots * places, dtype=torch.int64, device=device)
+        self._path = torch.zeros(slots, shape.depth + 1, dtype=torch.int32, device=device)
+        self._path_places = torch.zeros(slots, shape.depth + 1, dtype=torch.int64, device=device)
+
+    def run(
+        self,
+        rows: DeviceBatch,
+        mode: SamplingMode,
+        draft_len: int,
+        shared: SharedPrefixes | None = None,
+        prepare_next: bool = True,
+    ) -> RoundResult:
+        """As `Round.run`; draft_len is 0 or the depth."""
+        if not draft_len:
+            return super().run(rows, mode, 0, shared, prepare_next)
+        self.set_draft_mode(mode)
+        num_rows, inputs = rows.live.shape[0], self.inputs
+        chain_ids, ids = inputs.ids(num_rows, draft_len), self._node_ids[:num_rows]
+        drafts = Drafts(chain_ids[:, 1:], inputs.lengths(num_rows), inputs.rates(draft_len))
+        parents = self.drafter.propose(rows, ids[:, 1:], drafts.length, self.cache)
+        assert parents is not None
+        chain = inputs.uniform(rows, draft_len)
+        ids[:, 0] = chain_ids[:, 0]
+        batch = self._nodes(rows, ids, parents)
+        batch.read_rows(rows).shared = shared
+        hidden, aux_hidden_states = self.target.forward(batch, self.cache, self.drafter.aux_layer_ids)
+        places = self._places(batch, parents, mode, rows)
+        target_ids, raw = self.choose(hidden, places, rows, mode)
+        path, at = self._path[:num_rows], self._path_places[:num_rows]
+        find_accepted_path(
+            ids, parents, target_ids, take_deepest=drafts.rates is not None, draft_len=drafts.length, out_path=path,
+            out_flat_ids=at, out_draft_ids=drafts.ids,
+        )  # fmt: skip
+        at = at.view(-1)
+        accepted_len = self._accepted_len[:num_rows]
+        on_path = None
+        if places is not None:
+            on_path = LogitRows(chain.row_ids, chain.positions + 1, num_drafted=self._place_of(chain, rows))
+        raw = None if raw is None else raw.index_select(0, at)
+        with self.waiting(rows, mode) as park_rows:
+            result = self._settle(
+                target_ids.index_select(0, at), raw, on_path, chain.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len
+            )
+            self.cache.move_accepted(batch, path, chain, accepted_len)
+            assert aux_hidden_states is not None
+            self.drafter.catch_up(
+                chain.of_group(self.cache.groups.draft_group), aux_hidden_states.index_select(0, at), accepted_len, rows,
+                self.cache, prepare_next=prepare_next,
+            )  # fmt: skip
+            park_rows(result)
+        return result
+
+    def _nodes(self, rows: DeviceBatch, ids: Tensor, parents: Tensor) -> FlatBatch:
+        """S flat tokens for every row, dead or not: the newest token and the nodes."""
+        (num_rows, places), page_size = ids.shape, self.cache.page_size
+        page_table, *more_tables = rows.page_tables
+        count = num_rows * places
+        positions, slots, ancestors = (x[:count] for x in (self._node_positions, self._node_slots, self._ancestors))
+        kv_len = self._node_kv_len[:num_rows]
+        prepare_tree_inputs(
+            parents, rows.num_tokens, rows.live, page_table, page_size=page_size, max_depth=self.drafter.max_len,
+            out_positions=positions, out_slot_mapping=slots, out_ancestors=ancestors, out_kv_len=kv_len,
+        )  # fmt: skip
+        tree = TreeTail(ancestors=ancestors, start=rows.num_tokens - 1, max_depth=self.drafter.max_len)
+        max_kv = page_table.shape[1] * page_size
+        batch = self._node_layout.batch(ids, positions, slots, kv_len, page_table, max_kv, tree)
+        return batch.add_groups(more_tables, page_size)
+
+    def _places(self, batch: FlatBatch, parents: Tensor, mode: SamplingMode, rows: DeviceBatch) -> LogitRows | None:
+        """Row and position of each node's choice; also the tokens on the path to it if a logit rule reads drafts."""
+        if mode.greedy and self.options.reader is None:
+            return None
+        if not reads_drafts(mode):
+            return LogitRows(batch.row_ids, batch.positions + 1)
+        return LogitRows(
+            batch.row_ids,
+            batch.positions + 1,
+            drafts=self._above(batch.token_ids.view_as(parents), parents),
+            num_drafted=self._place_of(batch, rows),
+            draft_rows=torch.arange(parents.numel(), device=parents.device),
+        )
+
+    def _above(self, ids: Tensor, parents: Tensor) -> Tensor:
+        """int32 [T, D] tokens of levels 1..D on the path from the root to each node, the node included; arbitrary below its
+        depth."""
+        (num_rows, places), depth = ids.shape, self.drafter.max_len
+        node = torch.arange(places, device=ids.device).expand(num_rows, -1)
+        upwards = []
+        for _ in range(depth):
+            upwards.append(torch.where(node > 0, ids.gather(1, node), -1))
+            node = parents.gather(1, node).clamp_(min=0).long()
+        found = torch.stack(upwards[::-1], 2).view(-1, depth)
+        # The climb goes on past the root: the entries that it reads there come first and are moved to the end.
+        missing = (found < 0).sum(1, keepdim=True)
+        order = (torch.arange(depth, device=ids.device) + missing) % depth
+        return found.gather(1, order).clamp_(min=0)
+
+    def _place_of(self, batch: FlatBatch, rows: DeviceBatch) -> Tensor:
+        """Depth of each flat token; only before the commit."""
+        return batch.positions - (rows.num_tokens - 1)[batch.row_ids]

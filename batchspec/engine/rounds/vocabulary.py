@@ -1,0 +1,75 @@
+"""The target's choice of tokens after its hidden states, over the whole vocabulary. Ranks with a part of it each override what
+they exchange (`vocabulary_of_ranks.py`). T rows of hidden states or logits, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.logits import LogitRows, adjusts, masks_alone
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.engine.rounds.sampling import choose, greedy_sample
+from batchspec.kernels.sampling.log_normaliser import log_normaliser
+from batchspec.model.target import Target
+
+
+class Vocabulary:
+    """Chooses tokens int32 [T], NO_TOKEN where there is none and WAIT where a choice cannot be made yet."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    def choose(
+        self, hidden: Tensor, places: LogitRows | None, rows: DeviceBatch, mode: SamplingMode, *, keeps_raw: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """The choice after each row of `hidden` [T, H], and the raw logits [T, V] if they are to be kept.
+
+        places  row and position of each; None only if all rows are greedy and raw logits are not kept
+        """
+        if places is None:
+            return self.greedy(hidden), None
+        rule = None if keeps_raw else masks_alone(mode)
+        if rule is not None and rule.masks is not None and self.masks_in_product(hidden):
+            return self.target.greedy_sample(hidden, flag_nonfinite=True, allowed=rule.masks(places, rows)), None
+        logits = self.target.logits(hidden)
+        raw = None
+        if keeps_raw:
+            raw = logits.clone() if adjusts(mode) else logits
+        return self.choose_by_logits(logits, places, rows, mode), raw
+
+    def choose_by_logits(self, logits: Tensor, places: LogitRows, rows: DeviceBatch, mode: SamplingMode) -> Tensor:
+        """The choice of each row of logits [T, V], which are changed: see `sampling.choose`."""
+        return choose(logits, places, rows, mode, greedy=self.greedy_by_logits)
+
+    def greedy(self, hidden: Tensor) -> Tensor:
+        """The greedy choice after each row of `hidden` [T, H]."""
+        return self.target.greedy_sample(hidden, flag_nonfinite=True)
+
+    def masks_in_product(self, hidden: Tensor) -> bool:
+        """Whether a greedy choice among the tokens of masks can be made without storing logits."""
+        return self.target.masks_in_product(hidden)
+
+    def greedy_by_logits(self, logits: Tensor) -> Tensor:
+        """The greedy choice of each row of logits [T, V]."""
+        return greedy_sample(logits)
+
+    def log_normaliser(self, raw: Tensor) -> Tensor:
+        """The logarithm of the sum of exponentials of each row of raw logits, [T]."""
+        found = torch.empty(raw.shape[0], dtype=raw.dtype, device=raw.device)
+        log_normaliser(raw, out=found)
+        return found
+
+    def logit_of(self, raw: Tensor, ids: Tensor) -> Tensor:
+        """The raw logit of ids int [T], [T]; NO_TOKEN counts as token 0."""
+        return raw.gather(1, ids.clamp(min=0).long().unsqueeze(1)).squeeze(1)
+
+    def largest(self, raw: Tensor, num: int) -> tuple[Tensor, Tensor]:
+        """The `num` likeliest tokens of each row of raw logits, int32 [T, num], and their logits."""
+        best = raw.topk(num, dim=1)
+        return best.indices.int(), best.values
+
+    def mark_diverged(self, hidden: Tensor, log: Tensor, slot_ids: Tensor) -> None:
+        """Only with several ranks: if ranks have different `hidden`, write a line into `log` int32 [R, 5] of these slots that
+        makes the leader end the run with DivergedError. `choose` does this by itself."""

@@ -1,0 +1,14 @@
+"""Requests on the host, from their arrival until they have ended.
+
+  request_state.py    one request: tokens so far, statistics, pages; completion.py: its completion
+  slot_table.py       the requests in slots, one array a field
+  allocator.py        which request gets which slot and pages; static_batching.py: no refills (ablation)
+  waiting.py          the queue; prefetch.py: requests taken from their stream before slots are free
+  refill_policy.py    when free slots are refilled
+  expected_pages.py   pages that requests will need in the end
+  prefix_groups.py    rows whose first pages are the same
+  launch.py           what the host keeps of launches until it reads their results
+  row_feature.py      what a row may ask for beyond tokens: the moments at which a feature acts
+  run_features.py     the features of a run, and which of them each row has
+  watch.py            when a row's features look at its tokens next
+"""

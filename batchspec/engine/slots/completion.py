@@ -1,0 +1,86 @@
+"""Makes the completion of a request from its state when it has ended. Its features add what they have to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from batchspec.engine.slots.request_state import RequestState
+from batchspec.error_rows import error_row
+from batchspec.records import Completion, RowError, RowStats
+
+NON_FINITE = "non_finite_logits"
+
+
+def completion_of(
+    state: RequestState, *, drafter: str, eos_ids: frozenset[int], slot: int, now: float, nodes: int | None = None
+) -> Completion:
+    """The completion of a finished request.
+
+    eos_ids  the model's EOS ids, which are not reported as stop_reason
+    slot     the slot in which the request ended
+    now      the host's clock in seconds
+    nodes    number of nodes in each round's tree; None for chains
+    """
+    assert state.finish_reason is not None
+    request = state.request
+    done = Completion(
+        request_id=request.request_id,
+        row_index=request.row_index,
+        sample_index=request.sample_index,
+        shard=request.shard,
+        prompt_ids=request.prompt_ids,
+        seed=request.seed,
+        predicted_tokens=request.predicted_tokens,
+        cached_tokens=state.cached_tokens,
+        status="error",
+        finish_reason="error",
+        stats=_stats(state, drafter, slot, now, nodes),
+    )
+    if state.finish_reason == "error":
+        return non_finite(done, num_tokens=len(state.tokens)) if state.error is None else error_row(done, state.error)
+    stop_id = None if state.stop_id is None or state.stop_id in eos_ids else str(state.stop_id)
+    return replace(
+        done,
+        status="truncated" if state.truncated else "ok",
+        finish_reason=state.finish_reason,
+        stop_reason=stop_id if state.stop_reason is None else state.stop_reason,
+        token_ids=np.array(state.tokens, np.int32),
+    )
+
+
+def non_finite(done: Completion, where: str | None = None, *, num_tokens: int = 0, of_allowed: str = "") -> Completion:
+    """The error row of a request whose logits were not finite.
+
+    where       the position of the failure; None: that of the newest of its `num_tokens` output tokens
+    of_allowed  which logits had no finite value, if not all of them
+    """
+    assert done.prompt_ids is not None
+    where = where or f"position {len(done.prompt_ids) + num_tokens} (output token {num_tokens})"
+    message = (
+        f"the model's logits at {where} hold NaN or +inf, or no finite value{of_allowed}; check the weights and model.dtype, or "
+        "drop the row"
+    )
+    failed = replace(done, status="error", finish_reason="error", token_ids=None, text=None)
+    return error_row(failed, RowError(code=NON_FINITE, stage="decode", message=message, retryable=True))
+
+
+def _stats(state: RequestState, drafter: str, slot: int, now: float, nodes: int | None) -> RowStats:
+    return RowStats(
+        drafter=drafter,
+        draft_len=state.draft_len,
+        num_prefills=state.num_prefills,
+        num_rounds=state.num_rounds,
+        num_drafted=state.num_drafted if nodes is None else nodes * sum(state.drafted_at[:1]),
+        num_accepted=state.num_accepted,
+        num_discarded=state.num_discarded,
+        histogram=tuple(state.histogram),
+        drafted_at=tuple(state.drafted_at),
+        accepted_at=tuple(state.accepted_at),
+        prefill_s=state.prefill_s,
+        decode_s=state.decode_s(now),
+        batch_id=0,
+        slot=slot,
+        num_forced=state.num_forced,
+    )

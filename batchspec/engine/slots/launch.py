@@ -1,0 +1,69 @@
+"""What the host keeps of launched rounds and prefill passes until it reads their results."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchspec.engine.slots.slot_table import FREE, SlotTable
+from batchspec.engine.step import Prefill, Segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A round or a prefill pass, as it was when it was launched."""
+
+    owners: NDArray[np.int64]
+    """The owner of each slot at launch, -1 if the slot took no part."""
+    is_prefill: bool = False
+    num_rows: int = 0
+    """Row bucket of a round."""
+    live_rows: int = 0
+    """Rows of a round that were alive, as far as the host had read."""
+    draft_len: int = 0
+    prepare_next: bool = True
+    context_tokens: int = 0
+    """Keys of all rows that one layer reads, on average over the layers; 0 if the round is not used as a measurement."""
+    counts_experts: bool = False
+    """Whether the result has the number of experts that the round read."""
+    num_prefilled: int = 0
+    """Tokens of this prefill pass, and of those before it that have no result."""
+    segments: tuple[Segment, ...] = ()
+    """Segments of a prefill pass, in order."""
+
+
+class Launches:
+    """All launches of a run that the host still has to read."""
+
+    def __init__(self, slots: SlotTable, *, decodes: bool) -> None:
+        """decodes: as in `RoundOptions`; if not, every pass has a result."""
+        self._slots, self._decodes = slots, decodes
+        self.unread: deque[Launch] = deque()
+        """Launches whose results have not been read, the oldest first."""
+        self.num_launched = 0
+        """Number of launches so far that have a result."""
+
+    @property
+    def num_read(self) -> int:
+        """Number of launches whose results have been read."""
+        return self.num_launched - len(self.unread)
+
+    def add(self, launch: Launch) -> None:
+        """Add a launch that will have a result."""
+        self.unread.append(launch)
+        self.num_launched += 1
+
+    def add_prefill(self, prefill: Prefill) -> None:
+        """Add passes that are launched now. A pass has a result if the tokens of any of its slots end in it."""
+        num_tokens = 0
+        for segments in prefill.passes:
+            slots = [segment.slot for segment in segments if segment.last or not self._decodes]
+            num_tokens += sum(segment.end - segment.begin for segment in segments)
+            if slots:
+                owners = np.full_like(self._slots.owner, FREE)
+                owners[slots] = self._slots.owner[slots]
+                self.add(Launch(owners=owners, is_prefill=True, num_prefilled=num_tokens, segments=segments))
+                num_tokens = 0

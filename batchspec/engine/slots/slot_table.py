@@ -1,0 +1,212 @@
+"""The host's state of all slots, one array per field: a round of a thousand rows is processed by a few numpy calls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.engine.rounds.results import RoundLog, Slots
+from batchspec.engine.slots.request_state import RequestState
+from batchspec.engine.slots.watch import NEVER, NO_TOKEN
+from batchspec.kernels.rounds.accept import WAITING
+
+FREE = -1
+"""Owner of a slot without a request."""
+
+
+class SlotTable:
+    """Which request is in which slot, and what the host needs to know of it in every round.
+
+    Output tokens and counts are collected here, many at a time; `flush` adds them to the slot's request. A request whose features
+    want to examine its tokens is flushed when that is due. In a compaction one `move` moves all state of a slot.
+    """
+
+    def __init__(self, num_slots: int, max_len: int, draft_len: int, *, num_groups: int = 1) -> None:
+        """num_groups: K/V groups."""
+
+        def zeros(*shape: int) -> NDArray[np.int64]:
+            return np.zeros((num_slots, *shape), np.int64)
+
+        self.requests: list[RequestState | None] = [None] * num_slots
+        self.owner = zeros() + FREE
+        """Number of the refill that filled the slot; FREE without a request."""
+        self.num_tokens = zeros()
+        """Prompt and output tokens that the host has read. While a request has a slot, this is the only count that is up to
+        date."""
+        self.num_columns = zeros()
+        """Number of entries in the row's page tables."""
+        self.num_held = zeros(num_groups)
+        """Number of pages that the row owns in each K/V group."""
+        self.num_prefilled = zeros()
+        """Number of tokens with which the row entered its slot."""
+        self.prompt_len, self.max_tokens, self.predicted_tokens = zeros(), zeros(), zeros()
+        self.decodes = np.zeros(num_slots, bool)
+        """Whether rounds emit tokens for the row: not while it is held, nor if it ends with its prefill."""
+        self.watch_at = zeros() + NEVER
+        """Number of tokens at which the request's features examine it."""
+        self.watch_token = zeros() + NO_TOKEN
+        """A token at which they do."""
+        self._tokens = np.zeros((num_slots, max_len + draft_len + 1), np.int32)
+        """Buffered tokens; after the first `_num_buffered` of a row come arbitrary values."""
+        self._num_buffered, self._num_prefills, self._num_discarded = zeros(), zeros(), zeros()
+        self._accepted, self._drafted = zeros(draft_len + 1), zeros(draft_len + 1)
+        self._counts = (self._num_buffered, self._num_prefills, self._num_discarded, self._accepted, self._drafted)
+        self._arrays: tuple[NDArray[np.generic], ...] = (
+            self.owner, self.num_tokens, self.num_columns, self.num_held, self.num_prefilled, self.prompt_len, self.max_tokens,
+            self.predicted_tokens, self.decodes, self.watch_at, self.watch_token, self._tokens, *self._counts,
+        )  # fmt: skip
+        self._modes: Counter[SamplingMode] = Counter()
+        self.num_live = 0
+        """Number of requests in slots."""
+
+    @property
+    def live(self) -> list[RequestState]:
+        """Requests in slots, by slot."""
+        return [state for state in self.requests if state is not None]
+
+    @property
+    def mode(self) -> SamplingMode:
+        """The smallest sampling mode that serves all requests in slots."""
+        found = [mode for mode, count in self._modes.items() if count]
+        return found[0] if len(found) == 1 else SamplingMode.union(found)
+
+    @property
+    def num_decoding(self) -> int:
+        """Number of requests in slots for which rounds emit tokens."""
+        return int(np.count_nonzero(self.decodes))
+
+    @property
+    def num_free(self) -> int:
+        """Number of slots without a request."""
+        return len(self.requests) - self.num_live
+
+    def free(self) -> list[int]:
+        """Slots without a request."""
+        found: list[int] = np.flatnonzero(self.owner < 0).tolist()
+        return found
+
+    def at(self, slot: int) -> RequestState:
+        """The request in a slot that has one."""
+        state = self.requests[slot]
+        assert state is not None, slot
+        return state
+
+    def place(self, states: Sequence[RequestState], slots: Sequence[int], order: int) -> None:
+        """Put requests, which have their pages, into free slots.
+
+        order  what the first request gets as its place in the order of refills; each later one gets the next number
+        """
+        assert (self.owner[slots] == FREE).all(), slots
+        self.owner[slots] = np.arange(order, order + len(states))
+        for number, (state, slot) in enumerate(zip(states, slots, strict=True), order):
+            state.slot, state.order, self.requests[slot] = slot, number, state
+        self.num_live += len(states)
+        self._modes.update(state.mode for state in states)
+        requests, pages = [state.request for state in states], [state.pages for state in states]
+        prompt_len = np.array([len(request.prompt_ids) for request in requests])
+        self.num_tokens[slots] = self.num_prefilled[slots] = prompt_len + [len(state.tokens) for state in states]
+        self.num_columns[slots], self.num_held[slots] = [own.num_columns for own in pages], [own.num_held for own in pages]
+        self.prompt_len[slots] = prompt_len
+        self.max_tokens[slots] = prompt_len + [request.max_new_tokens for request in requests]
+        self.predicted_tokens[slots] = [request.predicted_tokens for request in requests]
+        self.decodes[slots] = [request.device_limit > 0 for request in requests]
+        self.watch_at[slots], self.watch_token[slots] = NEVER, NO_TOKEN
+        for state in states:
+            if state.watch is not None:
+                self.watch(state)
+
+    def watch(self, state: RequestState) -> None:
+        """Note when the features of a request examine it next."""
+        at, slot = state.watch, state.slot
+        self.watch_at[slot] = NEVER if at is None else min(NEVER, self.prompt_len[slot] + at.num_tokens)
+        self.watch_token[slot] = NO_TOKEN if at is None else at.token
+
+    def due(self, slots: Slots, log: RoundLog) -> Slots:
+        """Those of `slots`, whose lines are added, whose features examine them now."""
+        token, at = self.watch_token[slots], self.watch_at[slots]
+        due = self.num_tokens[slots] >= at
+        if (watches_token := token != NO_TOKEN).any():
+            due |= (log.tokens == token[:, None]).any(1)
+        due |= ((at < NEVER) | watches_token) & (log.finish != 0) & (log.finish != WAITING)
+        found: Slots = slots[due]
+        return found
+
+    def hold(self, state: RequestState) -> None:
+        """The request stays in its slot and does not decode until `resume`."""
+        self.flush(state)
+        self.decodes[state.slot] = False
+
+    def resume(self, state: RequestState) -> None:
+        """The request decodes again."""
+        self.decodes[state.slot] = True
+
+    @property
+    def held(self) -> list[RequestState]:
+        """Requests in slots that do not decode, those that entered first first."""
+        found = [self.at(slot) for slot in np.flatnonzero((self.owner >= 0) & ~self.decodes).tolist()]
+        return sorted(found, key=lambda state: state.order)
+
+    def note_pages(self, state: RequestState) -> None:
+        """Update the page counts of a request that has got pages or given some back."""
+        self.num_columns[state.slot], self.num_held[state.slot] = state.pages.num_columns, state.pages.num_held
+
+    def add_pages(self, slots: Slots, counts: NDArray[np.int64]) -> None:
+        """Add counts[i] pages to the request in slots[i], in every K/V group."""
+        self.num_columns[slots] += counts
+        self.num_held[slots] += counts[:, None]
+
+    def clear(self, state: RequestState) -> None:
+        """Flush the request and take it out of its slot."""
+        self.flush(state)
+        self._modes[state.mode] -= 1
+        self.requests[state.slot] = None
+        self.num_live -= 1
+        self.owner[state.slot] = FREE
+        self.decodes[state.slot] = False
+        state.slot = -1
+
+    def flush(self, state: RequestState) -> None:
+        """Add the slot's buffered tokens and counts to its request; the request stays active."""
+        slot = state.slot
+        state.tokens += self._tokens[slot, : self._num_buffered[slot]].tolist()
+        state.num_prefills += int(self._num_prefills[slot])
+        state.num_discarded += int(self._num_discarded[slot])
+        state.add_counts(self._accepted[slot].tolist(), self._drafted[slot].tolist())
+        for field in self._counts:
+            field[slot] = 0
+
+    def move(self, moves: Iterable[tuple[int, int]]) -> None:
+        """Compaction: (source, destination) of each request that changes its slot; destinations are free."""
+        for source, destination in moves:
+            state = self.at(source)
+            state.slot = destination
+            self.requests[destination], self.requests[source] = state, None
+            for field in self._arrays:
+                field[destination] = field[source]
+            self.owner[source], self.decodes[source] = FREE, False
+            for field in self._counts:
+                field[source] = 0
+
+    def add_prefill(self, slots: Slots, log: RoundLog) -> None:
+        """Add the token that a prefill emitted for each of `slots`, none for a failed row; line i of `log` is that of
+        slots[i]."""
+        self._num_prefills[slots] += 1
+        emitted = log.num_kept > 0
+        there = slots[emitted]
+        self._tokens[there, self._num_buffered[there]] = log.tokens[emitted, 0]
+        self._num_buffered[there] += 1
+
+    def add_round(self, slots: Slots, log: RoundLog) -> None:
+        """Add one round of live rows; a slot occurs at most once."""
+        kept = log.num_kept
+        self._accepted[slots, log.accepted_len] += 1
+        self._drafted[slots, log.draft_len] += 1
+        self._num_discarded[slots] += log.accepted_len + 1 - kept
+        before = self._num_buffered[slots]
+        width = log.tokens.shape[1]
+        self._tokens[slots[:, None], before[:, None] + np.arange(width)] = log.tokens
+        self._num_buffered[slots] = before + kept
