@@ -11,8 +11,9 @@ from batchspec.records import CONSTRAINT_VIOLATED, Completion, RowError
 def checked_text(completion: Completion) -> Completion:
     """The completion; or an error row, if the completion follows a schema, ended by itself, and its text is not valid JSON.
 
-    Its tokens follow the schema's automaton (`engine/features/last_check.py`), so that only a defect of the automaton, or of the way from
-    tokens to text, can be the reason. JSON alone is checked, not the schema: no validator reads all schemas as the automata do.
+    Its tokens follow the schema's automaton (`engine/features/last_check.py`), so that only a defect of the automaton, or of the
+    way from tokens to text, can be the reason. JSON alone is checked, not the schema: no validator reads all schemas as the
+    automata do.
     """
     whole = completion.finish_reason == "stop" and completion.stop_reason is None
     if completion.constraint != "schema" or not whole or completion.text is None:

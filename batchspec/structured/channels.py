@@ -1,7 +1,8 @@
 """The automaton's states around an answer in harmony, the format of gpt-oss: headers and the channel `analysis`.
 
 A row writes messages in the channel `analysis`, whose text is free, and then one in the channel `final`: its text is the answer.
-No message in another channel, which would be part of the answer too (`engine/features/channels.py`), and no tool call may be written.
+No message in another channel, which would be part of the answer too (`engine/features/channels.py`), and no tool call may be
+written.
 
 outside   --start--> "assistant" --> role        --channel--> name
 role      --message--> the answer                --channel--> name
