@@ -260,7 +260,6 @@ class RowStats:
     """Wall-clock seconds of the prefill passes that included this row."""
     decode_s: float
     """Wall-clock seconds from the first token to the last."""
-    batch_id: int
     slot: int
     num_forced: int = 0
     """Tokens forced by the thinking budget; no prefill and no round emitted them."""

@@ -202,7 +202,7 @@ figure_draws() {
     real draws gsm8k_test --batch 256 --draft eagle3 --k 3 5 --temperature 0 0.6 1 --opt coupled=false --draft-path "$HEADS/eagle3"
 }
 figure_trees() {
-    real trees specbench --batch 32 --requests 80 --draft eagle3 tree tree-products --k 6 --topk 10 --nodes 60 \
+    real trees specbench --batch 32 --requests 80 --draft eagle3 tree --k 6 --topk 10 --nodes 60 \
         --draft-path "$HEADS/eagle3" --runs 3
 }
 figure_deterministic() { # on a CPU with DTYPE=float64, few ROWS and TOKENS

@@ -5,7 +5,6 @@ It reads none of batchspec's head code: tensors by the names of a published chec
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -201,7 +200,7 @@ class Node:
 @torch.no_grad()
 def reference_tree(
     design: Design, tensors: dict[str, Tensor], target: Target, ids: Sequence[int], *, topk: int, depth: int, nodes: int,
-    products: bool = False, window: int | None = None, sink: int = 0,
+    window: int | None = None, sink: int = 0,
 ) -> list[tuple[int, int]]:  # fmt: skip
     """(token, number of the node above; 0 is the root, 1 the first here) of the tree after `ids`, every path computed anew."""
     taps = target_taps(target, ids[:-1], design.taps).double()
@@ -218,12 +217,12 @@ def reference_tree(
         for row, node in enumerate(level):
             for choice, value in zip(likely.indices[row].tolist(), likely.values[row].tolist(), strict=True):
                 token = choice + (int(tensors["d2t"][choice]) if "d2t" in tensors else 0)
-                score = node.score * math.exp(value) if products else node.score + value
+                score = node.score + value
                 found.append(Node(token, node, score, torch.cat((node.fed, out[row, -1:]))))
         return found
 
     grown: list[Node] = []
-    level = [Node(-1, None, 1.0 if products else 0.0, torch.empty(0, design.hidden, dtype=torch.float64))]
+    level = [Node(-1, None, 0.0, torch.empty(0, design.hidden, dtype=torch.float64))]
     for _ in range(depth):
         below = children(level)
         grown += below

@@ -32,7 +32,6 @@ def stats(accepted: list[int], drafted: list[int] | None = None, *, k: int = 3, 
         "accepted_at": tuple(sum(a > j for a in accepted) for j in range(k)),
         "prefill_s": 0.25,
         "decode_s": 1.5,
-        "batch_id": 0,
         "slot": 2,
     }
     return RowStats(**values | changes)

@@ -21,7 +21,7 @@ from batchspec.draft.corpus import Corpus
 from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
-from batchspec.draft.shapes import LOGPROB, TreeShape
+from batchspec.draft.shapes import TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
@@ -50,7 +50,7 @@ def chain(draft_len: int = 3) -> ChainDrafter:
 
 
 def tree() -> TreeDrafter:
-    return TreeDrafter(head(), tiny_target(window=5), TreeShape(topk=2, depth=3, nodes=7, rank=LOGPROB), slots=SLOTS)
+    return TreeDrafter(head(), tiny_target(window=5), TreeShape(topk=2, depth=3, nodes=7), slots=SLOTS)
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {

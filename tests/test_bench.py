@@ -134,12 +134,12 @@ def test_lookup_and_hybrid_learn_from_rows_that_have_ended(shape: Path, tmp_path
     assert rows[0]["tokens"] == rows[1]["tokens"] > 40
 
 
-def test_trees_ranked_by_sums_and_by_products_run_side_by_side_with_their_chain(shape: Path, tmp_path: Path) -> None:
+def test_trees_run_side_by_side_with_their_chain(shape: Path, tmp_path: Path) -> None:
     rows = lines(
-        shape, tmp_path / "o.jsonl", "--draft", "eagle3", "tree", "tree-products", "--k", "3", "--topk", "4", "--nodes", "9",
+        shape, tmp_path / "o.jsonl", "--draft", "eagle3", "tree", "--k", "3", "--topk", "4", "--nodes", "9",
         "--gen", "30",
     )  # fmt: skip
-    assert [row["variant"] for row in rows] == ["eagle3 K=3", "tree K=3", "tree-products K=3"]
+    assert [row["variant"] for row in rows] == ["eagle3 K=3", "tree K=3"]
     for row in rows:
         assert row["tokens"] == 120
         assert len(row["accepted_by_position"]) == 3

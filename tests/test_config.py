@@ -136,7 +136,7 @@ def test_a_drafter_must_have_what_it_drafts_with() -> None:
 @pytest.mark.parametrize("key", READ_BY)
 def test_a_key_of_another_drafter_is_refused_rather_than_ignored(key: str) -> None:
     values = {"draft.path": "head", "draft.aux_layers": "output", "draft.prompt_lookup_min": 3, "ablation.dead_positions": False}
-    values |= {"draft.parallel": True, "draft.tree.rank": "prob", "draft.table_entries": 64, "draft.coupled": False}
+    values |= {"draft.parallel": True, "draft.table_entries": 64, "draft.coupled": False}
     values |= {"draft.cache_dtype": "fp8", "ablation.sharded_draft": True}
     readers, value = READ_BY[key], values.get(key, 7)
     changes: dict[str, Any] = {key.replace(".", "__"): value}
@@ -173,7 +173,7 @@ def test_a_head_has_a_checkpoint_and_a_sink_has_a_window() -> None:
 def test_a_draft_tree_must_be_one_that_can_be_grown_and_verified() -> None:
     tree: dict[str, Any] = {"draft__name": "eagle3", "draft__path": "head", "draft__tree__topk": 10}
     check(config(**tree, draft__num_speculative_tokens=6))
-    check(config(**tree, draft__tree__depth=7, draft__tree__nodes=63, draft__tree__rank="prob"))
+    check(config(**tree, draft__tree__depth=7, draft__tree__nodes=63))
     assert refused(**tree, draft__tree__depth=8) == (
         "draft.tree.topk=10 at 8 levels takes 70 places to grow, more than 64; lower it or draft.tree.depth"
     )
@@ -184,9 +184,6 @@ def test_a_draft_tree_must_be_one_that_can_be_grown_and_verified() -> None:
         "draft.tree.nodes=11 exceeds the 10 nodes that draft.tree.topk=2 grows at 3 levels; lower it or remove the key"
     )
     assert "draft.tree.topk=65 must be in 1 .. 64" in refused(**{**tree, "draft__tree__topk": 65}, draft__tree__depth=1)
-    assert "draft.tree.rank=best must be one of logprob, prob" in refused(
-        **tree, draft__num_speculative_tokens=6, draft__tree__rank="best"
-    )
     assert "draft.parallel=true drafts all at once; remove one" in refused(
         **tree, draft__num_speculative_tokens=6, draft__parallel=True
     )

@@ -37,7 +37,7 @@ from tests.test_tokenizer import byte_fallback
 
 STATS = RowStats(
     drafter="none", draft_len=0, num_prefills=1, num_rounds=5, num_drafted=0, num_accepted=0, num_discarded=0, histogram=(5,),
-    drafted_at=(), accepted_at=(), prefill_s=0.0, decode_s=0.0, batch_id=0, slot=1,
+    drafted_at=(), accepted_at=(), prefill_s=0.0, decode_s=0.0, slot=1,
 )  # fmt: skip
 
 

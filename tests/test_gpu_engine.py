@@ -21,7 +21,7 @@ from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
-from batchspec.draft.shapes import PROB, TreeShape
+from batchspec.draft.shapes import TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import load_head
 from batchspec.draft.window import WindowDrafter
@@ -168,7 +168,7 @@ def hybrid(folder: Path, max_len: int, slots: int) -> HybridDrafter:
     return HybridDrafter(head, lookup(max_len), slots=slots, device=torch.device("cuda"))
 
 
-@pytest.mark.parametrize("name", [*PLAIN, "pard", "pard chain", "eagle3", "eagle3 general", "hybrid", "tree", "tree by products"])
+@pytest.mark.parametrize("name", [*PLAIN, "pard", "pard chain", "eagle3", "eagle3 general", "hybrid", "tree", "large tree"])
 def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, tmp_path: Path) -> None:
     asked, slots = requests(40), 8
     general: dict[str, Any] = {"dead_positions": False, "uniform_slots": False, "argmax": False}
@@ -183,7 +183,7 @@ def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, tmp_p
         "eagle3": partial(eagle, tmp_path, "cuda", 3, slots),
         "eagle3 general": partial(eagle, tmp_path, "cuda", 3, slots, **general),
         "tree": partial(eagle, tmp_path, "cuda", 3, slots, tree=TREE),
-        "tree by products": partial(eagle, tmp_path, "cuda", 3, slots, tree=replace(TREE, topk=10, depth=6, nodes=60, rank=PROB)),
+        "large tree": partial(eagle, tmp_path, "cuda", 3, slots, tree=replace(TREE, topk=10, depth=6, nodes=60)),
     }
     options = RoundOptions(uniform_slots=name != "eagle3 general", argmax=name != "eagle3 general")
     engine, done = run(target("cuda"), drafters[name](), shape(slots), asked, options=options)

@@ -18,7 +18,6 @@ EVERYONE = {
     "config.draft_schema",
     "config.schema",
     "config.decode_schema",
-    "config.renamed",
     "config.values",
     "config.checks",
     "child_process",

@@ -30,7 +30,7 @@ from batchspec.storage.local_store import LocalStore
 
 STATS = RowStats(
     drafter="lookup", draft_len=2, num_prefills=1, num_rounds=2, num_drafted=3, num_accepted=1, num_discarded=0,
-    histogram=(1, 1, 0), drafted_at=(2, 1), accepted_at=(1, 0), prefill_s=0.25, decode_s=1.5, batch_id=0, slot=3,
+    histogram=(1, 1, 0), drafted_at=(2, 1), accepted_at=(1, 0), prefill_s=0.25, decode_s=1.5, slot=3,
 )  # fmt: skip
 FULL = Completion(
     request_id="q\u00e9", row_index=7, sample_index=1, shard=2, status="ok", finish_reason="stop", stop_reason="END",

@@ -21,7 +21,7 @@ from batchspec.draft.coupled import later_draws
 from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
-from batchspec.draft.shapes import PROB, TreeShape
+from batchspec.draft.shapes import TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.records import Completion, Request, SamplingParams
@@ -57,7 +57,6 @@ def of_heads(of: Callable[[], Head]) -> dict[str, Callable[[], Drafter]]:
         "eagle3, general": lambda: ChainDrafter(of(), TARGET(), 3, slots=SLOTS, uniform_slots=False, dead_positions=False),
         "parallel": lambda: parallel(of()),
         "tree": lambda: tree(of()),
-        "tree of probabilities": lambda: tree(of(), topk=3, depth=4, nodes=12, rank=PROB),
         "hybrid": lambda: HybridDrafter(ChainDrafter(of(), TARGET(), 2, slots=SLOTS), lookup(), slots=SLOTS, device=DEVICE),
         "hybrid, parallel": lambda: HybridDrafter(parallel(of()), lookup(), slots=SLOTS, device=DEVICE),
     }
@@ -235,7 +234,7 @@ def test_where_a_rule_leaves_one_token_every_draft_is_accepted(
         assert {c.stats.num_rounds for c in done.values() if c.stats} == {rounds}
 
 
-@pytest.mark.parametrize("name", ["eagle3", "parallel", "tree", "tree of probabilities"])
+@pytest.mark.parametrize("name", ["eagle3", "parallel", "tree"])
 def test_a_head_without_an_allowed_token_drafts_a_forbidden_one_that_is_rejected(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,7 +32,7 @@ from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
-from batchspec.draft.shapes import LOGPROB, PROB, TreeShape
+from batchspec.draft.shapes import TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
@@ -231,9 +231,9 @@ def check_lossless(requests: list[Request], data: st.DataObject) -> None:
         head_len = data.draw(st.integers(1, draft_len), label="head_len")
         drafter = hybrid(draft_len, head_len, slots, chain=chain, corpus_tokens=data.draw(st.sampled_from([0, 50])))
     elif kind == "tree":
-        topk, rank = data.draw(st.integers(2, 5), label="topk"), data.draw(st.sampled_from([LOGPROB, PROB]), label="rank")
+        topk = data.draw(st.integers(2, 5), label="topk")
         nodes = data.draw(st.integers(1, min(63, topk + (draft_len - 1) * topk**2)), label="nodes")
-        shape = TreeShape(topk=topk, depth=draft_len, nodes=nodes, rank=rank)
+        shape = TreeShape(topk=topk, depth=draft_len, nodes=nodes)
         drafter = TreeDrafter(parallel_head(), tiny_target(window=5), shape, slots=slots)
     else:
         drafter = ForcedDrafter(draft_len, outputs, right=kind == "right", fixed_len=data.draw(st.booleans()))

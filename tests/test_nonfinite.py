@@ -25,7 +25,7 @@ from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
-from batchspec.draft.shapes import LOGPROB, TreeShape
+from batchspec.draft.shapes import TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
@@ -67,7 +67,7 @@ def drafter(name: str, requests: list[Request]) -> Drafter:
         "lookup": lambda: LookupDrafter(3, min_ngram=1, max_ngram=3),
         "eagle3": lambda: ChainDrafter(head(), target, 3, slots=SLOTS),
         "parallel": lambda: ParallelDrafter(head(), target, 3, slots=SLOTS),
-        "tree": lambda: TreeDrafter(head(), target, TreeShape(topk=2, depth=3, nodes=7, rank=LOGPROB), slots=SLOTS),
+        "tree": lambda: TreeDrafter(head(), target, TreeShape(topk=2, depth=3, nodes=7), slots=SLOTS),
         "window": lambda: WindowDrafter(target, 3, window=8, sink=2, slots=SLOTS),
         "pard": lambda: PardDrafter(
             PardModel(PardSpec(model=target.spec, mask_token_id=BAD), target), target.spec, 3, slots=SLOTS, parallel=False

@@ -107,7 +107,7 @@ def test_what_is_sent_between_processes_comes_out_as_it_went_in(tokenizer: Token
 def completion_of(request: Request) -> Completion:
     stats = RowStats(
         drafter="lookup", draft_len=2, num_prefills=1, num_rounds=2, num_drafted=4, num_accepted=1, num_discarded=0,
-        histogram=(1, 1, 0), drafted_at=(2, 2), accepted_at=(1, 0), prefill_s=0.5, decode_s=1.5, batch_id=0, slot=3,
+        histogram=(1, 1, 0), drafted_at=(2, 2), accepted_at=(1, 0), prefill_s=0.5, decode_s=1.5, slot=3,
     )  # fmt: skip
     return Completion(
         request_id=request.request_id, row_index=request.row_index, sample_index=request.sample_index, shard=request.shard,

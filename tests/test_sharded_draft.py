@@ -18,7 +18,7 @@ from batchspec.distributed.collectives import Collectives
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.parallel import ParallelDrafter
-from batchspec.draft.shapes import LOGPROB, TreeShape
+from batchspec.draft.shapes import TreeShape
 from batchspec.draft.shard import cut, part_of_head
 from batchspec.draft.spec import open_drafter
 from batchspec.draft.tree import TreeDrafter
@@ -64,7 +64,7 @@ def head_of(target: Target, changes: dict[str, Any], *, sharded: bool, parallel:
 def drafter(name: str, target: Target, changes: dict[str, Any], *, sharded: bool) -> Drafter:
     head = head_of(target, changes, sharded=sharded, parallel=name == "parallel")
     if name == "tree":
-        return TreeDrafter(head, target, TreeShape(topk=2, depth=3, nodes=7, rank=LOGPROB), slots=3)
+        return TreeDrafter(head, target, TreeShape(topk=2, depth=3, nodes=7), slots=3)
     if name == "parallel":
         return ParallelDrafter(head, target, 4, slots=3)
     return ChainDrafter(head, target, 3, slots=3)

@@ -28,11 +28,10 @@ from batchspec.config.schema import RunConfig
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.none import NoDrafter
-from batchspec.draft.shapes import LOGPROB, PROB, ChainShape, TreeShape
+from batchspec.draft.shapes import ChainShape, TreeShape
 from batchspec.draft.spec import open_drafter
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, load_head
-from batchspec.engine.rounds import graphs
 from batchspec.engine.rounds.round import RoundOptions, RoundResult
 from batchspec.engine.rounds.tree_round import TreeRound
 from batchspec.errors import CapacityError, ConfigError
@@ -70,9 +69,9 @@ def nothing_seen() -> None:
     seen.clear()
 
 
-def shape_of(topk: int, depth: int, nodes: int | None = None, rank: str = LOGPROB) -> TreeShape:
+def shape_of(topk: int, depth: int, nodes: int | None = None) -> TreeShape:
     most = min(63, topk + (depth - 1) * topk**2)
-    return TreeShape(topk=topk, depth=depth, nodes=most if nodes is None else nodes, rank=rank)
+    return TreeShape(topk=topk, depth=depth, nodes=most if nodes is None else nodes)
 
 
 def make_head(folder: Path, design: Design, tensors: Tensors, *, dtype: torch.dtype = torch.float64) -> Head:
@@ -93,7 +92,7 @@ def check_trees(design: Design, tensors: Tensors, shape: TreeShape, *, window: i
     for prefix, tree in seen:
         assert tree == reference_tree(
             design, tensors, TARGET(), prefix, topk=shape.topk, depth=shape.depth, nodes=shape.nodes,
-            products=shape.rank == PROB, window=window, sink=sink,
+            window=window, sink=sink,
         )  # fmt: skip
 
 
@@ -113,7 +112,7 @@ DESIGNS: dict[str, tuple[dict[str, Any], TreeShape, int]] = {
     "fewer rows than branches": ({"norm_before_residual": True}, shape_of(5, 3, 30), 2),
     "as many": ({"draft_vocab": None, "head_dim": 4}, shape_of(3, 3, 11), 3),
     "fewer nodes than levels": ({"fc_norm": True}, shape_of(2, 6, 3), 3),
-    "products": ({"norm_before_fc": True, "fc_bias": True}, shape_of(4, 4, 25, PROB), 3),
+    "biased fc": ({"norm_before_fc": True, "fc_bias": True}, shape_of(4, 4, 25), 3),
     "normed state fed back": ({"norm_output": True}, shape_of(3, 4, 20), 3),
     "three layers": ({"layers": 3, "windows": (None, 4, None)}, shape_of(3, 5, 20), 3),
     "the largest": ({"own_embedding": True, "qk_norm": True}, shape_of(10, 7, 63), 4),
@@ -151,7 +150,7 @@ def test_any_packing_gives_the_trees_of_the_definition_and_the_tokens_of_plain_d
     design, tensors = design_and_tensors(data.draw(st.sampled_from(["random", "distilled"]), label="head"))
     topk, depth = data.draw(st.integers(2, 5), label="topk"), data.draw(st.integers(1, 5), label="depth")
     most = min(63, topk + (depth - 1) * topk**2)
-    shape = shape_of(topk, depth, data.draw(st.integers(1, most), label="nodes"), data.draw(st.sampled_from([LOGPROB, PROB])))
+    shape = shape_of(topk, depth, data.draw(st.integers(1, most), label="nodes"))
     slots = data.draw(st.sampled_from([1, 2, 4]), label="slots")
     drafter = make_drafter(
         tmp_path_factory.mktemp("head"), design, tensors, shape, slots=slots, dead_positions=data.draw(st.booleans())
@@ -166,34 +165,13 @@ def test_any_packing_gives_the_trees_of_the_definition_and_the_tokens_of_plain_d
     check_trees(design, tensors, shape)
 
 
-def test_products_underflow_where_sums_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head that is very sure of itself, in fp32: products of its other choices are 0 and tie; sums rank as in fp64."""
-    design = tiny_design(TARGET().spec)
-    tensors = random_tensors(design, seed=1)
-    tensors["lm_head.weight"] = tensors["lm_head.weight"] * 60
-    target = tiny_target(torch.float32, window=5)
-    head = make_head(tmp_path, design, tensors, dtype=torch.float32)
-    monkeypatch.setattr(graphs, "GRAPH_DTYPES", ())  # what a capture runs cannot be inspected
-    agree = {}
-    for rank in (LOGPROB, PROB):
-        seen.clear()
-        shape = shape_of(4, 4, 40, rank)
-        engine = make_engine(target, Recorded(head, target, shape, slots=1), packed(1), device=DEVICE)
-        list(engine.run(iter([request(0, [1, 2, 3], cap=8)])))
-        expected = [reference_tree(design, tensors, target, prefix, topk=4, depth=4, nodes=40) for prefix, _ in seen]
-        agree[rank] = [tree == right for (_, tree), right in zip(seen, expected, strict=True)]
-    assert all(agree[LOGPROB])
-    assert agree[PROB].count(False) > len(agree[PROB]) / 2
-
-
-@pytest.mark.parametrize("rank", [LOGPROB, PROB])
-def test_a_tree_accepts_at_least_what_a_chain_of_its_depth_does(rank: str, tmp_path: Path) -> None:
+def test_a_tree_accepts_at_least_what_a_chain_of_its_depth_does(tmp_path: Path) -> None:
     design, tensors = design_and_tensors("distilled")
     head = make_head(tmp_path, design, tensors)
     requests, lengths = known_requests() + mixed_requests(3), []
     for drafter in (
         ChainDrafter(head, TARGET(), 4, slots=3),
-        TreeDrafter(head, TARGET(), shape_of(3, 4, 20, rank), slots=3),
+        TreeDrafter(head, TARGET(), shape_of(3, 4, 20), slots=3),
     ):
         tokens, _, engine = run(requests, packed(3), drafter)
         assert tokens == expected_tokens(requests)
@@ -205,7 +183,7 @@ def test_every_tree_gives_the_tokens_of_no_drafts_in_fp32(tmp_path: Path) -> Non
     design, tensors = design_and_tensors("distilled")
     target, head = tiny_target(torch.float32, window=5), make_head(tmp_path, design, tensors, dtype=torch.float32)
     requests = mixed_requests(3) + mixed_requests(3, sampling=SAMPLED, first=3)
-    shapes = [shape_of(2, 1), shape_of(2, 5), shape_of(4, 3, 7), shape_of(4, 4, 40, PROB), shape_of(8, 8, 63)]
+    shapes = [shape_of(2, 1), shape_of(2, 5), shape_of(4, 3, 7), shape_of(4, 4, 40), shape_of(8, 8, 63)]
     drafters: list[Drafter] = [NoDrafter(), *(TreeDrafter(head, target, shape, slots=3) for shape in shapes)]
     found = []
     for drafter in drafters:
@@ -396,7 +374,6 @@ def test_made_up_acceptance_keeps_the_rates_by_depth(tmp_path: Path) -> None:
         ({"topk": 10, "depth": 8, "nodes": 60}, "topk=10 at 7 levels are 70 places; at most 64"),
         ({"topk": 2, "depth": 3, "nodes": 11}, r"nodes=11 must be in 1 .. 10: topk=2 and depth=3 grow 10"),
         ({"topk": 8, "depth": 4, "nodes": 64}, r"nodes=64 must be in 1 .. 63: .* at most 63 are verified"),
-        ({"topk": 2, "depth": 3, "nodes": 4, "rank": "best"}, "rank='best' must be logprob or prob"),
     ],
 )
 def test_trees_that_cannot_be_verified_are_refused(shape: dict[str, Any], message: str) -> None:
@@ -417,7 +394,7 @@ def test_one_branch_is_a_chain_and_more_are_a_tree_of_the_nodes_asked_for(tmp_pa
     design, tensors = design_and_tensors("random")
     head = make_head(tmp_path, design, tensors)
     shapes = []
-    for tree in (TreeConfig(), TreeConfig(topk=3), TreeConfig(topk=10, depth=6, rank=PROB), TreeConfig(topk=4, nodes=7)):
+    for tree in (TreeConfig(), TreeConfig(topk=3), TreeConfig(topk=10, depth=6), TreeConfig(topk=4, nodes=7)):
         config = RunConfig(draft=DraftConfig(name="eagle3", path=str(tmp_path), num_speculative_tokens=4, tree=tree))
         spec = open_drafter(config, TARGET().spec)
         drafter = spec.build(head, TARGET(), slots=2)
@@ -426,7 +403,7 @@ def test_one_branch_is_a_chain_and_more_are_a_tree_of_the_nodes_asked_for(tmp_pa
         shapes.append((drafter.max_len, spec.shape.num_verified, spec.shape))
     assert shapes[0] == (4, 4, ChainShape(4))
     assert shapes[1] == (4, 30, TreeShape(topk=3, depth=4, nodes=30))
-    assert shapes[2] == (6, 60, TreeShape(topk=10, depth=6, nodes=60, rank=PROB))
+    assert shapes[2] == (6, 60, TreeShape(topk=10, depth=6, nodes=60))
     assert shapes[3] == (4, 7, TreeShape(topk=4, depth=4, nodes=7))
 
 

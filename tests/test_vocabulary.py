@@ -23,7 +23,7 @@ from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
-from batchspec.draft.shapes import LOGPROB, TreeShape
+from batchspec.draft.shapes import TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
@@ -167,7 +167,7 @@ def drafter(name: str, target: Target, slots: int = 3) -> Drafter:
         case "parallel":
             return ParallelDrafter(head_for(target, own_output=own), target, 4, slots=slots)
         case "tree":
-            shape = TreeShape(topk=2, depth=3, nodes=7, rank=LOGPROB)
+            shape = TreeShape(topk=2, depth=3, nodes=7)
             return TreeDrafter(head_for(target, own_output=own), target, shape, slots=slots)
         case "hybrid":
             chain = ChainDrafter(head_for(target, own_output=own), target, 2, slots=slots)

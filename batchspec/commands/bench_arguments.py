@@ -10,7 +10,7 @@ import torch
 
 from batchspec.arguments import ArgumentParser
 from batchspec.commands import bench_rounds
-from batchspec.commands.bench_engines import DRAFTS, OPTIONS, TREES, parse_options
+from batchspec.commands.bench_engines import DRAFTS, OPTIONS, TREE, parse_options
 from batchspec.commands.shapes import SHAPES
 from batchspec.config.checks import MAX_ADAPTERS
 from batchspec.config.values import violation
@@ -97,7 +97,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--draft window needs --window: how many newest keys the model drafts with")
     if "pard" in args.draft and args.draft_path is None:
         raise ConfigError("--draft pard needs --draft-path: a small model with the target's tokenizer")
-    if args.topk < 2 and not TREES.keys().isdisjoint(args.draft):
+    if args.topk < 2 and TREE in args.draft:
         raise ConfigError(f"--topk {args.topk} must be at least 2 for a tree; --draft eagle3 is a chain")
     if any(k is not None and k < (0 if args.rounds else 1) for k in args.k):
         raise ConfigError("--k counts from 1, with --rounds from 0; --draft none is the variant without drafts")
@@ -130,7 +130,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--eos with --schemas {args.schemas}: rows with schemas would end at other lengths; leave one out")
     if args.accept is not None and any(args.schemas):
         raise ConfigError(f"--accept with --schemas {args.schemas}: drafts accepted by chance follow no schema; leave one out")
-    if args.deterministic and (args.tensor_parallel > 1 or not TREES.keys().isdisjoint(args.draft)):
+    if args.deterministic and (args.tensor_parallel > 1 or TREE in args.draft):
         raise ConfigError("--deterministic is not supported with --tensor-parallel above 1 or a tree; leave one out")
     if args.rounds is not None:
         bench_rounds.check(args)

@@ -23,7 +23,6 @@ from batchspec.config.schema import AblationConfig, ModelConfig, RunConfig
 from batchspec.distributed.group import Group
 from batchspec.draft.base import Drafter
 from batchspec.draft.registry import DRAFTERS
-from batchspec.draft.shapes import LOGPROB, PROB
 from batchspec.draft.spec import DEFAULT_DRAFT_VOCAB, DrafterSpec, open_drafter
 from batchspec.engine.loop.engine import Engine
 from batchspec.engine.ranks.lead import Lead
@@ -34,15 +33,13 @@ from batchspec.packing.memory import graph_tokens
 from batchspec.packing.planner import CPU_PREFILL, GPU_PREFILL, GPU_RUN_AHEAD, PAGE_SIZE, row_buckets
 from batchspec.token_automaton import TokenAutomaton, TokenSymbols
 
-OPTIONS = (
-    "coupled", "dead_positions", "uniform_slots", "argmax", "dead_rows", "overlap", "prefill_graphs", "sharing", "sharded_draft",
-)  # fmt: skip
-TREES = {"tree": LOGPROB, "tree-products": PROB}
+OPTIONS = ("coupled", "dead_positions", "uniform_slots", "argmax", "dead_rows", "prefill_graphs", "sharing", "sharded_draft")
+TREE = "tree"
 SETTINGS: dict[str, dict[str, Any]] = {
     "eagle3": {"parallel": False},
     "hybrid": {"parallel": False},
     "parallel": {"name": "eagle3", "parallel": True},
-    **{name: {"name": "eagle3", "parallel": False} for name in TREES},
+    TREE: {"name": "eagle3", "parallel": False},
 }
 """Names of --draft -> keys of `draft` that they set; a drafter without an entry is its own name."""
 DRAFTS = tuple(dict.fromkeys([*DRAFTERS, *SETTINGS]))
@@ -101,8 +98,8 @@ def config_of(args: argparse.Namespace, variant: VariantSpec) -> RunConfig:
     on, length = variant.options, _draft_len(args, variant)
     accept = list(args.accept[:length]) if args.accept and variant.draft != "none" else None
     tree = TreeConfig()
-    if variant.draft in TREES:
-        tree = TreeConfig(topk=args.topk, depth=length, nodes=args.nodes, rank=TREES[variant.draft])
+    if variant.draft == TREE:
+        tree = TreeConfig(topk=args.topk, depth=length, nodes=args.nodes)
     draft = DraftConfig(
         **{"name": variant.draft, **SETTINGS.get(variant.draft, {})},
         path=args.draft_path,

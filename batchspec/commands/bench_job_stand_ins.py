@@ -167,7 +167,7 @@ class StandInEngine:
         stats = RowStats(
             drafter="lookup", draft_len=K, num_prefills=1, num_rounds=rounds, num_drafted=K * rounds, num_accepted=rounds,
             num_discarded=0, histogram=(0, rounds, 0, 0, 0), drafted_at=(rounds,) * K, accepted_at=(rounds, 0, 0, 0),
-            prefill_s=0.1, decode_s=2.5, batch_id=0, slot=request.row_index % SLOTS,
+            prefill_s=0.1, decode_s=2.5, slot=request.row_index % SLOTS,
         )  # fmt: skip
         return Completion(
             request_id=request.request_id, row_index=request.row_index, sample_index=request.sample_index, shard=request.shard,

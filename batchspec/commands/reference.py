@@ -121,8 +121,7 @@ output: {dir: out/answers}
 ```
 
 `batchspec run --help` lists every key, and `batchspec run --cfg job ...` prints the configuration that a command line gives.
-An unknown key, a wrong type and a value out of range are refused in one line, before any work. A key that had another name in
-an earlier version is refused with its present name.
+An unknown key, a wrong type and a value out of range are refused in one line, before any work.
 
 ## Groups
 """

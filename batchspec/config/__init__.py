@@ -3,7 +3,7 @@
 schema.py         every key; draft_schema.py, decode_schema.py: those of drafters and of decoding
 typed.py          Hydra's configuration -> dataclasses; overrides.py: what users write -> what Hydra reads
 checks.py         every check; draft_checks.py: of drafters; values.py: of single values
-renamed.py        old names of keys; vllm_names.py: names of other programs
+vllm_names.py     names of keys in other programs
 compose.py        overrides in, checked RunConfig out
 unread.py         keys that a call from Python does not read; call_arguments.py: arguments that it does not take
 reference.py      the reference of all keys

@@ -46,7 +46,8 @@ class DecodeConfig:
     forces it. The column logit_bias, JSON text or a map, replaces this map for its row. null is none."""
     bad_words: list[str] = field(default_factory=list)
     """Texts that an output never completes, token by token: of each the tokens that it has at the beginning of a text and after a
-    space. Other tokens may still make the same text. The column bad_words replaces this list for its row."""
+    space. Other tokens may still make the same text. A row with a constraint that allows nothing else becomes an error row. The
+    column bad_words replaces this list for its row."""
     seed: int = 0
     """Seed of the job, from which each row's sampling noise is derived."""
     n: int = 1

@@ -70,8 +70,8 @@ def _synthetic(draft: DraftConfig, rates: list[float]) -> None:
 def _tree(config: RunConfig) -> None:
     draft, tree = config.draft, config.draft.tree
     if tree.topk == 1:
-        for name, value, unused in (("depth", tree.depth, None), ("nodes", tree.nodes, None), ("rank", tree.rank, "logprob")):
-            if value != unused:
+        for name, value in (("depth", tree.depth), ("nodes", tree.nodes)):
+            if value is not None:
                 raise ConfigError(
                     f"draft.tree.{name}={value} is not used with draft.tree.topk=1, a chain; set topk or remove the key"
                 )

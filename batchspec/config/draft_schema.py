@@ -15,9 +15,6 @@ class TreeConfig:
     nodes: int | None = None
     """Maximum number of tree nodes that a round verifies per request, the newest token not counted. null is 60, or all nodes
     that are grown if they are fewer."""
-    rank: str = "logprob"
-    """How paths of a draft tree are ranked. logprob adds log-probabilities; prob multiplies probabilities, which underflows
-    (for comparison)."""
 
 
 @dataclass(slots=True, kw_only=True)

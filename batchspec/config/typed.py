@@ -16,7 +16,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from batchspec.config.draft_schema import DraftConfig
 from batchspec.config.overrides import list_keys
-from batchspec.config.renamed import GROUPS_RENAMED, renamed
 from batchspec.config.schema import RunConfig
 from batchspec.config.values import PATHS, SHIPPED, expand_home, literal, shipped
 from batchspec.config.vllm_names import remark
@@ -50,8 +49,6 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 def unknown_key(key: str, config: Any = None) -> ConfigError:
     """The error for a key that the configuration does not have. `config`: an instance that has them all, by default RunConfig."""
-    if new := renamed(key):
-        return ConfigError(f"{key} is called {new} since version 0.2; write {f'{new}.KEY' if key in GROUPS_RENAMED else new}=...")
     node = RunConfig() if config is None else config
     known = [*keys(node), *(item.name for item in fields(node))]
     if key in known:

@@ -14,7 +14,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from batchspec.config.renamed import RENAMED_VALUES
 from batchspec.draft.registry import DRAFTERS
 from batchspec.errors import ConfigError
 from batchspec.records import MAX_LOGIT_BIAS
@@ -105,7 +104,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "cache.scales": ("auto", "checkpoint", "calibrate"),
     "draft.cache_dtype": ("auto", "fp8"),
     "draft.aux_layers": ("auto", "input", "output"),
-    "draft.tree.rank": ("logprob", "prob"),
     "input.on_overlong": ("error", "truncate", "skip"),
     "input.final_assistant": ("error", "continue", "drop"),
     "output.messages": ("full", "prompt", "none"),
@@ -262,8 +260,6 @@ def check_choices(config: Any, choices: Mapping[str, tuple[str, ...]]) -> None:
     """Raise ConfigError unless each key's value is one of its choices."""
     for key, allowed in choices.items():
         value = value_of(config, key)
-        if isinstance(value, str) and (new := RENAMED_VALUES.get(key, {}).get(value)):
-            raise ConfigError(f"{key}={value} is called {new} since version 0.2; write {key}={new}")
         if value not in allowed:
             raise ConfigError(f"{key}={value} must be one of {', '.join(allowed)}")
 

@@ -50,7 +50,6 @@ PERF = pa.struct(
         ("prefill_s", pa.float32()),
         ("decode_s", pa.float32()),
         ("rounds", pa.int32()),
-        ("batch_id", pa.int32()),
         ("slot", pa.int32()),
         ("predicted_tokens", pa.int32()),
         ("attempt", pa.string()),

@@ -207,5 +207,5 @@ def _perf(completion: Completion, attempt: str, finished_at: datetime) -> dict[s
     }  # fmt: skip
     if (stats := completion.stats) is not None:
         perf |= {"prefill_s": stats.prefill_s, "decode_s": stats.decode_s, "rounds": stats.num_rounds}
-        perf |= {"batch_id": stats.batch_id, "slot": stats.slot}
+        perf["slot"] = stats.slot
     return perf

@@ -53,7 +53,7 @@ class Eagle3DrafterSpec(DrafterSpec[Head]):
         if tree.topk == 1:
             return ChainShape(draft.num_speculative_tokens)
         depth = tree.depth or draft.num_speculative_tokens
-        return TreeShape(topk=tree.topk, depth=depth, nodes=tree.nodes or default_nodes(tree.topk, depth), rank=tree.rank)
+        return TreeShape(topk=tree.topk, depth=depth, nodes=tree.nodes or default_nodes(tree.topk, depth))
 
     def kv_layers(self, dtype: torch.dtype, page_size: int) -> tuple[tuple[KVLayout, int | None], ...]:
         draft = self.config.draft

@@ -16,7 +16,7 @@ _HEAD_KEYS = (
     "ablation.dead_positions",
     "ablation.sharded_draft",
 )
-_TREE_KEYS = tuple(f"draft.tree.{key}" for key in ("topk", "depth", "nodes", "rank"))
+_TREE_KEYS = tuple(f"draft.tree.{key}" for key in ("topk", "depth", "nodes"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from batchspec.kernels.tree.prepare_tree_inputs import MAX_NODES
 
-LOGPROB, PROB = "logprob", "prob"
 USUAL_NODES = 60
 """As in EAGLE-2: many paths per row, and a forward pass over so few tokens is still bound by reading the weights."""
 
@@ -39,7 +38,7 @@ class ChainShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeShape:
-    """The shape of trees: topk branches a node, depth levels, nodes verified (without the root), how paths are ranked.
+    """The shape of trees: topk branches a node, depth levels, nodes verified (without the root).
 
     Raises ValueError for a shape that a mask of 64 bits cannot describe, and for more nodes than grow.
     """
@@ -47,7 +46,6 @@ class TreeShape:
     topk: int
     depth: int
     nodes: int
-    rank: str = LOGPROB
 
     def __post_init__(self) -> None:
         if self.topk < 2 or self.depth < 1:
@@ -61,8 +59,6 @@ class TreeShape:
                 f"TreeShape: nodes={self.nodes} must be in 1 .. {min(MAX_NODES - 1, self.num_candidates)}: topk={self.topk} and "
                 f"depth={self.depth} grow {self.num_candidates}, and at most {MAX_NODES - 1} are verified"
             )
-        if self.rank not in (LOGPROB, PROB):
-            raise ValueError(f"TreeShape: rank={self.rank!r} must be {LOGPROB} or {PROB}")
 
     @property
     def draft_len(self) -> int:

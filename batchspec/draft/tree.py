@@ -2,7 +2,7 @@
 
     root           the newest token; its children are the `topk` most likely tokens after the row's last verified position
     level l+1      the topk best nodes of level l, by path score, go through the head; each gets its topk most likely children
-    path score     sum of log-probabilities from the root on (rank=prob: product of probabilities, for comparison: it underflows)
+    path score     sum of log-probabilities from the root on
     verified       the `nodes` best of all children of all levels. A parent's score is never below its child's, so every verified
                    node's parent is verified too
 
@@ -28,7 +28,7 @@ from batchspec.cache.pages import KVCache
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.coupled import Draws, later_draws
 from batchspec.draft.head import Place
-from batchspec.draft.shapes import LOGPROB, TreeShape, num_grown
+from batchspec.draft.shapes import TreeShape, num_grown
 from batchspec.draft.weights import Head
 from batchspec.kernels.tree.expand_tree import Frontier, expand_tree
 from batchspec.kernels.tree.prepare_tree_inputs import prepare_tree_inputs
@@ -71,8 +71,7 @@ class TreeDrafter(ChainDrafter):
         self._scores = torch.zeros(slots, shape.num_candidates, dtype=self.head.logits_dtype, device=device)
         self._ids, self._numbers_above = torch.zeros(2, slots, shape.num_candidates, dtype=torch.int32, device=device)
         line = torch.arange(slots, device=device)
-        # A path's score begins with the root's: log-probability 0, or probability 1.
-        start = torch.full((slots, 1), 0.0 if shape.rank == LOGPROB else 1.0, dtype=self._scores.dtype, device=device)
+        start = torch.zeros((slots, 1), dtype=self._scores.dtype, device=device)
         no_number, no_place = torch.full_like(start, -1, dtype=torch.int32), torch.zeros_like(start, dtype=torch.int64)
         self._root = Frontier(start, no_number, no_place, no_number.flatten(), line)
 
@@ -108,7 +107,7 @@ class TreeDrafter(ChainDrafter):
                 hidden = hidden.index_select(0, frontier.parent_index)
                 normed, hidden = self._through(batch, frontier, hidden, cache)
             following = expand_tree(
-                *self.head.branches(normed, branches, draws), self.head.map_ids, frontier, log_scores=self._shape.rank == LOGPROB,
+                *self.head.branches(normed, branches, draws), self.head.map_ids, frontier,
                 first_node_id=num_grown(branches, level), first_bit=level * branches if level + 1 < depth else None,
                 all_scores=scores, all_ids=ids, all_parents=above,
             )  # fmt: skip

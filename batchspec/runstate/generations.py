@@ -22,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from batchspec.config.renamed import upgraded, upgraded_keys
 from batchspec.errors import OutputError
 from batchspec.runstate.extensions import Extension
 from batchspec.runstate.manifest import Manifest
@@ -144,7 +143,6 @@ class Generations:
     def _read(self, name: str) -> Change:
         try:
             values = json.loads(self._store.read(name))
-            values["config"], values["fingerprint"] = upgraded(values["config"]), upgraded_keys(values["fingerprint"])
             return Extension.from_values(values) if "files" in values else Generation.from_values(values)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise self._damaged(name, error) from error

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from batchspec.config.renamed import upgraded, upgraded_keys
 from batchspec.dataset.reader import InputFile
 from batchspec.dataset.shard_layout import ShardLayout
 from batchspec.errors import OutputError
@@ -84,8 +83,6 @@ class Manifest:
                     f"{where} has version {values['version']}, this batchspec writes {VERSION}; use another output.dir"
                 )
             values["files"] = tuple(InputFile(**file) for file in values["files"])
-            values["config"] = upgraded(values["config"])
-            values["fingerprint"] = upgraded_keys(values["fingerprint"])
             values["began"] = tuple(values.get("began", ()))
             found = cls(**values)
             if not (found.num_rows >= 0 < found.shard_rows and isinstance(found.job, str) and isinstance(found.ready, bool)):

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from batchspec.config.renamed import upgraded_keys
 from batchspec.errors import OutputError, StorageError
 from batchspec.local_files import unusable_name
 from batchspec.model.weight_sums import SumsOfJob, WeightSums
@@ -52,7 +51,7 @@ class HeadFolder:
             if path.is_dir() and any(path.iterdir()):
                 raise OutputError(f"output.dir={path} holds files that do not belong to a training; give an empty folder")
         elif not overwrite:
-            self._check_same(upgraded_keys(record.get("facts", {})))
+            self._check_same(record.get("facts", {}))
             self.complete, self._weights = bool(record.get("complete")), record.get("weights")
 
     def check_weights(self, own: WeightSums | None, model: str) -> str | None:

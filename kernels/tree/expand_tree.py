@@ -1,6 +1,6 @@
 """Expand one level of the rows' draft trees, in one launch: scores of all children, and the best of them, which branch next.
 
-    score[p, b] = score[p] + (best[p, b] - norm[p])     without log_scores: score[p] * exp(best[p, b] - norm[p])
+    score[p, b] = score[p] + (best[p, b] - norm[p])
     next        = the B best children, the first of equal ones: tokens, scores, ancestors, and the index of the parent
 
 p is the parent node, b the branch; `best` are the logits of the B likeliest draft tokens after each parent, `norm` is their
@@ -48,7 +48,7 @@ class Frontier:
 def expand_tree_kernel(
     best, norm, ids, map_ids, scores, node_ids, ancestors, all_scores, all_ids, all_parents,
     out_scores, out_node_ids, out_ancestors, out_token_ids, out_parent_index, num_nodes, first_node_id, first_bit,
-    PARENTS: tl.constexpr, BRANCHES: tl.constexpr, LOG_SCORES: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
+    PARENTS: tl.constexpr, BRANCHES: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_earlier(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -59,7 +59,7 @@ def expand_tree_kernel(
     likely = tl.load(best + child, mask=exists, other=0.0) - tl.load(norm + parent, mask=exists, other=0.0)
     likely = tl.where(likely == likely, tl.minimum(likely, 0.0), float("-inf"))
     path = tl.load(scores + parent, mask=exists, other=0.0)
-    score = path + likely if LOG_SCORES else path * tl.exp(likely)
+    score = path + likely
     score = tl.where(score == score, score, float("-inf"))  # -inf - -inf is NaN
     token = tl.load(ids + child, mask=exists, other=0)
     if map_ids is not None:
@@ -94,7 +94,6 @@ def expand_tree(
     map_ids: Tensor | None,
     frontier: Frontier,
     *,
-    log_scores: bool,
     first_node_id: int,
     first_bit: int | None,
     all_scores: Tensor,
@@ -109,7 +108,6 @@ def expand_tree(
     ids           int64 [R * P, B]  draft ids
     map_ids       int32 or int64 [draft vocabulary]  their target ids, or None: they are target ids
     frontier      the P parents; its scores have the dtype of best
-    log_scores    scores are sums of log-probabilities; else products of probabilities
     first_node_id  node id of the first child: the number of nodes expanded before
     first_bit     bit of the first node that branches next; None at the last level, where none does
     all_scores    [R, C] of best's dtype, all_ids int32 [R, C] target ids, all_parents int32 [R, C] node ids of the parents:
@@ -137,7 +135,7 @@ def expand_tree(
         raise ValueError(f"expand_tree: bits {first_bit} .. {first_bit + branches - 1} exceed the 64 bits of a mask")
     if not (best.is_cuda or interpret):
         return expand_tree_reference(
-            best, norm, ids, map_ids, frontier, log_scores=log_scores, first_node_id=first_node_id, first_bit=first_bit,
+            best, norm, ids, map_ids, frontier, first_node_id=first_node_id, first_bit=first_bit,
             all_scores=all_scores, all_ids=all_ids, all_parents=all_parents,
         )  # fmt: skip
     out = None if first_bit is None else _empty(num_rows, branches, best)
@@ -145,7 +143,7 @@ def expand_tree(
         written = (None,) * 5 if out is None else (out.scores, out.node_ids, out.ancestors, out.token_ids, out.parent_index)
         expand_tree_kernel[(num_rows,)](
             best, norm, ids, map_ids, frontier.scores, frontier.node_ids, frontier.ancestors, all_scores, all_ids, all_parents,
-            *written, num_nodes, first_node_id, first_bit or 0, PARENTS=parents, BRANCHES=branches, LOG_SCORES=log_scores,
+            *written, num_nodes, first_node_id, first_bit or 0, PARENTS=parents, BRANCHES=branches,
             LANES=triton.next_power_of_2(max(2, parents * branches)), num_warps=4 if parents * branches > 64 else 1,
             **launch_args(best),
         )  # fmt: skip
@@ -172,7 +170,6 @@ def expand_tree_reference(
     map_ids: Tensor | None,
     frontier: Frontier,
     *,
-    log_scores: bool,
     first_node_id: int,
     first_bit: int | None,
     all_scores: Tensor,
@@ -183,7 +180,7 @@ def expand_tree_reference(
     (num_rows, parents), branches = frontier.scores.shape, best.shape[1]
     likely = (best - norm.unsqueeze(1)).view(num_rows, parents, branches)
     likely = torch.where(likely.isnan(), -torch.inf, likely.clamp(max=0))
-    paths = frontier.scores.unsqueeze(2) + likely if log_scores else frontier.scores.unsqueeze(2) * likely.exp()
+    paths = frontier.scores.unsqueeze(2) + likely
     paths = torch.where(paths.isnan(), -torch.inf, paths).flatten(1)
     tokens = (ids if map_ids is None else map_ids[ids]).view(num_rows, -1).int()
     columns = slice(first_node_id, first_node_id + parents * branches)
@@ -224,7 +221,7 @@ def bench_shape(bench: Bench, rows: int, branches: int) -> None:
     for call in (expand_tree, expand_tree_reference):
         scores = torch.zeros(rows, num_nodes, device=device)
         ids = torch.zeros(2, rows, num_nodes, dtype=torch.int32, device=device)
-        made = partial(call, *inputs, log_scores=True, first_node_id=branches, first_bit=branches,
+        made = partial(call, *inputs, first_node_id=branches, first_bit=branches,
                        all_scores=scores, all_ids=ids[0], all_parents=ids[1])  # fmt: skip
         calls.append(made)
         following = made()

@@ -27,14 +27,14 @@ def test_equals_a_loop_over_every_child(data: st.DataObject, interpret: bool, de
     """Logits are quarters and normalisers too, so that many scores are equal; NaN and -inf occur."""
     rng = random.Random(data.draw(st.integers(0, 10**6)))
     rows, branches = data.draw(st.integers(1, 5)), data.draw(st.sampled_from([2, 3, 8, 10]))
-    parents, log_scores = data.draw(st.sampled_from([1, branches])), data.draw(st.booleans())
+    parents = data.draw(st.sampled_from([1, branches]))
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
     mapped, more = data.draw(st.booleans()), data.draw(st.booleans())
     odd = [float("nan"), float("-inf")] if data.draw(st.booleans()) else []
     best = [[rng.choice([*(-q / 4 for q in range(6)), *odd]) for _ in range(branches)] for _ in range(rows * parents)]
     norm = [rng.choice([0.0, 0.25, 1.0]) for _ in range(rows * parents)]
     drafts = [[rng.randrange(50) for _ in range(branches)] for _ in range(rows * parents)]
-    scores = [[-rng.randrange(5) / 4 if log_scores else 0.5 ** rng.randrange(5) for _ in range(parents)] for _ in range(rows)]
+    scores = [[-rng.randrange(5) / 4 for _ in range(parents)] for _ in range(rows)]
     node_ids = [[rng.randrange(-1, 40) for _ in range(parents)] for _ in range(rows)]
     ancestors = [[rng.getrandbits(20) for _ in range(parents)] for _ in range(rows)]
     columns, first, bit = parents * branches, 40, 33
@@ -43,7 +43,7 @@ def test_equals_a_loop_over_every_child(data: st.DataObject, interpret: bool, de
     found = expand_tree(
         torch.tensor(best, dtype=dtype, device=device), torch.tensor(norm, dtype=dtype, device=device),
         torch.tensor(drafts, device=device), torch.arange(50, device=device) * 3 if mapped else None,
-        make_frontier(torch.tensor(scores, dtype=dtype, device=device), node_ids, ancestors), log_scores=log_scores,
+        make_frontier(torch.tensor(scores, dtype=dtype, device=device), node_ids, ancestors),
         first_node_id=first, first_bit=bit if more else None, all_scores=out_scores, all_ids=out_ids, all_parents=out_parents,
         interpret=interpret,
     )  # fmt: skip
@@ -54,7 +54,7 @@ def test_equals_a_loop_over_every_child(data: st.DataObject, interpret: bool, de
             for b in range(branches):
                 likely = best[index][b] - norm[index]
                 likely = -math.inf if math.isnan(likely) else likely
-                score = scores[row][p] + likely if log_scores else scores[row][p] * math.exp(likely)
+                score = scores[row][p] + likely
                 children.append((score, drafts[index][b] * (3 if mapped else 1), p))
         assert out_scores[row, first:-1].tolist() == pytest.approx([score for score, _, _ in children], rel=1e-6)
         assert out_ids[row].tolist() == [-7] * first + [token for _, token, _ in children] + [-7]
@@ -77,7 +77,7 @@ def test_a_probability_that_rounding_makes_greater_than_1_counts_as_1(interpret:
     scores, ids = torch.zeros(1, 2, device=device), ints([[0, 0]], device)
     expand_tree(
         torch.tensor([[1.0000001, 0.5]], device=device), torch.ones(1, device=device), torch.zeros(1, 2, device=device).long(),
-        None, make_frontier(torch.zeros(1, 1, device=device), [[-1]], [[0]]), log_scores=True, first_node_id=0, first_bit=None,
+        None, make_frontier(torch.zeros(1, 1, device=device), [[-1]], [[0]]), first_node_id=0, first_bit=None,
         all_scores=scores, all_ids=ids, all_parents=ids.clone(), interpret=interpret,
     )  # fmt: skip
     assert scores.tolist() == [[0.0, -0.5]]
@@ -89,7 +89,7 @@ def test_wrong_arguments_are_refused(device: torch.device) -> None:
 
     def level(first_node_id: int, first_bit: int) -> None:
         expand_tree(
-            best, best[:, 0].clone(), ids.long(), None, root, log_scores=True, first_node_id=first_node_id, first_bit=first_bit,
+            best, best[:, 0].clone(), ids.long(), None, root, first_node_id=first_node_id, first_bit=first_bit,
             all_scores=best, all_ids=ids, all_parents=ids,
         )  # fmt: skip
 

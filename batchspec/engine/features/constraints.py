@@ -23,7 +23,8 @@ from batchspec.engine.slots.row_feature import RowFeature
 from batchspec.records import Completion
 from batchspec.token_automaton import TokenAutomaton
 
-OF_ALLOWED = " of a token that its schema, regex, choice or grammar allows; or a token was drawn that it does not allow"
+OF_ALLOWED = " of a token that its schema, regex, choice or grammar allows{others}; or a token was drawn that it does not allow"
+NOT_BAD = " and its bad_words do not forbid"
 
 
 class Constraints(RowFeature):
@@ -71,7 +72,8 @@ class Constraints(RowFeature):
         if done.token_ids is not None:
             return replace(done, constraint=state.request.constraint_kind)
         if state.error is None and done.error is not None and done.error.code == NON_FINITE:
-            return non_finite(done, num_tokens=len(state.tokens), of_allowed=OF_ALLOWED)
+            others = NOT_BAD if state.request.sampling.bad_words else ""
+            return non_finite(done, num_tokens=len(state.tokens), of_allowed=OF_ALLOWED.format(others=others))
         return done
 
 

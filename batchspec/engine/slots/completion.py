@@ -80,7 +80,6 @@ def _stats(state: RequestState, drafter: str, slot: int, now: float, nodes: int 
         accepted_at=tuple(state.accepted_at),
         prefill_s=state.prefill_s,
         decode_s=state.decode_s(now),
-        batch_id=0,
         slot=slot,
         num_forced=state.num_forced,
     )

@@ -25,7 +25,7 @@ for _dtype in ("fp32", "fp64"):
              best=_values, norm=_values, ids=PI64, map_ids=_map, scores=_values, node_ids=PI32, ancestors=PI64,
              all_scores=_values, all_ids=PI32, all_parents=PI32, out_scores=_next[0], out_node_ids=_next[1],
              out_ancestors=_next[2], out_token_ids=_next[3], out_parent_index=_next[4], num_nodes=I32, first_node_id=I32,
-             first_bit=I32, PARENTS=_parents, BRANCHES=10, LOG_SCORES=_more,
+             first_bit=I32, PARENTS=_parents, BRANCHES=10,
              LANES=128 if _parents == 10 else 16)  # fmt: skip
     case(f"rerank_tree_kernel {_dtype}", "rerank_tree", 8, scores=_values, ids=PI32, parents=PI32, out_ids=PI32,
          out_parents=PI32, scratch=PI32, ids_stride=I32, parents_stride=I32, NUM_NODES=510, NUM_KEPT=60, LANES=512,
