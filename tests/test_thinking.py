@@ -297,6 +297,18 @@ def test_a_row_that_ends_at_a_stop_id_within_the_closing_tokens_has_only_those_b
     assert (done.finish_reason, done.stats.num_forced, done.reasoning_truncated) == ("stop", 2, True)
 
 
+def test_a_stop_string_cuts_off_tokens_that_the_budget_has_read() -> None:
+    """A round may add the answer with the stop string, and after it a second thought that uses up its budget."""
+    how, stop = thinking(1, opened=True, closing=(11,)), decode([12])
+    for again in ([], [BEGIN, 7, 11, END]):
+        row = OneRow(replace(request(0, [7, 9], cap=20), thinking=how, stop=(stop,)), draft_len=9, decode=decode)
+        row.add_round(9, 9, [END, 7, 12, 7, *again, 7])
+        done = row.completion()
+        assert (done.finish_reason, done.stop_reason, done.reasoning_truncated) == ("stop", stop, False)
+        assert done.token_ids is not None
+        assert done.token_ids.tolist() == [END, 7, 12]
+
+
 def test_a_row_that_changes_its_slot_is_checked_when_its_budget_or_a_thought_requires_it() -> None:
     """Not a token later: at the one that uses the budget up, and at the one that begins a thought, in the new slot alone."""
     table = SlotTable(4, 64, 0)

@@ -56,7 +56,8 @@ class ThinkingBudgets(RowFeature):
         if done.token_ids is None:
             return done
         budget.forced(state.tokens)
-        return replace(done, reasoning_truncated=bool(budget.closings))
+        closed = any(closing.start < len(state.tokens) for closing in budget.closings)  # not one that a stop string cut off
+        return replace(done, reasoning_truncated=closed)
 
 
 class ThoughtTracker(Tracker):
@@ -104,7 +105,7 @@ class ThinkingBudget:
         """The number of tokens to keep, and the tokens that must follow them, up to the end of the row. None while the budget is
         not used up, or if these tokens follow already.
 
-        `tokens` must begin with the kept tokens of the last call.
+        `tokens` begin with the kept tokens of the last call. Once the row has ended they may be fewer, if a stop string cut some.
         """
         while True:
             if self._is_cut:
@@ -118,7 +119,7 @@ class ThinkingBudget:
                 self._is_cut = len(closing) < len(self._closing)
                 for token in closing:
                     self._push(token)
-            elif self._num_read == len(tokens) or tokens[self._num_read] in self._stop_ids:
+            elif self._num_read >= len(tokens) or tokens[self._num_read] in self._stop_ids:
                 return None
             else:
                 self._push(tokens[self._num_read])
