@@ -30,7 +30,6 @@ from batchspec.errors import TooManyErrors
 from batchspec.identity import job_fingerprint, recorded_facts
 from batchspec.load import make_engine
 from batchspec.packing.survey import Survey
-from batchspec.packing.work_plan import WorkPlan
 from batchspec.prepare import Job, open_job, survey_first
 from batchspec.report.answers import check_answers_file
 from batchspec.report.progress_bar import ProgressBar
@@ -200,7 +199,7 @@ def shard_work(job: Job, attempt: str) -> ShardWork | ShardWorkers:
     return ShardWorkers(work, num_workers) if num_workers else work
 
 
-def work_plan(job: Job, output: OutputFolder, *, is_retry: bool) -> WorkPlan:
+def work_plan(job: Job, output: OutputFolder, *, is_retry: bool) -> ComputeAll | RetryPlan:
     """The plan of which rows of a shard are computed: all of them, or those of the present retry."""
     if is_retry and output.generation is not None:
         return RetryPlan(output, output.generation)

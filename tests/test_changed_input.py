@@ -22,7 +22,7 @@ from batchspec.dataset import files
 from batchspec.dataset.reader import InputShard, Source, open_source, table_source
 from batchspec.dataset.shard_layout import ShardLayout
 from batchspec.errors import InputError
-from batchspec.runner import decode_shards
+from batchspec.runner.pending_commit import CheckInput, NewFile
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.storage.places import LocalPlace
 from tests.runs import make_model, run_apart
@@ -121,15 +121,15 @@ def test_the_commit_checks_the_input_once_more(
     also one of a worker process, is deleted."""
     path = tmp_path / "in.parquet"
     path.write_bytes(as_parquet())
-    commit = decode_shards.commit_shard
+    publish = NewFile.publish
 
-    def late(*rest: Any) -> None:
+    def late(self: NewFile, check: CheckInput) -> None:
         while workers and not list((tmp_path / "out").rglob("*.parquet*")):  # the worker begins to write by itself
             time.sleep(0.01)
         path.write_bytes(as_parquet("Bye"))
-        commit(*rest)
+        publish(self, check)
 
-    monkeypatch.setattr("batchspec.runner.run_shards.commit_shard", late)
+    monkeypatch.setattr(NewFile, "publish", late)
     more = ["output.shard_rows=100", f"input.num_workers={workers}"]
     assert run.main([*arguments(model, path, tmp_path / "out"), *more]) == 2
     assert not (tmp_path / "out/data").exists()

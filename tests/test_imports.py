@@ -212,7 +212,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "cache.layout",
         "cache.pages",
         "runstate.journal",
-        "runstate.shard_writer",
         "tuning.exchange",
     },
     "train": {"dataset.reader", "draft", "model", "cache", "batch", "kernels"},

@@ -9,6 +9,7 @@ decode_shards.py       one pass: rows through the engine, whole shards out
 shard_work.py          admission before decoding, the output table after it
 shard_workers.py       the same in worker processes, with shards read ahead
 shard_worker.py        such a process, and what is sent between the processes
+pending_commit.py      the commit of a shard: its file is written, verified, checked and published
 background_commit.py   commits in a thread while the next shards are decoded
 oom_fallback.py        the run's engine, and a smaller one when memory runs out
 run_monitor.py         what is reported after each round

@@ -12,14 +12,16 @@ from batchspec.dataset.reader import InputShard
 from batchspec.errors import InputError, Interrupted, RankLost, TooManyErrors, WorkerLost
 from batchspec.out_of_memory import OutOfMemoryGuard
 from batchspec.packing.survey import Survey
-from batchspec.packing.work_plan import DecodedShard, WorkPlan
+from batchspec.packing.work_plan import DecodedShard
 from batchspec.prepare import Job
 from batchspec.records import Snapshot
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.report.timeline import Timeline
 from batchspec.runner.background_commit import commit_in_background
-from batchspec.runner.decode_shards import commit_shard, decode_shards, with_commits
+from batchspec.runner.compute_all import ComputeAll
+from batchspec.runner.decode_shards import decode_shards
 from batchspec.runner.oom_fallback import EngineWithFallback
+from batchspec.runner.retry_plan import RetryPlan
 from batchspec.runner.run_monitor import RunMonitor
 from batchspec.runner.shard_work import ShardWork
 from batchspec.runner.shard_workers import ShardWorkers
@@ -46,8 +48,9 @@ class ShardRunner:
     """
 
     def __init__(
-        self, job: Job, output: OutputFolder, plan: WorkPlan, work: ShardWork | ShardWorkers, holder: EngineWithFallback,
-        seen: Survey, progress: ProgressBar, journaled: Journaled, num_errors: int, watchdog: Watchdog, signals: EndSignals,
+        self, job: Job, output: OutputFolder, plan: ComputeAll | RetryPlan, work: ShardWork | ShardWorkers,
+        holder: EngineWithFallback, seen: Survey, progress: ProgressBar, journaled: Journaled, num_errors: int,
+        watchdog: Watchdog, signals: EndSignals,
     ) -> None:  # fmt: skip
         self.job, self.output, self.plan, self.work, self.holder, self.progress = job, output, plan, work, holder, progress
         self.num_errors, self._signals = num_errors, signals
@@ -109,12 +112,13 @@ class ShardRunner:
         self._watchdog.begin_loading()  # until the first row begins
         totals, beat = self.holder.engine.totals, self._watchdog.beat
         monitor = RunMonitor(self.progress, self._mean_output, totals, timeline, self._claims, beat, self._deadline)
-        decoded = with_commits(self.plan, self.work, self._decoded(others, monitor))
-        commits = commit_in_background(decoded, lambda ready: commit_shard(self.job, *ready), lambda ready: ready[0].num_bytes)
+        pending = (self.plan.begin_commit(self.work, done) for done in self._decoded(others, monitor))
+        check = self.job.source.check
+        commits = commit_in_background(pending, lambda commit: commit.publish(check), lambda commit: commit.done.num_bytes)
         try:
             with OutOfMemoryGuard() as guard, closing(commits):
-                for done, _ in commits:
-                    self._committed(done)
+                for commit in commits:
+                    self._committed(commit.done)
         finally:
             monitor.ended()
             self.holder.engine.on_round = None  # the monitor knows the engine: the last reference would not free it

@@ -79,7 +79,7 @@ class ShardWorkers:
         self._settling = False
 
     def begin_table(self, shard: InputShard, completions: Sequence[Completion]) -> Callable[[], pa.Table]:
-        """A function that waits for the table; the next free worker makes it, before it admits more rows."""
+        """As `ShardWork.begin_table`; the next free worker makes the table, before it admits more rows."""
         what = f"make the table of shard {shard.index}"
         answer = self._tables.submit(lambda: self._ask(to_bytes((shard_worker.table, (shard, list(completions)))), what))
         return lambda: cast(pa.Table, _result(answer.result()))
@@ -87,7 +87,7 @@ class ShardWorkers:
     def begin_file(
         self, shard: InputShard, completions: Sequence[Completion], file: UnpublishedFile
     ) -> Callable[[], WrittenFile]:
-        """As `RowWriter.begin_file`; the next free worker writes it.
+        """As `ShardWork.begin_file`; the next free worker writes it.
 
         A worker that dies leaves at most an unfinished file, which the next one replaces: only `OutputFolder.publish` gives
         final names.
