@@ -1,12 +1,13 @@
 """The commit of a decoded shard, from its completions to its file in data/.
 
-A new shard's file is written under a temporary name, fsynced and verified by reading it back: by a worker process as soon as one
-is free, without workers when `publish` begins. `publish` then checks that the shard's input is still what was read, and gives the
-file its final name, once. A shard of a retry needs its old rows too: workers only make the table of the new rows; after the check
-this process merges the two, writes and verifies the file, and replaces the old one if that is still the one that was merged. What
-fails leaves this behind: writing, verifying or the check leave no file, and of a retry the old one; publishing leaves either no
-file of the final name (or the old one) or the whole new one. A kill may also leave a temporary file, which a later run deletes.
-Rows that were not committed are computed again, unless the journal has them.
+The file of a new shard is written under a temporary name, fsynced and verified by reading it back: by a worker process as soon as
+one is free, without workers when `publish` begins. `publish` then checks that the shard's input is still what was read, and gives
+the file its final name, once. A shard of a retry needs its old rows too: workers make only the table of the new rows; after the
+check this process merges both, writes and verifies the file, and replaces the old one if that has not changed meanwhile. If
+writing, verifying or the check fails, the temporary file is deleted, and the shard stays as it was: without a file, or in a retry
+with the old one. If publishing fails, the final name has what it had before or the whole new file, never a part of one. A kill
+may leave the temporary file, which a later run deletes. The next run takes the rows of a failed commit from the journal, or
+computes them again.
 """
 
 from __future__ import annotations
